@@ -1,0 +1,132 @@
+"""The group structure over which a mean is taken, and how views carry it from tensor to tensor.
+
+An axis lives on one dimension of a tensor. Its elements ``start .. start + outer * size * inner`` of
+that dimension are seen as ``(outer, size, inner)``; every mean runs over ``size``. The feature axis of
+a ``(batch, tokens, d)`` tensor is ``Axis(2, 0, 1, d, 1)``; the heads of a query projection are
+``Axis(2, 0, heads, head_dim, 1)``; the value part of a fused one starts at ``2 * d``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True, order=True)
+class Axis:
+    """``size`` consecutive (or ``inner``-strided) elements of ``dim``, repeated ``outer`` times."""
+
+    dim: int
+    start: int
+    outer: int
+    size: int
+    inner: int
+
+    @property
+    def length(self) -> int:
+        """Number of elements of ``dim`` that the axis covers."""
+        return self.outer * self.size * self.inner
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+def feature_axis(shape: tuple[int, ...], dim: int = -1) -> Axis:
+    """The plain axis over all of ``dim``."""
+    dim %= len(shape)
+    return Axis(dim, 0, 1, int(shape[dim]), 1)
+
+
+def group_means(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The mean over ``size`` of every group, keeping that dimension.
+
+    ``x`` has any shape; the result has ``axis.dim`` split into ``(outer, 1, inner)``.
+    """
+    part = x.narrow(axis.dim, axis.start, axis.length)
+    return part.unflatten(axis.dim, (axis.outer, axis.size, axis.inner)).mean(
+        axis.dim + 1, keepdim=True
+    )
+
+
+def centre(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """``P x``: ``x`` with the mean over every group of ``axis`` removed; the rest is untouched."""
+    part = x.narrow(axis.dim, axis.start, axis.length)
+    groups = part.unflatten(axis.dim, (axis.outer, axis.size, axis.inner))
+    centred = (groups - groups.mean(axis.dim + 1, keepdim=True)).flatten(axis.dim, axis.dim + 2)
+    if axis.length == x.shape[axis.dim]:
+        return centred
+    out = x.clone()
+    out.narrow(axis.dim, axis.start, axis.length).copy_(centred)
+    return out
+
+
+def moved(axis: Axis, dim: int) -> Axis:
+    """The same group structure on another dimension."""
+    return replace(axis, dim=dim)
+
+
+def through_view(axis: Axis, shape: tuple[int, ...], into: tuple[int, ...]) -> Axis | None:
+    """The axis that covers the same groups after a row-major reshape from ``shape`` to ``into``.
+
+    ``None`` where no single dimension of ``into`` holds each group at one stride.
+    """
+    for source, target in _aligned(shape, into):
+        if axis.dim in source:
+            return _within(axis, shape, into, source, target)
+    return None
+
+
+def _aligned(shape: tuple[int, ...], into: tuple[int, ...]) -> list[tuple[range, range]]:
+    """Smallest runs of dimensions of both shapes that hold the same number of elements."""
+    runs: list[tuple[range, range]] = []
+    i = j = 0
+    while i < len(shape) and j < len(into):
+        first_i, first_j = i, j
+        a, b = shape[i], into[j]
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b:
+                if i == len(shape):
+                    return runs
+                a, i = a * shape[i], i + 1
+            else:
+                if j == len(into):
+                    return runs
+                b, j = b * into[j], j + 1
+        runs.append((range(first_i, i), range(first_j, j)))
+    return runs
+
+
+def _product(sizes: list[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def _within(
+    axis: Axis, shape: tuple[int, ...], into: tuple[int, ...], source: range, target: range
+) -> Axis | None:
+    below = _product([shape[d] for d in source if d > axis.dim])
+    above = _product([shape[d] for d in source if d < axis.dim])
+    stride = axis.inner * below
+    whole = axis.length == shape[axis.dim]
+    if not whole and above != 1:
+        return None
+    first, length = axis.start * below, axis.length * below
+    for dim in target:
+        step = _product([into[d] for d in target if d > dim])
+        if step == 0 or stride % step:
+            continue
+        inner = stride // step
+        block = axis.size * inner
+        if whole:
+            if into[dim] % block == 0:
+                return Axis(dim, 0, into[dim] // block, axis.size, inner)
+        elif _product([into[d] for d in target if d < dim]) == 1:
+            found = Axis(dim, first // step, length // (step * block), axis.size, inner)
+            if found.length * step == length and found.stop <= into[dim] and first % step == 0:
+                return found
+    return None

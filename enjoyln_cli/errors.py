@@ -1,0 +1,56 @@
+"""Everything that enjoyln refuses to do, as exceptions.
+
+    EnjoyLNError                 one line for the user; the command exits with status 1
+    ├── ModelNotFound            no such directory, no such repository, offline and not cached, gated
+    ├── UnsupportedModel         no config, unknown architecture, custom code, quantised, no weights
+    ├── BadCheckpoint            missing or truncated shard, wrong shape, lying header, NaN or Inf
+    ├── TraceFailed              the model's graph could not be captured
+    ├── AlreadyFolded            the checkpoint carries an enjoyln marker
+    ├── NothingToFold            every LayerNorm has to stay; the reasons are in the message
+    ├── RecipeError              a recipe that is malformed, stale, or asks for an unproven edit
+    ├── OutputError              output exists, lies inside the source, disk full, read-only
+    └── VerificationFailed       the folded checkpoint does not compute the original function
+
+A message names the invariant that does not hold, what arrived, where, and what to do next, in one
+line. Library callers get the same exceptions.
+"""
+
+
+class EnjoyLNError(Exception):
+    """Base of everything above."""
+
+
+class ModelNotFound(EnjoyLNError):
+    """The model id or path leads to nothing that can be read."""
+
+
+class UnsupportedModel(EnjoyLNError):
+    """The model exists, and is of a kind that cannot be converted."""
+
+
+class BadCheckpoint(EnjoyLNError):
+    """The files of a checkpoint contradict each other or the model."""
+
+
+class TraceFailed(EnjoyLNError):
+    """No graph of the model could be captured."""
+
+
+class AlreadyFolded(EnjoyLNError):
+    """The checkpoint is a result of an earlier fold."""
+
+
+class NothingToFold(EnjoyLNError):
+    """No LayerNorm of the model can be folded."""
+
+
+class RecipeError(EnjoyLNError):
+    """A recipe cannot be read, or asks for something that is not proven."""
+
+
+class OutputError(EnjoyLNError):
+    """The output directory cannot be written as asked."""
+
+
+class VerificationFailed(EnjoyLNError):
+    """The result does not compute the same function as the original."""

@@ -1,0 +1,83 @@
+"""Which LayerNorms fold, by which edits, and why the others stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from enjoyln_cli.axis import Axis
+
+Status = Literal["static", "centred", "kept"]
+Place = Literal["output", "input"]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A parameter whose values are centred: ``W <- P W`` over ``axis``."""
+
+    parameter: str
+    """Name in the model class of the plan, e.g. ``transformer.h.0.attn.c_proj.weight``."""
+    tensor: str
+    """Name of the stored tensor. A parameter stored under several names has one writer for each."""
+    axis: Axis
+    """Over the parameter as the class holds it, e.g. ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Centring:
+    """An explicit centring operation, carried by a module and acting on each of its calls."""
+
+    module: str
+    place: Place
+    axis: Axis
+    """Over the module's output (or first input), as traced. ``axis.dim`` counts from the end: -1."""
+    reason: str
+    """Why the value cannot be centred in the weights."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of one LayerNorm module."""
+
+    norm: str
+    """Path of the module in the model class of the plan, e.g. ``transformer.h.0.ln_1``."""
+    status: Status
+    """``static``: folded in the weights alone; ``centred``: folded with the help of ``ops``."""
+    ops: tuple[str, ...] = ()
+    """Modules of the explicit centrings that this norm's zero mean rests on."""
+    reason: str = ""
+    """For a kept norm: a short sentence that names the obstacle. Norms with one reason group together."""
+    culprit: str = ""
+    """For a kept norm: the module path or tensor that forbids it."""
+    path: tuple[str, ...] = ()
+    """For a kept norm: module paths and ops from the norm's input up to the culprit."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The proven edits for one model. Everything is named as in ``model_class``."""
+
+    model_type: str
+    model_class: str
+    classes: tuple[str, ...]
+    """Classes for which the plan is proven, ``model_class`` among them."""
+    norms: tuple[Verdict, ...]
+    writers: tuple[Writer, ...]
+    ops: tuple[Centring, ...]
+    entry_inputs: tuple[str, ...] = ()
+    """Inputs of ``forward`` (``inputs_embeds``) that a folded model has to centre on entry."""
+    unproven: tuple[str, ...] = ()
+    """Optional inputs and parameters that no trace has read."""
+    other_norms: tuple[tuple[str, int], ...] = ()
+    """Classes of modules that are RMSNorm already, with how often each occurs."""
+
+    @property
+    def folded(self) -> tuple[Verdict, ...]:
+        """The norms that become RMSNorm."""
+        return tuple(v for v in self.norms if v.status != "kept")
+
+    @property
+    def kept(self) -> tuple[Verdict, ...]:
+        """The norms that stay LayerNorm."""
+        return tuple(v for v in self.norms if v.status == "kept")
