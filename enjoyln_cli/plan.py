@@ -46,6 +46,8 @@ class Verdict:
     """``static``: folded in the weights alone; ``centred``: folded with the help of ``ops``."""
     ops: tuple[str, ...] = ()
     """Modules of the explicit centrings that this norm's zero mean rests on."""
+    needs: tuple[str, ...] = ()
+    """Parameters of the writers (``Writer.parameter``) that this norm's zero mean rests on."""
     reason: str = ""
     """For a kept norm: a short sentence that names the obstacle. Norms with one reason group together."""
     culprit: str = ""
