@@ -1,9 +1,9 @@
 """The group structure over which a mean is taken, and how views carry it from tensor to tensor.
 
-An axis lives on one dimension of a tensor. Its elements ``start .. start + outer * size * inner`` of
-that dimension are seen as ``(outer, size, inner)``; every mean runs over ``size``. The feature axis of
-a ``(batch, tokens, d)`` tensor is ``Axis(2, 0, 1, d, 1)``; the heads of a query projection are
-``Axis(2, 0, heads, head_dim, 1)``; the value part of a fused one starts at ``2 * d``.
+An axis lives on one dimension of a tensor. Its elements ``start .. start + outer * size * inner``
+of that dimension are seen as ``(outer, size, inner)``; every mean runs over ``size``. The feature
+axis of a ``(batch, tokens, d)`` tensor is ``Axis(2, 0, 1, d, 1)``; the heads of a query projection
+are ``Axis(2, 0, heads, head_dim, 1)``; the value part of a fused one starts at ``2 * d``.
 """
 
 from __future__ import annotations

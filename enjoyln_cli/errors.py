@@ -1,7 +1,7 @@
 """Everything that enjoyln refuses to do, as exceptions.
 
     EnjoyLNError                 one line for the user; the command exits with status 1
-    ├── ModelNotFound            no such directory, no such repository, offline and not cached, gated
+    ├── ModelNotFound            no such directory or repository, offline and not cached, gated
     ├── UnsupportedModel         no config, unknown architecture, custom code, quantised, no weights
     ├── BadCheckpoint            missing or truncated shard, wrong shape, lying header, NaN or Inf
     ├── TraceFailed              the model's graph could not be captured

@@ -1,0 +1,283 @@
+"""From a model to its plan: trace it, state the problem, cut, and put every verdict into words.
+
+The plan holds in every traced class and call at once. What could not be traced is not proven, and
+is listed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli import classes as families
+from enjoyln_cli import cut as cuts
+from enjoyln_cli import why as explain
+from enjoyln_cli.checkpoint import Checkpoint
+from enjoyln_cli.classes import Candidate
+from enjoyln_cli.cut import Cut, Problem
+from enjoyln_cli.errors import EnjoyLNError, TraceFailed
+from enjoyln_cli.flow import Flow, Value
+from enjoyln_cli.nodes import aten, packet, rank_of, shape_of
+from enjoyln_cli.paper import algorithm_1
+from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
+from enjoyln_cli.trace import Call, Trace, calls_of, capture, optional_inputs
+from enjoyln_cli.why import Tree
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """A plan and the proof behind it."""
+
+    plan: Plan
+    problem: Problem
+    cut: Cut
+    paper: tuple[str, ...]
+    """Norms that the paper's Algorithm 1 calls foldable, as printed."""
+
+    def why(self, norm: str) -> Tree:
+        """The zero-mean graph of one norm. Raises ``EnjoyLNError`` for a norm that does not exist."""
+        verdict = next((v for v in self.plan.norms if v.norm == norm), None)
+        if verdict is None:
+            names = [v.norm for v in self.plan.norms]
+            near = difflib.get_close_matches(norm, names, cutoff=0.4) or names[:3]
+            raise EnjoyLNError(f"no LayerNorm is called {norm}; there is {', '.join(near)}")
+        if norm not in self.problem.norms:
+            return Tree(f"{norm} stays a LayerNorm: {verdict.reason}", False)
+        return explain.tree(self.problem, self.cut, norm)
+
+
+def analyze_config(
+    config: Any, *, model_class: str | None = None, checkpoint: Checkpoint | None = None
+) -> Analysis:
+    """The plan for a transformers config, or for the checkpoint that it belongs to.
+
+    It holds for every class that loads the checkpoint (without one: what the config's own class
+    saves) with no weight missing, or for ``model_class`` alone. Raises ``UnsupportedModel``,
+    ``TraceFailed`` or ``BadCheckpoint``.
+    """
+    listed = [families.class_named(model_class)] if model_class else families.classes_for(config)
+    reference = families.build(listed[0], config)
+    names = tuple(checkpoint.tensors) if checkpoint else families.saved_names(reference)
+    first = families.candidate(reference, names, checkpoint)
+    traces, unproven = _traces(first, first)
+    proven = [first.name]
+    for other_class in listed[1:]:
+        other = families.candidate(families.build(other_class, config), names, checkpoint)
+        if other.missing:
+            continue
+        try:
+            more, more_unproven = _traces(other, first)
+        except TraceFailed:
+            continue
+        traces, unproven = traces + more, unproven | more_unproven
+        proven.append(other.name)
+    return _analysis(first, traces, tuple(proven), config.model_type, sorted(unproven))
+
+
+def analyze_module(model: nn.Module, *args: Any, **kwargs: Any) -> Analysis:
+    """The plan for any live module, proven for calls like ``model(*args, **kwargs)``.
+
+    Tensors among the inputs give shapes and dtypes. Raises ``TraceFailed``.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    own = Candidate(model, {name: (name,) for name in tensors}, frozenset(), ())
+    trace = capture(model, Call("example inputs", ((args, kwargs),)))
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    return _analysis(own, [trace], (own.name,), kind, [])
+
+
+def _traces(found: Candidate, reference: Candidate) -> tuple[list[Trace], set[str]]:
+    """All graphs of one class, and the optional inputs that none of them reads."""
+    naming = families.naming_between(found.model, reference.model)
+    traces, covered = [], set()
+    for call in calls_of(found.model):
+        try:
+            traces.append(capture(found.model, call, naming))
+        except TraceFailed:
+            if call.required:
+                raise
+            continue
+        covered |= {name for _, given in call.steps for name in given}
+    return traces, set(optional_inputs(found.model)) - covered
+
+
+def _analysis(
+    found: Candidate,
+    traces: Iterable[Trace],
+    proven: tuple[str, ...],
+    model_type: str,
+    unproven: Iterable[str],
+) -> Analysis:
+    flow = Flow(tuple(traces))
+    groups = _groups(found.model, flow.traces)
+    modules = {p: m for p, m in found.model.named_modules() if isinstance(m, nn.LayerNorm)}
+    norms, refused = _norm_calls(flow, modules)
+    problem = Problem(flow, norms, _locked(found, groups), groups)
+    cut = cuts.solve(problem)
+    verdicts = [_verdict(problem, cut, path, refused) for path in modules]
+    verdicts += [
+        Verdict(path, "kept", reason=r) for path, r in refused.items() if path not in modules
+    ]
+    read = {
+        name for t in flow.traces for n, names in t.parameters.items() if n.users for name in names
+    }
+    unread = [name for name in found.stored if name in groups and name not in read]
+    plan = Plan(
+        model_type=model_type,
+        model_class=found.name,
+        classes=proven,
+        norms=tuple(verdicts),
+        writers=_writers(problem, cut, found),
+        ops=_ops(problem, cut),
+        entry_inputs=tuple(dict.fromkeys(e for s in cut.folded.values() for e in s.entries)),
+        unproven=(*unproven, *unread),
+        other_norms=_rms_norms(found.model),
+    )
+    return Analysis(plan, problem, cut, algorithm_1(flow.traces[0]))
+
+
+def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
+    """Parameter names to the first name of everything tied to them, in any of the traces."""
+    order = {name: i for i, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    together: dict[str, set[str]] = {}
+    for trace in traces:
+        for names in trace.parameters.values():
+            group = set(names).union(*(together.get(name, ()) for name in names))
+            together.update(dict.fromkeys(group, group))
+    for name in order:
+        together.setdefault(name, {name})
+    return {n: min(g, key=lambda m: (order.get(m, len(order)), m)) for n, g in together.items()}
+
+
+def _norm_calls(
+    flow: Flow, modules: dict[str, nn.LayerNorm]
+) -> tuple[dict[str, tuple[Value, ...]], dict[str, str]]:
+    """The input of every call of each norm that can be swapped; the others with the reason."""
+    calls: dict[str, list[Value]] = {path: [] for path in modules}
+    refused: dict[str, str] = {}
+    for position, trace in enumerate(flow.traces):
+        for node in trace.graph.nodes:
+            if packet(node) is not aten.layer_norm:
+                continue
+            path = trace.module_of(node)
+            module = modules.get(path)
+            if module is None:
+                refused.setdefault(path, "layer_norm is called as a function, inside of a module")
+            elif type(module).forward is not nn.LayerNorm.forward:
+                refused[path] = f"{type(module).__name__} computes more than a LayerNorm"
+            elif len(module.normalized_shape) != 1:
+                refused[path] = "it normalises over several dimensions at once"
+            else:
+                source: Any = node.args[0]
+                last, shape = rank_of(source) - 1, shape_of(source) or (1,)
+                axis = cuts.Axis(last, 0, 1, shape[-1], 1)
+                calls[path].append(Value(position, source, axis))
+    for path, values in calls.items():
+        if not values:
+            refused.setdefault(path, "no traced call runs it")
+    known = {path: tuple(v) for path, v in calls.items() if path not in refused}
+    return known, {p: r for p, r in refused.items() if p in modules or not _foreign(p, flow)}
+
+
+def _foreign(path: str, flow: Flow) -> bool:
+    """Whether the reference class (whose trace comes first) does not have this module."""
+    return all(flow.traces[0].module_of(node) != path for node in flow.traces[0].graph.nodes)
+
+
+def _locked(found: Candidate, groups: dict[str, str]) -> dict[str, str]:
+    """Tied groups without a stored tensor of the parameter's own layout."""
+    locked = {groups[n]: "it is stored in another layout" for n in found.converted if n in groups}
+    stored = {groups[name] for name in found.stored if name in groups}
+    return {**{g: "it is not stored" for g in groups.values() if g not in stored}, **locked}
+
+
+def _verdict(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -> Verdict:
+    if norm in refused:
+        return Verdict(norm, "kept", reason=refused[norm], culprit=norm)
+    if norm not in cut.folded:
+        found = explain.obstacle(problem, cut, norm)
+        return Verdict(norm, "kept", reason=found.reason, culprit=found.culprit, path=found.path)
+    support = cut.folded[norm]
+    needs = tuple(dict.fromkeys(writer.name for writer in support.writers))
+    ops = tuple(dict.fromkeys(op.module for op in support.ops))
+    return Verdict(norm, "centred" if ops else "static", ops=ops, needs=needs)
+
+
+def _writers(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ...]:
+    """One writer for each stored tensor behind each centred parameter, in the model's order."""
+    wanted = {p for support in cut.folded.values() for p in support.writers}
+    shapes = dict(found.model.named_parameters(remove_duplicate=False))
+    writers = [
+        Writer(name, tensor, parameter.axis, tuple(shapes[name].shape))
+        for parameter in wanted
+        for name, group in problem.groups.items()
+        if group == parameter.name and name in found.stored
+        for tensor in found.stored[name]
+    ]
+    order = {name: position for position, name in enumerate(shapes)}
+    return tuple(sorted(writers, key=lambda w: (order[w.parameter], w.tensor, w.axis)))
+
+
+def _ops(problem: Problem, cut: Cut) -> tuple[Centring, ...]:
+    carriers = dict.fromkeys(op for s in cut.folded.values() for op in s.ops if not op.entry)
+    return tuple(
+        Centring(c.module, "output", c.axis, _op_reason(problem, c.module)) for c in carriers
+    )
+
+
+def _op_reason(problem: Problem, module: str) -> str:
+    """Why the value that a module hands out keeps a mean of its own."""
+    for trace, node in problem._carried[module]:
+        shape = shape_of(node) or (1,)
+        item = problem.item(Value(trace, node, cuts.Axis(len(shape) - 1, 0, 1, shape[-1], 1)))
+        waiting = [item]
+        while waiting:
+            current = waiting.pop()
+            found = problem.sources(current)
+            if isinstance(found, tuple):
+                waiting.extend(found)
+            elif isinstance(current, cuts.Parameter):
+                return f"{current.name}: {found.reason}"
+            else:
+                return found.reason
+    return "its mean cannot be removed in the weights"
+
+
+def _rms_norms(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Modules that compute RMSNorm already, by class: found by what they compute, not by name."""
+    counts: Counter[str] = Counter()
+    verdicts: dict[type, bool] = {}
+    for module in model.modules():
+        parameters = list(module.parameters(recurse=False))
+        if len(parameters) != 1 or parameters[0].dim() != 1 or any(module.children()):
+            continue
+        if type(module) not in verdicts:
+            verdicts[type(module)] = _computes_rms_norm(module)
+        counts[type(module).__name__] += verdicts[type(module)]
+    return tuple((name, count) for name, count in sorted(counts.items()) if count)
+
+
+def _computes_rms_norm(module: nn.Module) -> bool:
+    """Probe: with one weight w, is the output ``x / rms(x)`` times w or 1 + w?"""
+    import copy
+
+    probe = copy.deepcopy(module).to_empty(device="cpu").double()
+    weight = next(probe.parameters())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64))
+        x = torch.randn(3, weight.shape[0], generator=generator, dtype=torch.float64) + 1
+        try:
+            y = probe(x)
+        except Exception:  # whatever a foreign module raises, it is no norm of this kind
+            return False
+        if not isinstance(y, torch.Tensor) or y.shape != x.shape:
+            return False
+        normed = x / x.square().mean(-1, keepdim=True).sqrt()
+    return any(torch.allclose(y.double(), normed * w, rtol=1e-4) for w in (weight, 1 + weight))

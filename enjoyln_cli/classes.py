@@ -1,0 +1,166 @@
+"""Which model classes a checkpoint serves, and what its stored tensors are called in each.
+
+transformers' own renaming decides (its conversion mapping and ``rename_source_key``); nothing is
+guessed from names here.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.checkpoint import Checkpoint, same_values
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A class on the meta device, and where its parameters come from."""
+
+    model: nn.Module
+    stored: dict[str, tuple[str, ...]]
+    """Parameter or buffer name to the names of the stored tensors that fill it."""
+    converted: frozenset[str]
+    """Parameters whose stored form has another layout (fused, split, transposed at load)."""
+    missing: tuple[str, ...]
+    """Names that no stored tensor fills, tying counted."""
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+
+def build(model_class: type, config: Any) -> nn.Module:
+    """An instance without weights; ``UnsupportedModel`` if the config does not describe one."""
+    try:
+        with torch.device("meta"):
+            return model_class(copy.deepcopy(config)).eval()
+    except Exception as error:  # a config can be wrong in as many ways as there are models
+        first = str(error).strip().split("\n")[0][:200]
+        raise UnsupportedModel(
+            f"{model_class.__name__} cannot be built from this config: "
+            f"{type(error).__name__}: {first}"
+        ) from error
+
+
+def class_named(name: str) -> type:
+    """A model class of transformers. Raises ``UnsupportedModel`` with the nearest names."""
+    import transformers
+
+    found = getattr(transformers, name, None)
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        return found
+    near = difflib.get_close_matches(
+        name, [n for n in dir(transformers) if "For" in n or "Mo" in n]
+    )
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise UnsupportedModel(f"transformers has no model class {name}{hint}")
+
+
+def classes_for(config: Any) -> list[type]:
+    """Every class that the auto classes know for this config, the config's own class first."""
+    from transformers.models.auto import modeling_auto
+
+    names: dict[str, None] = dict.fromkeys(config.architectures or ())
+    tables = [n for n in dir(modeling_auto) if n.startswith("MODEL") and n.endswith("_NAMES")]
+    for table in sorted(tables, key=lambda n: n != "MODEL_MAPPING_NAMES"):
+        entry = getattr(modeling_auto, table).get(config.model_type, ())
+        names.update(dict.fromkeys((entry,) if isinstance(entry, str) else entry))
+    if not names:
+        raise UnsupportedModel(f"no model class is known for the model type {config.model_type}")
+    return [class_named(name) for name in names]
+
+
+def saved_names(model: Any) -> tuple[str, ...]:
+    """The tensor names that ``save_pretrained`` would write for this class."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = dict(model.state_dict())
+    for target in model.all_tied_weights_keys:
+        state.pop(target, None)
+    return tuple(revert_weight_conversion(model, state))
+
+
+def candidate(model: Any, names: Iterable[str], checkpoint: Checkpoint | None) -> Candidate:
+    """How the stored ``names`` fill the class, with transformers' rules of loading.
+
+    Tied parameters that a checkpoint stores twice with different values are untied, as
+    ``from_pretrained`` does. Raises ``BadCheckpoint`` for a stored shape that is not the model's.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    state = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    converters = [m for m in mapping if isinstance(m, WeightConverter)]
+    renamings = [m for m in mapping if not isinstance(m, WeightConverter)]
+    stored: dict[str, list[str]] = {}
+    converted = set()
+    for name in names:
+        key, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
+        if key in state:
+            stored.setdefault(key, []).append(name)
+            if pattern is not None:
+                converted.add(key)
+            elif checkpoint is not None:
+                _check_shape(name, checkpoint, tuple(state[key].shape))
+    filled = set(stored)
+    for target, source in dict(model.all_tied_weights_keys).items():
+        both = target in stored and source in stored and checkpoint is not None
+        if both and not same_values(checkpoint, stored[target][0], stored[source][0]):
+            _untie(model, target)
+            continue
+        if target in stored or source in stored:
+            filled |= {target, source}
+    ignored = tuple(model._keys_to_ignore_on_load_missing or ())
+    missing = tuple(k for k in state if k not in filled and not _matches(k, ignored))
+    return Candidate(model, {k: tuple(v) for k, v in stored.items()}, frozenset(converted), missing)
+
+
+def _check_shape(name: str, checkpoint: Checkpoint, shape: tuple[int, ...]) -> None:
+    entry = checkpoint.tensors[name]
+    if entry.shape != shape:
+        raise BadCheckpoint(
+            f"{entry.file}: {name} has shape {list(entry.shape)}, the model's config asks for "
+            f"{list(shape)}; config.json does not belong to these weights"
+        )
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _untie(model: Any, target: str) -> None:
+    parent, _, name = target.rpartition(".")
+    owner = model.get_submodule(parent)
+    tied = getattr(owner, name)
+    setattr(owner, name, nn.Parameter(torch.empty_like(tied), requires_grad=False))
+    model.all_tied_weights_keys.pop(target)
+
+
+def naming_between(model: Any, reference: Any) -> Callable[[str], str]:
+    """Turns a path in ``model`` into the path of the same thing in ``reference``.
+
+    Two classes of one family share their base model: one is it, another holds it as
+    ``transformer.``. What lies outside of the base keeps its path.
+    """
+    own, target = _base_prefix(model), _base_prefix(reference)
+
+    def naming(path: str) -> str:
+        return target + path.removeprefix(own) if path.startswith(own) else path
+
+    return naming if own != target else str
+
+
+def _base_prefix(model: Any) -> str:
+    prefix = getattr(model, "base_model_prefix", "")
+    return f"{prefix}." if prefix and hasattr(model, prefix) else ""

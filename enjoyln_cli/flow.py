@@ -1,0 +1,190 @@
+"""The two questions that the pull-back table answers, over all traces of a model.
+
+Forwards: which values have to be zero-mean for a value to be zero-mean (``sources``)? Backwards:
+who would see a shift of a value (``observer``)? A value is seen unless every consumer absorbs the
+shift or passes it on to a value that nobody sees. Both are computed once per (value, axis).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Node
+
+from enjoyln_cli import rules  # noqa: F401  (fills the table that pull looks up)
+from enjoyln_cli.axis import Axis, moved, through_view
+from enjoyln_cli.nodes import (
+    SPLITS,
+    Opaque,
+    Pull,
+    argument,
+    aten,
+    centred_operand,
+    is_part,
+    is_whole,
+    occurrences,
+    offsets,
+    op_name,
+    packet,
+    pull,
+    shape_of,
+    taken,
+)
+from enjoyln_cli.trace import Trace
+
+
+@dataclass(frozen=True)
+class Value:
+    """A node of a graph under an axis; ``trace`` is the position of its trace."""
+
+    trace: int
+    node: Node
+    axis: Axis
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """The op does not see a shift of this operand."""
+
+
+@dataclass(frozen=True)
+class Observer:
+    """A consumer that sees a shift, and why."""
+
+    trace: int
+    node: Node
+    reason: str
+
+
+@dataclass(eq=False)
+class Flow:
+    """All traces of one model, with the answers found so far."""
+
+    traces: tuple[Trace, ...]
+    _pulls: dict[Value, Pull] = field(default_factory=dict)
+    _observers: dict[Value, Observer | None] = field(default_factory=dict)
+
+    def sources(self, value: Value) -> Opaque | tuple[Value, ...]:
+        """The operands that have to be zero-mean, or why none would do."""
+        if value not in self._pulls:
+            self._pulls[value] = pull(value.node, value.axis)
+        found = self._pulls[value]
+        if isinstance(found, Opaque):
+            return found
+        return tuple(Value(value.trace, node, axis) for node, axis in found)
+
+    def observer(self, value: Value) -> Observer | None:
+        """Somebody who sees a shift of the value along its axis; ``None`` if nobody does.
+
+        Local steps are enough: a shift of ``v`` is the sum of the shifts that it causes in the
+        consumers' results, each of which must be invisible for every state of the other values.
+        """
+        waiting = [(value, False)]
+        while waiting:
+            current, visited = waiting.pop()
+            if current in self._observers:
+                continue
+            steps = list(self._steps(current))
+            seen = next((step for step in steps if isinstance(step, Observer)), None)
+            open_values = [s for s in steps if isinstance(s, Value) and s not in self._observers]
+            if seen is not None or visited or not open_values:
+                passed = (self._observers[s] for s in steps if isinstance(s, Value) and not seen)
+                self._observers[current] = seen or next((o for o in passed if o), None)
+            else:
+                waiting.append((current, True))
+                waiting.extend((step, False) for step in open_values)
+        return self._observers[value]
+
+    def _steps(self, value: Value) -> Iterator[Value | Observer]:
+        for consumer in consumers(value.node):
+            found = push(consumer, value.node, value.axis)
+            if isinstance(found, Opaque):
+                yield Observer(value.trace, consumer, found.reason)
+            elif isinstance(found, Axis):
+                yield Value(value.trace, consumer, found)
+
+
+def consumers(node: Node) -> Iterator[Node]:
+    """The nodes that read a value; a split stands for the parts that are taken of it."""
+    for user in node.users:
+        if packet(user) in SPLITS or packet(user) is aten.unbind:
+            yield from (part if is_part(part) else user for part in user.users)
+        else:
+            yield user
+
+
+def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
+    """What becomes, in the value of ``node``, of a shift of ``operand`` along ``axis``.
+
+    An ``Axis`` if the value is shifted along it, ``Absorbed`` if it does not change, else why the
+    shift is seen. An output axis counts only if ``pull`` lists every occurrence of the operand.
+    """
+    if node.op == "output":
+        return Opaque("the model returns it")
+    if node.op != "call_function":
+        return Opaque(f"{node.op} reads it")
+    if _absorbs(node, operand, axis):
+        return Absorbed()
+    reasons = []
+    for candidate in _candidates(node, operand, axis):
+        pairs = pull(node, candidate)
+        if isinstance(pairs, Opaque):
+            reasons.append(pairs.reason)
+        elif pairs.count((operand, axis)) == occurrences(node, operand):
+            return candidate
+    return Opaque(reasons[0] if reasons else f"{op_name(node)} reads its mean")
+
+
+_SHAPE_ONLY = {
+    aten._assert_tensor_metadata,
+    aten.empty_like,
+    aten.full_like,
+    aten.new_empty,
+    aten.new_full,
+    aten.new_ones,
+    aten.new_zeros,
+    aten.ones_like,
+    aten.sym_numel,
+    aten.sym_size,
+    aten.zeros_like,
+}
+_SOFTMAX = {aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax}
+
+
+def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
+    """LN, softmax, ``x - mean(x)`` over exactly this axis; what reads shapes or other elements."""
+    op, shape = packet(node), shape_of(operand)
+    if op in _SHAPE_ONLY:
+        return True
+    if shape is None or occurrences(node, operand) != 1:
+        return False
+    if op is aten.layer_norm:
+        over_last = len(node.args[1]) == 1 and axis.dim == len(shape) - 1  # type: ignore[arg-type]
+        return node.args[0] is operand and over_last and is_whole(axis, shape)
+    if op in _SOFTMAX:
+        same = argument(node, 1, "dim") % len(shape) == axis.dim
+        return same and is_whole(axis, shape)
+    if op is aten.mean:
+        return bool(node.users) and all(centred_operand(u) == (operand, axis) for u in node.users)
+    if op is aten.sub:
+        return node.args[0] is operand and centred_operand(node) == (operand, axis)
+    part = taken(node)
+    elsewhere = part is not None and (part[2] <= axis.start or part[1] >= axis.stop)
+    return elsewhere and part is not None and part[0] == axis.dim
+
+
+def _candidates(node: Node, operand: Node, axis: Axis) -> list[Axis]:
+    """Output axes that could hold the shift; ``pull`` decides, so a wrong guess is harmless."""
+    shape, into = shape_of(node), shape_of(operand)
+    if shape is None or into is None:
+        return []
+    if packet(node) in rules.VIEWS:
+        found = through_view(axis, into, shape)
+        return [found] if found else []
+    found_axes = [moved(axis, dim) for dim, size in enumerate(shape) if size == into[axis.dim]]
+    if (part := taken(node)) is not None and part[0] == axis.dim:
+        found_axes.append(replace(axis, start=axis.start - part[1]))
+    if packet(node) is aten.cat:
+        found_axes += [replace(axis, start=axis.start + at) for at in offsets(node, operand)]
+    return found_axes

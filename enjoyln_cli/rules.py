@@ -1,0 +1,404 @@
+"""The pull-back table: what each aten op does to a mean. One rule per family, its proof one line.
+
+A rule lists the operands in which the op is jointly linear and commutes with centring (see
+``nodes.pull``), or says why a mean cannot be followed. An op without a rule is opaque to the search
+for sources and an observer of every shift: a missing rule costs coverage, never correctness.
+"""
+
+# Arguments of fx nodes are typed as a wide union; a rule knows its op's schema.
+# mypy: disable-error-code="arg-type,union-attr,misc,index,return-value,operator,call-overload"
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from enjoyln_cli.axis import Axis, moved, through_view
+from enjoyln_cli.nodes import (
+    Opaque,
+    Pull,
+    argument,
+    aten,
+    broadcast,
+    centred_operand,
+    constant_along,
+    is_floating,
+    is_whole,
+    offsets,
+    op_name,
+    packet,
+    rank_of,
+    rule,
+    shape_of,
+    taken,
+)
+
+VIEWS = {
+    aten.view,
+    aten.reshape,
+    aten._unsafe_view,
+    aten.flatten,
+    aten.unflatten,
+    aten.unsqueeze,
+    aten.squeeze,
+    aten.view_as,
+}
+
+
+@rule(*VIEWS)
+def _view(node: Node, axis: Axis) -> Pull:
+    """A row-major reshape moves no element: the groups are the same under other names."""
+    source, shape = node.args[0], shape_of(node)
+    into = shape_of(source) if isinstance(source, Node) else None
+    if not isinstance(source, Node) or shape is None or into is None:
+        return Opaque("a view of something that is no tensor")
+    if source.meta["val"].dtype != node.meta["val"].dtype:
+        return Opaque("a view of the bits as another dtype")
+    found = through_view(axis, shape, into)
+    if found is None:
+        return Opaque(f"{op_name(node)} from {into} to {shape} splits the groups of the mean")
+    return ((source, found),)
+
+
+@rule(
+    aten.clone, aten.contiguous, aten.alias, aten.detach, aten.detach_, aten.lift_fresh_copy,
+    aten.neg, aten.positive,
+)  # fmt: skip
+def _same(node: Node, axis: Axis) -> Pull:
+    """The identity, or a sign."""
+    return ((node.args[0], axis),)
+
+
+@rule(aten._to_copy, aten.to, aten.type_as)
+def _cast(node: Node, axis: Axis) -> Pull:
+    """A cast is the identity, up to rounding, between floating dtypes only."""
+    source = node.args[0]
+    if isinstance(source, Node) and is_floating(source) and is_floating(node):
+        return ((source, axis),)
+    return Opaque("a cast that is not between floating dtypes")
+
+
+@rule(aten.dropout, aten.dropout_, aten.feature_dropout)
+def _dropout(node: Node, axis: Axis) -> Pull:
+    """The identity in eval; in training it removes single elements of a group."""
+    if argument(node, 2, "train"):
+        return Opaque("dropout in training mode breaks a zero mean")
+    return ((node.args[0], axis),)
+
+
+@rule(aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.movedim, aten.swapaxes)
+def _permute(node: Node, axis: Axis) -> Pull:
+    """Dimensions change places; which went where is read off a tensor of the same rank."""
+    source, rank = node.args[0], rank_of(node)
+    probe = torch.empty(tuple(range(2, 2 + rank)), device="meta")
+    order = [size - 2 for size in node.target(probe, *node.args[1:], **node.kwargs).shape]
+    return ((source, moved(axis, order[axis.dim])),)
+
+
+@rule(aten.add, aten.sub)
+def _add(node: Node, axis: Axis) -> Pull:
+    """Linear in both addends; ``x - mean(x)`` is zero-mean whatever ``x`` is."""
+    centred = centred_operand(node)
+    if centred is not None and centred[1] == axis:
+        return ()
+    rank, pairs = rank_of(node), []
+    for term in node.args[:2]:
+        if not isinstance(term, Node):
+            if term == 0:
+                continue
+            return Opaque(f"the constant {term} is added to every element")
+        if constant_along(term, axis, rank):
+            return Opaque("a term that is the same for every element of the mean is added")
+        pairs.append((term, broadcast(term, axis, rank)))
+    return tuple(pairs)
+
+
+@rule(aten.mul, aten.multiply)
+def _mul(node: Node, axis: Axis) -> Pull:
+    """Linear in one factor where the other is the same for every element of the mean."""
+    rank = rank_of(node)
+    varying = [f for f in node.args[:2] if not constant_along(f, axis, rank)]
+    if len(varying) != 1 or not isinstance(varying[0], Node):
+        return Opaque("an elementwise product, whose factors differ along the mean")
+    return ((varying[0], broadcast(varying[0], axis, rank)),)
+
+
+@rule(aten.div, aten.true_divide)
+def _div(node: Node, axis: Axis) -> Pull:
+    """Linear in the numerator where the divisor is the same for every element of the mean."""
+    numerator, divisor = node.args[:2]
+    rank = rank_of(node)
+    if node.kwargs.get("rounding_mode") is not None or not isinstance(numerator, Node):
+        return Opaque("a rounded division")
+    if constant_along(numerator, axis, rank) or not constant_along(divisor, axis, rank):
+        return Opaque("a quotient, whose divisor differs along the mean")
+    return ((numerator, broadcast(numerator, axis, rank)),)
+
+
+@rule(aten.where)
+def _where(node: Node, axis: Axis) -> Pull:
+    """A choice that is the same along the mean is a masked sum of both branches."""
+    if len(node.args) != 3:
+        return Opaque("where without branches")
+    condition, *branches = node.args
+    rank, pairs = rank_of(node), []
+    if not constant_along(condition, axis, rank):
+        return Opaque("a choice that differs along the mean")
+    for branch in branches:
+        if not isinstance(branch, Node):
+            if branch == 0:
+                continue
+            return Opaque(f"the constant {branch} is filled in")
+        if constant_along(branch, axis, rank):
+            return Opaque("a term that is the same for every element of the mean is filled in")
+        pairs.append((branch, broadcast(branch, axis, rank)))
+    return tuple(pairs)
+
+
+@rule(aten.masked_fill)
+def _masked_fill(node: Node, axis: Axis) -> Pull:
+    """Filling zeros by a mask that is the same along the mean is a product with that mask."""
+    source, mask, value = node.args
+    if isinstance(value, Node) or value != 0 or not constant_along(mask, axis, rank_of(node)):
+        return Opaque("a mask that fills something else than zero, or differs along the mean")
+    if not isinstance(source, Node) or shape_of(source) != shape_of(node):
+        return Opaque("a mask that broadcasts its input")
+    return ((source, axis),)
+
+
+@rule(aten.expand, aten.expand_as, aten.broadcast_to)
+def _expand(node: Node, axis: Axis) -> Pull:
+    """Copies along other dimensions; along the mean itself the value would be constant."""
+    source = node.args[0]
+    if not isinstance(source, Node) or constant_along(source, axis, rank_of(node)):
+        return Opaque("a value repeated along the mean")
+    return ((source, broadcast(source, axis, rank_of(node))),)
+
+
+@rule(aten.repeat)
+def _repeat(node: Node, axis: Axis) -> Pull:
+    """As ``expand``: the mean's own dimension has to be repeated once."""
+    source, times = node.args[0], node.args[1]
+    if times[axis.dim] != 1 or axis.dim < len(times) - rank_of(source):
+        return Opaque("a value repeated along the mean")
+    return ((source, broadcast(source, axis, rank_of(node))),)
+
+
+@rule(aten.slice)
+def _slice(node: Node, axis: Axis) -> Pull:
+    """Taking some elements: along another dimension nothing changes, along this one the start."""
+    source, found = node.args[0], taken(node)
+    if argument(node, 1, "dim", 0) % rank_of(node) != axis.dim:
+        return ((source, axis),)
+    if found is None:
+        return Opaque("a strided slice of the mean")
+    return ((source, replace(axis, start=axis.start + found[1])),)
+
+
+@rule(operator.getitem)
+def _part(node: Node, axis: Axis) -> Pull:
+    """One part of a split is a slice; one of an unbind is a select."""
+    whole, found = node.args[0], taken(node)
+    if found is not None:
+        start = axis.start + (found[1] if found[0] == axis.dim else 0)
+        return ((whole.args[0], replace(axis, start=start)),)
+    if packet(whole) is aten.unbind:
+        dim = argument(whole, 1, "dim", 0) % (rank_of(node) + 1)
+        return ((whole.args[0], moved(axis, axis.dim + (axis.dim >= dim))),)
+    return Opaque(f"{op_name(whole)} does not keep a zero mean")
+
+
+@rule(aten.select)
+def _select(node: Node, axis: Axis) -> Pull:
+    """One index of another dimension is taken."""
+    source = node.args[0]
+    dim = node.args[1] % (rank_of(node) + 1)
+    return ((source, moved(axis, axis.dim + (axis.dim >= dim))),)
+
+
+@rule(aten.cat, aten.concat, aten.concatenate)
+def _cat(node: Node, axis: Axis) -> Pull:
+    """Side by side along another dimension; along this one the mean has to lie in one part."""
+    parts = node.args[0]
+    if argument(node, 1, "dim", 0) % rank_of(node) != axis.dim:
+        return tuple((part, axis) for part in parts)
+    for part in dict.fromkeys(parts):
+        for at in offsets(node, part):
+            size = shape_of(part)[axis.dim]
+            if at <= axis.start and axis.stop <= at + size:
+                return ((part, replace(axis, start=axis.start - at)),)
+    return Opaque("a concatenation along the mean mixes the means of its parts")
+
+
+@rule(aten.stack)
+def _stack(node: Node, axis: Axis) -> Pull:
+    """Side by side along a new dimension."""
+    dim = argument(node, 1, "dim", 0) % rank_of(node)
+    if dim == axis.dim:
+        return Opaque("a stack along the mean")
+    below = moved(axis, axis.dim - (axis.dim > dim))
+    return tuple((part, below) for part in node.args[0])
+
+
+@rule(aten.index_select, aten.roll, aten.flip)
+def _reorder(node: Node, axis: Axis) -> Pull:
+    """Whole groups are picked or change places along other dimensions."""
+    dims = node.args[1] if op_name(node) == "index_select" else node.args[-1]
+    listed = [dims] if isinstance(dims, int) else list(dims)
+    if op_name(node) == "roll" and len(node.args) < 3:
+        return Opaque("a roll over all dimensions")
+    if axis.dim in [dim % rank_of(node) for dim in listed]:
+        return Opaque(f"{op_name(node)} along the mean")
+    return ((node.args[0], axis),)
+
+
+@rule(aten.index)
+def _index(node: Node, axis: Axis) -> Pull:
+    """Advanced indexing of dimensions before the mean's own picks whole groups."""
+    source, indices = node.args[0], list(node.args[1])
+    used = [dim for dim, index in enumerate(indices) if index is not None]
+    if not used or not all(indices[dim].meta["val"].dtype != torch.bool for dim in used):
+        return Opaque("an index by a boolean mask")
+    rank = rank_of(source)
+    trailing = rank - (used[-1] + 1)
+    if used != list(range(used[0], used[-1] + 1)) or axis.dim < rank_of(node) - trailing:
+        return Opaque("an index along the mean")
+    return ((source, moved(axis, axis.dim - rank_of(node) + rank)),)
+
+
+@rule(aten.sum, aten.mean)
+def _reduce(node: Node, axis: Axis) -> Pull:
+    """A sum or mean over other dimensions is linear and treats every group alike."""
+    source, dims = node.args[0], argument(node, 1, "dim")
+    rank = rank_of(source)
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return Opaque(f"{op_name(node)} over every element")
+    gone = sorted(dim % rank for dim in dims)
+    if argument(node, 2, "keepdim", False):
+        dim = axis.dim
+    else:
+        dim = [d for d in range(rank) if d not in gone][axis.dim]
+    if dim in gone or not is_floating(source):
+        return Opaque(f"{op_name(node)} over the mean's own dimension")
+    return ((source, moved(axis, dim)),)
+
+
+@rule(aten.cumsum)
+def _cumsum(node: Node, axis: Axis) -> Pull:
+    """A running sum along another dimension."""
+    if argument(node, 1, "dim") % rank_of(node) == axis.dim:
+        return Opaque("a running sum along the mean")
+    return ((node.args[0], axis),)
+
+
+@rule(
+    aten.avg_pool1d, aten.avg_pool2d, aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d,
+    aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d,
+    aten._upsample_bicubic2d_aa, aten._upsample_bilinear2d_aa,
+)  # fmt: skip
+def _resample(node: Node, axis: Axis) -> Pull:
+    """Spatial resampling is the same linear map for every channel (dimension 1 of N, C, …)."""
+    if axis.dim > rank_of(node) - (1 if "1d" in op_name(node) else 2) - 1:
+        return Opaque(f"{op_name(node)} along the mean")
+    return ((node.args[0], axis),)
+
+
+@rule(aten.constant_pad_nd, aten.pad)
+def _pad(node: Node, axis: Axis) -> Pull:
+    """Zeros in new positions of other dimensions are zero-mean groups."""
+    mode = argument(node, 2, "mode", "constant") if op_name(node) == "pad" else "constant"
+    value = argument(node, 3 if op_name(node) == "pad" else 2, "value", 0)
+    padded = range(rank_of(node) - len(node.args[1]) // 2, rank_of(node))
+    if mode != "constant" or value not in (0, None) or axis.dim in padded:
+        return Opaque("padding along the mean, or with something else than zeros")
+    return ((node.args[0], axis),)
+
+
+@rule(aten.zeros, aten.zeros_like, aten.new_zeros)
+def _zeros(node: Node, axis: Axis) -> Pull:
+    """Zeros have mean zero."""
+    return ()
+
+
+# Linear maps and parameters ----------------------------------------------------------------------
+
+
+def _weight_and_bias(node: Node, axis: Axis) -> Pull:
+    bias, rows = argument(node, 2, "bias"), moved(axis, 0)
+    return ((node.args[1], rows),) if bias is None else ((node.args[1], rows), (bias, rows))
+
+
+@rule(aten.embedding)
+def _embedding(node: Node, axis: Axis) -> Pull:
+    """Rows of a table are looked up: each has to be zero-mean."""
+    if axis.dim != rank_of(node) - 1:
+        return Opaque("a mean over tokens")
+    return ((node.args[0], moved(axis, 1)),)
+
+
+@rule(aten.linear)
+def _linear(node: Node, axis: Axis) -> Pull:
+    """``P (W x + b) = (P W) x + P b``: the weight's rows and the bias (CBWC, Enjoy-LN def. 2)."""
+    if axis.dim != rank_of(node) - 1:
+        return Opaque("a mean over tokens")
+    return _weight_and_bias(node, axis)
+
+
+@rule(aten.matmul, aten.mm, aten.bmm)
+def _matmul(node: Node, axis: Axis) -> Pull:
+    """A product of matrices keeps the columns of its right factor and the rows of its left one."""
+    left, right = node.args[:2]
+    rank = rank_of(node)
+    if min(rank_of(left), rank_of(right)) < 2:
+        return Opaque("a product with a vector")
+    if axis.dim == rank - 1:
+        return ((right, moved(axis, rank_of(right) - 1)),)
+    if axis.dim == rank - 2:
+        return ((left, moved(axis, rank_of(left) - 2)),)
+    return Opaque("a product that treats the elements of the mean apart")
+
+
+@rule(aten.addmm, aten.baddbmm)
+def _addmm(node: Node, axis: Axis) -> Pull:
+    """``β C + α A B``: the columns of ``B`` and of ``C`` (Conv1D stores its weight as ``B``)."""
+    added, left, right = node.args[:3]
+    rank = rank_of(node)
+    if axis.dim != rank - 1 or constant_along(added, axis, rank):
+        return Opaque("a product whose added term is the same for every element of the mean")
+    return ((right, moved(axis, rank_of(right) - 1)), (added, broadcast(added, axis, rank)))
+
+
+@rule(aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)
+def _convolution(node: Node, axis: Axis) -> Pull:
+    """A convolution over all channels is linear over its output channels, position by position."""
+    general = op_name(node) == "convolution"
+    groups = argument(node, 8 if general else 6, "groups", 1)
+    transposed = general and node.args[6]
+    if groups != 1:
+        return Opaque("a grouped convolution, whose channels see different inputs")
+    if transposed or axis.dim != rank_of(node) - rank_of(node.args[1]) + 1:
+        return Opaque("a convolution along the mean")
+    return _weight_and_bias(node, axis)
+
+
+@rule(aten.scaled_dot_product_attention)
+def _attention(node: Node, axis: Axis) -> Pull:
+    """Attention is linear in the values, and keeps their features apart from the positions."""
+    if axis.dim != rank_of(node) - 1 or argument(node, 4, "dropout_p", 0.0):
+        return Opaque("attention over the mean, or with dropout")
+    return ((node.args[2], axis),)
+
+
+@rule(aten.layer_norm)
+def _layer_norm(node: Node, axis: Axis) -> Pull:
+    """``γ ⊙ x̂ + β``: ``x̂`` is zero-mean, the product with γ is not (trap 1)."""
+    shape = shape_of(node) or ()
+    weight, bias = argument(node, 2, "weight"), argument(node, 3, "bias")
+    if len(node.args[1]) != 1 or axis.dim != len(shape) - 1 or not is_whole(axis, shape):
+        return Opaque("a LayerNorm over other elements than the mean")
+    if weight is not None:
+        return Opaque("the output of a LayerNorm with weights is not zero-mean")
+    return () if bias is None else ((bias, moved(axis, 0)),)

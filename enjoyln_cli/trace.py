@@ -1,0 +1,276 @@
+"""From a model to graphs: which calls are captured, and how the parameters in them are named.
+
+A model class is built on the meta device (no weights) and captured by ``torch.export``. A proof
+covers the paths traced, so every class is called as it is used: prefill and a decoding step with
+the cache in one graph, then once more with the optional inputs it takes. Names are those of the
+plan's reference class, whichever class a graph came from.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from enjoyln_cli.errors import TraceFailed
+
+Naming = Callable[[str], str]
+
+BATCH, TOKENS = 2, 7
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way to call a model: ``steps`` run in turn, each handing its cache to the next."""
+
+    label: str
+    steps: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+    flags: dict[str, Any] = field(default_factory=dict)
+    required: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One captured graph, functional, with its placeholders named."""
+
+    label: str
+    graph: Graph
+    parameters: dict[Node, tuple[str, ...]]
+    """All names of the parameter behind a placeholder: several where weights are tied."""
+    inputs: dict[Node, str]
+    naming: Naming
+    required: bool
+    """Whether every user makes this call; otherwise it only adds optional inputs."""
+    leaves: frozenset[str]
+    """Paths of the modules without children, whose output can be replaced by class."""
+
+    def module_of(self, node: Node) -> str:
+        """Path of the innermost module whose forward computed the node."""
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        return self.naming(_inner(stack[-1][0])) if stack else ""
+
+    def calls_of(self, node: Node) -> tuple[tuple[str, str], ...]:
+        """``(call, module path)`` from the outermost module call around the node inwards.
+
+        ``call`` tells several calls of one module apart.
+        """
+        stack = node.meta.get("nn_module_stack", {})
+        return tuple((key, self.naming(_inner(path))) for key, (path, _) in stack.items())
+
+
+class _Session(nn.Module):
+    """Runs a model's calls in one graph and returns every tensor that it gives out."""
+
+    def __init__(self, model: nn.Module, flags: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.flags = dict(flags)
+
+    def forward(self, *steps: Any) -> list[list[torch.Tensor]]:
+        returned: list[list[torch.Tensor]] = []
+        cache: dict[str, Any] = {}
+        for args, kwargs in steps:
+            result = self.model(*args, **kwargs, **cache, **self.flags)
+            returned.append(tensors_in(result))
+            if getattr(result, "past_key_values", None) is None:
+                break
+            cache = {"past_key_values": result.past_key_values}
+        return returned
+
+
+def _inner(path: str) -> str:
+    return path.removeprefix("model").removeprefix(".")
+
+
+def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
+    """Every tensor that a model returned, those inside of caches and nested outputs too."""
+    seen = set() if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if id(value) in seen or value is None or isinstance(value, (str, int, float, type)):
+        return []
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        parts: Sequence[Any] = list(value.values())
+    elif isinstance(value, (list, tuple, set)):
+        parts = list(value)
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    return [tensor for part in parts for tensor in tensors_in(part, seen)]
+
+
+def capture(model: nn.Module, call: Call, naming: Naming = str) -> Trace:
+    """The graph of one call in eval mode, with ``aten.linear``, ``layer_norm`` and others whole.
+
+    Raises ``TraceFailed`` where the model does not export, or writes into tensors in place in a
+    way that functionalisation cannot undo.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            session = _Session(model, call.flags)
+            program = torch.export.export(session, call.steps, strict=False)
+            if _mutating(program.graph):
+                program = program.run_decompositions({})
+    except Exception as error:  # torch.export raises what it meets, of any class
+        first = str(error).strip().split("\n")[0][:300]
+        raise TraceFailed(
+            f"{type(model).__name__} could not be traced ({call.label}): "
+            f"{type(error).__name__}: {first}"
+        ) from error
+    finally:
+        for module in training:
+            module.training = True
+    if left := _mutating(program.graph):
+        raise TraceFailed(
+            f"{type(model).__name__} ({call.label}): {left[0].target} writes in place, "
+            "so the graph cannot be analysed"
+        )
+    return _named(program, model, call, naming)
+
+
+def _mutating(graph: Graph) -> list[Node]:
+    harmless = {torch.ops.aten.detach_.default}
+    return [
+        node
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.is_mutable
+        and node.target not in harmless
+    ]
+
+
+def _named(program: Any, model: nn.Module, call: Call, naming: Naming) -> Trace:
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(tensor), []).append(naming(name))
+    by_name = {
+        name: aliases[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)
+    }
+    inputs = iter([_key(path) for path, _ in pytree.tree_flatten_with_path((call.steps, {}))[0]])
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    parameters: dict[Node, tuple[str, ...]] = {}
+    named_inputs: dict[Node, str] = {}
+    for spec in program.graph_signature.input_specs:
+        node = nodes.get(getattr(spec.arg, "name", ""))
+        if spec.kind.name == "USER_INPUT":
+            name = next(inputs)
+            if node is not None:
+                named_inputs[node] = name
+        elif spec.kind.name == "PARAMETER" and node is not None:
+            parameters[node] = tuple(by_name[_inner(spec.target)])
+    leaves = {naming(path) for path, module in model.named_modules() if not any(module.children())}
+    return Trace(
+        call.label,
+        program.graph,
+        parameters,
+        named_inputs,
+        naming,
+        call.required,
+        frozenset(leaves),
+    )
+
+
+def _key(path: Any) -> str:
+    last = path[-1]
+    return str(getattr(last, "key", getattr(last, "idx", last)))
+
+
+def calls_of(model: Any) -> list[Call]:
+    """The calls that a proof for a transformers model has to cover, from its forward's signature.
+
+    Raises ``TraceFailed`` for a kind of main input that is neither tokens nor pixels.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    main = model.main_input_name
+    if main == "input_ids":
+        return _text_calls(model, accepted)
+    if main == "pixel_values":
+        return _image_calls(model, accepted)
+    raise TraceFailed(
+        f"{type(model).__name__} takes {main}; only input_ids and pixel_values can be made up. "
+        "Pass example inputs to analyze() in Python"
+    )
+
+
+def _ids(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.long, device="meta")
+
+
+def _text_calls(model: Any, accepted: Mapping[str, Any]) -> list[Call]:
+    def step(tokens: int, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = {
+            "input_ids": _ids(BATCH, tokens),
+            "attention_mask": _ids(BATCH, seen),
+            "decoder_input_ids": _ids(BATCH, tokens),
+        }
+        return (), {name: value for name, value in given.items() if name in accepted}
+
+    caches = {"past_key_values", "use_cache"} <= set(accepted)
+    steps = (step(TOKENS, TOKENS), step(1, TOKENS + 1)) if caches else (step(TOKENS, TOKENS),)
+    calls = [Call("prefill and decode", steps, {"use_cache": True} if caches else {})]
+    optional = {"token_type_ids": _ids(BATCH, TOKENS), "position_ids": _ids(BATCH, TOKENS)}
+    if "inputs_embeds" in accepted:
+        table = model.get_input_embeddings()
+        width = int(getattr(table, "embedding_dim", table.weight.shape[-1]))
+        optional["inputs_embeds"] = torch.zeros(
+            BATCH, TOKENS, width, dtype=table.weight.dtype, device="meta"
+        )
+    optional = {name: value for name, value in optional.items() if name in accepted}
+    if optional:
+        given = {**steps[0][1], **optional}
+        if "inputs_embeds" in optional:
+            given.pop("input_ids")
+        flags = {"use_cache": False} if caches else {}
+        calls.append(Call("optional inputs", (((), given),), flags, required=False))
+    return calls
+
+
+def _image_calls(model: Any, accepted: Mapping[str, Any]) -> list[Call]:
+    config = model.config
+    size, patch = _pair(config.image_size), _pair(getattr(config, "patch_size", 1))
+
+    def pixels(height: int, width: int) -> dict[str, Any]:
+        channels = config.num_channels
+        return {"pixel_values": torch.zeros(BATCH, channels, height, width, device="meta")}
+
+    calls = [Call("images", (((), pixels(*size)),))]
+    if "bool_masked_pos" in accepted:
+        patches = (size[0] // patch[0]) * (size[1] // patch[1])
+        masked = torch.zeros(BATCH, patches, dtype=torch.bool, device="meta")
+        given = {**pixels(*size), "bool_masked_pos": masked}
+        calls.append(Call("masked positions", (((), given),), required=False))
+    if "interpolate_pos_encoding" in accepted:
+        larger = pixels(size[0] + patch[0], size[1] + patch[1])
+        flags = {"interpolate_pos_encoding": True}
+        calls.append(Call("other image size", (((), larger),), flags, required=False))
+    return calls
+
+
+def _pair(value: int | Sequence[int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
+
+
+_NEVER_PROVEN = ("label", "start_positions", "end_positions", "return_", "output_", "kwargs")
+
+
+def optional_inputs(model: Any) -> list[str]:
+    """Inputs of ``forward`` that can change what a graph reads: neither targets nor switches."""
+    accepted = inspect.signature(model.forward).parameters.values()
+    switches = {"use_cache", "logits_to_keep", "past_key_values", "interpolate_pos_encoding"}
+    return [
+        parameter.name
+        for parameter in accepted
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        and parameter.name not in switches
+        and not any(part in parameter.name for part in _NEVER_PROVEN)
+    ]
