@@ -1,0 +1,321 @@
+"""Carry a plan out: on a checkpoint's files, or on a model in memory.
+
+``W <- P W`` for every writer of the plan, and nothing else. This module decides nothing about which
+norms fold; it decides what a converted directory consists of: the weights, the source's other files
+unchanged, ``config.json`` with the ``enjoyln`` entry (the marker), and ``enjoyln_recipe.yaml``.
+The directory appears whole, after the check has passed, or not at all.
+
+The marker, version 1, is what other programs read to know which norms are RMSNorm::
+
+    {"version": 1,
+     "source": "gpt2",                 what was converted: a Hub id, or an absolute path
+     "revision": "607a30d..." | null,
+     "model_class": "GPT2LMHeadModel", whose module paths the lists below use
+     "classes": [...],                 the classes for which the plan is proven
+     "rmsnorm": [...],                 norms that see zero-mean inputs
+     "layernorm": [...],               norms that stay as they are
+     "centering": [{"module": ..., "place": "output" | "input",
+                    "axis": [dim, start, outer, size, inner]}],
+     "entry_inputs": [...],            inputs of forward that have to be centred
+     "unproven": [...],                inputs with which the folded norms have to compute LayerNorm
+     "tool": "enjoyln 0.1.0"}
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli import __version__
+from enjoyln_cli.axis import Axis, centre
+from enjoyln_cli.checkpoint import (
+    Checkpoint,
+    Source,
+    other_files,
+    raw_config,
+    require_unfolded,
+    staged_output,
+)
+from enjoyln_cli.errors import BadCheckpoint, NothingToFold, VerificationFailed
+from enjoyln_cli.plan import Centring, Place, Plan
+from enjoyln_cli.stream import write_shards
+
+MARKER = "enjoyln"
+MARKER_VERSION = 1
+RECIPE_FILE = "enjoyln_recipe.yaml"
+VERIFY_FILE = "enjoyln_verify.json"
+
+_OWN_FILES = ("config.json", RECIPE_FILE, VERIFY_FILE)
+_DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class FoldResult:
+    """What a fold has written, and what its check returned."""
+
+    out: Path
+    plan: Plan
+    bytes_written: int
+    seconds: float
+    verification: Any | None
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The ``enjoyln`` entry of a converted ``config.json``; paths are those of ``model_class``."""
+
+    source: str
+    revision: str | None
+    model_class: str
+    classes: tuple[str, ...]
+    rmsnorm: tuple[str, ...]
+    layernorm: tuple[str, ...]
+    centering: tuple[Centring, ...]
+    entry_inputs: tuple[str, ...]
+    unproven: tuple[str, ...]
+    tool: str
+
+
+def fold_checkpoint(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    out: Path,
+    *,
+    recipe_text: str,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | None = None,
+    jobs: int | None = None,
+    force: bool = False,
+    progress: Callable[[int], None] | None = None,
+    check: Callable[[Path], Any] | None = None,
+) -> FoldResult:
+    """Write ``checkpoint`` with the edits of ``plan`` to the new directory ``out``.
+
+    ``dtype``, ``max_shard_size`` (bytes), ``jobs`` and ``progress`` (bytes since the last call) are
+    those of ``write_shards``. ``check`` sees the finished directory before it gets its name; a
+    result whose ``passed`` is false raises ``VerificationFailed`` with its ``summary``.
+
+    Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing
+    or of another shape, or holds NaN or Inf) and ``OutputError``; ``out`` is then as it was before.
+    """
+    begin = perf_counter()
+    config = raw_config(checkpoint.source)
+    require_unfolded(config)
+    edits = edits_of(plan, checkpoint)
+    with staged_output(out, source=checkpoint.source.path, force=force) as staged:
+        write_shards(
+            checkpoint,
+            edits,
+            staged,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            jobs=jobs,
+            progress=progress,
+        )
+        for name in other_files(checkpoint):
+            if name not in _OWN_FILES:
+                (staged / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(checkpoint.source.path / name, staged / name)
+        config = config_with_marker(config, plan, checkpoint.source)
+        if dtype is not None:
+            config = _with_dtype(config, str(dtype).removeprefix("torch."))
+        (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (staged / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
+        verification = check(staged) if check else None
+        if verification is not None and not verification.passed:
+            raise VerificationFailed(str(verification.summary))
+        size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
+    return FoldResult(out, plan, size, perf_counter() - begin, verification)
+
+
+def edits_of(plan: Plan, checkpoint: Checkpoint) -> dict[str, tuple[Axis, ...]]:
+    """The axes to centre every stored tensor over.
+
+    Raises ``NothingToFold`` for a plan that keeps every norm, ``BadCheckpoint`` where a tensor of
+    the plan is not stored or has another shape.
+    """
+    if not plan.folded:
+        raise NothingToFold(_nothing_to_fold(plan, checkpoint.source))
+    edits: dict[str, tuple[Axis, ...]] = {}
+    for writer in plan.writers:
+        stored = checkpoint.tensors.get(writer.tensor)
+        if stored is None:
+            raise BadCheckpoint(
+                f"{writer.tensor}: {checkpoint.source.model} does not store this tensor, which "
+                f"{plan.model_class} needs as {writer.parameter}; fetch the checkpoint again"
+            )
+        if tuple(stored.shape) != tuple(writer.shape):
+            raise BadCheckpoint(
+                f"{writer.tensor}: stored with shape {list(stored.shape)} in {stored.file}, but "
+                f"{plan.model_class} holds {list(writer.shape)}; check config.json"
+            )
+        axes = edits.get(writer.tensor, ())
+        edits[writer.tensor] = axes if writer.axis in axes else (*axes, writer.axis)
+    return edits
+
+
+def centre_parameters(model: nn.Module, plan: Plan) -> None:
+    """``W <- P W`` in place for every writer of ``plan``, the mean in float64, rounded once.
+
+    A parameter that several names share is centred once. Raises ``BadCheckpoint`` for a parameter
+    that ``model`` lacks or holds in another shape; nothing is changed then.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors.update(model.named_buffers(remove_duplicate=False))
+    edits: dict[int, tuple[torch.Tensor, list[Axis]]] = {}
+    for writer in plan.writers:
+        tensor = tensors.get(writer.parameter)
+        if tensor is None or tuple(tensor.shape) != tuple(writer.shape):
+            shape = "none" if tensor is None else list(tensor.shape)
+            raise BadCheckpoint(
+                f"{writer.parameter}: the plan centres shape {list(writer.shape)}, "
+                f"{type(model).__name__} has {shape}; pass the model that was analysed"
+            )
+        axes = edits.setdefault(id(tensor), (tensor, []))[1]
+        if writer.axis not in axes:
+            axes.append(writer.axis)
+    with torch.no_grad():
+        for tensor, axes in edits.values():
+            wide = tensor.double()
+            for axis in axes:
+                wide = centre(wide, axis)
+            tensor.copy_(wide)
+
+
+def marker(plan: Plan, source: Source) -> dict[str, Any]:
+    """The ``enjoyln`` entry for ``config.json``, as drawn in this module's docstring."""
+    local = Path(source.model).expanduser()
+    return {
+        "version": MARKER_VERSION,
+        "source": str(local.resolve()) if local.is_dir() else source.model,
+        "revision": source.revision,
+        "model_class": plan.model_class,
+        "classes": list(plan.classes),
+        "rmsnorm": [verdict.norm for verdict in plan.folded],
+        "layernorm": [verdict.norm for verdict in plan.kept],
+        "centering": [
+            {"module": op.module, "place": op.place, "axis": list(astuple(op.axis))}
+            for op in plan.ops
+        ],
+        "entry_inputs": list(plan.entry_inputs),
+        "unproven": list(plan.unproven),
+        "tool": f"enjoyln {__version__}",
+    }
+
+
+def config_with_marker(config: dict[str, Any], plan: Plan, source: Source) -> dict[str, Any]:
+    """A copy of ``config`` with the marker as its last entry."""
+    return {**config, MARKER: marker(plan, source)}
+
+
+def read_marker(config: dict[str, Any]) -> Marker:
+    """The marker of a converted checkpoint's ``config.json``.
+
+    Raises ``BadCheckpoint`` where there is none, or where it does not have the shape drawn above.
+    """
+    entry = config.get(MARKER)
+    if not isinstance(entry, dict):
+        raise BadCheckpoint("config.json has no enjoyln entry; convert with `enjoyln fold` first")
+    version = entry.get("version")
+    if version != MARKER_VERSION:
+        raise BadCheckpoint(
+            f"the enjoyln entry of config.json has version {version!r}, this program reads "
+            f"{MARKER_VERSION}; upgrade enjoyln"
+        )
+    return Marker(
+        source=_text(entry, "source"),
+        revision=None if entry.get("revision") is None else _text(entry, "revision"),
+        model_class=_text(entry, "model_class"),
+        classes=_texts(entry, "classes"),
+        rmsnorm=_texts(entry, "rmsnorm"),
+        layernorm=_texts(entry, "layernorm"),
+        centering=tuple(_centring(op) for op in _list(entry, "centering")),
+        entry_inputs=_texts(entry, "entry_inputs"),
+        unproven=_texts(entry, "unproven"),
+        tool=_text(entry, "tool"),
+    )
+
+
+def _centring(entry: Any) -> Centring:
+    if not isinstance(entry, dict):
+        raise _malformed("centering", entry)
+    numbers = _list(entry, "axis")
+    if len(numbers) != 5 or not all(type(number) is int for number in numbers):
+        raise _malformed("axis", numbers)
+    places: dict[str, Place] = {"output": "output", "input": "input"}
+    place = _text(entry, "place")
+    if place not in places:
+        raise _malformed("place", place)
+    return Centring(_text(entry, "module"), places[place], Axis(*numbers), "")
+
+
+def _text(entry: dict[str, Any], key: str) -> str:
+    value = entry.get(key)
+    if not isinstance(value, str):
+        raise _malformed(key, value)
+    return value
+
+
+def _list(entry: dict[str, Any], key: str) -> list[Any]:
+    value = entry.get(key)
+    if not isinstance(value, list):
+        raise _malformed(key, value)
+    return value
+
+
+def _texts(entry: dict[str, Any], key: str) -> tuple[str, ...]:
+    values = _list(entry, key)
+    if not all(isinstance(value, str) for value in values):
+        raise _malformed(key, values)
+    return tuple(values)
+
+
+def _malformed(key: str, value: Any) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"the enjoyln entry of config.json is malformed at {key!r}: {value!r:.80}; "
+        "convert the source again"
+    )
+
+
+def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """``config`` naming the new dtype wherever it names one, and at its top in any case."""
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    nested = {
+        key: _renamed_dtypes(value, name) if isinstance(value, dict) and key != MARKER else value
+        for key, value in config.items()
+    }
+    last = {MARKER: nested.pop(MARKER)}
+    return {**nested, **dict.fromkeys(keys, name), **last}
+
+
+def _renamed_dtypes(config: dict[str, Any], name: str) -> dict[str, Any]:
+    def renamed(key: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return _renamed_dtypes(value, name)
+        return name if key in ("dtype", "torch_dtype") and value in _DTYPE_NAMES else value
+
+    return {key: renamed(key, value) for key, value in config.items()}
+
+
+def _nothing_to_fold(plan: Plan, source: Source) -> str:
+    if not plan.norms:
+        others = ", ".join(f"{count} {name}" for name, count in plan.other_norms)
+        return f"{source.model} has no LayerNorm to fold" + (
+            f" (it has {others})" if others else ""
+        )
+    reasons: dict[str, int] = {}
+    for verdict in plan.kept:
+        reasons[verdict.reason] = reasons.get(verdict.reason, 0) + 1
+    why = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
+    return (
+        f"no LayerNorm of {source.model} can be folded for {', '.join(plan.classes)}: {why}; "
+        "--model-class narrows the proof to the one class you use"
+    )

@@ -1,0 +1,297 @@
+"""Write a checkpoint's shards anew, with some tensors centred, in memory that does not grow.
+
+Decides the files of the result, the place of every tensor in them, and who writes what: workers are
+threads, with positioned reads and writes on shared files (torch and the system calls let go of the
+interpreter lock). It knows neither which tensors have to change nor why.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import torch
+
+from enjoyln_cli.axis import Axis
+from enjoyln_cli.blocks import FLOATS, Ends, Lane, Slot, Step, run, steps_of, write_all
+from enjoyln_cli.checkpoint import Checkpoint, read_tensor
+from enjoyln_cli.errors import BadCheckpoint, OutputError
+
+TICK = 0.1
+"""Seconds between two reports of progress."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of the result: its header, then the tensors."""
+
+    name: str
+    header: bytes
+    slots: tuple[Slot, ...]
+
+    @property
+    def size(self) -> int:
+        return max((s.offset + s.nbytes for s in self.slots), default=len(self.header))
+
+
+def write_shards(
+    checkpoint: Checkpoint,
+    edits: Mapping[str, tuple[Axis, ...]],
+    into: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | None = None,
+    jobs: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[str, ...]:
+    """Write every tensor of ``checkpoint`` to safetensors files in the directory ``into``.
+
+    ``edits`` maps stored tensor names to the axes to centre them over (``W <- P W``). ``dtype``
+    converts all floating tensors. ``max_shard_size`` (bytes) cuts the shards anew; otherwise the
+    layout stays, and without ``dtype`` so does every header. ``progress`` is called in the calling
+    thread with the number of bytes written since the last call.
+
+    Returns the names of the files written, the index among them, all of them synced to the disk.
+    Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating or does not
+    hold the axis, for NaN or Inf in an edited tensor, for values out of the range of the dtype, and
+    for a file that ends early; ``OutputError`` where the disk is full.
+    """
+    _check_edits(checkpoint, edits)
+    shards = _layout(checkpoint, dtype, max_shard_size)
+    try:
+        with ExitStack() as stack:
+            _write_tensors(checkpoint, edits, shards, into, stack, jobs or _cores(), progress)
+        index = _write_index(checkpoint, shards, into)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(f"the disk of {into.parent} is full; free some space") from error
+        raise
+    return tuple(shard.name for shard in shards) + index
+
+
+def _write_tensors(
+    checkpoint: Checkpoint,
+    edits: Mapping[str, tuple[Axis, ...]],
+    shards: list[Shard],
+    into: Path,
+    stack: ExitStack,
+    jobs: int,
+    progress: Callable[[int], None] | None,
+) -> None:
+    positioned = checkpoint.format == "safetensors"
+    sources = {
+        name: _open(checkpoint.source.path / name, os.O_RDONLY, stack)
+        for name in (checkpoint.shards if positioned else ())
+    }
+    targets = {shard.name: _create(shard, into, stack) for shard in shards}
+    queue = deque(
+        (shard.name, slot, steps)
+        for shard in shards
+        for slot in shard.slots
+        for steps in _portions(slot, edits.get(slot.name, ()), positioned)
+    )
+    left = Counter(name for name, _, _ in queue)
+    lock, stop = threading.Lock(), threading.Event()
+
+    def drain(lane: Lane) -> None:
+        torch.set_num_threads(1)
+        while not stop.is_set():
+            try:
+                name, slot, steps = queue.popleft()
+            except IndexError:
+                return
+            source = sources[slot.stored.file] if positioned else _loaded(checkpoint, slot)
+            for step in steps:
+                for _ in run(lane, Ends(slot, source, targets[name]), step):
+                    if stop.is_set():
+                        return
+            with lock:
+                left[name] -= 1
+                last = left[name] == 0
+            if last:
+                os.fsync(targets[name])
+
+    _with_workers(drain, jobs, stop, progress)
+
+
+def _with_workers(
+    drain: Callable[[Lane], None],
+    jobs: int,
+    stop: threading.Event,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Run ``drain`` in ``jobs`` threads; any exception, here or there, stops them all."""
+    lanes = [Lane() for _ in range(jobs)]
+    told, threads = 0, torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                running = {pool.submit(drain, lane) for lane in lanes}
+                while running:
+                    done, running = wait(running, TICK, FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()
+                    written = sum(lane.written for lane in lanes)
+                    if progress and written > told:
+                        progress(written - told)
+                    told = written
+            except BaseException:
+                stop.set()
+                raise
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, tuple[Axis, ...]]) -> None:
+    for name, axes in edits.items():
+        stored = checkpoint.tensors.get(name)
+        if stored is None:
+            raise BadCheckpoint(f"{name}: to be centred, but {checkpoint.source.model} lacks it")
+        if stored.dtype not in FLOATS:
+            raise BadCheckpoint(
+                f"{name}: to be centred, but stored as {stored.dtype}, not floating"
+            )
+        for axis in axes:
+            if axis.dim >= len(stored.shape) or axis.stop > stored.shape[axis.dim]:
+                raise BadCheckpoint(f"{name}: shape {stored.shape} does not hold {axis}")
+
+
+def _layout(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, max_shard_size: int | None
+) -> list[Shard]:
+    """The files of the result and the place of every tensor in them."""
+    code = next((c for c, d in FLOATS.items() if d == dtype), None)
+    if dtype is not None and code is None:
+        raise OutputError(f"cannot store weights as {dtype}; choose one of {sorted(FLOATS)}")
+    slots = [
+        Slot(name, stored, code if code and stored.dtype in FLOATS else stored.dtype, stored.offset)
+        for name, stored in checkpoint.tensors.items()
+    ]
+    if max_shard_size is not None:
+        ordered = [s for f in checkpoint.shards for s in slots if s.stored.file == f]
+        return _cut(ordered, _common_metadata(checkpoint), max_shard_size)
+    shards = []
+    for file in checkpoint.shards:
+        here = [slot for slot in slots if slot.stored.file == file]
+        same = all(slot.dtype == slot.stored.dtype for slot in here)
+        if checkpoint.format == "safetensors" and same:
+            header = _header_bytes(checkpoint.source.path / file)
+            shards.append(Shard(file, header, tuple(sorted(here, key=lambda s: s.offset))))
+        else:
+            metadata = checkpoint.metadata.get(file) or {"format": "pt"}
+            shards.append(_packed(_safetensors_name(file), here, metadata))
+    return shards
+
+
+def _cut(slots: list[Slot], metadata: dict[str, str], limit: int) -> list[Shard]:
+    """Consecutive tensors in files of at most ``limit`` bytes of tensors (one at the least)."""
+    groups: list[list[Slot]] = [[]]
+    size = 0
+    for slot in slots:
+        if groups[-1] and size + slot.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(slot)
+        size += slot.nbytes
+    if len(groups) == 1:
+        return [_packed("model.safetensors", groups[0], metadata)]
+    return [
+        _packed(f"model-{i:05d}-of-{len(groups):05d}.safetensors", group, metadata)
+        for i, group in enumerate(groups, 1)
+    ]
+
+
+def _packed(name: str, slots: list[Slot], metadata: dict[str, str]) -> Shard:
+    """A shard with a new header; wide dtypes first, so that every tensor is aligned."""
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    ordered = sorted(slots, key=lambda s: -(s.nbytes // max(s.count, 1)))
+    ends = [0, *accumulate(slot.nbytes for slot in ordered)]
+    for slot, (begin, end) in zip(ordered, pairwise(ends), strict=True):
+        entries[slot.name] = {
+            "dtype": slot.dtype,
+            "shape": list(slot.stored.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    moved = [
+        replace(slot, offset=len(header) + begin)
+        for slot, begin in zip(ordered, ends, strict=False)
+    ]
+    return Shard(name, header, tuple(moved))
+
+
+def _header_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        length = file.read(8)
+        return length + file.read(int.from_bytes(length, "little"))
+
+
+def _safetensors_name(file: str) -> str:
+    if not file.endswith(".bin"):
+        return file
+    return file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
+
+
+def _common_metadata(checkpoint: Checkpoint) -> dict[str, str]:
+    merged = {k: v for d in checkpoint.metadata.values() for k, v in (d or {}).items()}
+    return merged or {"format": "pt"}
+
+
+def _write_index(checkpoint: Checkpoint, shards: list[Shard], into: Path) -> tuple[str, ...]:
+    """The shard index, where there is more than one file or the source has one."""
+    if len(shards) == 1 and (checkpoint.index is None or shards[0].name == "model.safetensors"):
+        return ()
+    slots = [(slot, shard.name) for shard in shards for slot in shard.slots]
+    content = {
+        "metadata": {"total_size": sum(slot.nbytes for slot, _ in slots)},
+        "weight_map": {slot.name: file for slot, file in sorted(slots, key=lambda e: e[0].name)},
+    }
+    path = into / "model.safetensors.index.json"
+    with path.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return (path.name,)
+
+
+def _portions(slot: Slot, axes: tuple[Axis, ...], positioned: bool) -> Iterator[tuple[Step, ...]]:
+    """Steps that one worker takes together: one, or all of a tensor that has to be loaded whole."""
+    steps = tuple(steps_of(slot, axes))
+    return iter(zip(steps, strict=True)) if positioned else iter((steps,))
+
+
+def _open(path: Path, flags: int, stack: ExitStack) -> int:
+    file = os.open(path, flags, 0o666)
+    stack.callback(os.close, file)
+    return file
+
+
+def _create(shard: Shard, into: Path, stack: ExitStack) -> int:
+    """A new file of its final size that holds the header, on the disk if there is nothing else."""
+    file = _open(into / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, stack)
+    os.truncate(file, shard.size)
+    write_all(file, memoryview(shard.header), 0)
+    if not shard.slots:
+        os.fsync(file)
+    return file
+
+
+def _loaded(checkpoint: Checkpoint, slot: Slot) -> memoryview:
+    """The bytes of a tensor that lies in no one piece of its file."""
+    tensor = read_tensor(checkpoint, slot.name).contiguous().reshape(-1)
+    return memoryview(tensor.view(torch.uint8).numpy())
