@@ -1,0 +1,336 @@
+"""What a folded model runs: RMSNorm in the place of LayerNorm, and explicit centring.
+
+Decides how a proven plan acts on a live ``torch.nn.Module``, never which norms fold. Everything is
+done in place by giving an instance another class, so that parameters, their names, tying, hooks,
+``generate``, ``save_pretrained``, copies and pickles go on working:
+
+    RMSNorm     y = weight * x / sqrt(mean(x^2) + eps) + bias        (LayerNorm where mean(x) = 0)
+    centring    y = x - mean(x)            on what a module returns, or on its first input
+
+In training mode the norms compute LayerNorm: dropout and updated weights break the zero mean.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.axis import Axis, centre, feature_axis, moved
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.plan import Centring
+
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
+"""What the classes that spell a LayerNorm out call the constant inside the root."""
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    dims: int = 1,
+) -> torch.Tensor:
+    """``weight * x / sqrt(mean(x^2) + eps) + bias`` over the last ``dims`` dimensions.
+
+    ``x`` is ``(..., *shape)`` of any floating dtype; ``weight`` and ``bias`` broadcast against it.
+    Computed in float32 or wider and rounded once to the dtype of ``x``. Faster kernels go here.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    over = tuple(range(-dims, 0))
+    y = wide * torch.rsqrt(wide.square().mean(over, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y.to(x.dtype)
+
+
+class Folded:
+    """Marks every module that computes RMSNorm in the place of LayerNorm."""
+
+
+class RMSNorm(Folded, nn.LayerNorm):
+    """A ``nn.LayerNorm`` whose input has zero mean: same parameters, names and options.
+
+    In eval mode ``weight * x / sqrt(mean(x^2) + eps) + bias``, in training mode LayerNorm.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return super().forward(input)
+        return rms_norm(input, self.weight, self.bias, self.eps, len(self.normalized_shape))
+
+
+class Made(type):
+    """The type of classes made here; such a class is pickled as the call that makes it."""
+
+    factory: Callable[[type], type]
+    base: type
+
+
+copyreg.pickle(Made, lambda cls: (cls.factory, (cls.base,)))  # type: ignore[arg-type]
+
+
+def make(
+    name: str, base: type, bases: tuple[type, ...], factory: Callable[[type], type], **body: Any
+) -> type:
+    return Made(
+        name,
+        bases,
+        {"__module__": __name__, "factory": staticmethod(factory), "base": base, **body},
+    )
+
+
+@cache
+def rms_subclass(base: type) -> type:
+    """``base``, a ``nn.LayerNorm``, with ``RMSNorm`` next in line for its ``super().forward``."""
+    return (
+        RMSNorm
+        if base is nn.LayerNorm
+        else make(f"RMS{base.__name__}", base, (base, RMSNorm), rms_subclass)
+    )
+
+
+@cache
+def rms_spelled_out(base: type) -> type:
+    """For a class that computes LayerNorm over the last dimension in its own ``forward``."""
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return base.forward(self, input)  # type: ignore[attr-defined]
+        eps = next(getattr(self, name) for name in EPS_NAMES if hasattr(self, name))
+        return rms_norm(input, getattr(self, "weight", None), getattr(self, "bias", None), eps)
+
+    return make(f"RMS{base.__name__}", base, (Folded, base), rms_spelled_out, forward=forward)
+
+
+@cache
+def centred_subclass(base: type) -> type:
+    """``base`` with ``self.centrings`` applied to its first input or its output."""
+    inner: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
+    first = next(iter([*inspect.signature(inner).parameters][1:]), "")
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for op in self.centrings:
+            if op.place == "input" and args:
+                args = (centre_value(args[0], op.axis), *args[1:])
+            elif op.place == "input":
+                kwargs = {**kwargs, first: centre_value(kwargs[first], op.axis)}
+        output = inner(self, *args, **kwargs)
+        for op in self.centrings:
+            if op.place == "output" and isinstance(output, tuple):
+                output = (centre_value(output[0], op.axis), *output[1:])
+            elif op.place == "output":
+                output = centre_value(output, op.axis)
+        return output
+
+    return make(f"Centred{base.__name__}", base, (base,), centred_subclass, forward=forward)
+
+
+def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """``x - mean(x)`` over ``axis``, in float32 or wider, rounded once to the dtype of ``x``."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return centre(wide, moved(axis, axis.dim % x.ndim)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class CentreInputs:
+    """A forward pre-hook: centres the named inputs over their last dimension, where given."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        named = [*inspect.signature(module.forward).parameters]
+        values = [
+            _centre_last(value) if name in self.names else value
+            for name, value in zip(named, args, strict=False)
+        ]
+        changed = {n: _centre_last(v) if n in self.names else v for n, v in kwargs.items()}
+        return (*values, *args[len(named) :]), changed
+
+
+def _centre_last(x: Any) -> Any:
+    return centre_value(x, feature_axis(tuple(x.shape))) if isinstance(x, torch.Tensor) else x
+
+
+def install(
+    model: nn.Module,
+    norms: Iterable[str],
+    ops: Iterable[Centring],
+    entry_inputs: Iterable[str] = (),
+) -> nn.Module:
+    """Make ``model`` compute with RMSNorm at ``norms`` and with the centrings ``ops``, in place.
+
+    Names are those of the class that the plan was made for; ``model`` may also be its base class,
+    or have its base class inside (``base_model_prefix``). Norms of a head that the base class does
+    not have are passed over. ``entry_inputs`` names inputs of ``forward`` (``inputs_embeds``) whose
+    last dimension is centred on entry. Installing twice changes nothing.
+
+    Returns ``model``. Raises ``UnsupportedModel`` for a module that is missing or is not a
+    LayerNorm, or whose ``forward`` somebody else has replaced; then nothing has been changed.
+    """
+    norms, ops, names = tuple(norms), tuple(ops), tuple(entry_inputs)
+    places = {name: locate(model, name, (*norms, *(op.module for op in ops))) for name in norms}
+    swaps: list[tuple[nn.Module, type]] = []
+    for path in places.values():
+        module = model.get_submodule(path) if path else None
+        if module is not None and not isinstance(module, Folded):
+            swaps.append((module, _folded_class(module, path)))
+    carried: dict[str, tuple[Centring, ...]] = {}
+    for op in ops:
+        path = locate(model, op.module, (*norms, *(op.module for op in ops)))
+        if path:
+            carried[path] = (*carried.get(path, ()), op)
+    for module, _ in swaps:
+        _check_forward(module)
+    for path in carried:
+        _check_forward(model.get_submodule(path))
+
+    for module, cls in swaps:
+        _become(module, cls)
+    for path, centrings in carried.items():
+        module = model.get_submodule(path)
+        if not hasattr(module, "centrings"):
+            _become(module, centred_subclass(type(module)))
+        module.centrings = centrings  # type: ignore[assignment]
+    if names:
+        for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
+            if not any(isinstance(h, CentreInputs) for h in module._forward_pre_hooks.values()):
+                module.register_forward_pre_hook(CentreInputs(names), with_kwargs=True)
+    return model
+
+
+def locate(model: nn.Module, name: str, names: tuple[str, ...] = ()) -> str | None:
+    """Path in ``model`` of the module ``name``, with the base model's prefix added or removed.
+
+    ``None`` for a module of a head, where ``model`` is the base class and other ``names`` carry the
+    base model's prefix. Raises ``UnsupportedModel`` where there is no such module.
+    """
+    prefix = getattr(model, "base_model_prefix", "") or ""
+    head = f"{prefix}."
+    for path in (name, name.removeprefix(head), head + name):
+        try:
+            model.get_submodule(path)
+        except AttributeError:
+            continue
+        return path
+    inside = prefix and not hasattr(model, prefix) and not name.startswith(head)
+    if inside and any(other.startswith(head) for other in names):
+        return None
+    raise UnsupportedModel(
+        f"{type(model).__name__} has no module {name!r}: the plan was made for another class"
+    )
+
+
+def _folded_class(module: nn.Module, path: str) -> type:
+    base = type(module)
+    if base.forward is nn.LayerNorm.forward:
+        return rms_subclass(base)
+    candidates = [rms_subclass] if isinstance(module, nn.LayerNorm) else []
+    if any(hasattr(module, name) for name in EPS_NAMES):
+        candidates.append(rms_spelled_out)
+    for candidate in candidates:
+        if _replaces_layer_norm(module, candidate(base)):
+            return candidate(base)
+    raise UnsupportedModel(
+        f"{path}: {base.__name__} does not compute LayerNorm, so it stays as it is"
+    )
+
+
+def _replaces_layer_norm(module: nn.Module, cls: type) -> bool:
+    """Does ``module`` compute LayerNorm, and ``cls`` its RMSNorm? Asked of a copy in float64."""
+    probe = copy.deepcopy(module).to_empty(device="cpu").double().eval()
+    for name in ("forward", "_old_forward", "_hf_hook"):
+        probe.__dict__.pop(name, None)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in probe.parameters():
+        nn.init.normal_(parameter, 1.0, 0.5, generator=generator)
+    shape = tuple(getattr(module, "normalized_shape", ())) or tuple(
+        next((p.shape for p in probe.parameters()), ())
+    )
+    if not shape:
+        return False
+    for size, dims in (((2, 3, *shape), len(shape)), ((2, *shape, 3, 3), 0)):
+        x = torch.randn(size, generator=generator, dtype=torch.float64)
+        over = tuple(range(-dims, 0)) if dims else (1,)
+        if getattr(module, "normalized_shape", None) is None and dims:
+            over = (-1,)
+        x = x - x.mean(over, keepdim=True)
+        try:
+            with torch.no_grad():
+                probe.__class__ = type(module)
+                plain, shifted = probe(x), probe(x + 1)
+                probe.__class__ = cls
+                folded, other = probe(x), probe(x + 1)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            continue
+        near = [torch.allclose(plain, y, rtol=1e-4, atol=1e-4) for y in (shifted, folded, other)]
+        if near == [True, True, False]:
+            return True
+    return False
+
+
+def _check_forward(module: nn.Module) -> None:
+    """Accelerate keeps the forward it wraps in ``_old_forward``; other patches hide the class."""
+    if "forward" not in module.__dict__:
+        return
+    old = module.__dict__.get("_old_forward")
+    if getattr(old, "__func__", None) is not type(module).forward:
+        raise UnsupportedModel(
+            f"{type(module).__name__}: forward was replaced on the instance; install before that"
+        )
+
+
+def _become(module: nn.Module, cls: type) -> None:
+    module.__class__ = cls
+    if "_old_forward" in module.__dict__:
+        module._old_forward = MethodType(cls.forward, module)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def input_means(model: nn.Module) -> Iterator[dict[str, float]]:
+    """Within the block, collects what mean every RMSNorm sees, relative to its input's rms.
+
+    Yields a dict from module path to the root mean square over tokens of ``mean(x) / rms(x)``, the
+    worst call of each module; it is complete when the block ends. 0 is right, 1 a constant input.
+    """
+    seen: dict[str, float] = {}
+
+    def hook_for(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            x = args[0].detach().to(torch.float64)
+            dims = _normalised_dims(module, x)
+            rms = x.square().mean(dims).sqrt()
+            ratio = torch.where(rms > 0, x.mean(dims) / rms, torch.zeros_like(rms))
+            value = float(ratio[torch.isfinite(ratio)].square().mean().nan_to_num().sqrt())
+            seen[path] = max(seen.get(path, 0.0), value)
+
+        return hook
+
+    handles = [
+        module.register_forward_pre_hook(hook_for(path))
+        for path, module in model.named_modules()
+        if isinstance(module, Folded)
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _normalised_dims(module: nn.Module, x: torch.Tensor) -> tuple[int, ...]:
+    shape = tuple(getattr(module, "normalized_shape", ()))
+    if shape and tuple(x.shape[-len(shape) :]) != shape:
+        return (1,)
+    return tuple(range(-max(len(shape), 1), 0))
