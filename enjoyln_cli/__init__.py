@@ -1,3 +1,80 @@
-"""Turn LayerNorm checkpoints into RMSNorm checkpoints that compute the same function."""
+"""Turn LayerNorm checkpoints into RMSNorm checkpoints that compute the same function.
+
+    analyze(model)     which LayerNorms can go, and why the others stay
+    fold(model, out)   write the converted checkpoint
+    verify(out)        measure that it computes the original function
+    load_recipe(file)  read what was done, or what to do
+
+Every refusal is an ``EnjoyLNError``. Names are looked up on first use: importing this package
+imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from enjoyln_cli.errors import (
+    AlreadyFolded,
+    BadCheckpoint,
+    EnjoyLNError,
+    ModelNotFound,
+    NothingToFold,
+    OutputError,
+    RecipeError,
+    TraceFailed,
+    UnsupportedModel,
+    VerificationFailed,
+)
+
+if TYPE_CHECKING:
+    from enjoyln_cli.convert import analyze
+    from enjoyln_cli.convert import convert as fold
+    from enjoyln_cli.recipe import load_recipe
+    from enjoyln_cli.verify import verify
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyFolded",
+    "BadCheckpoint",
+    "EnjoyLNError",
+    "ModelNotFound",
+    "NothingToFold",
+    "OutputError",
+    "RecipeError",
+    "TraceFailed",
+    "UnsupportedModel",
+    "VerificationFailed",
+    "analyze",
+    "fold",
+    "load_recipe",
+    "verify",
+]
+
+_LAZY = {
+    "analyze": ("enjoyln_cli.convert", "analyze"),
+    "fold": ("enjoyln_cli.convert", "convert"),
+    "load_recipe": ("enjoyln_cli.recipe", "load_recipe"),
+    "verify": ("enjoyln_cli.verify", "verify"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _LAZY[name]
+    return getattr(import_module(module), attribute)
+
+
+class _Package(ModuleType):
+    """``fold`` and ``verify`` are functions here, whichever of their modules is imported when."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _LAZY and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -6,6 +6,7 @@ is listed.
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections import Counter
 from collections.abc import Iterable
@@ -41,7 +42,7 @@ class Analysis:
     """Norms that the paper's Algorithm 1 calls foldable, as printed."""
 
     def why(self, norm: str) -> Tree:
-        """The zero-mean graph of one norm. Raises ``EnjoyLNError`` for a norm that does not exist."""
+        """The zero-mean graph of one norm; ``EnjoyLNError`` if there is no norm of this name."""
         verdict = next((v for v in self.plan.norms if v.norm == norm), None)
         if verdict is None:
             names = [v.norm for v in self.plan.norms]
@@ -65,11 +66,16 @@ def analyze_config(
     reference = families.build(listed[0], config)
     names = tuple(checkpoint.tensors) if checkpoint else families.saved_names(reference)
     first = families.candidate(reference, names, checkpoint)
-    traces, unproven = _traces(first, first)
-    proven = [first.name]
-    for other_class in listed[1:]:
-        other = families.candidate(families.build(other_class, config), names, checkpoint)
-        if other.missing:
+    others = [
+        families.candidate(families.build(other, config), names, checkpoint) for other in listed[1:]
+    ]
+    others = [other for other in others if not other.missing]
+    inner = families.base_path(reference)
+    held = [other for other in others if inner and type(other.model) is _type_at(reference, inner)]
+    traces, unproven = _traces(first, first, inner if held else None)
+    proven = [first.name, *(other.name for other in held)]
+    for other in others:
+        if other in held:
             continue
         try:
             more, more_unproven = _traces(other, first)
@@ -92,13 +98,19 @@ def analyze_module(model: nn.Module, *args: Any, **kwargs: Any) -> Analysis:
     return _analysis(own, [trace], (own.name,), kind, [])
 
 
-def _traces(found: Candidate, reference: Candidate) -> tuple[list[Trace], set[str]]:
+def _type_at(model: nn.Module, path: str) -> type:
+    return type(model.get_submodule(path))
+
+
+def _traces(
+    found: Candidate, reference: Candidate, inner: str | None = None
+) -> tuple[list[Trace], set[str]]:
     """All graphs of one class, and the optional inputs that none of them reads."""
     naming = families.naming_between(found.model, reference.model)
     traces, covered = [], set()
     for call in calls_of(found.model):
         try:
-            traces.append(capture(found.model, call, naming))
+            traces.append(capture(found.model, call, naming, inner))
         except TraceFailed:
             if call.required:
                 raise
@@ -121,12 +133,10 @@ def _analysis(
     problem = Problem(flow, norms, _locked(found, groups), groups)
     cut = cuts.solve(problem)
     verdicts = [_verdict(problem, cut, path, refused) for path in modules]
-    verdicts += [
-        Verdict(path, "kept", reason=r) for path, r in refused.items() if path not in modules
-    ]
-    read = {
-        name for t in flow.traces for n, names in t.parameters.items() if n.users for name in names
-    }
+    for path in refused.keys() - modules.keys():
+        verdicts.append(Verdict(path, "kept", reason=refused[path], culprit=path))
+    used = (names for t in flow.traces for node, names in t.parameters.items() if node.users)
+    read = {name for names in used for name in names}
     unread = [name for name in found.stored if name in groups and name not in read]
     plan = Plan(
         model_type=model_type,
@@ -265,8 +275,6 @@ def _rms_norms(model: nn.Module) -> tuple[tuple[str, int], ...]:
 
 def _computes_rms_norm(module: nn.Module) -> bool:
     """Probe: with one weight w, is the output ``x / rms(x)`` times w or 1 + w?"""
-    import copy
-
     probe = copy.deepcopy(module).to_empty(device="cpu").double()
     weight = next(probe.parameters())
     generator = torch.Generator().manual_seed(0)

@@ -15,8 +15,9 @@ alone, so the bytes written are the same whoever takes which step:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -30,8 +31,8 @@ BLOCK = 1 << 18
 """Elements worked on at once: 2 MB in float64, which stays in a core's cache."""
 CHUNK = 1 << 24
 """Elements of a step that can be cut, so that workers share a large tensor."""
-COPY = 1 << 20
-"""Bytes copied at once."""
+TRANSFER = 1 << 23
+"""Bytes read or written at once: fewer, larger pages in the system's cache."""
 
 FLOATS = {
     "F64": torch.float64,
@@ -109,11 +110,24 @@ Step = Copy | Convert | Rows | Columns | Whole
 
 @dataclass
 class Lane:
-    """What one worker owns: buffers reused from block to block, and how much it has written."""
+    """What one worker owns: how much it has written, and buffers that serve block after block."""
 
     written: int = 0
-    narrow: bytearray = field(default_factory=bytearray)
+    read: bytearray = field(default_factory=bytearray)
+    rounded: bytearray = field(default_factory=bytearray)
     wide: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+
+    def input(self, size: int) -> memoryview:
+        """Room for ``size`` bytes on their way in."""
+        if len(self.read) < size:
+            self.read = bytearray(size)
+        return memoryview(self.read)[:size]
+
+    def output(self, size: int) -> memoryview:
+        """Room for ``size`` bytes on their way out."""
+        if len(self.rounded) < size:
+            self.rounded = bytearray(size)
+        return memoryview(self.rounded)[:size]
 
 
 @dataclass(frozen=True)
@@ -130,7 +144,7 @@ def steps_of(slot: Slot, axes: tuple[Axis, ...]) -> Iterator[Step]:
     if not axes or slot.count == 0:
         same = slot.dtype == slot.stored.dtype
         step, total = (Copy, slot.nbytes) if same else (Convert, slot.count)
-        yield from (step(i, min(CHUNK, total - i)) for i in range(0, total, CHUNK))
+        yield from (step(first, count) for first, count in _spans(0, total, 1, CHUNK))
     elif _separate(axes):
         ordered = tuple(sorted(axes, key=lambda axis: axis.start))
         shape, dim = slot.stored.shape, axes[0].dim
@@ -153,9 +167,8 @@ def _centring_steps(
     """Cut ``lead`` slices ``(length, width)`` from element ``start``, axes sorted and apart."""
     item = length * width
     if item <= BLOCK:
-        many = BLOCK // item * (CHUNK // BLOCK)
-        for i in range(0, lead, many):
-            yield Rows(start + i * item, min(many, lead - i), length, width, axes)
+        for first, count in _spans(0, lead, 1, CHUNK // item):
+            yield Rows(start + first * item, count, length, width, axes)
     elif axes == (Axis(axes[0].dim, 0, 1, length, 1),):
         yield from (Columns(start + i * item, length, width) for i in range(lead))
     else:
@@ -186,62 +199,102 @@ def _pieces(
 
 
 def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
-    """Do ``step``, pausing after each block of it."""
+    """Do ``step``, pausing after each transfer so that the caller can stop it.
+
+    Raises ``BadCheckpoint`` for a source that ends early, for NaN or Inf in a tensor that is
+    centred, and for values out of the range of the new dtype.
+    """
     match step:
         case Copy(start, count):
-            for i in range(start, start + count, COPY):
-                data = _read(lane, ends, i, min(COPY, start + count - i))
-                yield _write(lane, ends, i, data)
+            for first, size in _spans(start, count, 1, TRANSFER):
+                yield _write(lane, ends, first, _read(lane, ends, first, size))
         case Convert(start, count):
-            for i in range(start, start + count, BLOCK):
-                yield _convert(lane, ends, i, min(BLOCK, start + count - i))
-        case Rows():
-            yield from _centre_rows(lane, ends, step)
-        case Columns():
-            yield from _centre_columns(lane, ends, step)
+            yield from _rewrite(lane, ends, start, count, 1, None)
+        case Rows(start, count, length, width):
+            item = length * width
+            centred = partial(_centre_rows, step)
+            yield from _rewrite(lane, ends, start, count * item, item, centred)
+        case Columns(start, size, width):
+            means = torch.zeros(width, dtype=torch.float64)
+            for first, count in _spans(start, size * width, width, _elements_at_once(ends)):
+                x = _elements(lane, ends, first, count)
+                for at, some in _spans(0, count, width, BLOCK):
+                    means += _wide(lane, x[at : at + some]).view(-1, width).sum(0)
+                yield
+            means /= size
+            centred = partial(_subtract, means)
+            yield from _rewrite(lane, ends, start, size * width, width, centred)
         case Whole(axes):
-            shape = ends.slot.stored.shape
+            count = ends.slot.count
             scratch = Lane()
-            x = _load(scratch, ends, 0, ends.slot.count).view(shape)
-            for axis in axes:
-                x = centre(x, axis)
-            yield _store(scratch, ends, 0, x)
+            centred = partial(_centre_whole, ends.slot.stored.shape, axes)
+            yield from _rewrite(scratch, ends, 0, count, count, centred)
             lane.written += scratch.written
 
 
-def _centre_rows(lane: Lane, ends: Ends, step: Rows) -> Iterator[None]:
-    item = step.length * step.width
-    for i in range(0, step.count, BLOCK // item):
-        count = min(BLOCK // item, step.count - i)
-        x = _load(lane, ends, step.start + i * item, count * item)
-        for axis in step.axes:
-            part = x.view(count, step.length, step.width).narrow(1, axis.start, axis.length)
-            groups = part.unflatten(1, (axis.outer, axis.size, axis.inner))
-            means = groups.mean(2, keepdim=True)
-            groups.sub_(means)
-        yield _store(lane, ends, step.start + i * item, x)
+def _rewrite(
+    lane: Lane,
+    ends: Ends,
+    start: int,
+    count: int,
+    unit: int,
+    edit: Callable[[torch.Tensor], None] | None,
+) -> Iterator[None]:
+    """Read, edit in float64, round once and write ``count`` elements from element ``start``.
+
+    ``edit`` changes a float64 block of whole units in place.
+    """
+    dtype = FLOATS[ends.slot.dtype]
+    for first, many in _spans(start, count, unit, _elements_at_once(ends)):
+        x = _elements(lane, ends, first, many)
+        data = lane.output(many * dtype.itemsize)
+        y = torch.frombuffer(data, dtype=dtype)
+        for at, some in _spans(0, many, unit, BLOCK):
+            block = _wide(lane, x[at : at + some])
+            if edit:
+                edit(block)
+            y[at : at + some].copy_(block)
+        _check_range(ends.slot, x, y, edited=edit is not None)
+        yield _write(lane, ends, first * dtype.itemsize, data)
 
 
-def _centre_columns(lane: Lane, ends: Ends, step: Columns) -> Iterator[None]:
-    many = max(1, BLOCK // step.width)
-    spans = [(i, min(many, step.size - i)) for i in range(0, step.size, many)]
-    means = torch.zeros(step.width, dtype=torch.float64)
-    for i, rows in spans:
-        x = _load(lane, ends, step.start + i * step.width, rows * step.width)
-        means += x.view(rows, step.width).sum(0)
-        yield
-    means /= step.size
-    for i, rows in spans:
-        x = _load(lane, ends, step.start + i * step.width, rows * step.width)
-        x.view(rows, step.width).sub_(means)
-        yield _store(lane, ends, step.start + i * step.width, x)
+def _centre_rows(step: Rows, block: torch.Tensor) -> None:
+    for axis in step.axes:
+        part = block.view(-1, step.length, step.width).narrow(1, axis.start, axis.length)
+        groups = part.unflatten(1, (axis.outer, axis.size, axis.inner))
+        groups.sub_(groups.mean(2, keepdim=True))
 
 
-def _load(lane: Lane, ends: Ends, start: int, count: int) -> torch.Tensor:
-    """``count`` elements from element ``start`` as float64, in the lane's buffer."""
-    if lane.wide.numel() < count:
-        lane.wide = torch.empty(count, dtype=torch.float64)
-    return lane.wide[:count].copy_(_elements(lane, ends, start, count))
+def _subtract(means: torch.Tensor, block: torch.Tensor) -> None:
+    block.view(-1, means.numel()).sub_(means)
+
+
+def _centre_whole(shape: tuple[int, ...], axes: tuple[Axis, ...], block: torch.Tensor) -> None:
+    for axis in axes:
+        block.view(shape).copy_(centre(block.view(shape), axis))
+
+
+def _check_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) -> None:
+    """NaN or Inf in a group have spread over all of it; in a tensor not centred they may be meant."""
+    low, high = y.aminmax()
+    if low.isfinite() and high.isfinite():
+        return
+    where = f"{slot.name} in {slot.stored.file}"
+    if (y.isinf() & x.isfinite()).any() and (x.isfinite().all() or not edited):
+        raise BadCheckpoint(f"{where} has values beyond {slot.dtype}; choose a wider dtype")
+    if edited:
+        raise BadCheckpoint(f"{where} holds NaN or Inf and cannot be centred; repair it")
+
+
+def _spans(start: int, count: int, unit: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut ``count`` from ``start`` into runs of whole units, about ``most`` long at the most."""
+    length = max(1, most // unit) * unit
+    for first in range(start, start + count, length):
+        yield first, min(length, start + count - first)
+
+
+def _elements_at_once(ends: Ends) -> int:
+    return TRANSFER // FLOATS[ends.slot.stored.dtype].itemsize
 
 
 def _elements(lane: Lane, ends: Ends, start: int, count: int) -> torch.Tensor:
@@ -250,54 +303,18 @@ def _elements(lane: Lane, ends: Ends, start: int, count: int) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype)
 
 
-def _store(lane: Lane, ends: Ends, start: int, x: torch.Tensor) -> None:
-    """Round once and write from element ``start``; a NaN or Inf in a group is in all of it now."""
-    dtype = FLOATS[ends.slot.dtype]
-    data = _room(lane, x.numel() * dtype.itemsize)
-    rounded = torch.frombuffer(data, dtype=dtype).copy_(x.reshape(-1))
-    low, high = rounded.aminmax()
-    if not (low.isfinite() and high.isfinite()):
-        if x.isfinite().all():
-            raise _out_of_range(ends)
-        slot = ends.slot
-        raise BadCheckpoint(
-            f"{slot.name} in {slot.stored.file} holds NaN or Inf and cannot be centred; "
-            "repair the checkpoint"
-        )
-    _write(lane, ends, start * dtype.itemsize, data)
-
-
-def _convert(lane: Lane, ends: Ends, start: int, count: int) -> None:
-    """Another dtype for a tensor that nobody centres, in which NaN and Inf may be meant."""
-    dtype = FLOATS[ends.slot.dtype]
-    x = _elements(lane, ends, start, count)
-    rounded = x.to(dtype)
-    if (rounded.isinf() & x.isfinite()).any():
-        raise _out_of_range(ends)
-    data = _room(lane, count * dtype.itemsize)
-    torch.frombuffer(data, dtype=dtype).copy_(rounded)
-    _write(lane, ends, start * dtype.itemsize, data)
-
-
-def _out_of_range(ends: Ends) -> BadCheckpoint:
-    slot = ends.slot
-    return BadCheckpoint(
-        f"{slot.name} in {slot.stored.file} has values out of the range of {slot.dtype}; "
-        "choose a wider dtype"
-    )
-
-
-def _room(lane: Lane, size: int) -> memoryview:
-    if len(lane.narrow) < size:
-        lane.narrow = bytearray(size)
-    return memoryview(lane.narrow)[:size]
+def _wide(lane: Lane, x: torch.Tensor) -> torch.Tensor:
+    """``x`` as float64, in the lane's buffer."""
+    if lane.wide.numel() < x.numel():
+        lane.wide = torch.empty(x.numel(), dtype=torch.float64)
+    return lane.wide[: x.numel()].copy_(x)
 
 
 def _read(lane: Lane, ends: Ends, start: int, size: int) -> memoryview:
     """``size`` bytes from byte ``start`` of the tensor."""
     if isinstance(ends.source, memoryview):
         return ends.source[start : start + size]
-    data = _room(lane, size)
+    data = lane.input(size)
     at, done = ends.slot.stored.offset + start, 0
     while done < size:
         got = os.preadv(ends.source, [data[done:]], at + done)

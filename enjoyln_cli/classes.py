@@ -153,7 +153,7 @@ def naming_between(model: Any, reference: Any) -> Callable[[str], str]:
     Two classes of one family share their base model: one is it, another holds it as
     ``transformer.``. What lies outside of the base keeps its path.
     """
-    own, target = _base_prefix(model), _base_prefix(reference)
+    own, target = (f"{base_path(m)}." if base_path(m) else "" for m in (model, reference))
 
     def naming(path: str) -> str:
         return target + path.removeprefix(own) if path.startswith(own) else path
@@ -161,6 +161,7 @@ def naming_between(model: Any, reference: Any) -> Callable[[str], str]:
     return naming if own != target else str
 
 
-def _base_prefix(model: Any) -> str:
+def base_path(model: Any) -> str:
+    """Where a class with a head holds its base model; empty for a base model itself."""
     prefix = getattr(model, "base_model_prefix", "")
-    return f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    return prefix if prefix and hasattr(model, prefix) else ""

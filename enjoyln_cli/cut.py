@@ -60,6 +60,8 @@ class Problem:
     _readers: dict[str, list[tuple[int, Node]]] = field(default_factory=dict)
     _carried: dict[str, list[tuple[int, Node]]] = field(default_factory=dict)
     _carrier: dict[tuple[int, Node], str] = field(default_factory=dict)
+    _carriers: dict[Value, Carrier | None] = field(default_factory=dict)
+    _sources: dict[Item, tuple[Item, ...] | Opaque] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         readers, carried = defaultdict(list), defaultdict(list)
@@ -78,6 +80,11 @@ class Problem:
 
     def sources(self, item: Item) -> tuple[Item, ...] | Opaque:
         """What has to be zero-mean for ``item`` to be; empty for what is or can be made so."""
+        if item not in self._sources:
+            self._sources[item] = self._find_sources(item)
+        return self._sources[item]
+
+    def _find_sources(self, item: Item) -> tuple[Item, ...] | Opaque:
         if isinstance(item, Parameter):
             obstacle = self.obstacle(item)
             return () if obstacle is None else Opaque(obstacle)
@@ -113,6 +120,11 @@ class Problem:
         """Where a centring of ``item`` can be inserted: a place none of whose calls is observed."""
         if isinstance(item, Parameter):
             return None
+        if item not in self._carriers:
+            self._carriers[item] = self._find_carrier(item)
+        return self._carriers[item]
+
+    def _find_carrier(self, item: Value) -> Carrier | None:
         from_end = moved(item.axis, item.axis.dim - rank_of(item.node))
         name = self.flow.traces[item.trace].inputs.get(item.node)
         if name is not None:

@@ -32,7 +32,8 @@ def seeded(model: nn.Module, rows: int, seed: int, dtype: torch.dtype) -> list[B
     ``input_ids`` are ``(batch, 32)`` int64 below the vocabulary's size, never the padding token,
     with ``attention_mask``, token types and decoder ids where ``forward`` takes them;
     ``pixel_values`` are normal, ``(batch, channels, height, width)`` in ``dtype``, with a mask of
-    patches in a batch of its own where ``forward`` takes one. Raises ``UnsupportedModel`` for any other main input.
+    patches in a batch of its own where ``forward`` takes one. Raises ``UnsupportedModel`` for any
+    other main input.
     """
     generator = torch.Generator().manual_seed(seed)
     main = getattr(model, "main_input_name", "input_ids")

@@ -78,7 +78,7 @@ class Made(type):
     base: type
 
 
-copyreg.pickle(Made, lambda cls: (cls.factory, (cls.base,)))  # type: ignore[arg-type]
+copyreg.pickle(Made, lambda cls: (cls.factory, (cls.base,)))  # type: ignore[return-value]
 
 
 def make(
@@ -182,9 +182,9 @@ def install(
     norms, ops, names = tuple(norms), tuple(ops), tuple(entry_inputs)
     places = {name: locate(model, name, (*norms, *(op.module for op in ops))) for name in norms}
     swaps: list[tuple[nn.Module, type]] = []
-    for path in places.values():
-        module = model.get_submodule(path) if path else None
-        if module is not None and not isinstance(module, Folded):
+    for path in filter(None, places.values()):
+        module = model.get_submodule(path)
+        if not isinstance(module, Folded):
             swaps.append((module, _folded_class(module, path)))
     carried: dict[str, tuple[Centring, ...]] = {}
     for op in ops:
@@ -294,7 +294,7 @@ def _check_forward(module: nn.Module) -> None:
 def _become(module: nn.Module, cls: type) -> None:
     module.__class__ = cls
     if "_old_forward" in module.__dict__:
-        module._old_forward = MethodType(cls.forward, module)  # type: ignore[attr-defined]
+        module._old_forward = MethodType(cls.forward, module)  # type: ignore
 
 
 @contextmanager

@@ -68,20 +68,27 @@ class Trace:
 class _Session(nn.Module):
     """Runs a model's calls in one graph and returns every tensor that it gives out."""
 
-    def __init__(self, model: nn.Module, flags: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, flags: Mapping[str, Any], inner: str | None) -> None:
         super().__init__()
         self.model = model
         self.flags = dict(flags)
+        self.inner = inner
 
     def forward(self, *steps: Any) -> list[list[torch.Tensor]]:
         returned: list[list[torch.Tensor]] = []
         cache: dict[str, Any] = {}
+        inside: list[Any] = []
+        if self.inner is not None:
+            base = self.model.get_submodule(self.inner)
+            hook = base.register_forward_hook(lambda *call: inside.append(call[-1]))
         for args, kwargs in steps:
             result = self.model(*args, **kwargs, **cache, **self.flags)
-            returned.append(tensors_in(result))
+            returned.append(tensors_in([result, inside]))
             if getattr(result, "past_key_values", None) is None:
                 break
             cache = {"past_key_values": result.past_key_values}
+        if self.inner is not None:
+            hook.remove()
         return returned
 
 
@@ -106,8 +113,11 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in tensors_in(part, seen)]
 
 
-def capture(model: nn.Module, call: Call, naming: Naming = str) -> Trace:
+def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | None = None) -> Trace:
     """The graph of one call in eval mode, with ``aten.linear``, ``layer_norm`` and others whole.
+
+    What the submodule ``inner`` returns counts as returned, so that the graph also proves the class
+    of that submodule.
 
     Raises ``TraceFailed`` where the model does not export, or writes into tensors in place in a
     way that functionalisation cannot undo.
@@ -117,7 +127,7 @@ def capture(model: nn.Module, call: Call, naming: Naming = str) -> Trace:
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            session = _Session(model, call.flags)
+            session = _Session(model, call.flags, inner)
             program = torch.export.export(session, call.steps, strict=False)
             if _mutating(program.graph):
                 program = program.run_decompositions({})
