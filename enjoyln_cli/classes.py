@@ -66,8 +66,12 @@ def class_named(name: str) -> type:
 
 def classes_for(config: Any) -> list[type]:
     """Every class that the auto classes know for this config, the config's own class first."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto import modeling_auto
 
+    custom = getattr(config, "auto_map", None) or {}
+    if own := [code for auto, code in custom.items() if auto.startswith("AutoModel")]:
+        return [get_class_from_dynamic_module(code, config._name_or_path) for code in own]
     names: dict[str, None] = dict.fromkeys(config.architectures or ())
     tables = [n for n in dir(modeling_auto) if n.startswith("MODEL") and n.endswith("_NAMES")]
     for table in sorted(tables, key=lambda n: n != "MODEL_MAPPING_NAMES"):

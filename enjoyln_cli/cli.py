@@ -1,0 +1,263 @@
+"""The ``enjoyln`` command: arguments, one library call, print.
+
+Torch and transformers are imported inside the commands, so that help and usage errors are instant.
+Every refusal is one line on standard error and exit status 1; usage errors are 2, Ctrl-C is 130.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enjoyln_cli import __version__
+from enjoyln_cli.errors import EnjoyLNError
+
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""The libraries' own chatter, off unless the user has set otherwise or ``ENJOYLN_DEBUG=1``."""
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+FOLDER = click.Path(file_okay=False, path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
+DTYPES = click.Choice(["float32", "float16", "bfloat16"])
+FORMATS = click.Choice(["table", "json", "markdown", "csv"])
+model_class_option = click.option(
+    "--model-class", metavar="CLASS", help="Plan for this class only, e.g. GPT2Model."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+HUB = ("revision", "token", "cache_dir", "trust_remote_code")
+
+
+def debugging() -> bool:
+    """Whether the user asked for tracebacks and the libraries' own messages."""
+    return os.environ.get("ENJOYLN_DEBUG", "") not in ("", "0")
+
+
+def complain(message: str) -> None:
+    """One line on standard error, red where colours are wanted."""
+    line = " ".join(message.split())
+    colour = False if os.environ.get("NO_COLOR") else None
+    click.secho(f"error: {line}", fg="red", err=True, color=colour)
+
+
+class Commands(click.Group):
+    """A group that turns every refusal into one line and an exit status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if debugging():
+            return super().invoke(ctx)
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        warnings.simplefilter("ignore")
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            complain("interrupted; nothing half-written was left behind")
+            ctx.exit(130)
+        except (click.exceptions.Exit, click.Abort, click.ClickException):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                raise
+            complain(explain(error))
+            ctx.exit(1)
+
+
+def explain(error: Exception) -> str:
+    """What the user reads of an exception."""
+    if isinstance(error, EnjoyLNError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}"
+    kind = type(error).__name__
+    return f"unexpected {kind}: {error} (ENJOYLN_DEBUG=1 shows where; please report it)"
+
+
+def parse_size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """``5GB``, ``500MB`` or plain bytes as a number of bytes (decimal units)."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", value.strip(), re.IGNORECASE)
+    nbytes = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
+    if nbytes <= 0:
+        raise click.BadParameter(f"{value!r} is not a size; write 5GB or 500MB", ctx, parameter)
+    return nbytes
+
+
+def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every command that opens a model, collected into one ``hub`` argument."""
+
+    @functools.wraps(command)
+    def gathered(**options: Any) -> Any:
+        hub = {name: options.pop(name) for name in HUB}
+        return command(hub=hub, **options)
+
+    wrapped: Callable[..., Any] = gathered
+    for option in (
+        click.option("--trust-remote-code", is_flag=True, help="Run code that comes with MODEL."),
+        click.option("--cache-dir", type=FOLDER, metavar="DIR", help="Cache of the Hub's files."),
+        click.option("--token", metavar="TOKEN", help="Hub token, for gated and private models."),
+        click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub."),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="enjoyln")
+def main() -> None:
+    """Turn a LayerNorm checkpoint into an RMSNorm checkpoint that computes the same function.
+
+    MODEL is a Hub id or a local directory.
+    """
+
+
+@main.command()
+@click.argument("models", nargs=-1, metavar="MODEL...")
+@click.option("--why", metavar="NORM", help="Show why this norm folds or stays, as a tree.")
+@click.option("--paper", is_flag=True, help="Add the count of the paper's Algorithm 1 as printed.")
+@model_class_option
+@click.option(
+    "--model-type",
+    "types",
+    multiple=True,
+    metavar="TYPE",
+    help="That type's default config.",
+)
+@click.option("--write-recipe", "recipe", type=NEW_FILE, metavar="FILE", help="Plan as YAML.")
+@click.option("--format", "form", type=FORMATS, default="table", show_default=True)
+@hub_options
+def report(
+    models: tuple[str, ...],
+    types: tuple[str, ...],
+    why: str | None,
+    recipe: Path | None,
+    paper: bool,
+    form: str,
+    model_class: str | None,
+    hub: dict[str, Any],
+) -> None:
+    """Which LayerNorms can go, and why not. Reads configs only, no weights."""
+    _one_kind(models, types, single=bool(why or recipe))
+    from enjoyln_cli import report as show
+
+    found, failed = _analyses(models or types, bool(types), model_class, hub)
+    if why and found:
+        show.write_tree(found[0].analysis.why(why))
+    elif recipe and found:
+        recipe.write_text(found[0].recipe_text(), encoding="utf-8")
+    else:
+        show.write_rows(
+            [show.row(f.name, f.analysis.plan, f.analysis.paper if paper else None) for f in found],
+            form,
+        )
+    if failed:
+        raise click.exceptions.Exit(1)
+
+
+def _one_kind(models: tuple[str, ...], types: tuple[str, ...], single: bool) -> None:
+    if bool(models) == bool(types):
+        raise click.UsageError("name one MODEL or more, or a --model-type instead.")
+    if single and len(models) + len(types) > 1:
+        raise click.UsageError("--why and --write-recipe take one model at a time.")
+
+
+def _analyses(
+    names: tuple[str, ...], are_types: bool, model_class: str | None, hub: dict[str, Any]
+) -> tuple[list[Any], bool]:
+    """Every model that could be analysed; one that could not is named and the others go on."""
+    from enjoyln_cli import convert
+
+    found, failed = [], False
+    for name in names:
+        try:
+            found.append(convert.inspect(name, is_type=are_types, model_class=model_class, **hub))
+        except EnjoyLNError as error:
+            if len(names) == 1:
+                raise
+            complain(f"{name}: {error}")
+            failed = True
+    return found, failed
+
+
+@main.command()
+@click.argument("model")
+@click.option("-o", "--out", type=FOLDER, help="New directory for the result.")
+@click.option("--recipe", type=FILE, help="Make these edits only; refused where unproven.")
+@model_class_option
+@click.option("--dtype", type=DTYPES, help="Convert all floating weights on the way.")
+@click.option("--max-shard-size", callback=parse_size, metavar="SIZE", help="Cut shards anew: 5GB.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Workers; as many as cores by default.")
+@click.option("--dry-run", is_flag=True, help="Show the plan and the sizes, write nothing.")
+@click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
+@json_option
+@hub_options
+def fold(
+    model: str,
+    out: Path | None,
+    recipe: Path | None,
+    model_class: str | None,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    hub: dict[str, Any],
+    **writing: Any,
+) -> None:
+    """Convert MODEL into the new directory OUT, and verify the result."""
+    if out is None and not dry_run:
+        raise click.UsageError("Missing option '-o' / '--out'.")
+    from enjoyln_cli import convert
+    from enjoyln_cli import report as show
+
+    with show.watching(quiet or as_json) as watch:
+        ready = convert.prepare(
+            model, recipe=recipe, model_class=model_class, on_event=watch.event, **hub
+        )
+        news = {"on_event": watch.event, "on_progress": watch.progress}
+        result = convert.write(ready, out, **news, **writing) if out and not dry_run else None
+    found = show.fold_row(model, ready, result, watch.warnings)
+    if as_json:
+        show.write_json(found)
+    elif not quiet:
+        show.write_fold(found)
+
+
+@main.command()
+@click.argument("out", type=FOLDER)
+@click.option("--against", metavar="MODEL", help="The original, if not the one OUT remembers.")
+@click.option("--text", type=FILE, help="Text to run on, with its perplexity.")
+@click.option("--image", "images", type=FILE, multiple=True, help="Images to run on.")
+@click.option("--compute-dtype", "dtype", type=DTYPES, help="Run in this dtype instead of OUT's.")
+@click.option("--max-ratio", type=float, default=1.25, show_default=True, help="Pass up to this.")
+@json_option
+@hub_options
+def verify(out: Path, as_json: bool, hub: dict[str, Any], **options: Any) -> None:
+    """Prove that OUT computes the original function. Exit status 0 if so, 1 if not."""
+    from enjoyln_cli import report as show
+    from enjoyln_cli.verify import verify as check
+
+    found = check(out, **options, **hub)
+    if as_json:
+        print(found.to_json())
+    else:
+        show.write_verification(found)
+    if not found.passed:
+        raise click.exceptions.Exit(1)

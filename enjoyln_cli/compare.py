@@ -1,0 +1,258 @@
+"""Load a model, run it, and say how far two runs are apart.
+
+Decides what is compared: every floating tensor that ``forward`` returns by default, the cache apart.
+The distance is ``||a - b|| / ||b||`` over all entries of all batches at once, a root mean square that
+does not hang on single entries. A run is exact when weights, activations and every place where a
+class asks for float32 are in float64.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from enjoyln_cli.classes import class_named
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.inputs import Batch, masked
+
+Outputs = list[dict[str, torch.Tensor]]
+"""One dict per batch: the name of an output to its values on the CPU."""
+
+ROUNDED_AT_LEAST = 0.5
+"""No result in a dtype is nearer to the exact one than about half its eps."""
+
+
+class Float64(TorchFunctionMode):
+    """Float32 means float64: softmax, rotary angles and norms that widen keep up with the rest."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        wide = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_widened, args), **wide)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def load(
+    folder: Path,
+    model_class: str,
+    config: Any,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+) -> Any:
+    """The checkpoint in ``folder`` as ``model_class``, in eval mode on the CPU.
+
+    In float64 everything is float64; otherwise transformers decides what stays in float32. Weights
+    that the checkpoint does not hold get values that depend on their name alone and are exact in
+    every dtype. Raises ``BadCheckpoint`` where transformers cannot load the directory.
+    """
+    cls: Any = _class(folder, model_class, config, trust_remote_code)
+    with silent():
+        try:
+            model, info = cls.from_pretrained(
+                folder, config=config, dtype=dtype, output_loading_info=True, local_files_only=True
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            first = str(error).strip().split("\n")[0]
+            raise BadCheckpoint(f"{folder}: {model_class} cannot be loaded: {first}") from error
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name in info["missing_keys"]:
+        if name in values and values[name].is_floating_point():
+            _fill(values[name], name)
+    if dtype == torch.float64:
+        model = model.double()
+    return model.eval()
+
+
+def _class(folder: Path, name: str, config: Any, trust_remote_code: bool) -> type:
+    for reference in (getattr(config, "auto_map", None) or {}).values():
+        if trust_remote_code and str(reference).rpartition(".")[2] == name:
+            from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+            return get_class_from_dynamic_module(reference, folder)
+    return class_named(name)
+
+
+def _fill(parameter: torch.Tensor, name: str) -> None:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = 0.02 * torch.randn(parameter.shape, generator=generator)
+    with torch.no_grad():
+        parameter.copy_(values.to(torch.bfloat16).to(torch.float16))
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """transformers without its progress bars and notes on the weights it loads."""
+    if os.environ.get("ENJOYLN_DEBUG"):
+        yield
+        return
+    from transformers.utils import logging as chatter
+
+    level, bars = chatter.get_verbosity(), chatter.is_progress_bar_enabled()
+    chatter.set_verbosity(logging.CRITICAL)
+    chatter.disable_progress_bar()
+    try:
+        yield
+    finally:
+        chatter.set_verbosity(level)
+        if bars:
+            chatter.enable_progress_bar()
+
+
+def run(model: nn.Module, batches: Sequence[Batch]) -> Outputs:
+    """What ``model`` returns for every batch, in the dtype in which it returns it.
+
+    Floating inputs are cast to the model's dtype. A float64 model runs exactly (``Float64``).
+    """
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    outputs: Outputs = []
+    with torch.no_grad(), silent():
+        for batch in batches:
+            given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+            if dtype == torch.float64:
+                with Float64():
+                    output = model(**given, **_flags(model))
+            else:
+                output = model(**given, **_flags(model))
+            outputs.append({name: value.cpu() for name, value in tensors(output)})
+            del output
+    return outputs
+
+
+def _flags(model: Any) -> dict[str, Any]:
+    """No cache: it would be kept in memory and is not compared."""
+    return {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
+
+
+def tensors(output: Any, name: str = "output") -> Iterator[tuple[str, torch.Tensor]]:
+    """Floating tensors of a model's output with their names, the cache left out."""
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield name, output
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            if key != "past_key_values":
+                yield from tensors(value, key)
+    elif isinstance(output, list | tuple):
+        for index, value in enumerate(output):
+            yield from tensors(value, f"{name}.{index}")
+
+
+def relative_errors(got: Outputs, exact: Outputs) -> dict[str, float]:
+    """``||got - exact|| / ||exact||`` of every output, over all batches, in float64.
+
+    Entries that are the same infinity or NaN in both count as equal; an entry that is finite in one
+    alone makes the error infinite.
+    """
+    names = dict.fromkeys(name for batch in exact for name in batch)
+    if [set(batch) for batch in got] != [set(batch) for batch in exact]:
+        return dict.fromkeys(names, math.inf)
+    errors = {}
+    for name in names:
+        pairs = [
+            _squares(a[name], b[name]) for a, b in zip(got, exact, strict=True) if name in b
+        ]
+        difference, size = (sum(column) for column in zip(*pairs, strict=True))
+        errors[name] = math.sqrt(difference / size) if size else math.sqrt(difference)
+    return errors
+
+
+def _squares(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    if a.shape != b.shape:
+        return math.inf, 1.0
+    difference = size = 0.0
+    for x, y in zip(a.flatten().split(1 << 22), b.flatten().split(1 << 22), strict=True):
+        x, y = x.double(), y.double()
+        finite = x.isfinite() & y.isfinite()
+        if not (finite | (x == y) | (x.isnan() & y.isnan())).all():
+            return math.inf, 1.0
+        difference += float((x - y)[finite].square().sum())
+        size += float(y[finite].square().sum())
+    return difference, size
+
+
+def ratio(errors: Mapping[str, float], own: Mapping[str, float], dtype: torch.dtype) -> float:
+    """Worst output of ``errors / own``, where no own error counts less than half the dtype's eps."""
+    floor = ROUNDED_AT_LEAST * torch.finfo(dtype).eps
+    ratios = [errors[name] / max(own[name], floor) for name in own]
+    return max((math.inf if math.isnan(value) else value for value in ratios), default=0.0)
+
+
+def divergence(got: Outputs, own: Outputs) -> tuple[float | None, float | None]:
+    """Mean KL divergence of the folded model's logits from the original's, and top-1 agreement.
+
+    Over the last dimension of the output ``logits``, in nats; ``(None, None)`` where there is none.
+    """
+    total = agreed = 0.0
+    count = 0
+    for a, b in zip(got, own, strict=True):
+        if "logits" not in b or b["logits"].shape[-1] < 2 or a["logits"].shape != b["logits"].shape:
+            return None, None
+        width = b["logits"].shape[-1]
+        rows = max(1, (1 << 22) // width)
+        folded, original = a["logits"].reshape(-1, width), b["logits"].reshape(-1, width)
+        for x, y in zip(folded.split(rows), original.split(rows), strict=True):
+            p, q = y.double().log_softmax(-1), x.double().log_softmax(-1)
+            total += float((p.exp() * (p - q)).nan_to_num().sum())
+            agreed += float((x.argmax(-1) == y.argmax(-1)).sum())
+            count += len(x)
+    return (total / count, agreed / count) if count else (None, None)
+
+
+def head_kind(model: nn.Module) -> str:
+    """``causal`` or ``masked``: what a text can be scored by. ``UnsupportedModel`` for others."""
+    from transformers.models.auto import modeling_auto as auto
+
+    name = type(model).__name__
+    if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or name.endswith("ForCausalLM"):
+        return "causal"
+    if name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() or name.endswith("ForMaskedLM"):
+        return "masked"
+    raise UnsupportedModel(f"{name} has no language head, so --text gives no perplexity")
+
+
+def perplexity(
+    model: nn.Module, batches: Sequence[Batch], mask_token: int | None, seed: int
+) -> tuple[float, int]:
+    """Exponential of the mean loss per token in float64, and the number of tokens it is over.
+
+    Causal heads predict each next token; masked heads the 15 % of tokens that are masked.
+    """
+    kind, loss, count = head_kind(model), 0.0, 0
+    if kind == "masked" and mask_token is None:
+        raise UnsupportedModel("the tokenizer has no mask token, so --text gives no perplexity")
+    for index, batch in enumerate(batches):
+        ids = batch["input_ids"]
+        chosen = torch.ones_like(ids[:, 1:], dtype=torch.bool)
+        if kind == "masked":
+            batch, chosen = masked(batch, int(mask_token or 0), seed + index)
+        (output,) = run(model, [batch])
+        for row, (logits, target, use) in enumerate(
+            zip(output["logits"], ids if kind == "masked" else ids[:, 1:], chosen, strict=True)
+        ):
+            del row
+            wanted = logits[: len(target)][use].double().log_softmax(-1)
+            loss -= float(wanted.gather(1, target[use][:, None]).sum())
+            count += int(use.sum())
+    return math.exp(min(loss / max(count, 1), 700.0)), count
+
+
+def release() -> None:
+    """Give the memory of a deleted model back before the next one is loaded."""
+    gc.collect()

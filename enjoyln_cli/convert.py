@@ -1,0 +1,321 @@
+"""From a model to a verified checkpoint: the order of the steps, and what stops it.
+
+Open, refuse what is folded already, analyse, follow the recipe given or hold the plan against the
+shipped one, stream, verify before the output appears. The proof always decides: a recipe can only
+choose among proven edits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from enjoyln_cli import checkpoint as store
+from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel, VerificationFailed
+from enjoyln_cli.stream import FLOATS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from enjoyln_cli.analysis import Analysis
+    from enjoyln_cli.fold import FoldResult
+    from enjoyln_cli.plan import Plan
+    from enjoyln_cli.verify import Verification
+
+Event = Callable[[str, str], None]
+"""Receives ``("stage" | "warning", text)``."""
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """One model as ``enjoyln report`` knows it: from its configuration alone."""
+
+    name: str
+    config: PretrainedConfig
+    analysis: Analysis
+
+    def recipe_text(self) -> str:
+        """The whole proof as a recipe."""
+        return _recipe_text(self.analysis.plan, self.config)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything known before the first byte is written."""
+
+    source: store.Source
+    config: PretrainedConfig
+    checkpoint: store.Checkpoint
+    plan: Plan
+    recipe_text: str
+    trust_remote_code: bool
+
+    def bytes_to_write(self, dtype: torch.dtype | None = None) -> int:
+        """Bytes of all tensors, the floating ones in ``dtype``."""
+        total = 0
+        for stored in self.checkpoint.tensors.values():
+            floating = stored.dtype in FLOATS
+            total += dtype.itemsize * prod(stored.shape) if dtype and floating else stored.nbytes
+        return total
+
+
+def analyze(
+    model: str | Path | PretrainedConfig | torch.nn.Module,
+    *example_inputs: Any,
+    model_class: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    trust_remote_code: bool = False,
+    **example_keywords: Any,
+) -> Analysis:
+    """Which LayerNorms of ``model`` can become RMSNorm, and why the others cannot.
+
+    ``model`` is a Hub id, a directory, a configuration (weights are neither read nor downloaded),
+    or any live module together with the inputs of one call of it. Raises ``EnjoyLNError``.
+    """
+    from enjoyln_cli.analysis import analyze_config, analyze_module
+
+    if isinstance(model, torch.nn.Module):
+        return analyze_module(model, *example_inputs, **example_keywords)
+    if example_inputs or example_keywords:
+        raise EnjoyLNError("example inputs go with a live torch.nn.Module, not with a checkpoint")
+    config: Any = model
+    if isinstance(model, (str, Path)):
+        source = store.open_source(
+            str(model), revision=revision, token=token, cache_dir=cache_dir, weights=False
+        )
+        config = store.load_config(source, trust_remote_code)
+    return analyze_config(config, model_class=model_class)
+
+
+def inspect(
+    name: str,
+    *,
+    is_type: bool = False,
+    model_class: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    trust_remote_code: bool = False,
+) -> Inspected:
+    """Analyse the model ``name``, or with ``is_type`` that model type's default configuration."""
+    if is_type:
+        config = default_config(name)
+    else:
+        source = store.open_source(name, revision=revision, token=token, cache_dir=cache_dir)
+        config = store.load_config(source, trust_remote_code)
+        store.require_unfolded(config)
+    found = analyze(config, model_class=model_class)
+    return Inspected(name, config, found)
+
+
+def default_config(model_type: str) -> PretrainedConfig:
+    """The configuration that transformers gives ``model_type`` when nothing is set.
+
+    Raises ``UnsupportedModel``, with the nearest names.
+    """
+    from difflib import get_close_matches
+
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        close = get_close_matches(model_type, list(CONFIG_MAPPING.keys()))
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise UnsupportedModel(f"transformers has no model type {model_type!r}{hint}")
+    return CONFIG_MAPPING[model_type]()
+
+
+def prepare(
+    model: str | Path,
+    *,
+    recipe: str | Path | None = None,
+    model_class: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    trust_remote_code: bool = False,
+    on_event: Event | None = None,
+) -> Prepared:
+    """Open and analyse ``model``, and settle which proven edits will be made.
+
+    ``recipe`` names a file that is followed or refused. Without one the plan is the whole proof,
+    and a shipped recipe that disagrees with it raises a warning. Raises ``EnjoyLNError``.
+    """
+    from enjoyln_cli.analysis import analyze_config
+
+    event = on_event or _warn
+    hub: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
+    event("stage", f"opening {model}")
+    config = store.load_config(store.open_source(str(model), **hub), trust_remote_code)
+    store.require_unfolded(config)
+    source = store.open_source(str(model), weights=True, **hub)
+    checkpoint = store.open_checkpoint(source)
+    event("stage", f"tracing {config.model_type}")
+    found = analyze_config(config, model_class=model_class, checkpoint=checkpoint)
+    plan = _settled(found.plan, config, recipe, event)
+    if not plan.folded:
+        raise NothingToFold(_nothing(str(model), plan))
+    text = _recipe_text(plan, config)
+    return Prepared(source, config, checkpoint, plan, text, trust_remote_code)
+
+
+def write(
+    ready: Prepared,
+    out: str | Path,
+    on_event: Event | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | None = None,
+    jobs: int | None = None,
+    force: bool = False,
+    verify: bool = True,
+) -> FoldResult:
+    """Carry out what ``prepare`` settled. See ``convert``."""
+    from enjoyln_cli.fold import fold_checkpoint
+
+    event = on_event or _warn
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+    def check(folded: Path) -> Verification:
+        return _verified(folded, ready, event)
+
+    event("stage", f"writing {out}")
+    return fold_checkpoint(
+        ready.checkpoint,
+        ready.plan,
+        Path(out),
+        recipe_text=ready.recipe_text,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        jobs=jobs,
+        force=force,
+        progress=_summed(ready.bytes_to_write(dtype), on_progress),
+        check=check if verify else None,
+    )
+
+
+def convert(
+    model: str | Path,
+    out: str | Path,
+    *,
+    recipe: str | Path | None = None,
+    model_class: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    trust_remote_code: bool = False,
+    on_event: Event | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | None = None,
+    jobs: int | None = None,
+    force: bool = False,
+    verify: bool = True,
+) -> FoldResult:
+    """Fold ``model`` (a Hub id or a directory) into the new directory ``out``.
+
+    ``dtype`` converts all floating weights on the way, ``max_shard_size`` (bytes) cuts the shards
+    anew, ``on_progress`` receives bytes done and bytes in all, ``on_event`` stages and warnings.
+    With ``verify`` a result that does not compute the original function is not kept:
+    ``VerificationFailed``. Raises ``EnjoyLNError`` in every case that leaves no ``out``.
+    """
+    ready = prepare(
+        model,
+        recipe=recipe,
+        model_class=model_class,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        trust_remote_code=trust_remote_code,
+        on_event=on_event,
+    )
+    return write(
+        ready,
+        out,
+        on_event,
+        on_progress,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        jobs=jobs,
+        force=force,
+        verify=verify,
+    )
+
+
+def _recipe_text(plan: Plan, config: PretrainedConfig) -> str:
+    from enjoyln_cli.recipe import dump_recipe, recipe_of
+
+    return dump_recipe(recipe_of(plan, config=config))
+
+
+def _settled(plan: Plan, config: PretrainedConfig, recipe: str | Path | None, event: Event) -> Plan:
+    from enjoyln_cli.recipe import differences, follow, load_recipe, shipped_recipe
+
+    if recipe is not None:
+        return follow(load_recipe(recipe), plan)
+    shipped = shipped_recipe(plan, config)
+    found: Sequence[str] = differences(shipped, plan) if shipped is not None else ()
+    if found:
+        what = "; ".join(found)
+        event("warning", f"the shipped {plan.model_type} recipe differs from the proof: {what}")
+    return plan
+
+
+def _verified(folded: Path, ready: Prepared, event: Event) -> Verification:
+    from enjoyln_cli.verify import verify
+
+    event("stage", "verifying")
+    found = verify(
+        folded,
+        against=ready.source.path,
+        plan=ready.plan,
+        trust_remote_code=ready.trust_remote_code,
+    )
+    if not found.passed:
+        raise VerificationFailed(f"{found.summary}; nothing was kept, please report this model")
+    return found
+
+
+def _summed(
+    total: int, listener: Callable[[int, int], None] | None
+) -> Callable[[int], None] | None:
+    if listener is None:
+        return None
+    done = 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        listener(done, total)
+
+    return add
+
+
+def _nothing(model: str, plan: Plan) -> str:
+    already = sum(count for _, count in plan.other_norms)
+    if not plan.norms and already:
+        return f"{model} has nothing to fold: its {already} norms are RMSNorm already"
+    if not plan.norms:
+        return f"{model} has nothing to fold: there is no LayerNorm in it"
+    reasons: dict[str, list[str]] = {}
+    for verdict in plan.kept:
+        reasons.setdefault(verdict.reason, []).append(verdict.norm)
+    why = "; ".join(f"{len(norms)} x {reason}" for reason, norms in reasons.items())
+    look = f"enjoyln report {model} --why {plan.kept[0].norm}"
+    return (
+        f"no LayerNorm of {model} can be folded ({why}); `{look}` shows where, and --model-class "
+        f"asks for one class instead of all of {', '.join(plan.classes)}"
+    )
+
+
+def _warn(level: str, text: str) -> None:
+    if level == "warning":
+        warnings.warn(text, stacklevel=3)

@@ -1,0 +1,259 @@
+"""A plan put down as a recipe: what a recipe holds, and one line for all layers that agree.
+
+Where most layers agree on an edit there is one line with ``{i}``, followed by a line for each layer
+that differs. A line that names its layer goes before one with a placeholder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Generic, TypeVar
+
+from enjoyln_cli.errors import RecipeError
+from enjoyln_cli.plan import Centring, Place, Plan, Verdict, Writer
+from enjoyln_cli.template import (
+    Span,
+    attributes,
+    expanded,
+    filled,
+    layers_of,
+    numbers_of,
+    relative,
+    symbolic,
+    templated,
+)
+
+DEPENDS = ("tie_word_embeddings",)
+"""Config attributes that every variant remembers, where the config has them."""
+
+
+@dataclass(frozen=True)
+class NormLine:
+    """One norm, or one of every layer. ``ops``, ``culprit`` may lie at ``{i-1}``."""
+
+    name: str
+    fold: bool
+    ops: tuple[str, ...] = ()
+    reason: str = ""
+    culprit: str = ""
+
+
+@dataclass(frozen=True)
+class WriterLine:
+    """One tensor to centre, or one of every layer; without a span it is left as it is."""
+
+    tensor: str
+    parameter: str
+    span: Span | None
+
+
+@dataclass(frozen=True)
+class OpLine:
+    """One explicit centring, or one in every layer."""
+
+    module: str
+    place: Place
+    span: Span
+    reason: str
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The edits for one model class under some config attributes."""
+
+    model_class: str
+    classes: tuple[str, ...]
+    when: Mapping[str, Any]
+    norms: tuple[NormLine, ...]
+    writers: tuple[WriterLine, ...] = ()
+    ops: tuple[OpLine, ...] = ()
+    entry_inputs: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """What belongs to the one model that was folded."""
+
+    layers: Mapping[str, int] = field(default_factory=dict)
+    config: Mapping[str, int] = field(default_factory=dict)
+    other_norms: Mapping[str, int] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A family's recipe has several variants and no record; that of a fold one, and a record."""
+
+    model_type: str
+    variants: tuple[Variant, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    record: Record | None = None
+    where: str = field(default="the recipe", compare=False)
+    """For messages."""
+
+
+Line = TypeVar("Line", NormLine, WriterLine, OpLine)
+
+
+# A plan as a recipe.
+
+
+def recipe_of(
+    plan: Plan,
+    *,
+    config: Any = None,
+    options: Mapping[str, Any] | None = None,
+    depends: Sequence[str] = DEPENDS,
+) -> Recipe:
+    """The recipe of one plan, with a record of the model.
+
+    ``config``: a mapping or a transformers config, for sizes by name. ``depends``: the attributes
+    of it that the plan holds for.
+    """
+    values = as_mapping(config)
+    layers = plan_layers(plan)
+    norms = [_norm_item(verdict, layers) for verdict in plan.norms]
+    writers = [_writer_item(writer, layers, values) for writer in plan.writers]
+    ops = [_op_item(op, layers, values) for op in plan.ops]
+    spans = [w.line.span for w in writers if w.line.span] + [o.line.span for o in ops]
+    numbers = numbers_of(values)
+    variant = Variant(
+        plan.model_class,
+        plan.classes,
+        {name: values[name] for name in depends if name in values},
+        _collapsed(norms, layers),
+        _collapsed(writers, layers, _left),
+        _collapsed(ops, layers),
+        plan.entry_inputs,
+        plan.unproven,
+    )
+    used = sorted({name for span in spans for name in attributes(span)})
+    record = Record(
+        layers, {name: numbers[name] for name in used}, dict(plan.other_norms), _versions()
+    )
+    return Recipe(plan.model_type, (variant,), dict(options or {}), record)
+
+
+def merged(recipes: Iterable[Recipe]) -> Recipe:
+    """One recipe for a family: the variants of all, without options and records.
+
+    Raises ``RecipeError`` where two variants differ under the same conditions.
+    """
+    given = list(recipes)
+    variants: list[Variant] = []
+    for variant in (variant for recipe in given for variant in recipe.variants):
+        for other in variants:
+            same = (other.model_class, other.when) == (variant.model_class, variant.when)
+            if same and other != variant:
+                raise RecipeError(
+                    f"two variants for {variant.model_class} when {dict(variant.when)} differ: "
+                    "name the config attribute that tells them apart"
+                )
+        if variant not in variants:
+            variants.append(variant)
+    if len({recipe.model_type for recipe in given}) != 1:
+        raise RecipeError("a recipe is for one model type: give recipes of one family")
+    return Recipe(given[0].model_type, tuple(variants))
+
+
+@dataclass(frozen=True)
+class _Item(Generic[Line]):
+    """A line for one name, and the lines for all layers that would say the same."""
+
+    name: str
+    line: Line
+    forms: tuple[Line, ...]
+    group: tuple[str, ...]
+    template: str
+
+
+def _norm_item(verdict: Verdict, layers: Mapping[str, int]) -> _Item[NormLine]:
+    template, _ = templated(verdict.norm, layers)
+    fold = verdict.status != "kept"
+    reason = "" if fold else verdict.reason or "no reason is known"
+    line = NormLine(verdict.norm, fold, verdict.ops, reason, "" if fold else verdict.culprit)
+    near = replace(
+        line,
+        name=template,
+        ops=tuple(relative(op, verdict.norm, layers) for op in line.ops),
+        culprit=relative(line.culprit, verdict.norm, layers),
+    )
+    return _Item(verdict.norm, line, (near, replace(line, name=template)), (template,), template)
+
+
+def _writer_item(
+    writer: Writer, layers: Mapping[str, int], config: Mapping[str, Any]
+) -> _Item[WriterLine]:
+    template, numbers = templated(writer.parameter, layers)
+    tensor, others = templated(writer.tensor, layers)
+    span = symbolic(writer.axis, writer.shape[writer.axis.dim], config)
+    line = WriterLine(writer.tensor, writer.parameter, span)
+    forms = (WriterLine(tensor, template, span),) if numbers == others else ()
+    return _Item(writer.parameter, line, forms, (template, tensor), template)
+
+
+def _op_item(op: Centring, layers: Mapping[str, int], config: Mapping[str, Any]) -> _Item[OpLine]:
+    template, _ = templated(op.module, layers)
+    line = OpLine(op.module, op.place, symbolic(op.axis, None, config), op.reason)
+    form = replace(line, module=template)
+    return _Item(op.module, line, (form,), (template, op.place), template)
+
+
+def _collapsed(
+    items: Iterable[_Item[Line]],
+    layers: Mapping[str, int],
+    left: Callable[[Line, Mapping[str, int]], Line] | None = None,
+) -> tuple[Line, ...]:
+    """One line for every layer where most layers agree, then lines for the layers that do not.
+
+    ``left`` makes the line for a layer without an item; without it every layer needs one.
+    """
+    groups: dict[tuple[str, ...], list[_Item[Line]]] = {}
+    for item in items:
+        groups.setdefault(item.group, []).append(item)
+    lines: list[Line] = []
+    for members in groups.values():
+        names = {item.name for item in members}
+        every = expanded(members[0].template, layers)
+        missing = [numbers for name, numbers in every if name not in names]
+        counts = Counter(form for item in members for form in dict.fromkeys(item.forms))
+        if not counts or (missing and (left is None or len(missing) > len(members))):
+            lines += [item.line for item in members]
+            continue
+        general = max((form for item in reversed(members) for form in item.forms), key=counts.get)
+        lines.append(general)
+        lines += [item.line for item in members if general not in item.forms]
+        lines += [left(general, numbers) for numbers in missing if left]
+    return tuple(lines)
+
+
+def _left(line: WriterLine, numbers: Mapping[str, int]) -> WriterLine:
+    return WriterLine(filled(line.tensor, numbers), filled(line.parameter, numbers), None)
+
+
+def as_mapping(config: Any) -> Mapping[str, Any]:
+    """The attributes of a transformers config, a mapping, or nothing."""
+    if config is None or isinstance(config, Mapping):
+        return config or {}
+    return config.to_dict()
+
+
+def plan_layers(plan: Plan) -> dict[str, int]:
+    """How many layers each prefix of the plan's names has."""
+    names = [verdict.norm for verdict in plan.norms] + [op.module for op in plan.ops]
+    names += [name for writer in plan.writers for name in (writer.parameter, writer.tensor)]
+    return layers_of(names)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in ("enjoyln", "torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
