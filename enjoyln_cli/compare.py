@@ -1,9 +1,9 @@
 """Load a model, run it, and say how far two runs are apart.
 
-Decides what is compared: every floating tensor that ``forward`` returns by default, the cache apart.
-The distance is ``||a - b|| / ||b||`` over all entries of all batches at once, a root mean square that
-does not hang on single entries. A run is exact when weights, activations and every place where a
-class asks for float32 are in float64.
+Decides what is compared: every floating tensor that ``forward`` returns by default, the cache
+apart. The distance is ``||a - b|| / ||b||`` over all entries of all batches at once, a root mean
+square that does not hang on single entries. A run is exact when weights, activations and every
+place where a class asks for float32 are in float64.
 """
 
 from __future__ import annotations
@@ -165,9 +165,7 @@ def relative_errors(got: Outputs, exact: Outputs) -> dict[str, float]:
         return dict.fromkeys(names, math.inf)
     errors = {}
     for name in names:
-        pairs = [
-            _squares(a[name], b[name]) for a, b in zip(got, exact, strict=True) if name in b
-        ]
+        pairs = [_squares(a[name], b[name]) for a, b in zip(got, exact, strict=True) if name in b]
         difference, size = (sum(column) for column in zip(*pairs, strict=True))
         errors[name] = math.sqrt(difference / size) if size else math.sqrt(difference)
     return errors
@@ -188,7 +186,7 @@ def _squares(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
 
 
 def ratio(errors: Mapping[str, float], own: Mapping[str, float], dtype: torch.dtype) -> float:
-    """Worst output of ``errors / own``, where no own error counts less than half the dtype's eps."""
+    """Worst output of ``errors / own``; no own error counts less than half the dtype's eps."""
     floor = ROUNDED_AT_LEAST * torch.finfo(dtype).eps
     ratios = [errors[name] / max(own[name], floor) for name in own]
     return max((math.inf if math.isnan(value) else value for value in ratios), default=0.0)

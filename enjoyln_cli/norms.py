@@ -78,7 +78,7 @@ class Made(type):
     base: type
 
 
-copyreg.pickle(Made, lambda cls: (cls.factory, (cls.base,)))  # type: ignore[return-value]
+copyreg.pickle(Made, lambda cls: (cls.factory, (cls.base,)))  # type: ignore
 
 
 def make(
@@ -180,7 +180,8 @@ def install(
     LayerNorm, or whose ``forward`` somebody else has replaced; then nothing has been changed.
     """
     norms, ops, names = tuple(norms), tuple(ops), tuple(entry_inputs)
-    places = {name: locate(model, name, (*norms, *(op.module for op in ops))) for name in norms}
+    named = (*norms, *(op.module for op in ops))
+    places = {name: locate(model, name, named) for name in norms}
     swaps: list[tuple[nn.Module, type]] = []
     for path in filter(None, places.values()):
         module = model.get_submodule(path)
@@ -188,9 +189,9 @@ def install(
             swaps.append((module, _folded_class(module, path)))
     carried: dict[str, tuple[Centring, ...]] = {}
     for op in ops:
-        path = locate(model, op.module, (*norms, *(op.module for op in ops)))
-        if path:
-            carried[path] = (*carried.get(path, ()), op)
+        place = locate(model, op.module, named)
+        if place:
+            carried[place] = (*carried.get(place, ()), op)
     for module, _ in swaps:
         _check_forward(module)
     for path in carried:
@@ -201,7 +202,8 @@ def install(
     for path, centrings in carried.items():
         module = model.get_submodule(path)
         if not hasattr(module, "centrings"):
-            _become(module, centred_subclass(type(module)))
+            plain: Any = type(module)
+            _become(module, centred_subclass(plain))
         module.centrings = centrings  # type: ignore[assignment]
     if names:
         for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
@@ -233,7 +235,7 @@ def locate(model: nn.Module, name: str, names: tuple[str, ...] = ()) -> str | No
 
 
 def _folded_class(module: nn.Module, path: str) -> type:
-    base = type(module)
+    base: Any = type(module)
     if base.forward is nn.LayerNorm.forward:
         return rms_subclass(base)
     candidates = [rms_subclass] if isinstance(module, nn.LayerNorm) else []
@@ -307,8 +309,8 @@ def input_means(model: nn.Module) -> Iterator[dict[str, float]]:
     seen: dict[str, float] = {}
 
     def hook_for(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            x = args[0].detach().to(torch.float64)
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            x = (args or tuple(kwargs.values()))[0].detach().to(torch.float64)
             dims = _normalised_dims(module, x)
             rms = x.square().mean(dims).sqrt()
             ratio = torch.where(rms > 0, x.mean(dims) / rms, torch.zeros_like(rms))
@@ -318,7 +320,7 @@ def input_means(model: nn.Module) -> Iterator[dict[str, float]]:
         return hook
 
     handles = [
-        module.register_forward_pre_hook(hook_for(path))
+        model.get_submodule(path).register_forward_pre_hook(hook_for(path), with_kwargs=True)
         for path, module in model.named_modules()
         if isinstance(module, Folded)
     ]

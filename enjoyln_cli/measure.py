@@ -1,0 +1,203 @@
+"""Run the original and the folded checkpoint, one model in memory at a time.
+
+Decides the order of the runs and how many inputs they get: as many as make a ratio of two rounding
+errors stable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enjoyln_cli import inputs
+from enjoyln_cli.checkpoint import Checkpoint, load_config
+from enjoyln_cli.compare import (
+    Outputs,
+    divergence,
+    head_kind,
+    load,
+    perplexity,
+    ratio,
+    relative_errors,
+    release,
+    run,
+)
+from enjoyln_cli.fold import Marker, centre_parameters
+from enjoyln_cli.memory import first_blocks
+from enjoyln_cli.norms import input_means, install
+from enjoyln_cli.plan import Plan, Writer
+
+ENTRIES = 4096
+"""Entries per output that a ratio of two rounding errors should at least rest on."""
+MOST_ENTRIES = 1 << 25
+FEWEST_ROWS, MOST_ROWS, TEXT_ROWS = 4, 128, 64
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The two checkpoints, and what is to be done with them."""
+
+    original: Checkpoint
+    folded: Checkpoint
+    marker: Marker
+    writers: tuple[Writer, ...]
+    dtype: torch.dtype
+    trust_remote_code: bool
+    blocks: int | None = None
+
+    def config(self, checkpoint: Checkpoint) -> Any:
+        config = load_config(checkpoint.source, self.trust_remote_code)
+        return config if self.blocks is None else first_blocks(config, self.blocks)
+
+    def load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+        name, config = self.marker.model_class, self.config(checkpoint)
+        return load(checkpoint.source.path, name, config, dtype, self.trust_remote_code)
+
+    def install(self, model: Any) -> None:
+        modules = {name for name, _ in model.named_modules()}
+        norms, ops = self.marker.rmsnorm, self.marker.centering
+        if self.blocks is not None:
+            norms = tuple(name for name in norms if name in modules)
+            ops = tuple(op for op in ops if op.module in modules)
+        install(model, norms, ops, self.marker.entry_inputs)
+
+    def centre(self, model: Any) -> None:
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        writers = self.writers
+        if self.blocks is not None:
+            writers = tuple(writer for writer in writers if writer.parameter in names)
+        name = self.marker.model_class
+        centre_parameters(model, Plan("", name, self.marker.classes, (), writers, ()))
+
+
+@dataclass
+class Measured:
+    """What running the models gives; errors are the worst over the outputs."""
+
+    identity_error: float | None = None
+    storage_error: float | None = None
+    runtime_error: float | None = None
+    original_error: float | None = None
+    stock_error: float | None = None
+    ratio: float | None = None
+    stock_ratio: float | None = None
+    kl: float | None = None
+    top1_agreement: float | None = None
+    norm_input_mean: dict[str, float] = field(default_factory=dict)
+    perplexity: dict[str, float] | None = None
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class _Examples:
+    """What the models are run on, and the longer text that a perplexity is over."""
+
+    batches: list[inputs.Batch]
+    text: list[inputs.Batch]
+    mask_token: int | None
+
+
+def measure(
+    subject: Subject,
+    text: str | Path | None,
+    images: Sequence[str | Path],
+    seed: int,
+    samples: int | None,
+) -> Measured:
+    """Four models, one after the other: never two of them in memory."""
+    done = Measured()
+    model = subject.load(subject.original, torch.float64)
+    examples = _examples(subject, model, text, images, seed, samples)
+    done.rows = sum(len(next(iter(batch.values()))) for batch in examples.batches)
+    exact = run(model, examples.batches)
+    subject.centre(model)
+    subject.install(model)
+    done.identity_error = _worst(relative_errors(run(model, examples.batches), exact))
+    del model
+    release()
+
+    model = subject.load(subject.folded, torch.float64)
+    subject.install(model)
+    done.storage_error = _worst(relative_errors(run(model, examples.batches), exact))
+    del model
+    release()
+
+    def score(model: Any) -> tuple[float, int]:
+        return perplexity(model, examples.text, examples.mask_token, seed)
+
+    model = subject.load(subject.original, subject.dtype)
+    outputs = run(model, examples.batches)
+    own = relative_errors(outputs, exact)
+    done.original_error = _worst(own)
+    before = score(model) if examples.text else None
+    del model
+    release()
+
+    model = subject.load(subject.folded, subject.dtype)
+    stock = relative_errors(run(model, examples.batches), exact)
+    done.stock_error, done.stock_ratio = _worst(stock), ratio(stock, own, subject.dtype)
+    subject.install(model)
+    with input_means(model) as means:
+        folded = run(model, examples.batches)
+    done.norm_input_mean = worst_first(means)
+    runtime = relative_errors(folded, exact)
+    done.runtime_error, done.ratio = _worst(runtime), ratio(runtime, own, subject.dtype)
+    done.kl, done.top1_agreement = divergence(folded, outputs)
+    if before:
+        after = score(model)
+        done.perplexity = {"original": before[0], "folded": after[0], "tokens": after[1]}
+    return done
+
+
+def _examples(
+    subject: Subject,
+    model: Any,
+    text: str | Path | None,
+    images: Sequence[str | Path],
+    seed: int,
+    samples: int | None,
+) -> _Examples:
+    folder, dtype = subject.folded.source.path, subject.dtype
+    if images:
+        return _Examples(inputs.from_images(images, folder, dtype), [], None)
+    if text is None:
+        rows = samples or _rows(run(model, inputs.seeded(model, 2, seed, dtype)[:1]))
+        return _Examples(inputs.seeded(model, rows, seed, dtype), [], None)
+    head_kind(model)
+    tokenizer = inputs.tokenizer_of(folder, subject.trust_remote_code)
+    words = Path(text).read_text(encoding="utf-8")
+    batches = inputs.from_text(model, tokenizer, words, TEXT_ROWS)
+    rows = samples or _rows(run(model, [{k: v[:1] for k, v in batches[0].items()}]))
+    return _Examples(_first_rows(batches, rows), batches, tokenizer.mask_token_id)
+
+
+def _rows(outputs: Outputs) -> int:
+    """Enough for a ratio that hardly depends on the seed, few enough to be kept in memory."""
+    (batch,) = outputs
+    sizes = [value.numel() // max(len(value), 1) for value in batch.values() if value.ndim]
+    fewest = math.ceil(ENTRIES / max(min(sizes, default=1), 1))
+    most = MOST_ENTRIES // max(sum(sizes), 1)
+    return max(2, min(max(fewest, FEWEST_ROWS), most, MOST_ROWS))
+
+
+def _first_rows(batches: list[inputs.Batch], rows: int) -> list[inputs.Batch]:
+    kept = []
+    for batch in batches:
+        if rows > 0:
+            kept.append({name: value[:rows] for name, value in batch.items()})
+        rows -= len(next(iter(batch.values())))
+    return kept
+
+
+def _worst(errors: dict[str, float]) -> float:
+    return max(errors.values(), default=0.0)
+
+
+def worst_first(values: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(values.items(), key=lambda item: -item[1]))
