@@ -224,7 +224,9 @@ def _collapsed(
         if not counts or (missing and (left is None or len(missing) > len(members))):
             lines += [item.line for item in members]
             continue
-        general = max((form for item in reversed(members) for form in item.forms), key=counts.get)
+        general = max(
+            (form for item in reversed(members) for form in item.forms), key=counts.__getitem__
+        )
         lines.append(general)
         lines += [item.line for item in members if general not in item.forms]
         lines += [left(general, numbers) for numbers in missing if left]
@@ -233,6 +235,34 @@ def _collapsed(
 
 def _left(line: WriterLine, numbers: Mapping[str, int]) -> WriterLine:
     return WriterLine(filled(line.tensor, numbers), filled(line.parameter, numbers), None)
+
+
+def variant_for(recipe: Recipe, model_type: str, model_class: str, config: Any = None) -> Variant:
+    """The variant for a class whose conditions hold; they are not looked at without a config.
+
+    Raises ``RecipeError`` that names what does not match.
+    """
+    if recipe.model_type != model_type:
+        raise RecipeError(
+            f"{recipe.where}: made for {recipe.model_type} and the model is {model_type}; "
+            "pass a recipe of its family"
+        )
+    found = [variant for variant in recipe.variants if variant.model_class == model_class]
+    if not found:
+        classes = ", ".join(dict.fromkeys(variant.model_class for variant in recipe.variants))
+        raise RecipeError(
+            f"{recipe.where}: made for {classes} and the plan is for {model_class}; "
+            "choose the class with --model-class"
+        )
+    values = as_mapping(config)
+    for variant in found:
+        if not values or all(values.get(key) == value for key, value in variant.when.items()):
+            return variant
+    misses = [f"{key}: {value}" for key, value in found[0].when.items() if values.get(key) != value]
+    raise RecipeError(
+        f"{recipe.where}: made for models with {', '.join(misses)}, which the config of this one "
+        "does not have; pass a recipe that was written for such a model"
+    )
 
 
 def as_mapping(config: Any) -> Mapping[str, Any]:

@@ -8,18 +8,20 @@ shift is absorbed, which is proven for each edit by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.draft import (
+    Line,
     NormLine,
     Recipe,
     Variant,
     as_mapping,
     plan_layers,
+    variant_for,
 )
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import Centring, Place, Plan, Verdict, Writer
@@ -38,39 +40,11 @@ class _Asked:
     """A variant with every layer named."""
 
     norms: Mapping[str, NormLine]
-    writers: Mapping[str, tuple[str, Span | None]]
-    """By parameter: the tensors, as the recipe names them, and what to centre."""
+    writers: Mapping[str, tuple[tuple[str, ...], Span]]
+    """By parameter: the stored tensors, as the recipe names them, and over what to centre."""
+    left: frozenset[str]
+    """Parameters that the recipe leaves by name."""
     ops: Mapping[tuple[str, Place], tuple[Span, str]]
-
-
-def variant_for(recipe: Recipe, model_type: str, model_class: str, config: Any = None) -> Variant:
-    """The variant for a class whose conditions hold; they are not looked at without a config.
-
-    Raises ``RecipeError`` that names what does not match.
-    """
-    if recipe.model_type != model_type:
-        raise RecipeError(
-            f"{recipe.where}: made for {recipe.model_type} and the model is {model_type}; "
-            "pass a recipe of its family"
-        )
-    found = [variant for variant in recipe.variants if variant.model_class == model_class]
-    if not found:
-        classes = ", ".join(dict.fromkeys(variant.model_class for variant in recipe.variants))
-        raise RecipeError(
-            f"{recipe.where}: made for {classes} and the plan is for {model_class}; "
-            "choose the class with --model-class"
-        )
-    values = as_mapping(config)
-    for variant in found:
-        if not values or all(values.get(key) == value for key, value in variant.when.items()):
-            return variant
-    misses = [
-        f"{key}: {value}" for key, value in found[0].when.items() if values.get(key) != value
-    ]
-    raise RecipeError(
-        f"{recipe.where}: made for models with {', '.join(misses)}, which the config of this one "
-        "does not have; pass a recipe that was written for such a model"
-    )
 
 
 def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
@@ -90,7 +64,7 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
     asked = _asked(variant, plan_layers(plan), where)
     _require_known(asked, plan, where)
     norms = tuple(_verdict(v, asked.norms.get(v.norm), where) for v in plan.norms)
-    writers = tuple(w for w in plan.writers if asked.writers.get(w.parameter, ("", None))[1])
+    writers = tuple(w for w in plan.writers if w.parameter in asked.writers)
     ops = tuple(op for op in plan.ops if (op.module, op.place) in asked.ops)
     for problem in _wrong_axes(asked, plan, values):
         raise RecipeError(f"{where}: {problem}; take the proven axis")
@@ -117,9 +91,8 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
     fates = {name: _fate(line.fold, line.ops) for name, line in asked.norms.items()}
     proven = {v.norm: _fate(v.status != "kept", v.ops) for v in plan.norms}
     found = _unequal(fates, proven, "does not name it", "has no such norm")
-    centred = {name: "centres it" for name, (_, span) in asked.writers.items() if span}
     found += _unequal(
-        centred,
+        dict.fromkeys(asked.writers, "centres it"),
         {w.parameter: "centres it" for w in plan.writers},
         "does not centre it",
         "does not centre it",
@@ -155,19 +128,13 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
         raise RecipeError(f"{where}: has no record of one fold; pass the one written beside it")
     variant, layers, values = recipe.variants[0], recipe.record.layers, _sizes(recipe, config)
     asked = _asked(variant, layers, where)
-    writers: list[Writer] = []
-    for parameter, tensor, span in _stored(variant, layers, where):
-        if tensor not in shapes:
-            raise RecipeError(
-                f"{where}: {tensor} is not among the stored tensors{_close(tensor, shapes)}"
-            )
-        shape = tuple(int(size) for size in shapes[tensor])
-        if not -len(shape) <= span.dim < len(shape):
-            raise RecipeError(f"{where}: {tensor} has shape {shape} and no dimension {span.dim}")
-        axis = _located(concrete, span, shape[span.dim], values, f"{where}: {tensor}")
-        writers.append(Writer(parameter, tensor, axis, shape))
+    writers = [
+        _stored_writer(parameter, tensor, span, shapes, values, where)
+        for parameter, (tensors, span) in asked.writers.items()
+        for tensor in tensors
+    ]
     ops = tuple(
-        Centring(module, place, _located(concrete, span, None, values, f"{where}: {module}"), why)
+        Centring(module, place, _axis(span, None, values, f"{where}: {module}"), why)
         for (module, place), (span, why) in asked.ops.items()
     )
     return Plan(
@@ -181,3 +148,238 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
         variant.unproven,
         tuple(recipe.record.other_norms.items()),
     )
+
+
+def _asked(variant: Variant, layers: Mapping[str, int], where: str) -> _Asked:
+    """Every name that a variant stands for. Raises ``RecipeError`` for a line without any."""
+    norms: dict[str, NormLine] = {}
+    for name, found in _deciding(variant.norms, lambda line: line.name, layers, where).items():
+        line, numbers = _only(found, name, where)
+        ops = tuple(filled(op, numbers) for op in line.ops)
+        norms[name] = replace(line, name=name, ops=ops, culprit=filled(line.culprit, numbers))
+    writers: dict[str, tuple[tuple[str, ...], Span]] = {}
+    left: set[str] = set()
+    for name, lines in _deciding(variant.writers, lambda w: w.parameter, layers, where).items():
+        spans = {writer.span for writer, _ in lines}
+        if len(spans) > 1:
+            raise RecipeError(f"{where}: {name} is centred in two ways; leave one of them")
+        span = spans.pop()
+        if span is None:
+            left.add(name)
+        else:
+            writers[name] = tuple(filled(w.tensor, numbers) for w, numbers in lines), span
+    ops_asked: dict[tuple[str, Place], tuple[Span, str]] = {}
+    for place in PLACES:
+        lines_here = [line for line in variant.ops if line.place == place]
+        for name, at in _deciding(lines_here, lambda op: op.module, layers, where).items():
+            op, _ = _only(at, name, where)
+            ops_asked[name, place] = op.span, op.reason
+    return _Asked(norms, writers, frozenset(left), ops_asked)
+
+
+def _deciding(
+    lines: Iterable[Line], name_of: Callable[[Line], str], layers: Mapping[str, int], where: str
+) -> dict[str, list[tuple[Line, dict[str, int]]]]:
+    """For every name the lines with the fewest placeholders that cover it, in order of the file."""
+    found: dict[str, list[tuple[Line, dict[str, int]]]] = {}
+    count = 0
+    for line in lines:
+        template = name_of(line)
+        before = count
+        for name, numbers in expanded(template, layers):
+            count += 1
+            if count > MOST_NAMES:
+                raise RecipeError(f"{where}: stands for more than {MOST_NAMES} names")
+            others = found.setdefault(name, [])
+            fewest = placeholders(name_of(others[0][0])) if others else len(numbers)
+            if len(numbers) < fewest:
+                others.clear()
+            if len(numbers) <= fewest:
+                others.append((line, numbers))
+        if count == before:
+            raise RecipeError(f"{where}: {template} matches nothing; the model has no such layers")
+    return found
+
+
+def _only(
+    found: list[tuple[Line, dict[str, int]]], name: str, where: str
+) -> tuple[Line, dict[str, int]]:
+    if len(found) > 1:
+        raise RecipeError(f"{where}: two lines name {name}; leave one of them")
+    return found[0]
+
+
+def _require_known(asked: _Asked, plan: Plan, where: str) -> None:
+    norms = [v.norm for v in plan.norms]
+    parameters = [w.parameter for w in plan.writers]
+    layers = plan_layers(plan)
+    for name in asked.norms:
+        if name not in norms:
+            raise RecipeError(
+                f"{where}: {name} is no LayerNorm of {plan.model_class}{_close(name, norms)}"
+            )
+    for name in asked.writers:
+        if name not in parameters:
+            raise RecipeError(
+                f"{where}: centres {name}, which is not proven to be possible"
+                f"{_close(name, parameters)}"
+            )
+    known = {templated(name, layers)[0] for name in parameters}
+    for name in asked.left:
+        if templated(name, layers)[0] not in known:
+            raise RecipeError(
+                f"{where}: leaves {name}, which nobody centres{_close(name, parameters)}"
+            )
+    proven = {(op.module, op.place) for op in plan.ops}
+    for module, place in asked.ops:
+        if (module, place) not in proven:
+            raise RecipeError(
+                f"{where}: centres the {place} of {module}, which is not part of the proof; "
+                f"proven are {_listed(f'{at} of {name}' for name, at in proven)}"
+            )
+
+
+def _verdict(verdict: Verdict, line: NormLine | None, where: str) -> Verdict:
+    """What a recipe makes of one norm; ``line`` is ``None`` where it does not name it."""
+    if line is None or not line.fold:
+        if verdict.status == "kept":
+            return verdict
+        reason = NOT_ASKED if line is None else line.reason or BY_RECIPE
+        return Verdict(verdict.norm, "kept", reason=reason, culprit=line.culprit if line else "")
+    if verdict.status == "kept":
+        culprit = f" ({verdict.culprit})" if verdict.culprit else ""
+        raise RecipeError(
+            f"{where}: folds {verdict.norm}, which is not proven: {verdict.reason}{culprit}; "
+            "write keep for it"
+        )
+    if set(line.ops) != set(verdict.ops):
+        raise RecipeError(
+            f"{where}: folds {verdict.norm} with the centring of {_listed(line.ops)}, and it is "
+            f"proven with that of {_listed(verdict.ops)}; write that, or keep"
+        )
+    return verdict
+
+
+def _require_complete(
+    norms: Iterable[Verdict], writers: Iterable[Writer], ops: Iterable[Centring], where: str
+) -> None:
+    centred, modules = {w.parameter for w in writers}, {op.module for op in ops}
+    for verdict in norms:
+        if verdict.status == "kept":
+            continue
+        for name in verdict.needs:
+            if name not in centred:
+                raise RecipeError(
+                    f"{where}: folds {verdict.norm}, which needs {name} centred; "
+                    "list that under centre, or keep the norm"
+                )
+        for name in verdict.ops:
+            if name not in modules:
+                raise RecipeError(
+                    f"{where}: folds {verdict.norm}, which needs the centring of {name}; "
+                    "list that under centring_ops, or keep the norm"
+                )
+
+
+def _wrong_axes(asked: _Asked, plan: Plan, config: Mapping[str, Any]) -> list[str]:
+    """Edits that are proven over another axis than the recipe says."""
+    pairs = [
+        (w.parameter, asked.writers[w.parameter][1], w.axis, w.shape[w.axis.dim])
+        for w in plan.writers
+        if w.parameter in asked.writers
+    ] + [
+        (op.module, asked.ops[op.module, op.place][0], op.axis, None)
+        for op in plan.ops
+        if (op.module, op.place) in asked.ops
+    ]
+    found: dict[str, None] = {}
+    for name, span, axis, extent in pairs:
+        try:
+            given = concrete(span, extent, config)
+        except RecipeError as error:
+            found[f"{name}: {error}"] = None
+            continue
+        if given != axis:
+            found[f"{name} is centred over {_shown(given)}, and proven over {_shown(axis)}"] = None
+    return list(found)
+
+
+def _stored_writer(
+    parameter: str,
+    tensor: str,
+    span: Span,
+    shapes: Mapping[str, Sequence[int]],
+    config: Mapping[str, Any],
+    where: str,
+) -> Writer:
+    if tensor not in shapes:
+        raise RecipeError(f"{where}: no stored tensor is named {tensor}{_close(tensor, shapes)}")
+    shape = tuple(int(size) for size in shapes[tensor])
+    if not 0 <= span.dim < len(shape):
+        raise RecipeError(f"{where}: {tensor} has shape {shape}, and no dimension {span.dim}")
+    axis = _axis(span, shape[span.dim], config, f"{where}: {tensor}")
+    return Writer(parameter, tensor, axis, shape)
+
+
+def _recorded(line: NormLine) -> Verdict:
+    if line.fold:
+        return Verdict(line.name, "centred" if line.ops else "static", line.ops)
+    return Verdict(line.name, "kept", reason=line.reason or BY_RECIPE, culprit=line.culprit)
+
+
+def _axis(span: Span, extent: int | None, config: Mapping[str, Any], where: str) -> Axis:
+    try:
+        return concrete(span, extent, config)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def _sizes(recipe: Recipe, config: Any) -> Mapping[str, Any]:
+    """Where named sizes come from: the config given, else the one recorded."""
+    if config is not None:
+        return as_mapping(config)
+    return recipe.record.config if recipe.record else {}
+
+
+def _fate(fold: bool, ops: Iterable[str]) -> str:
+    if not fold:
+        return "keeps it"
+    return f"folds it with the centring of {_listed(ops)}" if ops else "folds it in the weights"
+
+
+def _unequal(
+    asked: Mapping[str, str], proven: Mapping[str, str], unnamed: str, unknown: str
+) -> list[tuple[str, str]]:
+    """Names with what the recipe and the proof say, where these differ."""
+    names = dict.fromkeys([*proven, *asked])
+    pairs = [(name, asked.get(name, unnamed), proven.get(name, unknown)) for name in names]
+    return [(name, f"the recipe {a}, the proof {b}") for name, a, b in pairs if a != b]
+
+
+def _by_layer(found: Iterable[tuple[str, str]], layers: Mapping[str, int]) -> list[str]:
+    """One line for names that differ only in the layer."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for name, text in found:
+        grouped.setdefault((templated(name, layers)[0], text), []).append(name)
+    return [
+        f"{names[0]}: {text}" if len(names) == 1 else f"{template} ({len(names)} layers): {text}"
+        for (template, text), names in grouped.items()
+    ]
+
+
+def _shown(axis: Axis) -> str:
+    if (axis.start, axis.outer, axis.inner) == (0, 1, 1):
+        return f"the {axis.size} elements of dimension {axis.dim}"
+    return (
+        f"{axis.outer} groups of {axis.size} elements ({axis.inner} apart) "
+        f"of dimension {axis.dim} from element {axis.start}"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _close(name: str, names: Iterable[str]) -> str:
+    near = get_close_matches(name, list(names), 1)
+    return f"; did you mean {near[0]}?" if near else "; take it out, or trace the model it is for"

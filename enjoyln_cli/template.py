@@ -116,8 +116,10 @@ def expanded(template: str, layers: Mapping[str, int]) -> Iterator[tuple[str, di
 
 def problem_with(name: object, *, near: bool = False) -> str | None:
     """What is wrong with a name in a recipe; ``near`` allows ``{i-1}`` and ``{i+1}``."""
-    if not isinstance(name, str) or not 0 < len(name) < 400:
-        return f"a name is text of 1 to 400 characters, this is {name!r:.60}"
+    if not isinstance(name, str):
+        return f"a name is text, this is of type {type(name).__name__}"
+    if not 0 < len(name) <= 400:
+        return f"a name has 1 to 400 characters, this has {len(name)}"
     seen: list[str] = []
     for word in name.split("."):
         match = _PLACEHOLDER.fullmatch(word)

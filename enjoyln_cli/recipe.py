@@ -1,0 +1,346 @@
+"""Recipes as YAML text: what was done to a checkpoint, or what is asked to be done.
+
+    version: 1
+    model_type: gpt2
+    variants:
+    - model_class: GPT2LMHeadModel
+      classes: [GPT2LMHeadModel, GPT2Model]
+      when: {tie_word_embeddings: true}          # config attributes, all of which have to agree
+      norms:                                     # fold, keep, fold_with: [modules], keep: reason
+        transformer.h.{i}.ln_1: {fold_with: [transformer.wte]}
+        transformer.h.{i}.ln_2: {keep: why, culprit: where}
+      centre:                                    # stored tensors: W <- W - mean(W)
+        transformer.wpe.weight: {dim: 1}
+        transformer.h.{i}.attn.c_proj.weight: {dim: 1}
+      centring_ops:
+      - {module: transformer.wte, place: output, dim: -1, size: n_embd, reason: why}
+      entry_inputs: [inputs_embeds]
+      unproven: [cross_attn_head_mask]
+    options: {}
+    record: {layers: {transformer.h: 12}, config: {n_embd: 768}, versions: {torch: 2.13.0}}
+
+Names with ``{i}`` hold for every layer, a name with a number goes before them, ``leave`` in place
+of an axis takes one tensor out. ``parameter`` gives the name in the model class where a tensor is
+stored under another. An axis has the fields of ``template.Span``. All else in a file is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from enjoyln_cli import schema
+from enjoyln_cli.draft import (
+    NormLine,
+    OpLine,
+    Recipe,
+    Record,
+    Variant,
+    WriterLine,
+    merged,
+    recipe_of,
+    variant_for,
+)
+from enjoyln_cli.errors import RecipeError
+from enjoyln_cli.follow import differences, follow, to_plan
+from enjoyln_cli.plan import Plan
+from enjoyln_cli.template import Span, parted, written
+
+__all__ = [
+    "Recipe",
+    "differences",
+    "dump_recipe",
+    "follow",
+    "load_recipe",
+    "merged",
+    "parse_recipe",
+    "recipe_of",
+    "shipped_recipe",
+    "to_plan",
+]
+
+VERSION = 1
+LONGEST = 1_000_000
+"""Characters of a recipe. Those of real models have a few thousand."""
+DEEPEST = 12
+"""Levels of nesting. A recipe has five."""
+
+_HEAD = """\
+# The LayerNorms of {model_type} that become RMSNorm, and the edits that keep the function the same.
+# {{i}} stands for every layer; a line that names its layer goes before it.
+# To choose, write keep for a norm and pass this file with --recipe: it is followed or refused.
+"""
+
+
+# Writing.
+
+
+class _Inline(dict[str, Any]):
+    """A mapping on one line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Plain YAML without anchors: mappings over several lines, lists and ``_Inline`` on one."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    _Inline,
+    lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True),
+)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The canonical text: the same recipe always gives the same bytes."""
+    data: dict[str, Any] = {"version": VERSION, "model_type": recipe.model_type}
+    data["variants"] = [_variant_data(variant) for variant in recipe.variants]
+    if recipe.options:
+        data["options"] = dict(sorted(recipe.options.items()))
+    if recipe.record:
+        sections = vars(recipe.record).items()
+        data["record"] = {key: _Inline(sorted(value.items())) for key, value in sections if value}
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
+    return _HEAD.format(model_type=recipe.model_type) + text
+
+
+def _variant_data(variant: Variant) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "model_class": variant.model_class,
+        "classes": list(variant.classes),
+        "when": _Inline(sorted(variant.when.items())),
+        "norms": {line.name: _norm_data(line) for line in variant.norms},
+        "centre": {line.tensor: _writer_data(line) for line in variant.writers},
+        "centring_ops": [
+            {"module": op.module, "place": op.place, **written(op.span), "reason": op.reason}
+            for op in variant.ops
+        ],
+        "entry_inputs": list(variant.entry_inputs),
+        "unproven": list(variant.unproven),
+    }
+    return {key: value for key, value in data.items() if value or key == "norms"}
+
+
+def _norm_data(line: NormLine) -> Any:
+    if line.fold:
+        return {"fold_with": list(line.ops)} if line.ops else "fold"
+    if not line.reason:
+        return "keep"
+    return {"keep": line.reason} | ({"culprit": line.culprit} if line.culprit else {})
+
+
+def _writer_data(line: WriterLine) -> Any:
+    name = {} if line.parameter == line.tensor else {"parameter": line.parameter}
+    if line.span is None:
+        return _Inline({"leave": True} | name) if name else "leave"
+    return _Inline(written(line.span) | name)
+
+
+# Reading.
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """The recipe in a file. Raises ``RecipeError`` where it cannot be read or is not one."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(LONGEST + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read as text: {schema.one_line(error)}") from None
+    return parse_recipe(text, where=str(path))
+
+
+def shipped_recipe(plan: Plan, config: Any = None) -> Recipe | None:
+    """The recipe that comes with enjoyln for a plan's family, class and config, if there is one.
+
+    ``config`` is a mapping or a transformers config.
+    """
+    file = resources.files("enjoyln_cli.recipes") / f"{plan.model_type}.yaml"
+    if not re.fullmatch(r"[\w-]+", plan.model_type) or not file.is_file():
+        return None
+    recipe = parse_recipe(file.read_text(encoding="utf-8"), where=f"recipes/{file.name}")
+    try:
+        variant = variant_for(recipe, plan.model_type, plan.model_class, config)
+    except RecipeError:
+        return None
+    return replace(recipe, variants=(variant,))
+
+
+def parse_recipe(text: str, *, where: str) -> Recipe:
+    """A recipe from its text; ``where`` names the text in messages.
+
+    Raises ``RecipeError``: one line with the key, what arrived, and what belongs there.
+    """
+    data = schema.mapping(
+        _yaml(text, where), where, ("version", "model_type", "variants"), ("options", "record")
+    )
+    if data["version"] != VERSION or type(data["version"]) is not int:
+        raise RecipeError(
+            f"{where}: version is {schema.shown(data['version'])}, known is {VERSION}"
+        )
+    model_type = schema.word(data["model_type"], f"{where}: model_type")
+    variants = schema.items(data["variants"], f"{where}: variants", _variant)
+    if not variants:
+        raise RecipeError(f"{where}: variants is empty; a recipe has at least one")
+    options = schema.entries(data.get("options", {}), f"{where}: options", schema.plain)
+    record = _record(data["record"], f"{where}: record") if "record" in data else None
+    return Recipe(model_type, variants, options, record, where)
+
+
+def _yaml(text: str, where: str) -> Any:
+    if len(text) > LONGEST:
+        raise RecipeError(f"{where}: longer than {LONGEST} characters, which no recipe is")
+    try:
+        _require_tame(text, where)
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise RecipeError(f"{where}: {line}not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise RecipeError(f"{where}: not YAML: {schema.one_line(error)}") from None
+
+
+def _require_tame(text: str, where: str) -> None:
+    """No anchors, tags, deep nesting or repeated keys: a recipe needs none, and YAML hides them."""
+    keys: list[set[str] | None] = []
+    at_key: list[bool] = []
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        line = f"{where}: line {event.start_mark.line + 1}"
+        if getattr(event, "anchor", None) or isinstance(event, yaml.AliasEvent):
+            raise RecipeError(f"{line}: anchors and aliases are not allowed; write the value out")
+        if getattr(event, "tag", None):
+            raise RecipeError(f"{line}: tags are not allowed; write the value without {event.tag}")
+        if isinstance(event, yaml.CollectionEndEvent):
+            keys.pop()
+            at_key.pop()
+            continue
+        if isinstance(event, yaml.ScalarEvent) and keys and at_key[-1]:
+            seen = keys[-1]
+            if seen is not None and event.value in seen:
+                raise RecipeError(f"{line}: the key {event.value!r:.80} is there twice; keep one")
+            if event.value == "<<":
+                raise RecipeError(f"{line}: merging with << is not allowed; write the keys out")
+            if seen is not None:
+                seen.add(event.value)
+        if keys and isinstance(event, yaml.NodeEvent):
+            at_key[-1] = keys[-1] is not None and not at_key[-1]
+        if isinstance(event, yaml.CollectionStartEvent):
+            is_map = isinstance(event, yaml.MappingStartEvent)
+            keys.append(set() if is_map else None)
+            at_key.append(is_map)
+            if len(keys) > DEEPEST:
+                raise RecipeError(f"{line}: nested more than {DEEPEST} levels deep")
+
+
+def _variant(value: Any, at: str) -> Variant:
+    data = schema.mapping(
+        value,
+        at,
+        ("model_class", "norms"),
+        ("classes", "when", "centre", "centring_ops", "entry_inputs", "unproven"),
+    )
+    model_class = schema.word(data["model_class"], f"{at}.model_class")
+    return Variant(
+        model_class,
+        schema.items(data.get("classes", [model_class]), f"{at}.classes", schema.word),
+        schema.entries(data.get("when", {}), f"{at}.when", schema.plain),
+        tuple(schema.entries(data["norms"], f"{at}.norms", _norm).values()),
+        tuple(schema.entries(data.get("centre", {}), f"{at}.centre", _writer).values()),
+        schema.items(data.get("centring_ops", []), f"{at}.centring_ops", _op),
+        schema.items(data.get("entry_inputs", []), f"{at}.entry_inputs", schema.word),
+        schema.items(data.get("unproven", []), f"{at}.unproven", schema.text),
+    )
+
+
+def _norm(name: str, value: Any, at: str) -> NormLine:
+    schema.name(name, at)
+    if value in ("fold", "keep"):
+        return NormLine(name, value == "fold")
+    if not isinstance(value, Mapping):
+        raise RecipeError(
+            f"{at}: {schema.shown(value)} is no fate of a norm; write fold, keep, "
+            "fold_with: [modules], or keep: reason"
+        )
+    if "fold_with" in value:
+        data = schema.mapping(value, at, ("fold_with",))
+        ops = schema.items(data["fold_with"], f"{at}.fold_with", schema.near_name)
+        return NormLine(name, True, ops)
+    data = schema.mapping(value, at, ("keep",), ("culprit",))
+    reason = schema.text(data["keep"], f"{at}.keep")
+    return NormLine(name, False, (), reason, schema.text(data.get("culprit", ""), f"{at}.culprit"))
+
+
+def _writer(name: str, value: Any, at: str) -> WriterLine:
+    schema.name(name, at)
+    if value == "leave":
+        return WriterLine(name, name, None)
+    if not isinstance(value, Mapping):
+        raise RecipeError(
+            f"{at}: {schema.shown(value)} is no axis; write {{dim: 0}} or so, or leave"
+        )
+    if "leave" in value:
+        data = schema.mapping(value, at, ("leave", "parameter"))
+        if data["leave"] is not True:
+            raise RecipeError(
+                f"{at}.leave: {schema.shown(data['leave'])}; only true has a meaning here"
+            )
+        return WriterLine(name, schema.name(data["parameter"], f"{at}.parameter"), None)
+    data = schema.mapping(value, at, ("dim",), (*_AXIS, "parameter"))
+    span = _span(data, at, lowest=0)
+    return WriterLine(name, schema.name(data.get("parameter", name), f"{at}.parameter"), span)
+
+
+def _op(value: Any, at: str) -> OpLine:
+    data = schema.mapping(value, at, ("module", "place", "dim"), (*_AXIS, "reason"))
+    place = data["place"]
+    if place != "output" and place != "input":
+        raise RecipeError(f"{at}.place: {schema.shown(place)} is neither output nor input")
+    module = schema.name(data["module"], f"{at}.module")
+    reason = schema.text(data.get("reason", ""), f"{at}.reason")
+    return OpLine(module, place, _span(data, at, lowest=-8), reason)
+
+
+_AXIS = ("part", "start", "length", "size", "inner")
+
+
+def _span(data: Mapping[str, Any], at: str, lowest: int) -> Span:
+    if "part" in data and ("start" in data or "length" in data):
+        raise RecipeError(f"{at}: part stands in place of start and length; write one or the other")
+    part = data.get("part")
+    if part is not None:
+        try:
+            parted(schema.text(part, f"{at}.part"))
+        except RecipeError as error:
+            raise RecipeError(f"{at}.part: {error}") from None
+    return Span(
+        schema.number(data["dim"], f"{at}.dim", lowest, 7),
+        schema.size(data["size"], f"{at}.size") if "size" in data else None,
+        schema.number(data.get("inner", 1), f"{at}.inner", 1),
+        schema.number(data.get("start", 0), f"{at}.start", 0),
+        schema.size(data["length"], f"{at}.length") if "length" in data else None,
+        part,
+    )
+
+
+def _record(value: Any, at: str) -> Record:
+    data = schema.mapping(value, at, (), ("layers", "config", "other_norms", "versions"))
+    return Record(
+        schema.entries(data.get("layers", {}), f"{at}.layers", _count),
+        schema.entries(data.get("config", {}), f"{at}.config", _count),
+        schema.entries(data.get("other_norms", {}), f"{at}.other_norms", _count),
+        schema.entries(data.get("versions", {}), f"{at}.versions", _version),
+    )
+
+
+def _count(name: str, value: Any, at: str) -> int:
+    return schema.number(value, at, 1)
+
+
+def _version(name: str, value: Any, at: str) -> str:
+    return schema.text(value, at)
