@@ -183,14 +183,14 @@ def install(
     named = (*norms, *(op.module for op in ops))
     places = {name: locate(model, name, named) for name in norms}
     swaps: list[tuple[nn.Module, type]] = []
-    for path in filter(None, places.values()):
+    for path in (found for found in places.values() if found is not None):
         module = model.get_submodule(path)
         if not isinstance(module, Folded):
             swaps.append((module, _folded_class(module, path)))
     carried: dict[str, tuple[Centring, ...]] = {}
     for op in ops:
         place = locate(model, op.module, named)
-        if place:
+        if place is not None:
             carried[place] = (*carried.get(place, ()), op)
     for module, _ in swaps:
         _check_forward(module)
