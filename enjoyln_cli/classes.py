@@ -102,7 +102,7 @@ def candidate(model: Any, names: Iterable[str], checkpoint: Checkpoint | None) -
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
     state = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
+    mapping: list[Any] = get_model_conversion_mapping(model)
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
     renamings = [m for m in mapping if not isinstance(m, WeightConverter)]
     stored: dict[str, list[str]] = {}
@@ -119,8 +119,12 @@ def candidate(model: Any, names: Iterable[str], checkpoint: Checkpoint | None) -
                 _check_shape(name, checkpoint, tuple(state[key].shape))
     filled = set(stored)
     for target, source in dict(model.all_tied_weights_keys).items():
-        both = target in stored and source in stored and checkpoint is not None
-        if both and not same_values(checkpoint, stored[target][0], stored[source][0]):
+        both = target in stored and source in stored
+        if (
+            both
+            and checkpoint
+            and not same_values(checkpoint, stored[target][0], stored[source][0])
+        ):
             _untie(model, target)
             continue
         if target in stored or source in stored:

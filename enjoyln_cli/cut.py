@@ -99,7 +99,7 @@ class Problem:
         if parameter.name in self.locked:
             return self.locked[parameter.name]
         observer = self.observer(parameter)
-        return observer and f"centring it would be seen by {self.place(observer)}"
+        return f"centring it would be seen by {self.place(observer)}" if observer else None
 
     def observer(self, item: Item) -> Observer | None:
         """Somebody who sees a shift of ``item``, in any trace."""

@@ -141,10 +141,10 @@ def taken(node: Node) -> tuple[int, int, int] | None:
         return dim % len(into), start, stop
     if not is_part(node) or packet(source) not in SPLITS:
         return None
-    dim = argument(source, 2, "dim", 0) % rank_of(source.args[0])
+    dim, part = argument(source, 2, "dim", 0) % rank_of(source.args[0]), int(str(node.args[1]))
     sizes = [int(value.shape[dim]) for value in source.meta["val"]]
-    start = sum(sizes[: node.args[1]])  # type: ignore[misc]
-    return dim, start, start + sizes[node.args[1]]  # type: ignore[index]
+    start = sum(sizes[:part])
+    return dim, start, start + sizes[part]
 
 
 def offsets(node: Node, part: Node) -> list[int]:

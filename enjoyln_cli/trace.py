@@ -129,6 +129,7 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
             warnings.simplefilter("ignore")
             session = _Session(model, call.flags, inner)
             program = torch.export.export(session, call.steps, strict=False)
+            _replace_private_writes(program.graph)
             if _mutating(program.graph):
                 program = program.run_decompositions({})
     except Exception as error:  # torch.export raises what it meets, of any class
@@ -157,6 +158,37 @@ def _mutating(graph: Graph) -> list[Node]:
         and node.target._schema.is_mutable
         and node.target not in harmless
     ]
+
+
+aten = torch.ops.aten
+_FRESH = {
+    aten.add, aten.addmm, aten.baddbmm, aten.bmm, aten.cat, aten.conv1d, aten.conv2d, aten.div,
+    aten.embedding, aten.gelu, aten.layer_norm, aten.linear, aten.mm, aten.mul, aten.sub,
+}  # fmt: skip
+"""Ops whose result never shares memory with an operand."""
+
+
+def _replace_private_writes(graph: Graph) -> None:
+    """``x.add_(y)`` becomes ``x.add(y)`` where nothing else can see the memory of ``x`` any more.
+
+    That is so if ``x`` is fresh and its other readers came before and gave out fresh memory. It
+    spares a model with a residual ``+=`` the full functionalisation, ten times as slow.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node in _mutating(graph):
+        target: Any = node.target
+        written: Any = node.args[0] if node.args else None
+        plain = getattr(aten, target.overloadpacket.__name__.rstrip("_"), None)
+        if plain not in _FRESH or not isinstance(written, Node):
+            continue
+        others = [user for user in written.users if user is not node]
+        private = all(_is_fresh(user) and position[user] < position[node] for user in others)
+        if private and _is_fresh(written) and node.all_input_nodes.count(written) == 1:
+            node.target = getattr(plain, target._overloadname)
+
+
+def _is_fresh(node: Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in _FRESH
 
 
 def _named(program: Any, model: nn.Module, call: Call, naming: Naming) -> Trace:

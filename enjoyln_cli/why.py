@@ -7,10 +7,9 @@ a residual stream is shown as one sum of its writers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from enjoyln_cli.cut import Cut, Item, Parameter, Problem
+from enjoyln_cli.cut import Carrier, Cut, Item, Parameter, Problem
 from enjoyln_cli.nodes import Opaque, aten, op_name, packet
 
 
@@ -87,11 +86,16 @@ def label(problem: Problem, item: Item) -> str:
 
 def tree(problem: Problem, cut: Cut, norm: str) -> Tree:
     """The zero-mean graph of one norm, over each different way in which it is called."""
-    branches = [_branch(problem, cut, problem.item(value)) for value in problem.norms[norm]]
-    different = tuple(dict.fromkeys(branches))
     folded = norm in cut.folded
     verdict = "folds: its input is zero-mean" if folded else "stays a LayerNorm"
-    return Tree(f"{norm} {verdict}", folded, different)
+    found: dict[Tree, str] = {}
+    for value in problem.norms[norm]:
+        branch = _branch(problem, cut, problem.item(value))
+        found.setdefault(branch, problem.flow.traces[value.trace].label)
+    if len(found) == 1:
+        return Tree(f"{norm} {verdict}", folded, tuple(found))
+    calls = (Tree(f"called with {text}", t.zero_mean, (t,)) for t, text in found.items())
+    return Tree(f"{norm} {verdict}", folded, tuple(calls))
 
 
 def _branch(problem: Problem, cut: Cut, item: Item) -> Tree:
@@ -99,8 +103,8 @@ def _branch(problem: Problem, cut: Cut, item: Item) -> Tree:
     found = problem.sources(item)
     carrier = problem.carrier(item)
     if isinstance(item, Parameter):
-        return Tree(_parameter_text(problem, item, found), pure)
-    if carrier is not None and any(carrier in support.ops for support in cut.folded.values()):
+        return Tree(_parameter_text(cut, item, found), pure)
+    if carrier in _inserted(cut):
         return Tree(f"{label(problem, item)}: centred by an explicit operation", True)
     if isinstance(found, Opaque):
         return Tree(f"{label(problem, item)}: {found.reason}", pure)
@@ -110,7 +114,7 @@ def _branch(problem: Problem, cut: Cut, item: Item) -> Tree:
             f"{label(problem, item)}: {'centred on entry' if centred else 'zero-mean'}", pure
         )
     if packet(item.node) is aten.add:
-        terms = [_branch(problem, cut, term) for term in _terms(problem, item)]
+        terms = [_branch(problem, cut, term) for term in _terms(problem, cut, item)]
         return Tree(f"sum of {len(terms)} terms: zero-mean if each is", pure, tuple(terms))
     if len(found) == 1 and not isinstance(found[0], Parameter):
         return _branch(problem, cut, found[0])
@@ -118,8 +122,13 @@ def _branch(problem: Problem, cut: Cut, item: Item) -> Tree:
     return Tree(f"{label(problem, item)}: zero-mean if these are", pure, children)
 
 
-def _terms(problem: Problem, item: Item) -> Iterator[Item]:
-    """The addends of a sum of sums, oldest first, looking through views and dropout."""
+def _inserted(cut: Cut) -> set[Carrier | None]:
+    return {carrier for support in cut.folded.values() for carrier in support.ops}
+
+
+def _terms(problem: Problem, cut: Cut, item: Item) -> list[Item]:
+    """The addends of a sum of sums, in the order of the graph, looking through views."""
+    terms: dict[Item, None] = {}
     waiting, visited = [item], set()
     while waiting:
         current = waiting.pop()
@@ -127,23 +136,23 @@ def _terms(problem: Problem, item: Item) -> Iterator[Item]:
             continue
         visited.add(current)
         found = problem.sources(current)
-        passes = not isinstance(found, Opaque) and found and problem.carrier(current) is None
-        if isinstance(current, Parameter) or isinstance(found, Opaque) or not passes:
-            yield current
-        elif packet(current.node) is aten.add or len(found) == 1 and found[0] != current:
-            inner = found[0]
-            if packet(current.node) is not aten.add and isinstance(inner, Parameter):
-                yield current
-            else:
-                waiting.extend(found)
+        if isinstance(current, Parameter) or isinstance(found, Opaque):
+            terms[current] = None
+            continue
+        single = len(found) == 1 and not isinstance(found[0], Parameter)
+        inserted = problem.carrier(current) in _inserted(cut)
+        if not inserted and (packet(current.node) is aten.add or single):
+            waiting.extend(found)
         else:
-            yield current
+            terms[current] = None
+    return list(reversed(terms))
 
 
-def _parameter_text(problem: Problem, item: Parameter, found: Opaque | tuple[Item, ...]) -> str:
+def _parameter_text(cut: Cut, item: Parameter, found: Opaque | tuple[Item, ...]) -> str:
     axis = item.axis
     groups = "" if axis.outer == axis.inner == 1 else f", {axis.outer * axis.inner} groups apart"
     where = f"{item.name} (dimension {axis.dim}, {axis.size} elements{groups})"
     if isinstance(found, Opaque):
         return f"{where}: {found.reason}"
-    return f"{where}: centred in the weights"
+    used = any(item in support.writers for support in cut.folded.values())
+    return f"{where}: {'centred in the weights' if used else 'could be centred in the weights'}"
