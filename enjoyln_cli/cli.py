@@ -140,7 +140,9 @@ def main() -> None:
     metavar="TYPE",
     help="That type's default config.",
 )
-@click.option("--write-recipe", "recipe", type=NEW_FILE, metavar="FILE", help="Plan as YAML.")
+@click.option(
+    "--write-recipe", "recipe", type=NEW_FILE, metavar="FILE", help="Save the plan as YAML."
+)
 @click.option("--format", "form", type=FORMATS, default="table", show_default=True)
 @hub_options
 def report(
@@ -154,28 +156,22 @@ def report(
     hub: dict[str, Any],
 ) -> None:
     """Which LayerNorms can go, and why not. Reads configs only, no weights."""
-    _one_kind(models, types, single=bool(why or recipe))
+    if bool(models) == bool(types):
+        raise click.UsageError("name one MODEL or more, or a --model-type instead.")
+    if why and len(models or types) > 1:
+        raise click.UsageError("--why takes one model at a time.")
+    from enjoyln_cli import convert
     from enjoyln_cli import report as show
 
     found, failed = _analyses(models or types, bool(types), model_class, hub)
-    if why and found:
+    if why:
         show.write_tree(found[0].analysis.why(why))
-    elif recipe and found:
-        recipe.write_text(found[0].recipe_text(), encoding="utf-8")
-    else:
-        show.write_rows(
-            [show.row(f.name, f.analysis.plan, f.analysis.paper if paper else None) for f in found],
-            form,
-        )
+    elif recipe and not failed:
+        recipe.write_text(convert.recipe_text(found), encoding="utf-8")
+    elif not recipe:
+        show.write_rows([f.row(paper) for f in found], form)
     if failed:
         raise click.exceptions.Exit(1)
-
-
-def _one_kind(models: tuple[str, ...], types: tuple[str, ...], single: bool) -> None:
-    if bool(models) == bool(types):
-        raise click.UsageError("name one MODEL or more, or a --model-type instead.")
-    if single and len(models) + len(types) > 1:
-        raise click.UsageError("--why and --write-recipe take one model at a time.")
 
 
 def _analyses(
@@ -191,7 +187,7 @@ def _analyses(
         except EnjoyLNError as error:
             if len(names) == 1:
                 raise
-            complain(f"{name}: {error}")
+            complain(str(error) if name in str(error) else f"{name}: {error}")
             failed = True
     return found, failed
 
@@ -224,16 +220,17 @@ def fold(
     """Convert MODEL into the new directory OUT, and verify the result."""
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
-    from enjoyln_cli import convert
+    from enjoyln_cli import convert, rows
     from enjoyln_cli import report as show
 
     with show.watching(quiet or as_json) as watch:
         ready = convert.prepare(
             model, recipe=recipe, model_class=model_class, on_event=watch.event, **hub
         )
-        news = {"on_event": watch.event, "on_progress": watch.progress}
-        result = convert.write(ready, out, **news, **writing) if out and not dry_run else None
-    found = show.fold_row(model, ready, result, watch.warnings)
+        result = None
+        if out and not dry_run:
+            result = convert.write(ready, out, watch.event, watch.progress, **writing)
+    found = rows.fold_row(model, ready, result, watch.warnings, writing["dtype"])
     if as_json:
         show.write_json(found)
     elif not quiet:
@@ -256,7 +253,7 @@ def verify(out: Path, as_json: bool, hub: dict[str, Any], **options: Any) -> Non
 
     found = check(out, **options, **hub)
     if as_json:
-        print(found.to_json())
+        show.write_json(found.to_json())
     else:
         show.write_verification(found)
     if not found.passed:

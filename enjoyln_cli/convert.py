@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from enjoyln_cli import checkpoint as store
-from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel, VerificationFailed
+from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
+from enjoyln_cli.rows import Row, row
 from enjoyln_cli.stream import FLOATS
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ class Inspected:
     config: PretrainedConfig
     analysis: Analysis
 
-    def recipe_text(self) -> str:
-        """The whole proof as a recipe."""
-        return _recipe_text(self.analysis.plan, self.config)
+    def row(self, paper: bool = False) -> Row:
+        """The report's row, with the paper's criterion beside where asked for."""
+        return row(self.name, self.analysis.plan, self.analysis.paper if paper else None)
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,20 @@ class Prepared:
     checkpoint: store.Checkpoint
     plan: Plan
     recipe_text: str
-    trust_remote_code: bool
+    hub: dict[str, Any]
+    """How the original was opened, to open it again: ``token``, ``cache_dir``, and so on."""
 
-    def bytes_to_write(self, dtype: torch.dtype | None = None) -> int:
+    def bytes_to_write(self, dtype: torch.dtype | str | None = None) -> int:
         """Bytes of all tensors, the floating ones in ``dtype``."""
-        total = 0
+        dtype, total = _dtype(dtype), 0
         for stored in self.checkpoint.tensors.values():
             floating = stored.dtype in FLOATS
             total += dtype.itemsize * prod(stored.shape) if dtype and floating else stored.nbytes
         return total
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def analyze(
@@ -151,19 +157,21 @@ def prepare(
     from enjoyln_cli.analysis import analyze_config
 
     event = on_event or _warn
-    hub: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
+    hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
     event("stage", f"opening {model}")
-    config = store.load_config(store.open_source(str(model), **hub), trust_remote_code)
+    source = store.open_source(str(model), revision=revision, **hub)
+    config = store.load_config(source, trust_remote_code)
     store.require_unfolded(config)
-    source = store.open_source(str(model), weights=True, **hub)
+    source = store.open_source(str(model), revision=source.revision, weights=True, **hub)
     checkpoint = store.open_checkpoint(source)
     event("stage", f"tracing {config.model_type}")
     found = analyze_config(config, model_class=model_class, checkpoint=checkpoint)
     plan = _settled(found.plan, config, recipe, event)
     if not plan.folded:
         raise NothingToFold(_nothing(str(model), plan))
-    text = _recipe_text(plan, config)
-    return Prepared(source, config, checkpoint, plan, text, trust_remote_code)
+    text = recipe_text([Inspected(str(model), config, replace(found, plan=plan))])
+    hub["trust_remote_code"] = trust_remote_code
+    return Prepared(source, config, checkpoint, plan, text, hub)
 
 
 def write(
@@ -182,10 +190,13 @@ def write(
     from enjoyln_cli.fold import fold_checkpoint
 
     event = on_event or _warn
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    dtype = _dtype(dtype)
 
     def check(folded: Path) -> Verification:
-        return _verified(folded, ready, event)
+        from enjoyln_cli.verify import verify as measure
+
+        event("stage", "verifying")
+        return measure(folded, plan=ready.plan, **ready.hub)
 
     event("stage", f"writing {out}")
     return fold_checkpoint(
@@ -250,38 +261,28 @@ def convert(
     )
 
 
-def _recipe_text(plan: Plan, config: PretrainedConfig) -> str:
-    from enjoyln_cli.recipe import dump_recipe, recipe_of
+def recipe_text(found: Sequence[Inspected]) -> str:
+    """The plans as one recipe, as it stands in a file: a variant for each that differs.
 
-    return dump_recipe(recipe_of(plan, config=config))
+    Raises ``RecipeError`` where the models are not of one family.
+    """
+    from enjoyln_cli.recipe import dump_recipe, merged, recipe_of
+
+    recipes = [recipe_of(one.analysis.plan, config=one.config) for one in found]
+    return dump_recipe(recipes[0] if len(recipes) == 1 else merged(recipes))
 
 
 def _settled(plan: Plan, config: PretrainedConfig, recipe: str | Path | None, event: Event) -> Plan:
     from enjoyln_cli.recipe import differences, follow, load_recipe, shipped_recipe
 
     if recipe is not None:
-        return follow(load_recipe(recipe), plan)
+        return follow(load_recipe(recipe), plan, config=config)
     shipped = shipped_recipe(plan, config)
-    found: Sequence[str] = differences(shipped, plan) if shipped is not None else ()
+    found = differences(shipped, plan, config=config) if shipped else ()
     if found:
         what = "; ".join(found)
-        event("warning", f"the shipped {plan.model_type} recipe differs from the proof: {what}")
+        event("warning", f"going by the proof, from which the shipped recipe differs: {what}")
     return plan
-
-
-def _verified(folded: Path, ready: Prepared, event: Event) -> Verification:
-    from enjoyln_cli.verify import verify
-
-    event("stage", "verifying")
-    found = verify(
-        folded,
-        against=ready.source.path,
-        plan=ready.plan,
-        trust_remote_code=ready.trust_remote_code,
-    )
-    if not found.passed:
-        raise VerificationFailed(f"{found.summary}; nothing was kept, please report this model")
-    return found
 
 
 def _summed(

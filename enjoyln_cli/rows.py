@@ -1,0 +1,200 @@
+"""A plan, and the result of a fold, as plain data and plain text: what JSON, CSV and Markdown hold.
+
+Counts are of a plan's own entries; nothing is decided or measured here.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from enjoyln_cli.convert import Prepared
+    from enjoyln_cli.fold import FoldResult
+    from enjoyln_cli.plan import Plan
+
+Row = dict[str, Any]
+"""One model's report, ready for JSON."""
+
+
+def row(model: str, plan: Plan, paper: Sequence[str] | None = None) -> Row:
+    """One model's report as plain data: all that ``report`` shows.
+
+    ``paper``: the norms that Algorithm 1 as printed would fold; without it there is no such entry.
+    """
+    shapes = {w.parameter: w.shape for w in plan.writers}
+    found: Row = {
+        "model": model,
+        "model_type": plan.model_type,
+        "model_class": plan.model_class,
+        "classes": list(plan.classes),
+        "norms": len(plan.norms),
+        "folded_static": sum(v.status == "static" for v in plan.norms),
+        "folded": len(plan.folded),
+        "centering_ops": len(plan.ops),
+        "writers": len(shapes),
+        "parameters": sum(prod(shape) for shape in shapes.values()),
+        "kept": [
+            {"name": v.norm, "reason": v.reason, "culprit": v.culprit, "path": list(v.path)}
+            for v in plan.kept
+        ],
+        "verdicts": [{"name": v.norm, "status": v.status, "ops": list(v.ops)} for v in plan.norms],
+        "ops": [{"module": c.module, "place": c.place, "reason": c.reason} for c in plan.ops],
+        "centred": [{"tensor": w.tensor, "shape": list(w.shape)} for w in plan.writers],
+        "entry_inputs": list(plan.entry_inputs),
+        "unproven": list(plan.unproven),
+        "rms_norms": dict(plan.other_norms),
+    }
+    if paper is not None:
+        found["paper"] = list(paper)
+    return found
+
+
+def fold_row(
+    model: str,
+    ready: Prepared,
+    result: FoldResult | None,
+    warnings: Sequence[str] = (),
+    dtype: str | None = None,
+) -> Row:
+    """What ``enjoyln fold --json`` prints: the report's row, what was written, what was verified.
+
+    Without a ``result`` it is a dry run, and ``bytes_written`` is what would be written, with the
+    floating weights in ``dtype``.
+    """
+    found = row(model, ready.plan) | {"dry_run": result is None, "warnings": list(warnings)}
+    found["tensors"] = len(ready.checkpoint.tensors)
+    if result is None:
+        return found | {"bytes_written": ready.bytes_to_write(dtype)}
+    checked = result.verification.to_json() if result.verification else None
+    found |= {"out": str(result.out), "bytes_written": result.bytes_written}
+    return found | {"seconds": result.seconds, "verification": checked}
+
+
+def size(nbytes: float) -> str:
+    """Bytes in decimal units, as disks count them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def number(value: float | None) -> str:
+    """``1.2e-16`` for small and large values, three digits in between, ``-`` for none."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e4:
+        return f"{value:.3g}" if abs(value) < 1e3 else f"{value:.0f}"
+    return f"{value:.1e}"
+
+
+def compact(names: Iterable[str]) -> list[str]:
+    """Names that differ in layer numbers only, as one: ``h.0-11.ln_1``. Order is kept."""
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for name in names:
+        numbers = tuple(int(n) for n in re.findall(r"\d+", name))
+        groups.setdefault(re.sub(r"\d+", "\0", name), []).append(numbers)
+    return [_with_ranges(pattern, numbers) for pattern, numbers in groups.items()]
+
+
+def _with_ranges(pattern: str, numbers: list[tuple[int, ...]]) -> str:
+    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    exact = prod(len(column) for column in columns) == len(set(numbers))
+    for column in columns:
+        shown = _ranges(column) if exact or len(column) == 1 else "*"
+        pattern = pattern.replace("\0", shown, 1)
+    return pattern
+
+
+def _ranges(values: list[int]) -> str:
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Heads of columns, and one list of texts for each row."""
+    paper = any("paper" in found for found in rows)
+    head = ["model", "LNs", "in weights", "in all", "ops", "kept", "writers", "parameters"]
+    keys = ("model", "norms", "folded_static", "folded", "centering_ops")
+    body = []
+    for found in rows:
+        texts = [str(found[key]) for key in keys]
+        texts += [str(len(found["kept"])), str(found["writers"]), f"{found['parameters']}"]
+        body.append(texts + [str(len(found["paper"]))] * paper)
+    return head + ["paper"] * paper, body
+
+
+def reasons(found: Row) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The kept norms of a row, grouped by their reason."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for kept in found["kept"]:
+        groups.setdefault(kept["reason"], []).append(kept)
+    return list(groups.items())
+
+
+def notes(found: Row) -> list[str]:
+    """What the numbers of one row leave out: the reasons of ops and of kept norms."""
+    model, already = found["model"], sum(found["rms_norms"].values())
+    if not found["norms"]:
+        if already:
+            return [f"{model}: {already} norms are RMSNorm already, no LayerNorm to fold"]
+        return [f"{model}: no LayerNorm in this model"]
+    lines = [f"{model} ({found['model_class']})"]
+    for op in found["ops"]:
+        lines.append(f"  centre the {op['place']} of {op['module']}: {op['reason']}")
+    for reason, kept in reasons(found):
+        names = ", ".join(compact(k["name"] for k in kept))
+        lines.append(f"  keep {len(kept)}: {reason}: {names}")
+        culprits = compact(dict.fromkeys(k["culprit"] for k in kept if k["culprit"]))
+        lines += [f"    because of {culprit}" for culprit in culprits]
+    if found["unproven"]:
+        lines.append(f"  not proven for calls with {', '.join(compact(found['unproven']))}")
+    return lines if len(lines) > 1 else []
+
+
+def counts(found: Row) -> str:
+    """``25 of 25 LayerNorms (0 in the weights alone), 1 centring op, 49 tensors centred``."""
+    ops = f"{found['centering_ops']} centring op" + "s" * (found["centering_ops"] != 1)
+    norms = f"{found['folded']} of {found['norms']} LayerNorms"
+    tensors = f"{found['writers']} tensors centred ({found['parameters']:,} parameters)"
+    return f"{norms} ({found['folded_static']} in the weights alone), {ops}, {tensors}"
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """One line per model under a line of heads."""
+    head, body = cells(rows)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*head, "kept by reason"])
+    for found, texts in zip(rows, body, strict=True):
+        writer.writerow([*texts, _reason_counts(found)])
+    return text.getvalue()
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """A table for a README or a pull request."""
+    head, body = cells(rows)
+    lines = ["| " + " | ".join([*head, "kept by reason"]) + " |"]
+    lines.append("|---|" + "---:|" * (len(head) - 1) + "---|")
+    for found, texts in zip(rows, body, strict=True):
+        line = [text.replace("|", "\\|") for text in [*texts, _reason_counts(found)]]
+        lines.append("| " + " | ".join(line) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _reason_counts(found: Row) -> str:
+    if not found["norms"] and found["rms_norms"]:
+        return "RMSNorm already"
+    return "; ".join(f"{len(kept)} x {reason}" for reason, kept in reasons(found))
