@@ -85,17 +85,27 @@ class _Inline(dict[str, Any]):
     """A mapping on one line."""
 
 
+class _Row(list[Any]):
+    """A list on one line."""
+
+
 class _Dumper(yaml.SafeDumper):
-    """Plain YAML without anchors: mappings over several lines, lists and ``_Inline`` on one."""
+    """Plain YAML without anchors, over several lines but for ``_Inline`` and ``_Row``."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-_Dumper.add_representer(
-    _Inline,
-    lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True),
-)
+def _inline(dumper: yaml.SafeDumper, data: _Inline) -> yaml.Node:
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True)
+
+
+def _row(dumper: yaml.SafeDumper, data: _Row) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+
+_Dumper.add_representer(_Inline, _inline)
+_Dumper.add_representer(_Row, _row)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -114,7 +124,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _variant_data(variant: Variant) -> dict[str, Any]:
     data: dict[str, Any] = {
         "model_class": variant.model_class,
-        "classes": list(variant.classes),
+        "classes": _Row(variant.classes),
         "when": _Inline(sorted(variant.when.items())),
         "norms": {line.name: _norm_data(line) for line in variant.norms},
         "centre": {line.tensor: _writer_data(line) for line in variant.writers},
@@ -122,15 +132,15 @@ def _variant_data(variant: Variant) -> dict[str, Any]:
             {"module": op.module, "place": op.place, **written(op.span), "reason": op.reason}
             for op in variant.ops
         ],
-        "entry_inputs": list(variant.entry_inputs),
-        "unproven": list(variant.unproven),
+        "entry_inputs": _Row(variant.entry_inputs),
+        "unproven": _Row(variant.unproven),
     }
     return {key: value for key, value in data.items() if value or key == "norms"}
 
 
 def _norm_data(line: NormLine) -> Any:
     if line.fold:
-        return {"fold_with": list(line.ops)} if line.ops else "fold"
+        return _Inline({"fold_with": _Row(line.ops)}) if line.ops else "fold"
     if not line.reason:
         return "keep"
     return {"keep": line.reason} | ({"culprit": line.culprit} if line.culprit else {})
