@@ -1,286 +1,355 @@
-"""What a checkpoint holds: headers, index, tensors; read, never trusted.
+"""Where a model comes from, and what its directory holds.
 
-Only headers are read to open one. Every name, offset and size is checked against the files before
-anything relies on it: a header is the word of whoever made the file.
+Decides what ``MODEL`` means (a directory if there is one, otherwise a Hub id), which of its files
+are the weights (safetensors before pickles), which files come along to a converted checkpoint, and
+which models are refused before anything is computed: without a config that transformers knows, with
+code of their own, quantised, folded already. Nothing is believed that a file says about another:
+a shard is read only if it lies in the directory (or in the Hub cache that the directory is part
+of), and only at the places that its checked header gives.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import json
-import math
+import difflib
+import glob
 import os
-import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
-from enjoyln_cli.output import staged_output
-from enjoyln_cli.source import (
-    FOREIGN_WEIGHTS,
-    Source,
+from enjoyln_cli.config import (
+    CONFIG,
     load_config,
-    open_source,
     raw_config,
     require_unfolded,
+    require_unquantised,
+)
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
+from enjoyln_cli.files import WEIGHTS, comes_along, shards_in_index, weights_among
+from enjoyln_cli.output import staged_output
+from enjoyln_cli.shards import (
+    DTYPES,
+    Stored,
+    load_bin,
+    read_bin_header,
+    read_safetensors_header,
+    require_unpacked,
 )
 
 __all__ = [
-    "DTYPES", "Checkpoint", "Source", "Stored", "load_config", "open_checkpoint", "open_source",
-    "other_files", "raw_config", "read_tensor", "require_unfolded", "same_values", "staged_output",
-]  # fmt: skip
+    "Checkpoint",
+    "Source",
+    "Stored",
+    "load_config",
+    "open_checkpoint",
+    "open_source",
+    "other_files",
+    "raw_config",
+    "read_tensor",
+    "require_unfolded",
+    "same_values",
+    "staged_output",
+]
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
-_MOST_HEADER = 100_000_000
-_BLOCK = 1 << 24
-_SINGLE = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
+BLOCK = 1 << 22
+"""Bytes compared at once."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor in a file."""
+class Source:
+    """Where a model comes from."""
 
-    name: str
-    file: str
-    dtype: str
-    """As safetensors writes it: ``F32``, ``BF16``, ``I64``."""
-    shape: tuple[int, ...]
-    offset: int
-    """First byte in the file; -1 in a pickled file, which has to be loaded."""
-    nbytes: int
+    model: str
+    """As the user gave it: a Hub id or a path."""
+    path: Path
+    """The directory that holds the files; for a Hub id its snapshot in the cache."""
+    revision: str | None
+    """The commit of a Hub id, ``None`` for a directory."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All tensors of a model, by name, and the files that hold them."""
+    """Every tensor of a model's weight files, known from their headers."""
 
     source: Source
     format: Literal["safetensors", "bin"]
     shards: tuple[str, ...]
     tensors: dict[str, Stored]
     metadata: dict[str, dict[str, str]]
-    """The ``__metadata__`` of each shard's header."""
+    """Shard to the ``__metadata__`` of its header."""
     index: str | None
-    """Name of the index file, where there is one."""
+    """Name of the index file, if there is one."""
+
+
+def open_source(
+    model: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    weights: bool = False,
+) -> Source:
+    """Find ``model``: a directory if there is one of that name, otherwise a Hub id.
+
+    Of a Hub id only ``config.json`` (and code that it names) is fetched; with ``weights`` also the
+    weights, safetensors if there are any, and all files that come along. Raises ``ModelNotFound``
+    where it does not exist or cannot be reached, ``UnsupportedModel`` without config or weights.
+    """
+    local = os.path.expanduser(model)
+    if model and os.path.isdir(local):
+        if revision is not None:
+            raise ModelNotFound(f"{model} is a directory and has no revision {revision!r}; drop it")
+        return Source(model, Path(local), None)
+    if model and os.path.exists(local):
+        raise ModelNotFound(f"{model} is a file; pass the directory that holds it")
+    if not _HUB_ID.fullmatch(model):
+        raise ModelNotFound(f"there is no directory {model!r}{_similar(local)}")
+    try:
+        path = _snapshot(model, revision, token, cache_dir, weights)
+    except EnjoyLNError:
+        raise
+    except Exception as error:  # of huggingface_hub, its HTTP library, or the disk of the cache
+        raise _hub_error(error, model, revision) from error
+    return Source(model, path, path.name)
+
+
+def _similar(path: str) -> str:
+    parent, name = os.path.split(path.rstrip("/"))
+    try:
+        names = [entry.name for entry in os.scandir(parent or ".") if entry.is_dir()]
+    except (OSError, ValueError):
+        return f", and no {parent!r} either"
+    close = difflib.get_close_matches(name, names, n=2)
+    return f"; did you mean {' or '.join(os.path.join(parent, c) for c in close)}?" if close else ""
+
+
+def _snapshot(
+    model: str,
+    revision: str | None,
+    token: str | None,
+    cache_dir: str | Path | None,
+    weights: bool,
+) -> Path:
+    """The directory in the cache, named after the commit, with what is needed in it."""
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+
+    def fetch(name: str, at: str | None) -> Path:
+        return Path(hf_hub_download(model, name, revision=at, token=token, cache_dir=cache_dir))
+
+    def fetch_all(names: list[str]) -> None:
+        snapshot_download(
+            model, revision=commit, token=token, cache_dir=cache_dir, allow_patterns=names
+        )
+
+    config = fetch(CONFIG, revision)
+    path, commit = config.parent, config.parent.name
+    if b'"auto_map"' in config.read_bytes():
+        fetch_all(["*.py"])
+    if not weights:
+        return path
+    try:
+        names = HfApi(token=token).list_repo_files(model, revision=commit)
+    except OSError as error:
+        names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
+        if not set(names) & set(WEIGHTS):
+            raise ModelNotFound(
+                f"the weights of {model} are not in the cache, and the Hub cannot be reached; "
+                "go online"
+            ) from error
+    first = weights_among(names, model)
+    index = first.endswith(".json")
+    shards = shards_in_index(fetch(first, commit))[0] if index else (first,)
+    wanted = {first, *shards, *(name for name in names if comes_along(name))}
+    fetch_all([glob.escape(name) for name in sorted(wanted)])
+    return path
+
+
+def _hub_error(error: Exception, model: str, revision: str | None) -> EnjoyLNError:
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{model}"
+    first = str(error).strip().split("\n")[0][:200]
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    match error:
+        case errors.GatedRepoError():
+            return ModelNotFound(
+                f"{model} is gated: accept its terms at {page}, then run `hf auth login` or pass "
+                "--token"
+            )
+        case errors.RevisionNotFoundError():
+            return ModelNotFound(f"{model} has no revision {revision!r}; see {page}/tree/main")
+        case errors.DisabledRepoError():
+            return ModelNotFound(f"access to {model} is disabled by the Hub; see {page}")
+        case errors.RepositoryNotFoundError():
+            return ModelNotFound(
+                f"there is no directory {model} and no such model on the Hub{_similar(model)}"
+                "; for a private model run `hf auth login` or pass --token"
+            )
+        case errors.HfHubHTTPError() if status in (401, 403):
+            return ModelNotFound(
+                f"the Hub refuses access to {model} ({status}): the token is invalid or lacks the "
+                "permission; run `hf auth login` or pass another --token"
+            )
+        case errors.LocalEntryNotFoundError() if _is_offline(error):
+            return ModelNotFound(
+                f"{model} is not in the cache, and HF_HUB_OFFLINE is set{_similar(model)}; "
+                "go online, or pass a directory"
+            )
+        case errors.LocalEntryNotFoundError():
+            return ModelNotFound(
+                f"{model} is not in the cache, and the Hub at {constants.ENDPOINT} cannot be "
+                f"reached ({_cause(error)}){_similar(model)}; go online, or pass a directory"
+            )
+        case errors.EntryNotFoundError():
+            return UnsupportedModel(f"{model} has no {CONFIG} on the Hub; see {page}/tree/main")
+        case errors.HFValidationError():
+            return ModelNotFound(f"there is no directory {model}, and it is no Hub id: {first}")
+    return ModelNotFound(f"{model} cannot be fetched: {type(error).__name__}: {first}")
+
+
+def _is_offline(error: BaseException) -> bool:
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE or "Offline" in type(error.__cause__).__name__
+
+
+def _cause(error: BaseException) -> str:
+    first = str(error.__cause__ or error).strip().split("\n")[0][:120]
+    return f"{type(error.__cause__ or error).__name__}: {first}"
 
 
 def open_checkpoint(source: Source) -> Checkpoint:
-    """Read the headers of every shard.
+    """Every tensor of the weight files, from headers that were checked.
 
-    Raises ``UnsupportedModel`` where there are no weights of a kind that can be read, and
-    ``BadCheckpoint`` where the files contradict each other.
+    Raises ``UnsupportedModel`` where there are no weights for PyTorch or only quantised ones,
+    ``BadCheckpoint`` for files that are missing, damaged, or contradict each other.
     """
-    kind: Literal["safetensors", "bin"]
-    for kind in ("safetensors", "bin"):  # type: ignore[assignment]
-        single = source.path / _SINGLE[kind]
-        index = source.path / f"{_SINGLE[kind]}.index.json"
-        if index.is_file():
-            weight_map = _read_index(index)
-            shards = tuple(dict.fromkeys(weight_map.values()))
-        elif single.is_file():
-            weight_map, shards = {}, (single.name,)
-        else:
-            continue
-        tensors, metadata = _read_shards(source, kind, shards)
-        for name, file in weight_map.items():
-            if name not in tensors or tensors[name].file != file:
-                raise BadCheckpoint(f"{index.name} says that {file} holds {name}; it does not")
-        return Checkpoint(
-            source, kind, shards, tensors, metadata, index.name if weight_map else None
+    config = raw_config(source)
+    require_unquantised(config, source.model)
+    if config.get("transformers_weights"):
+        raise UnsupportedModel(
+            f"the config of {source.model} names its own weight file (transformers_weights); load "
+            "it and save it with save_pretrained first"
         )
-    raise UnsupportedModel(_no_weights(source.path))
-
-
-def _no_weights(path: Path) -> str:
-    foreign = [p.name for p in path.iterdir() if _is_foreign(p.name)]
-    if foreign:
-        return f"{path} has weights for another framework only ({foreign[0]}); convert them first"
-    return f"{path} has no weights: neither model.safetensors nor pytorch_model.bin"
-
-
-def _is_foreign(name: str) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in FOREIGN_WEIGHTS)
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        items = list(weight_map.items())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise BadCheckpoint(f"{path} is no index: it has to hold a weight_map object") from None
-    for name, file in items:
-        if not isinstance(file, str) or file != os.path.basename(file) or file in ("", ".", ".."):
-            raise BadCheckpoint(f"{path.name} puts {name!r} into {file!r}, outside the directory")
-    if not items:
-        raise BadCheckpoint(f"{path} lists no tensor")
-    return dict(items)
-
-
-def _read_shards(
-    source: Source, kind: str, shards: tuple[str, ...]
-) -> tuple[dict[str, Stored], dict[str, dict[str, str]]]:
+    first = weights_among(sorted(entry.name for entry in os.scandir(source.path)), source.model)
+    path = _located(source, first)
+    index = first if first.endswith(".json") else None
+    shards, promised = shards_in_index(path) if index else ((first,), {})
+    safetensors = ".safetensors" in first
     tensors: dict[str, Stored] = {}
     metadata: dict[str, dict[str, str]] = {}
     for shard in shards:
-        path = source.path / shard
-        if not path.is_file():
-            raise BadCheckpoint(f"{path} is missing; download the model again")
-        _require_inside(path, source.path)
-        found, metadata[shard] = _read_header(path) if kind == "safetensors" else _read_bin(path)
-        for entry in found:
-            if entry.name in tensors:
-                raise BadCheckpoint(
-                    f"{entry.name} is in {tensors[entry.name].file} and again in {shard}"
-                )
-            tensors[entry.name] = entry
-    return tensors, metadata
+        file = _located(source, shard)
+        if safetensors:
+            found, metadata[shard] = read_safetensors_header(file)
+        else:
+            found = read_bin_header(file)
+        for stored in found:
+            if stored.name in tensors:
+                other = tensors[stored.name].file
+                raise BadCheckpoint(f"{stored.name} is both in {other} and {shard}; remove one")
+            tensors[stored.name] = stored
+    for name, shard in promised.items():
+        if name not in tensors or tensors[name].file != shard:
+            raise BadCheckpoint(f"{shard} lacks {name}, which {first} promises; fetch it again")
+    if not tensors:
+        raise BadCheckpoint(f"{first} of {source.model} holds no tensors; fetch it again")
+    require_unpacked(tensors)
+    return Checkpoint(
+        source, "safetensors" if safetensors else "bin", shards, tensors, metadata, index
+    )
 
 
-def _require_inside(path: Path, directory: Path) -> None:
-    """A shard may be a link into the blobs of its own Hub cache entry, and nowhere else."""
-    target, home = path.resolve(), directory.resolve()
-    blobs = home.parent.parent / "blobs"
-    if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
-        raise BadCheckpoint(f"{path} is a link out of the model's directory, to {target}")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands there twice")
-    return found
-
-
-def _read_header(path: Path) -> tuple[list[Stored], dict[str, str]]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MOST_HEADER):
-            raise BadCheckpoint(
-                f"{path} is truncated or no safetensors file: its header claims {length} bytes, "
-                f"the file has {size}"
-            )
-        text = file.read(length)
+def _located(source: Source, name: str) -> Path:
+    """The file, which has to lie in the directory, or in the Hub cache that it is part of."""
+    root = source.path.resolve()
+    allowed = [root] + ([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-        if not isinstance(header, dict):
-            raise ValueError("it is no object")
-        metadata = header.pop("__metadata__", None) or {}
-        entries = [_entry(name, info, path.name, 8 + length) for name, info in header.items()]
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise BadCheckpoint(f"{path} has a damaged header: {str(error)[:150]}") from None
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise BadCheckpoint(f"{path} has a damaged header: its metadata is not all text")
-    end = 8 + length
-    for entry in sorted(entries, key=lambda e: (e.offset, e.nbytes)):
-        if entry.offset != end:
-            raise BadCheckpoint(f"{path}: {entry.name} overlaps another tensor or leaves a gap")
-        end += entry.nbytes
-    if end != size:
+        real = (root / name).resolve()
+    except (OSError, RuntimeError) as error:
+        raise BadCheckpoint(f"{root / name} is a link that leads nowhere") from error
+    if not any(real.is_relative_to(place) for place in allowed):
         raise BadCheckpoint(
-            f"{path} is truncated or damaged: its tensors end at byte {end}, the file at {size}"
+            f"{name} is a link out of {source.path}, to {real}; put the file itself there"
         )
-    return entries, metadata
-
-
-def _entry(name: str, info: Any, file: str, begin: int) -> Stored:
-    code, shape = info["dtype"], tuple(info["shape"])
-    first, last = info["data_offsets"]
-    if code not in DTYPES:
-        raise ValueError(f"{name} has dtype {code!r}, which enjoyln does not convert")
-    if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
-        raise ValueError(f"{name} has a shape or offset that is no natural number")
-    if last - first != math.prod(shape) * DTYPES[code].itemsize:
-        raise ValueError(f"{name}: {last - first} bytes do not hold {code} of shape {list(shape)}")
-    return Stored(name, file, code, shape, begin + first, last - first)
-
-
-def _load_bin(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # a file of the old, unzipped kind cannot be mapped
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise BadCheckpoint(
-            f"{path} holds more than tensors, maybe code, and is not loaded: "
-            f"{str(error).split(chr(10))[0][:120]}"
-        ) from None
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
-        raise BadCheckpoint(f"{path} cannot be read: {str(error)[:150]}") from None
-    if not isinstance(state, dict) or not all(torch.is_tensor(t) for t in state.values()):
-        raise BadCheckpoint(f"{path} is no state dict: it has to map names to tensors")
-    return state
-
-
-def _read_bin(path: Path) -> tuple[list[Stored], dict[str, str]]:
-    entries = []
-    for name, tensor in _load_bin(path).items():
-        if tensor.dtype not in _CODES:
-            raise BadCheckpoint(f"{path}: {name} has dtype {tensor.dtype}, which is not converted")
-        nbytes = tensor.numel() * tensor.element_size()
-        entries.append(
-            Stored(name, path.name, _CODES[tensor.dtype], tuple(tensor.shape), -1, nbytes)
-        )
-    return entries, {"format": "pt"}
+    if not real.is_file():
+        raise BadCheckpoint(f"{name} is missing in {source.path}; fetch it again")
+    return root / name
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """One tensor, read at its position. Raises ``BadCheckpoint`` if the file ends early."""
-    stored = checkpoint.tensors[name]
+    """One tensor of its stored dtype and shape, in memory of its own.
+
+    Raises ``BadCheckpoint`` where it is not stored, or where its file has become shorter.
+    """
+    stored = _stored(checkpoint, name)
     path = checkpoint.source.path / stored.file
     if checkpoint.format == "bin":
-        return _load_bin(path)[name].contiguous()
-    data = bytearray(b"".join(_blocks(path, stored)))
-    if not data:
+        return load_bin(path)[name].clone()
+    if stored.nbytes == 0:
         return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    data = bytearray(stored.nbytes)
+    with path.open("rb", buffering=0) as file:
+        _read_into(file.fileno(), memoryview(data), stored, 0)
     return torch.frombuffer(data, dtype=DTYPES[stored.dtype]).reshape(stored.shape)
 
 
-def _blocks(path: Path, stored: Stored) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        file.seek(stored.offset)
-        left = stored.nbytes
-        while left:
-            block = file.read(min(left, _BLOCK))
-            if not block:
-                raise BadCheckpoint(f"{path} ends inside of {stored.name}")
-            left -= len(block)
-            yield block
-
-
-def same_values(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    """Whether two stored tensors are equal bit for bit."""
-    one, two = checkpoint.tensors[first], checkpoint.tensors[second]
+def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
+    """Whether two stored tensors have the same dtype and shape and are equal bit for bit."""
+    one, two = _stored(checkpoint, a), _stored(checkpoint, b)
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
+    return all(
+        left == right
+        for left, right in zip(_blocks(checkpoint, one), _blocks(checkpoint, two), strict=True)
+    )
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> Stored:
+    if name not in checkpoint.tensors:
+        raise BadCheckpoint(f"{checkpoint.source.model} stores no tensor {name}")
+    return checkpoint.tensors[name]
+
+
+def _blocks(checkpoint: Checkpoint, stored: Stored) -> Iterator[bytes]:
+    path = checkpoint.source.path / stored.file
     if checkpoint.format == "bin":
-        return torch.equal(read_tensor(checkpoint, first), read_tensor(checkpoint, second))
-    path = checkpoint.source.path
-    pairs = zip(_blocks(path / one.file, one), _blocks(path / two.file, two), strict=True)
-    return all(left == right for left, right in pairs)
+        flat = load_bin(path)[stored.name].contiguous().reshape(-1).view(torch.uint8)
+        yield from (block.numpy().tobytes() for block in flat.split(BLOCK))
+        return
+    with path.open("rb", buffering=0) as file:
+        for start in range(0, stored.nbytes, BLOCK):
+            data = bytearray(min(BLOCK, stored.nbytes - start))
+            _read_into(file.fileno(), memoryview(data), stored, start)
+            yield bytes(data)
+
+
+def _read_into(file: int, data: memoryview, stored: Stored, start: int) -> None:
+    """Fill ``data`` from byte ``start`` of the tensor."""
+    done = 0
+    while done < len(data):
+        got = os.preadv(file, [data[done:]], stored.offset + start + done)
+        if got == 0:
+            raise BadCheckpoint(f"{stored.file} ends inside {stored.name}; fetch it again")
+        done += got
 
 
 def other_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Every file that comes along: all but weights, their indexes, and hidden files."""
-    root = checkpoint.source.path
-    weights = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", *FOREIGN_WEIGHTS)
-    found = []
+    """Every file that comes along, relative to the directory: all but weights and their indices.
+
+    Raises ``BadCheckpoint`` for a link out of the directory or to another directory.
+    """
+    root, found = checkpoint.source.path, []
     for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            path = (Path(folder) / name).relative_to(root)
-            hidden = name.startswith(".")
-            weight = any(fnmatch.fnmatch(name, p) or fnmatch.fnmatch(str(path), p) for p in weights)
-            if not hidden and not weight:
-                found.append(str(path))
-    return tuple(found)
+        inside = Path(folder).relative_to(root)
+        folders[:] = [name for name in folders if comes_along(f"{(inside / name).as_posix()}/")]
+        linked = [name for name in folders if Path(folder, name).is_symlink()]
+        names = [(inside / name).as_posix() for name in files + linked]
+        found += [name for name in names if comes_along(name)]
+    return tuple(name for name in sorted(found) if _located(checkpoint.source, name))

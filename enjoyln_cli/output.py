@@ -1,6 +1,8 @@
-"""The output directory: whole, or not there.
+"""A new directory appears whole or not at all.
 
-Everything is written into a sibling directory, flushed to the disk, and renamed into place.
+It is written under a temporary name beside its final one (so that a rename suffices), synced file
+by file, and renamed. Whatever goes wrong before, the temporary directory is removed and what stood
+in the place of the new one still stands there.
 """
 
 from __future__ import annotations
@@ -14,73 +16,106 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from enjoyln_cli.errors import OutputError
-from enjoyln_cli.source import Source
+
+_FULL = {
+    errno.ENOSPC: "the disk is full; free some space",
+    errno.EDQUOT: "the disk quota is used up; free some space",
+    errno.EFBIG: "the file system or a limit of this shell forbids files of this size; try "
+    "--max-shard-size",
+    errno.EROFS: "the file system is read-only; choose another place",
+}
 
 
 @contextmanager
-def staged_output(out: Path, *, source: Source, force: bool) -> Iterator[Path]:
-    """A temporary sibling of ``out`` that becomes ``out`` if the block ends without an exception.
+def staged_output(out: Path, *, source: Path, force: bool) -> Iterator[Path]:
+    """A temporary directory beside ``out`` that becomes ``out`` when the block ends well.
 
-    With ``force`` an existing ``out`` is replaced in one step. Raises ``OutputError`` before
-    anything is written if ``out`` exists, lies in the source or around it, or cannot be made.
+    With ``force`` an existing ``out`` is replaced. Raises ``OutputError``, before the block where
+    ``out`` exists (without ``force``), holds ``source`` or the working directory, lies in
+    ``source``, or has no parent that can be written to; after it where the disk is full or the
+    directory cannot be renamed. Any exception of the block leaves ``out`` as it was.
     """
-    out = Path(out).absolute()
-    _require_apart(out, source.path)
-    if out.exists() and not force:
-        raise OutputError(f"{out} exists; name another directory, or pass --force to replace it")
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"{out} is a file; name a directory")
-    staged = out.parent / f".{out.name}.{secrets.token_hex(4)}"
+    out = Path(os.path.abspath(out.expanduser()))
+    _check_place(out, source, force)
+    tag = secrets.token_hex(4)
+    staged = out.parent / f".{out.name[:200]}.{tag}.partial"
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        staged.mkdir()
-    except OSError as error:
-        raise OutputError(f"{out} cannot be created: {error.strerror}") from error
-    try:
-        yield staged
-        _flush(staged)
-        _publish(staged, out)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OutputError(
-                f"{out.parent} has no space left; nothing was kept. Free some or go elsewhere"
-            ) from error
-        raise
+        try:
+            staged.mkdir()
+        except OSError as error:
+            raise OutputError(f"{out.parent} cannot be written to: {error.strerror}") from error
+        try:
+            yield staged
+        except OSError as error:
+            if error.errno in _FULL:
+                raise OutputError(f"cannot write {out}: {_FULL[error.errno]}") from error
+            raise
+        try:
+            _sync_tree(staged)
+            _rename(staged, out, staged.with_suffix(".old"), force)
+        except OSError as error:
+            why = _FULL.get(error.errno or 0, error.strerror)
+            raise OutputError(f"cannot write {out}: {why}") from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def _require_apart(out: Path, source: Path) -> None:
-    out, source = out.resolve(), source.resolve()
-    if out == source or out.is_relative_to(source):
-        raise OutputError(f"{out} lies in the source {source}; name a directory outside of it")
-    if source.is_relative_to(out):
-        raise OutputError(f"{out} holds the source {source}; name a directory of its own")
+def _check_place(out: Path, source: Path, force: bool) -> None:
+    real, origin, here = out.resolve(), source.resolve(), Path.cwd().resolve()
+    if real == origin or out == origin:
+        raise OutputError(f"{out} is the source itself; choose another directory")
+    if origin in real.parents:
+        raise OutputError(f"{out} lies inside the source {source}; choose another directory")
+    if real in origin.parents:
+        raise OutputError(f"{out} holds the source {source}; choose another directory")
+    if os.path.lexists(out):
+        if not force:
+            raise OutputError(f"{out} exists; choose another directory, or replace it with --force")
+        if real == here or real in here.parents:
+            raise OutputError(f"{out} holds the working directory; choose another directory")
+    if not out.parent.is_dir():
+        missing = "is not a directory" if out.parent.exists() else "does not exist"
+        raise OutputError(f"{out.parent} {missing}; create it first")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{out.parent} cannot be written to; choose another place")
 
 
-def _flush(directory: Path) -> None:
-    for folder, _, files in os.walk(directory):
-        for name in (*files, "."):
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-
-def _publish(staged: Path, out: Path) -> None:
-    old = staged.with_name(f"{staged.name}.old")
-    if out.exists():
-        out.rename(old)
+def _rename(staged: Path, out: Path, aside: Path, force: bool) -> None:
+    if not force and os.path.lexists(out):
+        raise OutputError(f"{out} appeared in the meantime; choose another directory")
     try:
+        if os.path.lexists(out):
+            out.rename(aside)
         staged.rename(out)
-    except BaseException:
-        if old.exists():
-            old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-    descriptor = os.open(out.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
+        _sync(out.parent)
     finally:
-        os.close(descriptor)
+        if os.path.lexists(aside) and not os.path.lexists(out):
+            aside.rename(out)
+        elif os.path.lexists(aside):
+            _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _sync_tree(root: Path) -> None:
+    """Every file, then every directory from the innermost outwards."""
+    for folder, _, files in os.walk(root, topdown=False):
+        for name in files:
+            _sync(Path(folder, name))
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not sync directories
+            raise
+    finally:
+        os.close(file)

@@ -1,0 +1,138 @@
+"""Is this model's configuration one that can be worked with?
+
+Reads ``config.json`` as it is on disk and refuses, before anything is computed: no config, one that
+is not a JSON object, an architecture that transformers does not know, code of its own that nobody
+allowed to run, quantised weights, a model that is folded already.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from enjoyln_cli.checkpoint import Source
+
+CONFIG = "config.json"
+MARKER = "enjoyln"
+
+_INSTEAD = {
+    "adapter_config.json": "it is an adapter, merge it into its base model first",
+    "model_index.json": "it is a diffusers pipeline, pass one of its models",
+    "modules.json": "it is a sentence-transformers model, pass the folder of its transformer",
+}
+
+
+def raw_config(source: Source) -> dict[str, Any]:
+    """``config.json``, parsed and otherwise as it is on disk.
+
+    Raises ``UnsupportedModel`` where there is none, ``BadCheckpoint`` where it is no JSON object.
+    """
+    path = source.path / CONFIG
+    if not path.is_file():
+        raise UnsupportedModel(f"{source.model} has no {CONFIG}; {_what_instead(source.path)}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{path} is not valid JSON ({error}); fetch it again") from error
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    if not isinstance(config, dict):
+        raise BadCheckpoint(
+            f"{path} holds a JSON {type(config).__name__}, not an object; fetch it again"
+        )
+    return config
+
+
+def _what_instead(path: Path) -> str:
+    for name, advice in _INSTEAD.items():
+        if (path / name).is_file():
+            return advice
+    inner = sorted(found.parent.name for found in path.glob(f"*/{CONFIG}"))
+    if inner:
+        return f"there is one in its folder {inner[0]}, pass that"
+    return "pass the directory that save_pretrained wrote"
+
+
+def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration object of transformers; custom code runs with ``trust_remote_code`` only.
+
+    Raises ``UnsupportedModel``, and ``BadCheckpoint`` as ``raw_config`` does.
+    """
+    raw = raw_config(source)
+    require_unquantised(raw, source.model)
+    if not trust_remote_code:
+        require_no_code(raw, source.model)
+    if not (trust_remote_code and "AutoConfig" in _code_of(raw)):
+        require_known_type(raw, source.model)
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a config class rejects what it likes, and how; so may custom code
+        first = str(error).strip().split("\n")[0][:300]
+        raise UnsupportedModel(
+            f"transformers rejects the {CONFIG} of {source.model}: {type(error).__name__}: {first}"
+        ) from error
+
+
+def require_unquantised(config: Mapping[str, Any], model: str) -> None:
+    """Raises ``UnsupportedModel`` where the config, or a part of it, says how it is quantised."""
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    for part in parts:
+        found = part.get("quantization_config") or part.get("compression_config")
+        if found:
+            method = found.get("quant_method") if isinstance(found, dict) else None
+            raise UnsupportedModel(
+                f"{model} is quantised ({method or 'so its config says'}) and cannot be centred "
+                "exactly; fold the original checkpoint, then quantise the result"
+            )
+
+
+def require_no_code(config: Mapping[str, Any], model: str) -> None:
+    """Raises ``UnsupportedModel`` where the config names code of its own (``auto_map``)."""
+    named = _code_of(config)
+    if named:
+        raise UnsupportedModel(
+            f"{model} comes with code of its own ({next(iter(named.values()))}), which is not run; "
+            "read it, then pass --trust-remote-code"
+        )
+
+
+def _code_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    named = config.get("auto_map") or {}
+    return named if isinstance(named, dict) else {"auto_map": named}
+
+
+def require_known_type(config: Mapping[str, Any], model: str) -> None:
+    """Raises ``UnsupportedModel`` for a model type that transformers lacks, with the nearest."""
+    found = config.get("model_type")
+    if not isinstance(found, str) or not found:
+        raise UnsupportedModel(
+            f'the {CONFIG} of {model} names no model_type; add it, for example "model_type": "gpt2"'
+        )
+    from transformers import CONFIG_MAPPING
+
+    if found not in CONFIG_MAPPING:
+        close = get_close_matches(found, list(CONFIG_MAPPING.keys()))
+        hint = f"did you mean {' or '.join(close)}?" if close else "upgrade it if it is a new one"
+        raise UnsupportedModel(f"{model}: transformers has no model type {found!r}; {hint}")
+
+
+def require_unfolded(config: Mapping[str, Any] | PretrainedConfig) -> None:
+    """Raises ``AlreadyFolded`` where the config, read or loaded, carries the ``enjoyln`` marker."""
+    raw = config if isinstance(config, Mapping) else vars(config)
+    if MARKER in raw:
+        found = raw[MARKER]
+        origin = found.get("source") if isinstance(found, dict) else None
+        raise AlreadyFolded(
+            f"the model is the result of an earlier fold; fold its source ({origin or 'unknown'}) "
+            "instead"
+        )

@@ -1,0 +1,256 @@
+"""What the weight files of a checkpoint hold, and whether they can be believed.
+
+A safetensors file is ``8 bytes: header length n, little endian | n bytes: JSON | tensors``. The
+header is read and checked here without the library, because its offsets are used to read and write
+in place: the tensors have to fill the rest of the file exactly, in any order, without gap or
+overlap, each with ``bytes == elements * size(dtype)``. A ``.bin`` file is a pickle, loaded with
+``weights_only=True`` and mapped into memory where its format allows that.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+
+MAX_HEADER = 100_000_000
+"""Bytes. The safetensors format forbids longer headers."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Safetensors names of the dtypes that are read. Smaller floats come from quantisation only."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_QUANTISED = ("F4", "F6", "F8")
+_PACKED = ("I8", "U8", "I16", "U16", "I32", "U32")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file."""
+
+    name: str
+    file: str
+    """Relative to the checkpoint's directory."""
+    dtype: str
+    """Safetensors name: F32, F16, BF16, F64, I64, ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Position in the file, in bytes from its beginning; -1 for a ``.bin`` file."""
+    nbytes: int
+
+
+def read_safetensors_header(path: Path) -> tuple[list[Stored], dict[str, str]]:
+    """The tensors of a file in the order of their offsets, and its ``__metadata__``.
+
+    Raises ``BadCheckpoint`` for a header that contradicts itself or the file, ``UnsupportedModel``
+    for dtypes that only quantised checkpoints have.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if prefix == b"version ":
+            raise _pointer(path)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > MAX_HEADER or 8 + length > size:
+            raise BadCheckpoint(
+                f"{path.name} says its header takes {length} bytes, but the file has {size}; "
+                "it is truncated or no safetensors file, fetch it again"
+            )
+        header = _parsed_header(path, file.read(length))
+    metadata = _metadata(path, header.pop("__metadata__", None))
+    found = [_entry(path, name, value, 8 + length) for name, value in header.items()]
+    found.sort(key=lambda stored: (stored.offset, stored.nbytes))
+    _check_filled(path, found, 8 + length, size)
+    return found, metadata
+
+
+def _parsed_header(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(
+            f"the header of {path.name} is not valid JSON ({_first_line(error)}); fetch it again"
+        ) from error
+    if not isinstance(header, dict):
+        raise BadCheckpoint(f"the header of {path.name} is not a JSON object; fetch it again")
+    return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} appears twice")
+    return found
+
+
+def _metadata(path: Path, value: Any) -> dict[str, str]:
+    value = {} if value is None else value
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise BadCheckpoint(
+            f"__metadata__ of {path.name} does not map text to text; fetch it again"
+        )
+    return value
+
+
+def _entry(path: Path, name: str, value: Any, start: int) -> Stored:
+    fields = value if isinstance(value, dict) else {}
+    dtype, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (isinstance(dtype, str) and _naturals(shape) and _naturals(span) and len(span) == 2):
+        raise BadCheckpoint(
+            f"{name} in {path.name} has a malformed header entry {value!r:.100}; fetch it again"
+        )
+    if dtype.startswith(_QUANTISED):
+        raise _quantised(name, path.name, dtype)
+    if dtype not in DTYPES:
+        raise BadCheckpoint(f"{name} in {path.name} has the unknown dtype {dtype!r:.40}")
+    need, held = prod(shape) * DTYPES[dtype].itemsize, span[1] - span[0]
+    if need != held:
+        raise BadCheckpoint(
+            f"{name} in {path.name}: {dtype} of shape {shape} takes {need} bytes, but its offsets "
+            f"{span} hold {held}; fetch the file again"
+        )
+    return Stored(name, path.name, dtype, tuple(shape), start + span[0], held)
+
+
+def _naturals(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _check_filled(path: Path, found: list[Stored], start: int, size: int) -> None:
+    """The tensors, in the order of their offsets, follow each other to the end of the file."""
+    end, before = start, "the header"
+    for stored in found:
+        if stored.offset != end:
+            what = "overlaps" if stored.offset < end else "leaves a gap after"
+            raise BadCheckpoint(f"{stored.name} in {path.name} {what} {before}; fetch it again")
+        end, before = stored.offset + stored.nbytes, stored.name
+    if end > size:
+        raise BadCheckpoint(
+            f"{path.name} is truncated: its header promises {end} bytes, the file has {size}; "
+            "fetch it again"
+        )
+    if end < size:
+        raise BadCheckpoint(
+            f"{path.name} has {size - end} bytes that its header does not mention; fetch it again"
+        )
+
+
+def read_bin_header(path: Path) -> list[Stored]:
+    """The tensors of a pickled state dict, in its order. Raises as ``load_bin`` does."""
+    found = []
+    for name, tensor in load_bin(path).items():
+        dtype = _NAMES.get(tensor.dtype)
+        if tensor.is_quantized or tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+            raise _quantised(name, path.name, str(tensor.dtype))
+        if dtype is None or tensor.layout != torch.strided:
+            raise BadCheckpoint(
+                f"{name} in {path.name} is a {tensor.layout} tensor of {tensor.dtype}, which "
+                "safetensors cannot hold; save the model anew"
+            )
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        found.append(Stored(name, path.name, dtype, tuple(tensor.shape), -1, nbytes))
+    return found
+
+
+def load_bin(path: Path) -> dict[str, torch.Tensor]:
+    """A pickled state dict. Its tensors are shared between callers: not to be written to.
+
+    Raises ``BadCheckpoint`` for a pickle that runs code, is damaged, or is no state dict.
+    """
+    state = path.stat()
+    return _load_bin(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=2)
+def _load_bin(path: Path, _changed: int, _size: int) -> dict[str, torch.Tensor]:
+    import pickle
+    import zipfile
+
+    with path.open("rb") as file:
+        if file.read(8) == b"version ":
+            raise _pointer(path)
+    try:
+        mapped = zipfile.is_zipfile(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        text = str(error)
+        if "GLOBAL" in text or "global" in text:
+            raise BadCheckpoint(
+                f"{path.name} is a pickle with code in it ({_culprit(text)}), which is not run; "
+                "ask its author for safetensors"
+            ) from error
+        raise _damaged(path, error) from error
+    except Exception as error:  # a damaged pickle makes torch.load fail in every way there is
+        raise _damaged(path, error) from error
+    if not isinstance(content, dict):
+        raise BadCheckpoint(
+            f"{path.name} holds a {type(content).__name__}, not a state dict; save the model anew"
+        )
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise BadCheckpoint(
+                f"{path.name} is no state dict: {name!r:.60} is a {type(tensor).__name__}, not a "
+                "tensor; save the model anew"
+            )
+    return dict(content)
+
+
+def _culprit(text: str) -> str:
+    words = text.replace("`", " ").split()
+    after = [b for a, b in zip(words, words[1:], strict=False) if a in ("GLOBAL", "global:")]
+    named = [word for word in after if "." in word.strip(".")]
+    return named[0].strip(".,") if named else "a global that is no tensor"
+
+
+def _damaged(path: Path, error: Exception) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"{path.name} cannot be read, it is damaged or truncated "
+        f"({type(error).__name__}: {_first_line(error)}); fetch it again"
+    )
+
+
+def _pointer(path: Path) -> BadCheckpoint:
+    return BadCheckpoint(f"{path.name} is a Git LFS pointer, not the file; run `git lfs pull`")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:160]
+
+
+def require_unpacked(tensors: dict[str, Stored]) -> None:
+    """Raises ``UnsupportedModel`` where a weight matrix is stored as (packed) integers."""
+    for stored in tensors.values():
+        last = stored.name.rsplit(".", 1)[-1]
+        if "weight" in last and len(stored.shape) == 2 and stored.dtype in _PACKED:
+            raise _quantised(stored.name, stored.file, stored.dtype)
+
+
+def _quantised(name: str, file: str, dtype: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{name} in {file} is quantised ({dtype}) and cannot be centred exactly; "
+        "fold the original checkpoint, then quantise the result"
+    )
