@@ -1,0 +1,1 @@
+"""The recipes that come with enjoyln, one for each family: data only."""
