@@ -6,6 +6,7 @@ that differs. A line that names its layer goes before one with a placeholder.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ DEPENDS = ("tie_word_embeddings",)
 
 @dataclass(frozen=True)
 class NormLine:
-    """One norm, or one of every layer. ``ops``, ``culprit`` may lie at ``{i-1}``."""
+    """One norm, or one of every layer. All but its own name may lie at ``{i-1}``."""
 
     name: str
     fold: bool
@@ -180,7 +181,8 @@ def _norm_item(verdict: Verdict, layers: Mapping[str, int]) -> _Item[NormLine]:
         line,
         name=template,
         ops=tuple(relative(op, verdict.norm, layers) for op in line.ops),
-        culprit=relative(line.culprit, verdict.norm, layers),
+        reason=_near(line.reason, verdict.norm, layers),
+        culprit=_near(line.culprit, verdict.norm, layers),
     )
     return _Item(verdict.norm, line, (near, replace(line, name=template)), (template,), template)
 
@@ -199,8 +201,13 @@ def _writer_item(
 def _op_item(op: Centring, layers: Mapping[str, int], config: Mapping[str, Any]) -> _Item[OpLine]:
     template, _ = templated(op.module, layers)
     line = OpLine(op.module, op.place, symbolic(op.axis, None, config), op.reason)
-    form = replace(line, module=template)
+    form = replace(line, module=template, reason=_near(op.reason, op.module, layers))
     return _Item(op.module, line, (form,), (template, op.place), template)
+
+
+def _near(text: str, to: str, layers: Mapping[str, int]) -> str:
+    """Text with every dotted name in it made relative to the layers of ``to``."""
+    return re.sub(r"[\w-]+(\.[\w-]+)+", lambda match: relative(match[0], to, layers), text)
 
 
 def _collapsed(

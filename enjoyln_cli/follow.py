@@ -27,7 +27,7 @@ from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import Centring, Place, Plan, Verdict, Writer
 from enjoyln_cli.template import Span, concrete, expanded, filled, placeholders, templated
 
-MOST_NAMES = 1_000_000
+MOST_NAMES = 300_000
 """No recipe may stand for more names than this."""
 
 PLACES: tuple[Place, ...] = ("output", "input")
@@ -156,7 +156,8 @@ def _asked(variant: Variant, layers: Mapping[str, int], where: str) -> _Asked:
     for name, found in _deciding(variant.norms, lambda line: line.name, layers, where).items():
         line, numbers = _only(found, name, where)
         ops = tuple(filled(op, numbers) for op in line.ops)
-        norms[name] = replace(line, name=name, ops=ops, culprit=filled(line.culprit, numbers))
+        reason, culprit = filled(line.reason, numbers), filled(line.culprit, numbers)
+        norms[name] = NormLine(name, line.fold, ops, reason, culprit)
     writers: dict[str, tuple[tuple[str, ...], Span]] = {}
     left: set[str] = set()
     for name, lines in _deciding(variant.writers, lambda w: w.parameter, layers, where).items():
@@ -172,8 +173,8 @@ def _asked(variant: Variant, layers: Mapping[str, int], where: str) -> _Asked:
     for place in PLACES:
         lines_here = [line for line in variant.ops if line.place == place]
         for name, at in _deciding(lines_here, lambda op: op.module, layers, where).items():
-            op, _ = _only(at, name, where)
-            ops_asked[name, place] = op.span, op.reason
+            op, numbers = _only(at, name, where)
+            ops_asked[name, place] = op.span, filled(op.reason, numbers)
     return _Asked(norms, writers, frozenset(left), ops_asked)
 
 

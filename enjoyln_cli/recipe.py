@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -52,6 +52,9 @@ from enjoyln_cli.follow import differences, follow, to_plan
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.template import Span, parted, written
 
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
 __all__ = [
     "Recipe",
     "differences",
@@ -70,6 +73,8 @@ LONGEST = 1_000_000
 """Characters of a recipe. Those of real models have a few thousand."""
 DEEPEST = 12
 """Levels of nesting. A recipe has five."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The safe loader, in C where that was built: a megabyte takes half a minute without."""
 
 _HEAD = """\
 # The LayerNorms of {model_type} that become RMSNorm, and the edits that keep the function the same.
@@ -171,7 +176,7 @@ def shipped_recipe(plan: Plan, config: Any = None) -> Recipe | None:
 
     ``config`` is a mapping or a transformers config.
     """
-    file = resources.files("enjoyln_cli.recipes") / f"{plan.model_type}.yaml"
+    file = _shipped() / f"{plan.model_type}.yaml"
     if not re.fullmatch(r"[\w-]+", plan.model_type) or not file.is_file():
         return None
     recipe = parse_recipe(file.read_text(encoding="utf-8"), where=f"recipes/{file.name}")
@@ -180,6 +185,14 @@ def shipped_recipe(plan: Plan, config: Any = None) -> Recipe | None:
     except RecipeError:
         return None
     return replace(recipe, variants=(variant,))
+
+
+def _shipped() -> Traversable:
+    """Where the shipped recipes are: in the package, or in a checkout that is not installed."""
+    try:
+        return resources.files("enjoyln_cli.recipes")
+    except ModuleNotFoundError:
+        return Path(__file__).parent.parent / "recipes"
 
 
 def parse_recipe(text: str, *, where: str) -> Recipe:
@@ -208,7 +221,7 @@ def _yaml(text: str, where: str) -> Any:
         raise RecipeError(f"{where}: longer than {LONGEST} characters, which no recipe is")
     try:
         _require_tame(text, where)
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise RecipeError(f"{where}: {line}not YAML: {error.problem}") from None
@@ -220,7 +233,7 @@ def _require_tame(text: str, where: str) -> None:
     """No anchors, tags, deep nesting or repeated keys: a recipe needs none, and YAML hides them."""
     keys: list[set[str] | None] = []
     at_key: list[bool] = []
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=_LOADER):
         line = f"{where}: line {event.start_mark.line + 1}"
         if getattr(event, "anchor", None) or isinstance(event, yaml.AliasEvent):
             raise RecipeError(f"{line}: anchors and aliases are not allowed; write the value out")
