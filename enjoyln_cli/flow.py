@@ -149,6 +149,8 @@ _SHAPE_ONLY = {
     aten.sym_size,
     aten.zeros_like,
 }
+_LIKE = {aten.type_as, aten.view_as, aten.expand_as, aten.reshape_as}
+"""Ops that read the dtype or shape of their second operand, not its values."""
 _SOFTMAX = {aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax}
 
 
@@ -159,6 +161,8 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
         return True
     if shape is None or occurrences(node, operand) != 1:
         return False
+    if op in _LIKE and node.args[0] is not operand:
+        return True
     if op is aten.layer_norm:
         over_last = len(node.args[1]) == 1 and axis.dim == len(shape) - 1  # type: ignore[arg-type]
         return node.args[0] is operand and over_last and is_whole(axis, shape)

@@ -291,6 +291,10 @@ def _image_calls(model: Any, accepted: Mapping[str, Any]) -> list[Call]:
         masked = torch.zeros(BATCH, patches, dtype=torch.bool, device="meta")
         given = {**pixels(*size), "bool_masked_pos": masked}
         calls.append(Call("masked positions", (((), given),), required=False))
+    if "attention_mask" in accepted:
+        tokens = (size[0] // patch[0]) * (size[1] // patch[1]) + 1
+        given = {**pixels(*size), "attention_mask": _ids(BATCH, tokens)}
+        calls.append(Call("attention mask", (((), given),), required=False))
     if "interpolate_pos_encoding" in accepted:
         larger = pixels(size[0] + patch[0], size[1] + patch[1])
         flags = {"interpolate_pos_encoding": True}
