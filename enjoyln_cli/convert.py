@@ -291,6 +291,7 @@ def _summed(
     if listener is None:
         return None
     done = 0
+    listener(done, total)
 
     def add(nbytes: int) -> None:
         nonlocal done

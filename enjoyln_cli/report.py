@@ -157,17 +157,19 @@ def _bar(bar: Progress) -> Callable[[int, int], None]:
 
 
 def _plain_lines() -> Callable[[int, int], None]:
-    start = last = time.monotonic()
+    start = last = 0.0
     lock = threading.Lock()
 
     def update(done: int, total: int) -> None:
-        nonlocal last
+        nonlocal start, last
         with lock:
             now = time.monotonic()
+            if not start:
+                start = last = now
             if now - last < LINE_SECONDS and done < total:
                 return
             last = now
-        rate = done / max(now - start, 1e-9)
+        rate = done / max(now - start, 1e-3)
         left = (total - done) / max(rate, 1e-9)
         text = f"{size(done)} of {size(total)}, {size(rate)}/s, {left:.0f} s left"
         say(text, stderr=True)

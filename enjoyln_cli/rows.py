@@ -131,8 +131,10 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     body = []
     for found in rows:
         texts = [str(found[key]) for key in keys]
-        texts += [str(len(found["kept"])), str(found["writers"]), f"{found['parameters']}"]
-        body.append(texts + [str(len(found["paper"]))] * paper)
+        texts += [str(len(found["kept"])), str(found["writers"]), str(found["parameters"])]
+        if paper:
+            texts.append(str(len(found["paper"])))
+        body.append(texts)
     return head + ["paper"] * paper, body
 
 

@@ -30,9 +30,8 @@ LAYERS = (
     ("flow",),
     ("trace", "rules"),
     ("plan", "nodes"),
-    ("config",),
     ("checkpoint",),
-    ("shards", "source", "output"),
+    ("config", "files", "shards", "output"),
     ("axis",),
     ("errors",),
 )
@@ -43,7 +42,7 @@ OWNERS = {
     "rich": {"report"},
     "torch.export": {"trace"},
     "safetensors": {"checkpoint"},
-    "huggingface_hub": {"checkpoint", "source", "hub"},
+    "huggingface_hub": {"checkpoint", "hub"},
     "yaml": {"recipe"},
     "networkx": {"cut"},
 }

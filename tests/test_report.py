@@ -1,0 +1,309 @@
+"""What is shown: rows as data, tables, trees and progress, on terminals of every kind."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enjoyln_cli import report, rows
+from enjoyln_cli.axis import Axis
+from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
+from enjoyln_cli.verify import Verification
+from enjoyln_cli.why import Tree
+
+REASON = "the output of a LayerNorm with weights is not zero-mean"
+PLAN = Plan(
+    model_type="made-up",
+    model_class="MadeUpModel",
+    classes=("MadeUpModel", "MadeUpForCausalLM"),
+    norms=(
+        Verdict("h.0.ln", "static"),
+        Verdict("h.1.ln", "centred", ops=("wte",)),
+        Verdict("h.2.ln", "kept", reason=REASON, culprit="embed.ln", path=("h.2", "embed.ln")),
+        Verdict("h.3.ln", "kept", reason=REASON, culprit="embed.ln", path=("h.3", "embed.ln")),
+        Verdict("head.ln", "kept", reason="gelu | tanh", culprit="head.act"),
+    ),
+    writers=(
+        Writer("h.0.proj.weight", "h.0.proj.weight", Axis(1, 0, 1, 6, 1), (6, 6)),
+        Writer("h.0.proj.weight", "copy.weight", Axis(1, 0, 1, 6, 1), (6, 6)),
+        Writer("h.0.proj.bias", "h.0.proj.bias", Axis(0, 0, 1, 6, 1), (6,)),
+    ),
+    ops=(Centring("wte", "output", Axis(-1, 0, 1, 6, 1), "it is tied to the head"),),
+    unproven=("inputs_embeds",),
+    other_norms=(("SomeRMSNorm", 2),),
+)
+ONLY_RMS = Plan("llama", "LlamaModel", ("LlamaModel",), (), (), (), other_norms=(("RMS", 33),))
+CHECKED = Verification(
+    passed=True,
+    failures=(),
+    identity_error=1.234e-16,
+    storage_error=2.5e-8,
+    runtime_error=3.1e-7,
+    original_error=3.0e-7,
+    stock_error=3.2e-7,
+    ratio=1.0333,
+    stock_ratio=1.0667,
+    max_ratio=1.25,
+    kl=4e-13,
+    top1_agreement=1.0,
+    norm_input_mean={"h.0.ln": 2e-8, "h.1.ln": 1e-8},
+    writer_drift={"h.0.proj.weight": 5e-9},
+    perplexity={"original": 12.5, "folded": 12.5001, "tokens": 512.0},
+    model_class="MadeUpModel",
+    source="somewhere",
+    compute_dtype="float32",
+    rows=4,
+    seed=0,
+    blocks_checked=None,
+)
+
+
+def test_a_row_counts_what_the_plan_says() -> None:
+    found = rows.row("m", PLAN, paper=("h.0.ln", "h.1.ln", "h.2.ln"))
+    assert (found["norms"], found["folded_static"], found["folded"]) == (5, 1, 2)
+    assert (found["centering_ops"], found["writers"], found["parameters"]) == (1, 2, 42)
+    assert found["kept"][0] == {
+        "name": "h.2.ln",
+        "reason": REASON,
+        "culprit": "embed.ln",
+        "path": ["h.2", "embed.ln"],
+    }
+    assert found["paper"] == ["h.0.ln", "h.1.ln", "h.2.ln"]
+    assert "paper" not in rows.row("m", PLAN)
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["h.0.ln", "h.1.ln", "h.2.ln"], ["h.0-2.ln"]),
+        (["h.0.ln", "h.2.ln", "f"], ["h.0,2.ln", "f"]),
+        (["a.0.b.0", "a.0.b.1", "a.1.b.0", "a.1.b.1"], ["a.0-1.b.0-1"]),
+        (["a.0.b.0", "a.1.b.1"], ["a.*.b.*"]),
+        (["ln_1", "x.10.ln_1"], ["ln_1", "x.10.ln_1"]),
+        ([], []),
+    ],
+)
+def test_names_that_differ_in_numbers_are_one(names: list[str], shown: list[str]) -> None:
+    assert rows.compact(names) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (1.234e-16, "1.2e-16"),
+        (0.0, "0"),
+        (None, "-"),
+        (1.0333, "1.03"),
+        (0.001, "0.001"),
+        (1234.4, "1234"),
+        (5e12, "5.0e+12"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_numbers_are_readable(value: float | None, shown: str) -> None:
+    assert rows.number(value) == shown
+
+
+def test_sizes_are_decimal() -> None:
+    assert [rows.size(n) for n in (0, 999, 1500, 4_300_000_000, 7e12)] == [
+        "0 B",
+        "999 B",
+        "1.5 kB",
+        "4.3 GB",
+        "7.0 TB",
+    ]
+
+
+def test_notes_name_ops_reasons_and_culprits() -> None:
+    text = "\n".join(rows.notes(rows.row("m", PLAN)))
+    assert "centre the output of wte: it is tied to the head" in text
+    assert f"keep 2: {REASON}: h.2-3.ln" in text
+    assert "because of embed.ln" in text
+    assert "not proven for calls with inputs_embeds" in text
+
+
+def test_a_model_without_layernorm_says_why() -> None:
+    assert rows.notes(rows.row("LLaMA", ONLY_RMS)) == [
+        "LLaMA: 33 norms are RMSNorm already, no LayerNorm to fold"
+    ]
+    bare = replace(ONLY_RMS, other_norms=())
+    assert rows.notes(rows.row("vgg", bare)) == ["vgg: no LayerNorm in this model"]
+
+
+def test_csv_can_be_read_back() -> None:
+    text = rows.as_csv([rows.row("m", PLAN), rows.row("LLaMA", ONLY_RMS)])
+    lines = list(csv.DictReader(io.StringIO(text)))
+    assert [line["model"] for line in lines] == ["m", "LLaMA"]
+    assert (lines[0]["LNs"], lines[0]["in all"], lines[0]["kept"]) == ("5", "2", "3")
+    assert lines[0]["kept by reason"] == f"2 x {REASON}; 1 x gelu | tanh"
+    assert lines[1]["kept by reason"] == "RMSNorm already"
+
+
+def test_markdown_has_as_many_columns_in_every_line() -> None:
+    lines = rows.as_markdown([rows.row("m", PLAN, paper=())]).splitlines()
+    bars = [line.replace("\\|", "").count("|") for line in lines]
+    assert len(lines) == 3 and len(set(bars)) == 1
+
+
+def test_json_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+    both = [rows.row("m", PLAN), rows.row("LLaMA", ONLY_RMS)]
+    report.write_rows(both, "json")
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == both
+
+
+def test_the_table_shows_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    report.write_rows([rows.row("m", PLAN, ("h.0.ln",)), rows.row("LLaMA", ONLY_RMS)], "table")
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("│ m "))
+    assert [cell.strip() for cell in line.strip("│").split("│")] == [
+        *("m", "5", "1", "2", "1", "3", "2", "42", "1")
+    ]
+    assert "LLaMA: 33 norms are RMSNorm already" in out
+    assert "never used to convert" in out
+
+
+def test_without_layernorms_there_is_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
+    report.write_rows([rows.row("LLaMA", ONLY_RMS)], "table")
+    assert capsys.readouterr().out == (
+        "LLaMA: 33 norms are RMSNorm already, no LayerNorm to fold\n"
+    )
+
+
+def test_a_tree_keeps_its_shape_and_its_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    leaf = Tree("w[0]: centred [red]in the weights[/red]", True)
+    report.write_tree(Tree("h.0.ln folds", True, (leaf, Tree("embed: opaque", False))))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in lines] == [
+        "h.0.ln folds",
+        "├── w[0]: centred [red]in the weights[/red]",
+        "└── embed: opaque",
+    ]
+
+
+def test_a_verification_shows_each_error_beside_the_originals(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report.write_verification(CHECKED)
+    out = capsys.readouterr().out
+    for text in ("1.2e-16", "2.5e-08", "3.1e-07", "3.0e-07", "1.03", "12.5001", "512 tokens"):
+        assert text in out
+    assert "h.0.ln saw a mean of 2.0e-08" in out
+    assert out.splitlines()[-1] == CHECKED.summary
+
+
+def test_a_failed_verification_says_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    report.write_verification(replace(CHECKED, passed=False, failures=("wte is not centred",)))
+    assert "wte is not centred" in capsys.readouterr().out
+
+
+def test_a_verification_without_a_run_is_shown_too(capsys: pytest.CaptureFixture[str]) -> None:
+    nothing: Any = dict.fromkeys(
+        ("identity_error", "storage_error", "runtime_error", "original_error", "stock_error")
+    )
+    empty = replace(CHECKED, **nothing, ratio=None, kl=None, top1_agreement=None, perplexity=None)
+    report.write_verification(replace(empty, norm_input_mean={}))
+    assert "nothing was run" in capsys.readouterr().out
+
+
+def test_progress_is_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    with report.watching(quiet=True) as watch:
+        watch.event("stage", "opening")
+        watch.event("warning", "the recipe differs")
+        watch.progress(1, 2)
+    assert capsys.readouterr() == ("", "")
+    assert watch.warnings == ["the recipe differs"]
+
+
+def test_progress_in_a_pipe_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with report.watching(quiet=False) as watch:
+        watch.event("stage", "opening")
+        watch.event("warning", "the recipe differs")
+        watch.progress(0, 2_000_000)
+        watch.progress(1, 2_000_000)
+        watch.progress(2_000_000, 2_000_000)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and "\x1b" not in err
+    assert lines[:2] == ["opening", "warning: the recipe differs"]
+    assert len(lines) == 3 and lines[2].startswith("2.0 MB of 2.0 MB, ")
+    assert lines[2].endswith("/s, 0 s left")
+
+
+SHOW = """
+from test_report import CHECKED, ONLY_RMS, PLAN
+from enjoyln_cli import report, rows
+from enjoyln_cli.why import Tree
+report.write_rows([rows.row("a/long/model/名前", PLAN, ()), rows.row("LLaMA", ONLY_RMS)], "table")
+report.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
+report.write_verification(CHECKED)
+with report.watching(quiet=False) as watch:
+    watch.event("stage", "écrire")
+    watch.progress(0, 10)
+    watch.progress(10, 10)
+"""
+
+
+def shown(**environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-c", SHOW],
+        env={**os.environ, **environment},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        check=True,
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_any_encoding_does(encoding: str) -> None:
+    done = shown(PYTHONIOENCODING=encoding, PYTHONUTF8="0")
+    assert b"h.2-3.ln" in done.stdout
+    assert done.stdout.decode(encoding)
+
+
+def on_a_terminal(width: int, **environment: str) -> str:
+    """What a terminal of ``width`` columns receives."""
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "COLUMNS": str(width), "TERM": "xterm-256color", **environment}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SHOW],
+        env=env,
+        cwd=Path(__file__).parent,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    received = b""
+    while True:
+        try:
+            block = os.read(ours, 65536)
+        except OSError:  # the terminal's other end is closed
+            break
+        if not block:
+            break
+        received += block
+    os.close(ours)
+    assert process.wait() == 0
+    return received.decode()
+
+
+@pytest.mark.parametrize("width", [20, 80])
+def test_terminals_of_any_width_do(width: int) -> None:
+    text = on_a_terminal(width)
+    assert "\x1b[" in text and "LLaMA" in text
+
+
+def test_no_color_is_respected() -> None:
+    text = on_a_terminal(80, NO_COLOR="1")
+    assert "\x1b[32m" not in text and "\x1b[31m" not in text
