@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -124,7 +124,7 @@ def _similar(path: str) -> str:
     try:
         names = [entry.name for entry in os.scandir(parent or ".") if entry.is_dir()]
     except (OSError, ValueError):
-        return f", and no {parent!r} either"
+        return ""
     close = difflib.get_close_matches(name, names, n=2)
     return f"; did you mean {' or '.join(os.path.join(parent, c) for c in close)}?" if close else ""
 
@@ -137,37 +137,65 @@ def _snapshot(
     weights: bool,
 ) -> Path:
     """The directory in the cache, named after the commit, with what is needed in it."""
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
 
-    def fetch(name: str, at: str | None) -> Path:
-        return Path(hf_hub_download(model, name, revision=at, token=token, cache_dir=cache_dir))
-
-    def fetch_all(names: list[str]) -> None:
-        snapshot_download(
-            model, revision=commit, token=token, cache_dir=cache_dir, allow_patterns=names
-        )
-
-    config = fetch(CONFIG, revision)
-    path, commit = config.parent, config.parent.name
-    if b'"auto_map"' in config.read_bytes():
-        fetch_all(["*.py"])
-    if not weights:
-        return path
+    unreachable = _unreachable(model, revision, token)
+    place: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
+    place["local_files_only"] = unreachable is not None
+    what = "is not in the cache"
     try:
-        names = HfApi(token=token).list_repo_files(model, revision=commit)
-    except OSError as error:
-        names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
-        if not set(names) & set(WEIGHTS):
-            raise ModelNotFound(
-                f"the weights of {model} are not in the cache, and the Hub cannot be reached; "
-                "go online"
-            ) from error
-    first = weights_among(names, model)
-    index = first.endswith(".json")
-    shards = shards_in_index(fetch(first, commit))[0] if index else (first,)
-    wanted = {first, *shards, *(name for name in names if comes_along(name))}
-    fetch_all([glob.escape(name) for name in sorted(wanted)])
-    return path
+        path = Path(hf_hub_download(model, CONFIG, revision=revision, **place)).parent
+        if b'"auto_map"' in (path / CONFIG).read_bytes():
+            snapshot_download(model, revision=path.name, allow_patterns=["*.py"], **place)
+        if not weights:
+            return path
+        what = "is in the cache without its weights"
+        if unreachable is None:
+            names = HfApi(token=token).list_repo_files(model, revision=path.name)
+        else:
+            names = [found.name for found in path.iterdir()]
+            if not set(names) & set(WEIGHTS):
+                raise errors.LocalEntryNotFoundError(what)
+        first = weights_among(names, model)
+        shards: tuple[str, ...] = ()
+        if first.endswith(".json"):
+            index = hf_hub_download(model, first, revision=path.name, **place)
+            shards = shards_in_index(Path(index))[0]
+        wanted = {first, *shards, *(name for name in names if comes_along(name))}
+        patterns = [glob.escape(name) for name in sorted(wanted)]
+        snapshot_download(model, revision=path.name, allow_patterns=patterns, **place)
+        return path
+    except errors.LocalEntryNotFoundError as error:
+        if isinstance(error.__cause__, errors.HfHubHTTPError):
+            raise error.__cause__ from None
+        raise _not_cached(model, what, unreachable or error) from error
+
+
+def _unreachable(model: str, revision: str | None, token: str | None) -> Exception | None:
+    """Why the Hub gives no answer, asked once; ``None`` if it gives one, whatever it says."""
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
+
+    try:
+        get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), token=token)
+    except errors.HfHubHTTPError:
+        return None
+    except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
+        return error
+    return None
+
+
+def _not_cached(model: str, what: str, error: Exception) -> ModelNotFound:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        why = "HF_HUB_OFFLINE is set"
+    else:
+        cause = error.__cause__ or error
+        first = str(cause).strip().split("\n")[0][:120]
+        why = f"{constants.ENDPOINT} cannot be reached ({type(cause).__name__}: {first})"
+    return ModelNotFound(
+        f"{model} {what}, and {why}; go online, or pass a directory{_similar(model)}"
+    )
 
 
 def _hub_error(error: Exception, model: str, revision: str | None) -> EnjoyLNError:
@@ -188,40 +216,19 @@ def _hub_error(error: Exception, model: str, revision: str | None) -> EnjoyLNErr
             return ModelNotFound(f"access to {model} is disabled by the Hub; see {page}")
         case errors.RepositoryNotFoundError():
             return ModelNotFound(
-                f"there is no directory {model} and no such model on the Hub{_similar(model)}"
-                "; for a private model run `hf auth login` or pass --token"
+                f"there is no directory {model} and no such model on the Hub; for a "
+                f"private model run `hf auth login` or pass --token{_similar(model)}"
             )
         case errors.HfHubHTTPError() if status in (401, 403):
             return ModelNotFound(
-                f"the Hub refuses access to {model} ({status}): the token is invalid or lacks the "
-                "permission; run `hf auth login` or pass another --token"
-            )
-        case errors.LocalEntryNotFoundError() if _is_offline(error):
-            return ModelNotFound(
-                f"{model} is not in the cache, and HF_HUB_OFFLINE is set{_similar(model)}; "
-                "go online, or pass a directory"
-            )
-        case errors.LocalEntryNotFoundError():
-            return ModelNotFound(
-                f"{model} is not in the cache, and the Hub at {constants.ENDPOINT} cannot be "
-                f"reached ({_cause(error)}){_similar(model)}; go online, or pass a directory"
+                f"the Hub refuses access to {model} ({status}); run `hf auth login` or pass a "
+                "--token that may read it"
             )
         case errors.EntryNotFoundError():
             return UnsupportedModel(f"{model} has no {CONFIG} on the Hub; see {page}/tree/main")
         case errors.HFValidationError():
             return ModelNotFound(f"there is no directory {model}, and it is no Hub id: {first}")
     return ModelNotFound(f"{model} cannot be fetched: {type(error).__name__}: {first}")
-
-
-def _is_offline(error: BaseException) -> bool:
-    from huggingface_hub import constants
-
-    return constants.HF_HUB_OFFLINE or "Offline" in type(error.__cause__).__name__
-
-
-def _cause(error: BaseException) -> str:
-    first = str(error.__cause__ or error).strip().split("\n")[0][:120]
-    return f"{type(error.__cause__ or error).__name__}: {first}"
 
 
 def open_checkpoint(source: Source) -> Checkpoint:
@@ -280,6 +287,8 @@ def _located(source: Source, name: str) -> Path:
         )
     if not real.is_file():
         raise BadCheckpoint(f"{name} is missing in {source.path}; fetch it again")
+    if not os.access(real, os.R_OK):
+        raise BadCheckpoint(f"{root / name} cannot be read; check its permissions")
     return root / name
 
 
