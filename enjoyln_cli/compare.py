@@ -141,9 +141,9 @@ def _flags(model: Any) -> dict[str, Any]:
 
 
 def tensors(output: Any, name: str = "output") -> Iterator[tuple[str, torch.Tensor]]:
-    """Floating tensors of a model's output with their names, the cache left out."""
+    """Floating tensors of a model's output with their names, without the cache and losses."""
     if isinstance(output, torch.Tensor):
-        if output.is_floating_point():
+        if output.is_floating_point() and output.ndim:
             yield name, output
     elif isinstance(output, Mapping):
         for key, value in output.items():

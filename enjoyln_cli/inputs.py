@@ -31,9 +31,8 @@ def seeded(model: nn.Module, rows: int, seed: int, dtype: torch.dtype) -> list[B
 
     ``input_ids`` are ``(batch, 32)`` int64 below the vocabulary's size, never the padding token,
     with ``attention_mask``, token types and decoder ids where ``forward`` takes them;
-    ``pixel_values`` are normal, ``(batch, channels, height, width)`` in ``dtype``, with a mask of
-    patches in a batch of its own where ``forward`` takes one. Raises ``UnsupportedModel`` for any
-    other main input.
+    ``pixel_values`` are normal, ``(batch, channels, height, width)`` in ``dtype``. Raises
+    ``UnsupportedModel`` for any other main input.
     """
     generator = torch.Generator().manual_seed(seed)
     main = getattr(model, "main_input_name", "input_ids")
@@ -42,8 +41,7 @@ def seeded(model: nn.Module, rows: int, seed: int, dtype: torch.dtype) -> list[B
     if main == "input_ids":
         return [_tokens(model, size, generator) for size in sizes]
     if main == "pixel_values":
-        batches = [_pixels(model, size, generator, dtype) for size in sizes]
-        return batches + _masked_patches(model, batches[0], generator)
+        return [_pixels(model, size, generator, dtype) for size in sizes]
     raise UnsupportedModel(
         f"{type(model).__name__} takes {main}; only input_ids and pixel_values can be made up: "
         "compare it in Python with inputs of your own"
@@ -92,14 +90,16 @@ def _pixels(model: Any, rows: int, generator: torch.Generator, dtype: torch.dtyp
     return {"pixel_values": pixels.to(dtype)}
 
 
-def _masked_patches(model: Any, batch: Batch, generator: torch.Generator) -> list[Batch]:
+def with_masked_patches(model: Any, batch: Batch, seed: int) -> Batch | None:
+    """``batch`` with half of its patches masked; ``None`` where ``forward`` takes no such mask."""
     if "bool_masked_pos" not in inspect.signature(model.forward).parameters:
-        return []
+        return None
+    generator = torch.Generator().manual_seed(seed)
     pixels = batch["pixel_values"]
     patch = _pair(getattr(model.config, "patch_size", 1))
     patches = (pixels.shape[-2] // patch[0]) * (pixels.shape[-1] // patch[1])
     masked = torch.rand(len(pixels), patches, generator=generator) < 0.5
-    return [{"pixel_values": pixels, "bool_masked_pos": masked}]
+    return {**batch, "bool_masked_pos": masked}
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -130,15 +130,20 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         first = str(error).splitlines()[0]
         raise UnsupportedModel(f"--text needs the tokenizer of {folder}: {first}") from error
+    if not tokenizer.vocab_size:  # what a class makes of a directory without tokenizer files
+        raise UnsupportedModel(f"--text needs a tokenizer, and {folder} holds none")
+    return tokenizer
 
 
 def from_text(model: Any, tokenizer: Any, text: str, rows: int) -> list[Batch]:
     """The first ``rows`` windows of the text, at most 256 tokens each, without padding."""
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)[
+        "input_ids"
+    ][0]
     length = min(WINDOW, _positions(model.config.get_text_config()))
     whole = len(ids) // length
     if whole == 0:

@@ -168,7 +168,8 @@ def _examples(
         return _Examples(inputs.from_images(images, folder, dtype), [], None)
     if text is None:
         rows = samples or _rows(run(model, inputs.seeded(model, 2, seed, dtype)[:1]))
-        return _Examples(inputs.seeded(model, rows, seed, dtype), [], None)
+        batches = inputs.seeded(model, rows, seed, dtype)
+        return _Examples(batches + _masked(model, batches[0], seed), [], None)
     head_kind(model)
     tokenizer = inputs.tokenizer_of(folder, subject.trust_remote_code)
     words = Path(text).read_text(encoding="utf-8")
@@ -177,10 +178,19 @@ def _examples(
     return _Examples(_first_rows(batches, rows), batches, tokenizer.mask_token_id)
 
 
+def _masked(model: Any, batch: inputs.Batch, seed: int) -> list[inputs.Batch]:
+    """A batch with masked patches; a class may take the mask and refuse it for its config."""
+    masked = inputs.with_masked_patches(model, batch, seed)
+    try:
+        return [masked] if masked and run(model, [masked]) else []
+    except (ValueError, AttributeError):
+        return []
+
+
 def _rows(outputs: Outputs) -> int:
     """Enough for a ratio that hardly depends on the seed, few enough to be kept in memory."""
     (batch,) = outputs
-    sizes = [value.numel() // max(len(value), 1) for value in batch.values() if value.ndim]
+    sizes = [value.numel() // max(len(value), 1) for value in batch.values()]
     fewest = math.ceil(ENTRIES / max(min(sizes, default=1), 1))
     most = MOST_ENTRIES // max(sum(sizes), 1)
     return max(2, min(max(fewest, FEWEST_ROWS), most, MOST_ROWS))

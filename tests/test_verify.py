@@ -1,0 +1,481 @@
+"""A right fold passes, a wrong one fails, and the numbers are what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+
+from enjoyln_cli import inputs
+from enjoyln_cli.axis import Axis
+from enjoyln_cli.checkpoint import load_config, open_checkpoint, open_source
+from enjoyln_cli.compare import Float64, divergence, perplexity, ratio, relative_errors, run
+from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+from enjoyln_cli.fold import fold_checkpoint
+from enjoyln_cli.memory import blocks_that_fit, first_blocks
+from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
+from enjoyln_cli.recipe import dump_recipe, recipe_of
+from enjoyln_cli.verify import Verification, verify
+
+D, LAYERS, VOCABULARY, POSITIONS = 64, 2, 120, 40
+DTYPES = ["float32", "float16", "bfloat16"]
+LAST = f"transformer.h.{LAYERS - 1}.mlp.c_proj"
+
+
+def randomised(model: nn.Module, seed: int = 0) -> Any:
+    """Random gamma, beta and biases; weights with a mean, in a stream of a size that LNs keep."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.copy_(0.2 * noise + (1.0 if "weight" in name else 0.05))
+            elif "wte" in name or "wpe" in name or "embeddings" in name:
+                parameter.copy_(0.5 * noise + 0.02)
+            else:
+                parameter.copy_(noise / len(parameter) ** 0.5 + 0.01)
+    return model.eval()
+
+
+def gpt2(seed: int = 0) -> Any:
+    config = GPT2Config(
+        n_embd=D,
+        n_layer=LAYERS,
+        n_head=4,
+        vocab_size=VOCABULARY,
+        n_positions=POSITIONS,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return randomised(GPT2LMHeadModel(config), seed)
+
+
+def right_plan() -> Plan:
+    shapes: dict[str, tuple[int, ...]] = {"transformer.wpe.weight": (POSITIONS, D)}
+    for i in range(LAYERS):
+        for part, width in (("attn", D), ("mlp", 4 * D)):
+            shapes[f"transformer.h.{i}.{part}.c_proj.weight"] = (width, D)
+            shapes[f"transformer.h.{i}.{part}.c_proj.bias"] = (D,)
+    norms = [f"transformer.h.{i}.ln_{k}" for i in range(LAYERS) for k in (1, 2)]
+    return Plan(
+        "gpt2",
+        "GPT2LMHeadModel",
+        ("GPT2LMHeadModel",),
+        tuple(Verdict(n, "centred", ("transformer.wte",)) for n in [*norms, "transformer.ln_f"]),
+        tuple(Writer(n, n, feature_axis(s), s) for n, s in shapes.items()),
+        (Centring("transformer.wte", "output", Axis(-1, 0, 1, D, 1), "tied"),),
+        ("inputs_embeds",),
+    )
+
+
+def feature_axis(shape: tuple[int, ...]) -> Axis:
+    return Axis(len(shape) - 1, 0, 1, D, 1)
+
+
+def folded(source: Path, out: Path, plan: Plan, dtype: torch.dtype | None = None) -> Path:
+    opened = open_source(str(source), weights=True)
+    text = dump_recipe(recipe_of(plan, config=load_config(opened)))
+    fold_checkpoint(open_checkpoint(opened), plan, out, recipe_text=text, dtype=dtype)
+    return out
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One GPT-2 in three dtypes."""
+    root = tmp_path_factory.mktemp("sources")
+    model = gpt2()
+    for dtype in DTYPES:
+        model.to(getattr(torch, dtype)).save_pretrained(root / dtype)
+    return {dtype: root / dtype for dtype in DTYPES}
+
+
+@pytest.fixture(scope="module")
+def outs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("outs")
+    return {dtype: folded(sources[dtype], root / dtype, right_plan()) for dtype in DTYPES}
+
+
+def changed(out: Path, into: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a folded checkpoint with some of its tensors edited."""
+    shutil.copytree(out, into)
+    tensors = load_file(into / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
+    return into
+
+
+# Right folds.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_right_fold_passes(outs: dict[str, Path], dtype: str) -> None:
+    found = verify(outs[dtype], write=False)
+    assert found.passed, found.summary
+    assert found.failures == ()
+    assert found.compute_dtype == dtype
+    assert 0 < found.identity_error < 1e-14
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    assert 0 < found.storage_error < eps
+    assert found.ratio <= 1.15 and found.stock_ratio <= 1.15
+    assert 0 <= found.kl < 10 * eps and found.top1_agreement > 0.95
+    assert len(found.norm_input_mean) == 2 * LAYERS + 1
+    assert list(found.norm_input_mean.values())[0] < eps
+    assert found.blocks_checked is None
+
+
+def test_the_plan_can_be_handed_over(outs: dict[str, Path], tmp_path: Path) -> None:
+    moved = tmp_path / ".staged.x"
+    shutil.copytree(outs["float32"], moved)
+    (moved / "enjoyln_recipe.yaml").unlink()
+    found = verify(moved, plan=right_plan(), write=False)
+    assert found.passed
+    assert found == verify(outs["float32"], write=False)
+
+
+def test_the_seed_decides_the_inputs(outs: dict[str, Path]) -> None:
+    one, other = (verify(outs["float32"], seed=seed, write=False) for seed in (1, 2))
+    assert one.runtime_error != other.runtime_error
+    assert verify(outs["float32"], seed=1, write=False) == one
+
+
+def test_a_conversion_on_the_way_passes(sources: dict[str, Path], tmp_path: Path) -> None:
+    out = folded(sources["float32"], tmp_path / "out", right_plan(), torch.bfloat16)
+    found = verify(out, write=False)
+    assert found.passed, found.summary
+    assert found.compute_dtype == "bfloat16"
+
+
+def test_the_report_beside_the_weights(outs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(outs["float32"], out)
+    found = verify(out, seed=3)
+    report = json.loads((out / "enjoyln_verify.json").read_text())
+    assert report["passed"] is True and report["seed"] == 3
+    for name in (
+        "identity_error", "storage_error", "runtime_error", "original_error", "ratio", "kl",
+        "top1_agreement", "stock_error", "norm_input_mean",
+    ):  # fmt: skip
+        assert report[name] == getattr(found, name)
+    assert set(report["versions"]) == {"enjoyln", "torch", "transformers", "python"}
+    files = {p.name for p in out.iterdir()} - {"enjoyln_verify.json"}
+    assert set(report["sha256"]) == files
+    weights = (out / "model.safetensors").read_bytes()
+    assert report["sha256"]["model.safetensors"] == hashlib.sha256(weights).hexdigest()
+    verify(out, seed=3)
+    assert json.loads((out / "enjoyln_verify.json").read_text()) == report
+
+
+def test_no_infinity_in_json() -> None:
+    values: dict[str, Any] = {f.name: None for f in dataclasses.fields(Verification)}
+    values.update(passed=False, failures=("x",), ratio=math.inf, norm_input_mean={"a": math.nan})
+    found = Verification(**values).to_json()
+    assert found["ratio"] is None and found["norm_input_mean"] == {"a": None}
+    json.dumps(found, allow_nan=False)
+
+
+# Wrong folds.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_a_writer_that_the_plan_leaves_out(
+    sources: dict[str, Path], tmp_path: Path, dtype: str, kind: str
+) -> None:
+    plan = right_plan()
+    left = tuple(w for w in plan.writers if w.parameter != f"{LAST}.{kind}")
+    out = folded(sources[dtype], tmp_path / "out", replace(plan, writers=left))
+    found = verify(out, write=False)
+    assert not found.passed
+    assert found.identity_error > 1e-6
+    assert "the edits change the function" in found.summary
+    worst, mean = list(found.norm_input_mean.items())[0]
+    assert worst == "transformer.ln_f" and mean > 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_writer_that_the_weights_leave_out(
+    sources: dict[str, Path], outs: dict[str, Path], tmp_path: Path, dtype: str
+) -> None:
+    original = load_file(sources[dtype] / "model.safetensors")
+    name = f"{LAST}.weight"
+    out = changed(outs[dtype], tmp_path / "out", lambda t: t.update({name: original[name]}))
+    found = verify(out, write=False)
+    assert not found.passed
+    assert name in found.summary
+    assert found.identity_error < 1e-14
+    assert list(found.writer_drift)[0] == name
+    assert list(found.norm_input_mean)[0] == "transformer.ln_f"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tied_embedding_centred(sources: dict[str, Path], tmp_path: Path, dtype: str) -> None:
+    plan = right_plan()
+    name, shape = "transformer.wte.weight", (VOCABULARY, D)
+    wrong = replace(
+        plan, writers=(*plan.writers, Writer(name, name, feature_axis(shape), shape)), ops=()
+    )
+    found = verify(folded(sources[dtype], tmp_path / "out", wrong), write=False)
+    assert not found.passed
+    assert found.identity_error > 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", ["beta dropped", "gamma changed"])
+def test_a_changed_affine(outs: dict[str, Path], tmp_path: Path, dtype: str, what: str) -> None:
+    name = f"transformer.h.1.ln_2.{'bias' if what == 'beta dropped' else 'weight'}"
+    factor = 0.0 if what == "beta dropped" else 1.02
+    out = changed(outs[dtype], tmp_path / "out", lambda t: t[name].mul_(factor))
+    found = verify(out, write=False)
+    assert not found.passed
+    assert name in found.summary
+    assert found.storage_error > torch.finfo(getattr(torch, dtype)).eps
+
+
+def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(outs["float32"], out)
+    config = json.loads((out / "config.json").read_text())
+    config["enjoyln"]["centering"] = []
+    (out / "config.json").write_text(json.dumps(config))
+    found = verify(out, write=False)
+    assert not found.passed
+    assert found.identity_error > 1e-4 and found.ratio > 100
+    assert found.stock_ratio < 1.25
+    assert list(found.norm_input_mean.values())[0] > 0.01
+
+
+def test_another_model_is_not_the_original(outs: dict[str, Path], tmp_path: Path) -> None:
+    gpt2(seed=7).save_pretrained(tmp_path / "other")
+    found = verify(outs["float32"], against=tmp_path / "other", write=False)
+    assert not found.passed
+    assert found.ratio > 1000 and "not what the recipe makes" in found.summary
+
+
+def test_a_tensor_too_many_or_too_few(outs: dict[str, Path], tmp_path: Path) -> None:
+    name = "transformer.h.0.ln_1.bias"
+    less = changed(outs["float32"], tmp_path / "less", lambda t: t.pop(name))
+    assert name in verify(less, write=False).summary
+    more = changed(outs["float32"], tmp_path / "more", lambda t: t.update(x=torch.ones(2)))
+    assert "x is stored in one" in verify(more, write=False).summary
+
+
+def test_a_strict_ratio_fails(outs: dict[str, Path]) -> None:
+    found = verify(outs["bfloat16"], max_ratio=0.1, write=False)
+    assert not found.passed
+    assert "times as far from the exact function" in found.summary
+
+
+def test_storage_shows_in_a_wider_dtype(outs: dict[str, Path]) -> None:
+    found = verify(outs["bfloat16"], dtype="float32", write=False)
+    assert not found.passed and found.ratio > 100
+    assert "storing the weights in torch.bfloat16 costs" in found.summary
+    assert found.runtime_error == pytest.approx(found.storage_error, rel=0.01)
+
+
+# What cannot be verified.
+
+
+def test_a_checkpoint_that_was_not_folded(sources: dict[str, Path]) -> None:
+    with pytest.raises(BadCheckpoint, match="enjoyln fold"):
+        verify(sources["float32"])
+
+
+def test_the_original_is_gone(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "source")
+    out = folded(tmp_path / "source", tmp_path / "out", right_plan())
+    (tmp_path / "source").rename(tmp_path / "moved")
+    with pytest.raises(ModelNotFound, match="--against"):
+        verify(out)
+    assert verify(out, against=tmp_path / "moved", write=False).passed
+
+
+def test_no_such_dtype(outs: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="int8"):
+        verify(outs["float32"], dtype="int8")
+
+
+# Memory.
+
+
+def test_the_first_blocks_where_not_all_fit(outs: dict[str, Path], tmp_path: Path) -> None:
+    tensors = load_file(outs["float32"] / "model.safetensors")
+    count = sum(t.numel() for t in tensors.values())
+    found = verify(outs["float32"], max_memory=int(count * 8 * 1.3) - 1, write=False)
+    assert found.passed, found.summary
+    assert found.blocks_checked == 1
+    assert "first 1 blocks only" in found.summary
+    assert len(found.norm_input_mean) == 3
+    assert len(found.writer_drift) == 1 + 4 * LAYERS
+    wrong = changed(outs["float32"], tmp_path / "o", lambda t: t[f"{LAST}.bias"].add_(0.01))
+    assert f"{LAST}.bias" in verify(wrong, max_memory=count * 8, write=False).summary
+
+
+def test_tensors_are_checked_where_no_block_fits(outs: dict[str, Path], tmp_path: Path) -> None:
+    found = verify(outs["float32"], max_memory=1000, write=False)
+    assert found.passed and found.blocks_checked == 0 and found.ratio is None
+    assert "nothing was run" in found.summary
+    wrong = changed(outs["float32"], tmp_path / "o", lambda t: t[f"{LAST}.bias"].add_(0.01))
+    assert not verify(wrong, max_memory=1000, write=False).passed
+
+
+def test_lists_with_an_entry_per_layer_are_cut(outs: dict[str, Path]) -> None:
+    config = GPT2Config(n_layer=3)
+    config.layer_types = ["a", "b", "c"]
+    cut = first_blocks(config, 2)
+    assert (cut.num_hidden_layers, cut.n_layer, cut.layer_types) == (2, 2, ["a", "b"])
+    assert config.num_hidden_layers == 3
+    checkpoint = open_checkpoint(open_source(str(outs["float32"])))
+    assert blocks_that_fit(checkpoint, config, None) is None
+    assert blocks_that_fit(checkpoint, config, 10) == 0
+
+
+# Distances.
+
+
+def test_relative_errors_are_pooled_and_respect_infinities() -> None:
+    exact = [{"a": torch.tensor([[3.0, 4.0], [math.inf, math.nan]])}, {"a": torch.zeros(1, 2)}]
+    got = [{"a": torch.tensor([[3.0, 4.5], [math.inf, math.nan]])}, {"a": torch.zeros(1, 2)}]
+    assert relative_errors(got, exact) == {"a": pytest.approx(0.1)}
+    got[0]["a"][1, 0] = -math.inf
+    assert relative_errors(got, exact) == {"a": math.inf}
+    assert relative_errors([{}, {}], exact) == {"a": math.inf}
+
+
+def test_ratio_has_a_floor() -> None:
+    assert ratio({"a": 3e-7, "b": 1.0}, {"a": 2e-7, "b": 1.0}, torch.float32) == pytest.approx(1.5)
+    assert ratio({"a": 1e-9}, {"a": 0.0}, torch.float32) < 0.02
+    assert ratio({"a": math.nan}, {"a": 1.0}, torch.float32) == math.inf
+
+
+def test_divergence() -> None:
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
+    kl, top1 = divergence([{"logits": q.log()}], [{"logits": p.log()}])
+    assert kl == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5)) and top1 == 0.0
+    assert divergence([{"logits": p.log()}], [{"logits": p.log()}]) == (0.0, 1.0)
+    assert divergence([{"hidden": p}], [{"hidden": p}]) == (None, None)
+
+
+def test_float32_means_float64_in_an_exact_run() -> None:
+    x = torch.randn(3, 5, dtype=torch.float64)
+    with Float64():
+        soft = torch.nn.functional.softmax(x, dim=-1, dtype=torch.float32)
+        values = (soft, x.float(), x.to(torch.float32), torch.ones(2, dtype=torch.float32))
+    assert {v.dtype for v in values} == {torch.float64}
+    assert torch.equal(soft, x.softmax(-1))
+    assert x.float().dtype == torch.float32
+
+
+# Inputs.
+
+
+def test_seeded_tokens() -> None:
+    model = gpt2()
+    model.config.pad_token_id = 5
+    batches = inputs.seeded(model, 11, 0, torch.float32)
+    assert [len(batch["input_ids"]) for batch in batches] == [8, 3]
+    for batch in batches:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        assert ids.min() >= 0 and ids.max() < VOCABULARY
+        assert torch.equal(ids == 5, mask == 0)
+        assert mask[:-1].all() and 0 < mask[-1].sum() < mask.shape[1]
+    again = inputs.seeded(model, 11, 0, torch.float32)
+    assert all(
+        torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(batches, again, strict=True)
+    )
+
+
+def test_inputs_that_cannot_be_made_up() -> None:
+    model = gpt2()
+    model.main_input_name = "input_values"
+    with pytest.raises(UnsupportedModel, match="input_values"):
+        inputs.seeded(model, 2, 0, torch.float32)
+
+
+# Perplexity, against the loss of transformers itself.
+
+
+def ids(rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(5, VOCABULARY, (rows, 30), generator=generator)
+
+
+def test_perplexity_of_a_causal_head() -> None:
+    model = gpt2().double()
+    batches = [{"input_ids": ids(4)}]
+    found, tokens = perplexity(model, batches, None, 0)
+    with torch.no_grad():
+        expected = model(input_ids=ids(4), labels=ids(4)).loss.exp()
+    assert tokens == 4 * 29
+    assert found == pytest.approx(float(expected), rel=1e-5)  # the loss is in float32
+
+
+def test_perplexity_of_a_masked_head() -> None:
+    config = BertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=VOCABULARY,
+    )
+    model = randomised(BertForMaskedLM(config)).double()
+    batch = {"input_ids": ids(40)}
+    found, tokens = perplexity(model, [batch], 4, 0)
+    hidden, chosen = inputs.masked(batch, 4, 0)
+    assert tokens == int(chosen.sum()) and 0.12 < chosen.double().mean() < 0.20
+    assert chosen.any(1).all() and (hidden["input_ids"][chosen] == 4).all()
+    with torch.no_grad():
+        labels = torch.where(chosen, batch["input_ids"], -100)
+        expected = model(**hidden, labels=labels).loss.exp()
+    assert found == pytest.approx(float(expected), rel=1e-5)  # the loss is in float32
+    with pytest.raises(UnsupportedModel, match="no mask token"):
+        perplexity(model, [batch], None, 0)
+
+
+def words() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
+
+
+def test_verify_on_a_text(outs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(outs["float32"], out)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i % 90}" for i in range(200)))
+    with pytest.raises(UnsupportedModel, match="tokenizer"):
+        verify(out, text=text)
+    words().save_pretrained(out)
+    found = verify(out, text=text, write=False)
+    assert found.passed, found.summary
+    assert found.perplexity is not None
+    assert found.perplexity["tokens"] == 5 * 37
+    assert found.perplexity["folded"] == pytest.approx(found.perplexity["original"], rel=1e-5)
+    text.write_text("w1")
+    with pytest.raises(UnsupportedModel, match="fewer than two tokens"):
+        verify(out, text=text)
+
+
+def test_a_run_leaves_the_cache_and_the_loss_out() -> None:
+    (output,) = run(gpt2(), [{"input_ids": ids(2), "labels": ids(2)}])
+    assert list(output) == ["logits"]
