@@ -42,7 +42,7 @@ DTYPES = {
 """Safetensors names of the dtypes that are read. Smaller floats come from quantisation only."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_QUANTISED = ("F4", "F6", "F8")
+_QUANTISED = ("F4", "F6_", "F8_")
 _PACKED = ("I8", "U8", "I16", "U16", "I32", "U32")
 
 
