@@ -14,32 +14,31 @@ alone, so the bytes written are the same whoever takes which step:
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import prod
+from mmap import ACCESS_COPY, mmap
 
 import torch
 
 from enjoyln_cli.axis import Axis, centre
-from enjoyln_cli.checkpoint import Stored
 from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.shards import DTYPES, Stored
 
 BLOCK = 1 << 18
 """Elements worked on at once: 2 MB in float64, which stays in a core's cache."""
 CHUNK = 1 << 24
 """Elements of a step that can be cut, so that workers share a large tensor."""
-TRANSFER = 1 << 23
-"""Bytes read or written at once: fewer, larger pages in the system's cache."""
+TRANSFER = 1 << 22
+"""Bytes read or written at once."""
+PAGE = 4096
+"""Writes past the system's cache start and end at multiples of this, in the file and in memory."""
 
-FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+FLOATS = {code: dtype for code, dtype in DTYPES.items() if dtype.is_floating_point}
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,34 @@ class Slot:
         if self.dtype == self.stored.dtype:
             return self.stored.nbytes
         return self.count * FLOATS[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Target:
+    """A new file, open for writes through the system's cache and, where that works, past it."""
+
+    cached: int
+    direct: int | None
+
+    def write(self, data: memoryview, at: int) -> None:
+        """Write ``data`` from byte ``at``: whole pages past the cache, what is left through it."""
+        first = min(-at % PAGE, len(data))
+        last = first + (len(data) - first) // PAGE * PAGE
+        _write_all(self.cached, data[:first], at)
+        try:
+            past = self.cached if self.direct is None else self.direct
+            _write_all(past, data[first:last], at + first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            _write_all(self.cached, data[first:last], at + first)
+        _write_all(self.cached, data[last:], at + last)
+
+
+def _write_all(file: int, data: memoryview, at: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], at + done)
 
 
 @dataclass(frozen=True)
@@ -113,30 +140,18 @@ class Lane:
     """What one worker owns: how much it has written, and buffers that serve block after block."""
 
     written: int = 0
-    read: bytearray = field(default_factory=bytearray)
-    rounded: bytearray = field(default_factory=bytearray)
+    read: mmap = field(default_factory=lambda: _pages(PAGE))
+    rounded: mmap = field(default_factory=lambda: _pages(PAGE))
     wide: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
-
-    def input(self, size: int) -> memoryview:
-        """Room for ``size`` bytes on their way in."""
-        if len(self.read) < size:
-            self.read = bytearray(size)
-        return memoryview(self.read)[:size]
-
-    def output(self, size: int) -> memoryview:
-        """Room for ``size`` bytes on their way out."""
-        if len(self.rounded) < size:
-            self.rounded = bytearray(size)
-        return memoryview(self.rounded)[:size]
 
 
 @dataclass(frozen=True)
 class Ends:
-    """A tensor on its way: an open file (or the tensor's bytes) to read, an open file to write."""
+    """A tensor on its way from an open file, or from its bytes in memory, to a new file."""
 
     slot: Slot
     source: int | memoryview
-    target: int
+    target: Target
 
 
 def steps_of(slot: Slot, axes: tuple[Axis, ...]) -> Iterator[Step]:
@@ -207,7 +222,10 @@ def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
     match step:
         case Copy(start, count):
             for first, size in _spans(start, count, 1, TRANSFER):
-                yield _write(lane, ends, first, _read(lane, ends, first, size))
+                data = _outgoing(lane, ends, first, size)
+                _read(ends, first, data)
+                _write(lane, ends, first, data)
+                yield
         case Convert(start, count):
             yield from _rewrite(lane, ends, start, count, 1, None)
         case Rows(start, count, length, width):
@@ -247,7 +265,7 @@ def _rewrite(
     dtype = FLOATS[ends.slot.dtype]
     for first, many in _spans(start, count, unit, _elements_at_once(ends)):
         x = _elements(lane, ends, first, many)
-        data = lane.output(many * dtype.itemsize)
+        data = _outgoing(lane, ends, first * dtype.itemsize, many * dtype.itemsize)
         y = torch.frombuffer(data, dtype=dtype)
         for at, some in _spans(0, many, unit, BLOCK):
             block = _wide(lane, x[at : at + some])
@@ -255,7 +273,8 @@ def _rewrite(
                 edit(block)
             y[at : at + some].copy_(block)
         _check_range(ends.slot, x, y, edited=edit is not None)
-        yield _write(lane, ends, first * dtype.itemsize, data)
+        _write(lane, ends, first * dtype.itemsize, data)
+        yield
 
 
 def _centre_rows(step: Rows, block: torch.Tensor) -> None:
@@ -275,7 +294,7 @@ def _centre_whole(shape: tuple[int, ...], axes: tuple[Axis, ...], block: torch.T
 
 
 def _check_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) -> None:
-    """NaN or Inf in a group have spread over all of it; in a tensor not centred they may be meant."""
+    """NaN or Inf in a group have spread over all of it; elsewhere they may be meant."""
     low, high = y.aminmax()
     if low.isfinite() and high.isfinite():
         return
@@ -299,8 +318,16 @@ def _elements_at_once(ends: Ends) -> int:
 
 def _elements(lane: Lane, ends: Ends, start: int, count: int) -> torch.Tensor:
     dtype = FLOATS[ends.slot.stored.dtype]
-    data = _read(lane, ends, start * dtype.itemsize, count * dtype.itemsize)
+    if len(lane.read) < count * dtype.itemsize:
+        lane.read = _pages(count * dtype.itemsize)
+    data = memoryview(lane.read)[: count * dtype.itemsize]
+    _read(ends, start * dtype.itemsize, data)
     return torch.frombuffer(data, dtype=dtype)
+
+
+def _pages(size: int) -> mmap:
+    """Memory of this process that starts at a page."""
+    return mmap(-1, size, access=ACCESS_COPY)
 
 
 def _wide(lane: Lane, x: torch.Tensor) -> torch.Tensor:
@@ -310,29 +337,29 @@ def _wide(lane: Lane, x: torch.Tensor) -> torch.Tensor:
     return lane.wide[: x.numel()].copy_(x)
 
 
-def _read(lane: Lane, ends: Ends, start: int, size: int) -> memoryview:
-    """``size`` bytes from byte ``start`` of the tensor."""
+def _outgoing(lane: Lane, ends: Ends, start: int, size: int) -> memoryview:
+    """Room for what goes to byte ``start`` of the tensor, placed within a page as in the file."""
+    if len(lane.rounded) < size + PAGE:
+        lane.rounded = _pages(size + PAGE)
+    shift = (ends.slot.offset + start) % PAGE
+    return memoryview(lane.rounded)[shift : shift + size]
+
+
+def _read(ends: Ends, start: int, data: memoryview) -> None:
+    """Fill ``data`` from byte ``start`` of the tensor."""
     if isinstance(ends.source, memoryview):
-        return ends.source[start : start + size]
-    data = lane.input(size)
+        data[:] = ends.source[start : start + len(data)]
+        return
     at, done = ends.slot.stored.offset + start, 0
-    while done < size:
+    while done < len(data):
         got = os.preadv(ends.source, [data[done:]], at + done)
         if got == 0:
             slot = ends.slot
             raise BadCheckpoint(f"{slot.stored.file} ends inside {slot.name}; fetch it again")
         done += got
-    return data
 
 
 def _write(lane: Lane, ends: Ends, start: int, data: memoryview) -> None:
     """Write from byte ``start`` of the tensor."""
-    write_all(ends.target, data, ends.slot.offset + start)
+    ends.target.write(data, ends.slot.offset + start)
     lane.written += len(data)
-
-
-def write_all(file: int, data: memoryview, at: int) -> None:
-    """Write ``data`` to an open file from byte ``at``."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(file, data[done:], at + done)

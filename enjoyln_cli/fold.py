@@ -168,8 +168,8 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
     A parameter that several names share is centred once. Raises ``BadCheckpoint`` for a parameter
     that ``model`` lacks or holds in another shape; nothing is changed then.
     """
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    tensors.update(model.named_buffers(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    tensors.update(model.named_parameters(remove_duplicate=False))
     edits: dict[int, tuple[torch.Tensor, list[Axis]]] = {}
     for writer in plan.writers:
         tensor = tensors.get(writer.parameter)
@@ -183,11 +183,11 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
         if writer.axis not in axes:
             axes.append(writer.axis)
     with torch.no_grad():
-        for tensor, axes in edits.values():
-            wide = tensor.double()
+        for shared, axes in edits.values():
+            wide = shared.double()
             for axis in axes:
                 wide = centre(wide, axis)
-            tensor.copy_(wide)
+            shared.copy_(wide)
 
 
 def marker(plan: Plan, source: Source) -> dict[str, Any]:

@@ -7,24 +7,27 @@ interpreter lock). It knows neither which tensors have to change nor why.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import shutil
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from enjoyln_cli.axis import Axis
-from enjoyln_cli.blocks import FLOATS, Ends, Lane, Slot, Step, run, steps_of, write_all
+from enjoyln_cli.blocks import FLOATS, Ends, Lane, Slot, Step, Target, run, steps_of
 from enjoyln_cli.checkpoint import Checkpoint, read_tensor
 from enjoyln_cli.errors import BadCheckpoint, OutputError
+
+T = TypeVar("T")
 
 TICK = 0.1
 """Seconds between two reports of progress."""
@@ -63,19 +66,14 @@ def write_shards(
     Returns the names of the files written, the index among them, all of them synced to the disk.
     Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating or does not
     hold the axis, for NaN or Inf in an edited tensor, for values out of the range of the dtype, and
-    for a file that ends early; ``OutputError`` where the disk is full.
+    for a file that ends early; ``OutputError`` where the disk has too little space.
     """
     _check_edits(checkpoint, edits)
     shards = _layout(checkpoint, dtype, max_shard_size)
-    try:
-        with ExitStack() as stack:
-            _write_tensors(checkpoint, edits, shards, into, stack, jobs or _cores(), progress)
-        index = _write_index(checkpoint, shards, into)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutputError(f"the disk of {into.parent} is full; free some space") from error
-        raise
-    return tuple(shard.name for shard in shards) + index
+    _check_space(shards, into)
+    with ExitStack() as stack:
+        _write_tensors(checkpoint, edits, shards, into, stack, jobs or _cores(), progress)
+    return tuple(shard.name for shard in shards) + _write_index(checkpoint, shards, into)
 
 
 def _write_tensors(
@@ -93,12 +91,15 @@ def _write_tensors(
         for name in (checkpoint.shards if positioned else ())
     }
     targets = {shard.name: _create(shard, into, stack) for shard in shards}
-    queue = deque(
-        (shard.name, slot, steps)
+    portions = [
+        [
+            (shard.name, slot, steps)
+            for slot in shard.slots
+            for steps in _portions(slot, edits.get(slot.name, ()), positioned)
+        ]
         for shard in shards
-        for slot in shard.slots
-        for steps in _portions(slot, edits.get(slot.name, ()), positioned)
-    )
+    ]
+    queue = deque(_alternating(portions, jobs))
     left = Counter(name for name, _, _ in queue)
     lock, stop = threading.Lock(), threading.Event()
 
@@ -118,7 +119,7 @@ def _write_tensors(
                 left[name] -= 1
                 last = left[name] == 0
             if last:
-                os.fsync(targets[name])
+                os.fsync(targets[name].cached)
 
     _with_workers(drain, jobs, stop, progress)
 
@@ -151,6 +152,15 @@ def _with_workers(
         torch.set_num_threads(threads)
 
 
+def _check_space(shards: list[Shard], into: Path) -> None:
+    need, free = sum(shard.size for shard in shards), shutil.disk_usage(into).free
+    if need > free:
+        raise OutputError(
+            f"the weights take {need / 1e9:.1f} GB, {into.parent} has {free / 1e9:.1f} GB left; "
+            "free some space, or choose another place"
+        )
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -165,7 +175,7 @@ def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, tuple[Axis, ...]]) 
                 f"{name}: to be centred, but stored as {stored.dtype}, not floating"
             )
         for axis in axes:
-            if axis.dim >= len(stored.shape) or axis.stop > stored.shape[axis.dim]:
+            if not 0 <= axis.dim < len(stored.shape) or axis.stop > stored.shape[axis.dim]:
                 raise BadCheckpoint(f"{name}: shape {stored.shape} does not hold {axis}")
 
 
@@ -253,17 +263,26 @@ def _common_metadata(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _write_index(checkpoint: Checkpoint, shards: list[Shard], into: Path) -> tuple[str, ...]:
-    """The shard index, where there is more than one file or the source has one."""
-    if len(shards) == 1 and (checkpoint.index is None or shards[0].name == "model.safetensors"):
+    """The shard index: the source's own where nothing in it changes; none for a single file."""
+    files = {slot.name: shard.name for shard in shards for slot in shard.slots}
+    sizes = {slot.name: slot.nbytes for shard in shards for slot in shard.slots}
+    content: dict[str, Any] = {"metadata": {}, "weight_map": files}
+    stays = {name: stored.file for name, stored in checkpoint.tensors.items()} == files
+    if checkpoint.index and stays:
+        text = (checkpoint.source.path / checkpoint.index).read_bytes()
+        if all(sizes[name] == stored.nbytes for name, stored in checkpoint.tensors.items()):
+            return _write_file(into / checkpoint.index, text)
+        content = {"metadata": {}, **json.loads(text)}
+    elif [shard.name for shard in shards] == ["model.safetensors"]:
         return ()
-    slots = [(slot, shard.name) for shard in shards for slot in shard.slots]
-    content = {
-        "metadata": {"total_size": sum(slot.nbytes for slot, _ in slots)},
-        "weight_map": {slot.name: file for slot, file in sorted(slots, key=lambda e: e[0].name)},
-    }
-    path = into / "model.safetensors.index.json"
-    with path.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
+    content["metadata"] = {**(content["metadata"] or {}), "total_size": sum(sizes.values())}
+    text = json.dumps(content, indent=2).encode() + b"\n"
+    return _write_file(into / "model.safetensors.index.json", text)
+
+
+def _write_file(path: Path, content: bytes) -> tuple[str]:
+    with path.open("xb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     return (path.name,)
@@ -275,23 +294,36 @@ def _portions(slot: Slot, axes: tuple[Axis, ...], positioned: bool) -> Iterator[
     return iter(zip(steps, strict=True)) if positioned else iter((steps,))
 
 
+def _alternating(queues: list[list[T]], many: int) -> Iterator[T]:
+    """``many`` queues at a time, in turns: a file is locked while somebody writes to it."""
+    for first in range(0, len(queues), many):
+        for row in zip_longest(*queues[first : first + many]):
+            yield from (item for item in row if item is not None)
+
+
 def _open(path: Path, flags: int, stack: ExitStack) -> int:
     file = os.open(path, flags, 0o666)
     stack.callback(os.close, file)
     return file
 
 
-def _create(shard: Shard, into: Path, stack: ExitStack) -> int:
+def _create(shard: Shard, into: Path, stack: ExitStack) -> Target:
     """A new file of its final size that holds the header, on the disk if there is nothing else."""
-    file = _open(into / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, stack)
+    path = into / shard.name
+    file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stack)
     os.truncate(file, shard.size)
-    write_all(file, memoryview(shard.header), 0)
+    try:
+        direct = _open(path, os.O_WRONLY | os.O_DIRECT, stack)
+    except (AttributeError, OSError):  # a system or a file system that knows no such thing
+        direct = None
+    target = Target(file, direct)
+    target.write(memoryview(shard.header), 0)
     if not shard.slots:
         os.fsync(file)
-    return file
+    return target
 
 
 def _loaded(checkpoint: Checkpoint, slot: Slot) -> memoryview:
     """The bytes of a tensor that lies in no one piece of its file."""
     tensor = read_tensor(checkpoint, slot.name).contiguous().reshape(-1)
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return tensor.view(torch.uint8).numpy().data
