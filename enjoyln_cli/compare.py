@@ -12,6 +12,7 @@ import gc
 import logging
 import math
 import os
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -251,6 +252,7 @@ def perplexity(
     return math.exp(min(loss / max(count, 1), 700.0)), count
 
 
-def release() -> None:
-    """Give the memory of a deleted model back before the next one is loaded."""
-    gc.collect()
+def release(gone: weakref.ref[Any]) -> None:
+    """Make sure that a model without names is out of memory before the next one is loaded."""
+    if gone() is not None:
+        gc.collect()

@@ -7,6 +7,7 @@ errors stable.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,14 +120,16 @@ def measure(
     subject.centre(model)
     subject.install(model)
     done.identity_error = _worst(relative_errors(run(model, examples.batches), exact))
+    gone = weakref.ref(model)
     del model
-    release()
+    release(gone)
 
     model = subject.load(subject.folded, torch.float64)
     subject.install(model)
     done.storage_error = _worst(relative_errors(run(model, examples.batches), exact))
+    gone = weakref.ref(model)
     del model
-    release()
+    release(gone)
 
     def score(model: Any) -> tuple[float, int]:
         return perplexity(model, examples.text, examples.mask_token, seed)
@@ -136,8 +139,9 @@ def measure(
     own = relative_errors(outputs, exact)
     done.original_error = _worst(own)
     before = score(model) if examples.text else None
+    gone = weakref.ref(model)
     del model
-    release()
+    release(gone)
 
     model = subject.load(subject.folded, subject.dtype)
     stock = relative_errors(run(model, examples.batches), exact)
