@@ -163,7 +163,8 @@ def _mutating(graph: Graph) -> list[Node]:
 aten = torch.ops.aten
 _FRESH = {
     aten.add, aten.addmm, aten.baddbmm, aten.bmm, aten.cat, aten.conv1d, aten.conv2d, aten.div,
-    aten.embedding, aten.gelu, aten.layer_norm, aten.linear, aten.matmul, aten.mm, aten.mul, aten.sub,
+    aten.embedding, aten.gelu, aten.layer_norm, aten.linear, aten.matmul, aten.mm, aten.mul,
+    aten.sub,
 }  # fmt: skip
 """Ops whose result never shares memory with an operand."""
 
