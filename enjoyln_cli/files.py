@@ -69,6 +69,8 @@ def shards_in_index(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
         raise BadCheckpoint(f"{path} has no weight_map; fetch it again")
     kind = ".bin" if ".bin" in path.name else ".safetensors"
     for name, shard in weights.items():
+        if not name.isprintable():
+            raise BadCheckpoint(f"{path.name} names a tensor {name!r:.100}; fetch it again")
         if not isinstance(shard, str) or not re.fullmatch(r"[^/\\\0]+" + re.escape(kind), shard):
             raise BadCheckpoint(
                 f"{path.name} puts {name} into {shard!r:.100}, which is no {kind} file of its own "

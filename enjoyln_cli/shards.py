@@ -10,6 +10,7 @@ overlap, each with ``bytes == elements * size(dtype)``. A ``.bin`` file is a pic
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -80,6 +81,7 @@ def read_safetensors_header(path: Path) -> tuple[list[Stored], dict[str, str]]:
             )
         header = _parsed_header(path, file.read(length))
     metadata = _metadata(path, header.pop("__metadata__", None))
+    _require_printable(header, path.name)
     found = [_entry(path, name, value, 8 + length) for name, value in header.items()]
     found.sort(key=lambda stored: (stored.offset, stored.nbytes))
     _check_filled(path, found, 8 + length, size)
@@ -159,6 +161,13 @@ def _check_filled(path: Path, found: list[Stored], start: int, size: int) -> Non
         )
 
 
+def _require_printable(names: Iterable[str], file: str) -> None:
+    """Raises ``BadCheckpoint`` for a tensor name that would spoil a line of output."""
+    for name in names:
+        if not name.isprintable():
+            raise BadCheckpoint(f"{file} names a tensor {name!r:.100}; fetch it again")
+
+
 def read_bin_header(path: Path) -> list[Stored]:
     """The tensors of a pickled state dict, in its order. Raises as ``load_bin`` does."""
     found = []
@@ -216,6 +225,7 @@ def _load_bin(path: Path, _changed: int, _size: int) -> dict[str, torch.Tensor]:
                 f"{path.name} is no state dict: {name!r:.60} is a {type(tensor).__name__}, not a "
                 "tensor; save the model anew"
             )
+    _require_printable(content, path.name)
     return dict(content)
 
 

@@ -150,6 +150,7 @@ def test_sharded_pickles(folder: Path) -> None:
         ({"a": ".."}, "is no .safetensors file of its own directory"),
         ({"a": ""}, "is no .safetensors file of its own directory"),
         ({"a": 7}, "is no .safetensors file of its own directory"),
+        ({"a\nb": ONE}, r"names a tensor 'a\\nb'"),
         ({}, "has no weight_map"),
         (["a"], "has no weight_map"),
         ({"a": ONE, "b": TWO}, f"{TWO} is missing"),

@@ -126,6 +126,7 @@ def test_a_pickle_with_code_is_named_and_not_run(
     [
         ([1, 2], "holds a list, not a state dict"),
         ({"state_dict": tensors("a")}, "'state_dict' is a dict, not a tensor"),
+        ({"a\n": torch.ones(2)}, r"names a tensor 'a\\n'"),
         ({1: torch.ones(2)}, "no state dict: 1 is a Tensor"),
         ({"a": torch.ones(2, 2).to_sparse()}, "a in .* is a torch.sparse_coo tensor"),
         ({"a": torch.ones(2, dtype=torch.complex128)}, "tensor of torch.complex128"),
@@ -179,6 +180,7 @@ DATA = struct.pack("<2f", 1.0, -2.5)
         ({"a": {"dtype": "F32", "shape": [2]}}, DATA, None, "malformed"),
         ({"a": F, "__metadata__": {"n": 1}}, DATA, None, "__metadata__ of model.safetensors"),
         ({"a": F, "__metadata__": [1]}, DATA, None, "__metadata__ of model.safetensors"),
+        ({"a\nb\033[2J": F}, DATA, None, r"names a tensor 'a\\nb\\x1b\[2J'"),
         ([F], DATA, None, "is not a JSON object"),
         ({}, b"", None, "holds no tensors"),
         (b'{"a": 1, "a": 2}', b"", None, "'a' appears twice"),
