@@ -44,16 +44,16 @@ from enjoyln_cli.checkpoint import (
     require_unfolded,
     staged_output,
 )
+from enjoyln_cli.config import CONFIG, MARKER
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold, VerificationFailed
 from enjoyln_cli.plan import Centring, Place, Plan
 from enjoyln_cli.stream import write_shards
 
-MARKER = "enjoyln"
 MARKER_VERSION = 1
 RECIPE_FILE = "enjoyln_recipe.yaml"
 VERIFY_FILE = "enjoyln_verify.json"
 
-_OWN_FILES = ("config.json", RECIPE_FILE, VERIFY_FILE)
+_OWN_FILES = (CONFIG, RECIPE_FILE, VERIFY_FILE)
 _DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -127,7 +127,7 @@ def fold_checkpoint(
         config = config_with_marker(config, plan, checkpoint.source)
         if dtype is not None:
             config = _with_dtype(config, str(dtype).removeprefix("torch."))
-        (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (staged / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
         verification = check(staged) if check else None
         if verification is not None and not verification.passed:
