@@ -109,7 +109,8 @@ def open_source(
     if model and os.path.exists(local):
         raise ModelNotFound(f"{model} is a file; pass the directory that holds it")
     if not _HUB_ID.fullmatch(model):
-        raise ModelNotFound(f"there is no directory {model!r}{_similar(local)}")
+        advice = _similar(local) or "; pass a directory, or a Hub id such as owner/name"
+        raise ModelNotFound(f"there is no directory {model!r}{advice}")
     try:
         path = _snapshot(model, revision, token, cache_dir, weights)
     except EnjoyLNError:
