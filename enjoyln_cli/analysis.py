@@ -66,6 +66,8 @@ def analyze_config(
     reference = families.build(listed[0], config)
     names = tuple(checkpoint.tensors) if checkpoint else families.saved_names(reference)
     first = families.candidate(reference, names, checkpoint)
+    if not any(isinstance(module, nn.LayerNorm) for module in reference.modules()):
+        return _analysis(first, [], (first.name,), config.model_type, [])
     others = [
         families.candidate(families.build(other, config), names, checkpoint) for other in listed[1:]
     ]
@@ -137,7 +139,7 @@ def _analysis(
         verdicts.append(Verdict(path, "kept", reason=refused[path], culprit=path))
     used = (names for t in flow.traces for node, names in t.parameters.items() if node.users)
     read = {name for names in used for name in names}
-    unread = [name for name in found.stored if name in groups and name not in read]
+    unread = [name for name in found.stored if flow.traces and name in groups and name not in read]
     plan = Plan(
         model_type=model_type,
         model_class=found.name,
@@ -149,7 +151,8 @@ def _analysis(
         unproven=(*unproven, *unread),
         other_norms=_rms_norms(found.model),
     )
-    return Analysis(plan, problem, cut, algorithm_1(flow.traces[0]))
+    paper = algorithm_1(flow.traces[0]) if flow.traces else ()
+    return Analysis(plan, problem, cut, paper)
 
 
 def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:

@@ -36,7 +36,7 @@ from enjoyln_cli.plan import Plan, Writer
 ENTRIES = 4096
 """Entries per output that a ratio of two rounding errors should at least rest on."""
 MOST_ENTRIES = 1 << 25
-FEWEST_ROWS, MOST_ROWS, TEXT_ROWS = 4, 128, 64
+FEWEST_ROWS, MOST_ROWS, TEXT_ROWS = 16, 128, 64
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Subject:
         if self.blocks is not None:
             norms = tuple(name for name in norms if name in modules)
             ops = tuple(op for op in ops if op.module in modules)
-        install(model, norms, ops, self.marker.entry_inputs)
+        install(model, norms, ops, self.marker.entry_inputs, self.marker.unproven)
 
     def centre(self, model: Any) -> None:
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -7,7 +7,8 @@ done in place by giving an instance another class, so that parameters, their nam
     RMSNorm     y = weight * x / sqrt(mean(x^2) + eps) + bias        (LayerNorm where mean(x) = 0)
     centring    y = x - mean(x)            on what a module returns, or on its first input
 
-In training mode the norms compute LayerNorm: dropout and updated weights break the zero mean.
+In training mode the norms compute LayerNorm: dropout and updated weights break the zero mean. So
+they do in a call that is given an input which no proof covers.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ def rms_norm(
 class Folded:
     """Marks every module that computes RMSNorm in the place of LayerNorm."""
 
+    shifted = False
+    """Set during a call with an unproven input: the norm's input may have a mean."""
+
 
 class RMSNorm(Folded, nn.LayerNorm):
     """A ``nn.LayerNorm`` whose input has zero mean: same parameters, names and options.
@@ -66,7 +70,7 @@ class RMSNorm(Folded, nn.LayerNorm):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.training:
+        if self.training or self.shifted:
             return super().forward(input)
         return rms_norm(input, self.weight, self.bias, self.eps, len(self.normalized_shape))
 
@@ -106,7 +110,7 @@ def rms_spelled_out(base: type) -> type:
     """For a class that computes LayerNorm over the last dimension in its own ``forward``."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        if self.training:
+        if self.training or self.shifted:
             return base.forward(self, input)  # type: ignore[attr-defined]
         eps = next(getattr(self, name) for name in EPS_NAMES if hasattr(self, name))
         return rms_norm(input, getattr(self, "weight", None), getattr(self, "bias", None), eps)
@@ -150,13 +154,47 @@ class CentreInputs:
     names: tuple[str, ...]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        named = [*inspect.signature(module.forward).parameters]
         values = [
             _centre_last(value) if name in self.names else value
-            for name, value in zip(named, args, strict=False)
+            for name, value in _by_name(module, args)
         ]
         changed = {n: _centre_last(v) if n in self.names else v for n, v in kwargs.items()}
-        return (*values, *args[len(named) :]), changed
+        return (*values, *args[len(values) :]), changed
+
+
+@dataclass(frozen=True)
+class GuardInputs:
+    """A forward pre-hook: a call that is given a named input computes LayerNorm everywhere."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = {name for name, value in _by_name(module, args) if value is not None}
+        given |= {name for name, value in kwargs.items() if value is not None}
+        if not given.isdisjoint(self.names) and not _shifted(module):
+            module.guarding = True  # type: ignore[assignment]
+            _set_shifted(module, True)
+
+
+def end_of_guard(module: nn.Module, args: Any, output: Any) -> None:
+    """The forward hook that goes with ``GuardInputs``: the outermost guarded call ends it."""
+    if getattr(module, "guarding", False):
+        module.guarding = False  # type: ignore[assignment]
+        _set_shifted(module, False)
+
+
+def _shifted(module: nn.Module) -> bool:
+    return any(found.shifted for found in module.modules() if isinstance(found, Folded))
+
+
+def _set_shifted(module: nn.Module, value: bool) -> None:
+    for found in module.modules():
+        if isinstance(found, Folded):
+            found.shifted = value
+
+
+def _by_name(module: nn.Module, args: Any) -> list[tuple[str, Any]]:
+    return list(zip(inspect.signature(module.forward).parameters, args, strict=False))
 
 
 def _centre_last(x: Any) -> Any:
@@ -168,18 +206,20 @@ def install(
     norms: Iterable[str],
     ops: Iterable[Centring],
     entry_inputs: Iterable[str] = (),
+    unproven: Iterable[str] = (),
 ) -> nn.Module:
     """Make ``model`` compute with RMSNorm at ``norms`` and with the centrings ``ops``, in place.
 
     Names are those of the class that the plan was made for; ``model`` may also be its base class,
     or have its base class inside (``base_model_prefix``). Norms of a head that the base class does
     not have are passed over. ``entry_inputs`` names inputs of ``forward`` (``inputs_embeds``) whose
-    last dimension is centred on entry. Installing twice changes nothing.
+    last dimension is centred on entry; a call that is given one of the inputs ``unproven`` computes
+    LayerNorm. Installing twice changes nothing.
 
     Returns ``model``. Raises ``UnsupportedModel`` for a module that is missing or is not a
     LayerNorm, or whose ``forward`` somebody else has replaced; then nothing has been changed.
     """
-    norms, ops, names = tuple(norms), tuple(ops), tuple(entry_inputs)
+    norms, ops = tuple(norms), tuple(ops)
     named = (*norms, *(op.module for op in ops))
     places = {name: locate(model, name, named) for name in norms}
     swaps: list[tuple[nn.Module, type]] = []
@@ -205,11 +245,21 @@ def install(
             plain: Any = type(module)
             _become(module, centred_subclass(plain))
         module.centrings = centrings  # type: ignore[assignment]
-    if names:
-        for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
-            if not any(isinstance(h, CentreInputs) for h in module._forward_pre_hooks.values()):
-                module.register_forward_pre_hook(CentreInputs(names), with_kwargs=True)
+    _add_hooks(model, tuple(entry_inputs), tuple(unproven))
     return model
+
+
+def _add_hooks(model: nn.Module, entry_inputs: tuple[str, ...], unproven: tuple[str, ...]) -> None:
+    """On the model and on its base model, which may be called by itself."""
+    for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
+        present = {type(hook) for hook in module._forward_pre_hooks.values()}
+        if entry_inputs and CentreInputs not in present:
+            module.register_forward_pre_hook(CentreInputs(entry_inputs), with_kwargs=True)
+        taken = set(unproven) & set(inspect.signature(module.forward).parameters)
+        if taken and GuardInputs not in present:
+            guard = GuardInputs(tuple(sorted(taken)))
+            module.register_forward_pre_hook(guard, with_kwargs=True)
+            module.register_forward_hook(end_of_guard, always_call=True)
 
 
 def locate(model: nn.Module, name: str, names: tuple[str, ...] = ()) -> str | None:

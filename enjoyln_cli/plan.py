@@ -18,9 +18,9 @@ class Writer:
     parameter: str
     """Name in the model class of the plan, e.g. ``transformer.h.0.attn.c_proj.weight``."""
     tensor: str
-    """Name of the stored tensor. A parameter stored under several names has one writer for each."""
+    """Name of the stored tensor; a parameter stored under several names has a writer for each."""
     axis: Axis
-    """Over the parameter as the class holds it, e.g. ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
+    """Over the parameter as the class holds it: ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
     shape: tuple[int, ...]
 
 
@@ -31,7 +31,7 @@ class Centring:
     module: str
     place: Place
     axis: Axis
-    """Over the module's output (or first input), as traced. ``axis.dim`` counts from the end: -1."""
+    """Over the module's output (or first input); ``axis.dim`` counts from the end: -1."""
     reason: str
     """Why the value cannot be centred in the weights."""
 
@@ -49,7 +49,7 @@ class Verdict:
     needs: tuple[str, ...] = ()
     """Parameters of the writers (``Writer.parameter``) that this norm's zero mean rests on."""
     reason: str = ""
-    """For a kept norm: a short sentence that names the obstacle. Norms with one reason group together."""
+    """For a kept norm: the obstacle, in words that norms with the same obstacle share."""
     culprit: str = ""
     """For a kept norm: the module path or tensor that forbids it."""
     path: tuple[str, ...] = ()

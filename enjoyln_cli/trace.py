@@ -9,8 +9,10 @@ plan's reference class, whichever class a graph came from.
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,7 +127,7 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), _silent_logs():
             warnings.simplefilter("ignore")
             session = _Session(model, call.flags, inner)
             program = torch.export.export(session, call.steps, strict=False)
@@ -147,6 +149,17 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
             "so the graph cannot be analysed"
         )
     return _named(program, model, call, naming)
+
+
+@contextmanager
+def _silent_logs() -> Iterator[None]:
+    """torch logs pages about what it then raises as an exception."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _mutating(graph: Graph) -> list[Node]:
@@ -251,11 +264,10 @@ def _ids(*shape: int) -> torch.Tensor:
 
 def _text_calls(model: Any, accepted: Mapping[str, Any]) -> list[Call]:
     def step(tokens: int, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = {
-            "input_ids": _ids(BATCH, tokens),
-            "attention_mask": _ids(BATCH, seen),
-            "decoder_input_ids": _ids(BATCH, tokens),
-        }
+        given = {"input_ids": _ids(BATCH, tokens), "attention_mask": _ids(BATCH, seen)}
+        if "decoder_input_ids" in accepted:  # the encoder's input stays, its decoder advances
+            given = {"input_ids": _ids(BATCH, TOKENS), "attention_mask": _ids(BATCH, TOKENS)}
+            given["decoder_input_ids"] = _ids(BATCH, tokens)
         return (), {name: value for name, value in given.items() if name in accepted}
 
     caches = {"past_key_values", "use_cache"} <= set(accepted)
