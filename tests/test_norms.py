@@ -192,6 +192,32 @@ def test_embeddings_from_the_user_are_centred_on_entry() -> None:
         assert torch.allclose(model.lm_head(base), expected, rtol=1e-11)
 
 
+def test_an_unproven_input_makes_the_norms_compute_layer_norm() -> None:
+    model = gpt2()
+    positions = torch.full((2, 9), 3)
+    with torch.no_grad():
+        model.transformer.wpe.weight[3] += 1.5  # stays uncentred: no proof has read it
+        row = model.transformer.wpe.weight[3].clone()
+        expected = model(ids(), position_ids=positions).logits
+        centre_writers(model).transformer.wpe.weight[3] = row
+        plain = copy.deepcopy(model)
+        install(plain, NORMS, [WTE])
+        install(model, NORMS, [WTE], unproven=["position_ids", "encoder_hidden_states"])
+        wrong = plain(ids(), position_ids=positions).logits
+        assert (wrong - expected).norm() > 0.01 * expected.norm()
+        for given in ((ids(), {"position_ids": positions}), (ids(), {})):
+            got = model(given[0], **given[1]).logits
+            other = expected if given[1] else plain(ids()).logits
+            assert torch.allclose(got, other, rtol=1e-11, atol=1e-11)
+        base = model.transformer(ids(), None, None, None, positions).last_hidden_state
+        assert torch.allclose(model.lm_head(base), expected, rtol=1e-11, atol=1e-11)
+        with pytest.raises(IndexError):
+            model(ids(), position_ids=positions + 99)
+        assert torch.equal(model(ids()).logits, plain(ids()).logits)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.allclose(compiled(ids()).logits, plain(ids()).logits, rtol=1e-11)
+
+
 def test_norms_under_accelerate_hooks() -> None:
     from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 
