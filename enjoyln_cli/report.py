@@ -170,8 +170,9 @@ def _plain_lines() -> Callable[[int, int], None]:
                 return
             last = now
         rate = done / max(now - start, 1e-3)
-        left = (total - done) / max(rate, 1e-9)
-        text = f"{size(done)} of {size(total)}, {size(rate)}/s, {left:.0f} s left"
+        text = f"{size(done)} of {size(total)}, {size(rate)}/s"
+        if done < total:
+            text += f", {(total - done) / max(rate, 1e-9):.0f} s left"
         say(text, stderr=True)
 
     return update
