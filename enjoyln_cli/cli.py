@@ -29,6 +29,9 @@ QUIET = {
 }
 """The libraries' own chatter, off unless the user has set otherwise or ``ENJOYLN_DEBUG=1``."""
 
+Names = tuple[str, ...]
+Options = dict[str, Any]
+
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -40,7 +43,7 @@ model_class_option = click.option(
     "--model-class", metavar="CLASS", help="Plan for this class only, e.g. GPT2Model."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-HUB = ("revision", "token", "cache_dir", "trust_remote_code")
+OPENING = ("revision", "token", "cache_dir", "trust_remote_code", "model_class", "recipe")
 
 
 def debugging() -> bool:
@@ -101,12 +104,12 @@ def parse_size(ctx: click.Context, parameter: click.Parameter, value: str | None
 
 
 def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of every command that opens a model, collected into one ``hub`` argument."""
+    """The Hub's options; all that say how a model is opened arrive as one ``opening`` argument."""
 
     @functools.wraps(command)
     def gathered(**options: Any) -> Any:
-        hub = {name: options.pop(name) for name in HUB}
-        return command(hub=hub, **options)
+        opening = {name: options.pop(name) for name in OPENING if name in options}
+        return command(opening=opening, **options)
 
     wrapped: Callable[..., Any] = gathered
     for option in (
@@ -141,49 +144,40 @@ def main() -> None:
     help="That type's default config.",
 )
 @click.option(
-    "--write-recipe", "recipe", type=NEW_FILE, metavar="FILE", help="Save the plan as YAML."
+    "--write-recipe", "save", type=NEW_FILE, metavar="FILE", help="Save the plan as YAML."
 )
 @click.option("--format", "form", type=FORMATS, default="table", show_default=True)
 @hub_options
 def report(
-    models: tuple[str, ...],
-    types: tuple[str, ...],
-    why: str | None,
-    recipe: Path | None,
-    paper: bool,
-    form: str,
-    model_class: str | None,
-    hub: dict[str, Any],
+    models: Names, types: Names, why: str | None, save: Path | None, opening: Options, **show: Any
 ) -> None:
     """Which LayerNorms can go, and why not. Reads configs only, no weights."""
     if bool(models) == bool(types):
         raise click.UsageError("name one MODEL or more, or a --model-type instead.")
     if why and len(models or types) > 1:
         raise click.UsageError("--why takes one model at a time.")
-    from enjoyln_cli import convert
-    from enjoyln_cli import report as show
+    from enjoyln_cli.convert import recipe_text
+    from enjoyln_cli.report import write_rows, write_tree
 
-    found, failed = _analyses(models or types, bool(types), model_class, hub)
+    found, failed = _inspected(models or types, bool(types), opening)
     if why:
-        show.write_tree(found[0].analysis.why(why))
-    elif recipe and not failed:
-        recipe.write_text(convert.recipe_text(found), encoding="utf-8")
-    elif not recipe:
-        show.write_rows([f.row(paper) for f in found], form)
+        write_tree(found[0].analysis.why(why))
+    elif save and not failed:
+        save.write_text(recipe_text(found), encoding="utf-8")
+    elif not save:
+        write_rows([one.row(show["paper"]) for one in found], show["form"])
     if failed:
         raise click.exceptions.Exit(1)
 
 
-def _analyses(
-    names: tuple[str, ...], are_types: bool, model_class: str | None, hub: dict[str, Any]
-) -> tuple[list[Any], bool]:
+def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[Any], bool]:
     """Every model that could be analysed; one that could not is named and the others go on."""
     from enjoyln_cli import convert
 
     found, failed = [], False
     for name in names:
         try:
-            found.append(convert.inspect(name, is_type=are_types, model_class=model_class, **hub))
+            found.append(convert.inspect(name, is_type=are_types, **opening))
         except EnjoyLNError as error:
             if len(names) == 1:
                 raise
@@ -207,34 +201,24 @@ def _analyses(
 @json_option
 @hub_options
 def fold(
-    model: str,
-    out: Path | None,
-    recipe: Path | None,
-    model_class: str | None,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-    hub: dict[str, Any],
-    **writing: Any,
+    model: str, out: Path | None, dry_run: bool, quiet: bool, as_json: bool, **options: Any
 ) -> None:
     """Convert MODEL into the new directory OUT, and verify the result."""
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
     from enjoyln_cli import convert, rows
-    from enjoyln_cli import report as show
+    from enjoyln_cli.report import watching, write_fold, write_json
 
-    with show.watching(quiet or as_json) as watch:
-        ready = convert.prepare(
-            model, recipe=recipe, model_class=model_class, on_event=watch.event, **hub
-        )
+    with watching(quiet or as_json) as watch:
+        ready = convert.prepare(model, on_event=watch.event, **options.pop("opening"))
         result = None
         if out and not dry_run:
-            result = convert.write(ready, out, watch.event, watch.progress, **writing)
-    found = rows.fold_row(model, ready, result, watch.warnings, writing["dtype"])
+            result = convert.write(ready, out, watch.event, watch.progress, **options)
+    found = rows.fold_row(model, ready, result, watch.warnings, options["dtype"])
     if as_json:
-        show.write_json(found)
+        write_json(found)
     elif not quiet:
-        show.write_fold(found)
+        write_fold(found)
 
 
 @main.command()
@@ -246,15 +230,15 @@ def fold(
 @click.option("--max-ratio", type=float, default=1.25, show_default=True, help="Pass up to this.")
 @json_option
 @hub_options
-def verify(out: Path, as_json: bool, hub: dict[str, Any], **options: Any) -> None:
+def verify(out: Path, as_json: bool, opening: Options, **options: Any) -> None:
     """Prove that OUT computes the original function. Exit status 0 if so, 1 if not."""
-    from enjoyln_cli import report as show
-    from enjoyln_cli.verify import verify as check
+    from enjoyln_cli import verify as check
+    from enjoyln_cli.report import write_json, write_verification
 
-    found = check(out, **options, **hub)
+    found = check(out, **options, **opening)
     if as_json:
-        show.write_json(found.to_json())
+        write_json(found.to_json())
     else:
-        show.write_verification(found)
+        write_verification(found)
     if not found.passed:
         raise click.exceptions.Exit(1)
