@@ -106,11 +106,17 @@ def _pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
 
 
-def from_images(files: Sequence[str | Path], folder: Path, dtype: torch.dtype) -> list[Batch]:
+def from_images(
+    model: nn.Module, files: Sequence[str | Path], folder: Path, dtype: torch.dtype
+) -> list[Batch]:
     """The images as the checkpoint's own processor prepares them, in ``dtype``.
 
-    Raises ``UnsupportedModel`` where the directory holds no image processor or a file no image.
+    Raises ``UnsupportedModel`` for a model that takes no images, and where the directory holds no
+    image processor or a file no image.
     """
+    main = getattr(model, "main_input_name", "input_ids")
+    if main != "pixel_values":
+        raise UnsupportedModel(f"{type(model).__name__} takes {main}, so it cannot run on images")
     from transformers import AutoImageProcessor
     from transformers.image_utils import load_image
 
@@ -119,9 +125,8 @@ def from_images(files: Sequence[str | Path], folder: Path, dtype: torch.dtype) -
         images = [load_image(str(file)) for file in files]
         pixels = processor(images=images, return_tensors="pt")["pixel_values"].to(dtype)
     except (OSError, ValueError, ImportError) as error:
-        raise UnsupportedModel(
-            f"images cannot be prepared: {str(error).splitlines()[0]}"
-        ) from error
+        first = str(error).strip().split("\n")[0]
+        raise UnsupportedModel(f"images cannot be prepared: {first}") from error
     return [{"pixel_values": part} for part in pixels.split(ROWS_AT_ONCE)]
 
 
@@ -132,7 +137,7 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        first = str(error).splitlines()[0]
+        first = str(error).strip().split("\n")[0]
         raise UnsupportedModel(f"--text needs the tokenizer of {folder}: {first}") from error
     if not tokenizer.vocab_size:  # what a class makes of a directory without tokenizer files
         raise UnsupportedModel(f"--text needs a tokenizer, and {folder} holds none")

@@ -33,8 +33,9 @@ from enjoyln_cli.memory import first_blocks
 from enjoyln_cli.norms import input_means, install
 from enjoyln_cli.plan import Plan, Writer
 
-ENTRIES = 4096
-"""Entries per output that a ratio of two rounding errors should at least rest on."""
+ENTRIES = 1 << 14
+"""Entries per output that a ratio of two rounding errors should at least rest on. The entries of a
+row err together, so this takes more than their number suggests."""
 MOST_ENTRIES = 1 << 25
 FEWEST_ROWS, MOST_ROWS, TEXT_ROWS = 16, 128, 64
 
@@ -115,7 +116,7 @@ def measure(
     done = Measured()
     model = subject.load(subject.original, torch.float64)
     examples = _examples(subject, model, text, images, seed, samples)
-    done.rows = sum(len(next(iter(batch.values()))) for batch in examples.batches)
+    done.rows = sum(map(_length, examples.batches))
     exact = run(model, examples.batches)
     subject.centre(model)
     subject.install(model)
@@ -167,19 +168,31 @@ def _examples(
     seed: int,
     samples: int | None,
 ) -> _Examples:
+    """The user's examples first; seeded ones fill up to the rows that a stable ratio needs."""
     folder, dtype = subject.folded.source.path, subject.dtype
+    given: list[inputs.Batch] = []
+    scored: list[inputs.Batch] = []
+    mask_token = None
     if images:
-        return _Examples(inputs.from_images(images, folder, dtype), [], None)
-    if text is None:
-        rows = samples or _rows(run(model, inputs.seeded(model, 2, seed, dtype)[:1]))
-        batches = inputs.seeded(model, rows, seed, dtype)
-        return _Examples(batches + _masked(model, batches[0], seed), [], None)
-    head_kind(model)
-    tokenizer = inputs.tokenizer_of(folder, subject.trust_remote_code)
-    words = Path(text).read_text(encoding="utf-8")
-    batches = inputs.from_text(model, tokenizer, words, TEXT_ROWS)
-    rows = samples or _rows(run(model, [{k: v[:1] for k, v in batches[0].items()}]))
-    return _Examples(_first_rows(batches, rows), batches, tokenizer.mask_token_id)
+        given = inputs.from_images(model, images, folder, dtype)
+    elif text is not None:
+        head_kind(model)
+        tokenizer = inputs.tokenizer_of(folder, subject.trust_remote_code)
+        words = Path(text).read_text(encoding="utf-8")
+        given = scored = inputs.from_text(model, tokenizer, words, TEXT_ROWS)
+        mask_token = tokenizer.mask_token_id
+    first = given or inputs.seeded(model, 2, seed, dtype)
+    rows = samples or _rows(run(model, [{name: value[:2] for name, value in first[0].items()}]))
+    batches = _first_rows(given, rows)
+    missing = rows - sum(map(_length, batches))
+    if missing > 0:
+        seeded = inputs.seeded(model, missing, seed, dtype)
+        batches += seeded + _masked(model, seeded[0], seed)
+    return _Examples(batches, scored, mask_token)
+
+
+def _length(batch: inputs.Batch) -> int:
+    return len(next(iter(batch.values())))
 
 
 def _masked(model: Any, batch: inputs.Batch, seed: int) -> list[inputs.Batch]:
@@ -205,7 +218,7 @@ def _first_rows(batches: list[inputs.Batch], rows: int) -> list[inputs.Batch]:
     for batch in batches:
         if rows > 0:
             kept.append({name: value[:rows] for name, value in batch.items()})
-        rows -= len(next(iter(batch.values())))
+        rows -= _length(batch)
     return kept
 
 

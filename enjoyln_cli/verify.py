@@ -127,7 +127,7 @@ def verify(
 
     ``against`` is the original, by default the one that ``out`` remembers; ``plan`` the plan that
     ``out`` was made by, by default its recipe. ``text`` is a UTF-8 file, ``images`` image files;
-    without them ``samples`` rows of seeded inputs, by default as many as a stable ratio needs.
+    seeded inputs make them up to ``samples`` rows, by default as many as a stable ratio needs.
     ``dtype`` is what users compute in, by default what most of ``out`` is stored in. ``max_memory``
     is in bytes. With ``write``, ``enjoyln_verify.json`` in ``out`` holds the result and the
     SHA-256 digests of all other files.

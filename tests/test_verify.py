@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    AutoConfig,
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
@@ -25,6 +27,7 @@ from transformers import (
 )
 
 from enjoyln_cli import inputs
+from enjoyln_cli.analysis import analyze_config
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.checkpoint import load_config, open_checkpoint, open_source
 from enjoyln_cli.compare import Float64, divergence, perplexity, ratio, relative_errors, run
@@ -33,7 +36,7 @@ from enjoyln_cli.fold import fold_checkpoint
 from enjoyln_cli.memory import blocks_that_fit, first_blocks
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
 from enjoyln_cli.recipe import dump_recipe, recipe_of
-from enjoyln_cli.verify import Verification, verify
+from enjoyln_cli.verify import IDENTITY_BOUND, Verification, verify
 
 D, LAYERS, VOCABULARY, POSITIONS = 64, 2, 120, 40
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -479,3 +482,68 @@ def test_verify_on_a_text(outs: dict[str, Path], tmp_path: Path) -> None:
 def test_a_run_leaves_the_cache_and_the_loss_out() -> None:
     (output,) = run(gpt2(), [{"input_ids": ids(2), "labels": ids(2)}])
     assert list(output) == ["logits"]
+
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+FAMILIES = {
+    "bert": "BertModel",
+    "bloom": "BloomForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
+    "vit": "ViTForImageClassification",
+}
+"""BERT's tied masked LM has nothing to fold; its base model has."""
+
+
+def proven(source: Path, model_class: str) -> Plan:
+    opened = open_source(str(source), weights=True)
+    config, checkpoint = load_config(opened), open_checkpoint(opened)
+    return analyze_config(config, checkpoint=checkpoint, model_class=model_class).plan
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_trained_checkpoints(tmp_path: Path, family: str, dtype: str) -> None:
+    """The folded model is at most 1.1 times as far from the exact function as the original."""
+    source = CHECKPOINTS / family
+    if dtype != "float32":
+        opened = AutoConfig.from_pretrained(source)
+        cls = getattr(transformers, opened.architectures[0])
+        cls.from_pretrained(source, dtype=getattr(torch, dtype)).save_pretrained(tmp_path / "in")
+        source = tmp_path / "in"
+    out = folded(source, tmp_path / "out", proven(source, FAMILIES[family]))
+    found = verify(out, write=False)
+    assert found.passed, found.summary
+    assert found.identity_error < IDENTITY_BOUND
+    assert found.ratio <= 1.1 and found.stock_ratio <= 1.1
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    assert max(found.norm_input_mean.values()) < 2 * eps
+
+
+def test_verify_on_images(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    source = CHECKPOINTS / "vit"
+    out = folded(source, tmp_path / "out", proven(source, FAMILIES["vit"]))
+    files = [tmp_path / f"{index}.png" for index in range(3)]
+    for index, file in enumerate(files):
+        image.effect_noise((40 + index, 50), 80).convert("RGB").save(file)
+    found = verify(out, images=files, write=False)
+    assert found.passed, found.summary
+    assert found.rows > 3
+    assert found.runtime_error != verify(out, write=False).runtime_error
+    files[0].write_text("no image")
+    with pytest.raises(UnsupportedModel, match="images cannot be prepared"):
+        verify(out, images=files)
+
+
+def test_images_for_a_model_of_text(outs: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="takes input_ids"):
+        verify(outs["float32"], images=["x.png"])
+
+
+def test_a_text_without_a_language_head(tmp_path: Path) -> None:
+    source = CHECKPOINTS / "bert"
+    out = folded(source, tmp_path / "out", proven(source, "BertModel"))
+    with pytest.raises(UnsupportedModel, match="no language head"):
+        verify(out, text=Path(__file__))
