@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,15 @@ def folded(source: Path, out: Path, plan: Plan, dtype: torch.dtype | None = None
     text = dump_recipe(recipe_of(plan, config=load_config(opened)))
     fold_checkpoint(open_checkpoint(opened), plan, out, recipe_text=text, dtype=dtype)
     return out
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small models run faster so, above all beside other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
