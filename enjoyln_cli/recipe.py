@@ -233,6 +233,7 @@ def _require_tame(text: str, where: str) -> None:
     """No anchors, tags, deep nesting or repeated keys: a recipe needs none, and YAML hides them."""
     keys: list[set[str] | None] = []
     at_key: list[bool] = []
+    event: Any
     for event in yaml.parse(text, Loader=_LOADER):
         line = f"{where}: line {event.start_mark.line + 1}"
         if getattr(event, "anchor", None) or isinstance(event, yaml.AliasEvent):
