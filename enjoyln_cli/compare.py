@@ -178,6 +178,10 @@ def _squares(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
     difference = size = 0.0
     for x, y in zip(a.flatten().split(1 << 22), b.flatten().split(1 << 22), strict=True):
         x, y = x.double(), y.double()
+        sums = float((x - y).square().sum()), float(y.square().sum())
+        if math.isfinite(sum(sums)):
+            difference, size = difference + sums[0], size + sums[1]
+            continue
         finite = x.isfinite() & y.isfinite()
         if not (finite | (x == y) | (x.isnan() & y.isnan())).all():
             return math.inf, 1.0

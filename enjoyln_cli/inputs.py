@@ -73,7 +73,7 @@ def _tokens(model: Any, rows: int, generator: torch.Generator) -> Batch:
         batch["token_type_ids"] = torch.randint(0, types, ids.shape, generator=generator)
     if getattr(model.config, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = ids.flip(1)
-    return {name: value for name, value in batch.items() if name in accepted}
+    return {n: value for n, value in batch.items() if n in accepted or n == "input_ids"}
 
 
 def _positions(config: Any) -> int:

@@ -24,6 +24,9 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTForMaskedImageModeling,
 )
 
 from enjoyln_cli import inputs
@@ -412,6 +415,58 @@ def test_seeded_tokens() -> None:
     assert all(
         torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(batches, again, strict=True)
     )
+
+
+def test_masked_patches_are_tried_where_the_class_takes_them() -> None:
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        image_size=16, patch_size=8, encoder_stride=8,
+    )  # fmt: skip
+    for cls, takes in ((ViTForMaskedImageModeling, True), (ViTForImageClassification, False)):
+        model = randomised(cls(config))
+        (batch,) = inputs.seeded(model, 3, 0, torch.bfloat16)
+        assert batch["pixel_values"].shape == (3, 3, 16, 16)
+        assert batch["pixel_values"].dtype == torch.bfloat16
+        masked = inputs.with_masked_patches(model, batch, 0)
+        assert (masked is not None) == takes
+        if masked is not None:
+            plain, hidden = run(model, [batch, masked])
+            assert plain["reconstruction"].shape == hidden["reconstruction"].shape
+            assert not torch.equal(plain["reconstruction"], hidden["reconstruction"])
+
+
+CUSTOM = """
+from transformers import GPT2Config, GPT2LMHeadModel
+
+class OwnConfig(GPT2Config):
+    model_type = "own"
+
+class OwnModel(GPT2LMHeadModel):
+    config_class = OwnConfig
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+"""
+
+
+def test_a_class_that_comes_with_the_model(sources: dict[str, Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(sources["float32"], source)
+    config = json.loads((source / "config.json").read_text())
+    config["model_type"] = "own"
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "own.py").write_text(CUSTOM)
+    plan = replace(right_plan(), model_class="OwnModel", classes=("OwnModel",), model_type="own")
+    opened = open_source(str(source), weights=True)
+    out = tmp_path / "out"
+    fold_checkpoint(open_checkpoint(opened), plan, out, recipe_text="")
+    with pytest.raises(UnsupportedModel, match="--trust-remote-code"):
+        verify(out, plan=plan)
+    found = verify(out, plan=plan, trust_remote_code=True, write=False)
+    assert found.passed, found.summary
+    assert found.model_class == "OwnModel"
 
 
 def test_inputs_that_cannot_be_made_up() -> None:
