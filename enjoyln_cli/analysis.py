@@ -27,7 +27,7 @@ from enjoyln_cli.flow import Flow, Value
 from enjoyln_cli.nodes import aten, packet, rank_of, shape_of
 from enjoyln_cli.paper import algorithm_1
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
-from enjoyln_cli.trace import Call, Trace, calls_of, capture, optional_inputs
+from enjoyln_cli.trace import BATCH, Call, Trace, calls_of, capture, optional_inputs
 from enjoyln_cli.why import Tree
 
 
@@ -107,10 +107,25 @@ def _type_at(model: nn.Module, path: str) -> type:
 def _traces(
     found: Candidate, reference: Candidate, inner: str | None = None
 ) -> tuple[list[Trace], set[str]]:
-    """All graphs of one class, and the optional inputs that none of them reads."""
+    """All graphs of one class, and the optional inputs that none of them reads.
+
+    A classifier without a padding token takes one row at a time.
+    """
+    try:
+        return _captured(found, reference, inner, BATCH)
+    except TraceFailed as error:
+        try:
+            return _captured(found, reference, inner, 1)
+        except TraceFailed:
+            raise error from None
+
+
+def _captured(
+    found: Candidate, reference: Candidate, inner: str | None, batch: int
+) -> tuple[list[Trace], set[str]]:
     naming = families.naming_between(found.model, reference.model)
     traces, covered = [], set()
-    for call in calls_of(found.model):
+    for call in calls_of(found.model, batch):
         try:
             traces.append(capture(found.model, call, naming, inner))
         except TraceFailed:

@@ -241,15 +241,16 @@ def _key(path: Any) -> str:
     return str(getattr(last, "key", getattr(last, "idx", last)))
 
 
-def calls_of(model: Any) -> list[Call]:
+def calls_of(model: Any, batch: int = BATCH) -> list[Call]:
     """The calls that a proof for a transformers model has to cover, from its forward's signature.
 
-    Raises ``TraceFailed`` for a kind of main input that is neither tokens nor pixels.
+    ``batch`` is the number of rows. Raises ``TraceFailed`` for a main input that is neither tokens
+    nor pixels.
     """
     accepted = inspect.signature(model.forward).parameters
     main = model.main_input_name
     if main == "input_ids":
-        return _text_calls(model, accepted)
+        return _text_calls(model, accepted, batch)
     if main == "pixel_values":
         return _image_calls(model, accepted)
     raise TraceFailed(
@@ -262,23 +263,23 @@ def _ids(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.long, device="meta")
 
 
-def _text_calls(model: Any, accepted: Mapping[str, Any]) -> list[Call]:
+def _text_calls(model: Any, accepted: Mapping[str, Any], batch: int) -> list[Call]:
     def step(tokens: int, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = {"input_ids": _ids(BATCH, tokens), "attention_mask": _ids(BATCH, seen)}
+        given = {"input_ids": _ids(batch, tokens), "attention_mask": _ids(batch, seen)}
         if "decoder_input_ids" in accepted:  # the encoder's input stays, its decoder advances
-            given = {"input_ids": _ids(BATCH, TOKENS), "attention_mask": _ids(BATCH, TOKENS)}
-            given["decoder_input_ids"] = _ids(BATCH, tokens)
+            given = {"input_ids": _ids(batch, TOKENS), "attention_mask": _ids(batch, TOKENS)}
+            given["decoder_input_ids"] = _ids(batch, tokens)
         return (), {name: value for name, value in given.items() if name in accepted}
 
     caches = {"past_key_values", "use_cache"} <= set(accepted)
     steps = (step(TOKENS, TOKENS), step(1, TOKENS + 1)) if caches else (step(TOKENS, TOKENS),)
     calls = [Call("prefill and decode", steps, {"use_cache": True} if caches else {})]
-    optional = {"token_type_ids": _ids(BATCH, TOKENS), "position_ids": _ids(BATCH, TOKENS)}
+    optional = {"token_type_ids": _ids(batch, TOKENS), "position_ids": _ids(batch, TOKENS)}
     if "inputs_embeds" in accepted:
         table = model.get_input_embeddings()
         width = int(getattr(table, "embedding_dim", table.weight.shape[-1]))
         optional["inputs_embeds"] = torch.zeros(
-            BATCH, TOKENS, width, dtype=table.weight.dtype, device="meta"
+            batch, TOKENS, width, dtype=table.weight.dtype, device="meta"
         )
     optional = {name: value for name, value in optional.items() if name in accepted}
     if optional:
