@@ -66,7 +66,7 @@ def verdict(model: nn.Module, norm: str, *inputs: torch.Tensor):  # noqa: ANN201
 
 
 class Stem(nn.Module):
-    """An embedding, a hidden layer, the norm under test, a head; ``middle`` comes before the norm."""
+    """An embedding, a hidden layer, ``middle``, the norm under test, and a head."""
 
     def __init__(self, affine: bool = True, tied: bool = False) -> None:
         super().__init__()
