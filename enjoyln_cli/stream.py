@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 TICK = 0.1
 """Seconds between two reports of progress."""
+LANES = 2
+"""Threads for each job: while one waits for the disk, the other computes."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ def write_shards(
 
     ``edits`` maps stored tensor names to the axes to centre them over (``W <- P W``). ``dtype``
     converts all floating tensors. ``max_shard_size`` (bytes) cuts the shards anew; otherwise the
-    layout stays, and without ``dtype`` so does every header. ``progress`` is called in the calling
-    thread with the number of bytes written since the last call.
+    layout stays, and without ``dtype`` so does every header. ``jobs`` cores are kept busy, all there
+    are by default. ``progress`` is called in the calling thread with the number of bytes written
+    since the last call.
 
     Returns the names of the files written, the index among them, all of them synced to the disk.
     Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating or does not
@@ -99,7 +102,8 @@ def _write_tensors(
         ]
         for shard in shards
     ]
-    queue = deque(_alternating(portions, jobs))
+    lanes = LANES * jobs if positioned else jobs
+    queue = deque(_alternating(portions, lanes))
     left = Counter(name for name, _, _ in queue)
     lock, stop = threading.Lock(), threading.Event()
 
@@ -121,20 +125,20 @@ def _write_tensors(
             if last:
                 os.fsync(targets[name].cached)
 
-    _with_workers(drain, jobs, stop, progress)
+    _with_workers(drain, lanes, stop, progress)
 
 
 def _with_workers(
     drain: Callable[[Lane], None],
-    jobs: int,
+    threads: int,
     stop: threading.Event,
     progress: Callable[[int], None] | None,
 ) -> None:
-    """Run ``drain`` in ``jobs`` threads; any exception, here or there, stops them all."""
-    lanes = [Lane() for _ in range(jobs)]
-    told, threads = 0, torch.get_num_threads()
+    """Run ``drain`` in so many threads; any exception, here or there, stops them all."""
+    lanes = [Lane() for _ in range(threads)]
+    told, before = 0, torch.get_num_threads()
     try:
-        with ThreadPoolExecutor(jobs) as pool:
+        with ThreadPoolExecutor(threads) as pool:
             try:
                 running = {pool.submit(drain, lane) for lane in lanes}
                 while running:
@@ -149,7 +153,7 @@ def _with_workers(
                 stop.set()
                 raise
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def _check_space(shards: list[Shard], into: Path) -> None:
