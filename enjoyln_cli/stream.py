@@ -62,9 +62,9 @@ def write_shards(
 
     ``edits`` maps stored tensor names to the axes to centre them over (``W <- P W``). ``dtype``
     converts all floating tensors. ``max_shard_size`` (bytes) cuts the shards anew; otherwise the
-    layout stays, and without ``dtype`` so does every header. ``jobs`` cores are kept busy, all there
-    are by default. ``progress`` is called in the calling thread with the number of bytes written
-    since the last call.
+    layout stays, and without ``dtype`` so does every header. ``jobs`` is the number of cores to
+    keep busy, all by default. ``progress`` is called in the calling thread with the number of bytes
+    written since the last call.
 
     Returns the names of the files written, the index among them, all of them synced to the disk.
     Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating or does not
