@@ -67,7 +67,7 @@ class Trace:
         return tuple((key, self.naming(_inner(path))) for key, (path, _) in stack.items())
 
 
-class _Session(nn.Module):
+class _Steps(nn.Module):
     """Runs a model's calls in one graph and returns every tensor that it gives out."""
 
     def __init__(self, model: nn.Module, flags: Mapping[str, Any], inner: str | None) -> None:
@@ -129,8 +129,8 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
     try:
         with warnings.catch_warnings(), torch.no_grad(), _silent_logs():
             warnings.simplefilter("ignore")
-            session = _Session(model, call.flags, inner)
-            program = torch.export.export(session, call.steps, strict=False)
+            runner = _Steps(model, call.flags, inner)
+            program = torch.export.export(runner, call.steps, strict=False)
             _replace_private_writes(program.graph)
             if _mutating(program.graph):
                 program = program.run_decompositions({})
