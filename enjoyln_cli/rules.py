@@ -11,7 +11,9 @@ for sources and an observer of every shift: a missing rule costs coverage, never
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -98,22 +100,27 @@ def _permute(node: Node, axis: Axis) -> Pull:
     return ((source, moved(axis, order[axis.dim])),)
 
 
+def _terms(terms: Iterable[Any], node: Node, axis: Axis, constant: str, same: str) -> Pull:
+    """Every term that varies along the mean; one that is constant and not zero has no mean 0."""
+    rank, pairs = rank_of(node), []
+    for term in terms:
+        if not isinstance(term, Node):
+            if term == 0:
+                continue
+            return Opaque(f"the constant {term} {constant}")
+        if constant_along(term, axis, rank):
+            return Opaque(f"a term that is the same for every element of the mean {same}")
+        pairs.append((term, broadcast(term, axis, rank)))
+    return tuple(pairs)
+
+
 @rule(aten.add, aten.sub)
 def _add(node: Node, axis: Axis) -> Pull:
     """Linear in both addends; ``x - mean(x)`` is zero-mean whatever ``x`` is."""
     centred = centred_operand(node)
     if centred is not None and centred[1] == axis:
         return ()
-    rank, pairs = rank_of(node), []
-    for term in node.args[:2]:
-        if not isinstance(term, Node):
-            if term == 0:
-                continue
-            return Opaque(f"the constant {term} is added to every element")
-        if constant_along(term, axis, rank):
-            return Opaque("a term that is the same for every element of the mean is added")
-        pairs.append((term, broadcast(term, axis, rank)))
-    return tuple(pairs)
+    return _terms(node.args[:2], node, axis, "is added to every element", "is added")
 
 
 @rule(aten.mul, aten.multiply)
@@ -144,18 +151,9 @@ def _where(node: Node, axis: Axis) -> Pull:
     if len(node.args) != 3:
         return Opaque("where without branches")
     condition, *branches = node.args
-    rank, pairs = rank_of(node), []
-    if not constant_along(condition, axis, rank):
+    if not constant_along(condition, axis, rank_of(node)):
         return Opaque("a choice that differs along the mean")
-    for branch in branches:
-        if not isinstance(branch, Node):
-            if branch == 0:
-                continue
-            return Opaque(f"the constant {branch} is filled in")
-        if constant_along(branch, axis, rank):
-            return Opaque("a term that is the same for every element of the mean is filled in")
-        pairs.append((branch, broadcast(branch, axis, rank)))
-    return tuple(pairs)
+    return _terms(branches, node, axis, "is filled in", "is filled in")
 
 
 @rule(aten.masked_fill)
