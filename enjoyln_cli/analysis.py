@@ -27,7 +27,7 @@ from enjoyln_cli.flow import Flow, Value
 from enjoyln_cli.nodes import aten, packet, rank_of, shape_of
 from enjoyln_cli.paper import algorithm_1
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
-from enjoyln_cli.trace import BATCH, Call, Trace, calls_of, capture, optional_inputs
+from enjoyln_cli.trace import BATCH, Call, Naming, Trace, calls_of, capture, optional_inputs
 from enjoyln_cli.why import Tree
 
 
@@ -93,11 +93,19 @@ def analyze_module(model: nn.Module, *args: Any, **kwargs: Any) -> Analysis:
 
     Tensors among the inputs give shapes and dtypes. Raises ``TraceFailed``.
     """
+    return analyze_calls(model, [Call("example inputs", ((args, kwargs),))])
+
+
+def analyze_calls(model: nn.Module, calls: Iterable[Call]) -> Analysis:
+    """The plan for any live module that holds in all of ``calls`` at once.
+
+    Raises ``TraceFailed`` where a call that is ``required`` cannot be traced.
+    """
     tensors = dict(model.named_parameters(remove_duplicate=False))
     own = Candidate(model, {name: (name,) for name in tensors}, frozenset(), ())
-    trace = capture(model, Call("example inputs", ((args, kwargs),)))
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    return _analysis(own, [trace], (own.name,), kind, [])
+    traces, _ = _captured(model, calls)
+    return _analysis(own, traces, (own.name,), kind, [])
 
 
 def _type_at(model: nn.Module, path: str) -> type:
@@ -111,29 +119,31 @@ def _traces(
 
     A classifier without a padding token takes one row at a time.
     """
+    model, naming = found.model, families.naming_between(found.model, reference.model)
     try:
-        return _captured(found, reference, inner, BATCH)
+        traces, given = _captured(model, calls_of(model, BATCH), naming, inner)
     except TraceFailed as error:
         try:
-            return _captured(found, reference, inner, 1)
+            traces, given = _captured(model, calls_of(model, 1), naming, inner)
         except TraceFailed:
             raise error from None
+    return traces, set(optional_inputs(model)) - given
 
 
 def _captured(
-    found: Candidate, reference: Candidate, inner: str | None, batch: int
+    model: nn.Module, calls: Iterable[Call], naming: Naming = str, inner: str | None = None
 ) -> tuple[list[Trace], set[str]]:
-    naming = families.naming_between(found.model, reference.model)
-    traces, covered = [], set()
-    for call in calls_of(found.model, batch):
+    """The graphs of the calls that can be traced, and the names of the inputs that these give."""
+    traces, given = [], set()
+    for call in calls:
         try:
-            traces.append(capture(found.model, call, naming, inner))
+            traces.append(capture(model, call, naming, inner))
         except TraceFailed:
             if call.required:
                 raise
             continue
-        covered |= {name for _, given in call.steps for name in given}
-    return traces, set(optional_inputs(found.model)) - covered
+        given |= {name for _, inputs in call.steps for name in inputs}
+    return traces, given
 
 
 def _analysis(

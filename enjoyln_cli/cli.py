@@ -204,16 +204,17 @@ def fold(
     model: str, out: Path | None, dry_run: bool, quiet: bool, as_json: bool, **options: Any
 ) -> None:
     """Convert MODEL into the new directory OUT, and verify the result."""
-    if out is None and not dry_run:
+    if dry_run:
+        out = None
+    elif out is None:
         raise click.UsageError("Missing option '-o' / '--out'.")
     from enjoyln_cli import convert, rows
     from enjoyln_cli.report import watching, write_fold, write_json
 
+    opening, force = options.pop("opening"), options["force"]
     with watching(quiet or as_json) as watch:
-        ready = convert.prepare(model, on_event=watch.event, **options.pop("opening"))
-        result = None
-        if out and not dry_run:
-            result = convert.write(ready, out, watch.event, watch.progress, **options)
+        ready = convert.prepare(model, out, force=force, on_event=watch.event, **opening)
+        result = convert.write(ready, out, watch.event, watch.progress, **options) if out else None
     found = rows.fold_row(model, ready, result, watch.warnings, options["dtype"])
     if as_json:
         write_json(found)

