@@ -229,6 +229,12 @@ def fold(
 @click.option("--image", "images", type=FILE, multiple=True, help="Images to run on.")
 @click.option("--compute-dtype", "dtype", type=DTYPES, help="Run in this dtype instead of OUT's.")
 @click.option("--max-ratio", type=float, default=1.25, show_default=True, help="Pass up to this.")
+@click.option(
+    "--max-memory",
+    callback=parse_size,
+    metavar="SIZE",
+    help="Run the first blocks that fit; all there is by default.",
+)
 @json_option
 @hub_options
 def verify(out: Path, as_json: bool, opening: Options, **options: Any) -> None:

@@ -309,6 +309,13 @@ def test_verify_shows_a_table(folded: Path) -> None:
     assert "identity error" in out and "in bfloat16" in out
 
 
+def test_verify_runs_the_blocks_that_fit_and_says_so(folded: Path) -> None:
+    count = (folded / "model.safetensors").stat().st_size // 4
+    out = good("verify", folded, "--max-memory", f"{count * 8}")
+    assert re.search(r"first \d blocks only", " ".join(out.split()))
+    refused("verify", folded, "--max-memory", "much", status=2)
+
+
 def test_verify_fails_on_a_writer_that_moved(folded: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
