@@ -22,7 +22,7 @@ from enjoyln_cli import why as explain
 from enjoyln_cli.checkpoint import Checkpoint
 from enjoyln_cli.classes import Candidate
 from enjoyln_cli.cut import Cut, Problem
-from enjoyln_cli.errors import EnjoyLNError, TraceFailed
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed
 from enjoyln_cli.flow import Flow, Value
 from enjoyln_cli.nodes import aten, packet, rank_of, shape_of
 from enjoyln_cli.paper import algorithm_1
@@ -69,9 +69,10 @@ def analyze_config(
     if not any(isinstance(module, nn.LayerNorm) for module in reference.modules()):
         return _analysis(first, [], (first.name,), config.model_type, [])
     others = [
-        families.candidate(families.build(other, config), names, checkpoint) for other in listed[1:]
+        found
+        for other in listed[1:]
+        if (found := _loading(families.build(other, config), names, checkpoint))
     ]
-    others = [other for other in others if not other.missing]
     inner = families.base_path(reference)
     held = [other for other in others if inner and type(other.model) is _type_at(reference, inner)]
     traces, unproven = _traces(first, first, inner if held else None)
@@ -106,6 +107,17 @@ def analyze_calls(model: nn.Module, calls: Iterable[Call]) -> Analysis:
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     traces, _ = _captured(model, calls)
     return _analysis(own, traces, (own.name,), kind, [])
+
+
+def _loading(
+    model: nn.Module, names: tuple[str, ...], checkpoint: Checkpoint | None
+) -> Candidate | None:
+    """The class, if it loads the stored ``names`` with no weight missing or of another shape."""
+    try:
+        found = families.candidate(model, names, checkpoint)
+    except BadCheckpoint:
+        return None
+    return None if found.missing else found
 
 
 def _type_at(model: nn.Module, path: str) -> type:

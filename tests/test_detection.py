@@ -1,0 +1,228 @@
+"""The verdicts, shown on live weights: every class of the six families computes what it did.
+
+In float64, with random γ, β and biases and weights of non-zero mean, for prefill, a decoding step
+with the cache, padding, and the optional inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING
+
+from enjoyln_cli import analyze, fold
+from enjoyln_cli.analysis import analyze_calls
+from enjoyln_cli.fold import centre_parameters, read_marker
+from enjoyln_cli.norms import input_means, install
+from enjoyln_cli.plan import Plan
+from enjoyln_cli.trace import Call, tensors_in
+
+TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {**TOKENS, "n_layer": 2, "n_head": 3, "n_embd": 21, "n_positions": 31}
+BERT = {
+    **TOKENS,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "hidden_size": 21,
+    "intermediate_size": 33,
+    "max_position_embeddings": 31,
+}
+OPT = {**BERT, "ffn_dim": 33, "word_embed_proj_dim": 21}
+POST_LN = {**OPT, "word_embed_proj_dim": 15, "do_layer_norm_before": False}
+BLOOM = {**TOKENS, "n_layer": 2, "n_head": 3, "hidden_size": 21}
+PHI = {**BERT, "num_attention_heads": 3, "hidden_size": 24, "partial_rotary_factor": 0.5}
+VIT = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "hidden_size": 21,
+    "intermediate_size": 33,
+    "image_size": 15,
+    "patch_size": 5,
+    "encoder_stride": 5,
+}
+PER_HEAD = {**PHI, "qk_layernorm": True}
+
+FAMILIES: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt2", GPT2, "Model LMHeadModel ForSequenceClassification ForTokenClassification"),
+    ("gpt2", GPT2, "ForQuestionAnswering DoubleHeadsModel"),
+    ("bert", BERT, "Model ForMaskedLM ForSequenceClassification ForTokenClassification"),
+    ("bert", BERT, "ForQuestionAnswering LMHeadModel ForPreTraining ForNextSentencePrediction"),
+    ("opt", OPT, "Model ForCausalLM ForSequenceClassification ForQuestionAnswering"),
+    ("opt", POST_LN, "Model ForCausalLM ForSequenceClassification ForQuestionAnswering"),
+    ("bloom", BLOOM, "Model ForCausalLM ForSequenceClassification ForTokenClassification"),
+    ("bloom", BLOOM, "ForQuestionAnswering"),
+    ("phi", PHI, "Model ForCausalLM ForSequenceClassification ForTokenClassification"),
+    ("phi", PER_HEAD, "Model ForCausalLM ForSequenceClassification ForTokenClassification"),
+    ("vit", VIT, "Model ForImageClassification ForMaskedImageModeling"),
+]
+STEMS = {"gpt2": "GPT2", "bert": "Bert", "opt": "OPT", "bloom": "Bloom", "phi": "Phi", "vit": "ViT"}
+CLASSES = [
+    pytest.param(kind, settings, STEMS[kind] + head, id=f"{STEMS[kind]}{head}-{i}")
+    for i, (kind, settings, heads) in enumerate(FAMILIES)
+    for head in heads.split()
+]
+
+
+def live(model_class: str, config: Any, seed: int = 0) -> Any:
+    """The class in float64 with every parameter moved off its initial value."""
+    torch.manual_seed(seed)
+    model = getattr(transformers, model_class)(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            start = 1.0 if parameter.dim() == 1 else 0.1
+            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
+    return model
+
+
+def calls(model: Any, seed: int = 1) -> list[dict[str, Any]]:
+    """Inputs of every kind that the class takes, some of them padded."""
+    torch.manual_seed(seed)
+    accepted = inspect.signature(model.forward).parameters
+    if model.main_input_name == "pixel_values":
+        pixels = torch.randn(2, 3, 15, 15, dtype=torch.float64)
+        found = [{"pixel_values": pixels}]
+        if any(name.endswith("mask_token") for name, _ in model.named_parameters()):
+            found.append({"pixel_values": pixels, "bool_masked_pos": torch.rand(2, 9) < 0.5})
+        if "MaskedImage" not in type(model).__name__:  # it rebuilds the one size it was made for
+            larger = torch.randn(2, 3, 20, 25, dtype=torch.float64)
+            found.append({"pixel_values": larger, "interpolate_pos_encoding": True})
+        return found
+    ids = torch.randint(3, 37, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    ids = torch.where(mask == 0, 0, ids)
+    plain = {"input_ids": ids, "attention_mask": mask}
+    width = model.get_input_embeddings().weight.shape[1]
+    embeds = torch.randn(2, 7, width, dtype=torch.float64) + 0.5
+    optional = {
+        "token_type_ids": torch.randint(0, 2, (2, 7)),
+        "position_ids": torch.randint(0, 11, (2, 7)),
+    }
+    if "mc_token_ids" in accepted:
+        plain["mc_token_ids"] = torch.tensor([2, 4])
+    given = {name: value for name, value in optional.items() if name in accepted}
+    found = [plain, {**plain, **given}]
+    if "SequenceClassification" not in type(model).__name__ or "Bert" in type(model).__name__:
+        rest = {name: value for name, value in plain.items() if name != "input_ids"}
+        found.append({**rest, "inputs_embeds": embeds})
+    return found
+
+
+def outputs(model: Any, given: dict[str, Any]) -> list[torch.Tensor]:
+    """All that one call returns, and a decoding step after it where there is a cache."""
+    with torch.no_grad():
+        result = model(**given)
+        found = tensors_in(result)
+        cache = getattr(result, "past_key_values", None)
+        if cache is not None and set(given) == {"input_ids", "attention_mask"}:
+            mask = torch.cat([given["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+            step = {"input_ids": torch.tensor([[5], [9]]), "attention_mask": mask}
+            found = [t.clone() for t in found]
+            found += tensors_in(model(**step, past_key_values=cache))
+    return found
+
+
+def error(model: Any, original: Any, given: dict[str, Any]) -> float:
+    """The worst difference of any output, relative to that output's largest element."""
+    pairs = zip(outputs(model, given), outputs(original, given), strict=True)
+    return max(
+        float((a - b).abs().max() / b.abs().max().clamp_min(1e-300))
+        for a, b in pairs
+        if b.is_floating_point() and b.numel()
+    )
+
+
+def converted(model: nn.Module, plan: Plan, guarded: bool = True) -> Any:
+    result = copy.deepcopy(model)
+    centre_parameters(result, plan)
+    unproven = plan.unproven if guarded else ()
+    return install(result, [v.norm for v in plan.folded], plan.ops, plan.entry_inputs, unproven)
+
+
+@pytest.mark.parametrize(("model_type", "settings", "model_class"), CLASSES)
+def test_a_class_by_itself_computes_what_it_did(
+    model_type: str, settings: dict[str, Any], model_class: str
+) -> None:
+    config = CONFIG_MAPPING[model_type](**settings)
+    plan = analyze(config, model_class=model_class).plan
+    original = live(model_class, config)
+    folded = converted(original, plan)
+    for given in calls(original):
+        with input_means(folded) as seen:
+            assert error(folded, original, given) <= 1e-12, sorted(given)
+        assert max(seen.values(), default=0.0) <= 1e-12, sorted(given)
+        assert set(seen) == {verdict.norm for verdict in plan.folded}, sorted(given)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "saved", "others"),
+    [
+        ("gpt2", GPT2, "GPT2LMHeadModel", {"GPT2Model"}),
+        ("gpt2", GPT2, "GPT2Model", {"GPT2LMHeadModel"}),
+        ("gpt2", GPT2, "GPT2ForSequenceClassification", {"GPT2LMHeadModel", "GPT2Model"}),
+        ("bert", BERT, "BertForSequenceClassification", {"BertModel"}),
+        ("opt", OPT, "OPTForCausalLM", {"OPTModel"}),
+        ("bloom", BLOOM, "BloomForTokenClassification", {"BloomForCausalLM", "BloomModel"}),
+        ("phi", PER_HEAD, "PhiForCausalLM", {"PhiModel"}),
+        ("vit", VIT, "ViTForImageClassification", set()),
+        ("vit", VIT, "ViTForMaskedImageModeling", set()),
+    ],
+)
+def test_one_fold_serves_every_class_that_loads_the_checkpoint(
+    model_type: str, settings: dict[str, Any], saved: str, others: set[str], tmp_path: Path
+) -> None:
+    config = CONFIG_MAPPING[model_type](**settings)
+    live(saved, config).save_pretrained(tmp_path / "source")
+    plan = fold(tmp_path / "source", tmp_path / "out", verify=False).plan
+    assert others | {saved} <= set(plan.classes)
+    marker = read_marker(transformers.AutoConfig.from_pretrained(tmp_path / "out").to_dict())
+    for name in plan.classes:
+        load = getattr(transformers, name).from_pretrained
+        original, stock, folded = (
+            load(tmp_path / folder, dtype=torch.float64).eval()
+            for folder in ("source", "out", "out")
+        )
+        install(folded, marker.rmsnorm, marker.centering, marker.entry_inputs, marker.unproven)
+        for given in calls(original):
+            assert error(folded, original, given) <= 1e-12, (name, sorted(given))
+            if "inputs_embeds" not in given:
+                assert error(stock, original, given) <= 1e-12, (name, sorted(given))
+
+
+def image_call(masked: bool) -> Call:
+    given: dict[str, Any] = {"pixel_values": torch.randn(2, 3, 15, 15, dtype=torch.float64)}
+    if masked:
+        given["bool_masked_pos"] = torch.rand(2, 9) < 0.5
+    return Call("masked" if masked else "images", (((), given),))
+
+
+def test_a_parameter_that_no_call_reads_is_not_centred_and_not_proven() -> None:
+    original = live("ViTForMaskedImageModeling", CONFIG_MAPPING["vit"](**VIT))
+    plain, masked = calls(original)[:2]
+    narrow = analyze_calls(original, [image_call(False)]).plan
+    assert "vit.embeddings.mask_token" in narrow.unproven
+    wrong = converted(original, narrow, guarded=False)
+    assert error(wrong, original, plain) <= 1e-12
+    assert error(wrong, original, masked) > 1e-3
+
+    both = analyze_calls(original, [image_call(False), image_call(True)]).plan
+    assert "vit.embeddings.mask_token" in [writer.parameter for writer in both.writers]
+    right = converted(original, both)
+    assert max(error(right, original, given) for given in (plain, masked)) <= 1e-12
+
+
+def test_an_input_that_no_call_gave_makes_the_norms_compute_layer_norm() -> None:
+    config = CONFIG_MAPPING["gpt2"](**GPT2, add_cross_attention=True)
+    plan = analyze(config, model_class="GPT2Model").plan
+    assert "encoder_hidden_states" in plan.unproven
+    original = live("GPT2Model", config)
+    given = {**calls(original)[0], "encoder_hidden_states": torch.randn(2, 5, 21).double()}
+    assert error(converted(original, plan), original, given) <= 1e-12
+    assert error(converted(original, plan, guarded=False), original, given) > 1e-3
