@@ -6,27 +6,27 @@ is listed.
 
 from __future__ import annotations
 
-import copy
 import difflib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from enjoyln_cli import classes as families
 from enjoyln_cli import cut as cuts
 from enjoyln_cli import why as explain
+from enjoyln_cli.axis import feature_axis
 from enjoyln_cli.checkpoint import Checkpoint
 from enjoyln_cli.classes import Candidate
 from enjoyln_cli.cut import Cut, Problem
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed
 from enjoyln_cli.flow import Flow, Value
-from enjoyln_cli.nodes import aten, packet, rank_of, shape_of
+from enjoyln_cli.nodes import aten, packet, shape_of
 from enjoyln_cli.paper import algorithm_1
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
+from enjoyln_cli.probe import computes_rms_norm, layer_norm_form
 from enjoyln_cli.trace import BATCH, Call, Naming, Trace, calls_of, capture, optional_inputs
 from enjoyln_cli.why import Tree
 
@@ -66,7 +66,7 @@ def analyze_config(
     reference = families.build(listed[0], config)
     names = tuple(checkpoint.tensors) if checkpoint else families.saved_names(reference)
     first = families.candidate(reference, names, checkpoint)
-    if not any(isinstance(module, nn.LayerNorm) for module in reference.modules()):
+    if not any(_norms(reference)):
         return _analysis(first, [], (first.name,), config.model_type, [])
     others = [
         found
@@ -167,13 +167,11 @@ def _analysis(
 ) -> Analysis:
     flow = Flow(tuple(traces))
     groups = _groups(found.model, flow.traces)
-    modules = {p: m for p, m in found.model.named_modules() if isinstance(m, nn.LayerNorm)}
-    norms, refused = _norm_calls(flow, modules)
+    norms, refused = _norm_calls(flow, *_norms(found.model))
     problem = Problem(flow, norms, _locked(found, groups), groups)
     cut = cuts.solve(problem)
-    verdicts = [_verdict(problem, cut, path, refused) for path in modules]
-    for path in refused.keys() - modules.keys():
-        verdicts.append(Verdict(path, "kept", reason=refused[path], culprit=path))
+    places = [path for path, _ in found.model.named_modules() if path in norms or path in refused]
+    verdicts = [_verdict(problem, cut, path, refused) for path in places]
     used = (names for t in flow.traces for node, names in t.parameters.items() if node.users)
     read = {name for names in used for name in names}
     unread = [name for name in found.stored if flow.traces and name in groups and name not in read]
@@ -205,34 +203,43 @@ def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
     return {n: min(g, key=lambda m: (order.get(m, len(order)), m)) for n, g in together.items()}
 
 
+def _norms(model: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
+    """The dimension that each LayerNorm module normalises; those not to be swapped, with why."""
+    found: dict[str, int] = {}
+    refused: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
+            refused[path] = "it normalises over several dimensions at once"
+        elif type(module).forward is nn.LayerNorm.forward:
+            found[path] = -1
+        elif form := layer_norm_form(module):
+            found[path] = form.dim
+        elif isinstance(module, nn.LayerNorm):
+            refused[path] = f"{type(module).__name__} computes something else than a LayerNorm"
+    return found, refused
+
+
 def _norm_calls(
-    flow: Flow, modules: dict[str, nn.LayerNorm]
+    flow: Flow, norms: dict[str, int], refused: dict[str, str]
 ) -> tuple[dict[str, tuple[Value, ...]], dict[str, str]]:
     """The input of every call of each norm that can be swapped; the others with the reason."""
-    calls: dict[str, list[Value]] = {path: [] for path in modules}
-    refused: dict[str, str] = {}
+    calls: dict[str, list[Value]] = {path: [] for path in norms}
+    refused = dict(refused)
     for position, trace in enumerate(flow.traces):
-        for node in trace.graph.nodes:
-            if packet(node) is not aten.layer_norm:
+        for path, entering in trace.entering(norms.keys()):
+            shape = shape_of(entering[0]) if len(entering) == 1 else None
+            if shape is None:
+                refused[path] = "it takes more than one tensor"
                 continue
-            path = trace.module_of(node)
-            module = modules.get(path)
-            if module is None:
-                refused.setdefault(path, "layer_norm is called as a function, inside of a module")
-            elif type(module).forward is not nn.LayerNorm.forward:
-                refused[path] = f"{type(module).__name__} computes more than a LayerNorm"
-            elif len(module.normalized_shape) != 1:
-                refused[path] = "it normalises over several dimensions at once"
-            else:
-                source: Any = node.args[0]
-                last, shape = rank_of(source) - 1, shape_of(source) or (1,)
-                axis = cuts.Axis(last, 0, 1, shape[-1], 1)
-                calls[path].append(Value(position, source, axis))
+            calls[path].append(Value(position, entering[0], feature_axis(shape, norms[path])))
+        called = [node for node in trace.graph.nodes if packet(node) is aten.layer_norm]
+        for path in {trace.module_of(node) for node in called} - norms.keys() - refused.keys():
+            if not _foreign(path, flow):
+                refused[path] = "layer_norm is called as a function, inside of a module"
     for path, values in calls.items():
         if not values:
             refused.setdefault(path, "no traced call runs it")
-    known = {path: tuple(v) for path, v in calls.items() if path not in refused}
-    return known, {p: r for p, r in refused.items() if p in modules or not _foreign(p, flow)}
+    return {path: tuple(v) for path, v in calls.items() if path not in refused}, refused
 
 
 def _foreign(path: str, flow: Flow) -> bool:
@@ -300,32 +307,12 @@ def _op_reason(problem: Problem, module: str) -> str:
 
 
 def _rms_norms(model: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Modules that compute RMSNorm already, by class: found by what they compute, not by name."""
+    """Modules that compute RMSNorm already, by class."""
     counts: Counter[str] = Counter()
     verdicts: dict[type, bool] = {}
     for module in model.modules():
-        parameters = list(module.parameters(recurse=False))
-        if len(parameters) != 1 or parameters[0].dim() != 1 or any(module.children()):
-            continue
-        if type(module) not in verdicts:
-            verdicts[type(module)] = _computes_rms_norm(module)
-        counts[type(module).__name__] += verdicts[type(module)]
+        if any(True for _ in module.parameters(recurse=False)):
+            if type(module) not in verdicts:
+                verdicts[type(module)] = computes_rms_norm(module)
+            counts[type(module).__name__] += verdicts[type(module)]
     return tuple((name, count) for name, count in sorted(counts.items()) if count)
-
-
-def _computes_rms_norm(module: nn.Module) -> bool:
-    """Probe: with one weight w, is the output ``x / rms(x)`` times w or 1 + w?"""
-    probe = copy.deepcopy(module).to_empty(device="cpu").double()
-    weight = next(probe.parameters())
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64))
-        x = torch.randn(3, weight.shape[0], generator=generator, dtype=torch.float64) + 1
-        try:
-            y = probe(x)
-        except Exception:  # whatever a foreign module raises, it is no norm of this kind
-            return False
-        if not isinstance(y, torch.Tensor) or y.shape != x.shape:
-            return False
-        normed = x / x.square().mean(-1, keepdim=True).sqrt()
-    return any(torch.allclose(y.double(), normed * w, rtol=1e-4) for w in (weight, 1 + weight))

@@ -13,7 +13,6 @@ they do in a call that is given an input which no proof covers.
 
 from __future__ import annotations
 
-import copy
 import copyreg
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -29,9 +28,7 @@ from torch import nn
 from enjoyln_cli.axis import Axis, centre, feature_axis, moved
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan import Centring
-
-EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
-"""What the classes that spell a LayerNorm out call the constant inside the root."""
+from enjoyln_cli.probe import LayerNormForm, layer_norm_form
 
 
 def rms_norm(
@@ -61,6 +58,8 @@ class Folded:
 
     shifted = False
     """Set during a call with an unproven input: the norm's input may have a mean."""
+    dim = -1
+    """What is normalised; 1 for channels before positions."""
 
 
 class RMSNorm(Folded, nn.LayerNorm):
@@ -78,44 +77,42 @@ class RMSNorm(Folded, nn.LayerNorm):
 class Made(type):
     """The type of classes made here; such a class is pickled as the call that makes it."""
 
-    factory: Callable[[type], type]
-    base: type
+    made_by: tuple[Any, ...]
 
 
-copyreg.pickle(Made, lambda cls: (cls.factory, (cls.base,)))  # type: ignore
+copyreg.pickle(Made, lambda cls: (cls.made_by[0], cls.made_by[1:]))  # type: ignore
 
 
 def make(
-    name: str, base: type, bases: tuple[type, ...], factory: Callable[[type], type], **body: Any
+    name: str, bases: tuple[type, ...], factory: Callable[..., type], *given: Any, **body: Any
 ) -> type:
-    return Made(
-        name,
-        bases,
-        {"__module__": __name__, "factory": staticmethod(factory), "base": base, **body},
-    )
+    """A class that ``factory(*given)`` returns, and that pickles as this call."""
+    return Made(name, bases, {"__module__": __name__, "made_by": (factory, *given), **body})
 
 
 @cache
 def rms_subclass(base: type) -> type:
-    """``base``, a ``nn.LayerNorm``, with ``RMSNorm`` next in line for its ``super().forward``."""
-    return (
-        RMSNorm
-        if base is nn.LayerNorm
-        else make(f"RMS{base.__name__}", base, (base, RMSNorm), rms_subclass)
-    )
+    """``base`` has the ``forward`` of ``nn.LayerNorm``, and gets that of ``RMSNorm``."""
+    if base is nn.LayerNorm:
+        return RMSNorm
+    return make(f"RMS{base.__name__}", (RMSNorm, base), rms_subclass, base)
 
 
 @cache
-def rms_spelled_out(base: type) -> type:
-    """For a class that computes LayerNorm over the last dimension in its own ``forward``."""
+def rms_spelled_out(base: type, form: LayerNormForm) -> type:
+    """``base`` computes LayerNorm in a ``forward`` of its own, in the way of ``form``."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         if self.training or self.shifted:
             return base.forward(self, input)  # type: ignore[attr-defined]
-        eps = next(getattr(self, name) for name in EPS_NAMES if hasattr(self, name))
-        return rms_norm(input, getattr(self, "weight", None), getattr(self, "bias", None), eps)
+        weight = getattr(self, "weight", None) if form.gain != "1" else None
+        gain = 1 + weight if form.gain == "1 + weight" and weight is not None else weight
+        bias = self.bias if form.biased else None
+        y = rms_norm(input.movedim(form.dim, -1), gain, bias, form.eps)
+        return y.movedim(-1, form.dim)
 
-    return make(f"RMS{base.__name__}", base, (Folded, base), rms_spelled_out, forward=forward)
+    body = {"forward": forward, "dim": form.dim}
+    return make(f"RMS{base.__name__}", (Folded, base), rms_spelled_out, base, form, **body)
 
 
 @cache
@@ -138,7 +135,7 @@ def centred_subclass(base: type) -> type:
                 output = centre_value(output, op.axis)
         return output
 
-    return make(f"Centred{base.__name__}", base, (base,), centred_subclass, forward=forward)
+    return make(f"Centred{base.__name__}", (base,), centred_subclass, base, forward=forward)
 
 
 def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -288,48 +285,12 @@ def _folded_class(module: nn.Module, path: str) -> type:
     base: Any = type(module)
     if base.forward is nn.LayerNorm.forward:
         return rms_subclass(base)
-    candidates = [rms_subclass] if isinstance(module, nn.LayerNorm) else []
-    if any(hasattr(module, name) for name in EPS_NAMES):
-        candidates.append(rms_spelled_out)
-    for candidate in candidates:
-        if _replaces_layer_norm(module, candidate(base)):
-            return candidate(base)
-    raise UnsupportedModel(
-        f"{path}: {base.__name__} does not compute LayerNorm, so it stays as it is"
-    )
-
-
-def _replaces_layer_norm(module: nn.Module, cls: type) -> bool:
-    """Does ``module`` compute LayerNorm, and ``cls`` its RMSNorm? Asked of a copy in float64."""
-    probe = copy.deepcopy(module).to_empty(device="cpu").double().eval()
-    for name in ("forward", "_old_forward", "_hf_hook"):
-        probe.__dict__.pop(name, None)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in probe.parameters():
-        nn.init.normal_(parameter, 1.0, 0.5, generator=generator)
-    shape = tuple(getattr(module, "normalized_shape", ())) or tuple(
-        next((p.shape for p in probe.parameters()), ())
-    )
-    if not shape:
-        return False
-    for size, dims in (((2, 3, *shape), len(shape)), ((2, *shape, 3, 3), 0)):
-        x = torch.randn(size, generator=generator, dtype=torch.float64)
-        over = tuple(range(-dims, 0)) if dims else (1,)
-        if getattr(module, "normalized_shape", None) is None and dims:
-            over = (-1,)
-        x = x - x.mean(over, keepdim=True)
-        try:
-            with torch.no_grad():
-                probe.__class__ = type(module)
-                plain, shifted = probe(x), probe(x + 1)
-                probe.__class__ = cls
-                folded, other = probe(x), probe(x + 1)
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            continue
-        near = [torch.allclose(plain, y, rtol=1e-4, atol=1e-4) for y in (shifted, folded, other)]
-        if near == [True, True, False]:
-            return True
-    return False
+    form = layer_norm_form(module)
+    if form is None:
+        raise UnsupportedModel(
+            f"{path}: {base.__name__} does not compute LayerNorm, so it stays as it is"
+        )
+    return rms_spelled_out(base, form)
 
 
 def _check_forward(module: nn.Module) -> None:
@@ -361,7 +322,7 @@ def input_means(model: nn.Module) -> Iterator[dict[str, float]]:
     def hook_for(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             x = (args or tuple(kwargs.values()))[0].detach().to(torch.float64)
-            dims = _normalised_dims(module, x)
+            dims = _normalised_dims(module)
             rms = x.square().mean(dims).sqrt()
             ratio = torch.where(rms > 0, x.mean(dims) / rms, torch.zeros_like(rms))
             value = float(ratio[torch.isfinite(ratio)].square().mean().nan_to_num().sqrt())
@@ -381,8 +342,6 @@ def input_means(model: nn.Module) -> Iterator[dict[str, float]]:
             handle.remove()
 
 
-def _normalised_dims(module: nn.Module, x: torch.Tensor) -> tuple[int, ...]:
-    shape = tuple(getattr(module, "normalized_shape", ()))
-    if shape and tuple(x.shape[-len(shape) :]) != shape:
-        return (1,)
-    return tuple(range(-max(len(shape), 1), 0))
+def _normalised_dims(module: nn.Module) -> tuple[int, ...]:
+    dim = int(module.dim)  # type: ignore[arg-type]
+    return (dim,) if dim != -1 else tuple(range(-len(getattr(module, "normalized_shape", (1,))), 0))

@@ -12,7 +12,7 @@ import gc
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +67,29 @@ class Trace:
         """
         stack = node.meta.get("nn_module_stack", {})
         return tuple((key, self.naming(_inner(path))) for key, (path, _) in stack.items())
+
+    def entering(self, paths: Container[str]) -> Iterator[tuple[str, list[Node]]]:
+        """For every call of the modules ``paths``: the values from outside that it computes with.
+
+        Parameters and constants of the model are not among them.
+        """
+        found: dict[str, tuple[str, dict[Node, None]]] = {}
+        for node in self.graph.nodes:
+            for call, path in self.calls_of(node):
+                if path in paths:
+                    values = found.setdefault(call, (path, {}))[1]
+                    values.update(dict.fromkeys(self._from_outside(node, call)))
+        yield from ((path, list(values)) for path, values in found.values())
+
+    def _from_outside(self, node: Node, call: str) -> list[Node]:
+        return [
+            operand
+            for operand in node.all_input_nodes
+            if isinstance(operand.meta.get("val"), torch.Tensor)
+            and (operand.op != "placeholder" or operand in self.inputs)
+            and operand.op != "get_attr"
+            and all(other != call for other, _ in self.calls_of(operand))
+        ]
 
 
 class _Steps(nn.Module):

@@ -28,7 +28,7 @@ LAYERS = (
     ("why", "paper", "classes"),
     ("cut",),
     ("flow",),
-    ("trace", "rules"),
+    ("trace", "rules", "probe"),
     ("plan", "nodes"),
     ("checkpoint",),
     ("config", "files", "shards", "output"),
