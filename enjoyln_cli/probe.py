@@ -116,7 +116,8 @@ def computes_rms_norm(module: nn.Module) -> bool:
 
 def _probe(module: nn.Module) -> _Probe | None:
     parameters = dict(module.named_parameters())
-    if any(module.children()) or not parameters.keys() <= {"weight", "bias"}:
+    held = any(module.children()) or any(True for _ in module.buffers())
+    if held or not parameters.keys() <= {"weight", "bias"}:
         return None
     shapes = {tuple(parameter.shape) for parameter in parameters.values()}
     stated = getattr(module, "normalized_shape", None)

@@ -71,25 +71,40 @@ class Trace:
     def entering(self, paths: Container[str]) -> Iterator[tuple[str, list[Node]]]:
         """For every call of the modules ``paths``: the values from outside that it computes with.
 
-        Parameters and constants of the model are not among them.
+        The module's own parameters and constants of the model are not among them.
         """
         found: dict[str, tuple[str, dict[Node, None]]] = {}
         for node in self.graph.nodes:
             for call, path in self.calls_of(node):
                 if path in paths:
                     values = found.setdefault(call, (path, {}))[1]
-                    values.update(dict.fromkeys(self._from_outside(node, call)))
+                    values.update(dict.fromkeys(self._from_outside(node, call, path)))
         yield from ((path, list(values)) for path, values in found.values())
 
-    def _from_outside(self, node: Node, call: str) -> list[Node]:
+    def _from_outside(self, node: Node, call: str, path: str) -> list[Node]:
         return [
             operand
             for operand in node.all_input_nodes
             if isinstance(operand.meta.get("val"), torch.Tensor)
-            and (operand.op != "placeholder" or operand in self.inputs)
-            and operand.op != "get_attr"
-            and all(other != call for other, _ in self.calls_of(operand))
+            and call not in dict(self.calls_of(operand))
+            and not self._held_by(uncast(operand), path)
         ]
+
+    def _held_by(self, node: Node, path: str) -> bool:
+        """Whether a module brings the value along: as its parameter, or as a constant."""
+        if node.op == "get_attr":
+            return True
+        names = self.parameters.get(node)
+        if names is None:
+            return node.op == "placeholder" and node not in self.inputs
+        return any(name.rpartition(".")[0] == path for name in names)
+
+
+def uncast(node: Node) -> Node:
+    """The value behind casts; one that changes nothing hands out the tensor it was given."""
+    while getattr(node.target, "overloadpacket", None) in (aten.to, aten._to_copy, aten.alias):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 class _Steps(nn.Module):
