@@ -18,16 +18,17 @@ from enjoyln_cli import classes as families
 from enjoyln_cli import cut as cuts
 from enjoyln_cli import why as explain
 from enjoyln_cli.axis import feature_axis
+from enjoyln_cli.calls import Call, optional_inputs, ways_to_call
 from enjoyln_cli.checkpoint import Checkpoint
 from enjoyln_cli.classes import Candidate
 from enjoyln_cli.cut import Cut, Problem
-from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, UnsupportedModel
 from enjoyln_cli.flow import Flow, Value
 from enjoyln_cli.nodes import aten, packet, shape_of
 from enjoyln_cli.paper import algorithm_1
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
 from enjoyln_cli.probe import computes_rms_norm, layer_norm_form
-from enjoyln_cli.trace import BATCH, Call, Naming, Trace, calls_of, capture, optional_inputs
+from enjoyln_cli.trace import Naming, Trace, capture
 from enjoyln_cli.why import Tree
 
 
@@ -82,7 +83,7 @@ def analyze_config(
             continue
         try:
             more, more_unproven = _traces(other, first)
-        except TraceFailed:
+        except (TraceFailed, UnsupportedModel):
             continue
         traces, unproven = traces + more, unproven | more_unproven
         proven.append(other.name)
@@ -127,19 +128,17 @@ def _type_at(model: nn.Module, path: str) -> type:
 def _traces(
     found: Candidate, reference: Candidate, inner: str | None = None
 ) -> tuple[list[Trace], set[str]]:
-    """All graphs of one class, and the optional inputs that none of them reads.
-
-    A classifier without a padding token takes one row at a time.
-    """
+    """All graphs of one class, and the optional inputs that none of them reads."""
     model, naming = found.model, families.naming_between(found.model, reference.model)
-    try:
-        traces, given = _captured(model, calls_of(model, BATCH), naming, inner)
-    except TraceFailed as error:
+    first: TraceFailed | None = None
+    for calls in ways_to_call(model):
         try:
-            traces, given = _captured(model, calls_of(model, 1), naming, inner)
-        except TraceFailed:
-            raise error from None
-    return traces, set(optional_inputs(model)) - given
+            traces, given = _captured(model, calls, naming, inner)
+        except TraceFailed as error:
+            first = first or error
+        else:
+            return traces, set(optional_inputs(model)) - given
+    raise first or TraceFailed(f"{found.name}: no inputs can be made up")
 
 
 def _captured(

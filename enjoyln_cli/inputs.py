@@ -7,7 +7,6 @@ the rounded one see the same numbers. Tokens come with padding in one row of eac
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.examples import Inputs, Spec, accepted_by, main_inputs, patch_size
 
 Batch = dict[str, torch.Tensor]
 
@@ -35,17 +35,45 @@ def seeded(model: nn.Module, rows: int, seed: int, dtype: torch.dtype) -> list[B
     ``UnsupportedModel`` for any other main input.
     """
     generator = torch.Generator().manual_seed(seed)
-    main = getattr(model, "main_input_name", "input_ids")
     step = _rows_at_once(model)
     sizes = [min(step, rows - first) for first in range(0, rows, step)]
-    if main == "input_ids":
-        return [_tokens(model, size, generator) for size in sizes]
-    if main == "pixel_values":
-        return [_pixels(model, size, generator, dtype) for size in sizes]
-    raise UnsupportedModel(
-        f"{type(model).__name__} takes {main}; only input_ids and pixel_values can be made up: "
-        "compare it in Python with inputs of your own"
-    )
+    form = _accepted_form(model, dtype)
+    return [
+        _batch(model, list(main_inputs(model, n, _length(model)))[form], generator, dtype)
+        for n in sizes
+    ]
+
+
+def _accepted_form(model: Any, dtype: torch.dtype) -> int:
+    """Which of the forms that its inputs could have the model runs with; they are tried in turn."""
+    forms = list(main_inputs(model, 1, _length(model)))
+    errors: list[Exception] = []
+    for position, form in enumerate(forms):
+        if len(forms) == 1:
+            return position
+        try:
+            with torch.no_grad():
+                model(**_batch(model, form, torch.Generator().manual_seed(0), dtype))
+        except Exception as error:  # whatever a model raises at an input of the wrong form
+            errors.append(error)
+        else:
+            return position
+    first = str(errors[0]).strip().split("\n")[0]
+    raise UnsupportedModel(f"no inputs can be made up that {type(model).__name__} accepts: {first}")
+
+
+def _batch(model: Any, form: Inputs, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+    batch: Batch = {}
+    for name, spec in form.items():
+        if name == "input_ids":
+            batch |= _tokens(model, spec, generator)
+        elif name == "decoder_input_ids" and "input_ids" in batch:
+            batch[name] = batch["input_ids"].flip(1)
+        elif spec.below is None:
+            batch[name] = torch.randn(spec.shape, generator=generator).to(dtype)
+        else:
+            batch[name] = torch.randint(0, spec.below, spec.shape, generator=generator)
+    return batch
 
 
 def _rows_at_once(model: Any) -> int:
@@ -54,26 +82,28 @@ def _rows_at_once(model: Any) -> int:
     return 1 if unpadded and "SequenceClassification" in type(model).__name__ else ROWS_AT_ONCE
 
 
-def _tokens(model: Any, rows: int, generator: torch.Generator) -> Batch:
-    accepted = inspect.signature(model.forward).parameters
-    config = model.config.get_text_config()
-    length = min(TOKENS, _positions(config))
-    ids = torch.randint(0, config.vocab_size, (rows, length), generator=generator)
-    padding = getattr(config, "pad_token_id", None)
-    if padding is not None and config.vocab_size > 1:
-        ids = torch.where(ids == padding, (padding + 1) % config.vocab_size, ids)
+def _tokens(model: Any, spec: Spec, generator: torch.Generator) -> Batch:
+    """Token ids with padding at the end of the last row, its mask, and token types."""
+    accepted, (rows, length) = accepted_by(model), spec.shape
+    vocabulary = spec.below or 2
+    ids = torch.randint(0, vocabulary, spec.shape, generator=generator)
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    if padding is not None and vocabulary > 1:
+        ids = torch.where(ids == padding, (padding + 1) % vocabulary, ids)
     mask = torch.ones_like(ids)
     if rows > 1:
         mask[-1, length - length // 4 :] = 0
         if padding is not None:
             ids = torch.where(mask == 0, padding, ids)
-    types = int(getattr(config, "type_vocab_size", 0) or 0)
+    types = int(getattr(model.config.get_text_config(), "type_vocab_size", 0) or 0)
     batch = {"input_ids": ids, "attention_mask": mask}
     if types > 1:
         batch["token_type_ids"] = torch.randint(0, types, ids.shape, generator=generator)
-    if getattr(model.config, "is_encoder_decoder", False):
-        batch["decoder_input_ids"] = ids.flip(1)
-    return {n: value for n, value in batch.items() if n in accepted or n == "input_ids"}
+    return {name: value for name, value in batch.items() if name in accepted or name == "input_ids"}
+
+
+def _length(model: Any) -> int:
+    return min(TOKENS, _positions(model.config.get_text_config()))
 
 
 def _positions(config: Any) -> int:
@@ -82,28 +112,16 @@ def _positions(config: Any) -> int:
     return max(1, int(limit) - 2) if limit else WINDOW
 
 
-def _pixels(model: Any, rows: int, generator: torch.Generator, dtype: torch.dtype) -> Batch:
-    config = getattr(model.config, "vision_config", model.config)
-    height, width = _pair(config.image_size)
-    channels = getattr(config, "num_channels", 3)
-    pixels = torch.randn(rows, channels, height, width, generator=generator)
-    return {"pixel_values": pixels.to(dtype)}
-
-
 def with_masked_patches(model: Any, batch: Batch, seed: int) -> Batch | None:
     """``batch`` with half of its patches masked; ``None`` where ``forward`` takes no such mask."""
-    if "bool_masked_pos" not in inspect.signature(model.forward).parameters:
+    if "bool_masked_pos" not in accepted_by(model):
         return None
     generator = torch.Generator().manual_seed(seed)
     pixels = batch["pixel_values"]
-    patch = _pair(getattr(model.config, "patch_size", 1))
+    patch = patch_size(model.config)
     patches = (pixels.shape[-2] // patch[0]) * (pixels.shape[-1] // patch[1])
     masked = torch.rand(len(pixels), patches, generator=generator) < 0.5
     return {**batch, "bool_masked_pos": masked}
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
 
 
 def from_images(

@@ -52,6 +52,8 @@ def pull(node: Node, axis: Axis) -> Pull:
         return Opaque("its values are given, not computed")
     if axis.size == 1:
         return Opaque("a mean over one element")
+    if shape_of(node) is None:
+        return Opaque(f"the shape of what {op_name(node)} gives depends on values")
     found = _RULES.get(packet(node))
     if found is None:
         return Opaque(f"{op_name(node)} does not keep a zero mean")
@@ -69,9 +71,11 @@ def op_name(node: Node) -> str:
 
 
 def shape_of(node: Any) -> tuple[int, ...] | None:
-    """The traced shape of a tensor-valued node, else ``None``."""
+    """The traced shape of a tensor-valued node; ``None`` too where it depends on values."""
     value = node.meta.get("val") if isinstance(node, Node) else None
-    return tuple(map(int, value.shape)) if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in value.shape):
+        return None
+    return tuple(value.shape)
 
 
 def rank_of(node: Any) -> int:

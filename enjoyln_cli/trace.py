@@ -1,20 +1,17 @@
-"""From a model to graphs: which calls are captured, and how the parameters in them are named.
+"""From a model and a call of it to a graph, with its parameters named.
 
-A model class is built on the meta device (no weights) and captured by ``torch.export``. A proof
-covers the paths traced, so every class is called as it is used: prefill and a decoding step with
-the cache in one graph, then once more with the optional inputs it takes. Names are those of the
-plan's reference class, whichever class a graph came from.
+A model class is built on the meta device (no weights) and captured by ``torch.export``. Names are
+those of the plan's reference class, whichever class a graph came from.
 """
 
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,21 +20,10 @@ from torch.fx import Graph, Node
 from torch.fx import config as fx_config
 from torch.utils import _pytree as pytree
 
+from enjoyln_cli.calls import Call
 from enjoyln_cli.errors import TraceFailed
 
 Naming = Callable[[str], str]
-
-BATCH, TOKENS = 2, 7
-
-
-@dataclass(frozen=True)
-class Call:
-    """One way to call a model: ``steps`` run in turn, each handing its cache to the next."""
-
-    label: str
-    steps: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
-    flags: dict[str, Any] = field(default_factory=dict)
-    required: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,98 +274,3 @@ def _named(program: Any, model: nn.Module, call: Call, naming: Naming) -> Trace:
 def _key(path: Any) -> str:
     last = path[-1]
     return str(getattr(last, "key", getattr(last, "idx", last)))
-
-
-def calls_of(model: Any, batch: int = BATCH) -> list[Call]:
-    """The calls that a proof for a transformers model has to cover, from its forward's signature.
-
-    ``batch`` is the number of rows. Raises ``TraceFailed`` for a main input that is neither tokens
-    nor pixels.
-    """
-    accepted = inspect.signature(model.forward).parameters
-    main = model.main_input_name
-    if main == "input_ids":
-        return _text_calls(model, accepted, batch)
-    if main == "pixel_values":
-        return _image_calls(model, accepted)
-    raise TraceFailed(
-        f"{type(model).__name__} takes {main}; only input_ids and pixel_values can be made up. "
-        "Pass example inputs to analyze() in Python"
-    )
-
-
-def _ids(*shape: int) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=torch.long, device="meta")
-
-
-def _text_calls(model: Any, accepted: Mapping[str, Any], batch: int) -> list[Call]:
-    def step(tokens: int, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = {"input_ids": _ids(batch, tokens), "attention_mask": _ids(batch, seen)}
-        if "decoder_input_ids" in accepted:  # the encoder's input stays, its decoder advances
-            given = {"input_ids": _ids(batch, TOKENS), "attention_mask": _ids(batch, TOKENS)}
-            given["decoder_input_ids"] = _ids(batch, tokens)
-        return (), {name: value for name, value in given.items() if name in accepted}
-
-    caches = {"past_key_values", "use_cache"} <= set(accepted)
-    steps = (step(TOKENS, TOKENS), step(1, TOKENS + 1)) if caches else (step(TOKENS, TOKENS),)
-    calls = [Call("prefill and decode", steps, {"use_cache": True} if caches else {})]
-    optional = {"token_type_ids": _ids(batch, TOKENS), "position_ids": _ids(batch, TOKENS)}
-    if "inputs_embeds" in accepted:
-        table = model.get_input_embeddings()
-        width = int(getattr(table, "embedding_dim", table.weight.shape[-1]))
-        optional["inputs_embeds"] = torch.zeros(
-            batch, TOKENS, width, dtype=table.weight.dtype, device="meta"
-        )
-    optional = {name: value for name, value in optional.items() if name in accepted}
-    if optional:
-        given = {**steps[0][1], **optional}
-        if "inputs_embeds" in optional:
-            given.pop("input_ids")
-        flags = {"use_cache": False} if caches else {}
-        calls.append(Call("optional inputs", (((), given),), flags, required=False))
-    return calls
-
-
-def _image_calls(model: Any, accepted: Mapping[str, Any]) -> list[Call]:
-    config = model.config
-    size, patch = _pair(config.image_size), _pair(getattr(config, "patch_size", 1))
-
-    def pixels(height: int, width: int) -> dict[str, Any]:
-        channels = config.num_channels
-        return {"pixel_values": torch.zeros(BATCH, channels, height, width, device="meta")}
-
-    calls = [Call("images", (((), pixels(*size)),))]
-    if "bool_masked_pos" in accepted:
-        patches = (size[0] // patch[0]) * (size[1] // patch[1])
-        masked = torch.zeros(BATCH, patches, dtype=torch.bool, device="meta")
-        given = {**pixels(*size), "bool_masked_pos": masked}
-        calls.append(Call("masked positions", (((), given),), required=False))
-    if "attention_mask" in accepted:
-        tokens = (size[0] // patch[0]) * (size[1] // patch[1]) + 1
-        given = {**pixels(*size), "attention_mask": _ids(BATCH, tokens)}
-        calls.append(Call("attention mask", (((), given),), required=False))
-    if "interpolate_pos_encoding" in accepted:
-        larger = pixels(size[0] + patch[0], size[1] + patch[1])
-        flags = {"interpolate_pos_encoding": True}
-        calls.append(Call("other image size", (((), larger),), flags, required=False))
-    return calls
-
-
-def _pair(value: int | Sequence[int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
-
-
-_NEVER_PROVEN = ("label", "start_positions", "end_positions", "return_", "output_", "kwargs")
-
-
-def optional_inputs(model: Any) -> list[str]:
-    """Inputs of ``forward`` that can change what a graph reads: neither targets nor switches."""
-    accepted = inspect.signature(model.forward).parameters.values()
-    switches = {"use_cache", "logits_to_keep", "past_key_values", "interpolate_pos_encoding"}
-    return [
-        parameter.name
-        for parameter in accepted
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        and parameter.name not in switches
-        and not any(part in parameter.name for part in _NEVER_PROVEN)
-    ]

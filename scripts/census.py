@@ -171,6 +171,8 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
             "rms_norms": sum(count for _, count in plan.other_norms),
             "status": "not run",
         }
+        if not plan.norms:
+            return row | {"status": "no LayerNorm"}
         dtype = torch.float64
         try:
             compared(model, model, 0, dtype)

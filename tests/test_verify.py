@@ -471,8 +471,8 @@ def test_a_class_that_comes_with_the_model(sources: dict[str, Path], tmp_path: P
 
 def test_inputs_that_cannot_be_made_up() -> None:
     model = gpt2()
-    model.main_input_name = "input_values"
-    with pytest.raises(UnsupportedModel, match="input_values"):
+    model.main_input_name = "spectrogram"
+    with pytest.raises(UnsupportedModel, match="spectrogram"):
         inputs.seeded(model, 2, 0, torch.float32)
 
 

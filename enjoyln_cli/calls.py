@@ -1,0 +1,152 @@
+"""Which calls of a model a proof has to cover.
+
+A proof covers the paths traced, so every class is called as it is used: prefill and a decoding step
+with the cache in one graph, then once more with the optional inputs that it takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.examples import Inputs, Spec, accepted_by, image_size, main_inputs, patch_size
+
+BATCH, TOKENS = 2, 7
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way to call a model: ``steps`` run in turn, each handing its cache to the next."""
+
+    label: str
+    steps: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+    flags: dict[str, Any] = field(default_factory=dict)
+    required: bool = True
+
+
+def ways_to_call(model: Any) -> list[list[Call]]:
+    """The calls that a proof for a transformers model has to cover, the likeliest inputs first.
+
+    A classifier without a padding token takes one row at a time, so a single row comes last.
+    Raises ``UnsupportedModel`` where no inputs can be made up.
+    """
+    try:
+        return [
+            [_main_call(model, given), *_optional_calls(model, given, rows)]
+            for rows in (BATCH, 1)
+            for given in main_inputs(model, rows, TOKENS)
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of a config of any kind
+        raise UnsupportedModel(
+            f"no inputs for {type(model).__name__} can be told from its config ({error}); "
+            "pass example inputs to analyze() in Python"
+        ) from error
+
+
+def _main_call(model: Any, given: Inputs) -> Call:
+    accepted = accepted_by(model)
+    reads_text = "input_ids" in given or "decoder_input_ids" in given
+    caches = {"past_key_values", "use_cache"} <= accepted and reads_text
+    if not caches:
+        label = (
+            "tokens" if "input_ids" in given else "images" if "pixel_values" in given else "audio"
+        )
+        return Call(label, (_step(model, given, 0),))
+    following = dict(given)
+    rows = next(iter(given.values())).shape[0]
+    advancing = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    following[advancing] = Spec((rows, 1), given[advancing].below)
+    if advancing == "input_ids":  # what is not text has been read with the first tokens
+        following = {"input_ids": following["input_ids"]}
+    steps = (_step(model, given, 0), _step(model, following, TOKENS))
+    return Call("prefill and decode", steps, {"use_cache": True})
+
+
+def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One call, with a mask over its tokens and, for a decoder alone, those ``seen`` before."""
+    inputs = {name: on_meta(spec) for name, spec in given.items()}
+    if "input_ids" in given and "attention_mask" in accepted_by(model):
+        rows, tokens = given["input_ids"].shape
+        before = 0 if "decoder_input_ids" in given else seen
+        inputs["attention_mask"] = on_meta(Spec((rows, tokens + before), 2))
+    return (), inputs
+
+
+def on_meta(spec: Spec) -> torch.Tensor:
+    """An input without values."""
+    dtype = torch.float32 if spec.below is None else torch.long
+    return torch.zeros(spec.shape, dtype=dtype, device="meta")
+
+
+def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
+    if "input_ids" in given:
+        yield from _optional_text(model, given, rows)
+    elif set(given) == {"pixel_values"} and len(given["pixel_values"].shape) == 4:
+        yield from _optional_images(model, given["pixel_values"])
+
+
+def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
+    accepted, ids = accepted_by(model), on_meta(Spec((rows, TOKENS), 2))
+    optional = [name for name in ("token_type_ids", "position_ids") if name in accepted]
+    inputs: dict[str, Any] = {**_step(model, given, 0)[1], **dict.fromkeys(optional, ids)}
+    table = _input_embeddings(model)
+    if "inputs_embeds" in accepted and table is not None:
+        width = int(getattr(table, "embedding_dim", table.weight.shape[-1]))
+        inputs["inputs_embeds"] = torch.zeros(
+            rows, TOKENS, width, dtype=table.weight.dtype, device="meta"
+        )
+        inputs.pop("input_ids")
+    elif not optional:
+        return
+    flags = {"use_cache": False} if {"past_key_values", "use_cache"} <= accepted else {}
+    yield Call("optional inputs", (((), inputs),), flags, required=False)
+
+
+def _input_embeddings(model: Any) -> Any:
+    """The table that tokens are looked up in; ``None`` for a model that does not name one."""
+    try:
+        table = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
+    return table if isinstance(getattr(table, "weight", None), torch.Tensor) else None
+
+
+def _optional_images(model: Any, pixels: Spec) -> Iterator[Call]:
+    accepted, plain = accepted_by(model), {"pixel_values": on_meta(pixels)}
+    rows, channels = pixels.shape[:2]
+    (height, width), patch = image_size(model.config), patch_size(model.config)
+    patches = (height // patch[0]) * (width // patch[1])
+    if "bool_masked_pos" in accepted:
+        masked = torch.zeros(rows, patches, dtype=torch.bool, device="meta")
+        yield Call(
+            "masked positions", (((), {**plain, "bool_masked_pos": masked}),), required=False
+        )
+    if "attention_mask" in accepted:
+        mask = on_meta(Spec((rows, patches + 1), 2))
+        inputs = {**plain, "attention_mask": mask}
+        yield Call("attention mask", (((), inputs),), required=False)
+    if "interpolate_pos_encoding" in accepted:
+        larger = on_meta(Spec((rows, channels, height + patch[0], width + patch[1])))
+        flags = {"interpolate_pos_encoding": True}
+        yield Call("other image size", (((), {"pixel_values": larger}),), flags, required=False)
+
+
+_NEVER_PROVEN = ("label", "start_positions", "end_positions", "return_", "output_", "kwargs")
+
+
+def optional_inputs(model: Any) -> list[str]:
+    """Inputs of ``forward`` that can change what a graph reads: neither targets nor switches."""
+    accepted = inspect.signature(model.forward).parameters.values()
+    switches = {"use_cache", "logits_to_keep", "past_key_values", "interpolate_pos_encoding"}
+    return [
+        parameter.name
+        for parameter in accepted
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        and parameter.name not in switches
+        and not any(part in parameter.name for part in _NEVER_PROVEN)
+    ]
