@@ -22,7 +22,7 @@ from torch import nn
 
 Gain = Literal["weight", "1 + weight", "1"]
 
-LARGEST = 1 << 20
+LARGEST = 1 << 16
 """Elements of a parameter above which a module is no norm, and is not copied to find out."""
 TOLERANCE = 1e-5
 """Of the largest element: float32 inside passes; a root of a sum over d - 1 elements does not."""

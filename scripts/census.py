@@ -24,6 +24,7 @@ import time
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +127,13 @@ def built(model_class: str, model_type: str) -> tuple[Any, Any]:
 def compared(original: Any, folded: Any, seed: int, dtype: Any) -> float:
     import torch
 
+    from enjoyln_cli.compare import Float64
     from enjoyln_cli.inputs import seeded
     from enjoyln_cli.trace import tensors_in
 
     worst = 0.0
     for batch in seeded(original, 2, seed, dtype):
-        with torch.no_grad():
+        with torch.no_grad(), Float64() if dtype == torch.float64 else nullcontext():
             torch.manual_seed(seed)
             expected = [t.clone() for t in tensors_in(original(**batch))]
             torch.manual_seed(seed)
@@ -189,7 +191,7 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
             row["error"] = max(compared(model, folded, seed, dtype) for seed in SEEDS)
         row["not_exercised"] = len(set(names) - set(means))
         row["mean"] = max(means.values(), default=0.0)
-        bound = 1e-4 if dtype == torch.float32 else 1e-5
+        bound = 1e-4 if dtype == torch.float32 else 1e-9
         row["status"] = "random" if same > 0 else "ok" if row["error"] <= bound else "wrong"
     except Exception as error:  # the row says what it was
         row["failure"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
