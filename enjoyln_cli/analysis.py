@@ -281,28 +281,12 @@ def _writers(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ...]
 
 
 def _ops(problem: Problem, cut: Cut) -> tuple[Centring, ...]:
-    carriers = dict.fromkeys(op for s in cut.folded.values() for op in s.ops if not op.entry)
+    carriers = dict.fromkeys(op for support in cut.folded.values() for op in support.ops)
     return tuple(
-        Centring(c.module, "output", c.axis, _op_reason(problem, c.module)) for c in carriers
+        Centring(c.module, c.place, c.axis, explain.own_mean(problem, c))
+        for c in carriers
+        if c.place != "entry"
     )
-
-
-def _op_reason(problem: Problem, module: str) -> str:
-    """Why the value that a module hands out keeps a mean of its own."""
-    for trace, node in problem._carried[module]:
-        shape = shape_of(node) or (1,)
-        item = problem.item(Value(trace, node, cuts.Axis(len(shape) - 1, 0, 1, shape[-1], 1)))
-        waiting = [item]
-        while waiting:
-            current = waiting.pop()
-            found = problem.sources(current)
-            if isinstance(found, tuple):
-                waiting.extend(found)
-            elif isinstance(current, cuts.Parameter):
-                return f"{current.name}: {found.reason}"
-            else:
-                return found.reason
-    return "its mean cannot be removed in the weights"
 
 
 def _rms_norms(model: nn.Module) -> tuple[tuple[str, int], ...]:

@@ -84,10 +84,26 @@ def on_meta(spec: Spec) -> torch.Tensor:
 
 
 def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
+    if "decoder_input_ids" in given and "encoder_outputs" in accepted_by(model):
+        yield from _decoder_alone(model, given["decoder_input_ids"], rows)
     if "input_ids" in given:
         yield from _optional_text(model, given, rows)
     elif set(given) == {"pixel_values"} and len(given["pixel_values"].shape) == 4:
         yield from _optional_images(model, given["pixel_values"])
+
+
+def _decoder_alone(model: Any, ids: Spec, rows: int) -> Iterator[Call]:
+    """As ``generate`` calls it: the encoder has run before, once for all steps."""
+    config = model.config.get_text_config(decoder=True)
+    width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
+    encoded = {"encoder_outputs": (on_meta(Spec((rows, TOKENS, width))),)}
+    steps = tuple(
+        ((), {"decoder_input_ids": on_meta(Spec((rows, tokens), ids.below)), **encoded})
+        for tokens in (TOKENS, 1)
+    )
+    caches = {"past_key_values", "use_cache"} <= accepted_by(model)
+    flags = {"use_cache": True} if caches else {}
+    yield Call("decoder alone", steps if caches else steps[:1], flags, required=False)
 
 
 def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import networkx
 from networkx.algorithms.flow import boykov_kolmogorov
@@ -19,10 +19,16 @@ from torch.fx import Node
 
 from enjoyln_cli.axis import Axis, moved
 from enjoyln_cli.flow import Flow, Observer, Value
-from enjoyln_cli.nodes import Opaque, rank_of
+from enjoyln_cli.nodes import Opaque, aten, packet, rank_of
+from enjoyln_cli.trace import Trace
 
 SAVING, COST = 2, 3
 """What a folded norm saves and a centring operation costs, in proportion."""
+
+
+Where = Literal["output", "input", "entry"]
+Spot = tuple[str, Where]
+"""A module, and which of its values."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +41,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Carrier:
-    """A place where an operation can be inserted: a module's output, or an input of the model."""
+    """A place where an operation can be inserted: a module's output or input, or the model's."""
 
     module: str
+    """Path of the module, or for ``entry`` the name of the input of ``forward``."""
+    place: Where
     axis: Axis
     """``axis.dim`` counted from the end."""
-    entry: bool = False
 
 
 Item = Value | Parameter
@@ -58,8 +65,8 @@ class Problem:
     groups: dict[str, str]
     """Any parameter name to the first name of its tied group."""
     _readers: dict[str, list[tuple[int, Node]]] = field(default_factory=dict)
-    _carried: dict[str, list[tuple[int, Node]]] = field(default_factory=dict)
-    _carrier: dict[tuple[int, Node], str] = field(default_factory=dict)
+    _carried: dict[Spot, list[tuple[int, Node]]] = field(default_factory=dict)
+    _spots: dict[tuple[int, Node], Spot] = field(default_factory=dict)
     _carriers: dict[Value, Carrier | None] = field(default_factory=dict)
     _sources: dict[Item, tuple[Item, ...] | Opaque] = field(default_factory=dict)
 
@@ -68,9 +75,9 @@ class Problem:
         for position, trace in enumerate(self.flow.traces):
             for node, names in trace.parameters.items():
                 readers[self.groups[names[0]]].append((position, node))
-            for node, module in outputs_of_leaves(trace).items():
-                carried[module].append((position, node))
-                self._carrier[position, node] = module
+            for node, spot in (outputs_of_leaves(trace) | inputs_of_blocks(trace)).items():
+                carried[spot].append((position, node))
+                self._spots[position, node] = spot
         self._readers, self._carried = dict(readers), dict(carried)
 
     def item(self, value: Value) -> Item:
@@ -129,18 +136,34 @@ class Problem:
         name = self.flow.traces[item.trace].inputs.get(item.node)
         if name is not None:
             free = self.observer(item) is None and from_end.dim == -1
-            return Carrier(name, from_end, entry=True) if free else None
-        module = self._carrier.get((item.trace, item.node))
-        if module is None:
+            return Carrier(name, "entry", from_end) if free else None
+        spot = self._spots.get((item.trace, item.node))
+        if spot is None:
             return None
-        for trace, node in self._carried[module]:
+        for trace, node in self._carried[spot]:
             axis = moved(from_end, from_end.dim + rank_of(node))
             if axis.dim < 0 or self.flow.observer(Value(trace, node, axis)) is not None:
                 return None
-        return Carrier(module, from_end)
+        return Carrier(*spot, from_end)
+
+    def carried(self, carrier: Carrier) -> list[tuple[int, Node]]:
+        """Every value, with the position of its trace, that an operation at ``carrier`` acts on."""
+        return self._carried[carrier.module, carrier.place]
 
 
-def outputs_of_leaves(trace: Any) -> dict[Node, str]:
+def inputs_of_blocks(trace: Trace) -> dict[Node, Spot]:
+    """The first input of each call of a block, as ``capture`` marks it."""
+    found: dict[Node, Spot] = {}
+    for node in trace.graph.nodes:
+        calls = trace.calls_of(node)
+        if packet(node) is aten.alias and calls and calls[-1][1] not in trace.leaves:
+            call, path = calls[-1]
+            if call not in dict(trace.calls_of(node.args[0])):
+                found[node] = (path, "input")
+    return found
+
+
+def outputs_of_leaves(trace: Trace) -> dict[Node, Spot]:
     """The value that each call of a leaf module hands out, where it is one."""
     leaving: dict[str, list[Node]] = defaultdict(list)
     modules: dict[str, str] = {}
@@ -152,7 +175,7 @@ def outputs_of_leaves(trace: Any) -> dict[Node, str]:
         inside = all(call in dict(trace.calls_of(user)) for user in node.users)
         if node.users and not inside:
             leaving[call].append(node)
-    return {nodes[0]: modules[call] for call, nodes in leaving.items() if len(nodes) == 1}
+    return {n[0]: (modules[call], "output") for call, n in leaving.items() if len(n) == 1}
 
 
 @dataclass(frozen=True)
@@ -245,7 +268,7 @@ def _support(problem: Problem, inputs: Iterable[Item], impure_side: set[Any]) ->
             continue
         if ("in", item) in impure_side and carrier is not None:
             ops[carrier] = None
-            if carrier.entry:
+            if carrier.place == "entry":
                 entries[carrier.module] = None
             continue
         if item.node in problem.flow.traces[item.trace].inputs and carrier is not None:

@@ -37,17 +37,18 @@ def seeded(model: nn.Module, rows: int, seed: int, dtype: torch.dtype) -> list[B
     generator = torch.Generator().manual_seed(seed)
     step = _rows_at_once(model)
     sizes = [min(step, rows - first) for first in range(0, rows, step)]
-    form = _accepted_form(model, dtype)
+    form = _accepted_form(model)
     return [
         _batch(model, list(main_inputs(model, n, _length(model)))[form], generator, dtype)
         for n in sizes
     ]
 
 
-def _accepted_form(model: Any, dtype: torch.dtype) -> int:
+def _accepted_form(model: Any) -> int:
     """Which of the forms that its inputs could have the model runs with; they are tried in turn."""
     forms = list(main_inputs(model, 1, _length(model)))
     errors: list[Exception] = []
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     for position, form in enumerate(forms):
         if len(forms) == 1:
             return position
@@ -108,8 +109,9 @@ def _length(model: Any) -> int:
 
 def _positions(config: Any) -> int:
     """Tokens that the position table has room for, past the rows that some tables reserve."""
-    limit = getattr(config, "max_position_embeddings", None)
-    return max(1, int(limit) - 2) if limit else WINDOW
+    names = ("max_position_embeddings", "max_target_positions")
+    limits = [limit for name in names if (limit := getattr(config, name, None))]
+    return max(1, int(min(limits)) - 2) if limits else WINDOW
 
 
 def with_masked_patches(model: Any, batch: Batch, seed: int) -> Batch | None:

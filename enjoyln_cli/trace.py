@@ -7,6 +7,7 @@ those of the plan's reference class, whichever class a graph came from.
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -153,7 +154,7 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with warnings.catch_warnings(), torch.no_grad(), _brief_export():
+        with warnings.catch_warnings(), torch.no_grad(), _brief_export(), _marked_inputs(model):
             warnings.simplefilter("ignore")
             runner = _Steps(model, call.flags, inner)
             program = torch.export.export(runner, call.steps, strict=False)
@@ -175,6 +176,41 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
             "so the graph cannot be analysed"
         )
     return _named(program, model, call, naming)
+
+
+@contextmanager
+def _marked_inputs(model: nn.Module) -> Iterator[None]:
+    """The first input of each block appears as an ``alias`` inside of the block's call.
+
+    Blocks are modules with children that stand in a list. Their input is a place where a value can
+    be changed, and the graph by itself does not tell which of its values that is.
+    """
+
+    def mark(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (_marked(args[0]), *args[1:]), kwargs
+        first = next(iter(inspect.signature(module.forward).parameters), "")
+        if first in kwargs:
+            kwargs = {**kwargs, first: _marked(kwargs[first])}
+        return args, kwargs
+
+    hooks = [
+        block.register_forward_pre_hook(mark, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        for block in module
+        if any(block.children())
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _marked(value: Any) -> Any:
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return aten.alias(value) if floating else value
 
 
 @contextmanager

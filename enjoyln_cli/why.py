@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from enjoyln_cli.axis import moved
 from enjoyln_cli.cut import Carrier, Cut, Item, Parameter, Problem
-from enjoyln_cli.nodes import Opaque, aten, op_name, packet
+from enjoyln_cli.flow import Value
+from enjoyln_cli.nodes import Opaque, aten, op_name, packet, rank_of
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,23 @@ def label(problem: Problem, item: Item) -> str:
         return trace.inputs[item.node]
     module = trace.module_of(item.node)
     return f"{module} ({op_name(item.node)})" if module else op_name(item.node)
+
+
+def own_mean(problem: Problem, carrier: Carrier) -> str:
+    """Why the value that an operation is put on keeps a mean of its own."""
+    trace, node = problem.carried(carrier)[0]
+    axis = moved(carrier.axis, carrier.axis.dim + rank_of(node))
+    waiting = [problem.item(Value(trace, node, axis))]
+    while waiting:
+        current = waiting.pop()
+        found = problem.sources(current)
+        if isinstance(found, tuple):
+            waiting.extend(found)
+        elif isinstance(current, Parameter):
+            return f"{current.name}: {found.reason}"
+        else:
+            return found.reason
+    return "its mean cannot be removed in the weights"
 
 
 def tree(problem: Problem, cut: Cut, norm: str) -> Tree:

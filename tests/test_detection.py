@@ -7,6 +7,7 @@ with the cache, padding, and the optional inputs.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,81 @@ def test_an_input_that_no_call_gave_makes_the_norms_compute_layer_norm() -> None
     given = {**calls(original)[0], "encoder_hidden_states": torch.randn(2, 5, 21).double()}
     assert error(converted(original, plan), original, given) <= 1e-12
     assert error(converted(original, plan, guarded=False), original, given) > 1e-3
+
+
+WHISPER = {
+    **{f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in
+       {"layers": 2, "attention_heads": 4, "ffn_dim": 33}.items()},
+    **TOKENS,
+    "d_model": 20,
+    "num_mel_bins": 5,
+    "max_source_positions": 9,
+    "max_target_positions": 31,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+
+
+def test_an_operation_on_the_input_of_a_block() -> None:
+    """The encoder's stem ends in a function, so the first block's input carries the centring."""
+    config = CONFIG_MAPPING["whisper"](**WHISPER)
+    plan = analyze(config, model_class="WhisperForConditionalGeneration").plan
+    assert [(op.module, op.place) for op in plan.ops] == [
+        ("model.encoder.layers.0", "input"),
+        ("model.decoder.embed_tokens", "output"),
+    ]
+    assert len(plan.folded) == len(plan.norms) == 12
+    original = live("WhisperForConditionalGeneration", config)
+    features = torch.randn(2, 5, 18, dtype=torch.float64)
+    ids = torch.randint(3, 37, (2, 7))
+    heard = {"input_features": features, "decoder_input_ids": ids}
+    alone = {"encoder_outputs": (torch.randn(2, 9, 20).double(),), "decoder_input_ids": ids}
+    folded = converted(original, plan)
+    assert error(folded, original, heard) <= 1e-12
+    with input_means(folded) as seen:
+        assert error(folded, original, alone) <= 1e-12
+    assert seen and max(seen.values()) <= 1e-12
+    assert not any(getattr(module, "shifted", False) for module in folded.modules())
+    for left_out in range(2):
+        ops = tuple(op for i, op in enumerate(plan.ops) if i != left_out)
+        wrong = converted(original, dataclasses.replace(plan, ops=ops))
+        assert error(wrong, original, heard) > 1e-3
+
+
+class TwoNorms(nn.Module):
+    """A block with two norms of its input, and perhaps one more reader of it."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.reads = nn.LayerNorm(13), nn.LayerNorm(13), reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x) * self.two(x)
+        return y + x if self.reads else y
+
+
+class Stemmed(nn.Module):
+    """A stem that ends in a function, and is returned beside what the block makes of it."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(5, 13), nn.ModuleList([TwoNorms(reads)])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = nn.functional.gelu(self.stem(x))
+        return self.blocks[0](h), h
+
+
+def test_the_input_of_a_block_is_centred_for_the_block_alone() -> None:
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    model = Stemmed(reads=False).double().eval()
+    plan = analyze(model, x).plan
+    assert [(op.module, op.place) for op in plan.ops] == [("blocks.0", "input")]
+    assert [v.status for v in plan.norms] == ["centred", "centred"]
+    expected, found = model(x), converted(model, plan)(x)
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True))
+
+
+def test_an_input_that_the_block_reads_otherwise_is_not_centred() -> None:
+    plan = analyze(Stemmed(reads=True).double(), torch.randn(2, 3, 5, dtype=torch.float64)).plan
+    assert plan.ops == () and plan.folded == ()
+    assert {v.reason for v in plan.kept} == {"gelu does not keep a zero mean"}
