@@ -59,6 +59,8 @@ def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
             given = dict(zip(chosen, forms, strict=True))
             if "decoder_input_ids" in accepted:
                 given["decoder_input_ids"] = next(_ids(model.config, rows, tokens))
+            if "bbox" in accepted and "input_ids" in given:  # every token at the page's corner
+                given["bbox"] = Spec((rows, tokens, 4), 1)
             yield given
 
 
@@ -67,7 +69,11 @@ def _has_part(model: Any, name: str, accepted: frozenset[str]) -> bool:
     return name in accepted and part is not None and hasattr(model.config, part)
 
 
-_PARTS = {"input_ids": "text_config", "pixel_values": "vision_config"}
+_PARTS = {
+    "input_ids": "text_config",
+    "pixel_values": "vision_config",
+    "input_features": "audio_config",
+}
 
 
 def vocabulary(config: Any) -> int:

@@ -96,6 +96,11 @@ def _tokens(model: Any, spec: Spec, generator: torch.Generator) -> Batch:
         mask[-1, length - length // 4 :] = 0
         if padding is not None:
             ids = torch.where(mask == 0, padding, ids)
+    end = getattr(model.config, "eos_token_id", None)
+    if isinstance(end, int) and getattr(model.config, "is_encoder_decoder", False):
+        # Classifiers of this kind read the one place where a row ends.
+        ids = torch.where(ids == end, (end + 1) % vocabulary, ids)
+        ids[torch.arange(rows), mask.sum(1) - 1] = end
     types = int(getattr(model.config.get_text_config(), "type_vocab_size", 0) or 0)
     batch = {"input_ids": ids, "attention_mask": mask}
     if types > 1:
