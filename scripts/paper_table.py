@@ -1,0 +1,152 @@
+"""Table 3 of Enjoy-LN beside what is exact: docs/paper_table.md.
+
+    python scripts/paper_table.py > docs/paper_table.md
+
+Counts come from the full-size configurations. The last column is measured: the trained checkpoints
+of ``tests/checkpoints`` are folded by the printed Algorithm 1 (every norm that it marks becomes
+RMSNorm, every weight behind it is centred, whoever else reads it) and run in float64 beside the
+original.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from enjoyln_cli import analyze
+from enjoyln_cli.analysis import Analysis
+from enjoyln_cli.compare import relative_errors, run
+from enjoyln_cli.cut import Item, Parameter
+from enjoyln_cli.fold import centre_parameters
+from enjoyln_cli.inputs import seeded
+from enjoyln_cli.nodes import Opaque
+from enjoyln_cli.norms import install
+from enjoyln_cli.plan import Plan, Verdict, Writer
+
+ROOT = Path(__file__).parent.parent
+PHI_2 = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32}
+BLOOM_560M = {"hidden_size": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 250880}
+
+MODELS: list[tuple[str, str, str, dict[str, Any], str, str]] = [
+    ("GPT-2", "gpt2", "GPT2LMHeadModel", {}, "100 %", "gpt2"),
+    ("BERT base", "bert", "BertModel", {}, "96 %, 100 %", "bert"),
+    ("ViT base", "vit", "ViTForImageClassification", {}, "100 %", "vit"),
+    ("Phi-2", "phi", "PhiForCausalLM", PHI_2, "100 %", "phi"),
+    ("OPT-125m", "opt", "OPTForCausalLM", {}, "100 %", "opt"),
+    ("BLOOM-560m", "bloom", "BloomForCausalLM", BLOOM_560M, "83 %, 100 %", "bloom"),
+]
+"""Name, type, class, settings, the paper's percentages (its second one with a centred embedding),
+and the checkpoint that the error is measured on."""
+RMS_MODELS = {
+    "Phi-3": "phi3",
+    "Qwen2": "qwen2",
+    "T5": "t5",
+    "LLaMA": "llama",
+    "Mamba2": "mamba2",
+}
+
+
+def printed_plan(model: nn.Module, found: Analysis) -> Plan:
+    """What follows from Algorithm 1 as printed: its norms, and all weights in their graphs."""
+    problem, shapes = found.problem, dict(model.named_parameters(remove_duplicate=False))
+    waiting: list[Item] = [problem.item(v) for norm in found.paper for v in problem.norms[norm]]
+    visited: dict[Item, None] = {}
+    while waiting:
+        item = waiting.pop()
+        if item not in visited:
+            visited[item] = None
+            sources = () if isinstance(item, Parameter) else problem.flow.sources(item)
+            if not isinstance(sources, Opaque):
+                waiting.extend(problem.item(value) for value in sources)
+    writers = tuple(
+        Writer(item.name, item.name, item.axis, tuple(shapes[item.name].shape))
+        for item in visited
+        if isinstance(item, Parameter)
+    )
+    norms = tuple(Verdict(norm, "static") for norm in found.paper)
+    return Plan("", type(model).__name__, (), norms, writers, ())
+
+
+def printed_error(model: nn.Module, found: Analysis, batches: list[Any]) -> float:
+    """Relative error of the worst output when ``model`` is folded so; the model is changed."""
+    exact = run(model, batches)
+    plan = printed_plan(model, found)
+    centre_parameters(model, plan)
+    install(model, found.paper, ())
+    return max(relative_errors(run(model, batches), exact).values())
+
+
+def checkpoint_error(folder: Path, model_class: str) -> float:
+    load = getattr(transformers, model_class).from_pretrained
+    model = load(folder, dtype=torch.float64).eval()
+    found = analyze(model.config, model_class=model_class)
+    return printed_error(model, found, seeded(model, 16, 0, torch.float64))
+
+
+def vision_row() -> str:
+    """The network after VMamba of the tests, with random weights."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from test_outside import StateSpaceVision, moved
+
+    model, x = moved(StateSpaceVision()), torch.randn(2, 3, 32, 24, dtype=torch.float64)
+    found = analyze(model, x)
+    with torch.no_grad():
+        exact = model(x)
+        centre_parameters(model, printed_plan(model, found))
+        error = float((install(model, found.paper, ())(x) - exact).norm() / exact.norm())
+    return row("VMamba (a small one, random weights)", "71 %", found, error)
+
+
+def row(name: str, paper: str, found: Analysis, error: float) -> str:
+    plan = found.plan
+    static = sum(verdict.status == "static" for verdict in plan.norms)
+    cells = (
+        name,
+        len(plan.norms),
+        paper,
+        len(found.paper),
+        static,
+        f"{len(plan.folded)}, {len(plan.ops)} op" if plan.ops else len(plan.folded),
+        f"{100 * error:.2g} %" if error > 1e-9 else f"{error:.0e}",
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    print("# Table 3 of Enjoy-LN, and what is exact\n")
+    print(
+        "Written by `scripts/paper_table.py`. Two percentages of the paper are without and with a"
+    )
+    print(
+        "centred embedding. `exact` folds change no output; `error` is what folding by Algorithm 1"
+    )
+    print(
+        "as printed does to the outputs of the small trained checkpoints in `tests/checkpoints`.\n"
+    )
+    print("| model | LNs | paper | Algorithm 1 | exact, in weights | exact, with ops | error |")
+    print("|---|---|---|---|---|---|---|")
+    for name, model_type, model_class, settings, paper, folder in MODELS:
+        config = transformers.CONFIG_MAPPING[model_type](**settings)
+        error = checkpoint_error(ROOT / "tests" / "checkpoints" / folder, model_class)
+        print(row(name, paper, analyze(config, model_class=model_class), error))
+    print(vision_row())
+    print("\nThese have RMSNorm already, and no LayerNorm:\n")
+    for name, model_type in RMS_MODELS.items():
+        config = transformers.CONFIG_MAPPING[model_type]()
+        model_class = transformers.MODEL_MAPPING[type(config)].__name__
+        plan = analyze(config, model_class=model_class).plan
+        counts = ", ".join(f"{count} {kind}" for kind, count in plan.other_norms)
+        print(f"* {name}: {counts}, {len(plan.norms)} LayerNorms")
+
+
+if __name__ == "__main__":
+    main()
