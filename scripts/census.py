@@ -2,6 +2,7 @@
 
     python scripts/census.py --out census.jsonl            every type that is not in the file yet
     python scripts/census.py --out census.jsonl --types gpt2,whisper --again
+    python scripts/census.py --out census.jsonl --fast      one type for each mechanism
     python scripts/census.py --out census.jsonl --markdown docs/architectures.md
 
 For each class of a type: a shrunken config, random weights in float64 (γ, β and biases moved, means
@@ -42,6 +43,15 @@ HEADS = (
 )
 """The auto mappings that are walked: the base model and the usual heads."""
 
+FAST = (
+    "gpt2", "gpt_neox", "gptj", "bloom", "falcon", "mpt", "opt", "phi", "stablelm", "persimmon",
+    "cohere", "olmo", "biogpt", "xglm", "bert", "albert", "electra", "deberta",
+    "deberta-v2", "bart", "bigbird_pegasus", "whisper", "speech_to_text", "wav2vec2", "vit",
+    "beit", "dinov2", "swin", "convnext", "segformer", "clip", "blip", "layoutlm", "videomae",
+    "audio-spectrogram-transformer", "canine", "mobilevit",
+)  # fmt: skip
+"""One type for each way in which norms, writers and observers are put together."""
+
 LAYERS = re.compile(r"layers?$|^depths?$|num_blocks|_depth$|num_.*_layers|n_layers?")
 WIDTHS = re.compile(
     r"hidden|embed|dim|width|channels|inner|ffn|intermediate|d_model|d_ff|d_kv|n_embd|rank|proj|size"
@@ -59,6 +69,8 @@ def shrink(config: Any, factor: int) -> None:
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
             shrink(value, factor)
+        elif name == "vocab_size" and value is None:
+            config.vocab_size = VOCABULARY
         elif isinstance(value, bool) or name.startswith("_"):
             continue
         elif isinstance(value, (int, list, tuple)) and (new := _smaller(name, value, factor)):
@@ -252,6 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fold every model type, and compare.")
     parser.add_argument("--out", type=Path, default=Path("census.jsonl"))
     parser.add_argument("--types", help="comma-separated; all of them by default")
+    parser.add_argument("--fast", action="store_true", help="about 40 types, one per mechanism")
     parser.add_argument("--again", action="store_true", help="also those in the file")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=180, help="limit for a type")
@@ -267,7 +280,8 @@ def main() -> None:
         return None
     from transformers import CONFIG_MAPPING
 
-    types = args.types.split(",") if args.types else list(CONFIG_MAPPING)
+    chosen = args.types.split(",") if args.types else FAST if args.fast else ()
+    types = chosen or list(CONFIG_MAPPING)
     seen = set() if args.again else {row["type"] for row in rows}
     todo = [name for name in types if name not in seen]
     with ThreadPoolExecutor(args.jobs) as pool, args.out.open("a") as file:
