@@ -1,0 +1,116 @@
+"""The inputs that are told from a signature and a config, and the calls that a proof covers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+
+from enjoyln_cli.analysis import analyze_config
+from enjoyln_cli.calls import BATCH, TOKENS, optional_inputs, ways_to_call
+from enjoyln_cli.classes import build
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.examples import Spec, main_inputs
+
+
+def model_of(model_class: str, model_type: str, **settings: Any) -> Any:
+    return build(getattr(transformers, model_class), CONFIG_MAPPING[model_type](**settings))
+
+
+def first(model: Any) -> dict[str, Spec]:
+    return next(main_inputs(model, 2, 7))
+
+
+def test_every_kind_of_main_input() -> None:
+    text = model_of("GPT2Model", "gpt2", n_layer=1, vocab_size=37)
+    assert first(text) == {"input_ids": Spec((2, 7), 37)}
+    image = model_of("ViTModel", "vit", num_hidden_layers=1, image_size=(24, 40), num_channels=1)
+    assert first(image) == {"pixel_values": Spec((2, 1, 24, 40))}
+    whisper = model_of("WhisperModel", "whisper", num_mel_bins=5, max_source_positions=9)
+    features, ids = Spec((2, 5, 18)), Spec((2, 7), whisper.config.vocab_size)
+    assert first(whisper) == {"input_features": features, "decoder_input_ids": ids}
+    speech = model_of("Wav2Vec2Model", "wav2vec2", num_hidden_layers=1)
+    assert list(first(speech)) == ["input_values"] and len(first(speech)["input_values"].shape) == 2
+
+
+def test_two_modalities_are_given_together_and_then_the_main_one_alone() -> None:
+    clip = model_of("CLIPModel", "clip")
+    forms = [set(form) for form in main_inputs(clip, 1, 3)]
+    assert forms == [{"input_ids", "pixel_values"}, {"input_ids"}]
+
+
+def test_boxes_go_with_the_tokens_that_they_are_around() -> None:
+    page = model_of("LayoutLMModel", "layoutlm", num_hidden_layers=1)
+    assert first(page)["bbox"] == Spec((2, 7, 4), 1)
+
+
+def test_an_unknown_main_input_is_refused_by_name() -> None:
+    model = model_of("GPT2Model", "gpt2", n_layer=1)
+    model.main_input_name = "states"
+    with pytest.raises(UnsupportedModel, match="takes states; only input_ids, pixel_values"):
+        ways_to_call(model)
+
+
+def test_a_config_that_does_not_say_how_large_an_input_is_refused_in_one_line() -> None:
+    model = model_of("ViTModel", "vit", num_hidden_layers=1)
+    vars(model.config)["image_size"] = {"height": "large"}
+    with pytest.raises(UnsupportedModel, match="no inputs for ViTModel can be told"):
+        ways_to_call(model)
+
+
+def test_a_decoder_is_called_twice_with_its_cache_and_once_with_each_option() -> None:
+    main, optional = ways_to_call(model_of("GPT2Model", "gpt2", n_layer=1))[0]
+    (_, prefill), (_, decode) = main.steps
+    assert prefill["input_ids"].shape == (BATCH, TOKENS) and decode["input_ids"].shape == (BATCH, 1)
+    assert decode["attention_mask"].shape == (BATCH, TOKENS + 1)
+    assert main.required and main.flags == {"use_cache": True}
+    ((_, given),) = optional.steps
+    assert {"inputs_embeds", "position_ids", "token_type_ids"} <= set(given)
+    assert "input_ids" not in given and not optional.required
+
+
+def test_the_decoder_of_two_stacks_is_also_called_alone() -> None:
+    calls = ways_to_call(model_of("WhisperForConditionalGeneration", "whisper"))[0]
+    alone = next(call for call in calls if call.label == "decoder alone")
+    assert [step["decoder_input_ids"].shape[1] for _, step in alone.steps] == [TOKENS, 1]
+    assert all(set(step) == {"decoder_input_ids", "encoder_outputs"} for _, step in alone.steps)
+
+
+def test_a_classifier_that_takes_one_row_comes_to_it_last() -> None:
+    rows = [
+        next(iter(calls[0].steps[0][1].values())).shape[0]
+        for calls in ways_to_call(model_of("GPT2ForSequenceClassification", "gpt2", n_layer=1))
+    ]
+    assert rows == [BATCH, 1]
+
+
+def test_targets_and_switches_are_no_optional_inputs() -> None:
+    names = optional_inputs(model_of("GPT2LMHeadModel", "gpt2", n_layer=1))
+    assert "encoder_hidden_states" in names and "inputs_embeds" in names
+    assert not {"labels", "use_cache", "past_key_values", "return_dict"} & set(names)
+
+
+def test_a_row_that_is_read_where_it_ends_is_traced_and_its_other_norms_proven() -> None:
+    """The place is a value, so what is read there has no shape: it is a reader of everything."""
+    settings = {
+        "vocab_size": 37, "d_model": 20, "encoder_layers": 1, "decoder_layers": 1,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 33,
+        "decoder_ffn_dim": 33, "max_position_embeddings": 31, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+        "forced_eos_token_id": 2,
+    }  # fmt: skip
+    config = CONFIG_MAPPING["mbart"](**settings)
+    plan = analyze_config(config, model_class="MBartForSequenceClassification").plan
+    folded = {verdict.norm for verdict in plan.folded}
+    assert "model.encoder.layer_norm" in folded and "model.decoder.layer_norm" in folded
+    assert isinstance(plan.kept, tuple) and all(verdict.reason for verdict in plan.kept)
+
+
+def test_meta_inputs_have_no_values() -> None:
+    for call in ways_to_call(model_of("ViTModel", "vit", num_hidden_layers=1))[0]:
+        for _, inputs in call.steps:
+            assert all(value.device.type == "meta" for value in inputs.values())
+            assert all(isinstance(value, torch.Tensor) for value in inputs.values())
