@@ -28,6 +28,7 @@ from enjoyln_cli.compare import (
     release,
     run,
 )
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.fold import Marker, centre_parameters
 from enjoyln_cli.memory import first_blocks
 from enjoyln_cli.norms import input_means, install
@@ -115,9 +116,16 @@ def measure(
     """Four models, one after the other: never two of them in memory."""
     done = Measured()
     model = subject.load(subject.original, torch.float64)
-    examples = _examples(subject, model, text, images, seed, samples)
+    try:
+        examples = _examples(subject, model, text, images, seed, samples)
+        exact = run(model, examples.batches)
+    except RuntimeError as error:
+        first = str(error).strip().split("\n")[0]
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not run in float64 ({first}), so there is nothing exact "
+            "to compare with; --no-verify converts it unchecked"
+        ) from error
     done.rows = sum(map(_length, examples.batches))
-    exact = run(model, examples.batches)
     subject.centre(model)
     subject.install(model)
     done.identity_error = _worst(relative_errors(run(model, examples.batches), exact))

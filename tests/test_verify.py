@@ -29,6 +29,7 @@ from transformers import (
     ViTForMaskedImageModeling,
 )
 
+import enjoyln_cli
 from enjoyln_cli import inputs
 from enjoyln_cli.analysis import analyze_config
 from enjoyln_cli.axis import Axis
@@ -467,6 +468,15 @@ def test_a_class_that_comes_with_the_model(sources: dict[str, Path], tmp_path: P
     found = verify(out, plan=plan, trust_remote_code=True, write=False)
     assert found.passed, found.summary
     assert found.model_class == "OwnModel"
+
+
+def test_a_model_that_refuses_float64_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    sizes = {"d_model": 20, "ffn_dim": 33, "attention_heads": 4, "num_layers": 1}
+    config = transformers.XGLMConfig(**sizes, vocab_size=37, max_position_embeddings=31)
+    transformers.XGLMForCausalLM(config).save_pretrained(tmp_path / "source")
+    with pytest.raises(UnsupportedModel, match="does not run in float64.*--no-verify"):
+        enjoyln_cli.fold(tmp_path / "source", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_inputs_that_cannot_be_made_up() -> None:
