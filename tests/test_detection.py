@@ -153,9 +153,7 @@ def test_a_class_by_itself_computes_what_it_did(
     plan = analyze(config, model_class=model_class).plan
     original = live(model_class, config)
     folded = converted(original, plan)
-    assert (
-        calls(original)[0].keys().isdisjoint(plan.unproven)
-    )  # or every norm would compute LayerNorm
+    assert calls(original)[0].keys().isdisjoint(plan.unproven)  # else all compute LayerNorm
     for given in calls(original):
         with input_means(folded) as seen:
             assert error(folded, original, given) <= 1e-12, sorted(given)
