@@ -7,6 +7,7 @@ is listed.
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -106,8 +107,9 @@ def analyze_calls(model: nn.Module, calls: Iterable[Call]) -> Analysis:
     tensors = dict(model.named_parameters(remove_duplicate=False))
     own = Candidate(model, {name: (name,) for name in tensors}, frozenset(), ())
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    traces, _ = _captured(model, calls)
-    return _analysis(own, traces, (own.name,), kind, [])
+    traces, given = _captured(model, calls)
+    unproven = set(optional_inputs(model)) - given
+    return _analysis(own, traces, (own.name,), kind, sorted(unproven))
 
 
 def _loading(
@@ -146,6 +148,7 @@ def _captured(
 ) -> tuple[list[Trace], set[str]]:
     """The graphs of the calls that can be traced, and the names of the inputs that these give."""
     traces, given = [], set()
+    accepted = inspect.signature(model.forward).parameters
     for call in calls:
         try:
             traces.append(capture(model, call, naming, inner))
@@ -153,7 +156,9 @@ def _captured(
             if call.required:
                 raise
             continue
-        given |= {name for _, inputs in call.steps for name in inputs}
+        for args, inputs in call.steps:
+            named = {**dict(zip(accepted, args, strict=False)), **inputs}
+            given |= {name for name, value in named.items() if value is not None}
     return traces, given
 
 

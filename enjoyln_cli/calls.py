@@ -162,7 +162,7 @@ def optional_inputs(model: Any) -> list[str]:
     return [
         parameter.name
         for parameter in accepted
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         and parameter.name not in switches
         and not any(part in parameter.name for part in _NEVER_PROVEN)
     ]

@@ -207,17 +207,28 @@ def test_a_parameter_that_no_call_reads_is_not_centred_and_not_proven() -> None:
     original = live("ViTForMaskedImageModeling", CONFIG_MAPPING["vit"](**VIT))
     plain, masked = calls(original)[:2]
     narrow = analyze_calls(original, [image_call(False)]).plan
-    assert "vit.embeddings.mask_token" in narrow.unproven
+    assert {"vit.embeddings.mask_token", "bool_masked_pos"} <= set(narrow.unproven)
     wrong = converted(original, narrow, guarded=False)
     assert error(wrong, original, plain) <= 1e-12
     assert error(wrong, original, masked) > 1e-3
-    guarded = converted(original, dataclasses.replace(narrow, unproven=("bool_masked_pos",)))
+    guarded = converted(original, narrow)
     assert max(error(guarded, original, given) for given in (plain, masked)) <= 1e-12
 
     both = analyze_calls(original, [image_call(False), image_call(True)]).plan
     assert "vit.embeddings.mask_token" in [writer.parameter for writer in both.writers]
     right = converted(original, both)
     assert max(error(right, original, given) for given in (plain, masked)) <= 1e-12
+
+
+def test_a_live_model_is_guarded_against_inputs_that_its_example_did_not_give() -> None:
+    original = live("PhiModel", CONFIG_MAPPING["phi"](**PHI))
+    plain = calls(original)[0]
+    plan = analyze(original, **plain).plan
+    assert "inputs_embeds" in plan.unproven and not set(plain) & set(plan.unproven)
+    assert analyze(original, *plain.values()).plan.unproven == plan.unproven
+    given = {"inputs_embeds": torch.randn(2, 7, 24).double() + 0.5}
+    assert error(converted(original, plan), original, given) <= 1e-12
+    assert error(converted(original, plan, guarded=False), original, given) > 1e-3
 
 
 def test_an_input_that_no_call_gave_makes_the_norms_compute_layer_norm() -> None:
