@@ -29,7 +29,7 @@ from enjoyln_cli.nodes import aten, packet, shape_of
 from enjoyln_cli.paper import algorithm_1
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
 from enjoyln_cli.probe import computes_rms_norm, layer_norm_form
-from enjoyln_cli.trace import Naming, Trace, capture
+from enjoyln_cli.trace import Naming, Trace, capture, check_call
 from enjoyln_cli.why import Tree
 
 
@@ -132,15 +132,22 @@ def _traces(
 ) -> tuple[list[Trace], set[str]]:
     """All graphs of one class, and the optional inputs that none of them reads."""
     model, naming = found.model, families.naming_between(found.model, reference.model)
-    first: TraceFailed | None = None
+    calls = accepted_calls(model) or next(iter(ways_to_call(model)), None)
+    if calls is None:
+        raise UnsupportedModel(f"no inputs can be made up for {type(model).__name__}")
+    traces, given = _captured(model, calls, naming, inner)
+    return traces, set(optional_inputs(model)) - given
+
+
+def accepted_calls(model: nn.Module) -> list[Call] | None:
+    """The calls in the first form that the model accepts; ``None`` if it accepts none."""
     for calls in ways_to_call(model):
         try:
-            traces, given = _captured(model, calls, naming, inner)
-        except TraceFailed as error:
-            first = first or error
-        else:
-            return traces, set(optional_inputs(model)) - given
-    raise first or TraceFailed(f"{found.name}: no inputs can be made up")
+            check_call(model, calls[0])
+        except Exception:  # whatever a model raises at inputs of the wrong form
+            continue
+        return calls
+    return None
 
 
 def _captured(

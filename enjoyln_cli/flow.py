@@ -16,6 +16,7 @@ from enjoyln_cli import rules  # noqa: F401  (fills the table that pull looks up
 from enjoyln_cli.axis import Axis, moved, through_view
 from enjoyln_cli.nodes import (
     SPLITS,
+    WRITTEN,
     Opaque,
     Pull,
     argument,
@@ -124,6 +125,8 @@ def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
         return Opaque("the model returns it")
     if node.op != "call_function":
         return Opaque(f"{node.op} reads it")
+    if node.meta.get("written"):
+        return Opaque(WRITTEN)
     if _absorbs(node, operand, axis):
         return Absorbed()
     reasons = []

@@ -1,7 +1,9 @@
 """From a model and a call of it to a graph, with its parameters named.
 
-A model class is built on the meta device (no weights) and captured by ``torch.export``. Names are
-those of the plan's reference class, whichever class a graph came from.
+A model class is built on the meta device (no weights) and captured by ``torch.export``. Where that
+fails, since shapes depend on the values of whole-number inputs, the ops of one run on example
+values are recorded instead (see ``weightless``), and the graph holds for calls of that kind. Names
+are those of the plan's reference class, whichever class a graph came from.
 """
 
 from __future__ import annotations
@@ -10,19 +12,30 @@ import gc
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, replace
+from io import StringIO
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, Node
 from torch.fx import config as fx_config
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from enjoyln_cli.calls import Call
 from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.weightless import (
+    tensors_in,
+    weightless,
+    without_real_values,
+    without_values,
+    without_weights,
+)
 
 Naming = Callable[[str], str]
 
@@ -41,6 +54,8 @@ class Trace:
     """Whether every user makes this call; otherwise it only adds optional inputs."""
     leaves: frozenset[str]
     """Paths of the modules without children, whose output can be replaced by class."""
+    by_example: bool = False
+    """Whether the graph is that of the example's whole numbers, rather than of any."""
 
     def module_of(self, node: Node) -> str:
         """Path of the innermost module whose forward computed the node."""
@@ -79,11 +94,10 @@ class Trace:
 
     def _held_by(self, node: Node, path: str) -> bool:
         """Whether a module brings the value along: as its parameter, or as a constant."""
-        if node.op == "get_attr":
-            return True
         names = self.parameters.get(node)
         if names is None:
-            return node.op == "placeholder" and node not in self.inputs
+            given = node.op == "placeholder" and node not in self.inputs
+            return given or node.op == "get_attr"
         return any(name.rpartition(".")[0] == path for name in names)
 
 
@@ -125,57 +139,123 @@ def _inner(path: str) -> str:
     return path.removeprefix("model").removeprefix(".")
 
 
-def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
-    """Every tensor that a model returned, those inside of caches and nested outputs too."""
-    seen = set() if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if id(value) in seen or value is None or isinstance(value, (str, int, float, type)):
-        return []
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        parts: Sequence[Any] = list(value.values())
-    elif isinstance(value, (list, tuple, set)):
-        parts = list(value)
-    else:
-        parts = list(getattr(value, "__dict__", {}).values())
-    return [tensor for part in parts for tensor in tensors_in(part, seen)]
-
-
 def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | None = None) -> Trace:
     """The graph of one call in eval mode, with ``aten.linear``, ``layer_norm`` and others whole.
 
     What the submodule ``inner`` returns counts as returned, so that the graph also proves the class
     of that submodule.
 
-    Raises ``TraceFailed`` where the model does not export, or writes into tensors in place in a
-    way that functionalisation cannot undo.
+    Raises ``TraceFailed`` where the model neither exports nor runs without its weights.
     """
+    try:
+        with _ready(model):
+            return _exported(model, call, naming, inner)
+    except Exception as error:  # torch.export raises what it meets, of any class
+        exporting = error
+    try:
+        bare = without_weights(model)
+        with _ready(bare):
+            return _recorded(bare, call, naming, inner)
+    except Exception as error:
+        first = str(error).strip().split("\n")[0][:300]
+        raise TraceFailed(
+            f"{type(model).__name__} could not be traced ({call.label}): "
+            f"{type(error).__name__}: {first}"
+        ) from exporting
+
+
+def check_call(model: nn.Module, call: Call) -> None:
+    """Run one call without weights; raises whatever the model raises at inputs of a wrong form."""
+    bare = without_weights(model)
+    with _ready(bare), weightless():
+        _Steps(bare, call.flags, None)(*without_real_values(call.steps))
+
+
+@contextmanager
+def _ready(model: nn.Module) -> Iterator[None]:
+    """In eval mode, without gradients, without warnings, with the inputs of blocks marked."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with warnings.catch_warnings(), torch.no_grad(), _brief_export(), _marked_inputs(model):
             warnings.simplefilter("ignore")
-            runner = _Steps(model, call.flags, inner)
-            program = torch.export.export(runner, call.steps, strict=False)
-            _replace_private_writes(program.graph)
-            if _mutating(program.graph):
-                program = program.run_decompositions({})
-    except Exception as error:  # torch.export raises what it meets, of any class
-        first = str(error).strip().split("\n")[0][:300]
-        raise TraceFailed(
-            f"{type(model).__name__} could not be traced ({call.label}): "
-            f"{type(error).__name__}: {first}"
-        ) from error
+            yield
     finally:
         for module in training:
             module.training = True
+
+
+def _exported(model: nn.Module, call: Call, naming: Naming, inner: str | None) -> Trace:
+    steps = without_values(call.steps) if without_weights(model) is model else call.steps
+    program = torch.export.export(_Steps(model, call.flags, inner), steps, strict=False)
+    _replace_private_writes(program.graph)
+    if _mutating(program.graph):
+        program = program.run_decompositions({})
     if left := _mutating(program.graph):
-        raise TraceFailed(
-            f"{type(model).__name__} ({call.label}): {left[0].target} writes in place, "
-            "so the graph cannot be analysed"
-        )
-    return _named(program, model, call, naming)
+        raise TraceFailed(f"{left[0].target} writes in place, so the graph cannot be analysed")
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[Node, torch.Tensor] = {}
+    inputs: list[Node | None] = []
+    for spec in program.graph_signature.input_specs:
+        node = nodes.get(getattr(spec.arg, "name", ""))
+        if spec.kind.name == "USER_INPUT":
+            inputs.append(node)
+        elif spec.kind.name == "PARAMETER" and node is not None:
+            parameters[node] = named[_inner(spec.target)]
+    return _named(program.graph, parameters, inputs, model, call, naming)
+
+
+def _recorded(model: nn.Module, call: Call, naming: Naming, inner: str | None) -> Trace:
+    runner = _Steps(model, call.flags, inner)
+    leaves, layout = pytree.tree_flatten(without_real_values(call.steps))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def run(*values: torch.Tensor) -> Any:
+        given = iter(values)
+        filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return runner(*pytree.tree_unflatten(filled, layout))
+
+    with weightless(), fx_traceback.preserve_node_meta(), _recorded_modules(runner):
+        recorded = make_fx(run, pre_dispatch=True, _error_on_data_dependent_ops=False)(*tensors)
+    _replace_private_writes(recorded.graph)
+    _mark_written(recorded.graph)
+    held = {id(parameter) for parameter in model.parameters()}
+    parameters: dict[Node, torch.Tensor] = {}
+    for node in recorded.graph.nodes:
+        if node.op == "get_attr":
+            value = node.meta["val"] = getattr(recorded, node.target)
+            if id(value) in held:
+                parameters[node] = value
+    given = iter([node for node in recorded.graph.nodes if node.op == "placeholder"])
+    inputs = [next(given) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    return replace(_named(recorded.graph, parameters, inputs, model, call, naming), by_example=True)
+
+
+@contextmanager
+def _recorded_modules(root: nn.Module) -> Iterator[None]:
+    """Every recorded op carries the module calls around it, as ``torch.export`` writes them."""
+    names = {module: name for name, module in root.named_modules()}
+    calls: Counter[str] = Counter()
+    stack: dict[str, tuple[str, type]] = {}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        name = names[module]
+        calls[name] += 1
+        stack[f"{name}@{calls[name]}"] = (name, type(module))
+        fx_traceback.get_current_meta()["nn_module_stack"] = dict(stack)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        stack.popitem()
+        fx_traceback.get_current_meta()["nn_module_stack"] = dict(stack)
+
+    hooks = [module.register_forward_pre_hook(enter, prepend=True) for module in names]
+    hooks += [module.register_forward_hook(leave, always_call=True) for module in names]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
@@ -215,7 +295,7 @@ def _marked(value: Any) -> Any:
 
 @contextmanager
 def _brief_export() -> Iterator[None]:
-    """Without what torch logs about exceptions that it raises anyway, and a quarter faster.
+    """Without what torch says about exceptions that it raises anyway, and a quarter faster.
 
     No Python stack is recorded with each node, and nothing looks for garbage while a graph grows.
     """
@@ -225,7 +305,8 @@ def _brief_export() -> Iterator[None]:
     fx_config.do_not_emit_stack_traces = True
     gc.disable()
     try:
-        yield
+        with redirect_stderr(StringIO()):
+            yield
     finally:
         logging.disable(logged)
         fx_config.do_not_emit_stack_traces = unrecorded
@@ -247,8 +328,8 @@ def _mutating(graph: Graph) -> list[Node]:
 aten = torch.ops.aten
 _FRESH = {
     aten.add, aten.addmm, aten.baddbmm, aten.bmm, aten.cat, aten.conv1d, aten.conv2d, aten.div,
-    aten.embedding, aten.gelu, aten.layer_norm, aten.linear, aten.matmul, aten.mm, aten.mul,
-    aten.sub,
+    aten.embedding, aten.gelu, aten.layer_norm, aten.linear, aten.log_softmax, aten.matmul,
+    aten.mm, aten.mul, aten.scaled_dot_product_attention, aten.softmax, aten.sub,
 }  # fmt: skip
 """Ops whose result never shares memory with an operand."""
 
@@ -273,34 +354,59 @@ def _replace_private_writes(graph: Graph) -> None:
 
 
 def _is_fresh(node: Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in _FRESH
+    """Whether the op gives out memory of its own: schemas tell, but for compositions and views
+    that are called unsafe."""
+    if getattr(node.target, "overloadpacket", None) in _FRESH:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or "unsafe" in node.target.name():
+        return False
+    composed = torch._C._dispatch_has_kernel_for_dispatch_key(
+        node.target.name(), "CompositeImplicitAutograd"
+    )
+    return not composed and all(r.alias_info is None for r in node.target._schema.returns)
 
 
-def _named(program: Any, model: nn.Module, call: Call, naming: Naming) -> Trace:
+def _mark_written(graph: Graph) -> None:
+    """``meta["written"]`` on every value that may share memory with one that is written in place.
+
+    A value is taken to share memory with all operands of the op that gives it, unless it is fresh.
+    """
+    group: dict[Node, Node] = {}
+
+    def first(node: Node) -> Node:
+        while group.get(node, node) is not node:
+            node = group[node]
+        return node
+
+    for node in graph.nodes:
+        if node.op == "call_function" and not _is_fresh(node):
+            for operand in node.all_input_nodes:
+                group[first(operand)] = first(node)
+    written = {first(node) for node in _mutating(graph)}
+    for node in graph.nodes:
+        if first(node) in written:
+            node.meta["written"] = True
+
+
+def _named(
+    graph: Graph,
+    parameters: Mapping[Node, torch.Tensor],
+    inputs: Iterable[Node | None],
+    model: nn.Module,
+    call: Call,
+    naming: Naming,
+) -> Trace:
+    """The trace of a graph; ``inputs`` are the nodes of the flattened steps, in their order."""
     aliases: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(tensor), []).append(naming(name))
-    by_name = {
-        name: aliases[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)
-    }
-    inputs = iter([_key(path) for path, _ in pytree.tree_flatten_with_path((call.steps, {}))[0]])
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    parameters: dict[Node, tuple[str, ...]] = {}
-    named_inputs: dict[Node, str] = {}
-    for spec in program.graph_signature.input_specs:
-        node = nodes.get(getattr(spec.arg, "name", ""))
-        if spec.kind.name == "USER_INPUT":
-            name = next(inputs)
-            if node is not None:
-                named_inputs[node] = name
-        elif spec.kind.name == "PARAMETER" and node is not None:
-            parameters[node] = tuple(by_name[_inner(spec.target)])
+    names = [_key(path) for path, _ in pytree.tree_flatten_with_path(call.steps)[0]]
     leaves = {naming(path) for path, module in model.named_modules() if not any(module.children())}
     return Trace(
         call.label,
-        program.graph,
-        parameters,
-        named_inputs,
+        graph,
+        {node: tuple(aliases[id(tensor)]) for node, tensor in parameters.items()},
+        {node: name for node, name in zip(inputs, names, strict=True) if node is not None},
         naming,
         call.required,
         frozenset(leaves),

@@ -58,26 +58,48 @@ WIDTHS = re.compile(
 )
 FIXED = re.compile(
     r"vocab|image|patch|kernel|window|position|num_channels|batch|pad|group|type|stride|tile|crop"
-    r"|max_|token|dilation|pool_size|_id|scale|bins|in_channels|n_mels|sample"
+    r"|max_|token|dilation|pool_size|_id|scale|spec|bins|in_channels|n_mels|sample"
 )
 TEXT_IDS = re.compile(r"_token_id$|_token_index$")
 VOCABULARY = 131
+GIVEN = {
+    "vocab_size": VOCABULARY, "image_token_id": 70, "image_token_index": 70, "pad_token_id": 1,
+    "prediction_length": 6, "context_length": 12, "default_language": "en_XX",
+}  # fmt: skip
+"""What a config leaves open, and the model needs."""
 
 
-def shrink(config: Any, factor: int) -> None:
-    """Fewer layers, narrower by one factor throughout, a small vocabulary, in every sub-config."""
+def shrink(config: Any, factor: int, side: int | None = None) -> None:
+    """Fewer layers, narrower by one factor throughout, a small vocabulary, in every sub-config.
+
+    Images larger than ``side`` become as small as that.
+    """
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
-            shrink(value, factor)
-        elif name == "vocab_size" and value is None:
-            config.vocab_size = VOCABULARY
+            shrink(value, factor, side)
+        elif name == "image_size" and isinstance(value, int) and side and value > side:
+            config.image_size = side
+        elif isinstance(value, dict) and (sections := value.get("mrope_section")):
+            if all(section % factor == 0 for section in sections):
+                value["mrope_section"] = [section // factor for section in sections]
         elif isinstance(value, bool) or name.startswith("_"):
             continue
+        elif name in GIVEN and value is None:
+            setattr(config, name, GIVEN[name])
         elif isinstance(value, (int, list, tuple)) and (new := _smaller(name, value, factor)):
             try:
                 setattr(config, name, new)
             except (AttributeError, TypeError, ValueError):
                 continue
+    kinds = vars(config).get("layer_types")
+    if isinstance(kinds, (list, tuple)) and kinds and isinstance(kinds[0], str):
+        depth = max(2, *(1 + list(kinds).index(kind) for kind in kinds))
+        config.layer_types, config.num_hidden_layers = list(kinds[:depth]), depth
+    heads = getattr(config, "num_attention_heads", None)
+    if heads and vars(config).get("num_key_value_heads", heads) is None:
+        config.num_key_value_heads = heads
+    if heads and vars(config).get("head_dim", heads) is None and hasattr(config, "hidden_size"):
+        config.head_dim = config.hidden_size // heads
 
 
 def _smaller(name: str, value: Any, factor: int) -> Any:
@@ -89,7 +111,9 @@ def _smaller(name: str, value: Any, factor: int) -> Any:
     if name == "vocab_size" or name.endswith("_vocab_size") and value > VOCABULARY:
         return min(value, VOCABULARY)
     if TEXT_IDS.search(name) and value >= VOCABULARY:
-        return VOCABULARY - 1 - value % 16
+        return VOCABULARY - 1 - sum(name.encode()) % 64
+    if name in ("num_queries", "num_select"):
+        return min(value, 8)
     if LAYERS.search(name):
         return min(value, 2)
     if WIDTHS.search(name) and not FIXED.search(name) and value >= 4 * factor:
@@ -107,33 +131,53 @@ def classes_of(model_type: str) -> list[str]:
     return list(names)
 
 
+def sketched(model_class: str, model_type: str) -> tuple[Any, Any]:
+    """A small config, and its model without weights: if there is one, such as accepts inputs."""
+    import transformers
+
+    from enjoyln_cli.analysis import accepted_calls
+    from enjoyln_cli.classes import build
+    from enjoyln_cli.examples import main_inputs
+
+    failures: list[Exception] = []
+    found: dict[bool, tuple[Any, Any]] = {}
+    sizes = ((16, 224), (8, 224), (4, 224), (1, 224), (16, None), (4, None), (1, None))
+    for factor, side in sizes:
+        try:
+            config = transformers.CONFIG_MAPPING[model_type]()
+            shrink(config, factor, side)
+            sketch = build(getattr(transformers, model_class), config)
+        except Exception as error:  # a config can be wrong in as many ways as there are models
+            failures.append(error)
+            continue
+        if sum(p.numel() for p in sketch.parameters()) > 2e8:
+            failures.append(MemoryError("the smallest config that builds is too large"))
+            continue
+        wanted = next(iter(main_inputs(sketch, 1, 1)), {}).keys()
+        calls = accepted_calls(sketch)
+        if calls and wanted <= calls[0].steps[0][1].keys():
+            return config, sketch
+        found.setdefault(calls is not None, (config, sketch))
+    if not found:
+        raise failures[0]
+    return found.get(True) or found[False]
+
+
 def built(model_class: str, model_type: str) -> tuple[Any, Any]:
     """A small live model in float64 with random weights, and its config."""
     import torch
     import transformers
 
-    failure: Exception | None = None
-    for factor in (16, 8, 4, 1):
-        config = transformers.CONFIG_MAPPING[model_type]()
-        shrink(config, factor)
-        try:
-            with torch.device("meta"):
-                sketch = getattr(transformers, model_class)(copy.deepcopy(config))
-            if sum(p.numel() for p in sketch.parameters()) > 2e8:
-                continue
-            torch.manual_seed(0)
-            model = getattr(transformers, model_class)(copy.deepcopy(config)).eval()
-        except Exception as error:  # a config can be wrong in as many ways as there are models
-            failure = failure or error
-            continue
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    spread = 0.3 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
-                    start = 1.0 if parameter.dim() < 2 else 0.3 * spread
-                    parameter.copy_(start + spread * torch.randn_like(parameter))
-        return model.double(), config
-    raise failure or MemoryError("too large")
+    config, _ = sketched(model_class, model_type)
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(copy.deepcopy(config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                spread = 0.3 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
+                start = 1.0 if parameter.dim() < 2 else 0.3 * spread
+                parameter.copy_(start + spread * torch.randn_like(parameter))
+    return model.double(), config
 
 
 def compared(original: Any, folded: Any, seed: int, dtype: Any) -> float:
@@ -141,7 +185,7 @@ def compared(original: Any, folded: Any, seed: int, dtype: Any) -> float:
 
     from enjoyln_cli.compare import Float64
     from enjoyln_cli.inputs import seeded
-    from enjoyln_cli.trace import tensors_in
+    from enjoyln_cli.weightless import tensors_in
 
     worst = 0.0
     for batch in seeded(original, 2, seed, dtype):

@@ -30,7 +30,7 @@ LAYERS = (
     ("flow",),
     ("trace", "rules", "probe"),
     ("calls",),
-    ("plan", "nodes", "examples"),
+    ("plan", "nodes", "examples", "weightless"),
     ("checkpoint",),
     ("config", "files", "shards", "output"),
     ("axis",),
