@@ -10,9 +10,9 @@ import gc
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch.utils import _pytree as pytree
 
 from enjoyln_cli.calls import Call
 from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.examples import accepted_by
+from enjoyln_cli.returned import by_field, is_fed_back
 
 Naming = Callable[[str], str]
 
@@ -41,6 +43,12 @@ class Trace:
     """Whether every user makes this call; otherwise it only adds optional inputs."""
     leaves: frozenset[str]
     """Paths of the modules without children, whose output can be replaced by class."""
+    model_class: str = ""
+    returned: dict[Node, tuple[str, ...]] = field(default_factory=dict)
+    """The fields of the class's output that hold a value; a value that goes out in another way than
+    by a field, and so has to stay whichever fields a user wants, is not among them."""
+    fed_back: frozenset[str] = frozenset()
+    """Fields that a later call may be given."""
 
     def module_of(self, node: Node) -> str:
         """Path of the innermost module whose forward computed the node."""
@@ -103,8 +111,9 @@ class _Steps(nn.Module):
         self.flags = dict(flags)
         self.inner = inner
 
-    def forward(self, *steps: Any) -> list[list[torch.Tensor]]:
-        returned: list[list[torch.Tensor]] = []
+    def forward(self, *steps: Any) -> list[tuple[dict[str, list[torch.Tensor]], Any]]:
+        """For each step the model's output by field, and all that ``inner`` returned."""
+        returned: list[tuple[dict[str, list[torch.Tensor]], Any]] = []
         cache: dict[str, Any] = {}
         inside: list[Any] = []
         if self.inner is not None:
@@ -112,7 +121,7 @@ class _Steps(nn.Module):
             hook = base.register_forward_hook(lambda *call: inside.append(call[-1]))
         for args, kwargs in steps:
             result = self.model(*args, **kwargs, **cache, **self.flags)
-            returned.append(tensors_in([result, inside]))
+            returned.append((by_field(result), tensors_in(inside)))
             if getattr(result, "past_key_values", None) is None:
                 break
             cache = {"past_key_values": result.past_key_values}
@@ -125,21 +134,9 @@ def _inner(path: str) -> str:
     return path.removeprefix("model").removeprefix(".")
 
 
-def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor that a model returned, those inside of caches and nested outputs too."""
-    seen = set() if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if id(value) in seen or value is None or isinstance(value, (str, int, float, type)):
-        return []
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        parts: Sequence[Any] = list(value.values())
-    elif isinstance(value, (list, tuple, set)):
-        parts = list(value)
-    else:
-        parts = list(getattr(value, "__dict__", {}).values())
-    return [tensor for part in parts for tensor in tensors_in(part, seen)]
+    return [tensor for tensors in by_field(value).values() for tensor in tensors]
 
 
 def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | None = None) -> Trace:
@@ -295,6 +292,7 @@ def _named(program: Any, model: nn.Module, call: Call, naming: Naming) -> Trace:
                 named_inputs[node] = name
         elif spec.kind.name == "PARAMETER" and node is not None:
             parameters[node] = tuple(by_name[_inner(spec.target)])
+    accepted, returned = accepted_by(model), _returned(program)
     leaves = {naming(path) for path, module in model.named_modules() if not any(module.children())}
     return Trace(
         call.label,
@@ -304,7 +302,24 @@ def _named(program: Any, model: nn.Module, call: Call, naming: Naming) -> Trace:
         naming,
         call.required,
         frozenset(leaves),
+        type(model).__name__,
+        returned,
+        frozenset(f for fields in returned.values() for f in fields if is_fed_back(f, accepted)),
     )
+
+
+def _returned(program: Any) -> dict[Node, tuple[str, ...]]:
+    """The fields of each value that ``_Steps`` returned; none for what ``inner`` alone returned."""
+    given_out = program.graph.output_node().args[0]
+    outputs = list(zip(program.graph_signature.output_specs, given_out, strict=True))
+    users = [node for spec, node in outputs if spec.kind.name == "USER_OUTPUT"]
+    fields: dict[Node, dict[str, None]] = {node: {} for node in users}
+    for by_name, _ in pytree.tree_unflatten(users, program.call_spec.out_spec):
+        for name, nodes in by_name.items():
+            for node in nodes:
+                fields[node][name] = None
+    written = {node for spec, node in outputs if spec.kind.name != "USER_OUTPUT"}
+    return {node: tuple(names) for node, names in fields.items() if node not in written}
 
 
 def _key(path: Any) -> str:
