@@ -25,7 +25,8 @@ from enjoyln_cli.examples import (
     patch_size,
     whole_numbers,
 )
-from enjoyln_cli.weightless import tensors_in, weightless, without_weights
+from enjoyln_cli.returned import tensors_in
+from enjoyln_cli.weightless import weightless, without_weights
 
 BATCH, TOKENS = 2, 7
 

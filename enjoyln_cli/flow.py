@@ -63,6 +63,8 @@ class Flow:
     """All traces of one model, with the answers found so far."""
 
     traces: tuple[Trace, ...]
+    required: frozenset[str] | None = None
+    """The fields of the models' outputs that have to stay the same; ``None`` for all outputs."""
     _pulls: dict[Value, Pull] = field(default_factory=dict)
     _observers: dict[Value, Observer | None] = field(default_factory=dict)
 
@@ -99,11 +101,28 @@ class Flow:
 
     def _steps(self, value: Value) -> Iterator[Value | Observer]:
         for consumer in consumers(value.node):
+            if consumer.op == "output" and not self._is_required(value):
+                continue
             found = push(consumer, value.node, value.axis)
             if isinstance(found, Opaque):
                 yield Observer(value.trace, consumer, found.reason)
             elif isinstance(found, Axis):
                 yield Value(value.trace, consumer, found)
+
+    def _is_required(self, value: Value) -> bool:
+        """Whether a value that the model returns is one that has to stay the same."""
+        fields = self.traces[value.trace].returned.get(value.node)
+        return self.required is None or fields is None or not self.required.isdisjoint(fields)
+
+    def narrowed(self, traces: int, required: frozenset[str]) -> Flow:
+        """The same questions about the first ``traces`` alone, for ``required`` outputs."""
+        return Flow(self.traces[:traces], required, self._pulls)
+
+    def reached(self) -> Iterator[tuple[str, ...]]:
+        """For every value asked about so far that the model returns: the fields that hold it."""
+        for value in self._observers:
+            if fields := self.traces[value.trace].returned.get(value.node):
+                yield fields
 
 
 def consumers(node: Node) -> Iterator[Node]:

@@ -12,6 +12,7 @@ The marker, version 1, is what other programs read to know which norms are RMSNo
      "revision": "607a30d..." | null,
      "model_class": "GPT2LMHeadModel", whose module paths the lists below use
      "classes": [...],                 the classes for which the plan is proven
+     "outputs": [...],                 fields of the output that stay the same; empty: all of them
      "rmsnorm": [...],                 norms that see zero-mean inputs
      "layernorm": [...],               norms that stay as they are
      "centering": [{"module": ..., "place": "output" | "input",
@@ -82,6 +83,7 @@ class Marker:
     entry_inputs: tuple[str, ...]
     unproven: tuple[str, ...]
     tool: str
+    outputs: tuple[str, ...] = ()
 
 
 def fold_checkpoint(
@@ -199,6 +201,7 @@ def marker(plan: Plan, source: Source) -> dict[str, Any]:
         "revision": source.revision,
         "model_class": plan.model_class,
         "classes": list(plan.classes),
+        "outputs": list(plan.outputs),
         "rmsnorm": [verdict.norm for verdict in plan.folded],
         "layernorm": [verdict.norm for verdict in plan.kept],
         "centering": [
@@ -241,6 +244,7 @@ def read_marker(config: dict[str, Any]) -> Marker:
         entry_inputs=_texts(entry, "entry_inputs"),
         unproven=_texts(entry, "unproven"),
         tool=_text(entry, "tool"),
+        outputs=_texts(entry, "outputs") if "outputs" in entry else (),
     )
 
 

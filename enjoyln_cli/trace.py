@@ -29,15 +29,19 @@ from torch.utils import _pytree as pytree
 
 from enjoyln_cli.calls import Call
 from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.examples import accepted_by
+from enjoyln_cli.returned import by_field, is_fed_back, tensors_in
 from enjoyln_cli.weightless import (
-    tensors_in,
     weightless,
     without_real_values,
     without_values,
     without_weights,
 )
+from enjoyln_cli.writes import mark_written, mutating, replace_private_writes
 
 Naming = Callable[[str], str]
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +58,12 @@ class Trace:
     """Whether every user makes this call; otherwise it only adds optional inputs."""
     leaves: frozenset[str]
     """Paths of the modules without children, whose output can be replaced by class."""
+    model_class: str
+    returned: dict[Node, tuple[str, ...]]
+    """The fields of the class's output that hold a value; a value that goes out in another way than
+    by a field, and so has to stay whichever fields a user wants, is not among them."""
+    fed_back: frozenset[str]
+    """Fields that a later call may be given."""
     by_example: bool = False
     """Whether the graph is that of the example's whole numbers, rather than of any."""
 
@@ -117,8 +127,9 @@ class _Steps(nn.Module):
         self.flags = dict(flags)
         self.inner = inner
 
-    def forward(self, *steps: Any) -> list[list[torch.Tensor]]:
-        returned: list[list[torch.Tensor]] = []
+    def forward(self, *steps: Any) -> list[tuple[dict[str, list[torch.Tensor]], Any]]:
+        """For each step the model's output by field, and all that ``inner`` returned."""
+        returned: list[tuple[dict[str, list[torch.Tensor]], Any]] = []
         cache: dict[str, Any] = {}
         inside: list[Any] = []
         if self.inner is not None:
@@ -126,7 +137,7 @@ class _Steps(nn.Module):
             hook = base.register_forward_hook(lambda *call: inside.append(call[-1]))
         for args, kwargs in steps:
             result = self.model(*args, **kwargs, **cache, **self.flags)
-            returned.append(tensors_in([result, inside]))
+            returned.append((by_field(result), tensors_in(inside)))
             if getattr(result, "past_key_values", None) is None:
                 break
             cache = {"past_key_values": result.past_key_values}
@@ -188,10 +199,10 @@ def _ready(model: nn.Module) -> Iterator[None]:
 def _exported(model: nn.Module, call: Call, naming: Naming, inner: str | None) -> Trace:
     steps = without_values(call.steps) if without_weights(model) is model else call.steps
     program = torch.export.export(_Steps(model, call.flags, inner), steps, strict=False)
-    _replace_private_writes(program.graph)
-    if _mutating(program.graph):
+    replace_private_writes(program.graph)
+    if mutating(program.graph):
         program = program.run_decompositions({})
-    if left := _mutating(program.graph):
+    if left := mutating(program.graph):
         raise TraceFailed(f"{left[0].target} writes in place, so the graph cannot be analysed")
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -203,23 +214,37 @@ def _exported(model: nn.Module, call: Call, naming: Naming, inner: str | None) -
             inputs.append(node)
         elif spec.kind.name == "PARAMETER" and node is not None:
             parameters[node] = named[_inner(spec.target)]
-    return _named(program.graph, parameters, inputs, model, call, naming)
+    given_out = program.graph.output_node().args[0]
+    outputs = list(zip(program.graph_signature.output_specs, given_out, strict=True))
+    returned = _fields(
+        [node for spec, node in outputs if spec.kind.name == "USER_OUTPUT"],
+        program.call_spec.out_spec,
+    )
+    for spec, node in outputs:
+        if spec.kind.name != "USER_OUTPUT":
+            returned.pop(node, None)  # it is written into a buffer too
+    return _named(program.graph, parameters, inputs, returned, model, call, naming)
 
 
 def _recorded(model: nn.Module, call: Call, naming: Naming, inner: str | None) -> Trace:
     runner = _Steps(model, call.flags, inner)
     leaves, layout = pytree.tree_flatten(without_real_values(call.steps))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    layouts: list[pytree.TreeSpec] = []
 
-    def run(*values: torch.Tensor) -> Any:
+    def run(*values: torch.Tensor) -> list[torch.Tensor]:
         given = iter(values)
         filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return runner(*pytree.tree_unflatten(filled, layout))
+        results, results_layout = pytree.tree_flatten(
+            runner(*pytree.tree_unflatten(filled, layout))
+        )
+        layouts.append(results_layout)
+        return results
 
     with weightless(), fx_traceback.preserve_node_meta(), _recorded_modules(runner):
         recorded = make_fx(run, pre_dispatch=True, _error_on_data_dependent_ops=False)(*tensors)
-    _replace_private_writes(recorded.graph)
-    _mark_written(recorded.graph)
+    replace_private_writes(recorded.graph)
+    mark_written(recorded.graph)
     held = {id(parameter) for parameter in model.parameters()}
     parameters: dict[Node, torch.Tensor] = {}
     for node in recorded.graph.nodes:
@@ -229,7 +254,10 @@ def _recorded(model: nn.Module, call: Call, naming: Naming, inner: str | None) -
                 parameters[node] = value
     given = iter([node for node in recorded.graph.nodes if node.op == "placeholder"])
     inputs = [next(given) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    return replace(_named(recorded.graph, parameters, inputs, model, call, naming), by_example=True)
+    given_out: Any = recorded.graph.output_node().args[0]
+    returned = _fields(list(given_out), layouts[-1])
+    found = _named(recorded.graph, parameters, inputs, returned, model, call, naming)
+    return replace(found, by_example=True)
 
 
 @contextmanager
@@ -314,84 +342,11 @@ def _brief_export() -> Iterator[None]:
             gc.enable()
 
 
-def _mutating(graph: Graph) -> list[Node]:
-    harmless = {torch.ops.aten.detach_.default}
-    return [
-        node
-        for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
-        and node.target._schema.is_mutable
-        and node.target not in harmless
-    ]
-
-
-aten = torch.ops.aten
-_FRESH = {
-    aten.add, aten.addmm, aten.baddbmm, aten.bmm, aten.cat, aten.conv1d, aten.conv2d, aten.div,
-    aten.embedding, aten.gelu, aten.layer_norm, aten.linear, aten.log_softmax, aten.matmul,
-    aten.mm, aten.mul, aten.scaled_dot_product_attention, aten.softmax, aten.sub,
-}  # fmt: skip
-"""Ops whose result never shares memory with an operand."""
-
-
-def _replace_private_writes(graph: Graph) -> None:
-    """``x.add_(y)`` becomes ``x.add(y)`` where nothing else can see the memory of ``x`` any more.
-
-    That is so if ``x`` is fresh and its other readers came before and gave out fresh memory. It
-    spares a model with a residual ``+=`` the full functionalisation, ten times as slow.
-    """
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    for node in _mutating(graph):
-        target: Any = node.target
-        written: Any = node.args[0] if node.args else None
-        plain = getattr(aten, target.overloadpacket.__name__.rstrip("_"), None)
-        if plain not in _FRESH or not isinstance(written, Node):
-            continue
-        others = [user for user in written.users if user is not node]
-        private = all(_is_fresh(user) and position[user] < position[node] for user in others)
-        if private and _is_fresh(written) and node.all_input_nodes.count(written) == 1:
-            node.target = getattr(plain, target._overloadname)
-
-
-def _is_fresh(node: Node) -> bool:
-    """Whether the op gives out memory of its own: schemas tell, but for compositions and views
-    that are called unsafe."""
-    if getattr(node.target, "overloadpacket", None) in _FRESH:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload) or "unsafe" in node.target.name():
-        return False
-    composed = torch._C._dispatch_has_kernel_for_dispatch_key(
-        node.target.name(), "CompositeImplicitAutograd"
-    )
-    return not composed and all(r.alias_info is None for r in node.target._schema.returns)
-
-
-def _mark_written(graph: Graph) -> None:
-    """``meta["written"]`` on every value that may share memory with one that is written in place.
-
-    A value is taken to share memory with all operands of the op that gives it, unless it is fresh.
-    """
-    group: dict[Node, Node] = {}
-
-    def first(node: Node) -> Node:
-        while group.get(node, node) is not node:
-            node = group[node]
-        return node
-
-    for node in graph.nodes:
-        if node.op == "call_function" and not _is_fresh(node):
-            for operand in node.all_input_nodes:
-                group[first(operand)] = first(node)
-    written = {first(node) for node in _mutating(graph)}
-    for node in graph.nodes:
-        if first(node) in written:
-            node.meta["written"] = True
-
-
 def _named(
     graph: Graph,
     parameters: Mapping[Node, torch.Tensor],
     inputs: Iterable[Node | None],
+    returned: dict[Node, tuple[str, ...]],
     model: nn.Module,
     call: Call,
     naming: Naming,
@@ -401,6 +356,7 @@ def _named(
     for name, tensor in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(tensor), []).append(naming(name))
     names = [_key(path) for path, _ in pytree.tree_flatten_with_path(call.steps)[0]]
+    accepted = accepted_by(model)
     leaves = {naming(path) for path, module in model.named_modules() if not any(module.children())}
     return Trace(
         call.label,
@@ -410,7 +366,20 @@ def _named(
         naming,
         call.required,
         frozenset(leaves),
+        type(model).__name__,
+        returned,
+        frozenset(f for fields in returned.values() for f in fields if is_fed_back(f, accepted)),
     )
+
+
+def _fields(returned: list[Node], layout: pytree.TreeSpec) -> dict[Node, tuple[str, ...]]:
+    """The fields of each value that ``_Steps`` returned; none for what ``inner`` alone returned."""
+    fields: dict[Node, dict[str, None]] = {node: {} for node in returned}
+    for by_name, _ in pytree.tree_unflatten(returned, layout):
+        for name, nodes in by_name.items():
+            for node in nodes:
+                fields[node][name] = None
+    return {node: tuple(names) for node, names in fields.items()}
 
 
 def _key(path: Any) -> str:

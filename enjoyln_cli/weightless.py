@@ -10,7 +10,7 @@ activation: those have no values to read, and asking for one raises.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,20 +145,3 @@ def without_real_values(value: Any) -> Any:
         return tensor.to("meta" if tensor.is_floating_point() else "cpu")
 
     return pytree.tree_map_only(torch.Tensor, placed, value)
-
-
-def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
-    """Every tensor that a model returned, those inside of caches and nested outputs too."""
-    seen = set() if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if id(value) in seen or value is None or isinstance(value, (str, int, float, type)):
-        return []
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        parts: Sequence[Any] = list(value.values())
-    elif isinstance(value, (list, tuple, set)):
-        parts = list(value)
-    else:
-        parts = list(getattr(value, "__dict__", {}).values())
-    return [tensor for part in parts for tensor in tensors_in(part, seen)]

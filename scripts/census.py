@@ -185,7 +185,7 @@ def compared(original: Any, folded: Any, seed: int, dtype: Any) -> float:
 
     from enjoyln_cli.compare import Float64
     from enjoyln_cli.inputs import seeded
-    from enjoyln_cli.weightless import tensors_in
+    from enjoyln_cli.returned import tensors_in
 
     worst = 0.0
     for batch in seeded(original, 2, seed, dtype):

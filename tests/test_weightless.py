@@ -18,7 +18,8 @@ from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.inputs import seeded
 from enjoyln_cli.norms import install
 from enjoyln_cli.plan import Plan
-from enjoyln_cli.weightless import tensors_in, weightless, without_weights
+from enjoyln_cli.returned import tensors_in
+from enjoyln_cli.weightless import weightless, without_weights
 
 WIDTH = 12
 
