@@ -1,4 +1,4 @@
-"""Vision models of timm and torchvision, live: exactly which norms fold, and why the others stay."""
+"""Live vision models of timm and torchvision: which norms fold exactly, and why others stay."""
 
 from __future__ import annotations
 
