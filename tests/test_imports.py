@@ -33,6 +33,7 @@ LAYERS = (
     ("plan", "nodes", "examples"),
     ("checkpoint",),
     ("config", "files", "shards", "output"),
+    ("pipeline",),
     ("axis",),
     ("errors",),
 )
