@@ -170,7 +170,7 @@ def prepare(
         check_place(Path(out), source=source.root, force=force)
     source = store.open_source(str(model), revision=source.revision, weights=True, **hub)
     checkpoint = store.open_checkpoint(source)
-    config = store.load_config(source, trust_remote_code)  # with what has come since
+    config = store.load_config(source, trust_remote_code)  # with the settings of a pipeline
     event("stage", f"tracing {config.model_type}")
     found = analyze_config(config, model_class=model_class, checkpoint=checkpoint)
     plan = _settled(found.plan, config, recipe, event)

@@ -148,6 +148,8 @@ def be_called(module: nn.Module, args: Any, output: Any) -> None:
 
 def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """``x - mean(x)`` over ``axis``, in float32 or wider, rounded once to the dtype of ``x``."""
+    if x.is_nested:  # what torch's encoder makes of padded rows
+        return torch.nested.as_nested_tensor([centre_value(row, axis) for row in x.unbind()])
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return centre(wide, moved(axis, axis.dim % x.ndim)).to(x.dtype)
 
