@@ -177,9 +177,10 @@ def prepare(
     config = store.load_config(source, trust_remote_code)
     store.require_unfolded(config)
     if out is not None:
-        check_place(Path(out), source=source.path, force=force)
+        check_place(Path(out), source=source.root, force=force)
     source = store.open_source(str(model), revision=source.revision, weights=True, **hub)
     checkpoint = store.open_checkpoint(source)
+    config = store.load_config(source, trust_remote_code)  # with the settings of a pipeline
     event("stage", f"tracing {config.model_type}")
     asked = None if recipe is None else load_recipe(recipe)
     outputs = outputs or (outputs_asked(asked, model_class, config) if asked else ())

@@ -34,6 +34,7 @@ LAYERS = (
     ("returned",),
     ("checkpoint",),
     ("config", "files", "shards", "output"),
+    ("pipeline",),
     ("axis",),
     ("errors",),
 )
