@@ -81,7 +81,7 @@ def analyze_config(
     reference = families.build(listed[0], config)
     names = tuple(checkpoint.tensors) if checkpoint else families.saved_names(reference)
     first = families.candidate(reference, names, checkpoint)
-    if not any(_norms(reference)):
+    if not any(layer_norms(reference)):
         return _analysis(first, [], (first.name,), config.model_type, [])
     siblings = (_loading(families.build(other, config), names, checkpoint) for other in listed[1:])
     if outputs:
@@ -215,7 +215,7 @@ def _analysis(
     traces = tuple(traces)
     flow = Flow(traces, _required(traces, found.name, outputs) if outputs else None)
     groups = _groups(found.model, flow.traces)
-    norms, refused = _norm_calls(flow, *_norms(found.model))
+    norms, refused = _norm_calls(flow, *layer_norms(found.model))
     problem = Problem(flow, norms, _locked(found, groups), groups)
     cut = cuts.solve(problem)
     places = [path for path, _ in found.model.named_modules() if path in norms or path in refused]
@@ -261,7 +261,7 @@ def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
     return {n: min(g, key=lambda m: (order.get(m, len(order)), m)) for n, g in together.items()}
 
 
-def _norms(model: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
+def layer_norms(model: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
     """The dimension that each LayerNorm module normalises; those not to be swapped, with why."""
     found: dict[str, int] = {}
     refused: dict[str, str] = {}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.examples import (
@@ -99,7 +100,9 @@ def _features(model: Any, kind: str, given: Inputs) -> int:
     bare = without_weights(model)
     try:
         with torch.no_grad(), weightless():
-            found = getattr(bare, encode.__name__)(**{n: example(given[n]) for n in sorted(names)})
+            found = getattr(bare, encode.__name__)(
+                **{n: example(model, given[n]) for n in sorted(names)}
+            )
     except Exception:  # the form is not the one that the model takes
         return 0
     vectors = tensors_in(getattr(found, "pooler_output", found))
@@ -128,19 +131,25 @@ def main_call(model: Any, given: Inputs) -> Call:
 
 def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """One call, with a mask over its tokens and, for a decoder alone, those ``seen`` before."""
-    inputs = {name: example(spec) for name, spec in given.items()}
+    inputs = {name: example(model, spec) for name, spec in given.items()}
     if "input_ids" in given and "attention_mask" in accepted_by(model):
         rows, tokens = given["input_ids"].shape
         before = 0 if "decoder_input_ids" in given else seen
-        inputs["attention_mask"] = example(ones(rows, tokens + before))
+        inputs["attention_mask"] = example(model, ones(rows, tokens + before))
     return (), inputs
 
 
-def example(spec: Spec) -> torch.Tensor:
+def example(model: nn.Module, spec: Spec) -> torch.Tensor:
     """An input whose whole numbers have values, and whose real ones have none."""
     if spec.below is None:
-        return torch.zeros(spec.shape, device="meta")
+        return torch.zeros(spec.shape, dtype=dtype_of(model), device="meta")
     return whole_numbers(spec)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """What a model computes in: the dtype of its weights."""
+    found = (p.dtype for p in model.parameters() if p.is_floating_point())
+    return next(found, torch.get_default_dtype())
 
 
 def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
@@ -161,9 +170,9 @@ def _decoder_alone(model: Any, ids: Spec, rows: int) -> Iterator[Call]:
     """As ``generate`` calls it: the encoder has run before, once for all steps."""
     config = model.config.get_text_config(decoder=True)
     width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
-    encoded = {"encoder_outputs": (example(Spec((rows, TOKENS, width))),)}
+    encoded = {"encoder_outputs": (example(model, Spec((rows, TOKENS, width))),)}
     steps = tuple(
-        ((), {"decoder_input_ids": example(Spec((rows, tokens), ids.below)), **encoded})
+        ((), {"decoder_input_ids": example(model, Spec((rows, tokens), ids.below)), **encoded})
         for tokens in (TOKENS, 1)
     )
     caches = {"past_key_values", "use_cache"} <= accepted_by(model)
@@ -172,7 +181,7 @@ def _decoder_alone(model: Any, ids: Spec, rows: int) -> Iterator[Call]:
 
 
 def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
-    accepted, ids = accepted_by(model), example(Spec((rows, given["input_ids"].shape[1]), 2))
+    accepted, ids = accepted_by(model), example(model, Spec((rows, given["input_ids"].shape[1]), 2))
     optional = [name for name in ("token_type_ids", "position_ids") if name in accepted]
     inputs: dict[str, Any] = {**_step(model, given, 0)[1], **dict.fromkeys(optional, ids)}
     table = _input_embeddings(model)
@@ -198,7 +207,7 @@ def _input_embeddings(model: Any) -> Any:
 
 
 def _optional_images(model: Any, pixels: Spec) -> Iterator[Call]:
-    accepted, plain = accepted_by(model), {"pixel_values": example(pixels)}
+    accepted, plain = accepted_by(model), {"pixel_values": example(model, pixels)}
     rows, channels = pixels.shape[:2]
     (height, width), patch = image_size(model.config), patch_size(model.config)
     patches = (height // patch[0]) * (width // patch[1])
@@ -208,11 +217,11 @@ def _optional_images(model: Any, pixels: Spec) -> Iterator[Call]:
             "masked positions", (((), {**plain, "bool_masked_pos": masked}),), required=False
         )
     if "attention_mask" in accepted:
-        mask = example(ones(rows, patches + 1))
+        mask = example(model, ones(rows, patches + 1))
         inputs = {**plain, "attention_mask": mask}
         yield Call("attention mask", (((), inputs),), required=False)
     if "interpolate_pos_encoding" in accepted:
-        larger = example(Spec((rows, channels, height + patch[0], width + patch[1])))
+        larger = example(model, Spec((rows, channels, height + patch[0], width + patch[1])))
         flags = {"interpolate_pos_encoding": True}
         yield Call("other image size", (((), {"pixel_values": larger}),), flags, required=False)
 

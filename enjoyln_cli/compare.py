@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from enjoyln_cli.calls import dtype_of
 from enjoyln_cli.classes import class_named
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.inputs import Batch, masked
@@ -122,7 +123,7 @@ def run(model: nn.Module, batches: Sequence[Batch]) -> Outputs:
 
     Floating inputs are cast to the model's dtype. A float64 model runs exactly (``Float64``).
     """
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = dtype_of(model)
     outputs: Outputs = []
     with torch.no_grad(), silent():
         for batch in batches:

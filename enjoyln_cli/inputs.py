@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.calls import forms, main_call
+from enjoyln_cli.calls import dtype_of, forms, main_call
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.examples import Inputs, Spec, accepted_by, patch_size, whole_numbers
 from enjoyln_cli.trace import check_call
@@ -60,7 +60,7 @@ def _accepted_form(model: Any, bare: nn.Module) -> int:
             continue
         return position
     errors: list[Exception] = []
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = dtype_of(model)
     for position, form in enumerate(found):
         try:
             with torch.no_grad():

@@ -118,7 +118,7 @@ def uncast(node: Node) -> Node:
     return node
 
 
-class _Steps(nn.Module):
+class Steps(nn.Module):
     """Runs a model's calls in one graph and returns every tensor that it gives out."""
 
     def __init__(self, model: nn.Module, flags: Mapping[str, Any], inner: str | None) -> None:
@@ -179,7 +179,7 @@ def check_call(model: nn.Module, call: Call) -> None:
     """Run one call without weights; raises whatever the model raises at inputs of a wrong form."""
     bare = without_weights(model)
     with _ready(bare), weightless():
-        _Steps(bare, call.flags, None)(*without_real_values(call.steps))
+        Steps(bare, call.flags, None)(*without_real_values(call.steps))
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def _ready(model: nn.Module) -> Iterator[None]:
 
 def _exported(model: nn.Module, call: Call, naming: Naming, inner: str | None) -> Trace:
     steps = without_values(call.steps) if without_weights(model) is model else call.steps
-    program = torch.export.export(_Steps(model, call.flags, inner), steps, strict=False)
+    program = torch.export.export(Steps(model, call.flags, inner), steps, strict=False)
     replace_private_writes(program.graph)
     if mutating(program.graph):
         program = program.run_decompositions({})
@@ -227,7 +227,7 @@ def _exported(model: nn.Module, call: Call, naming: Naming, inner: str | None) -
 
 
 def _recorded(model: nn.Module, call: Call, naming: Naming, inner: str | None) -> Trace:
-    runner = _Steps(model, call.flags, inner)
+    runner = Steps(model, call.flags, inner)
     leaves, layout = pytree.tree_flatten(without_real_values(call.steps))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     layouts: list[pytree.TreeSpec] = []
@@ -373,7 +373,7 @@ def _named(
 
 
 def _fields(returned: list[Node], layout: pytree.TreeSpec) -> dict[Node, tuple[str, ...]]:
-    """The fields of each value that ``_Steps`` returned; none for what ``inner`` alone returned."""
+    """The fields of each value that ``Steps`` returned; none for what ``inner`` alone returned."""
     fields: dict[Node, dict[str, None]] = {node: {} for node in returned}
     for by_name, _ in pytree.tree_unflatten(returned, layout):
         for name, nodes in by_name.items():
