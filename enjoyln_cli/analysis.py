@@ -33,6 +33,7 @@ from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
 from enjoyln_cli.probe import computes_rms_norm, layer_norm_form
 from enjoyln_cli.returned import named_by, require_named
 from enjoyln_cli.trace import Naming, Trace, capture, check_call
+from enjoyln_cli.weightless import without_weights
 from enjoyln_cli.why import Tree
 
 
@@ -127,9 +128,12 @@ def analyze_module(
 ) -> Analysis:
     """The plan for any live module, proven for calls like ``model(*args, **kwargs)``.
 
-    Tensors among the inputs give shapes and dtypes. Raises ``TraceFailed``, or ``EnjoyLNError``
+    Tensors among the inputs give shapes and dtypes. A transformers model needs none: it is proven
+    for the calls that its config tells. Raises ``TraceFailed``, or ``EnjoyLNError``
     where the module does not return one of ``outputs``.
     """
+    if not (args or kwargs) and hasattr(model, "config"):
+        return analyze_calls(model, _likely_calls(without_weights(model)), outputs)
     return analyze_calls(model, [Call("example inputs", ((args, kwargs),))], outputs)
 
 
@@ -167,11 +171,17 @@ def _traces(
 ) -> tuple[list[Trace], set[str]]:
     """All graphs of one class, and the optional inputs that none of them reads."""
     model, naming = found.model, families.naming_between(found.model, reference.model)
+    calls = _likely_calls(model)
+    traces, given = _captured(model, calls, naming, inner)
+    return traces, set(optional_inputs(model)) - given
+
+
+def _likely_calls(model: nn.Module) -> list[Call]:
+    """The calls to trace: in a form that the model accepts, or the likeliest if it accepts none."""
     calls = accepted_calls(model) or next(iter(ways_to_call(model)), None)
     if calls is None:
         raise UnsupportedModel(f"no inputs can be made up for {type(model).__name__}")
-    traces, given = _captured(model, calls, naming, inner)
-    return traces, set(optional_inputs(model)) - given
+    return calls
 
 
 def accepted_calls(model: nn.Module) -> list[Call] | None:
@@ -188,7 +198,10 @@ def accepted_calls(model: nn.Module) -> list[Call] | None:
 def _captured(
     model: nn.Module, calls: Iterable[Call], naming: Naming = str, inner: str | None = None
 ) -> tuple[list[Trace], set[str]]:
-    """The graphs of the calls that can be traced, and the names of the inputs that these give."""
+    """The graphs of the calls that can be traced, and the names of the inputs that these give.
+
+    A call that keeps its cache gives it to the next step.
+    """
     traces, given = [], set()
     accepted = inspect.signature(model.forward).parameters
     for call in calls:
@@ -201,6 +214,8 @@ def _captured(
         for args, inputs in call.steps:
             named = {**dict(zip(accepted, args, strict=False)), **inputs}
             given |= {name for name, value in named.items() if value is not None}
+        if call.flags.get("use_cache"):
+            given.add("past_key_values")
     return traces, given
 
 
@@ -234,6 +249,7 @@ def _analysis(
         unproven=(*unproven, *unread),
         other_norms=_rms_norms(found.model),
         outputs=outputs,
+        by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_example)),
     )
     paper = algorithm_1(flow.traces[0]) if flow.traces else ()
     return Analysis(plan, problem, cut, paper)

@@ -232,7 +232,7 @@ _NEVER_PROVEN = ("label", "start_positions", "end_positions", "return_", "output
 def optional_inputs(model: Any) -> list[str]:
     """Inputs of ``forward`` that can change what a graph reads: neither targets nor switches."""
     accepted = inspect.signature(model.forward).parameters.values()
-    switches = {"use_cache", "logits_to_keep", "past_key_values", "interpolate_pos_encoding"}
+    switches = {"use_cache", "logits_to_keep", "interpolate_pos_encoding"}
     return [
         parameter.name
         for parameter in accepted

@@ -76,6 +76,8 @@ class Plan:
     outputs: tuple[str, ...] = ()
     """Fields of the output, or patterns of them, that stay the same; empty for all that there are.
     What a later call may be given, as a cache is, stays in any case."""
+    by_example: tuple[str, ...] = ()
+    """The calls whose shapes depend on values, so that they are proven for inputs of this kind."""
 
     @property
     def folded(self) -> tuple[Verdict, ...]:

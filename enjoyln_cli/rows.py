@@ -52,6 +52,7 @@ def row(
         "centred": [{"tensor": w.tensor, "shape": list(w.shape)} for w in plan.writers],
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
+        "by_example": list(plan.by_example),
         "rms_norms": dict(plan.other_norms),
         "gains": [
             {"without": list(g.without), "norms": g.norms, "outputs": list(g.outputs)}
@@ -173,6 +174,9 @@ def notes(found: Row) -> list[str]:
         culprits = compact(dict.fromkeys(k["culprit"] for k in kept if k["culprit"]))
         lines += [f"    because of {culprit}" for culprit in culprits]
     lines += [_gain(gain, found) for gain in found["gains"]]
+    if found["by_example"]:
+        called = ", ".join(found["by_example"])
+        lines.append(f"  recorded in runs on example inputs, whose values decide shapes: {called}")
     if found["unproven"]:
         lines.append(f"  not proven for calls with {', '.join(compact(found['unproven']))}")
     return lines if len(lines) > 1 else []

@@ -32,9 +32,9 @@ from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.examples import accepted_by
 from enjoyln_cli.returned import by_field, is_fed_back, tensors_in
 from enjoyln_cli.weightless import (
+    beside,
     weightless,
     without_real_values,
-    without_values,
     without_weights,
 )
 from enjoyln_cli.writes import mark_written, mutating, replace_private_writes
@@ -197,8 +197,8 @@ def _ready(model: nn.Module) -> Iterator[None]:
 
 
 def _exported(model: nn.Module, call: Call, naming: Naming, inner: str | None) -> Trace:
-    steps = without_values(call.steps) if without_weights(model) is model else call.steps
-    program = torch.export.export(Steps(model, call.flags, inner), steps, strict=False)
+    runner = Steps(model, call.flags, inner)
+    program = torch.export.export(runner, beside(model, call.steps), strict=False)
     replace_private_writes(program.graph)
     if mutating(program.graph):
         program = program.run_decompositions({})

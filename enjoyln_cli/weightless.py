@@ -133,9 +133,15 @@ def without_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def without_values(value: Any) -> Any:
-    """Nested inputs, with every tensor on the meta device."""
-    return pytree.tree_map_only(torch.Tensor, _forgotten, value)
+def beside(model: nn.Module, value: Any) -> Any:
+    """Nested inputs on the device of ``model``; real numbers without values become zeros there."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        lost = tensor.is_meta and device.type != "meta"
+        return torch.zeros_like(tensor, device=device) if lost else tensor.to(device)
+
+    return pytree.tree_map_only(torch.Tensor, placed, value)
 
 
 def without_real_values(value: Any) -> Any:

@@ -232,6 +232,14 @@ def test_a_live_model_is_guarded_against_inputs_that_its_example_did_not_give() 
     assert error(converted(original, plan, guarded=False), original, given) > 1e-3
 
 
+def test_a_live_transformers_model_needs_no_example() -> None:
+    original = live("PhiModel", CONFIG_MAPPING["phi"](**PHI))
+    plan = analyze(original).plan
+    assert plan.folded == plan.norms and "past_key_values" not in plan.unproven
+    assert "past_key_values" in analyze(original, **calls(original)[0]).plan.unproven
+    assert max(error(converted(original, plan), original, c) for c in calls(original)) <= 1e-12
+
+
 def test_an_input_that_no_call_gave_makes_the_norms_compute_layer_norm() -> None:
     config = CONFIG_MAPPING["gpt2"](**GPT2, add_cross_attention=True)
     plan = analyze(config, model_class="GPT2Model").plan
