@@ -69,8 +69,8 @@ def _accepted_form(model: Any, bare: nn.Module) -> int:
             errors.append(error)
         else:
             return position
-    first = str(errors[0]).strip().split("\n")[0]
-    raise UnsupportedModel(f"no inputs can be made up that {type(model).__name__} accepts: {first}")
+    first = f": {str(errors[0]).strip()}".split("\n")[0] if errors else ""
+    raise UnsupportedModel(f"no inputs can be made up that {type(model).__name__} accepts{first}")
 
 
 def _batch(model: Any, form: Inputs, generator: torch.Generator, dtype: torch.dtype) -> Batch:
