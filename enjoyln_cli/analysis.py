@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,15 @@ from torch import nn
 from enjoyln_cli import classes as families
 from enjoyln_cli import cut as cuts
 from enjoyln_cli import why as explain
-from enjoyln_cli.axis import feature_axis
+from enjoyln_cli.axis import Axis, feature_axis
 from enjoyln_cli.calls import Call, optional_inputs, ways_to_call
 from enjoyln_cli.checkpoint import Checkpoint
 from enjoyln_cli.classes import Candidate
-from enjoyln_cli.cut import Cut, Problem
+from enjoyln_cli.cut import Cut, Parameter, Problem
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, UnsupportedModel
 from enjoyln_cli.flow import Flow, Value
-from enjoyln_cli.nodes import aten, packet, shape_of
+from enjoyln_cli.layout import Conversion
+from enjoyln_cli.nodes import Opaque, aten, packet, shape_of
 from enjoyln_cli.paper import algorithm_1
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
 from enjoyln_cli.probe import computes_rms_norm, layer_norm_form
@@ -66,14 +67,16 @@ def analyze_config(
     """
     listed = [families.class_named(model_class)] if model_class else families.classes_for(config)
     reference = families.build(listed[0], config)
-    names = tuple(checkpoint.tensors) if checkpoint else families.saved_names(reference)
-    first = families.candidate(reference, names, checkpoint)
+    shapes = families.saved_shapes(reference)
+    if checkpoint:
+        shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
+    first = families.candidate(reference, shapes, checkpoint)
     if not any(_norms(reference)):
         return _analysis(first, [], (first.name,), config.model_type, [])
     others = [
         found
         for other in listed[1:]
-        if (found := _loading(families.build(other, config), names, checkpoint))
+        if (found := _loading(families.build(other, config), shapes, checkpoint))
     ]
     inner = families.base_path(reference)
     held = [other for other in others if inner and type(other.model) is _type_at(reference, inner)]
@@ -105,7 +108,7 @@ def analyze_calls(model: nn.Module, calls: Iterable[Call]) -> Analysis:
     Raises ``TraceFailed`` where a call that is ``required`` cannot be traced.
     """
     tensors = dict(model.named_parameters(remove_duplicate=False))
-    own = Candidate(model, {name: (name,) for name in tensors}, frozenset(), ())
+    own = Candidate(model, {name: (name,) for name in tensors}, {}, ())
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     traces, given = _captured(model, calls)
     unproven = set(optional_inputs(model)) - given
@@ -113,11 +116,11 @@ def analyze_calls(model: nn.Module, calls: Iterable[Call]) -> Analysis:
 
 
 def _loading(
-    model: nn.Module, names: tuple[str, ...], checkpoint: Checkpoint | None
+    model: nn.Module, shapes: dict[str, families.Shape], checkpoint: Checkpoint | None
 ) -> Candidate | None:
-    """The class, if it loads the stored ``names`` with no weight missing or of another shape."""
+    """The class, if it loads the stored tensors with no weight missing or of another shape."""
     try:
-        found = families.candidate(model, names, checkpoint)
+        found = families.candidate(model, shapes, checkpoint)
     except BadCheckpoint:
         return None
     return None if found.missing else found
@@ -178,7 +181,8 @@ def _analysis(
     verdicts = [_verdict(problem, cut, path, refused) for path in places]
     used = (names for t in flow.traces for node, names in t.parameters.items() if node.users)
     read = {name for names in used for name in names}
-    unread = [name for name in found.stored if flow.traces and name in groups and name not in read]
+    held = [name for name in (*found.stored, *found.converted) if name in groups]
+    unread = [name for name in held if flow.traces and name not in read]
     plan = Plan(
         model_type=model_type,
         model_class=found.name,
@@ -251,11 +255,30 @@ def _foreign(path: str, flow: Flow) -> bool:
     return all(flow.traces[0].module_of(node) != path for node in flow.traces[0].graph.nodes)
 
 
-def _locked(found: Candidate, groups: dict[str, str]) -> dict[str, str]:
-    """Tied groups without a stored tensor of the parameter's own layout."""
-    locked = {groups[n]: "it is stored in another layout" for n in found.converted if n in groups}
-    stored = {groups[name] for name in found.stored if name in groups}
-    return {**{g: "it is not stored" for g in groups.values() if g not in stored}, **locked}
+def _locked(found: Candidate, groups: dict[str, str]) -> Callable[[Parameter], str | None]:
+    """Tells why the stored tensors behind a parameter cannot be centred, where they cannot."""
+    names = _stored_names(found, groups)
+
+    def locked(parameter: Parameter) -> str | None:
+        if parameter.name not in names:
+            return "it is not stored"
+        for name in names[parameter.name]:
+            if name in found.converted:
+                where = found.converted[name].stored(name, parameter.axis)
+                if isinstance(where, Opaque):
+                    return where.reason
+        return None
+
+    return locked
+
+
+def _stored_names(found: Candidate, groups: dict[str, str]) -> dict[str, list[str]]:
+    """The first name of each tied group to those of its names that the checkpoint stores."""
+    names: dict[str, list[str]] = {}
+    for name, group in groups.items():
+        if name in found.stored or name in found.converted:
+            names.setdefault(group, []).append(name)
+    return names
 
 
 def _verdict(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -> Verdict:
@@ -274,15 +297,21 @@ def _writers(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ...]
     """One writer for each stored tensor behind each centred parameter, in the model's order."""
     wanted = {p for support in cut.folded.values() for p in support.writers}
     shapes = dict(found.model.named_parameters(remove_duplicate=False))
-    writers = [
-        Writer(name, tensor, parameter.axis, tuple(shapes[name].shape))
-        for parameter in wanted
-        for name, group in problem.groups.items()
-        if group == parameter.name and name in found.stored
-        for tensor in found.stored[name]
-    ]
+    names = _stored_names(found, problem.groups)
+    writers: list[Writer] = []
+    for parameter, name in ((p, name) for p in wanted for name in names[p.name]):
+        axis, shape = parameter.axis, tuple(shapes[name].shape)
+        writers += [Writer(name, tensor, axis, shape) for tensor in found.stored.get(name, ())]
+        if name in found.converted:
+            writers += _converted_writers(found.converted[name], name, axis)
     order = {name: position for position, name in enumerate(shapes)}
     return tuple(sorted(writers, key=lambda w: (order[w.parameter], w.tensor, w.axis)))
+
+
+def _converted_writers(made: Conversion, name: str, axis: Axis) -> list[Writer]:
+    stored = made.stored(name, axis)
+    pairs = () if isinstance(stored, Opaque) else stored
+    return [Writer(name, tensor, on_disk, made.sources[tensor], axis) for tensor, on_disk in pairs]
 
 
 def _ops(problem: Problem, cut: Cut) -> tuple[Centring, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
@@ -47,8 +47,11 @@ class WriterLine:
     """One tensor to centre, or one of every layer; without a span it is left as it is."""
 
     tensor: str
+    """May have more placeholders than ``parameter``, which is then made of several tensors."""
     parameter: str
     span: Span | None
+    held: Span | None = None
+    """Over the parameter, where the class holds it in another layout."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,13 @@ def recipe_of(
     values = as_mapping(config)
     layers = plan_layers(plan)
     norms = [_norm_item(verdict, layers) for verdict in plan.norms]
-    writers = [_writer_item(writer, layers, values) for writer in plan.writers]
+    tensors: dict[str, set[str]] = {}
+    for writer in plan.writers:
+        tensors.setdefault(writer.parameter, set()).add(writer.tensor)
+    writers = [_writer_item(w, layers, values, tensors[w.parameter]) for w in plan.writers]
     ops = [_op_item(op, layers, values) for op in plan.ops]
-    spans = [w.line.span for w in writers if w.line.span] + [o.line.span for o in ops]
+    spans = [span for w in writers for span in (w.line.span, w.line.held) if span]
+    spans += [op.line.span for op in ops]
     numbers = numbers_of(values)
     variant = Variant(
         plan.model_class,
@@ -188,13 +195,20 @@ def _norm_item(verdict: Verdict, layers: Mapping[str, int]) -> _Item[NormLine]:
 
 
 def _writer_item(
-    writer: Writer, layers: Mapping[str, int], config: Mapping[str, Any]
+    writer: Writer,
+    layers: Mapping[str, int],
+    config: Mapping[str, Any],
+    tensors: Collection[str],
 ) -> _Item[WriterLine]:
+    """``tensors``: all that are stored of this parameter."""
     template, numbers = templated(writer.parameter, layers)
     tensor, others = templated(writer.tensor, layers)
     span = symbolic(writer.axis, writer.shape[writer.axis.dim], config)
-    line = WriterLine(writer.tensor, writer.parameter, span)
-    forms = (WriterLine(tensor, template, span),) if numbers == others else ()
+    held = symbolic(writer.held, None, config) if writer.held else None
+    line = WriterLine(writer.tensor, writer.parameter, span, held)
+    several = {name for name, _ in expanded(filled(tensor, numbers), layers)}
+    general = numbers == others or (numbers.items() <= others.items() and several <= set(tensors))
+    forms = (WriterLine(tensor, template, span, held),) if general else ()
     return _Item(writer.parameter, line, forms, (template, tensor), template)
 
 

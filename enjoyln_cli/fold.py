@@ -173,15 +173,16 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
     edits: dict[int, tuple[torch.Tensor, list[Axis]]] = {}
     for writer in plan.writers:
         tensor = tensors.get(writer.parameter)
-        if tensor is None or tuple(tensor.shape) != tuple(writer.shape):
+        same = writer.held is not None or (tensor is not None and tensor.shape == writer.shape)
+        if tensor is None or not same:
             shape = "none" if tensor is None else list(tensor.shape)
             raise BadCheckpoint(
                 f"{writer.parameter}: the plan centres shape {list(writer.shape)}, "
                 f"{type(model).__name__} has {shape}; pass the model that was analysed"
             )
-        axes = edits.setdefault(id(tensor), (tensor, []))[1]
-        if writer.axis not in axes:
-            axes.append(writer.axis)
+        axes, axis = edits.setdefault(id(tensor), (tensor, []))[1], writer.held or writer.axis
+        if axis not in axes:
+            axes.append(axis)
     with torch.no_grad():
         for shared, axes in edits.values():
             wide = shared.double()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 
 from enjoyln_cli.axis import Axis
@@ -19,6 +20,7 @@ from enjoyln_cli.draft import (
     NormLine,
     Recipe,
     Variant,
+    WriterLine,
     as_mapping,
     plan_layers,
     variant_for,
@@ -40,8 +42,9 @@ class _Asked:
     """A variant with every layer named."""
 
     norms: Mapping[str, NormLine]
-    writers: Mapping[str, tuple[tuple[str, ...], Span]]
-    """By parameter: the stored tensors, as the recipe names them, and over what to centre."""
+    writers: Mapping[str, tuple[tuple[str, ...], Span, Span | None]]
+    """By parameter: the stored tensors, as the recipe names them, over what to centre these, and
+    over what the parameter, where the class holds it in another layout."""
     left: frozenset[str]
     """Parameters that the recipe leaves by name."""
     ops: Mapping[tuple[str, Place], tuple[Span, str]]
@@ -129,8 +132,8 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
     variant, layers, values = recipe.variants[0], recipe.record.layers, _sizes(recipe, config)
     asked = _asked(variant, layers, where)
     writers = [
-        _stored_writer(parameter, tensor, span, shapes, values, where)
-        for parameter, (tensors, span) in asked.writers.items()
+        _stored_writer(parameter, tensor, span, held, shapes, values, where)
+        for parameter, (tensors, span, held) in asked.writers.items()
         for tensor in tensors
     ]
     ops = tuple(
@@ -158,17 +161,18 @@ def _asked(variant: Variant, layers: Mapping[str, int], where: str) -> _Asked:
         ops = tuple(filled(op, numbers) for op in line.ops)
         reason, culprit = filled(line.reason, numbers), filled(line.culprit, numbers)
         norms[name] = NormLine(name, line.fold, ops, reason, culprit)
-    writers: dict[str, tuple[tuple[str, ...], Span]] = {}
+    writers: dict[str, tuple[tuple[str, ...], Span, Span | None]] = {}
     left: set[str] = set()
     for name, lines in _deciding(variant.writers, lambda w: w.parameter, layers, where).items():
-        spans = {writer.span for writer, _ in lines}
+        spans = {(writer.span, writer.held) for writer, _ in lines}
         if len(spans) > 1:
             raise RecipeError(f"{where}: {name} is centred in two ways; leave one of them")
-        span = spans.pop()
+        span, held = spans.pop()
         if span is None:
             left.add(name)
         else:
-            writers[name] = tuple(filled(w.tensor, numbers) for w, numbers in lines), span
+            tensors = (t for w, numbers in lines for t in _tensors(w, numbers, layers, where))
+            writers[name] = tuple(tensors), span, held
     ops_asked: dict[tuple[str, Place], tuple[Span, str]] = {}
     for place in PLACES:
         lines_here = [line for line in variant.ops if line.place == place]
@@ -200,6 +204,17 @@ def _deciding(
         if count == before:
             raise RecipeError(f"{where}: {template} matches nothing; the model has no such layers")
     return found
+
+
+def _tensors(
+    line: WriterLine, numbers: Mapping[str, int], layers: Mapping[str, int], where: str
+) -> list[str]:
+    """The stored tensors of one parameter; several where a placeholder is left, as for experts."""
+    names = [n for n, _ in islice(expanded(filled(line.tensor, numbers), layers), MOST_NAMES)]
+    if not names or len(names) == MOST_NAMES:
+        few = "nothing" if not names else "too many names"
+        raise RecipeError(f"{where}: {line.tensor} matches {few}; the model has no such layers")
+    return names
 
 
 def _only(
@@ -309,6 +324,7 @@ def _stored_writer(
     parameter: str,
     tensor: str,
     span: Span,
+    held: Span | None,
     shapes: Mapping[str, Sequence[int]],
     config: Mapping[str, Any],
     where: str,
@@ -319,7 +335,8 @@ def _stored_writer(
     if not 0 <= span.dim < len(shape):
         raise RecipeError(f"{where}: {tensor} has shape {shape}, and no dimension {span.dim}")
     axis = _axis(span, shape[span.dim], config, f"{where}: {tensor}")
-    return Writer(parameter, tensor, axis, shape)
+    in_class = None if held is None else _axis(held, None, config, f"{where}: {parameter}")
+    return Writer(parameter, tensor, axis, shape, in_class)
 
 
 def _recorded(line: NormLine) -> Verdict:

@@ -20,8 +20,11 @@ class Writer:
     tensor: str
     """Name of the stored tensor; a parameter stored under several names has a writer for each."""
     axis: Axis
-    """Over the parameter as the class holds it: ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
+    """Over the stored tensor: ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
     shape: tuple[int, ...]
+    """Of the stored tensor."""
+    held: Axis | None = None
+    """Over the parameter, where the class holds it in another layout than it is stored in."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@
 
 Names with ``{i}`` hold for every layer, a name with a number goes before them, ``leave`` in place
 of an axis takes one tensor out. ``parameter`` gives the name in the model class where a tensor is
-stored under another. An axis has the fields of ``template.Span``. All else in a file is refused.
+stored under another, ``held`` the axis there where the class holds it in another layout. An axis
+has the fields of ``template.Span``. All else in a file is refused.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ def _writer_data(line: WriterLine) -> Any:
     name = {} if line.parameter == line.tensor else {"parameter": line.parameter}
     if line.span is None:
         return _Inline({"leave": True} | name) if name else "leave"
-    return _Inline(written(line.span) | name)
+    held = {"held": _Inline(written(line.held))} if line.held else {}
+    return _Inline(written(line.span) | name | held)
 
 
 # Reading.
@@ -315,9 +317,12 @@ def _writer(name: str, value: Any, at: str) -> WriterLine:
                 f"{at}.leave: {schema.shown(data['leave'])}; only true has a meaning here"
             )
         return WriterLine(name, schema.name(data["parameter"], f"{at}.parameter"), None)
-    data = schema.mapping(value, at, ("dim",), (*_AXIS, "parameter"))
-    span = _span(data, at, lowest=0)
-    return WriterLine(name, schema.name(data.get("parameter", name), f"{at}.parameter"), span)
+    data = schema.mapping(value, at, ("dim",), (*_AXIS, "parameter", "held"))
+    parameter, held = schema.name(data.get("parameter", name), f"{at}.parameter"), None
+    if "held" in data:
+        axis = schema.mapping(data["held"], f"{at}.held", ("dim",), _AXIS)
+        held = _span(axis, f"{at}.held", lowest=0)
+    return WriterLine(name, parameter, _span(data, at, lowest=0), held)
 
 
 def _op(value: Any, at: str) -> OpLine:

@@ -26,7 +26,7 @@ LAYERS = (
     ("template",),
     ("analysis",),
     ("why", "paper", "classes"),
-    ("cut",),
+    ("cut", "layout"),
     ("flow",),
     ("trace", "rules", "probe"),
     ("calls",),
