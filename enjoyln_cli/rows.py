@@ -26,7 +26,7 @@ def row(model: str, plan: Plan, paper: Sequence[str] | None = None) -> Row:
 
     ``paper``: the norms that Algorithm 1 as printed would fold; without it there is no such entry.
     """
-    shapes = {w.tensor: w.shape for w in plan.writers}
+    shapes = {(w.parameter, w.tensor if w.held else ""): w.shape for w in plan.writers}
     found: Row = {
         "model": model,
         "model_type": plan.model_type,
