@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,9 @@ from enjoyln_cli.flow import Flow, Value
 from enjoyln_cli.layout import Conversion
 from enjoyln_cli.nodes import Opaque, aten, packet, shape_of
 from enjoyln_cli.paper import algorithm_1
-from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
+from enjoyln_cli.plan import Centring, Plan, Scale, Verdict, Writer
 from enjoyln_cli.probe import computes_rms_norm, layer_norm_form
+from enjoyln_cli.scales import find_scales
 from enjoyln_cli.trace import Naming, Trace, capture
 from enjoyln_cli.why import Tree
 
@@ -74,9 +75,7 @@ def analyze_config(
     if not any(_norms(reference)):
         return _analysis(first, [], (first.name,), config.model_type, [])
     others = [
-        found
-        for other in listed[1:]
-        if (found := _loading(families.build(other, config), shapes, checkpoint))
+        found for other in listed[1:] if (found := _loading(other, config, shapes, checkpoint))
     ]
     inner = families.base_path(reference)
     held = [other for other in others if inner and type(other.model) is _type_at(reference, inner)]
@@ -116,12 +115,18 @@ def analyze_calls(model: nn.Module, calls: Iterable[Call]) -> Analysis:
 
 
 def _loading(
-    model: nn.Module, shapes: dict[str, families.Shape], checkpoint: Checkpoint | None
+    model_class: type,
+    config: Any,
+    shapes: dict[str, families.Shape],
+    checkpoint: Checkpoint | None,
 ) -> Candidate | None:
-    """The class, if it loads the stored tensors with no weight missing or of another shape."""
+    """The class, if it loads the stored tensors with no weight missing or of another shape.
+
+    A class that needs more of the config than this one says loads nothing.
+    """
     try:
-        found = families.candidate(model, shapes, checkpoint)
-    except BadCheckpoint:
+        found = families.candidate(families.build(model_class, config), shapes, checkpoint)
+    except (BadCheckpoint, UnsupportedModel):
         return None
     return None if found.missing else found
 
@@ -172,8 +177,10 @@ def _analysis(
     model_type: str,
     unproven: Iterable[str],
 ) -> Analysis:
-    flow = Flow(tuple(traces))
-    groups = _groups(found.model, flow.traces)
+    traces = tuple(traces)
+    groups = _groups(found.model, traces)
+    scales = find_scales(traces, groups, _single(found, groups))
+    flow = Flow(traces, scales.products, scales.refused)
     norms, refused = _norm_calls(flow, *_norms(found.model))
     problem = Problem(flow, norms, _locked(found, groups), groups)
     cut = cuts.solve(problem)
@@ -188,7 +195,7 @@ def _analysis(
         model_class=found.name,
         classes=proven,
         norms=tuple(verdicts),
-        writers=_writers(problem, cut, found),
+        writers=_writers(problem, cut, found, scales.into),
         ops=_ops(problem, cut),
         entry_inputs=tuple(dict.fromkeys(e for s in cut.folded.values() for e in s.entries)),
         unproven=(*unproven, *unread),
@@ -272,6 +279,12 @@ def _locked(found: Candidate, groups: dict[str, str]) -> Callable[[Parameter], s
     return locked
 
 
+def _single(found: Candidate, groups: dict[str, str]) -> Callable[[str], bool]:
+    """Tells whether a parameter is tied to no other, and is one stored tensor of its own layout."""
+    tied = Counter(groups.values())
+    return lambda name: tied[name] == 1 and len(found.stored.get(name, ())) == 1
+
+
 def _stored_names(found: Candidate, groups: dict[str, str]) -> dict[str, list[str]]:
     """The first name of each tied group to those of its names that the checkpoint stores."""
     names: dict[str, list[str]] = {}
@@ -293,7 +306,9 @@ def _verdict(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -> 
     return Verdict(norm, "centred" if ops else "static", ops=ops, needs=needs)
 
 
-def _writers(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ...]:
+def _writers(
+    problem: Problem, cut: Cut, found: Candidate, scales: Mapping[str, str]
+) -> tuple[Writer, ...]:
     """One writer for each stored tensor behind each centred parameter, in the model's order."""
     wanted = {p for support in cut.folded.values() for p in support.writers}
     shapes = dict(found.model.named_parameters(remove_duplicate=False))
@@ -301,7 +316,10 @@ def _writers(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ...]
     writers: list[Writer] = []
     for parameter, name in ((p, name) for p in wanted for name in names[p.name]):
         axis, shape = parameter.axis, tuple(shapes[name].shape)
-        writers += [Writer(name, tensor, axis, shape) for tensor in found.stored.get(name, ())]
+        by = scales.get(parameter.name)
+        scale = Scale(by, found.stored[by][0]) if by else None
+        tensors = found.stored.get(name, ())
+        writers += [Writer(name, tensor, axis, shape, scale=scale) for tensor in tensors]
         if name in found.converted:
             writers += _converted_writers(found.converted[name], name, axis)
     order = {name: position for position, name in enumerate(shapes)}

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import Centring, Place, Plan, Verdict, Writer
+from enjoyln_cli.plan import Centring, Place, Plan, Scale, Verdict, Writer
 from enjoyln_cli.template import (
     Span,
     attributes,
@@ -52,6 +52,8 @@ class WriterLine:
     span: Span | None
     held: Span | None = None
     """Over the parameter, where the class holds it in another layout."""
+    scale: Scale | None = None
+    """What is merged in before."""
 
 
 @dataclass(frozen=True)
@@ -205,10 +207,15 @@ def _writer_item(
     tensor, others = templated(writer.tensor, layers)
     span = symbolic(writer.axis, writer.shape[writer.axis.dim], config)
     held = symbolic(writer.held, None, config) if writer.held else None
-    line = WriterLine(writer.tensor, writer.parameter, span, held)
+    line = WriterLine(writer.tensor, writer.parameter, span, held, writer.scale)
     several = {name for name, _ in expanded(filled(tensor, numbers), layers)}
     general = numbers == others or (numbers.items() <= others.items() and several <= set(tensors))
-    forms = (WriterLine(tensor, template, span, held),) if general else ()
+    scale = writer.scale
+    if scale:
+        parts = [templated(name, layers) for name in (scale.parameter, scale.tensor)]
+        general = general and all(part[1] == numbers for part in parts)
+        scale = Scale(*(part[0] for part in parts))
+    forms = (WriterLine(tensor, template, span, held, scale),) if general else ()
     return _Item(writer.parameter, line, forms, (template, tensor), template)
 
 
@@ -297,6 +304,8 @@ def plan_layers(plan: Plan) -> dict[str, int]:
     """How many layers each prefix of the plan's names has."""
     names = [verdict.norm for verdict in plan.norms] + [op.module for op in plan.ops]
     names += [name for writer in plan.writers for name in (writer.parameter, writer.tensor)]
+    scales = [writer.scale for writer in plan.writers if writer.scale]
+    names += [name for scale in scales for name in (scale.parameter, scale.tensor)]
     return layers_of(names)
 
 

@@ -26,7 +26,7 @@ from enjoyln_cli.draft import (
     variant_for,
 )
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import Centring, Place, Plan, Verdict, Writer
+from enjoyln_cli.plan import Centring, Place, Plan, Scale, Verdict, Writer
 from enjoyln_cli.template import Span, concrete, expanded, filled, placeholders, templated
 
 MOST_NAMES = 300_000
@@ -38,13 +38,22 @@ BY_RECIPE = "the recipe keeps it"
 
 
 @dataclass(frozen=True)
+class _Edit:
+    """What a recipe asks of one parameter, every layer named. See ``plan.Writer``."""
+
+    tensors: tuple[str, ...]
+    span: Span
+    held: Span | None
+    scale: Scale | None
+
+
+@dataclass(frozen=True)
 class _Asked:
     """A variant with every layer named."""
 
     norms: Mapping[str, NormLine]
-    writers: Mapping[str, tuple[tuple[str, ...], Span, Span | None]]
-    """By parameter: the stored tensors, as the recipe names them, over what to centre these, and
-    over what the parameter, where the class holds it in another layout."""
+    writers: Mapping[str, _Edit]
+    """By parameter."""
     left: frozenset[str]
     """Parameters that the recipe leaves by name."""
     ops: Mapping[tuple[str, Place], tuple[Span, str]]
@@ -72,6 +81,7 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
     for problem in _wrong_axes(asked, plan, values):
         raise RecipeError(f"{where}: {problem}; take the proven axis")
     _require_complete(norms, writers, ops, where)
+    _require_scales(plan, asked, where)
     folds = any(v.status != "kept" for v in norms)
     if folds and set(variant.entry_inputs) != set(plan.entry_inputs):
         raise RecipeError(
@@ -95,8 +105,8 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
     proven = {v.norm: _fate(v.status != "kept", v.ops) for v in plan.norms}
     found = _unequal(fates, proven, "does not name it", "has no such norm")
     found += _unequal(
-        dict.fromkeys(asked.writers, "centres it"),
-        {w.parameter: "centres it" for w in plan.writers},
+        {name: _centred_by(edit.scale) for name, edit in asked.writers.items()},
+        {w.parameter: _centred_by(w.scale) for w in plan.writers},
         "does not centre it",
         "does not centre it",
     )
@@ -132,9 +142,9 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
     variant, layers, values = recipe.variants[0], recipe.record.layers, _sizes(recipe, config)
     asked = _asked(variant, layers, where)
     writers = [
-        _stored_writer(parameter, tensor, span, held, shapes, values, where)
-        for parameter, (tensors, span, held) in asked.writers.items()
-        for tensor in tensors
+        _stored_writer(parameter, tensor, edit, shapes, values, where)
+        for parameter, edit in asked.writers.items()
+        for tensor in edit.tensors
     ]
     ops = tuple(
         Centring(module, place, _axis(span, None, values, f"{where}: {module}"), why)
@@ -161,18 +171,18 @@ def _asked(variant: Variant, layers: Mapping[str, int], where: str) -> _Asked:
         ops = tuple(filled(op, numbers) for op in line.ops)
         reason, culprit = filled(line.reason, numbers), filled(line.culprit, numbers)
         norms[name] = NormLine(name, line.fold, ops, reason, culprit)
-    writers: dict[str, tuple[tuple[str, ...], Span, Span | None]] = {}
+    writers: dict[str, _Edit] = {}
     left: set[str] = set()
     for name, lines in _deciding(variant.writers, lambda w: w.parameter, layers, where).items():
-        spans = {(writer.span, writer.held) for writer, _ in lines}
-        if len(spans) > 1:
+        ways = {(w.span, w.held, _filled_scale(w.scale, numbers)) for w, numbers in lines}
+        if len(ways) > 1:
             raise RecipeError(f"{where}: {name} is centred in two ways; leave one of them")
-        span, held = spans.pop()
+        span, held, scale = ways.pop()
         if span is None:
             left.add(name)
         else:
             tensors = (t for w, numbers in lines for t in _tensors(w, numbers, layers, where))
-            writers[name] = tuple(tensors), span, held
+            writers[name] = _Edit(tuple(tensors), span, held, scale)
     ops_asked: dict[tuple[str, Place], tuple[Span, str]] = {}
     for place in PLACES:
         lines_here = [line for line in variant.ops if line.place == place]
@@ -204,6 +214,10 @@ def _deciding(
         if count == before:
             raise RecipeError(f"{where}: {template} matches nothing; the model has no such layers")
     return found
+
+
+def _filled_scale(scale: Scale | None, numbers: Mapping[str, int]) -> Scale | None:
+    return scale and Scale(filled(scale.parameter, numbers), filled(scale.tensor, numbers))
 
 
 def _tensors(
@@ -297,10 +311,30 @@ def _require_complete(
                 )
 
 
+def _require_scales(plan: Plan, asked: _Asked, where: str) -> None:
+    """A scale is merged as proven, and into all of its writers or into none."""
+    merged = {w.scale for w in plan.writers if w.parameter in asked.writers}
+    for writer in plan.writers:
+        edit = asked.writers.get(writer.parameter)
+        if edit is None and writer.scale and writer.scale in merged:
+            raise RecipeError(
+                f"{where}: merges {writer.scale.parameter}, and not into {writer.parameter}; "
+                "list that under centre, or leave all that it scales"
+            )
+        if edit is not None and edit.scale != writer.scale:
+            names = [
+                scale.parameter if scale else "no scale" for scale in (edit.scale, writer.scale)
+            ]
+            raise RecipeError(
+                f"{where}: merges {names[0]} into {writer.parameter}, and proven is {names[1]}; "
+                "take that"
+            )
+
+
 def _wrong_axes(asked: _Asked, plan: Plan, config: Mapping[str, Any]) -> list[str]:
     """Edits that are proven over another axis than the recipe says."""
     pairs = [
-        (w.parameter, asked.writers[w.parameter][1], w.axis, w.shape[w.axis.dim])
+        (w.parameter, asked.writers[w.parameter].span, w.axis, w.shape[w.axis.dim])
         for w in plan.writers
         if w.parameter in asked.writers
     ] + [
@@ -323,20 +357,20 @@ def _wrong_axes(asked: _Asked, plan: Plan, config: Mapping[str, Any]) -> list[st
 def _stored_writer(
     parameter: str,
     tensor: str,
-    span: Span,
-    held: Span | None,
+    edit: _Edit,
     shapes: Mapping[str, Sequence[int]],
     config: Mapping[str, Any],
     where: str,
 ) -> Writer:
-    if tensor not in shapes:
-        raise RecipeError(f"{where}: no stored tensor is named {tensor}{_close(tensor, shapes)}")
+    for name in (tensor, *([edit.scale.tensor] if edit.scale else [])):
+        if name not in shapes:
+            raise RecipeError(f"{where}: no stored tensor is named {name}{_close(name, shapes)}")
     shape = tuple(int(size) for size in shapes[tensor])
-    if not 0 <= span.dim < len(shape):
-        raise RecipeError(f"{where}: {tensor} has shape {shape}, and no dimension {span.dim}")
-    axis = _axis(span, shape[span.dim], config, f"{where}: {tensor}")
-    in_class = None if held is None else _axis(held, None, config, f"{where}: {parameter}")
-    return Writer(parameter, tensor, axis, shape, in_class)
+    if not 0 <= edit.span.dim < len(shape):
+        raise RecipeError(f"{where}: {tensor} has shape {shape}, and no dimension {edit.span.dim}")
+    axis = _axis(edit.span, shape[edit.span.dim], config, f"{where}: {tensor}")
+    held = _axis(edit.held, None, config, f"{where}: {parameter}") if edit.held else None
+    return Writer(parameter, tensor, axis, shape, held, edit.scale)
 
 
 def _recorded(line: NormLine) -> Verdict:
@@ -363,6 +397,10 @@ def _fate(fold: bool, ops: Iterable[str]) -> str:
     if not fold:
         return "keeps it"
     return f"folds it with the centring of {_listed(ops)}" if ops else "folds it in the weights"
+
+
+def _centred_by(scale: Scale | None) -> str:
+    return f"merges {scale.parameter} into it and centres it" if scale else "centres it"
 
 
 def _unequal(

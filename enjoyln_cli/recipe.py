@@ -21,8 +21,9 @@
 
 Names with ``{i}`` hold for every layer, a name with a number goes before them, ``leave`` in place
 of an axis takes one tensor out. ``parameter`` gives the name in the model class where a tensor is
-stored under another, ``held`` the axis there where the class holds it in another layout. An axis
-has the fields of ``template.Span``. All else in a file is refused.
+stored under another, ``held`` the axis there where the class holds it in another layout, ``scale``
+a stored vector that is merged in before and becomes ones (``scale_parameter`` its name in the
+class). An axis has the fields of ``template.Span``. All else in a file is refused.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from enjoyln_cli.draft import (
 )
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.follow import differences, follow, to_plan
-from enjoyln_cli.plan import Plan
+from enjoyln_cli.plan import Plan, Scale
 from enjoyln_cli.template import Span, parted, written
 
 if TYPE_CHECKING:
@@ -157,7 +158,14 @@ def _writer_data(line: WriterLine) -> Any:
     if line.span is None:
         return _Inline({"leave": True} | name) if name else "leave"
     held = {"held": _Inline(written(line.held))} if line.held else {}
-    return _Inline(written(line.span) | name | held)
+    return _Inline(written(line.span) | name | held | _scale_data(line.scale))
+
+
+def _scale_data(scale: Scale | None) -> dict[str, Any]:
+    if scale is None:
+        return {}
+    same = scale.parameter == scale.tensor
+    return {"scale": scale.tensor} | ({} if same else {"scale_parameter": scale.parameter})
 
 
 # Reading.
@@ -317,12 +325,22 @@ def _writer(name: str, value: Any, at: str) -> WriterLine:
                 f"{at}.leave: {schema.shown(data['leave'])}; only true has a meaning here"
             )
         return WriterLine(name, schema.name(data["parameter"], f"{at}.parameter"), None)
-    data = schema.mapping(value, at, ("dim",), (*_AXIS, "parameter", "held"))
+    data = schema.mapping(value, at, ("dim",), (*_AXIS, "parameter", "held", *_SCALE))
     parameter, held = schema.name(data.get("parameter", name), f"{at}.parameter"), None
     if "held" in data:
         axis = schema.mapping(data["held"], f"{at}.held", ("dim",), _AXIS)
         held = _span(axis, f"{at}.held", lowest=0)
-    return WriterLine(name, parameter, _span(data, at, lowest=0), held)
+    return WriterLine(name, parameter, _span(data, at, lowest=0), held, _scale(data, at))
+
+
+def _scale(data: Mapping[str, Any], at: str) -> Scale | None:
+    if "scale" not in data:
+        if "scale_parameter" in data:
+            raise RecipeError(f"{at}: scale_parameter stands beside scale; add it")
+        return None
+    tensor = schema.name(data["scale"], f"{at}.scale")
+    parameter = schema.name(data.get("scale_parameter", tensor), f"{at}.scale_parameter")
+    return Scale(parameter, tensor)
 
 
 def _op(value: Any, at: str) -> OpLine:
@@ -335,6 +353,7 @@ def _op(value: Any, at: str) -> OpLine:
     return OpLine(module, place, _span(data, at, lowest=-8), reason)
 
 
+_SCALE = ("scale", "scale_parameter")
 _AXIS = ("part", "start", "length", "size", "inner")
 
 

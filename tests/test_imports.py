@@ -26,7 +26,7 @@ LAYERS = (
     ("template",),
     ("analysis",),
     ("why", "paper", "classes"),
-    ("cut", "layout"),
+    ("cut", "layout", "scales"),
     ("flow",),
     ("trace", "rules", "probe"),
     ("calls",),
