@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from enjoyln_cli.analysis import analyze_module
 from enjoyln_cli.fold import centre_parameters
@@ -316,6 +317,33 @@ def test_a_layer_scale_is_merged_through_ops_that_move_whole_features() -> None:
     assert "grouped" not in verdict(randomised(Zoo()), "norm", image).reason
     for kept in (Zoo(groups=2), Zoo(drop=True)):
         assert "elementwise product" in verdict(randomised(kept), "norm", image).reason
+
+
+class Normalised(nn.Module):
+    """A convolution whose weight is a direction times a length, as wav2vec2's of positions."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.conv = weight_norm(nn.Conv1d(4, 8, 3), dim=dim)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x).transpose(1, 2))
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_a_weight_that_is_divided_by_its_own_norm_is_not_centred(dim: int) -> None:
+    x = floats(2, 4, 6)
+    model = randomised(Normalised(dim))
+    found = verdict(model, "norm", x)
+    assert found.status == "kept" and "weight_norm" in found.reason
+
+    def forced(live: nn.Module) -> None:
+        centred(live.conv.parametrizations.weight.original1, 0)
+        centred(live.conv.bias, 0)
+        install(live, ["norm"], ())
+
+    assert error(model, forced, x) > 1e-3
 
 
 class Dropped(Stem):
