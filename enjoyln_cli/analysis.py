@@ -68,9 +68,10 @@ def analyze_config(
     """
     listed = [families.class_named(model_class)] if model_class else families.classes_for(config)
     reference = families.build(listed[0], config)
-    shapes = families.saved_shapes(reference)
     if checkpoint:
         shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
+    else:
+        shapes = families.saved_shapes(reference)
     first = families.candidate(reference, shapes, checkpoint)
     if not any(_norms(reference)):
         return _analysis(first, [], (first.name,), config.model_type, [])
