@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
@@ -123,10 +123,10 @@ def recipe_of(
     values = as_mapping(config)
     layers = plan_layers(plan)
     norms = [_norm_item(verdict, layers) for verdict in plan.norms]
-    tensors: dict[str, set[str]] = {}
+    known: dict[str, list[Writer]] = {}
     for writer in plan.writers:
-        tensors.setdefault(writer.parameter, set()).add(writer.tensor)
-    writers = [_writer_item(w, layers, values, tensors[w.parameter]) for w in plan.writers]
+        known.setdefault(writer.parameter, []).append(writer)
+    writers = [_writer_item(w, layers, values, known[w.parameter]) for w in plan.writers]
     ops = [_op_item(op, layers, values) for op in plan.ops]
     spans = [span for w in writers for span in (w.line.span, w.line.held) if span]
     spans += [op.line.span for op in ops]
@@ -200,23 +200,26 @@ def _writer_item(
     writer: Writer,
     layers: Mapping[str, int],
     config: Mapping[str, Any],
-    tensors: Collection[str],
+    siblings: Sequence[Writer],
 ) -> _Item[WriterLine]:
-    """``tensors``: all that are stored of this parameter."""
+    """``siblings``: all writers of this parameter. Its parts stand in lines of their own."""
     template, numbers = templated(writer.parameter, layers)
     tensor, others = templated(writer.tensor, layers)
     span = symbolic(writer.axis, writer.shape[writer.axis.dim], config)
     held = symbolic(writer.held, None, config) if writer.held else None
     line = WriterLine(writer.tensor, writer.parameter, span, held, writer.scale)
     several = {name for name, _ in expanded(filled(tensor, numbers), layers)}
-    general = numbers == others or (numbers.items() <= others.items() and several <= set(tensors))
+    general = numbers == others or (
+        numbers.items() <= others.items() and several <= {w.tensor for w in siblings}
+    )
     scale = writer.scale
     if scale:
         parts = [templated(name, layers) for name in (scale.parameter, scale.tensor)]
         general = general and all(part[1] == numbers for part in parts)
         scale = Scale(*(part[0] for part in parts))
     forms = (WriterLine(tensor, template, span, held, scale),) if general else ()
-    return _Item(writer.parameter, line, forms, (template, tensor), template)
+    part = str([w.axis for w in siblings if w.tensor == writer.tensor].index(writer.axis))
+    return _Item(writer.parameter, line, forms, (template, tensor, part), template)
 
 
 def _op_item(op: Centring, layers: Mapping[str, int], config: Mapping[str, Any]) -> _Item[OpLine]:

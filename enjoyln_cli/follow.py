@@ -8,55 +8,26 @@ shift is absorbed, which is proven for each edit by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
-from itertools import islice
 from typing import Any
 
+from enjoyln_cli.asked import PLACES, Asked, Edit, asked_for
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.draft import (
-    Line,
     NormLine,
     Recipe,
-    Variant,
-    WriterLine,
     as_mapping,
     plan_layers,
     variant_for,
 )
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import Centring, Place, Plan, Scale, Verdict, Writer
-from enjoyln_cli.template import Span, concrete, expanded, filled, placeholders, templated
+from enjoyln_cli.plan import Centring, Plan, Scale, Verdict, Writer
+from enjoyln_cli.template import Span, concrete, templated
 
-MOST_NAMES = 300_000
-"""No recipe may stand for more names than this."""
-
-PLACES: tuple[Place, ...] = ("output", "input")
 NOT_ASKED = "the recipe does not fold it"
 BY_RECIPE = "the recipe keeps it"
-
-
-@dataclass(frozen=True)
-class _Edit:
-    """What a recipe asks of one parameter, every layer named. See ``plan.Writer``."""
-
-    tensors: tuple[str, ...]
-    span: Span
-    held: Span | None
-    scale: Scale | None
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A variant with every layer named."""
-
-    norms: Mapping[str, NormLine]
-    writers: Mapping[str, _Edit]
-    """By parameter."""
-    left: frozenset[str]
-    """Parameters that the recipe leaves by name."""
-    ops: Mapping[tuple[str, Place], tuple[Span, str]]
 
 
 def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
@@ -73,7 +44,7 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
             f"{where}: claims the class {unknown[0]}, and the proof is for "
             f"{_listed(plan.classes)}; take it out of classes"
         )
-    asked = _asked(variant, plan_layers(plan), where)
+    asked = asked_for(variant, plan_layers(plan), where)
     _require_known(asked, plan, where)
     norms = tuple(_verdict(v, asked.norms.get(v.norm), where) for v in plan.norms)
     writers = tuple(w for w in plan.writers if w.parameter in asked.writers)
@@ -98,14 +69,14 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
     """
     try:
         variant = variant_for(recipe, plan.model_type, plan.model_class, config)
-        asked = _asked(variant, plan_layers(plan), recipe.where)
+        asked = asked_for(variant, plan_layers(plan), recipe.where)
     except RecipeError as error:
         return (str(error),)
     fates = {name: _fate(line.fold, line.ops) for name, line in asked.norms.items()}
     proven = {v.norm: _fate(v.status != "kept", v.ops) for v in plan.norms}
     found = _unequal(fates, proven, "does not name it", "has no such norm")
     found += _unequal(
-        {name: _centred_by(edit.scale) for name, edit in asked.writers.items()},
+        {name: _centred_by(edits[0].scale) for name, edits in asked.writers.items()},
         {w.parameter: _centred_by(w.scale) for w in plan.writers},
         "does not centre it",
         "does not centre it",
@@ -140,10 +111,11 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
     if recipe.record is None or len(recipe.variants) != 1:
         raise RecipeError(f"{where}: has no record of one fold; pass the one written beside it")
     variant, layers, values = recipe.variants[0], recipe.record.layers, _sizes(recipe, config)
-    asked = _asked(variant, layers, where)
+    asked = asked_for(variant, layers, where)
     writers = [
         _stored_writer(parameter, tensor, edit, shapes, values, where)
-        for parameter, edit in asked.writers.items()
+        for parameter, edits in asked.writers.items()
+        for edit in edits
         for tensor in edit.tensors
     ]
     ops = tuple(
@@ -163,83 +135,7 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
     )
 
 
-def _asked(variant: Variant, layers: Mapping[str, int], where: str) -> _Asked:
-    """Every name that a variant stands for. Raises ``RecipeError`` for a line without any."""
-    norms: dict[str, NormLine] = {}
-    for name, found in _deciding(variant.norms, lambda line: line.name, layers, where).items():
-        line, numbers = _only(found, name, where)
-        ops = tuple(filled(op, numbers) for op in line.ops)
-        reason, culprit = filled(line.reason, numbers), filled(line.culprit, numbers)
-        norms[name] = NormLine(name, line.fold, ops, reason, culprit)
-    writers: dict[str, _Edit] = {}
-    left: set[str] = set()
-    for name, lines in _deciding(variant.writers, lambda w: w.parameter, layers, where).items():
-        ways = {(w.span, w.held, _filled_scale(w.scale, numbers)) for w, numbers in lines}
-        if len(ways) > 1:
-            raise RecipeError(f"{where}: {name} is centred in two ways; leave one of them")
-        span, held, scale = ways.pop()
-        if span is None:
-            left.add(name)
-        else:
-            tensors = (t for w, numbers in lines for t in _tensors(w, numbers, layers, where))
-            writers[name] = _Edit(tuple(tensors), span, held, scale)
-    ops_asked: dict[tuple[str, Place], tuple[Span, str]] = {}
-    for place in PLACES:
-        lines_here = [line for line in variant.ops if line.place == place]
-        for name, at in _deciding(lines_here, lambda op: op.module, layers, where).items():
-            op, numbers = _only(at, name, where)
-            ops_asked[name, place] = op.span, filled(op.reason, numbers)
-    return _Asked(norms, writers, frozenset(left), ops_asked)
-
-
-def _deciding(
-    lines: Iterable[Line], name_of: Callable[[Line], str], layers: Mapping[str, int], where: str
-) -> dict[str, list[tuple[Line, dict[str, int]]]]:
-    """For every name the lines with the fewest placeholders that cover it, in order of the file."""
-    found: dict[str, list[tuple[Line, dict[str, int]]]] = {}
-    count = 0
-    for line in lines:
-        template = name_of(line)
-        before = count
-        for name, numbers in expanded(template, layers):
-            count += 1
-            if count > MOST_NAMES:
-                raise RecipeError(f"{where}: stands for more than {MOST_NAMES} names")
-            others = found.setdefault(name, [])
-            fewest = placeholders(name_of(others[0][0])) if others else len(numbers)
-            if len(numbers) < fewest:
-                others.clear()
-            if len(numbers) <= fewest:
-                others.append((line, numbers))
-        if count == before:
-            raise RecipeError(f"{where}: {template} matches nothing; the model has no such layers")
-    return found
-
-
-def _filled_scale(scale: Scale | None, numbers: Mapping[str, int]) -> Scale | None:
-    return scale and Scale(filled(scale.parameter, numbers), filled(scale.tensor, numbers))
-
-
-def _tensors(
-    line: WriterLine, numbers: Mapping[str, int], layers: Mapping[str, int], where: str
-) -> list[str]:
-    """The stored tensors of one parameter; several where a placeholder is left, as for experts."""
-    names = [n for n, _ in islice(expanded(filled(line.tensor, numbers), layers), MOST_NAMES)]
-    if not names or len(names) == MOST_NAMES:
-        few = "nothing" if not names else "too many names"
-        raise RecipeError(f"{where}: {line.tensor} matches {few}; the model has no such layers")
-    return names
-
-
-def _only(
-    found: list[tuple[Line, dict[str, int]]], name: str, where: str
-) -> tuple[Line, dict[str, int]]:
-    if len(found) > 1:
-        raise RecipeError(f"{where}: two lines name {name}; leave one of them")
-    return found[0]
-
-
-def _require_known(asked: _Asked, plan: Plan, where: str) -> None:
+def _require_known(asked: Asked, plan: Plan, where: str) -> None:
     norms = [v.norm for v in plan.norms]
     parameters = [w.parameter for w in plan.writers]
     layers = plan_layers(plan)
@@ -311,53 +207,57 @@ def _require_complete(
                 )
 
 
-def _require_scales(plan: Plan, asked: _Asked, where: str) -> None:
+def _require_scales(plan: Plan, asked: Asked, where: str) -> None:
     """A scale is merged as proven, and into all of its writers or into none."""
     merged = {w.scale for w in plan.writers if w.parameter in asked.writers}
     for writer in plan.writers:
-        edit = asked.writers.get(writer.parameter)
-        if edit is None and writer.scale and writer.scale in merged:
+        edits = asked.writers.get(writer.parameter, ())
+        if not edits and writer.scale and writer.scale in merged:
             raise RecipeError(
                 f"{where}: merges {writer.scale.parameter}, and not into {writer.parameter}; "
                 "list that under centre, or leave all that it scales"
             )
-        if edit is not None and edit.scale != writer.scale:
-            names = [
-                scale.parameter if scale else "no scale" for scale in (edit.scale, writer.scale)
-            ]
+        other = next((edit.scale for edit in edits if edit.scale != writer.scale), writer.scale)
+        if other != writer.scale:
+            names = [scale.parameter if scale else "no scale" for scale in (other, writer.scale)]
             raise RecipeError(
                 f"{where}: merges {names[0]} into {writer.parameter}, and proven is {names[1]}; "
                 "take that"
             )
 
 
-def _wrong_axes(asked: _Asked, plan: Plan, config: Mapping[str, Any]) -> list[str]:
+def _wrong_axes(asked: Asked, plan: Plan, config: Mapping[str, Any]) -> list[str]:
     """Edits that are proven over another axis than the recipe says."""
-    pairs = [
-        (w.parameter, asked.writers[w.parameter].span, w.axis, w.shape[w.axis.dim])
-        for w in plan.writers
-        if w.parameter in asked.writers
-    ] + [
-        (op.module, asked.ops[op.module, op.place][0], op.axis, None)
-        for op in plan.ops
-        if (op.module, op.place) in asked.ops
-    ]
-    found: dict[str, None] = {}
-    for name, span, axis, extent in pairs:
+    proven: dict[str, list[Axis]] = {}
+    given: dict[str, list[tuple[Span, int | None]]] = {}
+    for w in plan.writers:
+        if w.parameter in asked.writers:
+            spans = [edit.span for edit in asked.writers[w.parameter]]
+            extents = [w.shape[s.dim] if s.dim < len(w.shape) else 0 for s in spans]
+            proven.setdefault(w.parameter, []).append(w.axis)
+            given[w.parameter] = list(zip(spans, extents, strict=True))
+    for op in plan.ops:
+        if (op.module, op.place) in asked.ops:
+            proven.setdefault(op.module, []).append(op.axis)
+            span = asked.ops[op.module, op.place][0]
+            given.setdefault(op.module, []).append((span, None))
+    found = []
+    for name, axes in proven.items():
         try:
-            given = concrete(span, extent, config)
+            here = [concrete(span, extent, config) for span, extent in given[name]]
         except RecipeError as error:
-            found[f"{name}: {error}"] = None
+            found.append(f"{name}: {error}")
             continue
-        if given != axis:
-            found[f"{name} is centred over {_shown(given)}, and proven over {_shown(axis)}"] = None
-    return list(found)
+        if set(here) != set(axes):
+            ours, theirs = (" and ".join(map(_shown, sorted(set(a)))) for a in (here, axes))
+            found.append(f"{name} is centred over {ours}, and proven over {theirs}")
+    return found
 
 
 def _stored_writer(
     parameter: str,
     tensor: str,
-    edit: _Edit,
+    edit: Edit,
     shapes: Mapping[str, Sequence[int]],
     config: Mapping[str, Any],
     where: str,

@@ -23,13 +23,14 @@ Names with ``{i}`` hold for every layer, a name with a number goes before them, 
 of an axis takes one tensor out. ``parameter`` gives the name in the model class where a tensor is
 stored under another, ``held`` the axis there where the class holds it in another layout, ``scale``
 a stored vector that is merged in before and becomes ones (``scale_parameter`` its name in the
-class). An axis has the fields of ``template.Span``. All else in a file is refused.
+class). An axis has the fields of ``template.Span``; a tensor of which several parts are centred has
+a list of these. All else in a file is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -134,7 +135,7 @@ def _variant_data(variant: Variant) -> dict[str, Any]:
         "classes": _Row(variant.classes),
         "when": _Inline(sorted(variant.when.items())),
         "norms": {line.name: _norm_data(line) for line in variant.norms},
-        "centre": {line.tensor: _writer_data(line) for line in variant.writers},
+        "centre": _writers_data(variant.writers),
         "centring_ops": [
             {"module": op.module, "place": op.place, **written(op.span), "reason": op.reason}
             for op in variant.ops
@@ -151,6 +152,14 @@ def _norm_data(line: NormLine) -> Any:
     if not line.reason:
         return "keep"
     return {"keep": line.reason} | ({"culprit": line.culprit} if line.culprit else {})
+
+
+def _writers_data(lines: Iterable[WriterLine]) -> dict[str, Any]:
+    """One entry for each tensor: its axis, or a list where several parts of it are centred."""
+    found: dict[str, list[Any]] = {}
+    for line in lines:
+        found.setdefault(line.tensor, []).append(_writer_data(line))
+    return {name: data[0] if len(data) == 1 else data for name, data in found.items()}
 
 
 def _writer_data(line: WriterLine) -> Any:
@@ -285,7 +294,11 @@ def _variant(value: Any, at: str) -> Variant:
         schema.items(data.get("classes", [model_class]), f"{at}.classes", schema.word),
         schema.entries(data.get("when", {}), f"{at}.when", schema.plain),
         tuple(schema.entries(data["norms"], f"{at}.norms", _norm).values()),
-        tuple(schema.entries(data.get("centre", {}), f"{at}.centre", _writer).values()),
+        tuple(
+            line
+            for lines in schema.entries(data.get("centre", {}), f"{at}.centre", _writers).values()
+            for line in lines
+        ),
         schema.items(data.get("centring_ops", []), f"{at}.centring_ops", _op),
         schema.items(data.get("entry_inputs", []), f"{at}.entry_inputs", schema.word),
         schema.items(data.get("unproven", []), f"{at}.unproven", schema.text),
@@ -308,6 +321,12 @@ def _norm(name: str, value: Any, at: str) -> NormLine:
     data = schema.mapping(value, at, ("keep",), ("culprit",))
     reason = schema.text(data["keep"], f"{at}.keep")
     return NormLine(name, False, (), reason, schema.text(data.get("culprit", ""), f"{at}.culprit"))
+
+
+def _writers(name: str, value: Any, at: str) -> tuple[WriterLine, ...]:
+    if isinstance(value, list):
+        return schema.items(value, at, lambda item, where: _writer(name, item, where))
+    return (_writer(name, value, at),)
 
 
 def _writer(name: str, value: Any, at: str) -> WriterLine:

@@ -22,6 +22,7 @@ LAYERS = (
     ("stream",),
     ("blocks", "recipe"),
     ("schema", "follow"),
+    ("asked",),
     ("draft",),
     ("template",),
     ("analysis",),
