@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,7 +183,7 @@ def _analysis(
     scales = find_scales(traces, groups, _single(found, groups))
     flow = Flow(traces, scales.products, scales.refused)
     norms, refused = _norm_calls(flow, *_norms(found.model))
-    problem = Problem(flow, norms, _locked(found, groups), groups)
+    problem = Problem(flow, norms, _locked(found, groups), groups, scales.into)
     cut = cuts.solve(problem)
     places = [path for path, _ in found.model.named_modules() if path in norms or path in refused]
     verdicts = [_verdict(problem, cut, path, refused) for path in places]
@@ -196,7 +196,7 @@ def _analysis(
         model_class=found.name,
         classes=proven,
         norms=tuple(verdicts),
-        writers=_writers(problem, cut, found, scales.into),
+        writers=_writers(problem, cut, found),
         ops=_ops(problem, cut),
         entry_inputs=tuple(dict.fromkeys(e for s in cut.folded.values() for e in s.entries)),
         unproven=(*unproven, *unread),
@@ -307,9 +307,7 @@ def _verdict(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -> 
     return Verdict(norm, "centred" if ops else "static", ops=ops, needs=needs)
 
 
-def _writers(
-    problem: Problem, cut: Cut, found: Candidate, scales: Mapping[str, str]
-) -> tuple[Writer, ...]:
+def _writers(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ...]:
     """One writer for each stored tensor behind each centred parameter, in the model's order."""
     wanted = {p for support in cut.folded.values() for p in support.writers}
     shapes = dict(found.model.named_parameters(remove_duplicate=False))
@@ -317,7 +315,7 @@ def _writers(
     writers: list[Writer] = []
     for parameter, name in ((p, name) for p in wanted for name in names[p.name]):
         axis, shape = parameter.axis, tuple(shapes[name].shape)
-        by = scales.get(parameter.name)
+        by = problem.scales.get(parameter.name)
         scale = Scale(by, found.stored[by][0]) if by else None
         tensors = found.stored.get(name, ())
         writers += [Writer(name, tensor, axis, shape, scale=scale) for tensor in tensors]

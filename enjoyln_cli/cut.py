@@ -9,7 +9,7 @@ to modules and count once, however often the module is called and in however man
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -64,6 +64,8 @@ class Problem:
     """Why the stored tensors behind a parameter cannot be centred over its axis, if so."""
     groups: dict[str, str]
     """Any parameter name to the first name of its tied group."""
+    scales: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that a scale is merged into before they are centred, to that scale."""
     _readers: dict[str, list[tuple[int, Node]]] = field(default_factory=dict)
     _carried: dict[Spot, list[tuple[int, Node]]] = field(default_factory=dict)
     _spots: dict[tuple[int, Node], Spot] = field(default_factory=dict)

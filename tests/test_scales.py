@@ -12,7 +12,7 @@ from fold_cases import opened, same, store, written
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
-from enjoyln_cli import fold, verify
+from enjoyln_cli import analyze, fold, verify
 from enjoyln_cli.axis import Axis, centre
 from enjoyln_cli.errors import BadCheckpoint, RecipeError
 from enjoyln_cli.stream import write_shards
@@ -67,6 +67,11 @@ def test_a_model_with_layer_scale_folds_whole(
     expected = outputs(model_class, tmp_path / "source")
     got = outputs(model_class, tmp_path / "out")
     assert (got - expected).norm() / expected.norm() <= 1e-12
+
+
+def test_the_proof_says_what_is_merged() -> None:
+    found = str(analyze(CONFIG_MAPPING["dinov2"](**SMALL)).why("encoder.layer.0.norm2"))
+    assert "centred in the weights after encoder.layer.0.layer_scale1.lambda1 is merged" in found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
