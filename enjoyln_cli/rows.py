@@ -45,6 +45,7 @@ def row(model: str, plan: Plan, paper: Sequence[str] | None = None) -> Row:
         "verdicts": [{"name": v.norm, "status": v.status, "ops": list(v.ops)} for v in plan.norms],
         "ops": [{"module": c.module, "place": c.place, "reason": c.reason} for c in plan.ops],
         "centred": [{"tensor": w.tensor, "shape": list(w.shape)} for w in plan.writers],
+        "merged": list(dict.fromkeys(w.scale.tensor for w in plan.writers if w.scale)),
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
         "rms_norms": dict(plan.other_norms),
@@ -171,7 +172,9 @@ def counts(found: Row) -> str:
     ops = f"{found['centering_ops']} centring op" + "s" * (found["centering_ops"] != 1)
     norms = f"{found['folded']} of {found['norms']} LayerNorms"
     tensors = f"{found['writers']} tensors centred ({found['parameters']:,} parameters)"
-    return f"{norms} ({found['folded_static']} in the weights alone), {ops}, {tensors}"
+    many = len(found["merged"])
+    merged = f", {many} scale{'s' * (many != 1)} merged into them" if many else ""
+    return f"{norms} ({found['folded_static']} in the weights alone), {ops}, {tensors}{merged}"
 
 
 def as_csv(rows: Sequence[Row]) -> str:

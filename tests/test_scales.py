@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING
 from enjoyln_cli import analyze, fold, verify
 from enjoyln_cli.axis import Axis, centre
 from enjoyln_cli.errors import BadCheckpoint, RecipeError
+from enjoyln_cli.rows import counts, row
 from enjoyln_cli.stream import write_shards
 
 SMALL = {
@@ -61,6 +62,7 @@ def test_a_model_with_layer_scale_folds_whole(
     assert [v.status for v in plan.norms] == ["static"] * 5
     scales = {w.scale.tensor for w in plan.writers if w.scale}
     assert len(scales) == 4 and sum(w.scale is not None for w in plan.writers) == 8
+    assert counts(row("m", plan)).endswith("4 scales merged into them")
     before, after = written(tmp_path / "source"), written(tmp_path / "out")
     assert all(torch.equal(after[name], torch.ones_like(after[name])) for name in scales)
     assert all(float(before[name][3]) == 0 for name in scales)
