@@ -129,7 +129,7 @@ def candidate(model: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | 
     for key, unordered in collected.items():
         sources = {name: unordered[name] for name in sorted(unordered, key=dot_natural_key)}
         pattern = next(iter(sources.values()))[0]
-        found = conversion(by_pattern[pattern], key, sources, model)
+        found = conversion(by_pattern[pattern], key, sources, model, state)
         converted.update(dict.fromkeys(found.targets, found) if found else {})
     filled = {*stored, *converted}
     for target, source in dict(model.all_tied_weights_keys).items():

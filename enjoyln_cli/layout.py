@@ -10,7 +10,7 @@ known here by its name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -64,12 +64,17 @@ class Conversion:
 
 
 def conversion(
-    converter: Any, first: str, sources: dict[str, tuple[str, tuple[int, ...]]], model: Any
+    converter: Any,
+    first: str,
+    sources: dict[str, tuple[str, tuple[int, ...]]],
+    model: Any,
+    state: Mapping[str, torch.Tensor],
 ) -> Conversion | None:
     """What ``converter`` (of transformers) makes of the ``sources`` for the parameter ``first``.
 
     ``sources`` maps stored names, in the order of loading, to the pattern that each matches and to
-    its shape. ``None`` where the conversion fails, as where tensors are missing.
+    its shape; ``state`` is the state dict of ``model``. ``None`` where the conversion fails, as
+    where tensors are missing, or does not give what the model holds.
     """
 
     def convert(*tensors: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -80,12 +85,11 @@ def conversion(
         return {name: t[0] if isinstance(t, list) else t for name, t in found.items()}
 
     shapes = {name: shape for name, (_, shape) in sources.items()}
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     try:
         made = convert(*_empty(shapes.values()))
     except Exception:  # an op of transformers, which raises what it likes
         return None
-    if any(expected.get(name) != tensor.shape for name, tensor in made.items()):
+    if any(name not in state or state[name].shape != t.shape for name, t in made.items()):
         return None
     return Conversion(shapes, tuple(made), lambda *tensors: tuple(convert(*tensors).values()))
 

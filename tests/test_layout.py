@@ -28,6 +28,15 @@ from enjoyln_cli.layout import Conversion, conversion
 from enjoyln_cli.nodes import Opaque
 from enjoyln_cli.recipe import load_recipe
 
+def test_what_does_not_fit_the_model_is_no_conversion() -> None:
+    model, state = SimpleNamespace(config=None), {"p": torch.empty(11, 12, 8, device="meta")}
+    converter = WeightConverter("e.*.w", "p", [MergeModulelist(0)])
+    few = {name: ("e.*.w", shape) for name, shape in list(EXPERTS.items())[:9]}
+    assert conversion(converter, "p", few, model, state) is None
+    odd = {name: ("e.*.w", shape) for name, shape in {**EXPERTS, "e.3.w": (5,)}.items()}
+    assert conversion(converter, "p", odd, model, state) is None
+
+
 EXPERTS = {f"e.{i}.w": (12, 8) for i in range(11)}
 GATED = EXPERTS | {f"e.{i}.v": (12, 8) for i in range(11)}
 
@@ -51,13 +60,11 @@ CASES: dict[str, tuple[Any, dict[str, tuple[int, ...]], dict[str, tuple[int, ...
 def made(name: str) -> tuple[Conversion, dict[str, tuple[int, ...]]]:
     (patterns, targets, ops), stored, shapes = CASES[name]
     converter = WeightConverter(patterns, targets, ops)
-    model = SimpleNamespace(
-        config=SimpleNamespace(num_attention_heads=3),
-        state_dict=lambda: {n: torch.empty(s, device="meta") for n, s in shapes.items()},
-    )
+    model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=3))
+    state = {n: torch.empty(s, device="meta") for n, s in shapes.items()}
     listed = [patterns] if isinstance(patterns, str) else patterns
     sources = {n: (next(p for p in listed if p[-1] == n[-1]), s) for n, s in stored.items()}
-    found = conversion(converter, next(iter(shapes)), sources, model)
+    found = conversion(converter, next(iter(shapes)), sources, model, state)
     assert found is not None
     return found, shapes
 
