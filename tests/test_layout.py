@@ -28,15 +28,6 @@ from enjoyln_cli.layout import Conversion, conversion
 from enjoyln_cli.nodes import Opaque
 from enjoyln_cli.recipe import load_recipe
 
-def test_what_does_not_fit_the_model_is_no_conversion() -> None:
-    model, state = SimpleNamespace(config=None), {"p": torch.empty(11, 12, 8, device="meta")}
-    converter = WeightConverter("e.*.w", "p", [MergeModulelist(0)])
-    few = {name: ("e.*.w", shape) for name, shape in list(EXPERTS.items())[:9]}
-    assert conversion(converter, "p", few, model, state) is None
-    odd = {name: ("e.*.w", shape) for name, shape in {**EXPERTS, "e.3.w": (5,)}.items()}
-    assert conversion(converter, "p", odd, model, state) is None
-
-
 EXPERTS = {f"e.{i}.w": (12, 8) for i in range(11)}
 GATED = EXPERTS | {f"e.{i}.v": (12, 8) for i in range(11)}
 
@@ -119,6 +110,15 @@ def test_experts_are_stacked_in_the_order_of_their_numbers() -> None:
     found, _ = made("stacked")
     tensors = [torch.full((12, 8), float(i)) for i in range(11)]
     assert found.run(*tensors)[0][:, 0, 0].tolist() == list(range(11))
+
+
+def test_what_does_not_fit_the_model_is_no_conversion() -> None:
+    model, state = SimpleNamespace(config=None), {"p": torch.empty(11, 12, 8, device="meta")}
+    converter = WeightConverter("e.*.w", "p", [MergeModulelist(0)])
+    few = {name: ("e.*.w", shape) for name, shape in list(EXPERTS.items())[:9]}
+    assert conversion(converter, "p", few, model, state) is None
+    odd = {name: ("e.*.w", shape) for name, shape in {**EXPERTS, "e.3.w": (5,)}.items()}
+    assert conversion(converter, "p", odd, model, state) is None
 
 
 TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
