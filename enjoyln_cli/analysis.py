@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -25,13 +26,15 @@ from enjoyln_cli.classes import Candidate
 from enjoyln_cli.cut import Cut, Parameter, Problem
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, UnsupportedModel
 from enjoyln_cli.flow import Flow, Value
+from enjoyln_cli.gains import Gain, gains
 from enjoyln_cli.layout import Conversion
 from enjoyln_cli.nodes import Opaque, aten, packet, shape_of
 from enjoyln_cli.paper import algorithm_1
 from enjoyln_cli.plan import Centring, Plan, Scale, Verdict, Writer
 from enjoyln_cli.probe import computes_rms_norm, layer_norm_form
+from enjoyln_cli.returned import named_by, require_named
 from enjoyln_cli.scales import find_scales
-from enjoyln_cli.trace import Naming, Trace, capture
+from enjoyln_cli.trace import Naming, Trace, capture, check_call
 from enjoyln_cli.why import Tree
 
 
@@ -56,15 +59,25 @@ class Analysis:
             return Tree(f"{norm} stays a LayerNorm: {verdict.reason}", False)
         return explain.tree(self.problem, self.cut, norm)
 
+    def gains(self) -> tuple[Gain, ...]:
+        """How many kept norms would fold if an output of ``plan.model_class`` might change."""
+        return gains(self.problem, self.plan.model_class) if self.plan.kept else ()
+
 
 def analyze_config(
-    config: Any, *, model_class: str | None = None, checkpoint: Checkpoint | None = None
+    config: Any,
+    *,
+    model_class: str | None = None,
+    checkpoint: Checkpoint | None = None,
+    outputs: Sequence[str] = (),
 ) -> Analysis:
     """The plan for a transformers config, or for the checkpoint that it belongs to.
 
     It holds for every class that loads the checkpoint (without one: what the config's own class
-    saves) with no weight missing, or for ``model_class`` alone. Raises ``UnsupportedModel``,
-    ``TraceFailed`` or ``BadCheckpoint``.
+    saves) with no weight missing, or for ``model_class`` alone. With ``outputs`` (fields of a
+    class's output, or patterns of them) no other output has to stay the same, and it holds for the
+    first of these classes that has such fields, alone. Raises ``UnsupportedModel``,
+    ``TraceFailed``, ``BadCheckpoint``, or ``EnjoyLNError`` where an output is not known.
     """
     listed = [families.class_named(model_class)] if model_class else families.classes_for(config)
     reference = families.build(listed[0], config)
@@ -73,11 +86,13 @@ def analyze_config(
     else:
         shapes = families.saved_shapes(reference)
     first = families.candidate(reference, shapes, checkpoint)
-    if not any(_norms(reference)):
+    if not any(layer_norms(reference)):
         return _analysis(first, [], (first.name,), config.model_type, [])
-    others = [
-        found for other in listed[1:] if (found := _loading(other, config, shapes, checkpoint))
-    ]
+    siblings = (_loading(other, config, shapes, checkpoint) for other in listed[1:])
+    if outputs:
+        loading = chain([first], (found for found in siblings if found))
+        return _analysis_of_outputs(loading, config.model_type, tuple(outputs))
+    others = [found for found in siblings if found]
     inner = families.base_path(reference)
     held = [other for other in others if inner and type(other.model) is _type_at(reference, inner)]
     traces, unproven = _traces(first, first, inner if held else None)
@@ -94,25 +109,47 @@ def analyze_config(
     return _analysis(first, traces, tuple(proven), config.model_type, sorted(unproven))
 
 
-def analyze_module(model: nn.Module, *args: Any, **kwargs: Any) -> Analysis:
+def _analysis_of_outputs(
+    candidates: Iterable[Candidate], model_type: str, outputs: tuple[str, ...]
+) -> Analysis:
+    """The plan for the first class that has all of ``outputs``, and for no other.
+
+    A name of an output means something for one class only. Its siblings return other things, and
+    the base model inside of it gives out what may change here, so neither is traced nor proven.
+    """
+    refused: EnjoyLNError | None = None
+    for found in candidates:
+        try:
+            traces, unproven = _traces(found, found)
+            return _analysis(found, traces, (found.name,), model_type, sorted(unproven), outputs)
+        except EnjoyLNError as error:
+            refused = refused or error
+    raise refused or UnsupportedModel(f"no class is known for the model type {model_type}")
+
+
+def analyze_module(
+    model: nn.Module, *args: Any, outputs: Sequence[str] = (), **kwargs: Any
+) -> Analysis:
     """The plan for any live module, proven for calls like ``model(*args, **kwargs)``.
 
-    Tensors among the inputs give shapes and dtypes. Raises ``TraceFailed``.
+    Tensors among the inputs give shapes and dtypes. Raises ``TraceFailed``, or ``EnjoyLNError``
+    where the module does not return one of ``outputs``.
     """
-    return analyze_calls(model, [Call("example inputs", ((args, kwargs),))])
+    return analyze_calls(model, [Call("example inputs", ((args, kwargs),))], outputs)
 
 
-def analyze_calls(model: nn.Module, calls: Iterable[Call]) -> Analysis:
+def analyze_calls(model: nn.Module, calls: Iterable[Call], outputs: Sequence[str] = ()) -> Analysis:
     """The plan for any live module that holds in all of ``calls`` at once.
 
-    Raises ``TraceFailed`` where a call that is ``required`` cannot be traced.
+    Raises ``TraceFailed`` where a call that is ``required`` cannot be traced, ``EnjoyLNError``
+    where none returns one of ``outputs``.
     """
     tensors = dict(model.named_parameters(remove_duplicate=False))
     own = Candidate(model, {name: (name,) for name in tensors}, {}, ())
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     traces, given = _captured(model, calls)
     unproven = set(optional_inputs(model)) - given
-    return _analysis(own, traces, (own.name,), kind, sorted(unproven))
+    return _analysis(own, traces, (own.name,), kind, sorted(unproven), tuple(outputs))
 
 
 def _loading(
@@ -141,15 +178,22 @@ def _traces(
 ) -> tuple[list[Trace], set[str]]:
     """All graphs of one class, and the optional inputs that none of them reads."""
     model, naming = found.model, families.naming_between(found.model, reference.model)
-    first: TraceFailed | None = None
+    calls = accepted_calls(model) or next(iter(ways_to_call(model)), None)
+    if calls is None:
+        raise UnsupportedModel(f"no inputs can be made up for {type(model).__name__}")
+    traces, given = _captured(model, calls, naming, inner)
+    return traces, set(optional_inputs(model)) - given
+
+
+def accepted_calls(model: nn.Module) -> list[Call] | None:
+    """The calls in the first form that the model accepts; ``None`` if it accepts none."""
     for calls in ways_to_call(model):
         try:
-            traces, given = _captured(model, calls, naming, inner)
-        except TraceFailed as error:
-            first = first or error
-        else:
-            return traces, set(optional_inputs(model)) - given
-    raise first or TraceFailed(f"{found.name}: no inputs can be made up")
+            check_call(model, calls[0])
+        except Exception:  # whatever a model raises at inputs of the wrong form
+            continue
+        return calls
+    return None
 
 
 def _captured(
@@ -177,12 +221,14 @@ def _analysis(
     proven: tuple[str, ...],
     model_type: str,
     unproven: Iterable[str],
+    outputs: tuple[str, ...] = (),
 ) -> Analysis:
     traces = tuple(traces)
     groups = _groups(found.model, traces)
     scales = find_scales(traces, groups, _single(found, groups))
-    flow = Flow(traces, scales.products, scales.refused)
-    norms, refused = _norm_calls(flow, *_norms(found.model))
+    required = _required(traces, found.name, outputs) if outputs else None
+    flow = Flow(traces, required, scales.products, scales.refused)
+    norms, refused = _norm_calls(flow, *layer_norms(found.model))
     problem = Problem(flow, norms, _locked(found, groups), groups, scales.into)
     cut = cuts.solve(problem)
     places = [path for path, _ in found.model.named_modules() if path in norms or path in refused]
@@ -201,9 +247,19 @@ def _analysis(
         entry_inputs=tuple(dict.fromkeys(e for s in cut.folded.values() for e in s.entries)),
         unproven=(*unproven, *unread),
         other_norms=_rms_norms(found.model),
+        outputs=outputs,
     )
     paper = algorithm_1(flow.traces[0]) if flow.traces else ()
     return Analysis(plan, problem, cut, paper)
+
+
+def _required(
+    traces: Iterable[Trace], model_class: str, outputs: tuple[str, ...]
+) -> frozenset[str]:
+    """The fields that ``outputs`` name, and those that a later call may be given."""
+    fields = frozenset(f for t in traces for names in t.returned.values() for f in names)
+    require_named(outputs, fields, model_class)
+    return named_by(outputs, fields).union(*(trace.fed_back for trace in traces))
 
 
 def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
@@ -219,7 +275,7 @@ def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
     return {n: min(g, key=lambda m: (order.get(m, len(order)), m)) for n, g in together.items()}
 
 
-def _norms(model: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
+def layer_norms(model: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
     """The dimension that each LayerNorm module normalises; those not to be swapped, with why."""
     found: dict[str, int] = {}
     refused: dict[str, str] = {}

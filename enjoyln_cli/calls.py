@@ -7,14 +7,27 @@ with the cache in one graph, then once more with the optional inputs that it tak
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.examples import Inputs, Spec, accepted_by, image_size, main_inputs, patch_size
+from enjoyln_cli.examples import (
+    Inputs,
+    Spec,
+    accepted_by,
+    image_size,
+    main_inputs,
+    ones,
+    patch_size,
+    whole_numbers,
+)
+from enjoyln_cli.returned import tensors_in
+from enjoyln_cli.weightless import weightless, without_weights
 
 BATCH, TOKENS = 2, 7
 
@@ -29,18 +42,19 @@ class Call:
     required: bool = True
 
 
-def ways_to_call(model: Any) -> list[list[Call]]:
+def ways_to_call(model: Any) -> Iterator[list[Call]]:
     """The calls that a proof for a transformers model has to cover, the likeliest inputs first.
 
     A classifier without a padding token takes one row at a time, so a single row comes last.
     Raises ``UnsupportedModel`` where no inputs can be made up.
     """
     try:
-        return [
-            [_main_call(model, given), *_optional_calls(model, given, rows)]
-            for rows in (BATCH, 1)
-            for given in main_inputs(model, rows, TOKENS)
-        ]
+        for rows in (BATCH, 1):
+            for given in forms(model, rows, TOKENS):
+                main, optional = main_call(model, given), list(_optional_calls(model, given, rows))
+                yield [main, *optional]
+                if len(main.steps) > 1:  # a model may go on in a way of its own
+                    yield [replace(main, label="one step", steps=main.steps[:1]), *optional]
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # of a config of any kind
         raise UnsupportedModel(
             f"no inputs for {type(model).__name__} can be told from its config ({error}); "
@@ -48,45 +62,105 @@ def ways_to_call(model: Any) -> list[list[Call]]:
         ) from error
 
 
-def _main_call(model: Any, given: Inputs) -> Call:
+def forms(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """The inputs that ``model`` may take, the likeliest first, with ``tokens`` of text."""
+    return (_with_placeholders(model, given) for given in main_inputs(model, rows, tokens))
+
+
+def _with_placeholders(model: Any, given: Inputs) -> Inputs:
+    """``given`` with a placeholder token for each feature that the other inputs are turned into.
+
+    Models of several modalities replace these tokens by what ``get_image_features`` gives.
+    """
+    if "input_ids" not in given:
+        return given
+    leading: tuple[int, ...] = ()
+    rows, tokens = given["input_ids"].shape
+    for kind in ("image", "video", "audio"):
+        named = (getattr(model.config, f"{kind}_token_{end}", None) for end in ("id", "index"))
+        token = next((value for value in named if isinstance(value, int)), None)
+        if token is not None:
+            leading += (token,) * (_features(model, kind, given) // rows)
+    if not leading:
+        return given
+    ids = replace(given["input_ids"], shape=(rows, tokens + len(leading)), leading=leading)
+    kinds = Spec(ids.shape, 1, (1,) * len(leading))
+    accepted = accepted_by(model)
+    return given | {"input_ids": ids} | {n: kinds for n in ("mm_token_type_ids",) if n in accepted}
+
+
+def _features(model: Any, kind: str, given: Inputs) -> int:
+    """How many vectors stand for the inputs of one modality in the stream of tokens."""
+    encode = getattr(model, f"get_{kind}_features", None)
+    if encode is None:
+        return 0
+    names = given.keys() & inspect.signature(encode).parameters.keys()
+    if not names:
+        return 0
+    bare = without_weights(model)
+    try:
+        with torch.no_grad(), weightless():
+            found = getattr(bare, encode.__name__)(
+                **{n: example(model, given[n]) for n in sorted(names)}
+            )
+    except Exception:  # the form is not the one that the model takes
+        return 0
+    vectors = tensors_in(getattr(found, "pooler_output", found))
+    return sum(math.prod(vector.shape[:-1]) for vector in vectors)
+
+
+def main_call(model: Any, given: Inputs) -> Call:
+    """One call with ``given``, or a prefill and a decoding step where the model keeps a cache."""
     accepted = accepted_by(model)
     reads_text = "input_ids" in given or "decoder_input_ids" in given
     caches = {"past_key_values", "use_cache"} <= accepted and reads_text
     if not caches:
-        label = (
-            "tokens" if "input_ids" in given else "images" if "pixel_values" in given else "audio"
-        )
+        kinds = {"input_ids": "tokens", "pixel_values": "images", "input_features": "audio"}
+        label = next((kinds[name] for name in given if name in kinds), next(iter(given)))
         return Call(label, (_step(model, given, 0),))
     following = dict(given)
     rows = next(iter(given.values())).shape[0]
     advancing = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
     following[advancing] = Spec((rows, 1), given[advancing].below)
+    seen = given[advancing].shape[1]
     if advancing == "input_ids":  # what is not text has been read with the first tokens
         following = {"input_ids": following["input_ids"]}
-    steps = (_step(model, given, 0), _step(model, following, TOKENS))
+    steps = (_step(model, given, 0), _step(model, following, seen))
     return Call("prefill and decode", steps, {"use_cache": True})
 
 
 def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """One call, with a mask over its tokens and, for a decoder alone, those ``seen`` before."""
-    inputs = {name: on_meta(spec) for name, spec in given.items()}
+    inputs = {name: example(model, spec) for name, spec in given.items()}
     if "input_ids" in given and "attention_mask" in accepted_by(model):
         rows, tokens = given["input_ids"].shape
         before = 0 if "decoder_input_ids" in given else seen
-        inputs["attention_mask"] = on_meta(Spec((rows, tokens + before), 2))
+        inputs["attention_mask"] = example(model, ones(rows, tokens + before))
     return (), inputs
 
 
-def on_meta(spec: Spec) -> torch.Tensor:
-    """An input without values."""
-    dtype = torch.float32 if spec.below is None else torch.long
-    return torch.zeros(spec.shape, dtype=dtype, device="meta")
+def example(model: nn.Module, spec: Spec) -> torch.Tensor:
+    """An input whose whole numbers have values, and whose real ones have none."""
+    if spec.below is None:
+        return torch.zeros(spec.shape, dtype=dtype_of(model), device="meta")
+    return whole_numbers(spec)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """What a model computes in: the dtype of its weights."""
+    found = (p.dtype for p in model.parameters() if p.is_floating_point())
+    return next(found, torch.get_default_dtype())
 
 
 def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
     if "decoder_input_ids" in given and "encoder_outputs" in accepted_by(model):
         yield from _decoder_alone(model, given["decoder_input_ids"], rows)
     if "input_ids" in given:
+        if given.keys() - {"input_ids", "decoder_input_ids", "mm_token_type_ids"}:
+            alone: Inputs = {"input_ids": Spec((rows, TOKENS), given["input_ids"].below)}
+            if "decoder_input_ids" in given:
+                alone["decoder_input_ids"] = given["decoder_input_ids"]
+            yield replace(main_call(model, alone), label="text alone", required=False)
         yield from _optional_text(model, given, rows)
     elif set(given) == {"pixel_values"} and len(given["pixel_values"].shape) == 4:
         yield from _optional_images(model, given["pixel_values"])
@@ -96,9 +170,9 @@ def _decoder_alone(model: Any, ids: Spec, rows: int) -> Iterator[Call]:
     """As ``generate`` calls it: the encoder has run before, once for all steps."""
     config = model.config.get_text_config(decoder=True)
     width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
-    encoded = {"encoder_outputs": (on_meta(Spec((rows, TOKENS, width))),)}
+    encoded = {"encoder_outputs": (example(model, Spec((rows, TOKENS, width))),)}
     steps = tuple(
-        ((), {"decoder_input_ids": on_meta(Spec((rows, tokens), ids.below)), **encoded})
+        ((), {"decoder_input_ids": example(model, Spec((rows, tokens), ids.below)), **encoded})
         for tokens in (TOKENS, 1)
     )
     caches = {"past_key_values", "use_cache"} <= accepted_by(model)
@@ -107,14 +181,14 @@ def _decoder_alone(model: Any, ids: Spec, rows: int) -> Iterator[Call]:
 
 
 def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
-    accepted, ids = accepted_by(model), on_meta(Spec((rows, TOKENS), 2))
+    accepted, ids = accepted_by(model), example(model, Spec((rows, given["input_ids"].shape[1]), 2))
     optional = [name for name in ("token_type_ids", "position_ids") if name in accepted]
     inputs: dict[str, Any] = {**_step(model, given, 0)[1], **dict.fromkeys(optional, ids)}
     table = _input_embeddings(model)
     if "inputs_embeds" in accepted and table is not None:
         width = int(getattr(table, "embedding_dim", table.weight.shape[-1]))
         inputs["inputs_embeds"] = torch.zeros(
-            rows, TOKENS, width, dtype=table.weight.dtype, device="meta"
+            *ids.shape, width, dtype=table.weight.dtype, device="meta"
         )
         inputs.pop("input_ids")
     elif not optional:
@@ -133,21 +207,21 @@ def _input_embeddings(model: Any) -> Any:
 
 
 def _optional_images(model: Any, pixels: Spec) -> Iterator[Call]:
-    accepted, plain = accepted_by(model), {"pixel_values": on_meta(pixels)}
+    accepted, plain = accepted_by(model), {"pixel_values": example(model, pixels)}
     rows, channels = pixels.shape[:2]
     (height, width), patch = image_size(model.config), patch_size(model.config)
     patches = (height // patch[0]) * (width // patch[1])
     if "bool_masked_pos" in accepted:
-        masked = torch.zeros(rows, patches, dtype=torch.bool, device="meta")
+        masked = torch.zeros(rows, patches, dtype=torch.bool)
         yield Call(
             "masked positions", (((), {**plain, "bool_masked_pos": masked}),), required=False
         )
     if "attention_mask" in accepted:
-        mask = on_meta(Spec((rows, patches + 1), 2))
+        mask = example(model, ones(rows, patches + 1))
         inputs = {**plain, "attention_mask": mask}
         yield Call("attention mask", (((), inputs),), required=False)
     if "interpolate_pos_encoding" in accepted:
-        larger = on_meta(Spec((rows, channels, height + patch[0], width + patch[1])))
+        larger = example(model, Spec((rows, channels, height + patch[0], width + patch[1])))
         flags = {"interpolate_pos_encoding": True}
         yield Call("other image size", (((), {"pixel_values": larger}),), flags, required=False)
 

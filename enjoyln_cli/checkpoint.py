@@ -31,6 +31,7 @@ from enjoyln_cli.config import (
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
 from enjoyln_cli.files import WEIGHTS, comes_along, shards_in_index, weights_among
 from enjoyln_cli.output import staged_output
+from enjoyln_cli.pipeline import transformer_folder
 from enjoyln_cli.shards import (
     DTYPES,
     Stored,
@@ -48,6 +49,7 @@ __all__ = [
     "open_checkpoint",
     "open_source",
     "other_files",
+    "pipeline_files",
     "raw_config",
     "read_tensor",
     "require_unfolded",
@@ -68,9 +70,16 @@ class Source:
     model: str
     """As the user gave it: a Hub id or a path."""
     path: Path
-    """The directory that holds the files; for a Hub id its snapshot in the cache."""
+    """The directory that holds config and weights; for a Hub id its snapshot in the cache."""
     revision: str | None
     """The commit of a Hub id, ``None`` for a directory."""
+    folder: str = ""
+    """Where ``path`` lies in the directory that ``model`` names: of a pipeline, the transformer."""
+
+    @property
+    def root(self) -> Path:
+        """The directory of the whole pipeline; that of the model where it is not part of one."""
+        return self.path.parents[len(Path(self.folder).parts) - 1] if self.folder else self.path
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,8 @@ def open_source(
     if model and os.path.isdir(local):
         if revision is not None:
             raise ModelNotFound(f"{model} is a directory and has no revision {revision!r}; drop it")
-        return Source(model, Path(local), None)
+        folder = transformer_folder(Path(local))
+        return Source(model, Path(local, folder), None, folder)
     if model and os.path.exists(local):
         raise ModelNotFound(f"{model} is a file; pass the directory that holds it")
     if not _HUB_ID.fullmatch(model):
@@ -351,15 +361,34 @@ def _read_into(file: int, data: memoryview, stored: Stored, start: int) -> None:
 
 
 def other_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Every file that comes along, relative to the directory: all but weights and their indices.
+    """Every file of the model that comes along: all but weights and their indices.
 
-    Raises ``BadCheckpoint`` for a link out of the directory or to another directory.
+    Names are relative to the model's directory. Raises ``BadCheckpoint`` for a link out of it or to
+    another directory.
     """
-    root, found = checkpoint.source.path, []
-    for folder, folders, files in os.walk(root):
-        inside = Path(folder).relative_to(root)
-        folders[:] = [name for name in folders if comes_along(f"{(inside / name).as_posix()}/")]
+    return _carried(checkpoint.source)
+
+
+def pipeline_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Every file of the pipeline outside of the model's folder, relative to the pipeline.
+
+    There is none where the model's directory is the whole. Raises as ``other_files`` does.
+    """
+    source = checkpoint.source
+    if not source.folder:
+        return ()
+    whole = Source(source.model, source.root, source.revision)
+    return _carried(whole, leaving=source.folder)
+
+
+def _carried(source: Source, leaving: str = "") -> tuple[str, ...]:
+    """The files below ``source.path`` that come along, except for those of one folder."""
+    found = []
+    for folder, folders, files in os.walk(source.path):
+        inside = Path(folder).relative_to(source.path)
+        below = {name: (inside / name).as_posix() for name in folders}
+        folders[:] = [n for n, at in below.items() if at != leaving and comes_along(f"{at}/")]
         linked = [name for name in folders if Path(folder, name).is_symlink()]
         names = [(inside / name).as_posix() for name in files + linked]
         found += [name for name in names if comes_along(name)]
-    return tuple(name for name in sorted(found) if _located(checkpoint.source, name))
+    return tuple(name for name in sorted(found) if _located(source, name))

@@ -44,13 +44,16 @@ def build(model_class: type, config: Any) -> nn.Module:
     """An instance without weights; ``UnsupportedModel`` if the config does not describe one."""
     try:
         with torch.device("meta"):
-            return model_class(copy.deepcopy(config)).eval()
+            model: Any = model_class(copy.deepcopy(config)).eval()
     except Exception as error:  # a config can be wrong in as many ways as there are models
         first = str(error).strip().split("\n")[0][:200]
         raise UnsupportedModel(
             f"{model_class.__name__} cannot be built from this config: "
             f"{type(error).__name__}: {first}"
         ) from error
+    if getattr(model, "_can_set_experts_implementation", bool)():
+        model.set_experts_implementation("batched_mm")  # the one whose shapes no value decides
+    return model
 
 
 def class_named(name: str) -> type:

@@ -39,11 +39,35 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 DTYPES = click.Choice(["float32", "float16", "bfloat16"])
 FORMATS = click.Choice(["table", "json", "markdown", "csv"])
+OPENING = (
+    "revision",
+    "token",
+    "cache_dir",
+    "trust_remote_code",
+    "model_class",
+    "outputs",
+    "recipe",
+)
+
+
+def parse_names(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Names:
+    """``a,b`` as a tuple of names, each once."""
+    names = tuple(dict.fromkeys(name.strip() for name in (value or "").split(",") if name.strip()))
+    if value is not None and not names:
+        raise click.BadParameter("names nothing; write logits or logits,*_embeds", ctx, parameter)
+    return names
+
+
 model_class_option = click.option(
     "--model-class", metavar="CLASS", help="Plan for this class only, e.g. GPT2Model."
 )
+outputs_option = click.option(
+    "--outputs",
+    callback=parse_names,
+    metavar="NAMES",
+    help="Keep these outputs the same, not all: logits,*_embeds.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-OPENING = ("revision", "token", "cache_dir", "trust_remote_code", "model_class", "recipe")
 
 
 def debugging() -> bool:
@@ -136,6 +160,7 @@ def main() -> None:
 @click.option("--why", metavar="NORM", help="Show why this norm folds or stays, as a tree.")
 @click.option("--paper", is_flag=True, help="Add the count of the paper's Algorithm 1 as printed.")
 @model_class_option
+@outputs_option
 @click.option(
     "--model-type",
     "types",
@@ -191,6 +216,7 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 @click.option("-o", "--out", type=FOLDER, help="New directory for the result.")
 @click.option("--recipe", type=FILE, help="Make these edits only; refused where unproven.")
 @model_class_option
+@outputs_option
 @click.option("--dtype", type=DTYPES, help="Convert all floating weights on the way.")
 @click.option("--max-shard-size", callback=parse_size, metavar="SIZE", help="Cut shards anew: 5GB.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers; as many as cores by default.")

@@ -1,9 +1,9 @@
 """Load a model, run it, and say how far two runs are apart.
 
 Decides what is compared: every floating tensor that ``forward`` returns by default, the cache
-apart. The distance is ``||a - b|| / ||b||`` over all entries of all batches at once, a root mean
-square that does not hang on single entries. A run is exact when weights, activations and every
-place where a class asks for float32 are in float64.
+apart, or of these the outputs that a user has chosen. The distance is ``||a - b|| / ||b||`` over
+all entries of all batches at once, a root mean square that does not hang on single entries. A run
+is exact when weights, activations and every place where a class asks for float32 are in float64.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from enjoyln_cli.calls import dtype_of
 from enjoyln_cli.classes import class_named
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.inputs import Batch, masked
+from enjoyln_cli.returned import CACHE, by_field, named_by
 
 Outputs = list[dict[str, torch.Tensor]]
 """One dict per batch: the name of an output to its values on the CPU."""
@@ -129,7 +131,7 @@ def run(model: nn.Module, batches: Sequence[Batch]) -> Outputs:
 
     Floating inputs are cast to the model's dtype. A float64 model runs exactly (``Float64``).
     """
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = dtype_of(model)
     outputs: Outputs = []
     with torch.no_grad(), silent():
         for batch in batches:
@@ -149,18 +151,32 @@ def _flags(model: Any) -> dict[str, Any]:
     return {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
 
 
-def tensors(output: Any, name: str = "output") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Floating tensors of a model's output with their names, without the cache and losses."""
-    if isinstance(output, torch.Tensor):
-        if output.is_floating_point() and output.ndim:
-            yield name, output
-    elif isinstance(output, Mapping):
-        for key, value in output.items():
-            if key != "past_key_values":
-                yield from tensors(value, key)
-    elif isinstance(output, list | tuple):
-        for index, value in enumerate(output):
-            yield from tensors(value, f"{name}.{index}")
+    for name, values in by_field(output).items():
+        for value in values:
+            if value.is_floating_point() and value.ndim and CACHE not in name.split("."):
+                yield name, value
+
+
+def chosen(outputs: Outputs, names: Sequence[str]) -> Outputs:
+    """The outputs that ``names`` (or patterns) choose; all of them where there are no names.
+
+    Raises ``UnsupportedModel`` where a batch then has nothing to compare.
+    """
+    if not names:
+        return outputs
+    kept = [
+        {name: value for name, value in batch.items() if name in named_by(names, batch)}
+        for batch in outputs
+    ]
+    if not all(kept):
+        known = ", ".join(dict.fromkeys(name for batch in outputs for name in batch))
+        raise UnsupportedModel(
+            f"nothing to compare: the model returns {known}, and of these {', '.join(names)} "
+            "names none"
+        )
+    return kept
 
 
 def relative_errors(got: Outputs, exact: Outputs) -> dict[str, float]:

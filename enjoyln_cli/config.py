@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, UnsupportedModel
+from enjoyln_cli.pipeline import MODULES, reads_hidden_states
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,7 +27,7 @@ MARKER = "enjoyln"
 _INSTEAD = {
     "adapter_config.json": "it is an adapter, merge it into its base model first",
     "model_index.json": "it is a diffusers pipeline, pass one of its models",
-    "modules.json": "it is a sentence-transformers model, pass the folder of its transformer",
+    MODULES: "the first module of its modules.json is no transformer",
 }
 
 
@@ -37,7 +38,7 @@ def raw_config(source: Source) -> dict[str, Any]:
     """
     path = source.path / CONFIG
     if not path.is_file():
-        raise UnsupportedModel(f"{source.model} has no {CONFIG}; {_what_instead(source.path)}")
+        raise UnsupportedModel(f"{source.model} has no {CONFIG}; {_what_instead(source.root)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -64,7 +65,8 @@ def _what_instead(path: Path) -> str:
 def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedConfig:
     """The configuration object of transformers; custom code runs with ``trust_remote_code`` only.
 
-    Raises ``UnsupportedModel``, and ``BadCheckpoint`` as ``raw_config`` does.
+    It returns hidden states where the pipeline around the model reads them, so that they count as
+    outputs. Raises ``UnsupportedModel``, and ``BadCheckpoint`` as ``raw_config`` does.
     """
     raw = raw_config(source)
     require_unquantised(raw, source.model)
@@ -74,8 +76,11 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
         require_known_type(raw, source.model)
     from transformers import AutoConfig
 
+    states = {"output_hidden_states": True} if reads_hidden_states(source.path) else {}
     try:
-        return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            source.path, trust_remote_code=trust_remote_code, **states
+        )
     except Exception as error:  # a config class rejects what it likes, and how; so may custom code
         first = str(error).strip().split("\n")[0][:300]
         raise UnsupportedModel(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.analysis import Analysis
     from enjoyln_cli.fold import FoldResult
     from enjoyln_cli.plan import Plan
+    from enjoyln_cli.recipe import Recipe
     from enjoyln_cli.verify import Verification
 
 Event = Callable[[str, str], None]
@@ -44,7 +45,8 @@ class Inspected:
 
     def row(self, paper: bool = False) -> Row:
         """The report's row, with the paper's criterion beside where asked for."""
-        return row(self.name, self.analysis.plan, self.analysis.paper if paper else None)
+        found = self.analysis
+        return row(self.name, found.plan, found.paper if paper else None, found.gains())
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,21 @@ def analyze(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
+    outputs: Sequence[str] = (),
     **example_keywords: Any,
 ) -> Analysis:
     """Which LayerNorms of ``model`` can become RMSNorm, and why the others cannot.
 
     ``model`` is a Hub id, a directory, a configuration (weights are neither read nor downloaded),
-    or any live module together with the inputs of one call of it. Raises ``EnjoyLNError``.
+    or any live module together with the inputs of one call of it. ``outputs`` are the fields of
+    what it returns that have to stay the same, as names or patterns
+    (``vision_model_output.pooler_output``, ``logits_*``); all of them by default. Raises
+    ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis import analyze_config, analyze_module
 
     if isinstance(model, torch.nn.Module):
-        return analyze_module(model, *example_inputs, **example_keywords)
+        return analyze_module(model, *example_inputs, outputs=outputs, **example_keywords)
     if example_inputs or example_keywords:
         raise EnjoyLNError("example inputs go with a live torch.nn.Module, not with a checkpoint")
     config: Any = model
@@ -99,7 +105,7 @@ def analyze(
             str(model), revision=revision, token=token, cache_dir=cache_dir, weights=False
         )
         config = store.load_config(source, trust_remote_code)
-    return analyze_config(config, model_class=model_class)
+    return analyze_config(config, model_class=model_class, outputs=outputs)
 
 
 def inspect(
@@ -111,6 +117,7 @@ def inspect(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
+    outputs: Sequence[str] = (),
 ) -> Inspected:
     """Analyse the model ``name``, or with ``is_type`` that model type's default configuration."""
     if is_type:
@@ -119,7 +126,7 @@ def inspect(
         source = store.open_source(name, revision=revision, token=token, cache_dir=cache_dir)
         config = store.load_config(source, trust_remote_code)
         store.require_unfolded(config)
-    found = analyze(config, model_class=model_class)
+    found = analyze(config, model_class=model_class, outputs=outputs)
     return Inspected(name, config, found)
 
 
@@ -150,15 +157,18 @@ def prepare(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
+    outputs: Sequence[str] = (),
     on_event: Event | None = None,
 ) -> Prepared:
     """Open and analyse ``model``, and settle which proven edits will be made.
 
     Where ``out`` is given, it is refused before any work if ``write`` could not place it there.
     ``recipe`` names a file that is followed or refused. Without one the plan is the whole proof,
-    and a shipped recipe that disagrees with it raises a warning. Raises ``EnjoyLNError``.
+    and a shipped recipe that disagrees with it raises a warning. ``outputs`` are those of
+    ``analyze``, by default the recipe's. Raises ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis import analyze_config
+    from enjoyln_cli.recipe import load_recipe, outputs_asked
 
     event = on_event or _warn
     hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
@@ -167,12 +177,15 @@ def prepare(
     config = store.load_config(source, trust_remote_code)
     store.require_unfolded(config)
     if out is not None:
-        check_place(Path(out), source=source.path, force=force)
+        check_place(Path(out), source=source.root, force=force)
     source = store.open_source(str(model), revision=source.revision, weights=True, **hub)
     checkpoint = store.open_checkpoint(source)
+    config = store.load_config(source, trust_remote_code)  # with the settings of a pipeline
     event("stage", f"tracing {config.model_type}")
-    found = analyze_config(config, model_class=model_class, checkpoint=checkpoint)
-    plan = _settled(found.plan, config, recipe, event)
+    asked = None if recipe is None else load_recipe(recipe)
+    outputs = outputs or (outputs_asked(asked, model_class, config) if asked else ())
+    found = analyze_config(config, model_class=model_class, checkpoint=checkpoint, outputs=outputs)
+    plan = _settled(found.plan, config, asked, event)
     if unproven := set(config.architectures or ()) - set(plan.classes):
         event(
             "warning",
@@ -235,6 +248,7 @@ def convert(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
+    outputs: Sequence[str] = (),
     on_event: Event | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     dtype: torch.dtype | str | None = None,
@@ -247,6 +261,7 @@ def convert(
 
     ``dtype`` converts all floating weights on the way, ``max_shard_size`` (bytes) cuts the shards
     anew, ``on_progress`` receives bytes done and bytes in all, ``on_event`` stages and warnings.
+    ``outputs`` are those of ``analyze``: what has to stay the same, where that is not everything.
     With ``verify`` a result that does not compute the original function is not kept:
     ``VerificationFailed``. Raises ``EnjoyLNError`` in every case that leaves no ``out``.
     """
@@ -260,6 +275,7 @@ def convert(
         token=token,
         cache_dir=cache_dir,
         trust_remote_code=trust_remote_code,
+        outputs=outputs,
         on_event=on_event,
     )
     return write(
@@ -286,12 +302,12 @@ def recipe_text(found: Sequence[Inspected]) -> str:
     return dump_recipe(recipes[0] if len(recipes) == 1 else merged(recipes))
 
 
-def _settled(plan: Plan, config: PretrainedConfig, recipe: str | Path | None, event: Event) -> Plan:
-    from enjoyln_cli.recipe import differences, follow, load_recipe, shipped_recipe
+def _settled(plan: Plan, config: PretrainedConfig, recipe: Recipe | None, event: Event) -> Plan:
+    from enjoyln_cli.recipe import differences, follow, shipped_recipe
 
     if recipe is not None:
-        return follow(load_recipe(recipe), plan, config=config)
-    shipped = shipped_recipe(plan, config)
+        return follow(recipe, plan, config=config)
+    shipped = None if plan.outputs else shipped_recipe(plan, config)
     same_classes = shipped and set(shipped.variants[0].classes) == set(plan.classes)
     found = differences(shipped, plan, config=config) if shipped and same_classes else ()
     if found:

@@ -78,6 +78,8 @@ class Variant:
     ops: tuple[OpLine, ...] = ()
     entry_inputs: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    """Those that stay the same, as in ``Plan``; empty for all."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ def recipe_of(
         _collapsed(ops, layers),
         plan.entry_inputs,
         plan.unproven,
+        plan.outputs,
     )
     used = sorted({name for span in spans for name in attributes(span)})
     record = Record(
@@ -294,6 +297,26 @@ def variant_for(recipe: Recipe, model_type: str, model_class: str, config: Any =
         f"{recipe.where}: made for models with {', '.join(misses)}, which the config of this one "
         "does not have; pass a recipe that was written for such a model"
     )
+
+
+def outputs_asked(recipe: Recipe, model_class: str | None, config: Any) -> tuple[str, ...]:
+    """The outputs that a recipe keeps the same, for ``model_class`` or whichever class it is for.
+
+    Raises ``RecipeError`` where its classes keep different ones.
+    """
+    values = as_mapping(config)
+    asked = {
+        variant.outputs
+        for variant in recipe.variants
+        if model_class in (None, variant.model_class)
+        and recipe.model_type == values.get("model_type")
+        and all(values.get(key) == value for key, value in variant.when.items())
+    }
+    if len(asked) > 1:
+        raise RecipeError(
+            f"{recipe.where}: keeps other outputs for each class; choose one with --model-class"
+        )
+    return asked.pop() if asked else ()
 
 
 def as_mapping(config: Any) -> Mapping[str, Any]:

@@ -1,26 +1,30 @@
 """The inputs that a transformers model takes, told from its ``forward`` and its config.
 
-Decides names, shapes and ranges only. Whoever needs the tensors makes them: on the meta device to
-trace a model, with seeded values to compare two. What is not known from the config is tried in the
-order of likelihood, so ``main_inputs`` gives alternatives.
+Decides names, shapes and ranges. Whoever needs the tensors makes them: without real values to trace
+a model, with seeded ones to compare two. What is not known from the config is tried in the order of
+likelihood, so ``main_inputs`` gives alternatives.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+
+import torch
 
 from enjoyln_cli.errors import UnsupportedModel
 
 SAMPLES = 3600
 """Of raw audio: ten frames behind the usual strides of 320 samples."""
-FRAMES = 30
+FRAMES = 32
 """Of audio features, where the config does not fix their number."""
 SIDE = 64
 """Of an image, where the config does not fix it."""
+GRID = 4
+"""Patches to a side, where a model takes images as rows of patches."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,10 @@ class Spec:
     shape: tuple[int, ...]
     below: int | None = None
     """Whole numbers from 0 up to, but not including, this one; ``None`` for real numbers."""
+    leading: tuple[int, ...] = ()
+    """What each row (last dimension) starts with instead: sizes, ones of a mask, image tokens."""
+    last: int | None = None
+    """What each row ends with, and nothing else is: the token that ends a text."""
 
 
 Inputs = dict[str, Spec]
@@ -43,37 +51,59 @@ def accepted_by(model: Any) -> frozenset[str]:
 def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """What one call of ``model`` needs, the likeliest form first.
 
-    The model's main input, the decoder's, and one of every other modality that its config has a
-    sub-model for. Raises ``UnsupportedModel`` for a main input of no known kind.
+    The model's main inputs, what ``forward`` requires besides, and one of every other modality that
+    its config has a sub-model for. Raises ``UnsupportedModel`` for an input of no known kind.
     """
-    accepted, main = accepted_by(model), getattr(model, "main_input_name", "input_ids")
-    if main not in _MAKERS:
-        raise UnsupportedModel(
-            f"{type(model).__name__} takes {main}; only {', '.join(_MAKERS)} can be made up. "
-            "Pass example inputs to analyze() in Python"
-        )
-    names = [name for name in _MAKERS if name == main or _has_part(model, name, accepted)]
-    wanted = [names, [main]] if len(names) > 1 else [names]
-    for chosen in wanted:
-        for forms in product(*(_MAKERS[name](model.config, rows, tokens) for name in chosen)):
-            given = dict(zip(chosen, forms, strict=True))
+    accepted = accepted_by(model)
+    main = getattr(model, "main_input_name", "input_ids")
+    needed = dict.fromkeys(([main] if isinstance(main, str) else main) + _required(model))
+    others = [name for name in _PARTS if name not in needed and _has_part(model, name, accepted)]
+    for names in ([*needed, *others], [*needed]) if others else ([*needed],):
+        for bundle in product(*(_forms(model, name, rows, tokens) for name in names)):
+            given: Inputs = {}
+            for part in bundle:
+                given |= part
             if "decoder_input_ids" in accepted:
-                given["decoder_input_ids"] = next(_ids(model.config, rows, tokens))
-            if "bbox" in accepted and "input_ids" in given:  # every token at the page's corner
-                given["bbox"] = Spec((rows, tokens, 4), 1)
+                given["decoder_input_ids"] = Spec((rows, tokens), vocabulary(model.config))
             yield given
 
 
+def _required(model: Any) -> list[str]:
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+
+
+def _forms(model: Any, name: str, rows: int, tokens: int) -> list[Inputs]:
+    """The bundles of inputs that ``name`` can come in, of those that ``forward`` takes."""
+    accepted = accepted_by(model)
+    if name in _COMPANIONS and name not in _MAKERS:
+        return [{}]  # comes along in the bundle of another one
+    if name not in _MAKERS:
+        raise UnsupportedModel(
+            f"{type(model).__name__} takes {name}, which cannot be made up. "
+            "Pass example inputs to analyze() in Python"
+        )
+    found = [form for form in _MAKERS[name](model.config, rows, tokens) if form.keys() <= accepted]
+    required = {n for n in _required(model) if n in _COMPANIONS and n not in _MAKERS}
+    with_all = [form for form in found if required <= form.keys()]
+    return with_all if any(required & form.keys() for form in found) else found
+
+
 def _has_part(model: Any, name: str, accepted: frozenset[str]) -> bool:
-    part = _PARTS.get(name)
-    return name in accepted and part is not None and hasattr(model.config, part)
+    return name in accepted and any(hasattr(model.config, part) for part in _PARTS[name])
 
 
 _PARTS = {
-    "input_ids": "text_config",
-    "pixel_values": "vision_config",
-    "input_features": "audio_config",
+    "input_ids": ("text_config",),
+    "pixel_values": ("vision_config", "vq_config", "vit_config"),
+    "input_features": ("audio_config", "audio_encoder_config"),
 }
+_COMPANIONS = frozenset({
+    "grid_thw", "image_grid_thw", "image_grid_hw", "pixel_attention_mask", "spatial_shapes",
+    "image_sizes", "merge_sizes", "input_features_mask", "audio_mel_mask", "past_time_features",
+    "past_observed_mask",
+})  # fmt: skip
 
 
 def vocabulary(config: Any) -> int:
@@ -81,8 +111,42 @@ def vocabulary(config: Any) -> int:
     return int(getattr(config.get_text_config(), "vocab_size", 0) or 2)
 
 
-def _ids(config: Any, rows: int, tokens: int) -> Iterator[Spec]:
-    yield Spec((rows, tokens), vocabulary(config))
+def hidden_size(config: Any) -> int:
+    """Features of a token."""
+    text = config.get_text_config()
+    return int(getattr(text, "hidden_size", 0) or getattr(text, "d_model", 0) or 1)
+
+
+def whole_numbers(spec: Spec, generator: torch.Generator | None = None) -> torch.Tensor:
+    """An int64 tensor as ``spec`` describes it, seeded by ``generator``."""
+    generator = generator or torch.Generator().manual_seed(0)
+    drawn = torch.randint(0, spec.below or 2, spec.shape, generator=generator)
+    if spec.last is not None:
+        drawn[drawn == spec.last] = (spec.last + 1) % (spec.below or 2)
+        drawn[..., -1] = spec.last
+    if spec.leading:
+        drawn[..., : len(spec.leading)] = torch.tensor(spec.leading)
+    return drawn
+
+
+def ones(*shape: int) -> Spec:
+    """A mask that hides nothing."""
+    return Spec(shape, 2, (1,) * shape[-1])
+
+
+def _ids(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    end = getattr(config, "eos_token_id", None)
+    # Classifiers with two stacks read the one place where a row ends.
+    last = end if isinstance(end, int) and getattr(config, "is_encoder_decoder", False) else None
+    ids: Inputs = {"input_ids": Spec((rows, tokens), vocabulary(config), last=last)}
+    yield {**ids, "bbox": Spec((rows, tokens, 4), 1)}  # every token at the page's corner
+    yield {**ids, "bbox": Spec((rows, tokens, 8))}
+    yield {
+        **ids,
+        "visual_feats": Spec((rows, GRID, int(getattr(config, "visual_feat_dim", 1) or 1))),
+        "visual_pos": Spec((rows, GRID, 4)),
+    }
+    yield ids
 
 
 def image_size(config: Any) -> tuple[int, int]:
@@ -97,57 +161,170 @@ def patch_size(config: Any) -> tuple[int, int]:
 
 
 def _vision(config: Any) -> list[Any]:
-    parts = ("vision_config", "backbone_config", "encoder_config")
+    parts = ("vision_config", "backbone_config", "encoder_config", "vq_config", "vit_config")
     return [config, *(part for name in parts if (part := getattr(config, name, None)) is not None)]
 
 
 def pair(value: int | Sequence[int]) -> tuple[int, int]:
     """One number for both sides, or one each."""
-    return (value, value) if isinstance(value, int) else (int(value[-2]), int(value[-1]))
+    if isinstance(value, int):
+        return value, value
+    return (int(value[0]), int(value[0])) if len(value) == 1 else (int(value[-2]), int(value[-1]))
 
 
-def _pixels(config: Any, rows: int, tokens: int) -> Iterator[Spec]:
-    found = (getattr(c, "num_channels", None) for c in _vision(config))
-    channels = next((int(value) for value in found if isinstance(value, int)), 3)
-    yield Spec((rows, channels, *image_size(config)))
-    frames = getattr(config, "num_frames", None)
-    if frames:
-        yield Spec((rows, int(frames), channels, *image_size(config)))
+def _number(config: Any, *names: str, default: int) -> int:
+    """The first of the attributes that some vision config has as a number."""
+    found = (getattr(c, name, None) for c in _vision(config) for name in names)
+    return next((value for value in found if isinstance(value, int) and value), default)
 
 
-def _features(config: Any, rows: int, tokens: int) -> Iterator[Spec]:
+def _pixels(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
+    height, width = image_size(config)
+    image = (channels, height, width)
+    sizes = Spec((rows, 2), height + 1, (height, width))
+    yield {"pixel_values": Spec((rows, *image)), "image_sizes": sizes}
+    yield {"pixel_values": Spec((rows, *image))}
+    if frames := _number(config, "num_frames", default=0):
+        yield {"pixel_values": Spec((rows, frames, *image))}
+    yield from _patches(config, rows, channels)
+    yield {
+        "pixel_values": Spec((rows, 1, *image)),
+        "pixel_attention_mask": ones(rows, 1, *image[1:]),
+    }
+    for crops in (2, 3, 5):
+        yield {"pixel_values": Spec((rows, crops, *image)), "image_sizes": sizes}
+    yield {"pixel_values": Spec((rows, 1, *image)), "image_attention_mask": ones(rows, tokens, 1)}
+    yield {"pixel_values": Spec((rows, 2, *image))}
+
+
+def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
+    """Images as rows of patches, of ``GRID x GRID`` patches each."""
+    side = patch_size(config)[0]
+    frames = _number(config, "temporal_patch_size", default=1)
+    count, width = rows * GRID * GRID, channels * side * side
+    grid = Spec((rows, 3), GRID + 1, (1, GRID, GRID))
+    merge = _number(config, "spatial_merge_size", default=2)
+    for shape in (
+        (count, width * frames), (count, channels, side, side), (1, count, width * frames),
+        (count, channels, frames, side, side),
+    ):  # fmt: skip
+        for name in ("grid_thw", "image_grid_thw"):
+            merges = Spec((rows,), merge + 1, (merge,) * rows)
+            yield {"pixel_values": Spec(shape), name: grid, "merge_sizes": merges}
+            yield {"pixel_values": Spec(shape), name: grid}
+    for name in ("spatial_shapes", "image_grid_hw", "image_position_ids"):
+        yield {
+            "pixel_values": Spec((rows, GRID * GRID, width)),
+            "pixel_attention_mask": ones(rows, GRID * GRID),
+            name: Spec((rows, 2), GRID + 1, (GRID, GRID)),
+        }
+
+
+def _states(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """Of a vision tower that takes its patches by this name."""
+    channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
+    for form in _patches(config, rows, channels):
+        yield {"hidden_states" if name == "pixel_values" else name: s for name, s in form.items()}
+    yield {"hidden_states": Spec((rows, tokens, hidden_size(config)))}
+
+
+def _videos(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
+    frames = _number(config, "num_frames", "frames_per_clip", default=4)
+    yield {"pixel_values_videos": Spec((rows, frames, channels, *image_size(config)))}
+
+
+def _features(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """Channels before frames where the encoder's table fixes their number, else after."""
-    owners = [
-        config,
-        getattr(config, "audio_config", config),
-        getattr(config, "encoder_config", config),
-    ]
+    for shape, frames in _feature_shapes(config, rows):
+        for mask in ("input_features_mask", "feature_attention_mask"):
+            yield {"input_features": Spec(shape), mask: ones(rows, frames)}
+        yield {"input_features": Spec(shape)}
+
+
+def _feature_shapes(config: Any, rows: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    parts = ("audio_config", "encoder_config", "audio_encoder_config")
+    owners = [config, *(getattr(config, name) for name in parts if hasattr(config, name))]
     for owner in owners:
         bins, places = (
             getattr(owner, name, None) for name in ("num_mel_bins", "max_source_positions")
         )
         if bins and places:
-            yield Spec((rows, int(bins), 2 * int(places)))
-    widths = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim")
+            yield (rows, int(bins), 2 * int(places)), 2 * int(places)
+    widths = (
+        "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim",
+        "input_feat_size", "input_size", "n_mels", "feature_size",
+    )  # fmt: skip
     for owner in owners:
         for width in (getattr(owner, name, None) for name in widths):
             if isinstance(width, int):
-                yield Spec((rows, FRAMES, width))
-                yield Spec((rows, 1, FRAMES, width))
+                yield (rows, FRAMES, width), FRAMES
+                yield (rows, width, FRAMES), FRAMES
+                yield (rows, 1, FRAMES, width), FRAMES
+                yield (rows, 1, int(getattr(owner, "spec_size", FRAMES)), width), FRAMES
 
 
-def _samples(config: Any, rows: int, tokens: int) -> Iterator[Spec]:
+def _samples(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     bins, length = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
     if isinstance(bins, int) and isinstance(length, int):
-        yield Spec((rows, length, bins))
-    yield Spec((rows, SAMPLES))
-    yield Spec((rows, 1, SAMPLES))
+        yield {"input_values": Spec((rows, length, bins))}
+    yield {"input_values": Spec((rows, SAMPLES))}
+    yield {"input_values": Spec((rows, 1, SAMPLES))}
 
 
-_MAKERS = {
+def _past_values(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """Time series; a window reaches back by the longest lag."""
+    lags = getattr(config, "lags_sequence", None) or [0]
+    length = int(getattr(config, "context_length", None) or tokens) + max(lags)
+    channels = int(getattr(config, "num_input_channels", 0) or 0)
+    shape = (rows, length, channels) if channels else (rows, length)
+    times = int(getattr(config, "num_time_features", 0) or 0)
+    yield {
+        "past_values": Spec(shape),
+        "past_time_features": Spec((rows, length, times)),
+        "past_observed_mask": ones(*shape),
+    }
+    yield {"past_values": Spec(shape)}
+
+
+def _trajectory(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    widths = {"states": "state_dim", "actions": "act_dim"}
+    given = {
+        n: Spec((rows, tokens, getattr(config, w))) for n, w in widths.items() if hasattr(config, w)
+    }
+    ones_wide = {name: Spec((rows, tokens, 1)) for name in ("rewards", "returns_to_go")}
+    yield {**given, **ones_wide, "timesteps": Spec((rows, tokens), 2)}
+
+
+def _hidden(name: str) -> Callable[..., Iterator[Inputs]]:
+    def maker(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+        yield {name: Spec((rows, tokens, hidden_size(config)))}
+
+    return maker
+
+
+def _text_of(name: str, part: str) -> Callable[..., Iterator[Inputs]]:
+    def maker(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+        length = int(getattr(config, "task_seq_len", tokens))
+        yield {name: Spec((rows, length), vocabulary(getattr(config, part, config)))}
+
+    return maker
+
+
+_MAKERS: dict[str, Callable[..., Iterator[Inputs]]] = {
     "input_ids": _ids,
     "pixel_values": _pixels,
+    "pixel_values_videos": _videos,
     "input_features": _features,
     "input_values": _samples,
+    "hidden_states": _states,
+    "past_values": _past_values,
+    "states": _trajectory,
+    "inputs_embeds": _hidden("inputs_embeds"),
+    "query_embeds": _hidden("query_embeds"),
+    "inputs": _hidden("inputs"),
+    "qformer_input_ids": _text_of("qformer_input_ids", "qformer_config"),
+    "task_inputs": _text_of("task_inputs", "text_config"),
 }
-"""What can be a model's main input."""
+"""For each input that can be made up, the bundles that it comes in, with what belongs to it."""

@@ -16,6 +16,7 @@ from enjoyln_cli import rules  # noqa: F401  (fills the table that pull looks up
 from enjoyln_cli.axis import Axis, moved, through_view
 from enjoyln_cli.nodes import (
     SPLITS,
+    WRITTEN,
     Opaque,
     Pull,
     argument,
@@ -62,6 +63,8 @@ class Flow:
     """All traces of one model, with the answers found so far."""
 
     traces: tuple[Trace, ...]
+    required: frozenset[str] | None = None
+    """The fields of the models' outputs that have to stay the same; ``None`` for all outputs."""
     products: Mapping[Node, Node] = field(default_factory=dict)
     """Products that become the identity, to the factor that remains (``scales``)."""
     refused: Mapping[Node, str] = field(default_factory=dict)
@@ -109,6 +112,8 @@ class Flow:
 
     def _steps(self, value: Value) -> Iterator[Value | Observer]:
         for consumer in consumers(value.node):
+            if consumer.op == "output" and not self._is_required(value):
+                continue
             found = push(consumer, value.node, value.axis)
             if self.products.get(consumer) is value.node:
                 found = value.axis
@@ -116,6 +121,21 @@ class Flow:
                 yield Observer(value.trace, consumer, found.reason)
             elif isinstance(found, Axis):
                 yield Value(value.trace, consumer, found)
+
+    def _is_required(self, value: Value) -> bool:
+        """Whether a value that the model returns is one that has to stay the same."""
+        fields = self.traces[value.trace].returned.get(value.node)
+        return self.required is None or fields is None or not self.required.isdisjoint(fields)
+
+    def narrowed(self, traces: int, required: frozenset[str]) -> Flow:
+        """The same questions about the first ``traces`` alone, for ``required`` outputs."""
+        return Flow(self.traces[:traces], required, self.products, self.refused, self._pulls)
+
+    def reached(self) -> Iterator[tuple[str, ...]]:
+        """For every value asked about so far that the model returns: the fields that hold it."""
+        for value in self._observers:
+            if fields := self.traces[value.trace].returned.get(value.node):
+                yield fields
 
 
 def consumers(node: Node) -> Iterator[Node]:
@@ -137,6 +157,8 @@ def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
         return Opaque("the model returns it")
     if node.op != "call_function":
         return Opaque(f"{node.op} reads it")
+    if node.meta.get("written"):
+        return Opaque(WRITTEN)
     if _absorbs(node, operand, axis):
         return Absorbed()
     reasons = []

@@ -3,7 +3,8 @@
 ``W <- P W`` for every writer of the plan, or ``W <- P diag(s) W`` and ``s <- 1`` where a scale is
 merged into it, and nothing else. This module decides nothing about which
 norms fold; it decides what a converted directory consists of: the weights, the source's other files
-unchanged, ``config.json`` with the ``enjoyln`` entry (the marker), and ``enjoyln_recipe.yaml``.
+unchanged, ``config.json`` with the ``enjoyln`` entry (the marker), and ``enjoyln_recipe.yaml``. Of
+a pipeline that is the transformer's folder, and the other modules come along as they are.
 The directory appears whole, after the check has passed, or not at all.
 
 The marker, version 1, is what other programs read to know which norms are RMSNorm::
@@ -13,6 +14,7 @@ The marker, version 1, is what other programs read to know which norms are RMSNo
      "revision": "607a30d..." | null,
      "model_class": "GPT2LMHeadModel", whose module paths the lists below use
      "classes": [...],                 the classes for which the plan is proven
+     "outputs": [...],                 fields of the output that stay the same; empty: all of them
      "rmsnorm": [...],                 norms that see zero-mean inputs
      "layernorm": [...],               norms that stay as they are
      "centering": [{"module": ..., "place": "output" | "input",
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -41,6 +43,7 @@ from enjoyln_cli.checkpoint import (
     Checkpoint,
     Source,
     other_files,
+    pipeline_files,
     raw_config,
     require_unfolded,
     staged_output,
@@ -83,6 +86,7 @@ class Marker:
     entry_inputs: tuple[str, ...]
     unproven: tuple[str, ...]
     tool: str
+    outputs: tuple[str, ...] = ()
 
 
 def fold_checkpoint(
@@ -108,34 +112,42 @@ def fold_checkpoint(
     or of another shape, or holds NaN or Inf) and ``OutputError``; ``out`` is then as it was before.
     """
     begin = perf_counter()
-    config = raw_config(checkpoint.source)
+    source = checkpoint.source
+    config = raw_config(source)
     require_unfolded(config)
     edits = edits_of(plan, checkpoint)
-    with staged_output(out, source=checkpoint.source.path, force=force) as staged:
+    with staged_output(out, source=source.root, force=force) as staged:
+        inner = staged / source.folder
+        inner.mkdir(parents=True, exist_ok=True)
         write_shards(
             checkpoint,
             edits,
-            staged,
+            inner,
             scales={w.tensor: w.scale.tensor for w in plan.writers if w.scale},
             dtype=dtype,
             max_shard_size=max_shard_size,
             jobs=jobs,
             progress=progress,
         )
-        for name in other_files(checkpoint):
-            if name not in _OWN_FILES:
-                (staged / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(checkpoint.source.path / name, staged / name)
-        config = config_with_marker(config, plan, checkpoint.source)
+        names = [name for name in other_files(checkpoint) if name not in _OWN_FILES]
+        _copy(names, source.path, inner)
+        _copy(pipeline_files(checkpoint), source.root, staged)
+        config = config_with_marker(config, plan, source)
         if dtype is not None:
             config = _with_dtype(config, str(dtype).removeprefix("torch."))
-        (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (staged / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
+        (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (inner / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
         verification = check(staged) if check else None
         if verification is not None and not verification.passed:
             raise VerificationFailed(str(verification.summary))
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
     return FoldResult(out, plan, size, perf_counter() - begin, verification)
+
+
+def _copy(names: Iterable[str], source: Path, out: Path) -> None:
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, out / name)
 
 
 def edits_of(plan: Plan, checkpoint: Checkpoint) -> dict[str, tuple[Axis, ...]]:
@@ -217,6 +229,7 @@ def marker(plan: Plan, source: Source) -> dict[str, Any]:
         "revision": source.revision,
         "model_class": plan.model_class,
         "classes": list(plan.classes),
+        "outputs": list(plan.outputs),
         "rmsnorm": [verdict.norm for verdict in plan.folded],
         "layernorm": [verdict.norm for verdict in plan.kept],
         "centering": [
@@ -259,6 +272,7 @@ def read_marker(config: dict[str, Any]) -> Marker:
         entry_inputs=_texts(entry, "entry_inputs"),
         unproven=_texts(entry, "unproven"),
         tool=_text(entry, "tool"),
+        outputs=_texts(entry, "outputs") if "outputs" in entry else (),
     )
 
 

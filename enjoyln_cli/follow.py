@@ -44,6 +44,11 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
             f"{where}: claims the class {unknown[0]}, and the proof is for "
             f"{_listed(plan.classes)}; take it out of classes"
         )
+    if set(variant.outputs) != set(plan.outputs):
+        raise RecipeError(
+            f"{where}: keeps {_outputs(variant.outputs)} the same, and the proof is for "
+            f"{_outputs(plan.outputs)}; write that under outputs, or pass --outputs accordingly"
+        )
     asked = asked_for(variant, plan_layers(plan), where)
     _require_known(asked, plan, where)
     norms = tuple(_verdict(v, asked.norms.get(v.norm), where) for v in plan.norms)
@@ -93,6 +98,7 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
     lines += _wrong_axes(asked, plan, _sizes(recipe, config))
     for what, ours, theirs in (
         ("classes", variant.classes, plan.classes),
+        ("outputs", variant.outputs, plan.outputs),
         ("entry_inputs", variant.entry_inputs, plan.entry_inputs),
         ("unproven", variant.unproven, plan.unproven),
     ):
@@ -132,6 +138,7 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
         variant.entry_inputs,
         variant.unproven,
         tuple(recipe.record.other_norms.items()),
+        variant.outputs,
     )
 
 
@@ -334,6 +341,10 @@ def _shown(axis: Axis) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
+
+
+def _outputs(names: Sequence[str]) -> str:
+    return f"the outputs {_listed(names)}" if names else "all outputs"
 
 
 def _close(name: str, names: Iterable[str]) -> str:

@@ -8,14 +8,19 @@ the rounded one see the same numbers. Tokens come with padding in one row of eac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from enjoyln_cli.calls import dtype_of, forms, main_call
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.examples import Inputs, Spec, accepted_by, main_inputs, patch_size
+from enjoyln_cli.examples import Inputs, Spec, accepted_by, patch_size, whole_numbers
+from enjoyln_cli.trace import check_call
+from enjoyln_cli.weightless import without_weights
 
 Batch = dict[str, torch.Tensor]
 
@@ -37,25 +42,30 @@ def seeded(model: nn.Module, rows: int, seed: int, dtype: torch.dtype) -> list[B
     generator = torch.Generator().manual_seed(seed)
     step = _rows_at_once(model)
     sizes = [min(step, rows - first) for first in range(0, rows, step)]
-    form = _accepted_form(model)
-    return [
-        _batch(model, list(main_inputs(model, n, _length(model)))[form], generator, dtype)
-        for n in sizes
-    ]
+    bare = without_weights(model)
+    chosen = _accepted_form(model, bare)
+    made = {n: next(islice(forms(bare, n, _length(model)), chosen, None)) for n in set(sizes)}
+    return [_batch(model, made[n], generator, dtype) for n in sizes]
 
 
-def _accepted_form(model: Any) -> int:
+def _accepted_form(model: Any, bare: nn.Module) -> int:
     """Which of the forms that its inputs could have the model runs with; they are tried in turn."""
-    forms = list(main_inputs(model, 1, _length(model)))
+    found = list(forms(bare, 1, _length(model)))
+    if len(found) == 1:
+        return 0
+    for position, form in enumerate(found):
+        try:
+            check_call(bare, main_call(bare, form))
+        except Exception:  # whatever a model raises at an input of the wrong form
+            continue
+        return position
     errors: list[Exception] = []
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    for position, form in enumerate(forms):
-        if len(forms) == 1:
-            return position
+    dtype = dtype_of(model)
+    for position, form in enumerate(found):
         try:
             with torch.no_grad():
                 model(**_batch(model, form, torch.Generator().manual_seed(0), dtype))
-        except Exception as error:  # whatever a model raises at an input of the wrong form
+        except Exception as error:
             errors.append(error)
         else:
             return position
@@ -68,12 +78,12 @@ def _batch(model: Any, form: Inputs, generator: torch.Generator, dtype: torch.dt
     for name, spec in form.items():
         if name == "input_ids":
             batch |= _tokens(model, spec, generator)
-        elif name == "decoder_input_ids" and "input_ids" in batch:
+        elif name == "decoder_input_ids" and "input_ids" in batch and not form["input_ids"].leading:
             batch[name] = batch["input_ids"].flip(1)
         elif spec.below is None:
             batch[name] = torch.randn(spec.shape, generator=generator).to(dtype)
         else:
-            batch[name] = torch.randint(0, spec.below, spec.shape, generator=generator)
+            batch[name] = whole_numbers(spec, generator)
     return batch
 
 
@@ -87,20 +97,19 @@ def _tokens(model: Any, spec: Spec, generator: torch.Generator) -> Batch:
     """Token ids with padding at the end of the last row, its mask, and token types."""
     accepted, (rows, length) = accepted_by(model), spec.shape
     vocabulary = spec.below or 2
-    ids = torch.randint(0, vocabulary, spec.shape, generator=generator)
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-    if padding is not None and vocabulary > 1:
-        ids = torch.where(ids == padding, (padding + 1) % vocabulary, ids)
+    ids = whole_numbers(replace(spec, leading=()), generator)
+    kept = [padding, *dict.fromkeys(spec.leading)] if vocabulary > 1 else []
+    for token in (token for token in kept if token not in (None, spec.last)):
+        ids[ids == token] = (token + 1) % vocabulary
+    ids[:, : len(spec.leading)] = whole_numbers(spec)[:, : len(spec.leading)]
     mask = torch.ones_like(ids)
     if rows > 1:
-        mask[-1, length - length // 4 :] = 0
+        mask[-1, length - (length - len(spec.leading)) // 4 :] = 0
         if padding is not None:
             ids = torch.where(mask == 0, padding, ids)
-    end = getattr(model.config, "eos_token_id", None)
-    if isinstance(end, int) and getattr(model.config, "is_encoder_decoder", False):
-        # Classifiers of this kind read the one place where a row ends.
-        ids = torch.where(ids == end, (end + 1) % vocabulary, ids)
-        ids[torch.arange(rows), mask.sum(1) - 1] = end
+    if spec.last is not None:
+        ids[torch.arange(rows), mask.sum(1) - 1] = spec.last
     types = int(getattr(model.config.get_text_config(), "type_vocab_size", 0) or 0)
     batch = {"input_ids": ids, "attention_mask": mask}
     if types > 1:

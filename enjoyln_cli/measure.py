@@ -19,6 +19,7 @@ from enjoyln_cli import inputs
 from enjoyln_cli.checkpoint import Checkpoint, load_config
 from enjoyln_cli.compare import (
     Outputs,
+    chosen,
     divergence,
     head_kind,
     load,
@@ -115,10 +116,14 @@ def measure(
 ) -> Measured:
     """Four models, one after the other: never two of them in memory."""
     done = Measured()
+
+    def returned(model: Any) -> Outputs:
+        return chosen(run(model, examples.batches), subject.marker.outputs)
+
     model = subject.load(subject.original, torch.float64)
     try:
         examples = _examples(subject, model, text, images, seed, samples)
-        exact = run(model, examples.batches)
+        exact = returned(model)
     except RuntimeError as error:
         first = str(error).strip().split("\n")[0]
         raise UnsupportedModel(
@@ -128,14 +133,14 @@ def measure(
     done.rows = sum(map(_length, examples.batches))
     subject.centre(model)
     subject.install(model)
-    done.identity_error = _worst(relative_errors(run(model, examples.batches), exact))
+    done.identity_error = _worst(relative_errors(returned(model), exact))
     gone = weakref.ref(model)
     del model
     release(gone)
 
     model = subject.load(subject.folded, torch.float64)
     subject.install(model)
-    done.storage_error = _worst(relative_errors(run(model, examples.batches), exact))
+    done.storage_error = _worst(relative_errors(returned(model), exact))
     gone = weakref.ref(model)
     del model
     release(gone)
@@ -144,7 +149,7 @@ def measure(
         return perplexity(model, examples.text, examples.mask_token, seed)
 
     model = subject.load(subject.original, subject.dtype)
-    outputs = run(model, examples.batches)
+    outputs = returned(model)
     own = relative_errors(outputs, exact)
     done.original_error = _worst(own)
     before = score(model) if examples.text else None
@@ -153,11 +158,11 @@ def measure(
     release(gone)
 
     model = subject.load(subject.folded, subject.dtype)
-    stock = relative_errors(run(model, examples.batches), exact)
+    stock = relative_errors(returned(model), exact)
     done.stock_error, done.stock_ratio = _worst(stock), ratio(stock, own, subject.dtype)
     subject.install(model)
     with input_means(model) as means:
-        folded = run(model, examples.batches)
+        folded = returned(model)
     done.norm_input_mean = worst_first(means)
     runtime = relative_errors(folded, exact)
     done.runtime_error, done.ratio = _worst(runtime), ratio(runtime, own, subject.dtype)
@@ -190,7 +195,8 @@ def _examples(
         given = scored = inputs.from_text(model, tokenizer, words, TEXT_ROWS)
         mask_token = tokenizer.mask_token_id
     first = given or inputs.seeded(model, 2, seed, dtype)
-    rows = samples or _rows(run(model, [{name: value[:2] for name, value in first[0].items()}]))
+    two_rows = [{name: value[:2] for name, value in first[0].items()}]
+    rows = samples or _rows(chosen(run(model, two_rows), subject.marker.outputs))
     batches = _first_rows(given, rows)
     missing = rows - sum(map(_length, batches))
     if missing > 0:

@@ -35,6 +35,9 @@ Rule = Callable[[Node, Axis], Pull]
 
 _RULES: dict[Any, Rule] = {}
 
+WRITTEN = "its memory is written in place"
+"""Of a value that shares memory with one that an op writes into (``meta["written"]``)."""
+
 
 def rule(*ops: Any) -> Callable[[Rule], Rule]:
     """Register one rule for a family of ops, given as packets: all their overloads.
@@ -53,6 +56,8 @@ def pull(node: Node, axis: Axis) -> Pull:
     """The operands whose zero mean makes the value of ``node`` zero-mean over ``axis``."""
     if node.op != "call_function":
         return Opaque("its values are given, not computed")
+    if node.meta.get("written"):
+        return Opaque(WRITTEN)
     if axis.size == 1:
         return Opaque("a mean over one element")
     if shape_of(node) is None:

@@ -138,8 +138,18 @@ def centred_subclass(base: type) -> type:
     return make(f"Centred{base.__name__}", (base,), centred_subclass, base, forward=forward)
 
 
+def be_called(module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook that changes nothing, but makes a parent call the module's ``forward``.
+
+    Without one ``nn.TransformerEncoderLayer`` computes from its children's weights alone, in one
+    fused op and only where no gradient is wanted: no trace shows that.
+    """
+
+
 def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """``x - mean(x)`` over ``axis``, in float32 or wider, rounded once to the dtype of ``x``."""
+    if x.is_nested:  # what torch's encoder makes of padded rows
+        return torch.nested.as_nested_tensor([centre_value(row, axis) for row in x.unbind()])
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return centre(wide, moved(axis, axis.dim % x.ndim)).to(x.dtype)
 
@@ -241,6 +251,7 @@ def install(
         if not hasattr(module, "centrings"):
             plain: Any = type(module)
             _become(module, centred_subclass(plain))
+            module.register_forward_hook(be_called)
         module.centrings = centrings  # type: ignore[assignment]
     _add_hooks(model, tuple(entry_inputs), tuple(unproven))
     return model

@@ -88,6 +88,9 @@ class Plan:
     """Optional inputs and parameters that no trace has read."""
     other_norms: tuple[tuple[str, int], ...] = ()
     """Classes of modules that are RMSNorm already, with how often each occurs."""
+    outputs: tuple[str, ...] = ()
+    """Fields of the output, or patterns of them, that stay the same; empty for all that there are.
+    What a later call may be given, as a cache is, stays in any case."""
 
     @property
     def folded(self) -> tuple[Verdict, ...]:

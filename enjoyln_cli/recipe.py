@@ -5,6 +5,7 @@
     variants:
     - model_class: GPT2LMHeadModel
       classes: [GPT2LMHeadModel, GPT2Model]
+      outputs: [logits]                          # what stays the same; without it, every output
       when: {tie_word_embeddings: true}          # config attributes, all of which have to agree
       norms:                                     # fold, keep, fold_with: [modules], keep: reason
         transformer.h.{i}.ln_1: {fold_with: [transformer.wte]}
@@ -47,6 +48,7 @@ from enjoyln_cli.draft import (
     Variant,
     WriterLine,
     merged,
+    outputs_asked,
     recipe_of,
     variant_for,
 )
@@ -65,6 +67,7 @@ __all__ = [
     "follow",
     "load_recipe",
     "merged",
+    "outputs_asked",
     "parse_recipe",
     "recipe_of",
     "shipped_recipe",
@@ -133,6 +136,7 @@ def _variant_data(variant: Variant) -> dict[str, Any]:
     data: dict[str, Any] = {
         "model_class": variant.model_class,
         "classes": _Row(variant.classes),
+        "outputs": _Row(variant.outputs),
         "when": _Inline(sorted(variant.when.items())),
         "norms": {line.name: _norm_data(line) for line in variant.norms},
         "centre": _writers_data(variant.writers),
@@ -286,7 +290,7 @@ def _variant(value: Any, at: str) -> Variant:
         value,
         at,
         ("model_class", "norms"),
-        ("classes", "when", "centre", "centring_ops", "entry_inputs", "unproven"),
+        ("classes", "outputs", "when", "centre", "centring_ops", "entry_inputs", "unproven"),
     )
     model_class = schema.word(data["model_class"], f"{at}.model_class")
     return Variant(
@@ -302,6 +306,7 @@ def _variant(value: Any, at: str) -> Variant:
         schema.items(data.get("centring_ops", []), f"{at}.centring_ops", _op),
         schema.items(data.get("entry_inputs", []), f"{at}.entry_inputs", schema.word),
         schema.items(data.get("unproven", []), f"{at}.unproven", schema.text),
+        schema.items(data.get("outputs", []), f"{at}.outputs", schema.text),
     )
 
 

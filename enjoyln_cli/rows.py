@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from enjoyln_cli.convert import Prepared
     from enjoyln_cli.fold import FoldResult
+    from enjoyln_cli.gains import Gain
     from enjoyln_cli.plan import Plan
 
 Row = dict[str, Any]
 """One model's report, ready for JSON."""
 
 
-def row(model: str, plan: Plan, paper: Sequence[str] | None = None) -> Row:
+def row(
+    model: str, plan: Plan, paper: Sequence[str] | None = None, gains: Sequence[Gain] = ()
+) -> Row:
     """One model's report as plain data: all that ``report`` shows.
 
     ``paper``: the norms that Algorithm 1 as printed would fold; without it there is no such entry.
+    ``gains``: what folds besides if some output may change.
     """
     shapes = {(w.parameter, w.tensor if w.held else ""): w.shape for w in plan.writers}
     found: Row = {
@@ -32,6 +36,7 @@ def row(model: str, plan: Plan, paper: Sequence[str] | None = None) -> Row:
         "model_type": plan.model_type,
         "model_class": plan.model_class,
         "classes": list(plan.classes),
+        "outputs": list(plan.outputs),
         "norms": len(plan.norms),
         "folded_static": sum(v.status == "static" for v in plan.norms),
         "folded": len(plan.folded),
@@ -49,6 +54,10 @@ def row(model: str, plan: Plan, paper: Sequence[str] | None = None) -> Row:
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
         "rms_norms": dict(plan.other_norms),
+        "gains": [
+            {"without": list(g.without), "norms": g.norms, "outputs": list(g.outputs)}
+            for g in gains
+        ],
     }
     if paper is not None:
         found["paper"] = list(paper)
@@ -155,6 +164,8 @@ def notes(found: Row) -> list[str]:
             return [f"{model}: {already} norms are RMSNorm already, no LayerNorm to fold"]
         return [f"{model}: no LayerNorm in this model"]
     lines = [f"{model} ({found['model_class']})"]
+    if found["outputs"]:
+        lines.append(f"  only these outputs stay the same: {', '.join(found['outputs'])}")
     for op in found["ops"]:
         lines.append(f"  centre the {op['place']} of {op['module']}: {op['reason']}")
     for reason, kept in reasons(found):
@@ -162,9 +173,17 @@ def notes(found: Row) -> list[str]:
         lines.append(f"  keep {len(kept)}: {reason}: {names}")
         culprits = compact(dict.fromkeys(k["culprit"] for k in kept if k["culprit"]))
         lines += [f"    because of {culprit}" for culprit in culprits]
+    lines += [_gain(gain, found) for gain in found["gains"]]
     if found["unproven"]:
         lines.append(f"  not proven for calls with {', '.join(compact(found['unproven']))}")
     return lines if len(lines) > 1 else []
+
+
+def _gain(gain: Row, found: Row) -> str:
+    norms = f"{gain['norms']} more LayerNorm" + ("s fold" if gain["norms"] != 1 else " folds")
+    alone = f"; for {found['model_class']} alone" if len(found["classes"]) > 1 else ""
+    outputs = ",".join(gain["outputs"])
+    return f"  Without {', '.join(gain['without'])}: {norms} (--outputs {outputs}{alone})"
 
 
 def counts(found: Row) -> str:

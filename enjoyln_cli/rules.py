@@ -176,11 +176,12 @@ def _expand(node: Node, axis: Axis) -> Pull:
     return ((source, broadcast(source, axis, rank_of(node))),)
 
 
-@rule(aten.repeat)
+@rule(aten.repeat, aten.tile)
 def _repeat(node: Node, axis: Axis) -> Pull:
     """As ``expand``: the mean's own dimension has to be repeated once."""
-    source, times = node.args[0], node.args[1]
-    if times[axis.dim] != 1 or axis.dim < len(times) - rank_of(source):
+    source, rank = node.args[0], rank_of(node)
+    times = [1] * (rank - len(node.args[1])) + list(node.args[1])  # tile may leave out the first
+    if times[axis.dim] != 1 or axis.dim < rank - rank_of(source):
         return Opaque("a value repeated along the mean")
     return ((source, broadcast(source, axis, rank_of(node))),)
 
@@ -309,7 +310,7 @@ def _pad(node: Node, axis: Axis) -> Pull:
     """Zeros in new positions of other dimensions are zero-mean groups."""
     mode = argument(node, 2, "mode", "constant") if op_name(node) == "pad" else "constant"
     value = argument(node, 3 if op_name(node) == "pad" else 2, "value", 0)
-    padded = range(rank_of(node) - len(node.args[1]) // 2, rank_of(node))
+    padded = {rank_of(node) - 1 - i // 2 for i, width in enumerate(node.args[1]) if width != 0}
     if mode != "constant" or value not in (0, None) or axis.dim in padded:
         return Opaque("padding along the mean, or with something else than zeros")
     return ((node.args[0], axis),)

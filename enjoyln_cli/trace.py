@@ -1,7 +1,9 @@
 """From a model and a call of it to a graph, with its parameters named.
 
-A model class is built on the meta device (no weights) and captured by ``torch.export``. Names are
-those of the plan's reference class, whichever class a graph came from.
+A model class is built on the meta device (no weights) and captured by ``torch.export``. Where that
+fails, since shapes depend on the values of whole-number inputs, the ops of one run on example
+values are recorded instead (see ``weightless``), and the graph holds for calls of that kind. Names
+are those of the plan's reference class, whichever class a graph came from.
 """
 
 from __future__ import annotations
@@ -10,21 +12,36 @@ import gc
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, replace
+from io import StringIO
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, Node
 from torch.fx import config as fx_config
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from enjoyln_cli.calls import Call
 from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.examples import accepted_by
+from enjoyln_cli.returned import by_field, is_fed_back, tensors_in
+from enjoyln_cli.weightless import (
+    weightless,
+    without_real_values,
+    without_values,
+    without_weights,
+)
+from enjoyln_cli.writes import mark_written, mutating, replace_private_writes
 
 Naming = Callable[[str], str]
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +58,14 @@ class Trace:
     """Whether every user makes this call; otherwise it only adds optional inputs."""
     leaves: frozenset[str]
     """Paths of the modules without children, whose output can be replaced by class."""
+    model_class: str
+    returned: dict[Node, tuple[str, ...]]
+    """The fields of the class's output that hold a value; a value that goes out in another way than
+    by a field, and so has to stay whichever fields a user wants, is not among them."""
+    fed_back: frozenset[str]
+    """Fields that a later call may be given."""
+    by_example: bool = False
+    """Whether the graph is that of the example's whole numbers, rather than of any."""
 
     def module_of(self, node: Node) -> str:
         """Path of the innermost module whose forward computed the node."""
@@ -79,11 +104,10 @@ class Trace:
 
     def _held_by(self, node: Node, path: str) -> bool:
         """Whether a module brings the value along: as its parameter, or as a constant."""
-        if node.op == "get_attr":
-            return True
         names = self.parameters.get(node)
         if names is None:
-            return node.op == "placeholder" and node not in self.inputs
+            given = node.op == "placeholder" and node not in self.inputs
+            return given or node.op == "get_attr"
         return any(name.rpartition(".")[0] == path for name in names)
 
 
@@ -94,7 +118,7 @@ def uncast(node: Node) -> Node:
     return node
 
 
-class _Steps(nn.Module):
+class Steps(nn.Module):
     """Runs a model's calls in one graph and returns every tensor that it gives out."""
 
     def __init__(self, model: nn.Module, flags: Mapping[str, Any], inner: str | None) -> None:
@@ -103,8 +127,9 @@ class _Steps(nn.Module):
         self.flags = dict(flags)
         self.inner = inner
 
-    def forward(self, *steps: Any) -> list[list[torch.Tensor]]:
-        returned: list[list[torch.Tensor]] = []
+    def forward(self, *steps: Any) -> list[tuple[dict[str, list[torch.Tensor]], Any]]:
+        """For each step the model's output by field, and all that ``inner`` returned."""
+        returned: list[tuple[dict[str, list[torch.Tensor]], Any]] = []
         cache: dict[str, Any] = {}
         inside: list[Any] = []
         if self.inner is not None:
@@ -112,7 +137,7 @@ class _Steps(nn.Module):
             hook = base.register_forward_hook(lambda *call: inside.append(call[-1]))
         for args, kwargs in steps:
             result = self.model(*args, **kwargs, **cache, **self.flags)
-            returned.append(tensors_in([result, inside]))
+            returned.append((by_field(result), tensors_in(inside)))
             if getattr(result, "past_key_values", None) is None:
                 break
             cache = {"past_key_values": result.past_key_values}
@@ -125,57 +150,140 @@ def _inner(path: str) -> str:
     return path.removeprefix("model").removeprefix(".")
 
 
-def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
-    """Every tensor that a model returned, those inside of caches and nested outputs too."""
-    seen = set() if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if id(value) in seen or value is None or isinstance(value, (str, int, float, type)):
-        return []
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        parts: Sequence[Any] = list(value.values())
-    elif isinstance(value, (list, tuple, set)):
-        parts = list(value)
-    else:
-        parts = list(getattr(value, "__dict__", {}).values())
-    return [tensor for part in parts for tensor in tensors_in(part, seen)]
-
-
 def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | None = None) -> Trace:
     """The graph of one call in eval mode, with ``aten.linear``, ``layer_norm`` and others whole.
 
     What the submodule ``inner`` returns counts as returned, so that the graph also proves the class
     of that submodule.
 
-    Raises ``TraceFailed`` where the model does not export, or writes into tensors in place in a
-    way that functionalisation cannot undo.
+    Raises ``TraceFailed`` where the model neither exports nor runs without its weights.
     """
+    try:
+        with _ready(model):
+            return _exported(model, call, naming, inner)
+    except Exception as error:  # torch.export raises what it meets, of any class
+        exporting = error
+    try:
+        bare = without_weights(model)
+        with _ready(bare):
+            return _recorded(bare, call, naming, inner)
+    except Exception as error:
+        first = str(error).strip().split("\n")[0][:300]
+        raise TraceFailed(
+            f"{type(model).__name__} could not be traced ({call.label}): "
+            f"{type(error).__name__}: {first}"
+        ) from exporting
+
+
+def check_call(model: nn.Module, call: Call) -> None:
+    """Run one call without weights; raises whatever the model raises at inputs of a wrong form."""
+    bare = without_weights(model)
+    with _ready(bare), weightless():
+        Steps(bare, call.flags, None)(*without_real_values(call.steps))
+
+
+@contextmanager
+def _ready(model: nn.Module) -> Iterator[None]:
+    """In eval mode, without gradients, without warnings, with the inputs of blocks marked."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with warnings.catch_warnings(), torch.no_grad(), _brief_export(), _marked_inputs(model):
             warnings.simplefilter("ignore")
-            runner = _Steps(model, call.flags, inner)
-            program = torch.export.export(runner, call.steps, strict=False)
-            _replace_private_writes(program.graph)
-            if _mutating(program.graph):
-                program = program.run_decompositions({})
-    except Exception as error:  # torch.export raises what it meets, of any class
-        first = str(error).strip().split("\n")[0][:300]
-        raise TraceFailed(
-            f"{type(model).__name__} could not be traced ({call.label}): "
-            f"{type(error).__name__}: {first}"
-        ) from error
+            yield
     finally:
         for module in training:
             module.training = True
-    if left := _mutating(program.graph):
-        raise TraceFailed(
-            f"{type(model).__name__} ({call.label}): {left[0].target} writes in place, "
-            "so the graph cannot be analysed"
+
+
+def _exported(model: nn.Module, call: Call, naming: Naming, inner: str | None) -> Trace:
+    steps = without_values(call.steps) if without_weights(model) is model else call.steps
+    program = torch.export.export(Steps(model, call.flags, inner), steps, strict=False)
+    replace_private_writes(program.graph)
+    if mutating(program.graph):
+        program = program.run_decompositions({})
+    if left := mutating(program.graph):
+        raise TraceFailed(f"{left[0].target} writes in place, so the graph cannot be analysed")
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[Node, torch.Tensor] = {}
+    inputs: list[Node | None] = []
+    for spec in program.graph_signature.input_specs:
+        node = nodes.get(getattr(spec.arg, "name", ""))
+        if spec.kind.name == "USER_INPUT":
+            inputs.append(node)
+        elif spec.kind.name == "PARAMETER" and node is not None:
+            parameters[node] = named[_inner(spec.target)]
+    given_out = program.graph.output_node().args[0]
+    outputs = list(zip(program.graph_signature.output_specs, given_out, strict=True))
+    returned = _fields(
+        [node for spec, node in outputs if spec.kind.name == "USER_OUTPUT"],
+        program.call_spec.out_spec,
+    )
+    for spec, node in outputs:
+        if spec.kind.name != "USER_OUTPUT":
+            returned.pop(node, None)  # it is written into a buffer too
+    return _named(program.graph, parameters, inputs, returned, model, call, naming)
+
+
+def _recorded(model: nn.Module, call: Call, naming: Naming, inner: str | None) -> Trace:
+    runner = Steps(model, call.flags, inner)
+    leaves, layout = pytree.tree_flatten(without_real_values(call.steps))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    layouts: list[pytree.TreeSpec] = []
+
+    def run(*values: torch.Tensor) -> list[torch.Tensor]:
+        given = iter(values)
+        filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        results, results_layout = pytree.tree_flatten(
+            runner(*pytree.tree_unflatten(filled, layout))
         )
-    return _named(program, model, call, naming)
+        layouts.append(results_layout)
+        return results
+
+    with weightless(), fx_traceback.preserve_node_meta(), _recorded_modules(runner):
+        recorded = make_fx(run, pre_dispatch=True, _error_on_data_dependent_ops=False)(*tensors)
+    replace_private_writes(recorded.graph)
+    mark_written(recorded.graph)
+    held = {id(parameter) for parameter in model.parameters()}
+    parameters: dict[Node, torch.Tensor] = {}
+    for node in recorded.graph.nodes:
+        if node.op == "get_attr":
+            value = node.meta["val"] = getattr(recorded, node.target)
+            if id(value) in held:
+                parameters[node] = value
+    given = iter([node for node in recorded.graph.nodes if node.op == "placeholder"])
+    inputs = [next(given) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    given_out: Any = recorded.graph.output_node().args[0]
+    returned = _fields(list(given_out), layouts[-1])
+    found = _named(recorded.graph, parameters, inputs, returned, model, call, naming)
+    return replace(found, by_example=True)
+
+
+@contextmanager
+def _recorded_modules(root: nn.Module) -> Iterator[None]:
+    """Every recorded op carries the module calls around it, as ``torch.export`` writes them."""
+    names = {module: name for name, module in root.named_modules()}
+    calls: Counter[str] = Counter()
+    stack: dict[str, tuple[str, type]] = {}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        name = names[module]
+        calls[name] += 1
+        stack[f"{name}@{calls[name]}"] = (name, type(module))
+        fx_traceback.get_current_meta()["nn_module_stack"] = dict(stack)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        stack.popitem()
+        fx_traceback.get_current_meta()["nn_module_stack"] = dict(stack)
+
+    hooks = [module.register_forward_pre_hook(enter, prepend=True) for module in names]
+    hooks += [module.register_forward_hook(leave, always_call=True) for module in names]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
@@ -215,7 +323,7 @@ def _marked(value: Any) -> Any:
 
 @contextmanager
 def _brief_export() -> Iterator[None]:
-    """Without what torch logs about exceptions that it raises anyway, and a quarter faster.
+    """Without what torch says about exceptions that it raises anyway, and a quarter faster.
 
     No Python stack is recorded with each node, and nothing looks for garbage while a graph grows.
     """
@@ -225,7 +333,8 @@ def _brief_export() -> Iterator[None]:
     fx_config.do_not_emit_stack_traces = True
     gc.disable()
     try:
-        yield
+        with redirect_stderr(StringIO()):
+            yield
     finally:
         logging.disable(logged)
         fx_config.do_not_emit_stack_traces = unrecorded
@@ -233,78 +342,44 @@ def _brief_export() -> Iterator[None]:
             gc.enable()
 
 
-def _mutating(graph: Graph) -> list[Node]:
-    harmless = {torch.ops.aten.detach_.default}
-    return [
-        node
-        for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
-        and node.target._schema.is_mutable
-        and node.target not in harmless
-    ]
-
-
-aten = torch.ops.aten
-_FRESH = {
-    aten.add, aten.addmm, aten.baddbmm, aten.bmm, aten.cat, aten.conv1d, aten.conv2d, aten.div,
-    aten.embedding, aten.gelu, aten.layer_norm, aten.linear, aten.matmul, aten.mm, aten.mul,
-    aten.sub,
-}  # fmt: skip
-"""Ops whose result never shares memory with an operand."""
-
-
-def _replace_private_writes(graph: Graph) -> None:
-    """``x.add_(y)`` becomes ``x.add(y)`` where nothing else can see the memory of ``x`` any more.
-
-    That is so if ``x`` is fresh and its other readers came before and gave out fresh memory. It
-    spares a model with a residual ``+=`` the full functionalisation, ten times as slow.
-    """
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    for node in _mutating(graph):
-        target: Any = node.target
-        written: Any = node.args[0] if node.args else None
-        plain = getattr(aten, target.overloadpacket.__name__.rstrip("_"), None)
-        if plain not in _FRESH or not isinstance(written, Node):
-            continue
-        others = [user for user in written.users if user is not node]
-        private = all(_is_fresh(user) and position[user] < position[node] for user in others)
-        if private and _is_fresh(written) and node.all_input_nodes.count(written) == 1:
-            node.target = getattr(plain, target._overloadname)
-
-
-def _is_fresh(node: Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in _FRESH
-
-
-def _named(program: Any, model: nn.Module, call: Call, naming: Naming) -> Trace:
+def _named(
+    graph: Graph,
+    parameters: Mapping[Node, torch.Tensor],
+    inputs: Iterable[Node | None],
+    returned: dict[Node, tuple[str, ...]],
+    model: nn.Module,
+    call: Call,
+    naming: Naming,
+) -> Trace:
+    """The trace of a graph; ``inputs`` are the nodes of the flattened steps, in their order."""
     aliases: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(tensor), []).append(naming(name))
-    by_name = {
-        name: aliases[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)
-    }
-    inputs = iter([_key(path) for path, _ in pytree.tree_flatten_with_path((call.steps, {}))[0]])
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    parameters: dict[Node, tuple[str, ...]] = {}
-    named_inputs: dict[Node, str] = {}
-    for spec in program.graph_signature.input_specs:
-        node = nodes.get(getattr(spec.arg, "name", ""))
-        if spec.kind.name == "USER_INPUT":
-            name = next(inputs)
-            if node is not None:
-                named_inputs[node] = name
-        elif spec.kind.name == "PARAMETER" and node is not None:
-            parameters[node] = tuple(by_name[_inner(spec.target)])
+    names = [_key(path) for path, _ in pytree.tree_flatten_with_path(call.steps)[0]]
+    accepted = accepted_by(model)
     leaves = {naming(path) for path, module in model.named_modules() if not any(module.children())}
     return Trace(
         call.label,
-        program.graph,
-        parameters,
-        named_inputs,
+        graph,
+        {node: tuple(aliases[id(tensor)]) for node, tensor in parameters.items()},
+        {node: name for node, name in zip(inputs, names, strict=True) if node is not None},
         naming,
         call.required,
         frozenset(leaves),
+        type(model).__name__,
+        returned,
+        frozenset(f for fields in returned.values() for f in fields if is_fed_back(f, accepted)),
     )
+
+
+def _fields(returned: list[Node], layout: pytree.TreeSpec) -> dict[Node, tuple[str, ...]]:
+    """The fields of each value that ``Steps`` returned; none for what ``inner`` alone returned."""
+    fields: dict[Node, dict[str, None]] = {node: {} for node in returned}
+    for by_name, _ in pytree.tree_unflatten(returned, layout):
+        for name, nodes in by_name.items():
+            for node in nodes:
+                fields[node][name] = None
+    return {node: tuple(names) for node, names in fields.items()}
 
 
 def _key(path: Any) -> str:

@@ -78,11 +78,14 @@ class Verification:
     seed: int
     blocks_checked: int | None
     """Number of first blocks that were run, where the whole model does not fit in memory."""
+    outputs: tuple[str, ...] = ()
+    """The outputs that were compared, where the fold left it to others to change."""
 
     @property
     def summary(self) -> str:
         """One line: the verdict and the numbers that it rests on."""
-        part = "" if self.blocks_checked is None else f", first {self.blocks_checked} blocks only"
+        part = f", in the outputs {', '.join(self.outputs)}" if self.outputs else ""
+        part += "" if self.blocks_checked is None else f", first {self.blocks_checked} blocks only"
         if not self.passed:
             return f"not verified{part}: {'; '.join(self.failures)}"
         if self.ratio is None:
@@ -126,7 +129,8 @@ def verify(
     """Measure whether the converted checkpoint ``out`` computes the original's function.
 
     ``against`` is the original, by default the one that ``out`` remembers; ``plan`` the plan that
-    ``out`` was made by, by default its recipe. ``text`` is a UTF-8 file, ``images`` image files;
+    ``out`` was made by, by default its recipe. The outputs compared are those that the marker of
+    ``out`` names, by default all. ``text`` is a UTF-8 file, ``images`` image files;
     seeded inputs make them up to ``samples`` rows, by default as many as a stable ratio needs.
     ``dtype`` is what users compute in, by default what most of ``out`` is stored in. ``max_memory``
     is in bytes. With ``write``, ``enjoyln_verify.json`` in ``out`` holds the result and the
@@ -160,6 +164,7 @@ def verify(
         compute_dtype=str(compute).removeprefix("torch."),
         seed=seed,
         blocks_checked=subject.blocks,
+        outputs=marker.outputs,
         **vars(measured),
     )
     if write:

@@ -31,6 +31,7 @@ class Obstacle:
     reason: str
     culprit: str
     path: tuple[str, ...]
+    source: Item | None = None
 
 
 def obstacle(problem: Problem, cut: Cut, norm: str) -> Obstacle:
@@ -42,7 +43,8 @@ def obstacle(problem: Problem, cut: Cut, norm: str) -> Obstacle:
         item = waiting.popleft()
         found = problem.sources(item)
         if isinstance(found, Opaque):
-            return Obstacle(_reason(found), _culprit(problem, item), _path(problem, before, item))
+            path = _path(problem, before, item)
+            return Obstacle(_reason(found), _culprit(problem, item), path, item)
         for source in found:
             if source in cut.impure and source not in before:
                 before[source] = item

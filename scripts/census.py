@@ -17,15 +17,15 @@ import argparse
 import copy
 import json
 import logging
+import multiprocessing
+import multiprocessing.connection
 import re
 import resource
-import subprocess
-import sys
 import time
 import warnings
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,26 +58,48 @@ WIDTHS = re.compile(
 )
 FIXED = re.compile(
     r"vocab|image|patch|kernel|window|position|num_channels|batch|pad|group|type|stride|tile|crop"
-    r"|max_|token|dilation|pool_size|_id|scale|bins|in_channels|n_mels|sample"
+    r"|max_|token|dilation|pool_size|_id|scale|spec|bins|in_channels|n_mels|sample"
 )
 TEXT_IDS = re.compile(r"_token_id$|_token_index$")
 VOCABULARY = 131
+GIVEN = {
+    "vocab_size": VOCABULARY, "image_token_id": 70, "image_token_index": 70, "pad_token_id": 1,
+    "prediction_length": 6, "context_length": 12, "default_language": "en_XX",
+}  # fmt: skip
+"""What a config leaves open, and the model needs."""
 
 
-def shrink(config: Any, factor: int) -> None:
-    """Fewer layers, narrower by one factor throughout, a small vocabulary, in every sub-config."""
+def shrink(config: Any, factor: int, side: int | None = None) -> None:
+    """Fewer layers, narrower by one factor throughout, a small vocabulary, in every sub-config.
+
+    Images larger than ``side`` become as small as that.
+    """
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
-            shrink(value, factor)
-        elif name == "vocab_size" and value is None:
-            config.vocab_size = VOCABULARY
+            shrink(value, factor, side)
+        elif name == "image_size" and isinstance(value, int) and side and value > side:
+            config.image_size = side
+        elif isinstance(value, dict) and (sections := value.get("mrope_section")):
+            if all(section % factor == 0 for section in sections):
+                value["mrope_section"] = [section // factor for section in sections]
         elif isinstance(value, bool) or name.startswith("_"):
             continue
+        elif name in GIVEN and value is None:
+            setattr(config, name, GIVEN[name])
         elif isinstance(value, (int, list, tuple)) and (new := _smaller(name, value, factor)):
             try:
                 setattr(config, name, new)
             except (AttributeError, TypeError, ValueError):
                 continue
+    kinds = vars(config).get("layer_types")
+    if isinstance(kinds, (list, tuple)) and kinds and isinstance(kinds[0], str):
+        depth = max(2, *(1 + list(kinds).index(kind) for kind in kinds))
+        config.layer_types, config.num_hidden_layers = list(kinds[:depth]), depth
+    heads = getattr(config, "num_attention_heads", None)
+    if heads and vars(config).get("num_key_value_heads", heads) is None:
+        config.num_key_value_heads = heads
+    if heads and vars(config).get("head_dim", heads) is None and hasattr(config, "hidden_size"):
+        config.head_dim = config.hidden_size // heads
 
 
 def _smaller(name: str, value: Any, factor: int) -> Any:
@@ -89,7 +111,9 @@ def _smaller(name: str, value: Any, factor: int) -> Any:
     if name == "vocab_size" or name.endswith("_vocab_size") and value > VOCABULARY:
         return min(value, VOCABULARY)
     if TEXT_IDS.search(name) and value >= VOCABULARY:
-        return VOCABULARY - 1 - value % 16
+        return VOCABULARY - 1 - sum(name.encode()) % 64
+    if name in ("num_queries", "num_select"):
+        return min(value, 8)
     if LAYERS.search(name):
         return min(value, 2)
     if WIDTHS.search(name) and not FIXED.search(name) and value >= 4 * factor:
@@ -107,75 +131,141 @@ def classes_of(model_type: str) -> list[str]:
     return list(names)
 
 
+def sketched(model_class: str, model_type: str) -> tuple[Any, Any]:
+    """A small config, and its model without weights: if there is one, such as accepts inputs."""
+    import transformers
+
+    from enjoyln_cli.analysis import accepted_calls, layer_norms
+    from enjoyln_cli.classes import build
+    from enjoyln_cli.examples import main_inputs
+
+    failures: list[Exception] = []
+    found: dict[bool, tuple[Any, Any]] = {}
+    sizes = ((16, 224), (8, 224), (4, 224), (1, 224), (16, None), (4, None), (1, None))
+    for factor, side in sizes:
+        try:
+            config = transformers.CONFIG_MAPPING[model_type]()
+            shrink(config, factor, side)
+            sketch = build(getattr(transformers, model_class), config)
+        except Exception as error:  # a config can be wrong in as many ways as there are models
+            failures.append(error)
+            continue
+        if sum(p.numel() for p in sketch.parameters()) > 2e8:
+            failures.append(MemoryError("the smallest config that builds is too large"))
+            continue
+        if not any(layer_norms(sketch)):
+            return config, sketch
+        wanted = next(iter(main_inputs(sketch, 1, 1)), {}).keys()
+        calls = accepted_calls(sketch)
+        if calls and wanted <= calls[0].steps[0][1].keys():
+            return config, sketch
+        found.setdefault(calls is not None, (config, sketch))
+    if not found:
+        raise failures[0]
+    return found.get(True) or found[False]
+
+
 def built(model_class: str, model_type: str) -> tuple[Any, Any]:
     """A small live model in float64 with random weights, and its config."""
     import torch
     import transformers
 
-    failure: Exception | None = None
-    for factor in (16, 8, 4, 1):
-        config = transformers.CONFIG_MAPPING[model_type]()
-        shrink(config, factor)
-        try:
-            with torch.device("meta"):
-                sketch = getattr(transformers, model_class)(copy.deepcopy(config))
-            if sum(p.numel() for p in sketch.parameters()) > 2e8:
-                continue
-            torch.manual_seed(0)
-            model = getattr(transformers, model_class)(copy.deepcopy(config)).eval()
-        except Exception as error:  # a config can be wrong in as many ways as there are models
-            failure = failure or error
-            continue
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    spread = 0.3 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
-                    start = 1.0 if parameter.dim() < 2 else 0.3 * spread
-                    parameter.copy_(start + spread * torch.randn_like(parameter))
-        return model.double(), config
-    raise failure or MemoryError("too large")
+    config, _ = sketched(model_class, model_type)
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(copy.deepcopy(config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                spread = 0.3 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
+                start = 1.0 if parameter.dim() < 2 else 0.3 * spread
+                parameter.copy_(start + spread * torch.randn_like(parameter))
+    return model.double(), config
 
 
 def compared(original: Any, folded: Any, seed: int, dtype: Any) -> float:
+    """The largest difference on seeded inputs, with padding in one row."""
+    from enjoyln_cli.inputs import seeded
+
+    return max(
+        differing(lambda m, b=batch: m(**b), original, folded, dtype)
+        for batch in seeded(original, 2, seed, dtype)
+    )
+
+
+def compared_calls(original: Any, folded: Any, dtype: Any) -> tuple[float, int]:
+    """The largest difference over every call that a proof covers, and how many of them run.
+
+    These are prefill and decoding with the cache, and the optional inputs.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from enjoyln_cli.analysis import accepted_calls
+    from enjoyln_cli.trace import Steps
+    from enjoyln_cli.weightless import without_weights
+
+    generator, worst, ran = torch.Generator().manual_seed(7), 0.0, 0
+
+    def filled(value: Any) -> Any:
+        if not value.is_floating_point():
+            return value
+        return torch.randn(value.shape, generator=generator).to(dtype)
+
+    for call in accepted_calls(without_weights(original)) or []:
+        steps = pytree.tree_map_only(torch.Tensor, filled, call.steps)
+        with suppress(Exception):  # not every model takes every optional input
+            difference = differing(
+                lambda m, c=call, s=steps: Steps(m, c.flags, None)(*s), original, folded, dtype
+            )
+            worst, ran = max(worst, difference), ran + 1
+    return worst, ran
+
+
+def differing(run: Callable[[Any], Any], original: Any, folded: Any, dtype: Any) -> float:
+    """The largest difference of any returned tensor, relative to that tensor's largest element."""
     import torch
 
     from enjoyln_cli.compare import Float64
-    from enjoyln_cli.inputs import seeded
-    from enjoyln_cli.trace import tensors_in
+    from enjoyln_cli.returned import tensors_in
 
+    def outputs(model: Any) -> list[Any]:
+        torch.manual_seed(0)
+        return [tensor.clone() for tensor in tensors_in(run(model))]
+
+    with torch.no_grad(), Float64() if dtype == torch.float64 else nullcontext():
+        expected, found = outputs(original), outputs(folded)
     worst = 0.0
-    for batch in seeded(original, 2, seed, dtype):
-        with torch.no_grad(), Float64() if dtype == torch.float64 else nullcontext():
-            torch.manual_seed(seed)
-            expected = [t.clone() for t in tensors_in(original(**batch))]
-            torch.manual_seed(seed)
-            found = tensors_in(folded(**batch))
-        for a, b in zip(found, expected, strict=True):
-            if not b.is_floating_point() or not b.numel():
-                continue
-            finite = torch.isfinite(b)
-            if not torch.equal(finite, torch.isfinite(a)):
-                return float("inf")
-            if finite.any():
-                scale = b[finite].abs().max().clamp_min(1e-30)
-                worst = max(worst, float((a - b)[finite].abs().max() / scale))
+    for a, b in zip(found, expected, strict=True):
+        if not b.is_floating_point() or not b.numel():
+            continue
+        finite = torch.isfinite(b)
+        if not torch.equal(finite, torch.isfinite(a)):
+            return float("inf")
+        if finite.any():
+            scale = b[finite].abs().max().clamp_min(1e-30)
+            worst = max(worst, float((a - b)[finite].abs().max() / scale))
     return worst
 
 
 def examine(model_class: str, model_type: str) -> dict[str, Any]:
     """One class, as a row of the census."""
     import torch
+    from audit import audited
 
-    from enjoyln_cli import analyze
+    from enjoyln_cli.analysis import analyze_config
+    from enjoyln_cli.compare import Float64
     from enjoyln_cli.fold import centre_parameters
+    from enjoyln_cli.inputs import seeded
     from enjoyln_cli.norms import input_means, install
+    from enjoyln_cli.returned import tensors_in
 
     row: dict[str, Any] = {"type": model_type, "class": model_class, "status": "not built"}
     begin = time.perf_counter()
     try:
         model, config = built(model_class, model_type)
         row["status"] = "not analysed"
-        plan = analyze(config, model_class=model_class).plan
+        analysis = analyze_config(config, model_class=model_class)
+        plan = analysis.plan
         row |= {
             "norms": len(plan.norms),
             "static": sum(verdict.status == "static" for verdict in plan.norms),
@@ -183,6 +273,8 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
             "ops": len(plan.ops),
             "kept": [[v.norm, v.reason, v.culprit] for v in plan.kept],
             "rms_norms": sum(count for _, count in plan.other_norms),
+            "by_example": any(t.by_example for t in analysis.problem.flow.traces),
+            "seconds_of_analysis": round(time.perf_counter() - begin, 1),
             "status": "not run",
         }
         if not plan.norms:
@@ -201,40 +293,80 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
         install(folded, names, plan.ops, plan.entry_inputs, plan.unproven)
         with input_means(folded) as means:
             row["error"] = max(compared(model, folded, seed, dtype) for seed in SEEDS)
+            error, row["calls"] = compared_calls(model, folded, dtype)
+            row["error"] = max(row["error"], error)
         row["not_exercised"] = len(set(names) - set(means))
         row["mean"] = max(means.values(), default=0.0)
         bound = 1e-4 if dtype == torch.float32 else 1e-9
         row["status"] = "random" if same > 0 else "ok" if row["error"] <= bound else "wrong"
+        (batch, *_) = seeded(model, 2, 0, dtype)
+
+        def outputs() -> list[Any]:
+            torch.manual_seed(0)
+            with torch.no_grad(), Float64() if dtype == torch.float64 else nullcontext():
+                return [tensor.clone() for tensor in tensors_in(model(**batch))]
+
+        row["audit"] = audited(analysis, model, outputs)
     except Exception as error:  # the row says what it was
         row["failure"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
     row["seconds"] = round(time.perf_counter() - begin, 1)
     return row
 
 
-def child(model_type: str, memory: int) -> None:
+def child(model_type: str, memory: int, connection: Any) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    warnings.simplefilter("ignore")
-    logging.disable(logging.ERROR)
+    for model_class in classes_of(model_type):
+        connection.send(examine(model_class, model_type))
+    connection.close()
+
+
+def parents(types: list[str], jobs: int, seconds: int, memory: int) -> Iterator[dict[str, Any]]:
+    """The rows of all types; of a process that was stopped, what it had not said is a row too.
+
+    The processes are forks of this one, which has imported what they need.
+    """
     import torch
+    import transformers  # noqa: F401
+
+    from enjoyln_cli import analysis, norms  # noqa: F401
 
     torch.set_num_threads(1)
-    for model_class in classes_of(model_type):
-        print(json.dumps(examine(model_class, model_type)), flush=True)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    fork, waiting = multiprocessing.get_context("fork"), list(reversed(types))
+    running: dict[Any, tuple[str, Any, float, set[str]]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            model_type, (receiving, sending) = waiting.pop(), fork.Pipe(duplex=False)
+            process = fork.Process(target=child, args=(model_type, memory, sending))
+            process.start()
+            sending.close()
+            running[receiving] = (model_type, process, time.monotonic() + seconds, set())
+        for receiving in multiprocessing.connection.wait(list(running), timeout=1):
+            model_type, process, _, said = running[receiving]
+            try:
+                row = receiving.recv()
+            except EOFError:
+                process.join()
+                del running[receiving]
+                yield from _left(model_type, said, "crashed" if process.exitcode else "")
+            else:
+                said.add(row["class"])
+                yield row
+        for receiving, (model_type, process, limit, said) in list(running.items()):
+            if time.monotonic() > limit:
+                process.kill()
+                process.join()
+                del running[receiving]
+                yield from _left(model_type, said, "too slow")
 
 
-def parent(model_type: str, seconds: int) -> list[dict[str, Any]]:
-    """The rows of one type; what a process that was stopped had not said counts as stopped."""
-    command = [sys.executable, __file__, "--child", model_type]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-        output, stopped = done.stdout, "crashed" if done.returncode else ""
-    except subprocess.TimeoutExpired as error:
-        output, stopped = (error.stdout or b"").decode(), "too slow"
-    rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    said = {row["class"] for row in rows}
-    left = [name for name in classes_of(model_type) if name not in said]
-    rows += [{"type": model_type, "class": name, "status": stopped} for name in left if stopped]
-    return rows or [{"type": model_type, "class": "", "status": "no class"}]
+def _left(model_type: str, said: set[str], stopped: str) -> list[dict[str, Any]]:
+    classes = classes_of(model_type)
+    if not classes:
+        return [{"type": model_type, "class": "", "status": "no class"}]
+    left = [name for name in classes if name not in said]
+    return [{"type": model_type, "class": name, "status": stopped} for name in left if stopped]
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -270,25 +402,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=180, help="limit for a type")
     parser.add_argument("--memory", type=float, default=6, help="limit for a process, in GB")
     parser.add_argument("--markdown", type=Path, help="write the summary of the file, run nothing")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        return child(args.child, int(args.memory * 1e9))
     rows = [json.loads(line) for line in args.out.open()] if args.out.exists() else []
     if args.markdown:
         args.markdown.write_text(summary(rows), encoding="utf-8")
-        return None
+        return
     from transformers import CONFIG_MAPPING
 
     chosen = args.types.split(",") if args.types else FAST if args.fast else ()
     types = chosen or list(CONFIG_MAPPING)
     seen = set() if args.again else {row["type"] for row in rows}
     todo = [name for name in types if name not in seen]
-    with ThreadPoolExecutor(args.jobs) as pool, args.out.open("a") as file:
-        for found in pool.map(lambda name: parent(name, args.seconds), todo):
-            for row in found:
-                print(json.dumps(row), file=file, flush=True)
-    return None
+    with args.out.open("a") as file:
+        for row in parents(todo, args.jobs, args.seconds, int(args.memory * 1e9)):
+            print(json.dumps(row), file=file, flush=True)
+    return
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "census.py"
+sys.path.append(str(SCRIPT.parent))  # the script imports its neighbour
 SPEC = importlib.util.spec_from_file_location("census", SCRIPT)
 assert SPEC and SPEC.loader
 census = importlib.util.module_from_spec(SPEC)
@@ -24,3 +26,5 @@ def test_a_folded_model_computes_what_it_did(model_type: str) -> None:
     assert row["norms"] > 0
     assert row["folded"] + len(row["kept"]) == row["norms"]
     assert all(reason and culprit for _, reason, culprit in row["kept"])
+    assert row["audit"].keys() == {norm for norm, _, _ in row["kept"]}
+    assert not [answer for answer in row["audit"].values() if answer.startswith("missing rule")]

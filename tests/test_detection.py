@@ -20,10 +20,11 @@ from transformers import CONFIG_MAPPING
 
 from enjoyln_cli import analyze, fold
 from enjoyln_cli.analysis import analyze_calls
+from enjoyln_cli.calls import Call
 from enjoyln_cli.fold import centre_parameters, read_marker
 from enjoyln_cli.norms import input_means, install
 from enjoyln_cli.plan import Plan
-from enjoyln_cli.trace import Call, tensors_in
+from enjoyln_cli.returned import tensors_in
 
 TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT2 = {**TOKENS, "n_layer": 2, "n_head": 3, "n_embd": 21, "n_positions": 31}

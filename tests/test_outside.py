@@ -70,6 +70,38 @@ def test_a_post_ln_encoder_of_torch_stays(batch_first: bool) -> None:
     assert {v.reason for v in others} == {"the output of a LayerNorm with weights is not zero-mean"}
 
 
+class Heads(nn.Module):
+    """Four normalised heads on a post-LN encoder, which torch runs as one fused op per layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(20, 4, 33, batch_first=True)
+        self.project, self.encoder = nn.Linear(5, 20), nn.TransformerEncoder(layer, 2)
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(20), nn.Linear(20, 3)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(self.project(x), src_key_padding_mask=padding)
+        return torch.cat([head(x) for head in self.heads], -1)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_fused_layer_of_torch_does_not_pass_over_a_centring(gradients: bool) -> None:
+    """One operation on the last norm of the encoder folds the four of the heads. Without gradients
+    torch also packs the rows that are not padding into a nested tensor.
+    """
+    model, x = moved(Heads()), torch.randn(2, 7, 5, dtype=torch.float64)
+    padding = torch.arange(7) >= torch.tensor([[7], [5]])
+    plan = analyze(model, x, padding).plan
+    assert [(op.module, op.place) for op in plan.ops] == [("encoder.layers.1.norm2", "output")]
+    assert {v.norm for v in plan.folded} == {f"heads.{i}.0" for i in range(4)}
+    with torch.set_grad_enabled(gradients):
+        expected, got = model(x, padding), folded(model, plan)(x, padding)
+    assert torch.allclose(got, expected, rtol=1e-11, atol=1e-11)
+
+
 class Scan(nn.Module):
     """A state-space mixer: gate, depthwise convolution, a scan over positions, a norm inside."""
 

@@ -71,6 +71,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "expand_as": (lambda x, y: aten.expand_as(x, y), (values(1, 5, 12), values(3, 5, 12))),
     "broadcast_to": (lambda x: aten.broadcast_to(x, [3, 5, 12]), (values(1, 5, 12),)),
     "repeat": (lambda x: x.repeat(2, 1, 3, 1), (X,)),
+    "tile": (lambda x: aten.tile(x, [3, 1]), (X,)),
     "slice": (lambda x: x[:, 1:4, 3:9], (X,)),
     "strided": (lambda x: x[:, ::2], (X,)),
     "getitem": (lambda x: x.split([4, 8], -1)[1] + 0, (X,)),
@@ -296,6 +297,12 @@ def test_a_shift_is_absorbed_passed_or_seen() -> None:
     rows = Axis(3, 0, 1, 4, 1)
     assert isinstance(pushed(lambda v, q: attend(q, v, v), rows, square, square + 1), Opaque)
     assert pushed(lambda v, q: attend(q, q, v), rows, square, square + 1) == rows
+
+
+def test_padding_by_nothing_is_no_padding() -> None:
+    last = Axis(2, 0, 1, 12, 1)
+    assert pushed(lambda x: aten.pad(x, [0, 0, 1, 2]), last, X) == last
+    assert isinstance(pushed(lambda x: aten.pad(x, [0, 1, 1, 2]), last, X), Opaque)
 
 
 def test_an_axis_through_a_view_covers_the_same_groups() -> None:

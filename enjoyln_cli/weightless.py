@@ -1,0 +1,147 @@
+"""Running a model without its weights, where shapes depend on the values of whole numbers.
+
+Real numbers (weights, pixels, hidden states) have shapes only: they live on the meta device. Whole
+numbers and masks (token ids, grids of patches, frame counts), and what is computed from them alone,
+have values: they live on the CPU. So a model of any size runs in a moment, and whatever Python
+reads of a tensor (``item``, ``tolist``, ``nonzero``) cannot have come from a weight or an
+activation: those have no values to read, and asking for one raises.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+_CONSTANTS = {
+    aten.arange, aten.linspace, aten.new_ones, aten.ones, aten.ones_like, aten.randint,
+    aten.randperm, aten.scalar_tensor, aten.tril_indices, aten.triu_indices,
+}  # fmt: skip
+"""What masks and positions start from: seldom written into, so that real ones have values too."""
+_INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._index_put_impl_}
+
+
+@contextmanager
+def weightless() -> Iterator[None]:
+    """Within it, a model on the meta device runs on inputs whose whole numbers have values.
+
+    Raises ``RuntimeError`` where a value is asked for that depends on a weight or a real input.
+    """
+    with _KeepWritten(), _KeepWhole():
+        yield
+
+
+class _KeepWritten(TorchFunctionMode):
+    """Numbers that stand in the code keep their values, whatever device they are meant for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+class _KeepWhole(TorchDispatchMode):
+    """Ops on whole numbers alone run on the CPU, all others on the meta device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if _makes_new(func, given):
+            kwargs["device"] = _device_of_new(func, args, kwargs, given)
+            args = pytree.tree_map_only(torch.Tensor, _on(kwargs["device"]), args)
+            return func(*args, **kwargs)
+        if func.overloadpacket is aten._to_copy:
+            kwargs["device"] = None
+        if all(map(_known, given)):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable and _known(args[0]):
+            raise RuntimeError(f"{func} writes real numbers into a tensor of whole numbers")
+        if func.overloadpacket in _INDEXED:
+            args = (args[0], _whole_indices(args[1]), *args[2:])
+        if func.overloadpacket is aten.masked_select and _known(args[1]):
+            mask = args[1].broadcast_to(args[0].shape)
+            func, args = aten.index.Tensor, (args[0], _whole_indices([mask]))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _forgotten, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _known(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "meta"
+
+
+def _forgotten(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
+
+
+def _on(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A tensor of the same shape on that device, for an op that reads nothing else."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device.type == device else torch.empty_like(tensor, device=device)
+
+    return moved
+
+
+def _makes_new(func: Any, given: list[torch.Tensor]) -> bool:
+    """Whether the op reads the shape of its operands at most."""
+    takes_device = any(argument.name == "device" for argument in func._schema.arguments)
+    name = func.overloadpacket.__name__
+    return takes_device and (not given or name.endswith("_like") or name.startswith("new_"))
+
+
+def _device_of_new(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+) -> str:
+    scalar = not given and bool(args) and args[0] == []
+    if func.overloadpacket in _CONSTANTS or scalar:
+        return "cpu"
+    default = given[0].dtype if given else torch.get_default_dtype()
+    return "meta" if (kwargs.get("dtype") or default).is_floating_point else "cpu"
+
+
+def _whole_indices(indices: Any) -> list[Any]:
+    """Masks with values become the positions that they select, so that shapes are known."""
+    found: list[Any] = []
+    for index in indices:
+        masks = _known(index) and index.dtype in (torch.bool, torch.uint8)
+        found.extend(index.nonzero().unbind(1) if masks else [index])
+    return found
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """``model`` itself if it is on the meta device, else a copy of it there that owns no memory."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(tensor.device.type == "meta" for tensor in tensors):
+        return model
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def without_values(value: Any) -> Any:
+    """Nested inputs, with every tensor on the meta device."""
+    return pytree.tree_map_only(torch.Tensor, _forgotten, value)
+
+
+def without_real_values(value: Any) -> Any:
+    """Nested inputs, real numbers on the meta device and whole numbers on the CPU."""
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("meta" if tensor.is_floating_point() else "cpu")
+
+    return pytree.tree_map_only(torch.Tensor, placed, value)

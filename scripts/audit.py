@@ -1,0 +1,168 @@
+"""Is the reason that a LayerNorm is kept for true? Decided by experiment, never by reading.
+
+A reason names a source whose mean cannot be removed. Where somebody is said to observe a weight,
+the weight is shifted, and an output has to change. Where an op is said to lose a zero mean, the op
+is run on random numbers: it must not commute with centring, ``f(P x) = P f(x)``, whichever of its
+operands are centred. If it does, a rule is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import combinations, product
+from typing import Any
+
+import torch
+from torch.fx import Node, map_arg
+
+from enjoyln_cli import why
+from enjoyln_cli.analysis import Analysis
+from enjoyln_cli.axis import Axis, centre
+from enjoyln_cli.cut import Parameter
+from enjoyln_cli.flow import Value
+
+SEEN = 1e-9
+"""Relative change of an output from which on a shift is taken to be seen."""
+ELEMENTS = 1 << 22
+"""Above which an op is not run."""
+
+
+def audited(
+    analysis: Analysis, model: torch.nn.Module, outputs: Callable[[], list[torch.Tensor]]
+) -> dict[str, str]:
+    """For each kept norm what the experiment says of its reason.
+
+    ``true``, ``not exercised``, ``missing rule: OP``, ``unseen: PARAMETER`` (nothing changes where
+    somebody should observe), ``given`` (an input or a constant), or the reason itself where it is
+    about the program and not about numbers. ``outputs`` runs ``model`` on fixed inputs.
+    """
+    found: dict[str, str] = {}
+    answers: dict[Any, str] = {}
+    for verdict in analysis.plan.kept:
+        if verdict.norm not in analysis.problem.norms:
+            unread = verdict.reason == "no traced call runs it"
+            found[verdict.norm] = "not exercised" if unread else verdict.reason
+            continue
+        source = why.obstacle(analysis.problem, analysis.cut, verdict.norm).source
+        if source not in answers:
+            answers[source] = _answer(analysis, model, outputs, source)
+        found[verdict.norm] = answers[source]
+    return found
+
+
+def _answer(
+    analysis: Analysis,
+    model: torch.nn.Module,
+    outputs: Callable[[], list[torch.Tensor]],
+    source: Any,
+) -> str:
+    if isinstance(source, Parameter):
+        if analysis.problem.observer(source) is None:
+            return str(analysis.problem.obstacle(source))
+        return "true" if _is_seen(model, outputs, source) else f"unseen: {source.name}"
+    if isinstance(source, Value):
+        return _of_op(source.node, source.axis)
+    return "true"
+
+
+def _is_seen(
+    model: torch.nn.Module, outputs: Callable[[], list[torch.Tensor]], source: Parameter
+) -> bool:
+    parameter = model.get_parameter(source.name)
+    before, expected = parameter.detach().clone(), outputs()
+    random = torch.randn(before.shape, dtype=before.dtype)
+    with torch.no_grad():
+        parameter.add_(random - centre(random, source.axis))
+        found = outputs()
+        parameter.copy_(before)
+    pairs = zip(found, expected, strict=True)
+    real = [(a, b) for a, b in pairs if b.is_floating_point() and b.numel()]
+    return any(a.shape != b.shape or _differs(a, b) for a, b in real)
+
+
+def _differs(a: torch.Tensor, b: torch.Tensor) -> bool:
+    finite = torch.isfinite(b)
+    change = (a - b)[finite].abs()
+    return bool(change.numel() and not change.max() <= SEEN * b[finite].abs().max())
+
+
+def _of_op(node: Node, axis: Axis) -> str:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return "given" if node.op != "call_function" else "true"
+    if node.meta.get("written"):
+        return "its memory is written in place"
+    operands = [n for n in node.all_input_nodes if _is_real(n)]
+    value = node.meta.get("val")
+    if not operands:
+        return "given"
+    if not _fits(value) or not all(_fits(n.meta["val"]) for n in operands):
+        return "not run: shapes depend on values, or are large"
+    try:
+        if _commutes(node, axis, operands):
+            return f"missing rule: {node.target.overloadpacket.__name__}"
+    except Exception as error:  # an op that refuses random operands
+        return f"not run: {type(error).__name__}"
+    return "true"
+
+
+def _is_real(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _fits(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in value.shape):
+        return False
+    return 0 < value.numel() <= ELEMENTS
+
+
+def _commutes(node: Node, axis: Axis, operands: list[Node]) -> bool:
+    """Whether centring some operands over some of their dimensions is centring the result."""
+    generator = torch.Generator().manual_seed(0)
+    given = {n: _random(n.meta["val"], generator) for n in node.all_input_nodes if _has_value(n)}
+
+    def run(changed: dict[Node, torch.Tensor]) -> torch.Tensor:
+        values = {**given, **changed}
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+        result: torch.Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+        return result
+
+    with torch.no_grad():
+        plain = run({})
+        wanted = centre(plain, axis)
+        scale = (plain - wanted).abs().max()
+        if scale <= 1e-12 * plain.abs().max():
+            return True  # zero-mean whatever its operands are
+        for chosen in _choices(operands):
+            for axes in product(*(_axes(given[n], axis) for n in chosen)):
+                centred = {n: centre(given[n], a) for n, a in zip(chosen, axes, strict=True)}
+                if (run(centred) - wanted).abs().max() <= 1e-9 * scale:
+                    return True
+    return False
+
+
+def _choices(operands: list[Node]) -> Iterator[tuple[Node, ...]]:
+    for count in range(1, min(len(operands), 3) + 1):
+        yield from combinations(operands, count)
+
+
+def _axes(operand: torch.Tensor, axis: Axis) -> list[Axis]:
+    """The same group structure on any dimension that is long enough."""
+    fitting = [dim for dim in range(operand.dim()) if operand.shape[dim] >= axis.stop]
+    whole = [Axis(dim, 0, 1, operand.shape[dim], 1) for dim in range(operand.dim())]
+    return list(
+        dict.fromkeys(
+            [Axis(dim, axis.start, axis.outer, axis.size, axis.inner) for dim in fitting]
+            + [a for a in whole if a.size == axis.size]
+        )
+    )
+
+
+def _has_value(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _random(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if value.is_floating_point():
+        return torch.randn(value.shape, generator=generator, dtype=torch.float64) + 0.3
+    return torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)

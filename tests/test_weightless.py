@@ -1,0 +1,194 @@
+"""Models whose shapes depend on the values of whole numbers: recorded, not exported."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, LlavaConfig, LlavaForConditionalGeneration
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+
+from enjoyln_cli.analysis import analyze_module
+from enjoyln_cli.calls import forms
+from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.fold import centre_parameters
+from enjoyln_cli.inputs import seeded
+from enjoyln_cli.norms import install
+from enjoyln_cli.plan import Plan
+from enjoyln_cli.returned import tensors_in
+from enjoyln_cli.weightless import weightless, without_weights
+
+WIDTH = 12
+
+
+class Images(nn.Module):
+    """Rows of patches, of which ``sizes`` says how many belong to each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(5, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.last = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, 3)
+
+    def stream(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for part in self.patches(x).split(sizes.tolist()):
+            parts.append(part + self.mix(self.norm(part)).mean(0) if len(part) > 1 else part)
+        return torch.cat(parts)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        return self.out(self.last(self.stream(x, sizes)))
+
+
+class Judged(Images):
+    """Which way it goes depends on an activation."""
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        stream = self.stream(x, sizes)
+        return self.out(self.last(-stream if stream.mean() > 0 else stream))
+
+
+class Overwritten(Images):
+    """The first image of the stream is replaced in place, by a value with a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.side = nn.Linear(5, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        stream = self.stream(x, sizes)
+        view = stream.view(-1, WIDTH)
+        view[: int(sizes[0])] = x[: int(sizes[0]), :1].exp()
+        return self.out(self.last(stream) + self.side(self.own(x)))
+
+
+def random(module: nn.Module) -> Any:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 0.4, 0.5)
+    return module.double().eval()
+
+
+def example(*sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(sum(sizes), 5, dtype=torch.float64) + 0.3, torch.tensor(sizes)
+
+
+def converted(model: nn.Module, plan: Plan) -> nn.Module:
+    folded = copy.deepcopy(model)
+    centre_parameters(folded, plan)
+    norms = [verdict.norm for verdict in plan.folded]
+    return install(folded, norms, plan.ops, plan.entry_inputs, plan.unproven)
+
+
+def error(folded: nn.Module, model: nn.Module, *given: Any, **named: Any) -> float:
+    with torch.no_grad():
+        found = zip(
+            tensors_in(folded(*given, **named)), tensors_in(model(*given, **named)), strict=True
+        )
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in found)
+
+
+def test_a_model_that_reads_sizes_folds_for_every_size() -> None:
+    model = random(Images())
+    found = analyze_module(model, *example(3, 4))
+    assert found.problem.flow.traces[0].by_example
+    assert [verdict.norm for verdict in found.plan.folded] == ["norm", "last"]
+    folded = converted(model, found.plan)
+    for sizes in ((3, 4), (1, 1, 5), (9,)):
+        assert error(folded, model, *example(*sizes)) <= 1e-12
+
+
+def test_a_model_that_reads_an_activation_is_refused() -> None:
+    with pytest.raises(TraceFailed, match="Judged could not be traced"):
+        analyze_module(random(Judged()), *example(3, 4))
+
+
+def test_a_value_written_in_place_keeps_its_norm_and_no_other() -> None:
+    model = random(Overwritten())
+    plan = analyze_module(model, *example(3, 4)).plan
+    reasons = {verdict.norm: verdict.reason for verdict in plan.kept}
+    assert reasons.keys() == {"norm", "last"}  # both rest on the weights of the same stream
+    assert reasons["last"] == "its memory is written in place"
+    assert [verdict.norm for verdict in plan.folded] == ["side"]
+    assert error(converted(model, plan), model, *example(2, 5)) <= 1e-12
+    forced = converted(model, plan)
+    install(forced, ["last"], ())
+    assert error(forced, model, *example(2, 5)) > 1e-3
+
+
+def test_the_weights_of_a_live_model_are_neither_copied_nor_changed() -> None:
+    model = random(Images())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    bare = without_weights(model)
+    assert all(parameter.is_meta for parameter in bare.parameters())
+    analyze_module(model, *example(3, 4))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_whole_numbers_keep_their_values_and_real_ones_have_none() -> None:
+    ids, real = torch.tensor([[3, 0, 2]]), torch.zeros(1, 3, 4, device="meta")
+    with weightless():
+        counted = (ids.to(real.device) > 0).sum(-1).tolist()
+        chosen = real[ids > 0]
+        positions = torch.arange(3, device=real.device) + torch.tensor(2, device=real.device)
+        with pytest.raises(RuntimeError):
+            real.sum().item()
+    assert counted == [2] and chosen.shape == (2, 4) and positions.tolist() == [2, 3, 4]
+
+
+class Features(nn.Module):
+    """A tower of which only the merged patches are used."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        merged: torch.Tensor = self.tower(hidden_states, grid_thw=grid_thw).pooler_output
+        return merged
+
+
+def test_a_tower_that_takes_rows_of_patches_folds_for_other_grids() -> None:
+    config = CONFIG_MAPPING["qwen2_vl"]().vision_config
+    config.depth, config.embed_dim, config.hidden_size, config.num_heads = 2, 32, 24, 2
+    tower = random(Features(qwen2_vl.Qwen2VisionTransformerPretrainedModel(config)))
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+
+    def grid(*sides: tuple[int, int]) -> dict[str, torch.Tensor]:
+        rows = torch.tensor([[1, *side] for side in sides])
+        patches = torch.randn(int(rows.prod(1).sum()), width, dtype=torch.float64)
+        return {"hidden_states": patches, "grid_thw": rows}
+
+    found = analyze_module(tower, **grid((4, 4), (2, 4)))
+    assert found.problem.flow.traces[0].by_example and not found.plan.kept
+    folded = converted(tower, found.plan)
+    for sides in ([(4, 4), (2, 4)], [(6, 2)]):
+        assert error(folded, tower, **grid(*sides)) <= 1e-12
+
+
+def test_images_in_a_text_get_as_many_tokens_as_they_have_features() -> None:
+    vision = {
+        "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "projection_dim": 8,
+        "num_attention_heads": 2, "image_size": 24, "patch_size": 6,
+    }  # fmt: skip
+    text = {
+        "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1, "vocab_size": 41,
+        "num_attention_heads": 2, "num_key_value_heads": 2,
+    }  # fmt: skip
+    config = LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", **vision},
+        text_config={"model_type": "llama", **text},
+        image_token_id=40,
+    )
+    model = LlavaForConditionalGeneration(config).eval()
+    given = next(forms(model, 2, 7))
+    assert given["input_ids"].leading == (40,) * 16 and given["input_ids"].shape == (2, 23)
+    (batch,) = seeded(model, 2, 0, torch.float32)
+    assert [int(row.sum()) for row in batch["input_ids"] == 40] == [16, 16]
+    with torch.no_grad():
+        assert model(**batch).logits.isfinite().all()
