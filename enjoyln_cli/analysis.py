@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -19,19 +19,21 @@ from torch import nn
 from enjoyln_cli import classes as families
 from enjoyln_cli import cut as cuts
 from enjoyln_cli import why as explain
-from enjoyln_cli.axis import feature_axis
+from enjoyln_cli.axis import Axis, feature_axis
 from enjoyln_cli.calls import Call, optional_inputs, ways_to_call
 from enjoyln_cli.checkpoint import Checkpoint
 from enjoyln_cli.classes import Candidate
-from enjoyln_cli.cut import Cut, Problem
+from enjoyln_cli.cut import Cut, Parameter, Problem
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, UnsupportedModel
 from enjoyln_cli.flow import Flow, Value
 from enjoyln_cli.gains import Gain, gains
-from enjoyln_cli.nodes import aten, packet, shape_of
+from enjoyln_cli.layout import Conversion
+from enjoyln_cli.nodes import Opaque, aten, packet, shape_of
 from enjoyln_cli.paper import algorithm_1
-from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
+from enjoyln_cli.plan import Centring, Plan, Scale, Verdict, Writer
 from enjoyln_cli.probe import computes_rms_norm, layer_norm_form
 from enjoyln_cli.returned import named_by, require_named
+from enjoyln_cli.scales import find_scales
 from enjoyln_cli.trace import Naming, Trace, capture, check_call
 from enjoyln_cli.weightless import without_weights
 from enjoyln_cli.why import Tree
@@ -80,11 +82,14 @@ def analyze_config(
     """
     listed = [families.class_named(model_class)] if model_class else families.classes_for(config)
     reference = families.build(listed[0], config)
-    names = tuple(checkpoint.tensors) if checkpoint else families.saved_names(reference)
-    first = families.candidate(reference, names, checkpoint)
+    if checkpoint:
+        shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
+    else:
+        shapes = families.saved_shapes(reference)
+    first = families.candidate(reference, shapes, checkpoint)
     if not any(layer_norms(reference)):
         return _analysis(first, [], (first.name,), config.model_type, [])
-    siblings = (_loading(families.build(other, config), names, checkpoint) for other in listed[1:])
+    siblings = (_loading(other, config, shapes, checkpoint) for other in listed[1:])
     if outputs:
         loading = chain([first], (found for found in siblings if found))
         return _analysis_of_outputs(loading, config.model_type, tuple(outputs))
@@ -144,7 +149,7 @@ def analyze_calls(model: nn.Module, calls: Iterable[Call], outputs: Sequence[str
     where none returns one of ``outputs``.
     """
     tensors = dict(model.named_parameters(remove_duplicate=False))
-    own = Candidate(model, {name: (name,) for name in tensors}, frozenset(), ())
+    own = Candidate(model, {name: (name,) for name in tensors}, {}, ())
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     traces, given = _captured(model, calls)
     unproven = set(optional_inputs(model)) - given
@@ -152,12 +157,18 @@ def analyze_calls(model: nn.Module, calls: Iterable[Call], outputs: Sequence[str
 
 
 def _loading(
-    model: nn.Module, names: tuple[str, ...], checkpoint: Checkpoint | None
+    model_class: type,
+    config: Any,
+    shapes: dict[str, families.Shape],
+    checkpoint: Checkpoint | None,
 ) -> Candidate | None:
-    """The class, if it loads the stored ``names`` with no weight missing or of another shape."""
+    """The class, if it loads the stored tensors with no weight missing or of another shape.
+
+    A class that needs more of the config than this one says loads nothing.
+    """
     try:
-        found = families.candidate(model, names, checkpoint)
-    except BadCheckpoint:
+        found = families.candidate(families.build(model_class, config), shapes, checkpoint)
+    except (BadCheckpoint, UnsupportedModel):
         return None
     return None if found.missing else found
 
@@ -228,16 +239,19 @@ def _analysis(
     outputs: tuple[str, ...] = (),
 ) -> Analysis:
     traces = tuple(traces)
-    flow = Flow(traces, _required(traces, found.name, outputs) if outputs else None)
-    groups = _groups(found.model, flow.traces)
+    groups = _groups(found.model, traces)
+    scales = find_scales(traces, groups, _single(found, groups))
+    required = _required(traces, found.name, outputs) if outputs else None
+    flow = Flow(traces, required, scales.products, scales.refused)
     norms, refused = _norm_calls(flow, *layer_norms(found.model))
-    problem = Problem(flow, norms, _locked(found, groups), groups)
+    problem = Problem(flow, norms, _locked(found, groups), groups, scales.into)
     cut = cuts.solve(problem)
     places = [path for path, _ in found.model.named_modules() if path in norms or path in refused]
     verdicts = [_verdict(problem, cut, path, refused) for path in places]
     used = (names for t in flow.traces for node, names in t.parameters.items() if node.users)
     read = {name for names in used for name in names}
-    unread = [name for name in found.stored if flow.traces and name in groups and name not in read]
+    held = [name for name in (*found.stored, *found.converted) if name in groups]
+    unread = [name for name in held if flow.traces and name not in read]
     plan = Plan(
         model_type=model_type,
         model_class=found.name,
@@ -321,11 +335,36 @@ def _foreign(path: str, flow: Flow) -> bool:
     return all(flow.traces[0].module_of(node) != path for node in flow.traces[0].graph.nodes)
 
 
-def _locked(found: Candidate, groups: dict[str, str]) -> dict[str, str]:
-    """Tied groups without a stored tensor of the parameter's own layout."""
-    locked = {groups[n]: "it is stored in another layout" for n in found.converted if n in groups}
-    stored = {groups[name] for name in found.stored if name in groups}
-    return {**{g: "it is not stored" for g in groups.values() if g not in stored}, **locked}
+def _locked(found: Candidate, groups: dict[str, str]) -> Callable[[Parameter], str | None]:
+    """Tells why the stored tensors behind a parameter cannot be centred, where they cannot."""
+    names = _stored_names(found, groups)
+
+    def locked(parameter: Parameter) -> str | None:
+        if parameter.name not in names:
+            return "it is not stored"
+        for name in names[parameter.name]:
+            if name in found.converted:
+                where = found.converted[name].stored(name, parameter.axis)
+                if isinstance(where, Opaque):
+                    return where.reason
+        return None
+
+    return locked
+
+
+def _single(found: Candidate, groups: dict[str, str]) -> Callable[[str], bool]:
+    """Tells whether a parameter is tied to no other, and is one stored tensor of its own layout."""
+    tied = Counter(groups.values())
+    return lambda name: tied[name] == 1 and len(found.stored.get(name, ())) == 1
+
+
+def _stored_names(found: Candidate, groups: dict[str, str]) -> dict[str, list[str]]:
+    """The first name of each tied group to those of its names that the checkpoint stores."""
+    names: dict[str, list[str]] = {}
+    for name, group in groups.items():
+        if name in found.stored or name in found.converted:
+            names.setdefault(group, []).append(name)
+    return names
 
 
 def _verdict(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -> Verdict:
@@ -344,15 +383,24 @@ def _writers(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ...]
     """One writer for each stored tensor behind each centred parameter, in the model's order."""
     wanted = {p for support in cut.folded.values() for p in support.writers}
     shapes = dict(found.model.named_parameters(remove_duplicate=False))
-    writers = [
-        Writer(name, tensor, parameter.axis, tuple(shapes[name].shape))
-        for parameter in wanted
-        for name, group in problem.groups.items()
-        if group == parameter.name and name in found.stored
-        for tensor in found.stored[name]
-    ]
+    names = _stored_names(found, problem.groups)
+    writers: list[Writer] = []
+    for parameter, name in ((p, name) for p in wanted for name in names[p.name]):
+        axis, shape = parameter.axis, tuple(shapes[name].shape)
+        by = problem.scales.get(parameter.name)
+        scale = Scale(by, found.stored[by][0]) if by else None
+        tensors = found.stored.get(name, ())
+        writers += [Writer(name, tensor, axis, shape, scale=scale) for tensor in tensors]
+        if name in found.converted:
+            writers += _converted_writers(found.converted[name], name, axis)
     order = {name: position for position, name in enumerate(shapes)}
     return tuple(sorted(writers, key=lambda w: (order[w.parameter], w.tensor, w.axis)))
+
+
+def _converted_writers(made: Conversion, name: str, axis: Axis) -> list[Writer]:
+    stored = made.stored(name, axis)
+    pairs = () if isinstance(stored, Opaque) else stored
+    return [Writer(name, tensor, on_disk, made.sources[tensor], axis) for tensor, on_disk in pairs]
 
 
 def _ops(problem: Problem, cut: Cut) -> tuple[Centring, ...]:

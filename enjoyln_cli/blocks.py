@@ -9,7 +9,9 @@ alone, so the bytes written are the same whoever takes which step:
   embedding or of a Conv1D weight, a bias, the heads of a small projection); one pass;
 * ``Columns``: one group of ``size`` rows of ``width`` elements that is larger than a block (the
   output axis of a linear weight); one pass sums, a second subtracts;
-* ``Whole``: axes that overlap or lie on different dimensions, the tensor in memory at once.
+* ``Whole``: axes that overlap or lie on different dimensions, or a scale that is multiplied in
+  before (``W <- P diag(s) W``), the tensor in memory at once;
+* ``Ones``: the scale itself, which is 1 from then on.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from mmap import ACCESS_COPY, mmap
 
 import torch
 
-from enjoyln_cli.axis import Axis, centre
+from enjoyln_cli.axis import Axis, centre, scaled
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.shards import DTYPES, Stored
 
@@ -127,12 +129,19 @@ class Columns:
 
 @dataclass(frozen=True)
 class Whole:
-    """The tensor at once, axis after axis."""
+    """The tensor at once: times the scale, if there is one, then axis after axis."""
 
     axes: tuple[Axis, ...]
+    scale: torch.Tensor | None = None
+    """One float64 element for each slice along the dimension of the axes."""
 
 
-Step = Copy | Convert | Rows | Columns | Whole
+@dataclass(frozen=True)
+class Ones:
+    """All elements become 1."""
+
+
+Step = Copy | Convert | Rows | Columns | Whole | Ones
 
 
 @dataclass
@@ -154,9 +163,13 @@ class Ends:
     target: Target
 
 
-def steps_of(slot: Slot, axes: tuple[Axis, ...]) -> Iterator[Step]:
+def steps_of(
+    slot: Slot, axes: tuple[Axis, ...], scale: torch.Tensor | None = None
+) -> Iterator[Step]:
     """The steps that write ``slot`` centred over ``axes``, in any order and by any worker."""
-    if not axes or slot.count == 0:
+    if scale is not None:
+        yield Whole(axes, scale)
+    elif not axes or slot.count == 0:
         same = slot.dtype == slot.stored.dtype
         step, total = (Copy, slot.nbytes) if same else (Convert, slot.count)
         yield from (step(first, count) for first, count in _spans(0, total, 1, CHUNK))
@@ -242,10 +255,12 @@ def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
             means /= size
             centred = partial(_subtract, means)
             yield from _rewrite(lane, ends, start, size * width, width, centred)
-        case Whole(axes):
+        case Ones():
+            yield from _rewrite(lane, ends, 0, ends.slot.count, 1, lambda block: block.fill_(1))
+        case Whole(axes, scale):
             count = ends.slot.count
             scratch = Lane()
-            centred = partial(_centre_whole, ends.slot.stored.shape, axes)
+            centred = partial(_centre_whole, ends.slot.stored.shape, axes, scale)
             yield from _rewrite(scratch, ends, 0, count, count, centred)
             lane.written += scratch.written
 
@@ -256,7 +271,7 @@ def _rewrite(
     start: int,
     count: int,
     unit: int,
-    edit: Callable[[torch.Tensor], None] | None,
+    edit: Callable[[torch.Tensor], object] | None,
 ) -> Iterator[None]:
     """Read, edit in float64, round once and write ``count`` elements from element ``start``.
 
@@ -288,7 +303,14 @@ def _subtract(means: torch.Tensor, block: torch.Tensor) -> None:
     block.view(-1, means.numel()).sub_(means)
 
 
-def _centre_whole(shape: tuple[int, ...], axes: tuple[Axis, ...], block: torch.Tensor) -> None:
+def _centre_whole(
+    shape: tuple[int, ...],
+    axes: tuple[Axis, ...],
+    scale: torch.Tensor | None,
+    block: torch.Tensor,
+) -> None:
+    if scale is not None:
+        block.view(shape).copy_(scaled(block.view(shape), scale, axes[0].dim))
     for axis in axes:
         block.view(shape).copy_(centre(block.view(shape), axis))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from torch import nn
 
 from enjoyln_cli.checkpoint import Checkpoint, same_values
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.layout import Conversion, conversion
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +29,9 @@ class Candidate:
 
     model: nn.Module
     stored: dict[str, tuple[str, ...]]
-    """Parameter or buffer name to the names of the stored tensors that fill it."""
-    converted: frozenset[str]
-    """Parameters whose stored form has another layout (fused, split, transposed at load)."""
+    """Parameter or buffer name to the names of the stored tensors that it equals."""
+    converted: dict[str, Conversion]
+    """Parameters that are made from stored tensors of another layout (stacked, fused, split)."""
     missing: tuple[str, ...]
     """Names that no stored tensor fills, tying counted."""
 
@@ -85,42 +88,53 @@ def classes_for(config: Any) -> list[type]:
     return [class_named(name) for name in names]
 
 
-def saved_names(model: Any) -> tuple[str, ...]:
-    """The tensor names that ``save_pretrained`` would write for this class."""
+def saved_shapes(model: Any) -> dict[str, Shape]:
+    """The tensors that ``save_pretrained`` would write for this class, by name."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = dict(model.state_dict())
     for target in model.all_tied_weights_keys:
         state.pop(target, None)
-    return tuple(revert_weight_conversion(model, state))
+    return {n: tuple(t.shape) for n, t in dict(revert_weight_conversion(model, state)).items()}
 
 
-def candidate(model: Any, names: Iterable[str], checkpoint: Checkpoint | None) -> Candidate:
-    """How the stored ``names`` fill the class, with transformers' rules of loading.
+def candidate(model: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | None) -> Candidate:
+    """How stored tensors of these ``shapes`` fill the class, with transformers' rules of loading.
 
     Tied parameters that a checkpoint stores twice with different values are untied, as
     ``from_pretrained`` does. Raises ``BadCheckpoint`` for a stored shape that is not the model's.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     state = model.state_dict()
     mapping: list[Any] = get_model_conversion_mapping(model)
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
     renamings = [m for m in mapping if not isinstance(m, WeightConverter)]
+    by_pattern = {pattern: m for m in converters for pattern in m.source_patterns}
     stored: dict[str, list[str]] = {}
-    converted = set()
-    for name in names:
+    collected: dict[str, dict[str, tuple[str, Shape]]] = {}
+    for name in shapes:
         key, pattern = rename_source_key(
             name, renamings, converters, model.base_model_prefix, state
         )
-        if key in state:
+        if key in state and pattern is not None:
+            collected.setdefault(key, {})[name] = pattern, shapes[name]
+        elif key in state:
             stored.setdefault(key, []).append(name)
-            if pattern is not None:
-                converted.add(key)
-            elif checkpoint is not None:
+            if checkpoint is not None:
                 _check_shape(name, checkpoint, tuple(state[key].shape))
-    filled = set(stored)
+    converted: dict[str, Conversion] = {}
+    for key, unordered in collected.items():
+        sources = {name: unordered[name] for name in sorted(unordered, key=dot_natural_key)}
+        pattern = next(iter(sources.values()))[0]
+        found = conversion(by_pattern[pattern], key, sources, model, state)
+        converted.update(dict.fromkeys(found.targets, found) if found else {})
+    filled = {*stored, *converted}
     for target, source in dict(model.all_tied_weights_keys).items():
         both = target in stored and source in stored
         if (
@@ -130,11 +144,11 @@ def candidate(model: Any, names: Iterable[str], checkpoint: Checkpoint | None) -
         ):
             _untie(model, target)
             continue
-        if target in stored or source in stored:
+        if target in filled or source in filled:
             filled |= {target, source}
     ignored = tuple(model._keys_to_ignore_on_load_missing or ())
     missing = tuple(k for k in state if k not in filled and not _matches(k, ignored))
-    return Candidate(model, {k: tuple(v) for k, v in stored.items()}, frozenset(converted), missing)
+    return Candidate(model, {k: tuple(v) for k, v in stored.items()}, converted, missing)
 
 
 def _check_shape(name: str, checkpoint: Checkpoint, shape: tuple[int, ...]) -> None:

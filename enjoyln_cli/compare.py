@@ -79,8 +79,16 @@ def load(
         if name in values and values[name].is_floating_point():
             _fill(values[name], name)
     if dtype == torch.float64:
-        model = model.double()
+        model = _in_float64(model)
     return model.eval()
+
+
+def _in_float64(model: Any) -> Any:
+    """All in float64; experts are applied one by one, as grouped products do not know the dtype."""
+    with silent():
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")
+    return model.double()
 
 
 def _class(folder: Path, name: str, config: Any, trust_remote_code: bool) -> type:

@@ -9,7 +9,7 @@ to modules and count once, however often the module is called and in however man
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -60,10 +60,12 @@ class Problem:
     flow: Flow
     norms: dict[str, tuple[Value, ...]]
     """For each norm that can be swapped: the input of each of its calls."""
-    locked: dict[str, str]
-    """Parameters (by first name) whose stored tensors cannot be edited, and why."""
+    locked: Callable[[Parameter], str | None]
+    """Why the stored tensors behind a parameter cannot be centred over its axis, if so."""
     groups: dict[str, str]
     """Any parameter name to the first name of its tied group."""
+    scales: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that a scale is merged into before they are centred, to that scale."""
     _readers: dict[str, list[tuple[int, Node]]] = field(default_factory=dict)
     _carried: dict[Spot, list[tuple[int, Node]]] = field(default_factory=dict)
     _spots: dict[tuple[int, Node], Spot] = field(default_factory=dict)
@@ -103,8 +105,8 @@ class Problem:
 
     def obstacle(self, parameter: Parameter) -> str | None:
         """Why a parameter cannot be centred in place."""
-        if parameter.name in self.locked:
-            return self.locked[parameter.name]
+        if reason := self.locked(parameter):
+            return reason
         observer = self.observer(parameter)
         return f"centring it would be seen by {self.place(observer)}" if observer else None
 

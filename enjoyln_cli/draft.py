@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import Centring, Place, Plan, Verdict, Writer
+from enjoyln_cli.plan import Centring, Place, Plan, Scale, Verdict, Writer
 from enjoyln_cli.template import (
     Span,
     attributes,
@@ -47,8 +47,13 @@ class WriterLine:
     """One tensor to centre, or one of every layer; without a span it is left as it is."""
 
     tensor: str
+    """May have more placeholders than ``parameter``, which is then made of several tensors."""
     parameter: str
     span: Span | None
+    held: Span | None = None
+    """Over the parameter, where the class holds it in another layout."""
+    scale: Scale | None = None
+    """What is merged in before."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +125,13 @@ def recipe_of(
     values = as_mapping(config)
     layers = plan_layers(plan)
     norms = [_norm_item(verdict, layers) for verdict in plan.norms]
-    writers = [_writer_item(writer, layers, values) for writer in plan.writers]
+    known: dict[str, list[Writer]] = {}
+    for writer in plan.writers:
+        known.setdefault(writer.parameter, []).append(writer)
+    writers = [_writer_item(w, layers, values, known[w.parameter]) for w in plan.writers]
     ops = [_op_item(op, layers, values) for op in plan.ops]
-    spans = [w.line.span for w in writers if w.line.span] + [o.line.span for o in ops]
+    spans = [span for w in writers for span in (w.line.span, w.line.held) if span]
+    spans += [op.line.span for op in ops]
     numbers = numbers_of(values)
     variant = Variant(
         plan.model_class,
@@ -191,14 +200,29 @@ def _norm_item(verdict: Verdict, layers: Mapping[str, int]) -> _Item[NormLine]:
 
 
 def _writer_item(
-    writer: Writer, layers: Mapping[str, int], config: Mapping[str, Any]
+    writer: Writer,
+    layers: Mapping[str, int],
+    config: Mapping[str, Any],
+    siblings: Sequence[Writer],
 ) -> _Item[WriterLine]:
+    """``siblings``: all writers of this parameter. Its parts stand in lines of their own."""
     template, numbers = templated(writer.parameter, layers)
     tensor, others = templated(writer.tensor, layers)
     span = symbolic(writer.axis, writer.shape[writer.axis.dim], config)
-    line = WriterLine(writer.tensor, writer.parameter, span)
-    forms = (WriterLine(tensor, template, span),) if numbers == others else ()
-    return _Item(writer.parameter, line, forms, (template, tensor), template)
+    held = symbolic(writer.held, None, config) if writer.held else None
+    line = WriterLine(writer.tensor, writer.parameter, span, held, writer.scale)
+    several = {name for name, _ in expanded(filled(tensor, numbers), layers)}
+    general = numbers == others or (
+        numbers.items() <= others.items() and several <= {w.tensor for w in siblings}
+    )
+    scale = writer.scale
+    if scale:
+        parts = [templated(name, layers) for name in (scale.parameter, scale.tensor)]
+        general = general and all(part[1] == numbers for part in parts)
+        scale = Scale(*(part[0] for part in parts))
+    forms = (WriterLine(tensor, template, span, held, scale),) if general else ()
+    part = str([w.axis for w in siblings if w.tensor == writer.tensor].index(writer.axis))
+    return _Item(writer.parameter, line, forms, (template, tensor, part), template)
 
 
 def _op_item(op: Centring, layers: Mapping[str, int], config: Mapping[str, Any]) -> _Item[OpLine]:
@@ -306,6 +330,8 @@ def plan_layers(plan: Plan) -> dict[str, int]:
     """How many layers each prefix of the plan's names has."""
     names = [verdict.norm for verdict in plan.norms] + [op.module for op in plan.ops]
     names += [name for writer in plan.writers for name in (writer.parameter, writer.tensor)]
+    scales = [writer.scale for writer in plan.writers if writer.scale]
+    names += [name for scale in scales for name in (scale.parameter, scale.tensor)]
     return layers_of(names)
 
 

@@ -7,7 +7,7 @@ shift or passes it on to a value that nobody sees. Both are computed once per (v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
@@ -65,17 +65,28 @@ class Flow:
     traces: tuple[Trace, ...]
     required: frozenset[str] | None = None
     """The fields of the models' outputs that have to stay the same; ``None`` for all outputs."""
+    products: Mapping[Node, Node] = field(default_factory=dict)
+    """Products that become the identity, to the factor that remains (``scales``)."""
+    refused: Mapping[Node, str] = field(default_factory=dict)
+    """Products that do not, and why."""
     _pulls: dict[Value, Pull] = field(default_factory=dict)
     _observers: dict[Value, Observer | None] = field(default_factory=dict)
 
     def sources(self, value: Value) -> Opaque | tuple[Value, ...]:
         """The operands that have to be zero-mean, or why none would do."""
         if value not in self._pulls:
-            self._pulls[value] = pull(value.node, value.axis)
+            self._pulls[value] = self._pull(value.node, value.axis)
         found = self._pulls[value]
         if isinstance(found, Opaque):
             return found
         return tuple(Value(value.trace, node, axis) for node, axis in found)
+
+    def _pull(self, node: Node, axis: Axis) -> Pull:
+        if node in self.products:
+            return ((self.products[node], axis),)
+        found = pull(node, axis)
+        refused = isinstance(found, Opaque) and node in self.refused
+        return Opaque(self.refused[node]) if refused else found
 
     def observer(self, value: Value) -> Observer | None:
         """Somebody who sees a shift of the value along its axis; ``None`` if nobody does.
@@ -104,6 +115,8 @@ class Flow:
             if consumer.op == "output" and not self._is_required(value):
                 continue
             found = push(consumer, value.node, value.axis)
+            if self.products.get(consumer) is value.node:
+                found = value.axis
             if isinstance(found, Opaque):
                 yield Observer(value.trace, consumer, found.reason)
             elif isinstance(found, Axis):
@@ -116,7 +129,7 @@ class Flow:
 
     def narrowed(self, traces: int, required: frozenset[str]) -> Flow:
         """The same questions about the first ``traces`` alone, for ``required`` outputs."""
-        return Flow(self.traces[:traces], required, self._pulls)
+        return Flow(self.traces[:traces], required, self.products, self.refused, self._pulls)
 
     def reached(self) -> Iterator[tuple[str, ...]]:
         """For every value asked about so far that the model returns: the fields that hold it."""
@@ -158,7 +171,7 @@ def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
     return Opaque(reasons[0] if reasons else f"{op_name(node)} reads its mean")
 
 
-_SHAPE_ONLY = {
+SHAPE_ONLY = {
     aten._assert_tensor_metadata,
     aten.empty_like,
     aten.full_like,
@@ -179,7 +192,7 @@ _SOFTMAX = {aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax}
 def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
     """LN, softmax, ``x - mean(x)`` over exactly this axis; what reads shapes or other elements."""
     op, shape = packet(node), shape_of(operand)
-    if op in _SHAPE_ONLY:
+    if op in SHAPE_ONLY:
         return True
     if shape is None or occurrences(node, operand) != 1:
         return False

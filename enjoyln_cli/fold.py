@@ -1,6 +1,7 @@
 """Carry a plan out: on a checkpoint's files, or on a model in memory.
 
-``W <- P W`` for every writer of the plan, and nothing else. This module decides nothing about which
+``W <- P W`` for every writer of the plan, or ``W <- P diag(s) W`` and ``s <- 1`` where a scale is
+merged into it, and nothing else. This module decides nothing about which
 norms fold; it decides what a converted directory consists of: the weights, the source's other files
 unchanged, ``config.json`` with the ``enjoyln`` entry (the marker), and ``enjoyln_recipe.yaml``. Of
 a pipeline that is the transformer's folder, and the other modules come along as they are.
@@ -37,7 +38,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli import __version__
-from enjoyln_cli.axis import Axis, centre
+from enjoyln_cli.axis import Axis, centre, scaled
 from enjoyln_cli.checkpoint import (
     Checkpoint,
     Source,
@@ -122,6 +123,7 @@ def fold_checkpoint(
             checkpoint,
             edits,
             inner,
+            scales={w.tensor: w.scale.tensor for w in plan.writers if w.scale},
             dtype=dtype,
             max_shard_size=max_shard_size,
             jobs=jobs,
@@ -177,29 +179,45 @@ def edits_of(plan: Plan, checkpoint: Checkpoint) -> dict[str, tuple[Axis, ...]]:
 def centre_parameters(model: nn.Module, plan: Plan) -> None:
     """``W <- P W`` in place for every writer of ``plan``, the mean in float64, rounded once.
 
-    A parameter that several names share is centred once. Raises ``BadCheckpoint`` for a parameter
-    that ``model`` lacks or holds in another shape; nothing is changed then.
+    A scale is merged before, and becomes ones. A parameter that several names share is centred
+    once. Raises ``BadCheckpoint`` for a parameter that ``model`` lacks or holds in another shape;
+    nothing is changed then.
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
     tensors.update(model.named_parameters(remove_duplicate=False))
-    edits: dict[int, tuple[torch.Tensor, list[Axis]]] = {}
+    edits: dict[int, tuple[torch.Tensor, list[Axis], torch.Tensor | None]] = {}
     for writer in plan.writers:
         tensor = tensors.get(writer.parameter)
-        if tensor is None or tuple(tensor.shape) != tuple(writer.shape):
+        same = writer.held is not None or (tensor is not None and tensor.shape == writer.shape)
+        if tensor is None or not same:
             shape = "none" if tensor is None else list(tensor.shape)
             raise BadCheckpoint(
                 f"{writer.parameter}: the plan centres shape {list(writer.shape)}, "
                 f"{type(model).__name__} has {shape}; pass the model that was analysed"
             )
-        axes = edits.setdefault(id(tensor), (tensor, []))[1]
-        if writer.axis not in axes:
-            axes.append(writer.axis)
+        scale = tensors.get(writer.scale.parameter) if writer.scale else None
+        if writer.scale and (scale is None or scale.numel() != tensor.shape[writer.axis.dim]):
+            raise BadCheckpoint(
+                f"{writer.scale.parameter}: the plan merges it into {writer.parameter}, and "
+                f"{type(model).__name__} has none that fits; pass the model that was analysed"
+            )
+        axes, axis = (
+            edits.setdefault(id(tensor), (tensor, [], scale))[1],
+            writer.held or writer.axis,
+        )
+        if axis not in axes:
+            axes.append(axis)
     with torch.no_grad():
-        for shared, axes in edits.values():
+        for shared, axes, scale in edits.values():
             wide = shared.double()
+            if scale is not None:
+                wide = scaled(wide, scale.double(), axes[0].dim)
             for axis in axes:
                 wide = centre(wide, axis)
             shared.copy_(wide)
+        for _, _, scale in edits.values():
+            if scale is not None:
+                scale.fill_(1)
 
 
 def marker(plan: Plan, source: Source) -> dict[str, Any]:

@@ -8,43 +8,26 @@ shift is absorbed, which is proven for each edit by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
+from enjoyln_cli.asked import PLACES, Asked, Edit, asked_for
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.draft import (
-    Line,
     NormLine,
     Recipe,
-    Variant,
     as_mapping,
     plan_layers,
     variant_for,
 )
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import Centring, Place, Plan, Verdict, Writer
-from enjoyln_cli.template import Span, concrete, expanded, filled, placeholders, templated
+from enjoyln_cli.plan import Centring, Plan, Scale, Verdict, Writer
+from enjoyln_cli.template import Span, concrete, templated
 
-MOST_NAMES = 300_000
-"""No recipe may stand for more names than this."""
-
-PLACES: tuple[Place, ...] = ("output", "input")
 NOT_ASKED = "the recipe does not fold it"
 BY_RECIPE = "the recipe keeps it"
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A variant with every layer named."""
-
-    norms: Mapping[str, NormLine]
-    writers: Mapping[str, tuple[tuple[str, ...], Span]]
-    """By parameter: the stored tensors, as the recipe names them, and over what to centre."""
-    left: frozenset[str]
-    """Parameters that the recipe leaves by name."""
-    ops: Mapping[tuple[str, Place], tuple[Span, str]]
 
 
 def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
@@ -66,7 +49,7 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
             f"{where}: keeps {_outputs(variant.outputs)} the same, and the proof is for "
             f"{_outputs(plan.outputs)}; write that under outputs, or pass --outputs accordingly"
         )
-    asked = _asked(variant, plan_layers(plan), where)
+    asked = asked_for(variant, plan_layers(plan), where)
     _require_known(asked, plan, where)
     norms = tuple(_verdict(v, asked.norms.get(v.norm), where) for v in plan.norms)
     writers = tuple(w for w in plan.writers if w.parameter in asked.writers)
@@ -74,6 +57,7 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
     for problem in _wrong_axes(asked, plan, values):
         raise RecipeError(f"{where}: {problem}; take the proven axis")
     _require_complete(norms, writers, ops, where)
+    _require_scales(plan, asked, where)
     folds = any(v.status != "kept" for v in norms)
     if folds and set(variant.entry_inputs) != set(plan.entry_inputs):
         raise RecipeError(
@@ -90,15 +74,15 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
     """
     try:
         variant = variant_for(recipe, plan.model_type, plan.model_class, config)
-        asked = _asked(variant, plan_layers(plan), recipe.where)
+        asked = asked_for(variant, plan_layers(plan), recipe.where)
     except RecipeError as error:
         return (str(error),)
     fates = {name: _fate(line.fold, line.ops) for name, line in asked.norms.items()}
     proven = {v.norm: _fate(v.status != "kept", v.ops) for v in plan.norms}
     found = _unequal(fates, proven, "does not name it", "has no such norm")
     found += _unequal(
-        dict.fromkeys(asked.writers, "centres it"),
-        {w.parameter: "centres it" for w in plan.writers},
+        {name: _centred_by(edits[0].scale) for name, edits in asked.writers.items()},
+        {w.parameter: _centred_by(w.scale) for w in plan.writers},
         "does not centre it",
         "does not centre it",
     )
@@ -133,11 +117,12 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
     if recipe.record is None or len(recipe.variants) != 1:
         raise RecipeError(f"{where}: has no record of one fold; pass the one written beside it")
     variant, layers, values = recipe.variants[0], recipe.record.layers, _sizes(recipe, config)
-    asked = _asked(variant, layers, where)
+    asked = asked_for(variant, layers, where)
     writers = [
-        _stored_writer(parameter, tensor, span, shapes, values, where)
-        for parameter, (tensors, span) in asked.writers.items()
-        for tensor in tensors
+        _stored_writer(parameter, tensor, edit, shapes, values, where)
+        for parameter, edits in asked.writers.items()
+        for edit in edits
+        for tensor in edit.tensors
     ]
     ops = tuple(
         Centring(module, place, _axis(span, None, values, f"{where}: {module}"), why)
@@ -157,67 +142,7 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
     )
 
 
-def _asked(variant: Variant, layers: Mapping[str, int], where: str) -> _Asked:
-    """Every name that a variant stands for. Raises ``RecipeError`` for a line without any."""
-    norms: dict[str, NormLine] = {}
-    for name, found in _deciding(variant.norms, lambda line: line.name, layers, where).items():
-        line, numbers = _only(found, name, where)
-        ops = tuple(filled(op, numbers) for op in line.ops)
-        reason, culprit = filled(line.reason, numbers), filled(line.culprit, numbers)
-        norms[name] = NormLine(name, line.fold, ops, reason, culprit)
-    writers: dict[str, tuple[tuple[str, ...], Span]] = {}
-    left: set[str] = set()
-    for name, lines in _deciding(variant.writers, lambda w: w.parameter, layers, where).items():
-        spans = {writer.span for writer, _ in lines}
-        if len(spans) > 1:
-            raise RecipeError(f"{where}: {name} is centred in two ways; leave one of them")
-        span = spans.pop()
-        if span is None:
-            left.add(name)
-        else:
-            writers[name] = tuple(filled(w.tensor, numbers) for w, numbers in lines), span
-    ops_asked: dict[tuple[str, Place], tuple[Span, str]] = {}
-    for place in PLACES:
-        lines_here = [line for line in variant.ops if line.place == place]
-        for name, at in _deciding(lines_here, lambda op: op.module, layers, where).items():
-            op, numbers = _only(at, name, where)
-            ops_asked[name, place] = op.span, filled(op.reason, numbers)
-    return _Asked(norms, writers, frozenset(left), ops_asked)
-
-
-def _deciding(
-    lines: Iterable[Line], name_of: Callable[[Line], str], layers: Mapping[str, int], where: str
-) -> dict[str, list[tuple[Line, dict[str, int]]]]:
-    """For every name the lines with the fewest placeholders that cover it, in order of the file."""
-    found: dict[str, list[tuple[Line, dict[str, int]]]] = {}
-    count = 0
-    for line in lines:
-        template = name_of(line)
-        before = count
-        for name, numbers in expanded(template, layers):
-            count += 1
-            if count > MOST_NAMES:
-                raise RecipeError(f"{where}: stands for more than {MOST_NAMES} names")
-            others = found.setdefault(name, [])
-            fewest = placeholders(name_of(others[0][0])) if others else len(numbers)
-            if len(numbers) < fewest:
-                others.clear()
-            if len(numbers) <= fewest:
-                others.append((line, numbers))
-        if count == before:
-            raise RecipeError(f"{where}: {template} matches nothing; the model has no such layers")
-    return found
-
-
-def _only(
-    found: list[tuple[Line, dict[str, int]]], name: str, where: str
-) -> tuple[Line, dict[str, int]]:
-    if len(found) > 1:
-        raise RecipeError(f"{where}: two lines name {name}; leave one of them")
-    return found[0]
-
-
-def _require_known(asked: _Asked, plan: Plan, where: str) -> None:
+def _require_known(asked: Asked, plan: Plan, where: str) -> None:
     norms = [v.norm for v in plan.norms]
     parameters = [w.parameter for w in plan.writers]
     layers = plan_layers(plan)
@@ -289,44 +214,70 @@ def _require_complete(
                 )
 
 
-def _wrong_axes(asked: _Asked, plan: Plan, config: Mapping[str, Any]) -> list[str]:
+def _require_scales(plan: Plan, asked: Asked, where: str) -> None:
+    """A scale is merged as proven, and into all of its writers or into none."""
+    merged = {w.scale for w in plan.writers if w.parameter in asked.writers}
+    for writer in plan.writers:
+        edits = asked.writers.get(writer.parameter, ())
+        if not edits and writer.scale and writer.scale in merged:
+            raise RecipeError(
+                f"{where}: merges {writer.scale.parameter}, and not into {writer.parameter}; "
+                "list that under centre, or leave all that it scales"
+            )
+        other = next((edit.scale for edit in edits if edit.scale != writer.scale), writer.scale)
+        if other != writer.scale:
+            names = [scale.parameter if scale else "no scale" for scale in (other, writer.scale)]
+            raise RecipeError(
+                f"{where}: merges {names[0]} into {writer.parameter}, and proven is {names[1]}; "
+                "take that"
+            )
+
+
+def _wrong_axes(asked: Asked, plan: Plan, config: Mapping[str, Any]) -> list[str]:
     """Edits that are proven over another axis than the recipe says."""
-    pairs = [
-        (w.parameter, asked.writers[w.parameter][1], w.axis, w.shape[w.axis.dim])
-        for w in plan.writers
-        if w.parameter in asked.writers
-    ] + [
-        (op.module, asked.ops[op.module, op.place][0], op.axis, None)
-        for op in plan.ops
-        if (op.module, op.place) in asked.ops
-    ]
-    found: dict[str, None] = {}
-    for name, span, axis, extent in pairs:
+    proven: dict[str, list[Axis]] = {}
+    given: dict[str, list[tuple[Span, int | None]]] = {}
+    for w in plan.writers:
+        if w.parameter in asked.writers:
+            spans = [edit.span for edit in asked.writers[w.parameter]]
+            extents = [w.shape[s.dim] if s.dim < len(w.shape) else 0 for s in spans]
+            proven.setdefault(w.parameter, []).append(w.axis)
+            given[w.parameter] = list(zip(spans, extents, strict=True))
+    for op in plan.ops:
+        if (op.module, op.place) in asked.ops:
+            proven.setdefault(op.module, []).append(op.axis)
+            span = asked.ops[op.module, op.place][0]
+            given.setdefault(op.module, []).append((span, None))
+    found = []
+    for name, axes in proven.items():
         try:
-            given = concrete(span, extent, config)
+            here = [concrete(span, extent, config) for span, extent in given[name]]
         except RecipeError as error:
-            found[f"{name}: {error}"] = None
+            found.append(f"{name}: {error}")
             continue
-        if given != axis:
-            found[f"{name} is centred over {_shown(given)}, and proven over {_shown(axis)}"] = None
-    return list(found)
+        if set(here) != set(axes):
+            ours, theirs = (" and ".join(map(_shown, sorted(set(a)))) for a in (here, axes))
+            found.append(f"{name} is centred over {ours}, and proven over {theirs}")
+    return found
 
 
 def _stored_writer(
     parameter: str,
     tensor: str,
-    span: Span,
+    edit: Edit,
     shapes: Mapping[str, Sequence[int]],
     config: Mapping[str, Any],
     where: str,
 ) -> Writer:
-    if tensor not in shapes:
-        raise RecipeError(f"{where}: no stored tensor is named {tensor}{_close(tensor, shapes)}")
+    for name in (tensor, *([edit.scale.tensor] if edit.scale else [])):
+        if name not in shapes:
+            raise RecipeError(f"{where}: no stored tensor is named {name}{_close(name, shapes)}")
     shape = tuple(int(size) for size in shapes[tensor])
-    if not 0 <= span.dim < len(shape):
-        raise RecipeError(f"{where}: {tensor} has shape {shape}, and no dimension {span.dim}")
-    axis = _axis(span, shape[span.dim], config, f"{where}: {tensor}")
-    return Writer(parameter, tensor, axis, shape)
+    if not 0 <= edit.span.dim < len(shape):
+        raise RecipeError(f"{where}: {tensor} has shape {shape}, and no dimension {edit.span.dim}")
+    axis = _axis(edit.span, shape[edit.span.dim], config, f"{where}: {tensor}")
+    held = _axis(edit.held, None, config, f"{where}: {parameter}") if edit.held else None
+    return Writer(parameter, tensor, axis, shape, held, edit.scale)
 
 
 def _recorded(line: NormLine) -> Verdict:
@@ -353,6 +304,10 @@ def _fate(fold: bool, ops: Iterable[str]) -> str:
     if not fold:
         return "keeps it"
     return f"folds it with the centring of {_listed(ops)}" if ops else "folds it in the weights"
+
+
+def _centred_by(scale: Scale | None) -> str:
+    return f"merges {scale.parameter} into it and centres it" if scale else "centres it"
 
 
 def _unequal(

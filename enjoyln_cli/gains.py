@@ -59,7 +59,8 @@ def _narrowed(problem: Problem, traces: int, required: frozenset[str]) -> Proble
         norm: tuple(value for value in calls if value.trace < traces)
         for norm, calls in problem.norms.items()
     }
-    return Problem(problem.flow.narrowed(traces, required), norms, problem.locked, problem.groups)
+    flow = problem.flow.narrowed(traces, required)
+    return Problem(flow, norms, problem.locked, problem.groups, problem.scales)
 
 
 def _held(fields: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:

@@ -40,7 +40,10 @@ WRITTEN = "its memory is written in place"
 
 
 def rule(*ops: Any) -> Callable[[Rule], Rule]:
-    """Register one rule for a family of ops, given as packets: all their overloads."""
+    """Register one rule for a family of ops, given as packets: all their overloads.
+
+    An op that exists only after another library is imported is given by its qualified name.
+    """
 
     def register(function: Rule) -> Rule:
         _RULES.update(dict.fromkeys(ops, function))
@@ -59,7 +62,7 @@ def pull(node: Node, axis: Axis) -> Pull:
         return Opaque("a mean over one element")
     if shape_of(node) is None:
         return Opaque(f"the shape of what {op_name(node)} gives depends on values")
-    found = _RULES.get(packet(node))
+    found = _RULES.get(packet(node)) or _RULES.get(getattr(packet(node), "_qualified_op_name", ""))
     if found is None:
         return Opaque(f"{op_name(node)} does not keep a zero mean")
     return found(node, axis)

@@ -12,16 +12,31 @@ Place = Literal["output", "input"]
 
 
 @dataclass(frozen=True)
+class Scale:
+    """A vector that is merged into the parameters of a layer before it, and becomes ones."""
+
+    parameter: str
+    """Name in the model class of the plan, e.g. ``encoder.layer.0.lambda_1``."""
+    tensor: str
+    """Name of the stored tensor, the only one of this parameter."""
+
+
+@dataclass(frozen=True)
 class Writer:
-    """A parameter whose values are centred: ``W <- P W`` over ``axis``."""
+    """A parameter whose values are centred: ``W <- P W`` over ``axis``, or ``P diag(scale) W``."""
 
     parameter: str
     """Name in the model class of the plan, e.g. ``transformer.h.0.attn.c_proj.weight``."""
     tensor: str
     """Name of the stored tensor; a parameter stored under several names has a writer for each."""
     axis: Axis
-    """Over the parameter as the class holds it: ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
+    """Over the stored tensor: ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
     shape: tuple[int, ...]
+    """Of the stored tensor."""
+    held: Axis | None = None
+    """Over the parameter, where the class holds it in another layout than it is stored in."""
+    scale: Scale | None = None
+    """Multiplied in before, along ``axis.dim``; merged into all of its writers or into none."""
 
 
 @dataclass(frozen=True)

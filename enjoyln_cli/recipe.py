@@ -22,13 +22,16 @@
 
 Names with ``{i}`` hold for every layer, a name with a number goes before them, ``leave`` in place
 of an axis takes one tensor out. ``parameter`` gives the name in the model class where a tensor is
-stored under another. An axis has the fields of ``template.Span``. All else in a file is refused.
+stored under another, ``held`` the axis there where the class holds it in another layout, ``scale``
+a stored vector that is merged in before and becomes ones (``scale_parameter`` its name in the
+class). An axis has the fields of ``template.Span``; a tensor of which several parts are centred has
+a list of these. All else in a file is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -51,7 +54,7 @@ from enjoyln_cli.draft import (
 )
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.follow import differences, follow, to_plan
-from enjoyln_cli.plan import Plan
+from enjoyln_cli.plan import Plan, Scale
 from enjoyln_cli.template import Span, parted, written
 
 if TYPE_CHECKING:
@@ -136,7 +139,7 @@ def _variant_data(variant: Variant) -> dict[str, Any]:
         "outputs": _Row(variant.outputs),
         "when": _Inline(sorted(variant.when.items())),
         "norms": {line.name: _norm_data(line) for line in variant.norms},
-        "centre": {line.tensor: _writer_data(line) for line in variant.writers},
+        "centre": _writers_data(variant.writers),
         "centring_ops": [
             {"module": op.module, "place": op.place, **written(op.span), "reason": op.reason}
             for op in variant.ops
@@ -155,11 +158,27 @@ def _norm_data(line: NormLine) -> Any:
     return {"keep": line.reason} | ({"culprit": line.culprit} if line.culprit else {})
 
 
+def _writers_data(lines: Iterable[WriterLine]) -> dict[str, Any]:
+    """One entry for each tensor: its axis, or a list where several parts of it are centred."""
+    found: dict[str, list[Any]] = {}
+    for line in lines:
+        found.setdefault(line.tensor, []).append(_writer_data(line))
+    return {name: data[0] if len(data) == 1 else data for name, data in found.items()}
+
+
 def _writer_data(line: WriterLine) -> Any:
     name = {} if line.parameter == line.tensor else {"parameter": line.parameter}
     if line.span is None:
         return _Inline({"leave": True} | name) if name else "leave"
-    return _Inline(written(line.span) | name)
+    held = {"held": _Inline(written(line.held))} if line.held else {}
+    return _Inline(written(line.span) | name | held | _scale_data(line.scale))
+
+
+def _scale_data(scale: Scale | None) -> dict[str, Any]:
+    if scale is None:
+        return {}
+    same = scale.parameter == scale.tensor
+    return {"scale": scale.tensor} | ({} if same else {"scale_parameter": scale.parameter})
 
 
 # Reading.
@@ -279,7 +298,11 @@ def _variant(value: Any, at: str) -> Variant:
         schema.items(data.get("classes", [model_class]), f"{at}.classes", schema.word),
         schema.entries(data.get("when", {}), f"{at}.when", schema.plain),
         tuple(schema.entries(data["norms"], f"{at}.norms", _norm).values()),
-        tuple(schema.entries(data.get("centre", {}), f"{at}.centre", _writer).values()),
+        tuple(
+            line
+            for lines in schema.entries(data.get("centre", {}), f"{at}.centre", _writers).values()
+            for line in lines
+        ),
         schema.items(data.get("centring_ops", []), f"{at}.centring_ops", _op),
         schema.items(data.get("entry_inputs", []), f"{at}.entry_inputs", schema.word),
         schema.items(data.get("unproven", []), f"{at}.unproven", schema.text),
@@ -305,6 +328,12 @@ def _norm(name: str, value: Any, at: str) -> NormLine:
     return NormLine(name, False, (), reason, schema.text(data.get("culprit", ""), f"{at}.culprit"))
 
 
+def _writers(name: str, value: Any, at: str) -> tuple[WriterLine, ...]:
+    if isinstance(value, list):
+        return schema.items(value, at, lambda item, where: _writer(name, item, where))
+    return (_writer(name, value, at),)
+
+
 def _writer(name: str, value: Any, at: str) -> WriterLine:
     schema.name(name, at)
     if value == "leave":
@@ -320,9 +349,22 @@ def _writer(name: str, value: Any, at: str) -> WriterLine:
                 f"{at}.leave: {schema.shown(data['leave'])}; only true has a meaning here"
             )
         return WriterLine(name, schema.name(data["parameter"], f"{at}.parameter"), None)
-    data = schema.mapping(value, at, ("dim",), (*_AXIS, "parameter"))
-    span = _span(data, at, lowest=0)
-    return WriterLine(name, schema.name(data.get("parameter", name), f"{at}.parameter"), span)
+    data = schema.mapping(value, at, ("dim",), (*_AXIS, "parameter", "held", *_SCALE))
+    parameter, held = schema.name(data.get("parameter", name), f"{at}.parameter"), None
+    if "held" in data:
+        axis = schema.mapping(data["held"], f"{at}.held", ("dim",), _AXIS)
+        held = _span(axis, f"{at}.held", lowest=0)
+    return WriterLine(name, parameter, _span(data, at, lowest=0), held, _scale(data, at))
+
+
+def _scale(data: Mapping[str, Any], at: str) -> Scale | None:
+    if "scale" not in data:
+        if "scale_parameter" in data:
+            raise RecipeError(f"{at}: scale_parameter stands beside scale; add it")
+        return None
+    tensor = schema.name(data["scale"], f"{at}.scale")
+    parameter = schema.name(data.get("scale_parameter", tensor), f"{at}.scale_parameter")
+    return Scale(parameter, tensor)
 
 
 def _op(value: Any, at: str) -> OpLine:
@@ -335,6 +377,7 @@ def _op(value: Any, at: str) -> OpLine:
     return OpLine(module, place, _span(data, at, lowest=-8), reason)
 
 
+_SCALE = ("scale", "scale_parameter")
 _AXIS = ("part", "start", "length", "size", "inner")
 
 

@@ -30,7 +30,7 @@ def row(
     ``paper``: the norms that Algorithm 1 as printed would fold; without it there is no such entry.
     ``gains``: what folds besides if some output may change.
     """
-    shapes = {w.parameter: w.shape for w in plan.writers}
+    shapes = {(w.parameter, w.tensor if w.held else ""): w.shape for w in plan.writers}
     found: Row = {
         "model": model,
         "model_type": plan.model_type,
@@ -50,6 +50,7 @@ def row(
         "verdicts": [{"name": v.norm, "status": v.status, "ops": list(v.ops)} for v in plan.norms],
         "ops": [{"module": c.module, "place": c.place, "reason": c.reason} for c in plan.ops],
         "centred": [{"tensor": w.tensor, "shape": list(w.shape)} for w in plan.writers],
+        "merged": list(dict.fromkeys(w.scale.tensor for w in plan.writers if w.scale)),
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
         "by_example": list(plan.by_example),
@@ -194,7 +195,9 @@ def counts(found: Row) -> str:
     ops = f"{found['centering_ops']} centring op" + "s" * (found["centering_ops"] != 1)
     norms = f"{found['folded']} of {found['norms']} LayerNorms"
     tensors = f"{found['writers']} tensors centred ({found['parameters']:,} parameters)"
-    return f"{norms} ({found['folded_static']} in the weights alone), {ops}, {tensors}"
+    many = len(found["merged"])
+    merged = f", {many} scale{'s' * (many != 1)} merged into them" if many else ""
+    return f"{norms} ({found['folded_static']} in the weights alone), {ops}, {tensors}{merged}"
 
 
 def as_csv(rows: Sequence[Row]) -> str:

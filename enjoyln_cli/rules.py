@@ -360,6 +360,17 @@ def _matmul(node: Node, axis: Axis) -> Pull:
     return Opaque("a product that treats the elements of the mean apart")
 
 
+@rule(aten._grouped_mm, "transformers::grouped_mm_fallback")
+def _grouped_matmul(node: Node, axis: Axis) -> Pull:
+    """Each row is multiplied by the matrix of its expert, whose columns (all experts') it keeps."""
+    left, right = node.args[:2]
+    if (rank_of(left), rank_of(right)) != (2, 3) or axis.dim != 1:
+        return Opaque("a grouped product along something else than its columns")
+    if argument(node, 3, "bias") is not None:
+        return Opaque("a grouped product with a bias of its own")
+    return ((right, moved(axis, 2)),)
+
+
 @rule(aten.addmm, aten.baddbmm)
 def _addmm(node: Node, axis: Axis) -> Pull:
     """``β C + α A B``: the columns of ``B`` and of ``C`` (Conv1D stores its weight as ``B``)."""

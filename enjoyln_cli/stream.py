@@ -17,13 +17,14 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, zip_longest
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from enjoyln_cli.axis import Axis
-from enjoyln_cli.blocks import FLOATS, Ends, Lane, Slot, Step, Target, run, steps_of
+from enjoyln_cli.blocks import FLOATS, Ends, Lane, Ones, Slot, Step, Target, run, steps_of
 from enjoyln_cli.checkpoint import Checkpoint, read_tensor
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 
@@ -53,6 +54,7 @@ def write_shards(
     edits: Mapping[str, tuple[Axis, ...]],
     into: Path,
     *,
+    scales: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | None = None,
     jobs: int | None = None,
@@ -60,7 +62,9 @@ def write_shards(
 ) -> tuple[str, ...]:
     """Write every tensor of ``checkpoint`` to safetensors files in the directory ``into``.
 
-    ``edits`` maps stored tensor names to the axes to centre them over (``W <- P W``). ``dtype``
+    ``edits`` maps stored tensor names to the axes to centre them over (``W <- P W``),
+    ``scales`` some of these to the stored vector that is multiplied in before, along the dimension
+    of their axes, and that then becomes ones (``W <- P diag(s) W``, ``s <- 1``). ``dtype``
     converts all floating tensors. ``max_shard_size`` (bytes) cuts the shards anew; otherwise the
     layout stays, and without ``dtype`` so does every header. ``jobs`` is the number of cores to
     keep busy, all by default. ``progress`` is called in the calling thread with the number of bytes
@@ -68,20 +72,23 @@ def write_shards(
 
     Returns the names of the files written, the index among them, all of them synced to the disk.
     Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating or does not
-    hold the axis, for NaN or Inf in an edited tensor, for values out of the range of the dtype, and
-    for a file that ends early; ``OutputError`` where the disk has too little space.
+    hold the axis, for a scale of another length, for NaN or Inf in an edited tensor, for values out
+    of the range of the dtype, and for a file that ends early; ``OutputError`` where the disk has
+    too little space.
     """
-    _check_edits(checkpoint, edits)
+    scales = scales or {}
+    _check_edits(checkpoint, edits, scales)
     shards = _layout(checkpoint, dtype, max_shard_size)
     _check_space(shards, into)
     with ExitStack() as stack:
-        _write_tensors(checkpoint, edits, shards, into, stack, jobs or _cores(), progress)
+        steps = _steps(checkpoint, edits, scales)
+        _write_tensors(checkpoint, steps, shards, into, stack, jobs or _cores(), progress)
     return tuple(shard.name for shard in shards) + _write_index(checkpoint, shards, into)
 
 
 def _write_tensors(
     checkpoint: Checkpoint,
-    edits: Mapping[str, tuple[Axis, ...]],
+    steps_for: Callable[[Slot], Iterator[Step]],
     shards: list[Shard],
     into: Path,
     stack: ExitStack,
@@ -98,7 +105,7 @@ def _write_tensors(
         [
             (shard.name, slot, steps)
             for slot in shard.slots
-            for steps in _portions(slot, edits.get(slot.name, ()), positioned)
+            for steps in _portions(tuple(steps_for(slot)), positioned)
         ]
         for shard in shards
     ]
@@ -169,18 +176,24 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, tuple[Axis, ...]]) -> None:
-    for name, axes in edits.items():
+def _check_edits(
+    checkpoint: Checkpoint, edits: Mapping[str, tuple[Axis, ...]], scales: Mapping[str, str]
+) -> None:
+    for name, what in {
+        **dict.fromkeys(scales.values(), "merged"), **dict.fromkeys(edits, "centred"),
+    }.items():  # fmt: skip
         stored = checkpoint.tensors.get(name)
         if stored is None:
-            raise BadCheckpoint(f"{name}: to be centred, but {checkpoint.source.model} lacks it")
+            raise BadCheckpoint(f"{name}: to be {what}, but {checkpoint.source.model} lacks it")
         if stored.dtype not in FLOATS:
-            raise BadCheckpoint(
-                f"{name}: to be centred, but stored as {stored.dtype}, not floating"
-            )
-        for axis in axes:
+            raise BadCheckpoint(f"{name}: to be {what}, but stored as {stored.dtype}, not floating")
+        for axis in edits.get(name, ()):
             if not 0 <= axis.dim < len(stored.shape) or axis.stop > stored.shape[axis.dim]:
                 raise BadCheckpoint(f"{name}: shape {stored.shape} does not hold {axis}")
+    for name, scale in scales.items():
+        length = prod(checkpoint.tensors[scale].shape)
+        if length != checkpoint.tensors[name].shape[edits[name][0].dim]:
+            raise BadCheckpoint(f"{scale}: has {length} elements, too few or many for {name}")
 
 
 def _layout(
@@ -292,9 +305,24 @@ def _write_file(path: Path, content: bytes) -> tuple[str]:
     return (path.name,)
 
 
-def _portions(slot: Slot, axes: tuple[Axis, ...], positioned: bool) -> Iterator[tuple[Step, ...]]:
+def _steps(
+    checkpoint: Checkpoint, edits: Mapping[str, tuple[Axis, ...]], scales: Mapping[str, str]
+) -> Callable[[Slot], Iterator[Step]]:
+    """Tells what becomes of each tensor; the scales are in memory, one element for each feature."""
+    ones = set(scales.values())
+    values = {name: read_tensor(checkpoint, name).double().flatten() for name in ones}
+
+    def steps(slot: Slot) -> Iterator[Step]:
+        if slot.name in ones:
+            return iter((Ones(),))
+        scale = values[scales[slot.name]] if slot.name in scales else None
+        return steps_of(slot, edits.get(slot.name, ()), scale)
+
+    return steps
+
+
+def _portions(steps: tuple[Step, ...], positioned: bool) -> Iterator[tuple[Step, ...]]:
     """Steps that one worker takes together: one, or all of a tensor that has to be loaded whole."""
-    steps = tuple(steps_of(slot, axes))
     return iter(zip(steps, strict=True)) if positioned else iter((steps,))
 
 

@@ -2,7 +2,8 @@
 
 Decides it tensor by tensor, for every tensor of both checkpoints: the same bytes, or the same
 values in the new dtype, where nothing was edited; ``P W`` rounded once, within half a step of the
-stored dtype, where the plan centres. So the mean left is below the rounding.
+stored dtype, where the plan centres. So the mean left is below the rounding. Where the plan merges
+a scale ``s``, it is ``P diag(s) W``, and the scale is all ones.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from enjoyln_cli.axis import Axis, centre, group_means
+from enjoyln_cli.axis import Axis, centre, group_means, scaled
 from enjoyln_cli.checkpoint import Checkpoint, read_tensor
 from enjoyln_cli.plan import Writer
 
@@ -28,11 +29,13 @@ def check_tensors(
     Returns the mean that is left in each edited tensor, relative to its rms, and what is wrong, in
     sentences; there are none where everything is right.
     """
+    writers = tuple(writers)
     axes: dict[str, list[Axis]] = {}
     for writer in writers:
         known = axes.setdefault(writer.tensor, [])
         if writer.axis not in known:
             known.append(writer.axis)
+    scales = {w.tensor: w.scale.tensor for w in writers if w.scale}
     names = sorted(set(original.tensors) ^ set(folded.tensors))
     failures = [f"{name} is stored in one of the two checkpoints only" for name in names[:3]]
     drift: dict[str, float] = {}
@@ -44,13 +47,17 @@ def check_tensors(
         if old.shape != new.shape or old.is_floating_point() != new.is_floating_point():
             wrong.append(name)
             continue
+        if name in scales.values():
+            old = torch.ones_like(old)
         if name not in axes:
             if not _same_bytes(old.to(new.dtype), new):
                 wrong.append(name)
             continue
-        edits = axes[name]
+        edits, scale = axes[name], None
+        if name in scales:
+            scale = read_tensor(original, scales[name]).double()
         parts = list(_slices(old, new, edits))
-        if not all(_is_rounded(a, b, edits) for a, b in parts):
+        if not all(_is_rounded(a, b, edits, scale) for a, b in parts):
             wrong.append(name)
         drift[name] = max(_drift([b for _, b in parts], axis) for axis in edits)
     if wrong:
@@ -80,15 +87,19 @@ def _slices(
     yield from zip(old.split(step, dim), new.split(step, dim), strict=True)
 
 
-def _is_rounded(old: torch.Tensor, new: torch.Tensor, axes: list[Axis]) -> bool:
-    """``new`` is ``P old`` rounded to its dtype: within half a step, whichever way a tie went."""
+def _is_rounded(
+    old: torch.Tensor, new: torch.Tensor, axes: list[Axis], scale: torch.Tensor | None
+) -> bool:
+    """``new`` is the exact edit rounded to its dtype: within half a step, ties either way."""
     exact = old.double()
+    if scale is not None:
+        exact = scaled(exact, scale, axes[0].dim)
+    size = float(exact.abs().max()) if exact.numel() else 0.0
     for axis in axes:
         exact = centre(exact, axis)
     info = torch.finfo(new.dtype)
     step = info.eps * exact.abs() + info.smallest_normal * info.eps
-    slack = 1e-14 * float(old.abs().max()) if old.numel() else 0.0
-    return bool(((new.double() - exact).abs() <= 0.5001 * step + slack).all())
+    return bool(((new.double() - exact).abs() <= 0.5001 * step + 1e-14 * size).all())
 
 
 def _drift(parts: list[torch.Tensor], axis: Axis) -> float:

@@ -124,7 +124,7 @@ def _branch(problem: Problem, cut: Cut, item: Item) -> Tree:
     found = problem.sources(item)
     carrier = problem.carrier(item)
     if isinstance(item, Parameter):
-        return Tree(_parameter_text(cut, item, found), pure)
+        return Tree(_parameter_text(problem, cut, item, found), pure)
     if carrier in _inserted(cut):
         return Tree(f"{label(problem, item)}: centred by an explicit operation", True)
     if isinstance(found, Opaque):
@@ -169,11 +169,14 @@ def _terms(problem: Problem, cut: Cut, item: Item) -> list[Item]:
     return list(reversed(terms))
 
 
-def _parameter_text(cut: Cut, item: Parameter, found: Opaque | tuple[Item, ...]) -> str:
-    axis = item.axis
+def _parameter_text(
+    problem: Problem, cut: Cut, item: Parameter, found: Opaque | tuple[Item, ...]
+) -> str:
+    axis, scale = item.axis, problem.scales.get(item.name)
     groups = "" if axis.outer == axis.inner == 1 else f", {axis.outer * axis.inner} groups apart"
     where = f"{item.name} (dimension {axis.dim}, {axis.size} elements{groups})"
     if isinstance(found, Opaque):
         return f"{where}: {found.reason}"
     used = any(item in support.writers for support in cut.folded.values())
-    return f"{where}: {'centred in the weights' if used else 'could be centred in the weights'}"
+    merged = f" after {scale} is merged into it" if scale else ""
+    return f"{where}: {'' if used else 'could be '}centred in the weights{merged}"

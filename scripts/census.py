@@ -48,7 +48,7 @@ FAST = (
     "cohere", "olmo", "biogpt", "xglm", "bert", "albert", "electra", "deberta",
     "deberta-v2", "bart", "bigbird_pegasus", "whisper", "speech_to_text", "wav2vec2", "vit",
     "beit", "dinov2", "swin", "convnext", "segformer", "clip", "blip", "layoutlm", "videomae",
-    "audio-spectrogram-transformer", "canine", "mobilevit",
+    "audio-spectrogram-transformer", "canine", "mobilevit", "phimoe",
 )  # fmt: skip
 """One type for each way in which norms, writers and observers are put together."""
 

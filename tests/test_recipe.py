@@ -271,6 +271,31 @@ def test_one_parameter_stored_twice_keeps_both_tensors() -> None:
     assert to_plan(recipe, {"wte.weight": (9, 8), "head.weight": (9, 8)}).writers == writers
 
 
+def test_several_parts_of_one_tensor_are_a_list() -> None:
+    """Queries and keys of a fused projection; the parameter may be held transposed."""
+    for held in (None, Axis(1, 0, 1, 3, 1)):
+        parts = [Axis(0, 0, 2, 3, 1), Axis(0, 6, 2, 3, 1)]
+        writers = tuple(
+            Writer(f"h.{i}.qkv.weight", f"h.{i}.qkv.weight", part, (18, 9), held)
+            for i in range(3)
+            for part in parts
+        )
+        norms = tuple(
+            Verdict(f"h.{i}.{name}", "static", (), (f"h.{i}.qkv.weight",))
+            for i in range(3)
+            for name in ("q_norm", "k_norm")
+        )
+        plan = Plan("toy", "Toy", ("Toy",), norms, writers, ())
+        recipe = through_text(recipe_of(plan))
+        assert [line.tensor for line in recipe.variants[0].writers] == ["h.{i}.qkv.weight"] * 2
+        assert follow(recipe, plan) == plan
+        assert to_plan(recipe, {w.tensor: w.shape for w in writers}).writers == writers
+        assert not differences(recipe, plan)
+        one = replace(recipe.variants[0], writers=recipe.variants[0].writers[:1])
+        with pytest.raises(RecipeError, match="qkv.weight is centred over 2 groups.* proven over"):
+            follow(replace(recipe, variants=(one,)), plan)
+
+
 # Choosing.
 
 
@@ -370,7 +395,7 @@ REFUSED = {
     ),
     "a writer over another dimension": (
         _gpt2((WPE, WPE.replace("1", "0"))),
-        "transformer.wpe.weight is centred over the 48 elements of dimension 0",
+        "transformer.wpe.weight is centred over the 32 elements of dimension 0",
     ),
     "a tensor left that nobody centres": (
         _gpt2((WPE, WPE + "    transformer.h.1.mlp.c_fc.bias: leave\n")),

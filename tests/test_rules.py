@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -27,6 +28,7 @@ X = values(2, 5, 12)
 MASK = torch.tensor([[True], [False], [True], [True], [False]])
 INDEX = torch.tensor([[0, 3], [1, 1]])
 IMAGE = values(2, 6, 4, 4)
+OFFSETS = torch.tensor([2, 2, 5], dtype=torch.int32)
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "view": (lambda x: x.view(2, 5, 3, 4), (X,)),
@@ -111,6 +113,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "matmul": (lambda x, y: x @ y, (X, values(12, 6))),
     "mm": (lambda x, y: torch.mm(x, y), (values(5, 6), values(6, 8))),
     "bmm": (lambda x, y: torch.bmm(x, y), (X, values(2, 12, 6))),
+    "grouped_mm_fallback": (
+        lambda x, w: torch.ops.transformers.grouped_mm_fallback(x, w, OFFSETS),
+        (values(5, 8), values(3, 8, 12)),
+    ),
     "addmm": (lambda b, x, w: aten.addmm(b, x, w, beta=2), (values(6), values(5, 8), values(8, 6))),
     "baddbmm": (lambda b, x, y: torch.baddbmm(b, x, y), (values(2, 5, 6), X, values(2, 12, 6))),
     "conv1d": (
@@ -203,9 +209,22 @@ def test_every_rule_has_a_case() -> None:
     met = set()
     for function, inputs in CASES.values():
         node, _ = captured(function, *inputs)
-        met |= {packet(n) for n in node.graph.nodes if n.op == "call_function"}
-    in_place = {aten.dropout_}
-    assert set(_RULES) - met <= in_place, f"no case for {set(_RULES) - met - in_place}"
+        called = [n for n in node.graph.nodes if n.op == "call_function"]
+        met |= {packet(n) for n in called}
+        met |= {getattr(packet(n), "_qualified_op_name", "") for n in called}
+    untested = {aten.dropout_, aten._grouped_mm}  # in place; not for float64, as its fallback
+    assert set(_RULES) - met <= untested, f"no case for {set(_RULES) - met - untested}"
+
+
+def test_a_grouped_product_keeps_columns_in_single_precision() -> None:
+    x, w = values(5, 8).float(), values(3, 8, 12).float()
+    node, (_, weight) = captured(lambda x, w: torch._grouped_mm(x, w, OFFSETS), x, w)
+    assert pull(node, Axis(1, 0, 1, 12, 1)) == ((weight, Axis(2, 0, 1, 12, 1)),)
+    assert isinstance(pull(node, Axis(0, 0, 1, 5, 1)), Opaque)
+    whole = Axis(1, 0, 1, 12, 1)
+    result = torch._grouped_mm(x, centre(w, Axis(2, 0, 1, 12, 1)), OFFSETS)
+    expected = centre(torch._grouped_mm(x, w, OFFSETS), whole)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str]] = {

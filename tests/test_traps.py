@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from enjoyln_cli.analysis import analyze_module
 from enjoyln_cli.fold import centre_parameters
@@ -223,21 +224,126 @@ def test_group_norm_over_positions_sees_a_shift_of_each_position() -> None:
 
 
 class Scaled(Stem):
-    """Trap 7: LayerScale."""
+    """Trap 7: LayerScale. ``also`` reads the scale, or what it scales, once more."""
 
-    def __init__(self, shape: Sequence[int]) -> None:
+    def __init__(self, shape: Sequence[int], also: str = "") -> None:
         super().__init__()
+        self.also = also
+        self.other = nn.Linear(D, D)
         self.scale = nn.Parameter(torch.ones(*shape))
+        if also == "tied":
+            self.other.bias = self.scale
+        if also == "bias of its own layer":
+            self.writer.bias = self.scale
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        return self.norm(x + self.scale * self.writer(self.norm_free(x)))
+        inner = self.norm_free(x)
+        written = self.writer(inner)
+        x = x + self.scale * written.view(-1, D).view(written.shape)
+        if self.also == "scale":
+            x = x + self.other(inner * self.scale)
+        if self.also == "weight":
+            x = x + self.other(F.gelu(self.writer(inner)))
+        if self.also == "value":
+            x = x + self.other(F.gelu(written))
+        if self.also == "scale of two layers":
+            x = x + self.scale * self.other(inner)
+        if self.also == "tied":
+            x = x + self.other(inner)
+        return self.norm(x)
 
 
-def test_layer_scale_is_not_passed() -> None:
-    model = randomised(Scaled((D,)))
-    assert "elementwise product" in verdict(model, "norm", ids()).reason
-    assert fold(randomised(Scaled((1,))), ids()) < 1e-12
+@pytest.mark.parametrize("shape", [(D,), (1, 1, D), (1,)])
+def test_a_layer_scale_is_merged_into_the_layer_before_it(shape: tuple[int, ...]) -> None:
+    model = randomised(Scaled(shape))
+    assert fold(model, ids()) < 1e-12
+    assert torch.equal(model.scale.detach(), torch.ones(shape).double()) == (max(shape) > 1)
+
+
+def test_a_layer_scale_forbids_to_centre_the_weight_alone() -> None:
+    def forced(live: nn.Module) -> None:
+        centred(live.embed.weight, 1)
+        centred(live.writer.weight, 0)
+        centred(live.writer.bias, 0)
+        install(live, ["norm"], ())
+
+    assert error(randomised(Scaled((D,))), forced, ids()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("also", "reason"),
+    [
+        ("scale", "somebody else reads"),
+        ("weight", "somebody else reads"),
+        ("value", "elementwise product"),
+        ("scale of two layers", "several layers"),
+        ("tied", "somebody else reads"),
+        ("bias of its own layer", "somebody else reads"),
+    ],
+)
+def test_a_layer_scale_that_others_read_is_not_merged(also: str, reason: str) -> None:
+    model = randomised(Scaled((D,), also))
+    found = verdict(model, "norm", ids())
+    assert found.status == "kept" and reason in found.reason
+
+    def forced(live: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in (live.writer.weight, live.writer.bias):
+                parameter.mul_(live.scale.reshape(-1, *(1,) * (parameter.ndim - 1)))
+            live.scale.fill_(1)
+
+    assert error(model, forced, ids()) > 1e-3
+
+
+class Zoo(nn.Module):
+    """A scaled convolution whose channels move to the end, as in ConvNeXt and BEiT."""
+
+    def __init__(self, groups: int = 1, drop: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3, groups=groups)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.norm, self.drop = nn.LayerNorm(8), drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.conv(x), 0.5, training=self.drop)
+        x = self.scale[:, None, None] * x if not self.drop else self.scale.view(8, 1, 1) * x
+        return self.norm(x.flatten(2).transpose(1, 2))
+
+
+def test_a_layer_scale_is_merged_through_ops_that_move_whole_features() -> None:
+    image = floats(2, 4, 6, 6)
+    assert fold(randomised(Zoo()), image) < 1e-12
+    assert "grouped" not in verdict(randomised(Zoo()), "norm", image).reason
+    for kept in (Zoo(groups=2), Zoo(drop=True)):
+        assert "elementwise product" in verdict(randomised(kept), "norm", image).reason
+
+
+class Normalised(nn.Module):
+    """A convolution whose weight is a direction times a length, as wav2vec2's of positions."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.conv = weight_norm(nn.Conv1d(4, 8, 3), dim=dim)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x).transpose(1, 2))
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_a_weight_that_is_divided_by_its_own_norm_is_not_centred(dim: int) -> None:
+    x = floats(2, 4, 6)
+    model = randomised(Normalised(dim))
+    found = verdict(model, "norm", x)
+    assert found.status == "kept" and "weight_norm" in found.reason
+
+    def forced(live: nn.Module) -> None:
+        centred(live.conv.parametrizations.weight.original1, 0)
+        centred(live.conv.bias, 0)
+        install(live, ["norm"], ())
+
+    assert error(model, forced, x) > 1e-3
 
 
 class Dropped(Stem):
