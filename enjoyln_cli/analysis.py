@@ -217,8 +217,10 @@ def _captured(
     accepted = inspect.signature(model.forward).parameters
     for call in calls:
         try:
+            if not call.required:
+                check_call(model, call)  # sooner than a trace that fails
             traces.append(capture(model, call, naming, inner))
-        except TraceFailed:
+        except Exception:  # what a model raises at an input that it does not take after all
             if call.required:
                 raise
             continue

@@ -20,6 +20,7 @@ from enjoyln_cli.examples import (
     Inputs,
     Spec,
     accepted_by,
+    hidden_size,
     image_size,
     main_inputs,
     ones,
@@ -124,7 +125,8 @@ def main_call(model: Any, given: Inputs) -> Call:
     following[advancing] = Spec((rows, 1), given[advancing].below)
     seen = given[advancing].shape[1]
     if advancing == "input_ids":  # what is not text has been read with the first tokens
-        following = {"input_ids": following["input_ids"]}
+        kept = following.keys() & {"input_ids", "encoder_hidden_states"}
+        following = {name: following[name] for name in kept}
     steps = (_step(model, given, 0), _step(model, following, seen))
     return Call("prefill and decode", steps, {"use_cache": True})
 
@@ -153,8 +155,9 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
-    if "decoder_input_ids" in given and "encoder_outputs" in accepted_by(model):
-        yield from _decoder_alone(model, given["decoder_input_ids"], rows)
+    read = next((name for name in ("decoder_input_ids", "input_ids") if name in given), None)
+    if read and "encoder_outputs" in accepted_by(model):
+        yield from _decoder_alone(model, read, given[read], rows)
     if "input_ids" in given:
         if given.keys() - {"input_ids", "decoder_input_ids", "mm_token_type_ids"}:
             alone: Inputs = {"input_ids": Spec((rows, TOKENS), given["input_ids"].below)}
@@ -162,17 +165,16 @@ def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
                 alone["decoder_input_ids"] = given["decoder_input_ids"]
             yield replace(main_call(model, alone), label="text alone", required=False)
         yield from _optional_text(model, given, rows)
+        yield from _cross_attention(model, given, rows)
     elif set(given) == {"pixel_values"} and len(given["pixel_values"].shape) == 4:
         yield from _optional_images(model, given["pixel_values"])
 
 
-def _decoder_alone(model: Any, ids: Spec, rows: int) -> Iterator[Call]:
+def _decoder_alone(model: Any, read: str, ids: Spec, rows: int) -> Iterator[Call]:
     """As ``generate`` calls it: the encoder has run before, once for all steps."""
-    config = model.config.get_text_config(decoder=True)
-    width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
-    encoded = {"encoder_outputs": (example(model, Spec((rows, TOKENS, width))),)}
+    encoded = {"encoder_outputs": (example(model, _encoded(model, rows)),)}
     steps = tuple(
-        ((), {"decoder_input_ids": example(model, Spec((rows, tokens), ids.below)), **encoded})
+        ((), {read: example(model, Spec((rows, tokens), ids.below)), **encoded})
         for tokens in (TOKENS, 1)
     )
     caches = {"past_key_values", "use_cache"} <= accepted_by(model)
@@ -195,6 +197,20 @@ def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
         return
     flags = {"use_cache": False} if {"past_key_values", "use_cache"} <= accepted else {}
     yield Call("optional inputs", (((), inputs),), flags, required=False)
+
+
+def _cross_attention(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
+    """As a decoder that reads what an encoder of its own has given."""
+    if "encoder_hidden_states" in accepted_by(model):
+        inputs = {"input_ids": given["input_ids"], "encoder_hidden_states": _encoded(model, rows)}
+        yield replace(main_call(model, inputs), label="cross attention", required=False)
+
+
+def _encoded(model: Any, rows: int) -> Spec:
+    """What an encoder gives to the decoder of ``model``."""
+    config = model.config.get_text_config(decoder=True)
+    width = getattr(config, "cross_attention_hidden_size", None) or hidden_size(config)
+    return Spec((rows, TOKENS, width))
 
 
 def _input_embeddings(model: Any) -> Any:

@@ -56,7 +56,9 @@ def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """
     accepted = accepted_by(model)
     main = getattr(model, "main_input_name", "input_ids")
-    needed = dict.fromkeys(([main] if isinstance(main, str) else main) + _required(model))
+    mains, required = [main] if isinstance(main, str) else list(main), _required(model)
+    read = [name for name in mains if name in accepted or not required]
+    needed = dict.fromkeys(read + required)
     others = [name for name in _PARTS if name not in needed and _has_part(model, name, accepted)]
     for names in ([*needed, *others], [*needed]) if others else ([*needed],):
         for bundle in product(*(_forms(model, name, rows, tokens) for name in names)):
@@ -304,6 +306,12 @@ def _hidden(name: str) -> Callable[..., Iterator[Inputs]]:
     return maker
 
 
+def _queries(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    width = int(getattr(config, "encoder_hidden_size", 0) or hidden_size(config))
+    queries = Spec((rows, tokens, hidden_size(config)))
+    yield {"query_embeds": queries, "encoder_hidden_states": Spec((rows, GRID, width))}
+
+
 def _text_of(name: str, part: str) -> Callable[..., Iterator[Inputs]]:
     def maker(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
         length = int(getattr(config, "task_seq_len", tokens))
@@ -322,7 +330,7 @@ _MAKERS: dict[str, Callable[..., Iterator[Inputs]]] = {
     "past_values": _past_values,
     "states": _trajectory,
     "inputs_embeds": _hidden("inputs_embeds"),
-    "query_embeds": _hidden("query_embeds"),
+    "query_embeds": _queries,
     "inputs": _hidden("inputs"),
     "qformer_input_ids": _text_of("qformer_input_ids", "qformer_config"),
     "task_inputs": _text_of("task_inputs", "text_config"),

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from torch.fx import Node
+import torch
+from torch.fx import Graph, Node
 
 from enjoyln_cli import rules  # noqa: F401  (fills the table that pull looks up)
 from enjoyln_cli.axis import Axis, moved, through_view
@@ -71,6 +72,10 @@ class Flow:
     """Products that do not, and why."""
     _pulls: dict[Value, Pull] = field(default_factory=dict)
     _observers: dict[Value, Observer | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for trace in self.traces:
+            _mark_unread(trace.graph)
 
     def sources(self, value: Value) -> Opaque | tuple[Value, ...]:
         """The operands that have to be zero-mean, or why none would do."""
@@ -159,7 +164,7 @@ def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
         return Opaque(f"{node.op} reads it")
     if node.meta.get("written"):
         return Opaque(WRITTEN)
-    if _absorbs(node, operand, axis):
+    if _absorbs(node, operand, axis) or node.meta.get("unread"):
         return Absorbed()
     reasons = []
     for candidate in _candidates(node, operand, axis):
@@ -211,6 +216,25 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
     part = taken(node)
     elsewhere = part is not None and (part[2] <= axis.start or part[1] >= axis.stop)
     return elsewhere and part is not None and part[0] == axis.dim
+
+
+def _mark_unread(graph: Graph) -> None:
+    """``meta["unread"]`` on every node whose values nobody reads, but perhaps its shape."""
+    for node in reversed(graph.nodes):
+        if _hides_values(node):
+            users = (packet(user) in SHAPE_ONLY or "unread" in user.meta for user in node.users)
+            if all(users):
+                node.meta["unread"] = True
+
+
+def _hides_values(node: Node) -> bool:
+    """Whether an op gives out nothing but tensors, of shapes that no value decides."""
+    if not isinstance(node.target, torch._ops.OpOverload) or shape_of(node) is None:
+        return False
+    schema = node.target._schema
+    tensors = all(str(result.type) == "Tensor" for result in schema.returns)
+    decided = torch.Tag.dynamic_output_shape in node.target.tags
+    return tensors and not schema.is_mutable and not decided
 
 
 def _candidates(node: Node, operand: Node, axis: Axis) -> list[Axis]:

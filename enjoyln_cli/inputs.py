@@ -99,9 +99,9 @@ def _tokens(model: Any, spec: Spec, generator: torch.Generator) -> Batch:
     vocabulary = spec.below or 2
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     ids = whole_numbers(replace(spec, leading=()), generator)
-    kept = [padding, *dict.fromkeys(spec.leading)] if vocabulary > 1 else []
-    for token in (token for token in kept if token not in (None, spec.last)):
-        ids[ids == token] = (token + 1) % vocabulary
+    reserved = torch.tensor([t for t in (padding, *spec.leading, spec.last) if t is not None])
+    free = next((t for t in range(vocabulary) if t not in reserved), 0)
+    ids[torch.isin(ids, reserved)] = free
     ids[:, : len(spec.leading)] = whole_numbers(spec)[:, : len(spec.leading)]
     mask = torch.ones_like(ids)
     if rows > 1:

@@ -117,28 +117,44 @@ def _fits(value: Any) -> bool:
 
 
 def _commutes(node: Node, axis: Axis, operands: list[Node]) -> bool:
-    """Whether centring some operands over some of their dimensions is centring the result."""
-    generator = torch.Generator().manual_seed(0)
-    given = {n: _random(n.meta["val"], generator) for n in node.all_input_nodes if _has_value(n)}
+    """Whether centring some operands over some of their dimensions is centring the result.
 
-    def run(changed: dict[Node, torch.Tensor]) -> torch.Tensor:
-        values = {**given, **changed}
+    At two magnitudes: a clamp is the identity near zero.
+    """
+    choices = [
+        (chosen, axes)
+        for chosen in _choices(operands)
+        for axes in product(*(_axes(n.meta["val"], axis) for n in chosen))
+    ]
+    return any(
+        all(_centres(node, axis, chosen, axes, magnitude) for magnitude in (1.0, 1e5))
+        for chosen, axes in [((), ()), *choices]
+    )
+
+
+def _centres(
+    node: Node, axis: Axis, chosen: tuple[Node, ...], axes: tuple[Axis, ...], magnitude: float
+) -> bool:
+    """``f(P x) = P f(x)``; with nothing chosen, whether ``f(x)`` is zero-mean whatever ``x`` is."""
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        n: _random(n.meta["val"], generator, magnitude)
+        for n in node.all_input_nodes
+        if isinstance(n.meta.get("val"), torch.Tensor)
+    }
+
+    def run() -> torch.Tensor:
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
         result: torch.Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
         return result
 
     with torch.no_grad():
-        plain = run({})
+        plain = run()
         wanted = centre(plain, axis)
-        scale = (plain - wanted).abs().max()
-        if scale <= 1e-12 * plain.abs().max():
-            return True  # zero-mean whatever its operands are
-        for chosen in _choices(operands):
-            for axes in product(*(_axes(given[n], axis) for n in chosen)):
-                centred = {n: centre(given[n], a) for n, a in zip(chosen, axes, strict=True)}
-                if (run(centred) - wanted).abs().max() <= 1e-9 * scale:
-                    return True
-    return False
+        values |= {n: centre(values[n], a) for n, a in zip(chosen, axes, strict=True)}
+        difference = (run() - wanted).abs().max()
+        scale = plain.abs().max() if not chosen else (plain - wanted).abs().max()
+        return bool(difference <= 1e-9 * scale)
 
 
 def _choices(operands: list[Node]) -> Iterator[tuple[Node, ...]]:
@@ -158,11 +174,8 @@ def _axes(operand: torch.Tensor, axis: Axis) -> list[Axis]:
     )
 
 
-def _has_value(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _random(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _random(value: torch.Tensor, generator: torch.Generator, magnitude: float) -> torch.Tensor:
     if value.is_floating_point():
-        return torch.randn(value.shape, generator=generator, dtype=torch.float64) + 0.3
+        drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        return magnitude * (drawn + 0.3)
     return torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)

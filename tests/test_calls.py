@@ -61,7 +61,7 @@ def test_a_config_that_does_not_say_how_large_an_input_is_refused_in_one_line() 
 
 
 def test_a_decoder_is_called_twice_with_its_cache_and_once_with_each_option() -> None:
-    main, optional = next(ways_to_call(model_of("GPT2Model", "gpt2", n_layer=1)))
+    main, optional, cross = next(ways_to_call(model_of("GPT2Model", "gpt2", n_layer=1)))
     (_, prefill), (_, decode) = main.steps
     assert prefill["input_ids"].shape == (BATCH, TOKENS) and decode["input_ids"].shape == (BATCH, 1)
     assert decode["attention_mask"].shape == (BATCH, TOKENS + 1)
@@ -69,6 +69,7 @@ def test_a_decoder_is_called_twice_with_its_cache_and_once_with_each_option() ->
     ((_, given),) = optional.steps
     assert {"inputs_embeds", "position_ids", "token_type_ids"} <= set(given)
     assert "input_ids" not in given and not optional.required
+    assert all("encoder_hidden_states" in step for _, step in cross.steps) and not cross.required
 
 
 def test_the_decoder_of_two_stacks_is_also_called_alone() -> None:
