@@ -125,8 +125,7 @@ def main_call(model: Any, given: Inputs) -> Call:
     following[advancing] = Spec((rows, 1), given[advancing].below)
     seen = given[advancing].shape[1]
     if advancing == "input_ids":  # what is not text has been read with the first tokens
-        kept = following.keys() & {"input_ids", "encoder_hidden_states"}
-        following = {name: following[name] for name in kept}
+        following = {n: s for n, s in following.items() if n == "input_ids" or "encoder_" in n}
     steps = (_step(model, given, 0), _step(model, following, seen))
     return Call("prefill and decode", steps, {"use_cache": True})
 
@@ -201,8 +200,11 @@ def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
 
 def _cross_attention(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
     """As a decoder that reads what an encoder of its own has given."""
-    if "encoder_hidden_states" in accepted_by(model):
+    accepted = accepted_by(model)
+    if "encoder_hidden_states" in accepted:
         inputs = {"input_ids": given["input_ids"], "encoder_hidden_states": _encoded(model, rows)}
+        if "encoder_attention_mask" in accepted:
+            inputs["encoder_attention_mask"] = ones(rows, TOKENS)
         yield replace(main_call(model, inputs), label="cross attention", required=False)
 
 

@@ -241,13 +241,23 @@ def test_a_live_transformers_model_needs_no_example() -> None:
 
 
 def test_an_input_that_no_call_gave_makes_the_norms_compute_layer_norm() -> None:
-    config = CONFIG_MAPPING["gpt2"](**GPT2, add_cross_attention=True)
-    plan = analyze(config, model_class="GPT2Model").plan
+    original = live("GPT2Model", CONFIG_MAPPING["gpt2"](**GPT2, add_cross_attention=True))
+    plan = analyze(original, **calls(original)[0]).plan
     assert "encoder_hidden_states" in plan.unproven
-    original = live("GPT2Model", config)
     given = {**calls(original)[0], "encoder_hidden_states": torch.randn(2, 5, 21).double()}
     assert error(converted(original, plan), original, given) <= 1e-12
     assert error(converted(original, plan, guarded=False), original, given) > 1e-3
+
+
+def test_cross_attention_is_proven_with_what_an_encoder_gives() -> None:
+    original = live("GPT2Model", CONFIG_MAPPING["gpt2"](**GPT2, add_cross_attention=True))
+    plan = analyze(original).plan
+    assert plan.folded == plan.norms and len(plan.norms) == 7
+    assert not {"encoder_hidden_states", "encoder_attention_mask"} & set(plan.unproven)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    states = {"encoder_hidden_states": torch.randn(2, 5, 21).double()}
+    given = {**calls(original)[0], **states, "encoder_attention_mask": mask}
+    assert error(converted(original, plan), original, given) <= 1e-12
 
 
 WHISPER = {
