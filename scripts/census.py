@@ -23,7 +23,6 @@ import re
 import resource
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -131,8 +130,8 @@ def classes_of(model_type: str) -> list[str]:
     return list(names)
 
 
-def sketched(model_class: str, model_type: str) -> tuple[Any, Any]:
-    """A small config, and its model without weights: if there is one, such as accepts inputs."""
+def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
+    """A small config, its model without weights, and whether that accepts any inputs."""
     import transformers
 
     from enjoyln_cli.analysis import accepted_calls, layer_norms
@@ -140,7 +139,7 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any]:
     from enjoyln_cli.examples import main_inputs
 
     failures: list[Exception] = []
-    found: dict[bool, tuple[Any, Any]] = {}
+    found: dict[bool, tuple[Any, Any, bool]] = {}
     sizes = ((16, 224), (8, 224), (4, 224), (1, 224), (16, None), (4, None), (1, None))
     for factor, side in sizes:
         try:
@@ -154,23 +153,23 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any]:
             failures.append(MemoryError("the smallest config that builds is too large"))
             continue
         if not any(layer_norms(sketch)):
-            return config, sketch
+            return config, sketch, True
         wanted = next(iter(main_inputs(sketch, 1, 1)), {}).keys()
         calls = accepted_calls(sketch)
         if calls and wanted <= calls[0].steps[0][1].keys():
-            return config, sketch
-        found.setdefault(calls is not None, (config, sketch))
+            return config, sketch, True
+        found.setdefault(calls is not None, (config, sketch, calls is not None))
     if not found:
         raise failures[0]
     return found.get(True) or found[False]
 
 
-def built(model_class: str, model_type: str) -> tuple[Any, Any]:
-    """A small live model in float64 with random weights, and its config."""
+def built(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
+    """A small live model in float64 with random weights, its config, whether inputs are known."""
     import torch
     import transformers
 
-    config, _ = sketched(model_class, model_type)
+    config, _, accepted = sketched(model_class, model_type)
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(copy.deepcopy(config)).eval()
     with torch.no_grad():
@@ -179,7 +178,7 @@ def built(model_class: str, model_type: str) -> tuple[Any, Any]:
                 spread = 0.3 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
                 start = 1.0 if parameter.dim() < 2 else 0.3 * spread
                 parameter.copy_(start + spread * torch.randn_like(parameter))
-    return model.double(), config
+    return model.double(), config, accepted
 
 
 def compared(original: Any, folded: Any, seed: int, dtype: Any) -> float:
@@ -265,8 +264,8 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
     row: dict[str, Any] = {"type": model_type, "class": model_class, "status": "not built"}
     begin = time.perf_counter()
     try:
-        model, config = built(model_class, model_type)
-        row["status"] = "not analysed"
+        model, config, accepted = built(model_class, model_type)
+        row["status"] = "not analysed" if accepted else "no inputs"
         analysis = analyze_config(config, model_class=model_class)
         plan = analysis.plan
         row |= {
@@ -372,29 +371,6 @@ def _left(model_type: str, said: set[str], stopped: str) -> list[dict[str, Any]]
     return [{"type": model_type, "class": name, "status": stopped} for name in left if stopped]
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
-    """Markdown: what became of all classes, then one line for each."""
-    counts = Counter(row["status"] for row in rows)
-    lines = [
-        "# LayerNorm architectures in transformers",
-        "",
-        "Written by `scripts/census.py`: shrunken configs, random weights, float64 where the code",
-        "allows it. `error` is the largest difference of any output, relative to its size.",
-        "",
-        "; ".join(f"{status}: {count}" for status, count in counts.most_common()),
-        "",
-        "| type | class | LNs | in weights | folded | ops | error | status |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in sorted(rows, key=lambda row: (row["type"], row["class"])):
-        if row.get("norms") or row["status"] not in ("ok", "no class"):
-            cells = [row.get(key, "") for key in ("norms", "static", "folded", "ops")]
-            error = f"{row['error']:.0e}" if "error" in row else ""
-            line = [row["type"], row["class"], *cells, error, row["status"]]
-            lines.append(f"| {' | '.join(map(str, line))} |")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fold every model type, and compare.")
     parser.add_argument("--out", type=Path, default=Path("census.jsonl"))
@@ -408,6 +384,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.out.open()] if args.out.exists() else []
     if args.markdown:
+        from census_tables import summary
+
         args.markdown.write_text(summary(rows), encoding="utf-8")
         return
     from transformers import CONFIG_MAPPING

@@ -177,3 +177,30 @@ def test_a_state_space_vision_model() -> None:
     assert all(text == "patch_norm" or "read by down" in text for text in first)
     assert same(model, found.plan, x)
     assert len(found.paper) > len(found.plan.folded)
+
+
+class Measured(nn.Module):
+    """One feature of the stream is taken, for its shape or for its values."""
+
+    def __init__(self, values: bool) -> None:
+        super().__init__()
+        self.write, self.norm, self.values = nn.Linear(5, 12), nn.LayerNorm(12), values
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stream = self.write(x)
+        feature = stream[..., -1]
+        places = torch.zeros_like(feature)[..., None]
+        return self.norm(stream) + (feature[..., None] if self.values else places)
+
+
+def test_a_feature_that_is_taken_for_its_shape_is_not_observed() -> None:
+    model, x = moved(Measured(False)), torch.randn(2, 7, 5, dtype=torch.float64)
+    plan = analyze(model, x).plan
+    assert [v.status for v in plan.norms] == ["static"]
+    assert same(model, plan, x)
+
+
+def test_a_feature_that_is_taken_for_its_values_is_observed() -> None:
+    model, x = moved(Measured(True)), torch.randn(2, 7, 5, dtype=torch.float64)
+    (kept,) = analyze(model, x).plan.kept
+    assert "is read elsewhere" in kept.reason and "write.weight" in kept.culprit

@@ -1,0 +1,132 @@
+"""The rows of a census as Markdown: totals, why LayerNorms stay, and a line for each class."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Markdown: what became of all types, why norms stay, and one line for each class."""
+    import torch
+    import transformers
+
+    rows = list({(row["type"], row["class"]): row for row in rows}.values())
+    with_norms = [row for row in rows if row["status"] not in ("no class", "no LayerNorm")]
+    done = [row for row in with_norms if "audit" in row]
+    lines = [
+        "# LayerNorm architectures in transformers",
+        "",
+        f"Written by `scripts/census.py` with torch {torch.__version__.split('+')[0]} and "
+        f"transformers {transformers.__version__}: every model type",
+        "of the auto mappings with its usual heads, from a shrunken config, with random weights",
+        "(γ, β and biases moved, means of weights not zero). The error is the largest difference of",
+        "any returned tensor, relative to its largest element, over three seeded inputs and every",
+        "call of the proof (prefill and decoding with the cache, optional inputs); in float64 unless",
+        "marked.",
+        "",
+        *_totals(rows, with_norms, done),
+        *_reasons(done),
+        *_answers(done),
+        "## Every class",
+        "",
+        "Of the *LNs*, those *in weights* fold by editing weights alone, those *with ops* need an",
+        "explicit centring too. *kept* counts by reason: **m** the output of a LayerNorm with",
+        "weights, **r** a weight that is read elsewhere, **n** not exercised by these inputs, **o**",
+        "others.",
+        "",
+        "| type | class | LNs | in weights | with ops | ops | kept | error | seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(done, key=lambda row: (row["type"], row["class"])):
+        kinds = Counter(_kind(reason) for _, reason, _ in row["kept"])
+        single = " (float32)" if row["dtype"] == "float32" else ""
+        cells = [
+            row["type"], row["class"] + ("*" if row["by_example"] else ""), row["norms"],
+            row["static"], row["folded"] - row["static"], row["ops"],
+            " ".join(f"{count}{kind}" for kind, count in sorted(kinds.items())),
+            f"{row['error']:.0e}{single}", row["seconds"],
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += [
+        "",
+        "\\* shapes depend on values, so that the graph was recorded on example inputs.",
+        "",
+    ]
+    lines += [
+        "## What could not be examined",
+        "",
+        "| type | class | what | why |",
+        "|---|---|---|---|",
+    ]
+    for row in sorted(with_norms, key=lambda row: (row["type"], row["class"])):
+        if "audit" not in row:
+            why = row.get("failure", "").replace("|", "/").replace("\n", " ")[:110]
+            lines.append(f"| {row['type']} | {row['class']} | {row['status']} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kind(reason: str) -> str:
+    if reason.startswith("the output of a LayerNorm with weights"):
+        return "m"
+    if "is read elsewhere" in reason:
+        return "r"
+    return "n" if reason == "no traced call runs it" else "o"
+
+
+def _totals(
+    rows: list[dict[str, Any]], with_norms: list[dict[str, Any]], done: list[dict[str, Any]]
+) -> list[str]:
+    def types(some: list[dict[str, Any]]) -> int:
+        return len({row["type"] for row in some})
+
+    runnable = [row for row in with_norms if row["status"] not in ("not built", "no inputs")]
+    analysed = [r for r in runnable if "norms" in r]
+    wrong = [row for row in done if row["status"] == "wrong"]
+    exact = [row["error"] for row in done if row["dtype"] == "float64"]
+    single = [row["error"] for row in done if row["dtype"] == "float32"]
+    counts = {k: sum(row[k] for row in done) for k in ("norms", "static", "folded")}
+    return [
+        f"* {types(rows)} model types; {types(with_norms)} have a LayerNorm or are not built here.",
+        f"* {types(runnable)} types can be built and given inputs; {types(analysed)} of them are "
+        f"analysed, {types(done)} folded and compared ({len(done)} classes).",
+        f"* {counts['norms']} LayerNorms: {counts['static']} fold in the weights, "
+        f"{counts['folded'] - counts['static']} with an explicit centring, "
+        f"{counts['norms'] - counts['folded']} stay.",
+        f"* Wrong folds: {len(wrong)}. Largest error in float64 {max(exact, default=0):.0e} "
+        f"({len(exact)} classes), in float32 {max(single, default=0):.0e} ({len(single)}).",
+        "",
+    ]
+
+
+def _reasons(done: list[dict[str, Any]]) -> list[str]:
+    lines = ["## Why LayerNorms stay", "", "| reason | LNs | types |", "|---|---|---|"]
+    found: dict[str, list[str]] = {}
+    for row in done:
+        for _, reason, _ in row["kept"]:
+            found.setdefault(reason, []).append(row["type"])
+    for reason, types in sorted(found.items(), key=lambda item: -len(set(item[1]))):
+        lines.append(f"| {reason} | {len(types)} | {len(set(types))} |")
+    return [*lines, ""]
+
+
+def _answers(done: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "## The reasons put to the test",
+        "",
+        "A weight that is said to be observed was shifted: an output has to change (*unseen* where",
+        "none did). An op that is said to lose a zero mean was run on random numbers: it must not",
+        "commute with centring, whichever operands are centred (*missing rule* where it does).",
+        "",
+        "| answer | LNs | types |",
+        "|---|---|---|",
+    ]
+    found: dict[str, list[str]] = {}
+    for row in done:
+        for answer in row["audit"].values():
+            found.setdefault(answer, []).append(row["type"])
+    for answer, types in sorted(found.items(), key=lambda item: -len(item[1])):
+        names = sorted(set(types))
+        shown = ", ".join(names) if len(names) <= 6 else len(names)
+        lines.append(f"| {answer} | {len(types)} | {shown} |")
+    return [*lines, ""]

@@ -1,0 +1,69 @@
+"""The experiments that tell a true reason from a missing rule."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from enjoyln_cli import nodes
+from enjoyln_cli.analysis import analyze_module
+
+sys.path.append(str(Path(__file__).parent.parent / "scripts"))
+from audit import audited  # noqa: E402
+
+WIDTH = 12
+
+
+class Stream(nn.Module):
+    """A writer, an op that may or may not keep a zero mean, a norm, and somebody else who reads."""
+
+    def __init__(self, op: Any, read: float = 0.0) -> None:
+        super().__init__()
+        self.write, self.norm = nn.Linear(5, WIDTH), nn.LayerNorm(WIDTH)
+        self.op = op
+        self.reader = nn.Linear(WIDTH, 2)
+        nn.init.constant_(self.reader.weight, read)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        stream = self.write(x)
+        return self.norm(self.op(stream)), self.reader(stream).sin()
+
+
+def answer(model: nn.Module, x: torch.Tensor) -> tuple[str, str]:
+    model.double()
+    analysis = analyze_module(model, x)
+    (kept,) = analysis.plan.kept
+
+    def outputs() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return list(model(x))
+
+    return kept.reason, audited(analysis, model, outputs)["norm"]
+
+
+def test_an_activation_is_a_true_obstacle() -> None:
+    reason, found = answer(Stream(nn.functional.gelu), torch.randn(3, 5).double())
+    assert reason == "gelu does not keep a zero mean" and found == "true"
+
+
+def test_a_clamp_is_no_identity_although_it_is_one_near_zero() -> None:
+    reason, found = answer(Stream(lambda x: x.clamp(-50, 50)), torch.randn(3, 5).double())
+    assert reason == "clamp does not keep a zero mean" and found == "true"
+
+
+def test_a_rule_that_is_taken_away_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(nodes._RULES, torch.ops.aten.neg)
+    reason, found = answer(Stream(torch.neg), torch.randn(3, 5).double())
+    assert reason == "neg does not keep a zero mean" and found == "missing rule: neg"
+
+
+@pytest.mark.parametrize("read", [0.7, 0.0])
+def test_an_observer_has_to_observe(read: float) -> None:
+    reason, found = answer(Stream(nn.Identity(), read), torch.randn(3, 5).double())
+    assert reason.startswith("a weight that it rests on is read elsewhere")
+    assert found == ("true" if read else "unseen: write.weight")
