@@ -5,6 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+INTRODUCTION = """\
+Written by `scripts/census.py` with torch {torch} and transformers {transformers}: every
+model type of the auto mappings with its usual heads, from a shrunken config, with random weights
+(γ, β and biases moved, means of weights not zero). The error is the largest difference of any
+returned tensor, relative to its largest element, over three seeded inputs and every call of the
+proof (prefill and decoding with the cache, optional inputs); in float64 unless marked.
+"""
+LEGEND = """\
+Of the *LNs*, those *in weights* fold by editing weights alone, those *with ops* need an explicit
+centring too. *kept* counts by reason: **m** the output of a LayerNorm with weights, **r** a weight
+that is read elsewhere, **n** not exercised by these inputs, **o** others.
+"""
+
 
 def summary(rows: list[dict[str, Any]]) -> str:
     """Markdown: what became of all types, why norms stay, and one line for each class."""
@@ -17,24 +30,13 @@ def summary(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# LayerNorm architectures in transformers",
         "",
-        f"Written by `scripts/census.py` with torch {torch.__version__.split('+')[0]} and "
-        f"transformers {transformers.__version__}: every model type",
-        "of the auto mappings with its usual heads, from a shrunken config, with random weights",
-        "(γ, β and biases moved, means of weights not zero). The error is the largest difference of",
-        "any returned tensor, relative to its largest element, over three seeded inputs and every",
-        "call of the proof (prefill and decoding with the cache, optional inputs); in float64 unless",
-        "marked.",
-        "",
+        INTRODUCTION.format(torch=torch.__version__, transformers=transformers.__version__),
         *_totals(rows, with_norms, done),
         *_reasons(done),
         *_answers(done),
         "## Every class",
         "",
-        "Of the *LNs*, those *in weights* fold by editing weights alone, those *with ops* need an",
-        "explicit centring too. *kept* counts by reason: **m** the output of a LayerNorm with",
-        "weights, **r** a weight that is read elsewhere, **n** not exercised by these inputs, **o**",
-        "others.",
-        "",
+        LEGEND,
         "| type | class | LNs | in weights | with ops | ops | kept | error | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
