@@ -300,9 +300,42 @@ def _cumsum(node: Node, axis: Axis) -> Pull:
 )  # fmt: skip
 def _resample(node: Node, axis: Axis) -> Pull:
     """Spatial resampling is the same linear map for every channel (dimension 1 of N, C, …)."""
-    if axis.dim > rank_of(node) - (1 if "1d" in op_name(node) else 2) - 1:
+    spatial = axis.dim - rank_of(node) + (1 if "1d" in op_name(node) else 2)
+    if spatial >= 0 and not _leaves_alone(node, spatial):
         return Opaque(f"{op_name(node)} along the mean")
     return ((node.args[0], axis),)
+
+
+def _leaves_alone(node: Node, spatial: int) -> bool:
+    """Whether a pooling takes the elements of one of its dimensions one by one."""
+    if op_name(node) not in ("avg_pool1d", "avg_pool2d"):
+        return False
+    kernel, stride = list(node.args[1]), list(argument(node, 2, "stride") or node.args[1])
+    padding = list(argument(node, 3, "padding", 0) or [0])
+    sizes = [given[spatial % len(given)] for given in (kernel, stride, padding)]
+    return sizes == [1, 1, 0]
+
+
+@rule(aten.masked_scatter)
+def _masked_scatter(node: Node, axis: Axis) -> Pull:
+    """Whole rows are replaced, by the rows of the source in turn: a choice between two values."""
+    source, mask, values = node.args
+    shape, rows = shape_of(node), shape_of(values)
+    if axis.dim != rank_of(node) - 1 or not _is_repeated(mask, axis) or shape_of(source) != shape:
+        return Opaque("a mask that differs along the mean")
+    if not rows or rows[-1] != shape[-1]:
+        return Opaque("rows that are scattered across the mean")
+    return ((source, axis), (values, moved(axis, len(rows) - 1)))
+
+
+def _is_repeated(value: Any, axis: Axis) -> bool:
+    """Whether a value is the same all along the axis, since it was expanded to it."""
+    while isinstance(value, Node) and op_name(value) in ("expand", "expand_as", "to", "_to_copy"):
+        dim, source = axis.dim - rank_of(value), value.args[0]
+        if -dim > rank_of(source) or shape_of(source)[dim] == 1:
+            return True
+        value = source
+    return False
 
 
 @rule(aten.constant_pad_nd, aten.pad)

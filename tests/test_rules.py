@@ -92,6 +92,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "cumsum": (lambda x: x.cumsum(1), (X,)),
     "avg_pool1d": (lambda x: aten.avg_pool1d(x, [2]), (values(2, 6, 8),)),
     "avg_pool2d": (lambda x: aten.avg_pool2d(x, [2, 2]), (IMAGE,)),
+    "avg_pool of tokens": (lambda x: aten.avg_pool2d(x, [2, 1], [2, 1], [0, 0], True), (IMAGE,)),
+    "masked_scatter": (
+        lambda x, y: x.masked_scatter(MASK.expand(2, 5, 12), y),
+        (X, values(6, 12)),
+    ),
     "adaptive_avg_pool1d": (lambda x: aten.adaptive_avg_pool1d(x, [3]), (values(2, 6, 8),)),
     "adaptive_avg_pool2d": (lambda x: aten.adaptive_avg_pool2d(x, [3, 3]), (IMAGE,)),
     "upsample_bicubic2d": (lambda x: aten.upsample_bicubic2d(x, [7, 5], False), (IMAGE,)),
@@ -250,6 +255,16 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
     "a grouped convolution": (
         lambda x, w: F.conv1d(x, w, groups=2), (values(2, 4, 7), values(6, 2, 3)),
         Axis(1, 0, 1, 6, 1), "grouped",
+    ),
+    "a mask of its own for every feature": (
+        lambda x, y: x.masked_scatter(y > 0, y), (X, X), Axis(2, 0, 1, 12, 1), "mask",
+    ),
+    "rows of another length": (
+        lambda x, y: x.masked_scatter(MASK.expand(2, 5, 12), y), (X, values(12, 6)),
+        Axis(2, 0, 1, 12, 1), "rows",
+    ),
+    "pooled features": (
+        lambda x: aten.avg_pool2d(x, [2, 2]), (IMAGE,), Axis(3, 0, 1, 2, 1), "avg_pool2d",
     ),
     "an affine norm": (
         lambda x, w: F.layer_norm(x, (12,), w), (X, values(12)), Axis(2, 0, 1, 12, 1), "LayerNorm",
