@@ -92,18 +92,18 @@ def _with_placeholders(model: Any, given: Inputs) -> Inputs:
 
 def _features(model: Any, kind: str, given: Inputs) -> int:
     """How many vectors stand for the inputs of one modality in the stream of tokens."""
-    encode = getattr(model, f"get_{kind}_features", None)
+    bare = without_weights(model)
+    owners = (bare, getattr(bare, "base_model", bare))
+    found_by = (getattr(owner, f"get_{kind}_features", None) for owner in owners)
+    encode = next((method for method in found_by if method is not None), None)
     if encode is None:
         return 0
     names = given.keys() & inspect.signature(encode).parameters.keys()
     if not names:
         return 0
-    bare = without_weights(model)
     try:
         with torch.no_grad(), weightless():
-            found = getattr(bare, encode.__name__)(
-                **{n: example(model, given[n]) for n in sorted(names)}
-            )
+            found = encode(**{name: example(model, given[name]) for name in names})
     except Exception:  # the form is not the one that the model takes
         return 0
     vectors = tensors_in(getattr(found, "pooler_output", found))

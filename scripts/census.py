@@ -140,7 +140,7 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
 
     failures: list[Exception] = []
     found: dict[bool, tuple[Any, Any, bool]] = {}
-    sizes = ((16, 224), (8, 224), (4, 224), (1, 224), (16, None), (4, None), (1, None))
+    sizes = [(factor, side) for side in (224, None) for factor in (16, 8, 4, 2, 1)]
     for factor, side in sizes:
         try:
             config = transformers.CONFIG_MAPPING[model_type]()
