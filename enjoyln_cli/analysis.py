@@ -19,19 +19,19 @@ from torch import nn
 from enjoyln_cli import classes as families
 from enjoyln_cli import cut as cuts
 from enjoyln_cli import why as explain
-from enjoyln_cli.axis import Axis, feature_axis
+from enjoyln_cli.axis import Axis
 from enjoyln_cli.calls import Call, optional_inputs, ways_to_call
 from enjoyln_cli.checkpoint import Checkpoint
 from enjoyln_cli.classes import Candidate
 from enjoyln_cli.cut import Cut, Parameter, Problem
+from enjoyln_cli.detect import layer_norms, norm_calls, rms_norms
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, UnsupportedModel
-from enjoyln_cli.flow import Flow, Value
+from enjoyln_cli.flow import Flow
 from enjoyln_cli.gains import Gain, gains
 from enjoyln_cli.layout import Conversion
-from enjoyln_cli.nodes import Opaque, aten, packet, shape_of
+from enjoyln_cli.nodes import Opaque
 from enjoyln_cli.paper import algorithm_1
 from enjoyln_cli.plan import Centring, Plan, Scale, Verdict, Writer
-from enjoyln_cli.probe import computes_rms_norm, layer_norm_form
 from enjoyln_cli.returned import named_by, require_named
 from enjoyln_cli.scales import find_scales
 from enjoyln_cli.trace import Naming, Trace, capture, check_call
@@ -211,7 +211,7 @@ def _captured(
 ) -> tuple[list[Trace], set[str]]:
     """The graphs of the calls that can be traced, and the names of the inputs that these give.
 
-    A call that keeps its cache gives it to the next step.
+    A call of several steps that keeps its cache gives it to the next one.
     """
     traces, given = [], set()
     accepted = inspect.signature(model.forward).parameters
@@ -227,7 +227,7 @@ def _captured(
         for args, inputs in call.steps:
             named = {**dict(zip(accepted, args, strict=False)), **inputs}
             given |= {name for name, value in named.items() if value is not None}
-        if call.flags.get("use_cache"):
+        if len(call.steps) > 1 and call.flags.get("use_cache"):
             given.add("past_key_values")
     return traces, given
 
@@ -245,7 +245,7 @@ def _analysis(
     scales = find_scales(traces, groups, _single(found, groups))
     required = _required(traces, found.name, outputs) if outputs else None
     flow = Flow(traces, required, scales.products, scales.refused)
-    norms, refused = _norm_calls(flow, *layer_norms(found.model))
+    norms, refused = norm_calls(flow, *layer_norms(found.model))
     problem = Problem(flow, norms, _locked(found, groups), groups, scales.into)
     cut = cuts.solve(problem)
     places = [path for path, _ in found.model.named_modules() if path in norms or path in refused]
@@ -263,7 +263,7 @@ def _analysis(
         ops=_ops(problem, cut),
         entry_inputs=tuple(dict.fromkeys(e for s in cut.folded.values() for e in s.entries)),
         unproven=(*unproven, *unread),
-        other_norms=_rms_norms(found.model),
+        other_norms=rms_norms(found.model),
         outputs=outputs,
         by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_example)),
     )
@@ -291,50 +291,6 @@ def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
     for name in order:
         together.setdefault(name, {name})
     return {n: min(g, key=lambda m: (order.get(m, len(order)), m)) for n, g in together.items()}
-
-
-def layer_norms(model: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
-    """The dimension that each LayerNorm module normalises; those not to be swapped, with why."""
-    found: dict[str, int] = {}
-    refused: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
-            refused[path] = "it normalises over several dimensions at once"
-        elif type(module).forward is nn.LayerNorm.forward:
-            found[path] = -1
-        elif form := layer_norm_form(module):
-            found[path] = form.dim
-        elif isinstance(module, nn.LayerNorm):
-            refused[path] = f"{type(module).__name__} computes something else than a LayerNorm"
-    return found, refused
-
-
-def _norm_calls(
-    flow: Flow, norms: dict[str, int], refused: dict[str, str]
-) -> tuple[dict[str, tuple[Value, ...]], dict[str, str]]:
-    """The input of every call of each norm that can be swapped; the others with the reason."""
-    calls: dict[str, list[Value]] = {path: [] for path in norms}
-    refused = dict(refused)
-    for position, trace in enumerate(flow.traces):
-        for path, entering in trace.entering(norms.keys()):
-            shape = shape_of(entering[0]) if len(entering) == 1 else None
-            if shape is None:
-                refused[path] = "it takes more than one tensor"
-                continue
-            calls[path].append(Value(position, entering[0], feature_axis(shape, norms[path])))
-        called = [node for node in trace.graph.nodes if packet(node) is aten.layer_norm]
-        for path in {trace.module_of(node) for node in called} - norms.keys() - refused.keys():
-            if not _foreign(path, flow):
-                refused[path] = "layer_norm is called as a function, inside of a module"
-    for path, values in calls.items():
-        if not values:
-            refused.setdefault(path, "no traced call runs it")
-    return {path: tuple(v) for path, v in calls.items() if path not in refused}, refused
-
-
-def _foreign(path: str, flow: Flow) -> bool:
-    """Whether the reference class (whose trace comes first) does not have this module."""
-    return all(flow.traces[0].module_of(node) != path for node in flow.traces[0].graph.nodes)
 
 
 def _locked(found: Candidate, groups: dict[str, str]) -> Callable[[Parameter], str | None]:
@@ -412,15 +368,3 @@ def _ops(problem: Problem, cut: Cut) -> tuple[Centring, ...]:
         for c in carriers
         if c.place != "entry"
     )
-
-
-def _rms_norms(model: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Modules that compute RMSNorm already, by class."""
-    counts: Counter[str] = Counter()
-    verdicts: dict[type, bool] = {}
-    for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            if type(module) not in verdicts:
-                verdicts[type(module)] = computes_rms_norm(module)
-            counts[type(module).__name__] += verdicts[type(module)]
-    return tuple((name, count) for name, count in sorted(counts.items()) if count)

@@ -120,10 +120,9 @@ def main_call(model: Any, given: Inputs) -> Call:
         label = next((kinds[name] for name in given if name in kinds), next(iter(given)))
         return Call(label, (_step(model, given, 0),))
     following = dict(given)
-    rows = next(iter(given.values())).shape[0]
     advancing = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    rows, seen = given[advancing].shape
     following[advancing] = Spec((rows, 1), given[advancing].below)
-    seen = given[advancing].shape[1]
     if advancing == "input_ids":  # what is not text has been read with the first tokens
         following = {n: s for n, s in following.items() if n == "input_ids" or "encoder_" in n}
     steps = (_step(model, given, 0), _step(model, following, seen))

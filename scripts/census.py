@@ -134,8 +134,9 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     """A small config, its model without weights, and whether that accepts any inputs."""
     import transformers
 
-    from enjoyln_cli.analysis import accepted_calls, layer_norms
+    from enjoyln_cli.analysis import accepted_calls
     from enjoyln_cli.classes import build
+    from enjoyln_cli.detect import layer_norms
     from enjoyln_cli.examples import main_inputs
 
     failures: list[Exception] = []

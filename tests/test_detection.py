@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING
 
 from enjoyln_cli import analyze, fold
 from enjoyln_cli.analysis import analyze_calls
-from enjoyln_cli.calls import Call
+from enjoyln_cli.calls import Call, ways_to_call
 from enjoyln_cli.fold import centre_parameters, read_marker
 from enjoyln_cli.norms import input_means, install
 from enjoyln_cli.plan import Plan
@@ -236,7 +236,13 @@ def test_a_live_transformers_model_needs_no_example() -> None:
     original = live("PhiModel", CONFIG_MAPPING["phi"](**PHI))
     plan = analyze(original).plan
     assert plan.folded == plan.norms and "past_key_values" not in plan.unproven
-    assert "past_key_values" in analyze(original, **calls(original)[0]).plan.unproven
+    main = next(ways_to_call(original))[0]
+    (first, *_) = main.steps
+    for single in (
+        Call("alone", ((first[0], first[1]),)),
+        dataclasses.replace(main, steps=(first,)),
+    ):
+        assert "past_key_values" in analyze_calls(original, [single]).plan.unproven
     assert max(error(converted(original, plan), original, c) for c in calls(original)) <= 1e-12
 
 

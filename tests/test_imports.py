@@ -26,7 +26,7 @@ LAYERS = (
     ("draft",),
     ("template",),
     ("analysis",),
-    ("why", "paper", "classes", "gains"),
+    ("why", "paper", "classes", "gains", "detect"),
     ("cut", "layout", "scales"),
     ("flow",),
     ("trace", "rules", "probe"),
