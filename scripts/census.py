@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,11 @@ TEXT_IDS = re.compile(r"_token_id$|_token_index$")
 VOCABULARY = 131
 GIVEN = {
     "vocab_size": VOCABULARY, "image_token_id": 70, "image_token_index": 70, "pad_token_id": 1,
-    "prediction_length": 6, "context_length": 12, "default_language": "en_XX",
+    "video_token_id": 71, "video_token_index": 71, "prediction_length": 6, "context_length": 12,
+    "default_language": "en_XX", "vocabulary_map": {"<image>": 70} | {
+        "IMGIMG" + "".join(chr(ord("A") + int(digit)) for digit in str(code)) + "Z": code % 64
+        for code in range(8192)  # of an image, spelled as Chameleon's vocabulary does
+    },
 }  # fmt: skip
 """What a config leaves open, and the model needs."""
 
@@ -192,8 +197,8 @@ def compared(original: Any, folded: Any, seed: int, dtype: Any) -> float:
     )
 
 
-def compared_calls(original: Any, folded: Any, dtype: Any) -> tuple[float, int]:
-    """The largest difference over every call that a proof covers, and how many of them run.
+def proof_runs(model: Any, dtype: Any) -> list[Callable[[Any], Any]]:
+    """Every call that a proof covers and that ``model`` takes, with random real inputs.
 
     These are prefill and decoding with the cache, and the optional inputs.
     """
@@ -204,14 +209,14 @@ def compared_calls(original: Any, folded: Any, dtype: Any) -> tuple[float, int]:
     from enjoyln_cli.trace import Steps
     from enjoyln_cli.weightless import without_weights
 
-    generator, worst, ran = torch.Generator().manual_seed(7), 0.0, 0
+    generator, runs = torch.Generator().manual_seed(7), []
 
     def filled(value: Any) -> Any:
         if not value.is_floating_point():
             return value
         return torch.randn(value.shape, generator=generator).to(dtype)
 
-    for call in accepted_calls(without_weights(original)) or []:
+    for call in accepted_calls(without_weights(model)) or []:
         steps = pytree.tree_map_only(torch.Tensor, filled, call.steps)
 
         def run(model: Any, call: Any = call, steps: Any = steps) -> Any:
@@ -219,24 +224,28 @@ def compared_calls(original: Any, folded: Any, dtype: Any) -> tuple[float, int]:
             return Steps(model, call.flags, None)(*own)
 
         with suppress(Exception):  # not every model takes every optional input
-            worst = max(worst, differing(run, original, folded, dtype))
-            ran += 1
-    return worst, ran
+            outputs_of(run, model, dtype)
+            runs.append(run)
+    return runs
+
+
+def outputs_of(run: Callable[[Any], Any], model: Any, dtype: Any) -> list[Any]:
+    """Every tensor that ``model`` returns in this run; exact if ``dtype`` is float64."""
+    import torch
+
+    from enjoyln_cli.compare import Float64
+    from enjoyln_cli.returned import tensors_in
+
+    torch.manual_seed(0)
+    with torch.no_grad(), Float64() if dtype == torch.float64 else nullcontext():
+        return [tensor.clone() for tensor in tensors_in(run(model))]
 
 
 def differing(run: Callable[[Any], Any], original: Any, folded: Any, dtype: Any) -> float:
     """The largest difference of any returned tensor, relative to that tensor's largest element."""
     import torch
 
-    from enjoyln_cli.compare import Float64
-    from enjoyln_cli.returned import tensors_in
-
-    def outputs(model: Any) -> list[Any]:
-        torch.manual_seed(0)
-        return [tensor.clone() for tensor in tensors_in(run(model))]
-
-    with torch.no_grad(), Float64() if dtype == torch.float64 else nullcontext():
-        expected, found = outputs(original), outputs(folded)
+    expected, found = outputs_of(run, original, dtype), outputs_of(run, folded, dtype)
     worst = 0.0
     for a, b in zip(found, expected, strict=True):
         if not b.is_floating_point() or not b.numel():
@@ -256,11 +265,9 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
     from audit import audited
 
     from enjoyln_cli.analysis import analyze_config
-    from enjoyln_cli.compare import Float64
     from enjoyln_cli.fold import centre_parameters
     from enjoyln_cli.inputs import seeded
     from enjoyln_cli.norms import input_means, install
-    from enjoyln_cli.returned import tensors_in
 
     row: dict[str, Any] = {"type": model_type, "class": model_class, "status": "not built"}
     begin = time.perf_counter()
@@ -296,20 +303,19 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
         install(folded, names, plan.ops, plan.entry_inputs, plan.unproven)
         with input_means(folded) as means:
             row["error"] = max(compared(model, folded, seed, dtype) for seed in SEEDS)
-            error, row["calls"] = compared_calls(model, folded, dtype)
-            row["error"] = max(row["error"], error)
+            runs = proof_runs(model, dtype)
+            row["error"] = max(
+                row["error"], *(differing(run, model, folded, dtype) for run in runs)
+            )
+        row["calls"] = len(runs)
         row["not_exercised"] = len(set(names) - set(means))
         row["mean"] = max(means.values(), default=0.0)
         bound = 1e-4 if dtype == torch.float32 else 1e-9
         row["status"] = "random" if same > 0 else "ok" if row["error"] <= bound else "wrong"
         (batch, *_) = seeded(model, 2, 0, dtype)
-
-        def outputs() -> list[Any]:
-            torch.manual_seed(0)
-            with torch.no_grad(), Float64() if dtype == torch.float64 else nullcontext():
-                return [tensor.clone() for tensor in tensors_in(model(**batch))]
-
-        row["audit"] = audited(analysis, model, outputs)
+        shown = [lambda m: m(**batch), *runs]
+        outputs = [partial(outputs_of, run, model, dtype) for run in shown]
+        row["audit"] = audited(analysis, model, lambda: [t for run in outputs for t in run()])
     except Exception as error:  # the row says what it was
         row["failure"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
     row["seconds"] = round(time.perf_counter() - begin, 1)
