@@ -86,7 +86,10 @@ def _forms(model: Any, name: str, rows: int, tokens: int) -> list[Inputs]:
             f"{type(model).__name__} takes {name}, which cannot be made up. "
             "Pass example inputs to analyze() in Python"
         )
-    found = [form for form in _MAKERS[name](model.config, rows, tokens) if form.keys() <= accepted]
+    made = list(_MAKERS[name](model.config, rows, tokens))
+    found = [form for form in made if form.keys() <= accepted]
+    if name not in accepted:  # a forward that hands on what it is given
+        found = [form for form in made if form.keys() == {name}]
     required = {n for n in _required(model) if n in _COMPANIONS and n not in _MAKERS}
     with_all = [form for form in found if required <= form.keys()]
     return with_all if any(required & form.keys() for form in found) else found
