@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Any, dict[str, tuple[int, ...]], dict[str, tuple[int, ...
     "joined": ((["a", "b"], "p", [Concatenate(0)]), {"a": (6, 8), "b": (6, 8)}, {"p": (12, 8)}),
     "interleaved": (("w", "p", [Interleave(0)]), {"w": (12, 8)}, {"p": (12, 8)}),
     "split and turned": (
-        ("w", ["q", "k"], [Chunk(0), PermuteForRope()]),
+        ("w", ["q", "k"], [Chunk(0), PermuteForRope(permute_layer_names=["w", "q", "k"])]),
         {"w": (24, 8)},
         {"q": (12, 8), "k": (12, 8)},
     ),
