@@ -101,9 +101,10 @@ def _features(model: Any, kind: str, given: Inputs) -> int:
     names = given.keys() & inspect.signature(encode).parameters.keys()
     if not names:
         return 0
+    examples = {name: example(model, given[name]) for name in names}
     try:
         with torch.no_grad(), weightless():
-            found = encode(**{name: example(model, given[name]) for name in names})
+            found = encode(**examples)
     except Exception:  # the form is not the one that the model takes
         return 0
     vectors = tensors_in(getattr(found, "pooler_output", found))
@@ -140,10 +141,16 @@ def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[s
 
 
 def example(model: nn.Module, spec: Spec) -> torch.Tensor:
-    """An input whose whole numbers have values, and whose real ones have none."""
+    """An input with seeded values, real ones in the dtype of ``model``."""
     if spec.below is None:
-        return torch.zeros(spec.shape, dtype=dtype_of(model), device="meta")
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(spec.shape, generator=generator).to(dtype_of(model))
     return whole_numbers(spec)
+
+
+def activations(model: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
+    """What another model has computed: without values."""
+    return torch.zeros(shape, dtype=dtype_of(model), device="meta")
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
@@ -170,7 +177,7 @@ def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
 
 def _decoder_alone(model: Any, read: str, ids: Spec, rows: int) -> Iterator[Call]:
     """As ``generate`` calls it: the encoder has run before, once for all steps."""
-    encoded = {"encoder_outputs": (example(model, _encoded(model, rows)),)}
+    encoded = {"encoder_outputs": (activations(model, _encoded(model, rows).shape),)}
     steps = tuple(
         ((), {read: example(model, Spec((rows, tokens), ids.below)), **encoded})
         for tokens in (TOKENS, 1)
@@ -187,9 +194,7 @@ def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
     table = _input_embeddings(model)
     if "inputs_embeds" in accepted and table is not None:
         width = int(getattr(table, "embedding_dim", table.weight.shape[-1]))
-        inputs["inputs_embeds"] = torch.zeros(
-            *ids.shape, width, dtype=table.weight.dtype, device="meta"
-        )
+        inputs["inputs_embeds"] = activations(model, (*ids.shape, width))
         inputs.pop("input_ids")
     elif not optional:
         return

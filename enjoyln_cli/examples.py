@@ -35,7 +35,7 @@ class Spec:
     below: int | None = None
     """Whole numbers from 0 up to, but not including, this one; ``None`` for real numbers."""
     leading: tuple[int, ...] = ()
-    """What each row (last dimension) starts with instead: sizes, ones of a mask, image tokens."""
+    """What each row (last dimension) starts with, and nothing else is: sizes, image tokens."""
     last: int | None = None
     """What each row ends with, and nothing else is: the token that ends a text."""
 
@@ -101,8 +101,8 @@ def _has_part(model: Any, name: str, accepted: frozenset[str]) -> bool:
 
 _PARTS = {
     "input_ids": ("text_config",),
-    "pixel_values": ("vision_config", "vq_config", "vit_config"),
-    "input_features": ("audio_config", "audio_encoder_config"),
+    "pixel_values": ("vision_config", "image_config", "vq_config", "vit_config"),
+    "input_features": ("audio_config", "audio_encoder_config", "encoder_config"),
 }
 _COMPANIONS = frozenset({
     "grid_thw", "image_grid_thw", "image_grid_hw", "pixel_attention_mask", "spatial_shapes",
@@ -125,9 +125,13 @@ def hidden_size(config: Any) -> int:
 def whole_numbers(spec: Spec, generator: torch.Generator | None = None) -> torch.Tensor:
     """An int64 tensor as ``spec`` describes it, seeded by ``generator``."""
     generator = generator or torch.Generator().manual_seed(0)
-    drawn = torch.randint(0, spec.below or 2, spec.shape, generator=generator)
+    below = spec.below or 2
+    drawn = torch.randint(0, below, spec.shape, generator=generator)
+    placed = {*spec.leading, spec.last} - {None}
+    if free := [value for value in range(min(below, len(placed) + 1)) if value not in placed]:
+        for value in placed:
+            drawn[drawn == value] = free[0]
     if spec.last is not None:
-        drawn[drawn == spec.last] = (spec.last + 1) % (spec.below or 2)
         drawn[..., -1] = spec.last
     if spec.leading:
         drawn[..., : len(spec.leading)] = torch.tensor(spec.leading)
@@ -166,7 +170,10 @@ def patch_size(config: Any) -> tuple[int, int]:
 
 
 def _vision(config: Any) -> list[Any]:
-    parts = ("vision_config", "backbone_config", "encoder_config", "vq_config", "vit_config")
+    parts = (
+        "vision_config", "image_config", "backbone_config", "encoder_config", "vq_config",
+        "vit_config",
+    )  # fmt: skip
     return [config, *(part for name in parts if (part := getattr(config, name, None)) is not None)]
 
 
@@ -196,6 +203,13 @@ def _pixels(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     yield {
         "pixel_values": Spec((rows, 1, *image)),
         "pixel_attention_mask": ones(rows, 1, *image[1:]),
+    }
+    tiles = _number(config, "max_num_tiles", default=1)
+    yield {
+        "pixel_values": Spec((rows, 1, tiles, *image)),
+        "aspect_ratio_ids": Spec((rows, 1), 2, (1,)),
+        "aspect_ratio_mask": ones(rows, 1, tiles),
+        "cross_attention_mask": ones(rows, tokens, 1, tiles),
     }
     for crops in (2, 3, 5):
         yield {"pixel_values": Spec((rows, crops, *image)), "image_sizes": sizes}

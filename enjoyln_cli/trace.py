@@ -1,9 +1,9 @@
 """From a model and a call of it to a graph, with its parameters named.
 
 A model class is built on the meta device (no weights) and captured by ``torch.export``. Where that
-fails, since shapes depend on the values of whole-number inputs, the ops of one run on example
-values are recorded instead (see ``weightless``), and the graph holds for calls of that kind. Names
-are those of the plan's reference class, whichever class a graph came from.
+fails, since shapes depend on the values of inputs, the ops of one run on example values are
+recorded instead (see ``weightless``), and the graph holds for calls of that kind. Names are those
+of the plan's reference class, whichever class a graph came from.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from enjoyln_cli.examples import accepted_by
 from enjoyln_cli.returned import by_field, is_fed_back, tensors_in
 from enjoyln_cli.weightless import (
     beside,
+    on_cpu,
     weightless,
-    without_real_values,
     without_weights,
 )
 from enjoyln_cli.writes import mark_written, mutating, replace_private_writes
@@ -65,7 +65,7 @@ class Trace:
     fed_back: frozenset[str]
     """Fields that a later call may be given."""
     by_example: bool = False
-    """Whether the graph is that of the example's whole numbers, rather than of any."""
+    """Whether the graph is that of the example's values, rather than of any."""
 
     def module_of(self, node: Node) -> str:
         """Path of the innermost module whose forward computed the node."""
@@ -179,7 +179,7 @@ def check_call(model: nn.Module, call: Call) -> None:
     """Run one call without weights; raises whatever the model raises at inputs of a wrong form."""
     bare = without_weights(model)
     with _ready(bare), weightless():
-        Steps(bare, call.flags, None)(*without_real_values(call.steps))
+        Steps(bare, call.flags, None)(*on_cpu(call.steps))
 
 
 @contextmanager
@@ -228,7 +228,7 @@ def _exported(model: nn.Module, call: Call, naming: Naming, inner: str | None) -
 
 def _recorded(model: nn.Module, call: Call, naming: Naming, inner: str | None) -> Trace:
     runner = Steps(model, call.flags, inner)
-    leaves, layout = pytree.tree_flatten(without_real_values(call.steps))
+    leaves, layout = pytree.tree_flatten(on_cpu(call.steps))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     layouts: list[pytree.TreeSpec] = []
 

@@ -1,10 +1,10 @@
-"""Running a model without its weights, where shapes depend on the values of whole numbers.
+"""Running a model without its weights, where shapes depend on the values of its inputs.
 
-Real numbers (weights, pixels, hidden states) have shapes only: they live on the meta device. Whole
-numbers and masks (token ids, grids of patches, frame counts), and what is computed from them alone,
-have values: they live on the CPU. So a model of any size runs in a moment, and whatever Python
-reads of a tensor (``item``, ``tolist``, ``nonzero``) cannot have come from a weight or an
-activation: those have no values to read, and asking for one raises.
+Weights, and all that is computed with them, have shapes only: they live on the meta device. What is
+given (token ids, masks, grids of patches, pixels), and what is computed from that alone, has
+values: it lives on the CPU. So a model of any size runs in a moment, and whatever Python reads of a
+tensor (``item``, ``tolist``, ``nonzero``) cannot have come from a weight or an activation: those
+have no values to read, and asking for one raises.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, ate
 
 @contextmanager
 def weightless() -> Iterator[None]:
-    """Within it, a model on the meta device runs on inputs whose whole numbers have values.
+    """Within it, a model on the meta device runs on inputs that have values.
 
-    Raises ``RuntimeError`` where a value is asked for that depends on a weight or a real input.
+    Raises ``RuntimeError`` where a value is asked for that depends on a weight.
     """
-    with _KeepWritten(), _KeepWhole():
+    with _KeepWritten(), _KeepGiven():
         yield
 
 
@@ -52,8 +52,8 @@ class _KeepWritten(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _KeepWhole(TorchDispatchMode):
-    """Ops on whole numbers alone run on the CPU, all others on the meta device."""
+class _KeepGiven(TorchDispatchMode):
+    """Ops on tensors with values run on the CPU, all others on the meta device."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -69,7 +69,7 @@ class _KeepWhole(TorchDispatchMode):
         if all(map(_known, given)):
             return func(*args, **kwargs)
         if func._schema.is_mutable and _known(args[0]):
-            raise RuntimeError(f"{func} writes real numbers into a tensor of whole numbers")
+            raise RuntimeError(f"{func} writes what has no values into what has")
         if func.overloadpacket in _INDEXED:
             args = (args[0], _whole_indices(args[1]), *args[2:])
         if func.overloadpacket is aten.masked_select and _known(args[1]):
@@ -134,7 +134,7 @@ def without_weights(model: nn.Module) -> nn.Module:
 
 
 def beside(model: nn.Module, value: Any) -> Any:
-    """Nested inputs on the device of ``model``; real numbers without values become zeros there."""
+    """Nested inputs on the device of ``model``; those without values become zeros there."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,10 +144,6 @@ def beside(model: nn.Module, value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, placed, value)
 
 
-def without_real_values(value: Any) -> Any:
-    """Nested inputs, real numbers on the meta device and whole numbers on the CPU."""
-
-    def placed(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("meta" if tensor.is_floating_point() else "cpu")
-
-    return pytree.tree_map_only(torch.Tensor, placed, value)
+def on_cpu(value: Any) -> Any:
+    """Nested inputs that have values, on the CPU; the others stay on the meta device."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.cpu(), value)

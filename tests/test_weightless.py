@@ -1,4 +1,4 @@
-"""Models whose shapes depend on the values of whole numbers: recorded, not exported."""
+"""Models whose shapes depend on the values of their inputs: recorded, not exported."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_weights_of_a_live_model_are_neither_copied_nor_changed() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_whole_numbers_keep_their_values_and_real_ones_have_none() -> None:
+def test_inputs_keep_their_values_and_activations_have_none() -> None:
     ids, real = torch.tensor([[3, 0, 2]]), torch.zeros(1, 3, 4, device="meta")
     with weightless():
         counted = (ids.to(real.device) > 0).sum(-1).tolist()
