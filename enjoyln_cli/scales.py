@@ -121,6 +121,8 @@ def _product(node: Node, named: dict[Node, str]) -> _Product | None:
     shape = shape_of(node)
     if packet(node) not in _PRODUCTS or shape is None or len(node.args) != 2:
         return None
+    if node.meta.get("written"):
+        return None
     factor: Any
     rest: Any
     for factor, rest in (node.args, node.args[::-1]):

@@ -67,6 +67,21 @@ class Overwritten(Images):
         return self.out(self.last(stream) + self.side(self.own(x)))
 
 
+class Rescaled(nn.Module):
+    """What a LayerScale gives is written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.scale = nn.Linear(5, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        stream = self.scale * self.own(x)
+        if sizes.tolist()[0] > 1:
+            stream[:, :3] = x[:, :3].exp()
+        return self.norm(stream)
+
+
 def random(module: nn.Module) -> Any:
     torch.manual_seed(0)
     for parameter in module.parameters():
@@ -119,6 +134,12 @@ def test_a_value_written_in_place_keeps_its_norm_and_no_other() -> None:
     forced = converted(model, plan)
     install(forced, ["last"], ())
     assert error(forced, model, *example(2, 5)) > 1e-3
+
+
+def test_a_scale_whose_product_is_written_into_is_not_merged() -> None:
+    model = random(Rescaled())
+    (kept,) = analyze_module(model, *example(3, 4)).plan.kept
+    assert kept.reason == "its memory is written in place"
 
 
 def test_the_weights_of_a_live_model_are_neither_copied_nor_changed() -> None:
