@@ -113,10 +113,8 @@ def _features(model: Any, kind: str, given: Inputs) -> int:
 
 def main_call(model: Any, given: Inputs) -> Call:
     """One call with ``given``, or a prefill and a decoding step where the model keeps a cache."""
-    accepted = accepted_by(model)
     reads_text = "input_ids" in given or "decoder_input_ids" in given
-    caches = {"past_key_values", "use_cache"} <= accepted and reads_text
-    if not caches:
+    if not (reads_text and keeps_cache(model)):
         kinds = {"input_ids": "tokens", "pixel_values": "images", "input_features": "audio"}
         label = next((kinds[name] for name in given if name in kinds), next(iter(given)))
         return Call(label, (_step(model, given, 0),))
@@ -128,6 +126,13 @@ def main_call(model: Any, given: Inputs) -> Call:
         following = {n: s for n, s in following.items() if n == "input_ids" or "encoder_" in n}
     steps = (_step(model, given, 0), _step(model, following, seen))
     return Call("prefill and decode", steps, {"use_cache": True})
+
+
+def keeps_cache(model: Any) -> bool:
+    """Whether a call can return a cache that the next one takes."""
+    parameters = inspect.signature(model.forward).parameters
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return "past_key_values" in parameters and ("use_cache" in parameters or hands_on)
 
 
 def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -182,7 +187,7 @@ def _decoder_alone(model: Any, read: str, ids: Spec, rows: int) -> Iterator[Call
         ((), {read: example(model, Spec((rows, tokens), ids.below)), **encoded})
         for tokens in (TOKENS, 1)
     )
-    caches = {"past_key_values", "use_cache"} <= accepted_by(model)
+    caches = keeps_cache(model)
     flags = {"use_cache": True} if caches else {}
     yield Call("decoder alone", steps if caches else steps[:1], flags, required=False)
 
@@ -198,7 +203,7 @@ def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
         inputs.pop("input_ids")
     elif not optional:
         return
-    flags = {"use_cache": False} if {"past_key_values", "use_cache"} <= accepted else {}
+    flags = {"use_cache": False} if keeps_cache(model) else {}
     yield Call("optional inputs", (((), inputs),), flags, required=False)
 
 
