@@ -43,6 +43,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     for row in sorted(done, key=lambda row: (row["type"], row["class"])):
         kinds = Counter(_kind(reason) for _, reason, _ in row["kept"])
         single = " (float32)" if row["dtype"] == "float32" else ""
+        if "own_rounding" in row:
+            single += f" (by rounding its weights: {row['own_rounding']:.0e})"
         cells = [
             row["type"], row["class"] + ("*" if row["by_example"] else ""), row["norms"],
             row["static"], row["folded"] - row["static"], row["ops"],
@@ -85,7 +87,8 @@ def _totals(
     runnable = [row for row in with_norms if row["status"] not in ("not built", "no inputs")]
     analysed = [r for r in runnable if "norms" in r]
     wrong = [row for row in done if row["status"] == "wrong"]
-    exact = [row["error"] for row in done if row["dtype"] == "float64"]
+    cancelling = [row["class"] for row in done if "own_rounding" in row]
+    exact = [r["error"] for r in done if r["dtype"] == "float64" and "own_rounding" not in r]
     single = [row["error"] for row in done if row["dtype"] == "float32"]
     counts = {k: sum(row[k] for row in done) for k in ("norms", "static", "folded")}
     return [
@@ -97,6 +100,11 @@ def _totals(
         f"{counts['norms'] - counts['folded']} stay.",
         f"* Wrong folds: {len(wrong)}. Largest error in float64 {max(exact, default=0):.0e} "
         f"({len(exact)} classes), in float32 {max(single, default=0):.0e} ({len(single)}).",
+        *(
+            f"* {name} returns a tensor that cancels almost to nothing: changing each weight by "
+            "its last bit changes it as much as folding does."
+            for name in cancelling
+        ),
         "",
     ]
 
