@@ -81,6 +81,8 @@ def _kind(reason: str) -> str:
 def _totals(
     rows: list[dict[str, Any]], with_norms: list[dict[str, Any]], done: list[dict[str, Any]]
 ) -> list[str]:
+    import transformers
+
     def types(some: list[dict[str, Any]]) -> int:
         return len({row["type"] for row in some})
 
@@ -91,8 +93,10 @@ def _totals(
     exact = [r["error"] for r in done if r["dtype"] == "float64" and "own_rounding" not in r]
     single = [row["error"] for row in done if row["dtype"] == "float32"]
     counts = {k: sum(row[k] for row in done) for k in ("norms", "static", "folded")}
+    left = len(set(transformers.CONFIG_MAPPING) - {row["type"] for row in rows})
     return [
         f"* {types(rows)} model types; {types(with_norms)} have a LayerNorm or are not built here.",
+        *([f"* {left} types have not been examined yet."] if left else []),
         f"* {types(runnable)} types can be built and given inputs; {types(analysed)} of them are "
         f"analysed, {types(done)} folded and compared ({len(done)} classes).",
         f"* {counts['norms']} LayerNorms: {counts['static']} fold in the weights, "
