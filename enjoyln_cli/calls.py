@@ -85,9 +85,10 @@ def _with_placeholders(model: Any, given: Inputs) -> Inputs:
     if not leading:
         return given
     ids = replace(given["input_ids"], shape=(rows, tokens + len(leading)), leading=leading)
-    kinds = Spec(ids.shape, 1, (1,) * len(leading))
-    accepted = accepted_by(model)
-    return given | {"input_ids": ids} | {n: kinds for n in ("mm_token_type_ids",) if n in accepted}
+    placed = given | {"input_ids": ids}
+    if "mm_token_type_ids" in accepted_by(model):
+        placed["mm_token_type_ids"] = Spec(ids.shape, 1, (1,) * len(leading))
+    return placed
 
 
 def _features(model: Any, kind: str, given: Inputs) -> int:

@@ -51,9 +51,14 @@ def build(model_class: type, config: Any) -> nn.Module:
             f"{model_class.__name__} cannot be built from this config: "
             f"{type(error).__name__}: {first}"
         ) from error
-    if getattr(model, "_can_set_experts_implementation", bool)():
-        model.set_experts_implementation("batched_mm")  # the one whose shapes no value decides
+    use_batched_experts(model)
     return model
+
+
+def use_batched_experts(model: Any) -> None:
+    """Apply experts in the one way whose shapes no value decides, and that float64 can run."""
+    if getattr(model, "_can_set_experts_implementation", bool)():
+        model.set_experts_implementation("batched_mm")
 
 
 def class_named(name: str) -> type:

@@ -1,8 +1,8 @@
 """The inputs that a transformers model takes, told from its ``forward`` and its config.
 
-Decides names, shapes and ranges. Whoever needs the tensors makes them: without real values to trace
-a model, with seeded ones to compare two. What is not known from the config is tried in the order of
-likelihood, so ``main_inputs`` gives alternatives.
+Decides names, shapes and ranges. Whoever needs the tensors makes them, to trace a model or to
+compare two. What is not known from the config is tried in the order of likelihood, so
+``main_inputs`` gives alternatives.
 """
 
 from __future__ import annotations

@@ -123,9 +123,8 @@ def _whole_indices(indices: Any) -> list[Any]:
 
 
 def without_weights(model: nn.Module) -> nn.Module:
-    """``model`` itself if it is on the meta device, else a copy of it there that owns no memory."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(tensor.device.type == "meta" for tensor in tensors):
+    """``model`` itself if its weights are on the meta device, else a copy with weights there."""
+    if all(parameter.is_meta for parameter in model.parameters()):
         return model
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
