@@ -7,22 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from live_models import moved
 from torch import nn
 
 from enjoyln_cli import analyze
 from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.norms import install
 from enjoyln_cli.plan import Plan
-
-
-def moved(model: nn.Module) -> nn.Module:
-    """In float64 and eval mode, with every parameter off its initial value."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.double().eval().parameters():
-            start = 1.0 if parameter.dim() == 1 else 0.1
-            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
-    return model
 
 
 def folded(model: nn.Module, plan: Plan) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_models import moved
 from torch import nn
 
 from enjoyln_cli import analyze
@@ -43,16 +44,6 @@ def timm_model(name: str, **settings: Any) -> nn.Module:
 
 def torchvision_models() -> Any:
     return pytest.importorskip("torchvision").models
-
-
-def moved(model: nn.Module) -> nn.Module:
-    """In float64 and eval mode, with every parameter off its initial value."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.double().eval().parameters():
-            start = 1.0 if parameter.dim() == 1 else 0.1
-            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
-    return model
 
 
 def planned(model: nn.Module) -> Plan:
