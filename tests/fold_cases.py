@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from enjoyln_cli.axis import Axis, centre
-from enjoyln_cli.checkpoint import Checkpoint, open_checkpoint, open_source
 
 CONFIG = {"model_type": "gpt2", "n_embd": 24, "dtype": "float32", "zebra": [1, {"a": None}]}
 
@@ -79,10 +78,6 @@ def store(folder: Path, tensors: dict[str, torch.Tensor], kind: str) -> None:
     if len(parts) > 1:
         index = {"metadata": {"total_parameters": 7}, "weight_map": weight_map}
         (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index, indent=1))
-
-
-def opened(folder: Path) -> Checkpoint:
-    return open_checkpoint(open_source(str(folder)))
 
 
 def written(folder: Path) -> dict[str, torch.Tensor]:

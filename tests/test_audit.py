@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from audit import audited
 from torch import nn
 
 from enjoyln_cli import nodes
 from enjoyln_cli.analysis import analyze_module
-
-sys.path.append(str(Path(__file__).parent.parent / "scripts"))
-from audit import audited  # noqa: E402
 
 WIDTH = 12
 

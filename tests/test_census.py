@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import census
 import pytest
-
-SCRIPT = Path(__file__).parent.parent / "scripts" / "census.py"
-sys.path.append(str(SCRIPT.parent))  # the script imports its neighbour
-SPEC = importlib.util.spec_from_file_location("census", SCRIPT)
-assert SPEC and SPEC.loader
-census = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(census)
 
 
 @pytest.mark.slow

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stored_files import opened, refused, tensors
 
 from enjoyln_cli.checkpoint import (
     BLOCK,
-    Checkpoint,
-    open_checkpoint,
-    open_source,
     other_files,
     read_tensor,
     same_values,
@@ -22,29 +20,6 @@ from enjoyln_cli.checkpoint import (
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    path.mkdir()
-    (path / "config.json").write_text('{"model_type": "gpt2"}')
-    return path
-
-
-def opened(folder: Path) -> Checkpoint:
-    return open_checkpoint(open_source(str(folder)))
-
-
-def refused(folder: Path, words: str, kind: type[Exception] = BadCheckpoint) -> None:
-    with pytest.raises(kind, match=words) as caught:
-        opened(folder)
-    assert "\n" not in str(caught.value)
-
-
-def tensors(*names: str) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(sum(map(ord, "".join(names))))
-    return {name: torch.randn(3, 5, generator=made) + 0.7 for name in names}
 
 
 def write_index(folder: Path, weight_map: Any, name: str = "model.safetensors") -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+import train_tiny
 import transformers
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -22,18 +20,6 @@ AUTO_CLASSES = {
     "vit": "AutoModelForImageClassification",
 }
 TEXT_FAMILIES = [family for family in AUTO_CLASSES if family != "vit"]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """``scripts/train_tiny.py``, for its data and its measures."""
-    path = Path(__file__).parent.parent / "scripts" / "train_tiny.py"
-    spec = importlib.util.spec_from_file_location("train_tiny", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module", params=list(AUTO_CLASSES))
@@ -63,29 +49,27 @@ def test_a_checkpoint_is_small(family: str) -> None:
     assert sum(path.stat().st_size for path in (CHECKPOINTS / family).iterdir()) < 2_000_000
 
 
-def test_no_weight_is_as_standard_initialisation_leaves_it(
-    loaded: tuple, script: ModuleType
-) -> None:
+def test_no_weight_is_as_standard_initialisation_leaves_it(loaded: tuple) -> None:
     _, model, _ = loaded
-    least = script.statistics(model)
+    least = train_tiny.statistics(model)
     assert least["gamma"] > 0.05
     assert least["beta"] > 0.05
     assert least["bias"] > 0.03
     assert least["column mean"] > 0.1
 
 
-def test_it_predicts_what_it_has_never_seen(loaded: tuple, script: ModuleType) -> None:
+def test_it_predicts_what_it_has_never_seen(loaded: tuple) -> None:
     family, model, _ = loaded
     torch.manual_seed(1)
     if family == "vit":
-        pictures, labels = script.draw(128)
+        pictures, labels = train_tiny.draw(128)
         with torch.no_grad():
-            guesses = model(script.pixels(pictures)).logits.argmax(-1)
+            guesses = model(train_tiny.pixels(pictures)).logits.argmax(-1)
         assert float((guesses == labels).float().mean()) > 0.75
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINTS / family)
-        source = script.text_source(tokenizer, script.stdlib_files(held_out=True))
-        assert script.measure(model, source, 4) < math.log(model.config.vocab_size) - 1
+        source = train_tiny.text_source(tokenizer, train_tiny.stdlib_files(held_out=True))
+        assert train_tiny.measure(model, source, 4) < math.log(model.config.vocab_size) - 1
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
@@ -97,9 +81,9 @@ def test_the_tokenizer_gives_the_text_back(family: str) -> None:
     assert len(tokenizer) == 509
 
 
-def test_the_image_processor_and_the_training_agree(script: ModuleType) -> None:
+def test_the_image_processor_and_the_training_agree() -> None:
     pytest.importorskip("PIL")
     processor = transformers.AutoImageProcessor.from_pretrained(CHECKPOINTS / "vit")
-    pictures, _ = script.draw(3)
+    pictures, _ = train_tiny.draw(3)
     seen = processor(list(pictures.numpy()), return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(seen, script.pixels(pictures))
+    torch.testing.assert_close(seen, train_tiny.pixels(pictures))

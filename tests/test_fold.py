@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from fold_cases import CONFIG, EDITS, centred, opened, same, sharded, state, store
+from fold_cases import CONFIG, EDITS, centred, same, sharded, state, store
+from stored_files import opened
 from torch import nn
 
 from enjoyln_cli.axis import Axis

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import make_checkpoint
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """``scripts/make_checkpoint.py``."""
-    path = Path(__file__).parent.parent / "scripts" / "make_checkpoint.py"
-    spec = importlib.util.spec_from_file_location("make_checkpoint", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def small(script: ModuleType, model_type: str) -> transformers.PreTrainedModel:
+def small(model_type: str) -> transformers.PreTrainedModel:
     """The architecture's usual class with one layer and few tokens, without memory."""
-    config = script.scaled(model_type, 1, 1)
+    config = make_checkpoint.scaled(model_type, 1, 1)
     if hasattr(config, "vocab_size"):
         config.vocab_size = 99
         config.bos_token_id = config.eos_token_id = config.pad_token_id = 1
-    return script.on_meta(script.class_of(model_type, None), config)
+    return make_checkpoint.on_meta(make_checkpoint.class_of(model_type, None), config)
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -48,11 +34,11 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     ("model_type", "dtype", "shards"), [("gpt2", "float32", 1), ("opt", "bfloat16", 3)]
 )
 def test_stock_transformers_loads_all_of_it(
-    script: ModuleType, tmp_path: Path, model_type: str, dtype: str, shards: int
+    tmp_path: Path, model_type: str, dtype: str, shards: int
 ) -> None:
     into = tmp_path / "out"
     asked = ["--params", "20M", "--dtype", dtype, "--shards", str(shards), "-o", str(into)]
-    script.main([model_type, *asked])
+    make_checkpoint.main([model_type, *asked])
     assert len(list(into.glob("*.safetensors"))) == shards
     model, info = transformers.AutoModelForCausalLM.from_pretrained(into, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
@@ -70,18 +56,16 @@ def test_stock_transformers_loads_all_of_it(
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "bert", "opt", "bloom", "phi", "vit", "whisper"])
-def test_names_and_shapes_are_those_of_save_pretrained(
-    script: ModuleType, tmp_path: Path, model_type: str
-) -> None:
-    model = small(script, model_type)
+def test_names_and_shapes_are_those_of_save_pretrained(tmp_path: Path, model_type: str) -> None:
+    model = small(model_type)
     type(model)(model.config).save_pretrained(tmp_path / "stock")
-    script.write(model, tmp_path / "ours", "float32", 1, 0)
+    make_checkpoint.write(model, tmp_path / "ours", "float32", 1, 0)
     stock, ours = tensors_in(tmp_path / "stock"), tensors_in(tmp_path / "ours")
     assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in stock.items()}
 
 
-def test_the_index_names_the_file_of_every_tensor(script: ModuleType, tmp_path: Path) -> None:
-    total = script.write(small(script, "opt"), tmp_path / "out", "float16", 4, 0)
+def test_the_index_names_the_file_of_every_tensor(tmp_path: Path) -> None:
+    total = make_checkpoint.write(small("opt"), tmp_path / "out", "float16", 4, 0)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == total
     files = sorted(set(index["weight_map"].values()))
@@ -91,17 +75,17 @@ def test_the_index_names_the_file_of_every_tensor(script: ModuleType, tmp_path: 
             assert shard.get_tensor(name).dtype == torch.float16
 
 
-def test_the_seed_fixes_the_bytes(script: ModuleType, tmp_path: Path) -> None:
-    model = small(script, "gpt2")
+def test_the_seed_fixes_the_bytes(tmp_path: Path) -> None:
+    model = small("gpt2")
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        script.write(model, tmp_path / name, "bfloat16", 1, seed)
+        make_checkpoint.write(model, tmp_path / name, "bfloat16", 1, seed)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b
     assert a != c
 
 
-def test_tensors_differ_from_each_other(script: ModuleType, tmp_path: Path) -> None:
-    script.write(small(script, "phi"), tmp_path / "out", "float32", 1, 0)
+def test_tensors_differ_from_each_other(tmp_path: Path) -> None:
+    make_checkpoint.write(small("phi"), tmp_path / "out", "float32", 1, 0)
     found = tensors_in(tmp_path / "out")
     query, key = (found[f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qk")
     assert not torch.equal(query, key)
@@ -111,19 +95,19 @@ def test_tensors_differ_from_each_other(script: ModuleType, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "count"), [("2B", 2 * 10**9), ("20M", 20_000_000), ("1.5k", 1500), ("7", 7)]
 )
-def test_sizes_are_read(script: ModuleType, text: str, count: int) -> None:
-    assert script.count_of(text) == count
+def test_sizes_are_read(text: str, count: int) -> None:
+    assert make_checkpoint.count_of(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "B", "twoB", "-3M", "0"])
-def test_other_sizes_are_refused(script: ModuleType, text: str) -> None:
+def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
-        script.count_of(text)
+        make_checkpoint.count_of(text)
 
 
-def test_more_shards_than_tensors_are_refused(script: ModuleType, tmp_path: Path) -> None:
+def test_more_shards_than_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="ask for fewer"):
-        script.write(small(script, "vit"), tmp_path / "out", "float32", 999, 0)
+        make_checkpoint.write(small("vit"), tmp_path / "out", "float32", 999, 0)
     assert not (tmp_path / "out").exists()
 
 
@@ -136,7 +120,6 @@ def test_more_shards_than_tensors_are_refused(script: ModuleType, tmp_path: Path
     ],
 )
 def test_wrong_arguments_are_usage_errors(
-    script: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -145,7 +128,7 @@ def test_wrong_arguments_are_usage_errors(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        script.main(arguments)
+        make_checkpoint.main(arguments)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -20,7 +20,7 @@ from transformers import CLIPConfig, GPT2Config
 
 from enjoyln_cli import EnjoyLNError, RecipeError, analyze, fold, load_recipe, verify
 from enjoyln_cli.compare import chosen, tensors
-from enjoyln_cli.convert import prepare, write
+from enjoyln_cli.convert import Opening, prepare, write
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.fold import read_marker
 from enjoyln_cli.recipe import dump_recipe, parse_recipe
@@ -134,7 +134,7 @@ def test_a_recipe_is_followed_for_its_outputs(source: Path, out: Path, tmp_path:
 def test_a_fold_for_fewer_outputs_than_are_checked_is_not_kept(
     source: Path, tmp_path: Path
 ) -> None:
-    ready = prepare(source, outputs=WANTED)
+    ready = prepare(source, None, Opening(outputs=WANTED))
     wide = replace(ready, plan=replace(ready.plan, outputs=()))
     with pytest.raises(VerificationFailed, match="the edits change the function"):
         write(wide, tmp_path / "out")

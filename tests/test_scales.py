@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fold_cases import opened, same, store, written
+from fold_cases import same, store, written
 from safetensors.torch import save_file
+from stored_files import opened
 from transformers import CONFIG_MAPPING
 
 from enjoyln_cli import analyze, fold, verify

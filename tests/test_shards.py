@@ -12,38 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from stored_files import opened, refused, tensors
 
 from enjoyln_cli.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-    open_source,
     read_tensor,
 )
-from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.shards import DTYPES
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    path.mkdir()
-    (path / "config.json").write_text('{"model_type": "gpt2"}')
-    return path
-
-
-def opened(folder: Path) -> Checkpoint:
-    return open_checkpoint(open_source(str(folder)))
-
-
-def refused(folder: Path, words: str, kind: type[Exception] = BadCheckpoint) -> None:
-    with pytest.raises(kind, match=words) as caught:
-        opened(folder)
-    assert "\n" not in str(caught.value)
-
-
-def tensors(*names: str) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(sum(map(ord, "".join(names))))
-    return {name: torch.randn(3, 5, generator=made) + 0.7 for name in names}
 
 
 def write_raw(folder: Path, header: Any, data: bytes, length: int | None = None) -> None:

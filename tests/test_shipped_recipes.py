@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+import write_recipes
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import write_recipes  # noqa: E402
+RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 @pytest.mark.parametrize("family", write_recipes.FAMILIES)
 def test_regenerates_identically(family: str) -> None:
-    shipped = (ROOT / "recipes" / f"{family}.yaml").read_text(encoding="utf-8")
+    shipped = (RECIPES / f"{family}.yaml").read_text(encoding="utf-8")
     assert write_recipes.recipe_text(family) == shipped

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fold_cases import EDITS, centred, opened, same, sharded, state, store, written
+from fold_cases import EDITS, centred, same, sharded, state, store, written
 from safetensors import safe_open
 from safetensors.torch import load_file
+from stored_files import opened
 
 from enjoyln_cli import blocks
 from enjoyln_cli.axis import Axis, centre, feature_axis

@@ -1,0 +1,27 @@
+"""Checkpoint directories written by hand, right or wrong, and how they are opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from enjoyln_cli.checkpoint import Checkpoint, open_checkpoint, open_source
+from enjoyln_cli.errors import BadCheckpoint
+
+
+def opened(folder: Path) -> Checkpoint:
+    return open_checkpoint(open_source(str(folder)))
+
+
+def refused(folder: Path, words: str, kind: type[Exception] = BadCheckpoint) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        opened(folder)
+    assert "\n" not in str(caught.value)
+
+
+def tensors(*names: str) -> dict[str, torch.Tensor]:
+    """Random weights whose mean is not zero, the same for the same names."""
+    made = torch.Generator().manual_seed(sum(map(ord, "".join(names))))
+    return {name: torch.randn(3, 5, generator=made) + 0.7 for name in names}
