@@ -202,7 +202,7 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
     found, failed = [], False
     for name in names:
         try:
-            found.append(convert.inspect(name, is_type=are_types, **opening))
+            found.append(convert.inspect(name, convert.Opening(**opening), is_type=are_types))
         except EnjoyLNError as error:
             if len(names) == 1:
                 raise
@@ -237,9 +237,9 @@ def fold(
     from enjoyln_cli import convert, rows
     from enjoyln_cli.report import watching, write_fold, write_json
 
-    opening, force = options.pop("opening"), options["force"]
+    opening, force = convert.Opening(**options.pop("opening")), options["force"]
     with watching(quiet or as_json) as watch:
-        ready = convert.prepare(model, out, force=force, on_event=watch.event, **opening)
+        ready = convert.prepare(model, out, opening, force=force, on_event=watch.event)
         result = convert.write(ready, out, watch.event, watch.progress, **options) if out else None
     found = rows.fold_row(model, ready, result, watch.warnings, options["dtype"])
     if as_json:

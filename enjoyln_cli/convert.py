@@ -35,6 +35,28 @@ Event = Callable[[str, str], None]
 """Receives ``("stage" | "warning", text)``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """How a model is opened, and what is asked of its plan."""
+
+    revision: str | None = None
+    token: str | None = None
+    cache_dir: str | Path | None = None
+    trust_remote_code: bool = False
+    model_class: str | None = None
+    outputs: Sequence[str] = ()
+    recipe: str | Path | None = None
+
+    @property
+    def hub(self) -> dict[str, Any]:
+        """What it takes to open the same model again: ``token``, ``cache_dir``, and so on."""
+        return {
+            "token": self.token,
+            "cache_dir": self.cache_dir,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+
 @dataclass(frozen=True)
 class Inspected:
     """One model as ``enjoyln report`` knows it: from its configuration alone."""
@@ -58,8 +80,7 @@ class Prepared:
     checkpoint: store.Checkpoint
     plan: Plan
     recipe_text: str
-    hub: dict[str, Any]
-    """How the original was opened, to open it again: ``token``, ``cache_dir``, and so on."""
+    opening: Opening
 
     def bytes_to_write(self, dtype: torch.dtype | str | None = None) -> int:
         """Bytes of all tensors, the floating ones in ``dtype``."""
@@ -108,25 +129,15 @@ def analyze(
     return analyze_config(config, model_class=model_class, outputs=outputs)
 
 
-def inspect(
-    name: str,
-    *,
-    is_type: bool = False,
-    model_class: str | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
-    trust_remote_code: bool = False,
-    outputs: Sequence[str] = (),
-) -> Inspected:
+def inspect(name: str, opening: Opening, *, is_type: bool = False) -> Inspected:
     """Analyse the model ``name``, or with ``is_type`` that model type's default configuration."""
     if is_type:
         config = default_config(name)
     else:
-        source = store.open_source(name, revision=revision, token=token, cache_dir=cache_dir)
-        config = store.load_config(source, trust_remote_code)
+        source = _source(name, opening)
+        config = store.load_config(source, opening.trust_remote_code)
         store.require_unfolded(config)
-    found = analyze(config, model_class=model_class, outputs=outputs)
+    found = analyze(config, model_class=opening.model_class, outputs=opening.outputs)
     return Inspected(name, config, found)
 
 
@@ -148,41 +159,35 @@ def default_config(model_type: str) -> PretrainedConfig:
 
 def prepare(
     model: str | Path,
-    out: str | Path | None = None,
+    out: str | Path | None,
+    opening: Opening,
     *,
     force: bool = False,
-    recipe: str | Path | None = None,
-    model_class: str | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
-    trust_remote_code: bool = False,
-    outputs: Sequence[str] = (),
     on_event: Event | None = None,
 ) -> Prepared:
     """Open and analyse ``model``, and settle which proven edits will be made.
 
     Where ``out`` is given, it is refused before any work if ``write`` could not place it there.
-    ``recipe`` names a file that is followed or refused. Without one the plan is the whole proof,
-    and a shipped recipe that disagrees with it raises a warning. ``outputs`` are those of
-    ``analyze``, by default the recipe's. Raises ``EnjoyLNError``.
+    A recipe that is asked for is followed or refused. Without one the plan is the whole proof,
+    and a shipped recipe that disagrees with it raises a warning. The outputs are by default the
+    recipe's. Raises ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis import analyze_config
     from enjoyln_cli.recipe import load_recipe, outputs_asked
 
     event = on_event or _warn
-    hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
     event("stage", f"opening {model}")
-    source = store.open_source(str(model), revision=revision, **hub)
-    config = store.load_config(source, trust_remote_code)
+    source = _source(str(model), opening)
+    config = store.load_config(source, opening.trust_remote_code)
     store.require_unfolded(config)
     if out is not None:
         check_place(Path(out), source=source.root, force=force)
-    source = store.open_source(str(model), revision=source.revision, weights=True, **hub)
+    source = _source(str(model), replace(opening, revision=source.revision), weights=True)
     checkpoint = store.open_checkpoint(source)
-    config = store.load_config(source, trust_remote_code)  # with the settings of a pipeline
+    config = store.load_config(source, opening.trust_remote_code)  # with a pipeline's settings
     event("stage", f"tracing {config.model_type}")
-    asked = None if recipe is None else load_recipe(recipe)
+    asked = None if opening.recipe is None else load_recipe(opening.recipe)
+    model_class, outputs = opening.model_class, opening.outputs
     outputs = outputs or (outputs_asked(asked, model_class, config) if asked else ())
     found = analyze_config(config, model_class=model_class, checkpoint=checkpoint, outputs=outputs)
     plan = _settled(found.plan, config, asked, event)
@@ -195,8 +200,17 @@ def prepare(
     if not plan.folded:
         raise NothingToFold(_nothing(str(model), plan))
     text = recipe_text([Inspected(str(model), config, replace(found, plan=plan))])
-    hub["trust_remote_code"] = trust_remote_code
-    return Prepared(source, config, checkpoint, plan, text, hub)
+    return Prepared(source, config, checkpoint, plan, text, opening)
+
+
+def _source(name: str, opening: Opening, weights: bool = False) -> store.Source:
+    return store.open_source(
+        name,
+        revision=opening.revision,
+        token=opening.token,
+        cache_dir=opening.cache_dir,
+        weights=weights,
+    )
 
 
 def write(
@@ -221,7 +235,7 @@ def write(
         from enjoyln_cli.verify import verify as measure
 
         event("stage", "verifying")
-        return measure(folded, plan=ready.plan, **ready.hub)
+        return measure(folded, plan=ready.plan, **ready.opening.hub)
 
     event("stage", f"writing {out}")
     return fold_checkpoint(
@@ -265,19 +279,16 @@ def convert(
     With ``verify`` a result that does not compute the original function is not kept:
     ``VerificationFailed``. Raises ``EnjoyLNError`` in every case that leaves no ``out``.
     """
-    ready = prepare(
-        model,
-        out,
-        force=force,
-        recipe=recipe,
-        model_class=model_class,
+    opening = Opening(
         revision=revision,
         token=token,
         cache_dir=cache_dir,
         trust_remote_code=trust_remote_code,
+        model_class=model_class,
         outputs=outputs,
-        on_event=on_event,
+        recipe=recipe,
     )
+    ready = prepare(model, out, opening, force=force, on_event=on_event)
     return write(
         ready,
         out,
