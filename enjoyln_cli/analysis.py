@@ -32,7 +32,7 @@ from enjoyln_cli.layout import Conversion
 from enjoyln_cli.nodes import Opaque
 from enjoyln_cli.paper import algorithm_1
 from enjoyln_cli.plan import Centring, Plan, Scale, Verdict, Writer
-from enjoyln_cli.returned import named_by, require_named
+from enjoyln_cli.returned import named_by, require_named, returning
 from enjoyln_cli.scales import find_scales
 from enjoyln_cli.trace import Naming, Trace, capture, check_call
 from enjoyln_cli.weightless import without_weights
@@ -80,6 +80,7 @@ def analyze_config(
     first of these classes that has such fields, alone. Raises ``UnsupportedModel``,
     ``TraceFailed``, ``BadCheckpoint``, or ``EnjoyLNError`` where an output is not known.
     """
+    config = returning(config, outputs)
     listed = [families.class_named(model_class)] if model_class else families.classes_for(config)
     reference = families.build(listed[0], config)
     if checkpoint:

@@ -34,6 +34,7 @@ from enjoyln_cli.fold import Marker, centre_parameters
 from enjoyln_cli.memory import first_blocks
 from enjoyln_cli.norms import input_means, install
 from enjoyln_cli.plan import Plan, Writer
+from enjoyln_cli.returned import returning
 
 ENTRIES = 1 << 14
 """Entries per output that a ratio of two rounding errors should at least rest on. The entries of a
@@ -56,6 +57,7 @@ class Subject:
 
     def config(self, checkpoint: Checkpoint) -> Any:
         config = load_config(checkpoint.source, self.trust_remote_code)
+        config = returning(config, self.marker.outputs)
         return config if self.blocks is None else first_blocks(config, self.blocks)
 
     def load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:

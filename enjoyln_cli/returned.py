@@ -7,6 +7,7 @@ which fields a pattern names, and which are needed whatever the user names.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -19,6 +20,18 @@ from enjoyln_cli.errors import EnjoyLNError
 
 ALONE = "output"
 CACHE = "past_key_values"
+STATES = "hidden_states"
+
+
+def returning(config: Any, outputs: Iterable[str]) -> Any:
+    """A transformers config with which a model returns ``outputs``: hidden states, if asked for."""
+    if not any(STATES in pattern for pattern in outputs):
+        return config
+    config = copy.deepcopy(config)
+    inner = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
+    for part in (config, *(found for found in inner if found is not None)):
+        part.output_hidden_states = True
+    return config
 
 
 def by_field(value: Any) -> dict[str, list[torch.Tensor]]:

@@ -102,6 +102,30 @@ def test_the_choice_is_carried_by_the_marker_the_recipe_and_the_check(out: Path)
     assert json.loads((out / "enjoyln_verify.json").read_text())["outputs"] == list(WANTED)
 
 
+@pytest.mark.parametrize(("named", "stay"), [((), ()), (("1",), (1,)), (("*",), (0, 1))])
+def test_hidden_states_stay_where_they_are_named(
+    named: tuple[str, ...], stay: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The streams of a GPT-2 of two blocks; where nobody reads them, every norm folds."""
+    original = live("GPT2LMHeadModel", GPT2Config(**GPT2)).float()
+    original.save_pretrained(tmp_path / "source")
+    wanted = ("logits", *(f"hidden_states.{state}" for state in named))
+    result = fold(tmp_path / "source", tmp_path / "out", outputs=wanted)
+    assert len(result.plan.folded) == (5 if not named else 3)
+    found = verify(tmp_path / "out")
+    assert found.passed and found.outputs == wanted
+
+    ids = torch.randint(3, 37, (2, 7))
+    folded = converted(original, result.plan)
+    with torch.no_grad():
+        before, after = (m(ids, output_hidden_states=True) for m in (original, folded))
+    pairs = zip(before.hidden_states[:-1], after.hidden_states[:-1], strict=True)
+    same = [torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs]
+    assert all(same[state] for state in stay)
+    assert named or not all(same)
+    assert torch.allclose(before.logits, after.logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("left", [[], None, ["vision_model_output"]], ids=str)
 def test_verify_compares_what_the_marker_says(out: Path, tmp_path: Path, left: Any) -> None:
     folder = tmp_path / "edited"
