@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import Graph, Node
 
-from enjoyln_cli import rules  # noqa: F401  (fills the table that pull looks up)
+from enjoyln_cli import products, rules  # noqa: F401  (they fill the table that pull looks up)
 from enjoyln_cli.axis import Axis, moved, through_view
 from enjoyln_cli.nodes import (
     SPLITS,

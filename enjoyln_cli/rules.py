@@ -2,7 +2,8 @@
 
 A rule lists the operands in which the op is jointly linear and commutes with centring (see
 ``nodes.pull``), or says why a mean cannot be followed. An op without a rule is opaque to the search
-for sources and an observer of every shift: a missing rule costs coverage, never correctness.
+for sources and an observer of every shift: a missing rule costs coverage, never correctness. Here
+are the ops that move, choose and add elements; those that multiply by weights are ``products.py``.
 """
 
 # Arguments of fx nodes are typed as a wide union; a rule knows its op's schema.
@@ -28,7 +29,6 @@ from enjoyln_cli.nodes import (
     centred_operand,
     constant_along,
     is_floating,
-    is_whole,
     offsets,
     op_name,
     packet,
@@ -48,6 +48,16 @@ VIEWS = {
     aten.squeeze,
     aten.view_as,
 }
+
+
+REPEATS = {
+    aten.expand,
+    aten.expand_as,
+    aten.repeat,
+    aten.to,
+    aten._to_copy,
+}
+"""Ops whose result is the same all along a dimension that its operand has one element of."""
 
 
 @rule(*VIEWS)
@@ -268,6 +278,17 @@ def _index(node: Node, axis: Axis) -> Pull:
     return ((source, moved(axis, axis.dim - rank_of(node) + rank)),)
 
 
+@rule(aten.gather)
+def _gather(node: Node, axis: Axis) -> Pull:
+    """Whole groups are picked where the index is one for every element of the mean."""
+    source, dim, index = node.args[:3]
+    if dim % rank_of(node) == axis.dim or not _is_repeated(index, axis.dim - rank_of(node)):
+        return Opaque("an index that differs along the mean")
+    if shape_of(source)[axis.dim] != shape_of(node)[axis.dim]:
+        return Opaque("an index that takes a part of the mean")
+    return ((source, axis),)
+
+
 @rule(aten.sum, aten.mean)
 def _reduce(node: Node, axis: Axis) -> Pull:
     """A sum or mean over other dimensions is linear and treats every group alike."""
@@ -321,20 +342,19 @@ def _masked_scatter(node: Node, axis: Axis) -> Pull:
     """Whole rows are replaced, by the rows of the source in turn: a choice between two values."""
     source, mask, values = node.args
     shape, rows = shape_of(node), shape_of(values)
-    if axis.dim != rank_of(node) - 1 or not _is_repeated(mask, axis) or shape_of(source) != shape:
+    if axis.dim != rank_of(node) - 1 or not _is_repeated(mask, -1) or shape_of(source) != shape:
         return Opaque("a mask that differs along the mean")
     if not rows or rows[-1] != shape[-1]:
         return Opaque("rows that are scattered across the mean")
     return ((source, axis), (values, moved(axis, len(rows) - 1)))
 
 
-def _is_repeated(value: Any, axis: Axis) -> bool:
-    """Whether a value is the same all along the axis, since it was expanded to it."""
-    while isinstance(value, Node) and op_name(value) in ("expand", "expand_as", "to", "_to_copy"):
-        dim, source = axis.dim - rank_of(value), value.args[0]
-        if -dim > rank_of(source) or shape_of(source)[dim] == 1:
+def _is_repeated(value: Any, dim: int) -> bool:
+    """Whether a value is the same all along ``dim`` (from the end): it was repeated."""
+    while isinstance(value, Node) and packet(value) in REPEATS:
+        value = value.args[0]
+        if -dim > rank_of(value) or shape_of(value)[dim] == 1:
             return True
-        value = source
     return False
 
 
@@ -353,95 +373,3 @@ def _pad(node: Node, axis: Axis) -> Pull:
 def _zeros(node: Node, axis: Axis) -> Pull:
     """Zeros have mean zero."""
     return ()
-
-
-# Linear maps and parameters ----------------------------------------------------------------------
-
-
-def _weight_and_bias(node: Node, axis: Axis) -> Pull:
-    bias, rows = argument(node, 2, "bias"), moved(axis, 0)
-    return ((node.args[1], rows),) if bias is None else ((node.args[1], rows), (bias, rows))
-
-
-@rule(aten.embedding)
-def _embedding(node: Node, axis: Axis) -> Pull:
-    """Rows of a table are looked up: each has to be zero-mean."""
-    if axis.dim != rank_of(node) - 1:
-        return Opaque("a mean over tokens")
-    return ((node.args[0], moved(axis, 1)),)
-
-
-@rule(aten.linear)
-def _linear(node: Node, axis: Axis) -> Pull:
-    """``P (W x + b) = (P W) x + P b``: the weight's rows and the bias (CBWC, Enjoy-LN def. 2)."""
-    if axis.dim != rank_of(node) - 1:
-        return Opaque("a mean over tokens")
-    return _weight_and_bias(node, axis)
-
-
-@rule(aten.matmul, aten.mm, aten.bmm)
-def _matmul(node: Node, axis: Axis) -> Pull:
-    """A product of matrices keeps the columns of its right factor and the rows of its left one."""
-    left, right = node.args[:2]
-    rank = rank_of(node)
-    if min(rank_of(left), rank_of(right)) < 2:
-        return Opaque("a product with a vector")
-    if axis.dim == rank - 1:
-        return ((right, moved(axis, rank_of(right) - 1)),)
-    if axis.dim == rank - 2:
-        return ((left, moved(axis, rank_of(left) - 2)),)
-    return Opaque("a product that treats the elements of the mean apart")
-
-
-@rule(aten._grouped_mm, "transformers::grouped_mm_fallback")
-def _grouped_matmul(node: Node, axis: Axis) -> Pull:
-    """Each row is multiplied by the matrix of its expert, whose columns (all experts') it keeps."""
-    left, right = node.args[:2]
-    if (rank_of(left), rank_of(right)) != (2, 3) or axis.dim != 1:
-        return Opaque("a grouped product along something else than its columns")
-    if argument(node, 3, "bias") is not None:
-        return Opaque("a grouped product with a bias of its own")
-    return ((right, moved(axis, 2)),)
-
-
-@rule(aten.addmm, aten.baddbmm)
-def _addmm(node: Node, axis: Axis) -> Pull:
-    """``β C + α A B``: the columns of ``B`` and of ``C`` (Conv1D stores its weight as ``B``)."""
-    added, left, right = node.args[:3]
-    rank = rank_of(node)
-    if axis.dim != rank - 1 or constant_along(added, axis, rank):
-        return Opaque("a product whose added term is the same for every element of the mean")
-    return ((right, moved(axis, rank_of(right) - 1)), (added, broadcast(added, axis, rank)))
-
-
-@rule(aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)
-def _convolution(node: Node, axis: Axis) -> Pull:
-    """A convolution over all channels is linear over its output channels, position by position."""
-    general = op_name(node) == "convolution"
-    groups = argument(node, 8 if general else 6, "groups", 1)
-    transposed = general and node.args[6]
-    if groups != 1:
-        return Opaque("a grouped convolution, whose channels see different inputs")
-    if transposed or axis.dim != rank_of(node) - rank_of(node.args[1]) + 1:
-        return Opaque("a convolution along the mean")
-    return _weight_and_bias(node, axis)
-
-
-@rule(aten.scaled_dot_product_attention)
-def _attention(node: Node, axis: Axis) -> Pull:
-    """Attention is linear in the values, and keeps their features apart from the positions."""
-    if axis.dim != rank_of(node) - 1 or argument(node, 4, "dropout_p", 0.0):
-        return Opaque("attention over the mean, or with dropout")
-    return ((node.args[2], axis),)
-
-
-@rule(aten.layer_norm)
-def _layer_norm(node: Node, axis: Axis) -> Pull:
-    """``γ ⊙ x̂ + β``: ``x̂`` is zero-mean, the product with γ is not (trap 1)."""
-    shape = shape_of(node) or ()
-    weight, bias = argument(node, 2, "weight"), argument(node, 3, "bias")
-    if len(node.args[1]) != 1 or axis.dim != len(shape) - 1 or not is_whole(axis, shape):
-        return Opaque("a LayerNorm over other elements than the mean")
-    if weight is not None:
-        return Opaque("the output of a LayerNorm with weights is not zero-mean")
-    return () if bias is None else ((bias, moved(axis, 0)),)

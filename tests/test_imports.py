@@ -29,7 +29,7 @@ LAYERS = (
     ("why", "paper", "classes", "gains", "detect"),
     ("cut", "layout", "scales"),
     ("flow",),
-    ("trace", "rules", "probe"),
+    ("trace", "rules", "products", "probe"),
     ("calls",),
     ("plan", "nodes", "examples", "weightless", "writes"),
     ("returned",),

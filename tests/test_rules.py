@@ -27,6 +27,7 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 X = values(2, 5, 12)
 MASK = torch.tensor([[True], [False], [True], [True], [False]])
 INDEX = torch.tensor([[0, 3], [1, 1]])
+PICKED = torch.tensor([[[3], [0], [1]], [[1], [4], [1]]])
 IMAGE = values(2, 6, 4, 4)
 OFFSETS = torch.tensor([2, 2, 5], dtype=torch.int32)
 
@@ -87,6 +88,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "flip": (lambda x: x.flip(1), (X,)),
     "index": (lambda x: x[:, INDEX], (X,)),
     "index two": (lambda x: x[torch.tensor([0, 1]), torch.tensor([3, 4])], (X,)),
+    "gather": (lambda x: x.gather(1, PICKED.expand(2, 3, 12)), (X,)),
+    "gather by a repeated index": (lambda x: x.gather(1, PICKED.repeat(1, 1, 12)), (X,)),
     "sum": (lambda x: x.sum(1), (X,)),
     "mean": (lambda x: x.mean(1, keepdim=True), (X,)),
     "cumsum": (lambda x: x.cumsum(1), (X,)),
@@ -118,6 +121,16 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "matmul": (lambda x, y: x @ y, (X, values(12, 6))),
     "mm": (lambda x, y: torch.mm(x, y), (values(5, 6), values(6, 8))),
     "bmm": (lambda x, y: torch.bmm(x, y), (X, values(2, 12, 6))),
+    "einsum": (lambda x, w: torch.einsum("bth,hnd->btnd", x, w), (X, values(12, 2, 6))),
+    "einsum of heads": (
+        lambda p, v: torch.einsum("bnij, jbnd -> ibnd", p, v),
+        (values(2, 3, 5, 4), values(4, 2, 3, 6)),
+    ),
+    "einsum with an ellipsis": (
+        lambda p, v: torch.einsum("...si,...id->...sd", p, v),
+        (values(3, 2, 5, 4), values(2, 4, 6)),
+    ),
+    "einsum of one": (lambda x: torch.einsum("btd->bd", x), (X,)),
     "grouped_mm_fallback": (
         lambda x, w: torch.ops.transformers.grouped_mm_fallback(x, w, OFFSETS),
         (values(5, 8), values(3, 8, 12)),
@@ -133,6 +146,15 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "convolution": (
         lambda x, w: aten.convolution(x, w, None, [1], [0], [1], False, [0], 1),
         (values(2, 4, 7), values(6, 4, 3)),
+    ),
+    "conv_transpose1d": (
+        lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2),
+        (values(2, 4, 7), values(4, 6, 3), values(6)),
+    ),
+    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w), (IMAGE, values(6, 8, 2, 2))),
+    "conv_transpose3d": (
+        lambda x, w: F.conv_transpose3d(x, w),
+        (values(1, 2, 3, 3, 3), values(2, 6, 2, 2, 2)),
     ),
     "scaled_dot_product_attention": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
@@ -255,6 +277,41 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
     "a grouped convolution": (
         lambda x, w: F.conv1d(x, w, groups=2), (values(2, 4, 7), values(6, 2, 3)),
         Axis(1, 0, 1, 6, 1), "grouped",
+    ),
+    "a grouped transposed convolution": (
+        lambda x, w: F.conv_transpose1d(x, w, groups=2), (values(2, 4, 7), values(4, 3, 3)),
+        Axis(1, 0, 1, 6, 1), "grouped",
+    ),
+    "two factors that carry the letter": (
+        lambda x, y: torch.einsum("btd,btd->btd", x, y), (X, X), Axis(2, 0, 1, 12, 1), "factors",
+    ),
+    "a letter that is summed over": (
+        lambda x, y: torch.einsum("btd,bsd->bts", x, y), (X, X), Axis(0, 0, 1, 2, 1), "factors",
+    ),
+    "a diagonal": (
+        lambda x: torch.einsum("ii->i", x), (values(6, 6),), Axis(0, 0, 1, 6, 1), "factors",
+    ),
+    "an equation without a result": (
+        lambda x, y: torch.einsum("td,ds", x, y), (values(5, 12), values(12, 6)),
+        Axis(1, 0, 1, 6, 1), "equation",
+    ),
+    "an index of its own for every feature": (
+        lambda x, i: x.gather(1, i), (X, PICKED.expand(2, 3, 12) * 1),
+        Axis(2, 0, 1, 12, 1), "index",
+    ),
+    "a row of indices that is repeated over tokens": (
+        lambda x, i: x.gather(1, i.expand(3, 12).expand(2, 3, 12)), (X, PICKED[0].mT.repeat(1, 4)),
+        Axis(2, 0, 1, 12, 1), "index",
+    ),
+    "a row of masks that is repeated over tokens": (
+        lambda x, y, m: x.masked_scatter((m > 0).expand(5, 12).expand(2, 5, 12), y),
+        (X, X, values(1, 12)), Axis(2, 0, 1, 12, 1), "mask",
+    ),
+    "an index of fewer features": (
+        lambda x: x.gather(1, PICKED.expand(2, 3, 6)), (X,), Axis(2, 0, 1, 6, 1), "part",
+    ),
+    "tokens that are gathered": (
+        lambda x: x.gather(1, PICKED.expand(2, 3, 12)), (X,), Axis(1, 0, 1, 3, 1), "index",
     ),
     "a mask of its own for every feature": (
         lambda x, y: x.masked_scatter(y > 0, y), (X, X), Axis(2, 0, 1, 12, 1), "mask",
