@@ -8,7 +8,7 @@ operands are centred. If it does, a rule is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -27,14 +27,16 @@ ELEMENTS = 1 << 22
 """Above which an op is not run."""
 
 
-def audited(
-    analysis: Analysis, model: torch.nn.Module, outputs: Callable[[], list[torch.Tensor]]
-) -> dict[str, str]:
+Runs = Sequence[tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor]]]
+"""Each runs the model on fixed inputs; what it returned before any shift stands beside."""
+
+
+def audited(analysis: Analysis, model: torch.nn.Module, runs: Runs) -> dict[str, str]:
     """For each kept norm what the experiment says of its reason.
 
     ``true``, ``not exercised``, ``missing rule: OP``, ``unseen: PARAMETER`` (nothing changes where
     somebody should observe), ``given`` (an input or a constant), or the reason itself where it is
-    about the program and not about numbers. ``outputs`` runs ``model`` on fixed inputs.
+    about the program and not about numbers.
     """
     found: dict[str, str] = {}
     answers: dict[Any, str] = {}
@@ -45,36 +47,33 @@ def audited(
             continue
         source = why.obstacle(analysis.problem, analysis.cut, verdict.norm).source
         if source not in answers:
-            answers[source] = _answer(analysis, model, outputs, source)
+            answers[source] = _answer(analysis, model, runs, source)
         found[verdict.norm] = answers[source]
     return found
 
 
-def _answer(
-    analysis: Analysis,
-    model: torch.nn.Module,
-    outputs: Callable[[], list[torch.Tensor]],
-    source: Any,
-) -> str:
+def _answer(analysis: Analysis, model: torch.nn.Module, runs: Runs, source: Any) -> str:
     if isinstance(source, Parameter):
         if analysis.problem.observer(source) is None:
             return str(analysis.problem.obstacle(source))
-        return "true" if _is_seen(model, outputs, source) else f"unseen: {source.name}"
+        return "true" if _is_seen(model, runs, source) else f"unseen: {source.name}"
     if isinstance(source, Value):
         return _of_op(source.node, source.axis)
     return "true"
 
 
-def _is_seen(
-    model: torch.nn.Module, outputs: Callable[[], list[torch.Tensor]], source: Parameter
-) -> bool:
+def _is_seen(model: torch.nn.Module, runs: Runs, source: Parameter) -> bool:
     parameter = model.get_parameter(source.name)
-    before, expected = parameter.detach().clone(), outputs()
+    before = parameter.detach().clone()
     random = torch.randn(before.shape, dtype=before.dtype)
     with torch.no_grad():
         parameter.add_(random - centre(random, source.axis))
-        found = outputs()
+        seen = any(_changed(outputs(), expected) for outputs, expected in runs)
         parameter.copy_(before)
+    return seen
+
+
+def _changed(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     pairs = zip(found, expected, strict=True)
     real = [(a, b) for a, b in pairs if b.is_floating_point() and b.numel()]
     return any(a.shape != b.shape or _differs(a, b) for a, b in real)

@@ -191,18 +191,22 @@ def built(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     return model.double(), config, accepted
 
 
-def compared(original: Any, folded: Any, seed: int, dtype: Any) -> float:
-    """The largest difference on seeded inputs, with padding in one row."""
+Run = Callable[[Any], Any]
+"""Of a model: what it returns on inputs that are chosen beforehand."""
+
+
+def seeded_runs(model: Any, dtype: Any) -> list[Run]:
+    """One for each seed and batch; of text, two rows with padding in one."""
+    from enjoyln_cli.examples import accepted_by
     from enjoyln_cli.inputs import seeded
 
-    return max(
-        differing(lambda m, b=batch: m(**b), original, folded, dtype)
-        for batch in seeded(original, 2, seed, dtype)
-    )
+    rows = 2 if "input_ids" in accepted_by(model) else 1
+    batches = (batch for seed in SEEDS for batch in seeded(model, rows, seed, dtype))
+    return [lambda m, b=batch: m(**b) for batch in batches]
 
 
-def proof_runs(model: Any, dtype: Any) -> list[Callable[[Any], Any]]:
-    """Every call that a proof covers and that ``model`` takes, with random real inputs.
+def proof_runs(model: Any, dtype: Any) -> list[Run]:
+    """Every call that a proof covers, with random real inputs.
 
     These are prefill and decoding with the cache, and the optional inputs.
     """
@@ -227,13 +231,11 @@ def proof_runs(model: Any, dtype: Any) -> list[Callable[[Any], Any]]:
             own = pytree.tree_map_only(torch.Tensor, torch.clone, steps)  # a model may write there
             return Steps(model, call.flags, None)(*own)
 
-        with suppress(Exception):  # not every model takes every optional input
-            outputs_of(run, model, dtype)
-            runs.append(run)
+        runs.append(run)
     return runs
 
 
-def outputs_of(run: Callable[[Any], Any], model: Any, dtype: Any) -> list[Any]:
+def outputs_of(run: Run, model: Any, dtype: Any) -> list[Any]:
     """Every tensor that ``model`` returns in this run; exact if ``dtype`` is float64."""
     import torch
 
@@ -245,13 +247,10 @@ def outputs_of(run: Callable[[Any], Any], model: Any, dtype: Any) -> list[Any]:
         return [tensor.clone() for tensor in tensors_in(run(model))]
 
 
-def differing(run: Callable[[Any], Any], original: Any, folded: Any, dtype: Any) -> float:
-    """The largest difference of any returned tensor, relative to that tensor's largest element."""
+def differing(found: list[Any], expected: list[Any]) -> float:
+    """The largest difference of any tensor, relative to that tensor's largest element."""
     import torch
 
-    expected, found = outputs_of(run, original, dtype), outputs_of(run, folded, dtype)
-    if any(tensor.isnan().any() for tensor in expected):
-        raise ArithmeticError("the original gives NaN, so nothing can be compared")
     worst = 0.0
     for a, b in zip(found, expected, strict=True):
         if not b.is_floating_point() or not b.numel():
@@ -287,7 +286,6 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
 
     from enjoyln_cli.analysis import analyze_config
     from enjoyln_cli.fold import centre_parameters
-    from enjoyln_cli.inputs import seeded
     from enjoyln_cli.norms import input_means, install
 
     row: dict[str, Any] = {"type": model_type, "class": model_class, "status": "not built"}
@@ -312,10 +310,17 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
             return row | {"status": "no LayerNorm"}
         dtype = torch.float64
         try:
-            compared(model, model, 0, dtype)
+            outputs_of(seeded_runs(model, dtype)[0], model, dtype)
         except (RuntimeError, TypeError, ValueError):
             dtype, model = torch.float32, model.float()
-        same = compared(model, model, 0, dtype)
+        expected = {run: outputs_of(run, model, dtype) for run in seeded_runs(model, dtype)}
+        first, *_ = seeds = list(expected)
+        for run in proof_runs(model, dtype):
+            with suppress(Exception):  # not every model takes every optional input
+                expected[run] = outputs_of(run, model, dtype)
+        if any(tensor.isnan().any() for outputs in expected.values() for tensor in outputs):
+            raise ArithmeticError("the original gives NaN, so nothing can be compared")
+        same = differing(outputs_of(first, model, dtype), expected[first])
         row["dtype"] = str(dtype).removeprefix("torch.")
         row["status"] = "not folded"
         folded = copy.deepcopy(model)
@@ -323,24 +328,22 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
         names = [verdict.norm for verdict in plan.folded]
         install(folded, names, plan.ops, plan.entry_inputs, plan.unproven)
         with input_means(folded) as means:
-            row["error"] = max(compared(model, folded, seed, dtype) for seed in SEEDS)
-            runs = proof_runs(model, dtype)
-            apart = [differing(run, model, folded, dtype) for run in runs]
-            row["error"] = max([row["error"], *apart])
-        row["calls"] = len(runs)
+            row["error"] = max(
+                differing(outputs_of(r, folded, dtype), expected[r]) for r in expected
+            )
+        row["calls"] = len(expected) - len(seeds)
         row["not_exercised"] = len(set(names) - set(means))
         row["mean"] = max(means.values(), default=0.0)
         bound = 1e-4 if dtype == torch.float32 else 1e-9
         if row["error"] > bound:  # an output that cancels almost to nothing is as far off by itself
-            row["own_rounding"] = max(
-                compared(model, rounded(model), seed, dtype) for seed in SEEDS
-            )
+            near = rounded(model)
+            found = [differing(outputs_of(run, near, dtype), expected[run]) for run in seeds]
+            row["own_rounding"] = max(found)
             bound = 10 * row["own_rounding"]
         row["status"] = "random" if same > 0 else "ok" if row["error"] <= bound else "wrong"
-        (batch, *_) = seeded(model, 2, 0, dtype)
-        shown = [lambda m: m(**batch), *runs]
-        outputs = [partial(outputs_of, run, model, dtype) for run in shown]
-        row["audit"] = audited(analysis, model, lambda: [t for run in outputs for t in run()])
+        shown = [first, *(run for run in expected if run not in seeds)]
+        runs = [(partial(outputs_of, run, model, dtype), expected[run]) for run in shown]
+        row["audit"] = audited(analysis, model, runs)
     except Exception as error:  # the row says what it was
         row["failure"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
     row["seconds"] = round(time.perf_counter() - begin, 1)

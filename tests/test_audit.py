@@ -39,7 +39,7 @@ def answer(model: nn.Module, x: torch.Tensor) -> tuple[str, str]:
         with torch.no_grad():
             return list(model(x))
 
-    return kept.reason, audited(analysis, model, outputs)["norm"]
+    return kept.reason, audited(analysis, model, [(outputs, outputs())])["norm"]
 
 
 def test_an_activation_is_a_true_obstacle() -> None:
