@@ -195,14 +195,15 @@ Run = Callable[[Any], Any]
 """Of a model: what it returns on inputs that are chosen beforehand."""
 
 
-def seeded_runs(model: Any, dtype: Any) -> list[Run]:
-    """One for each seed and batch; of text, two rows with padding in one."""
+def seeded_runs(model: Any, dtype: Any) -> dict[Run, list[Any]]:
+    """One for each seed and batch, and what it returns; of text, two rows with padding in one."""
     from enjoyln_cli.examples import accepted_by
     from enjoyln_cli.inputs import seeded
 
     rows = 2 if "input_ids" in accepted_by(model) else 1
     batches = (batch for seed in SEEDS for batch in seeded(model, rows, seed, dtype))
-    return [lambda m, b=batch: m(**b) for batch in batches]
+    runs: list[Run] = [lambda m, b=batch: m(**b) for batch in batches]
+    return {run: outputs_of(run, model, dtype) for run in runs}
 
 
 def proof_runs(model: Any, dtype: Any) -> list[Run]:
@@ -310,10 +311,10 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
             return row | {"status": "no LayerNorm"}
         dtype = torch.float64
         try:
-            outputs_of(seeded_runs(model, dtype)[0], model, dtype)
+            expected = seeded_runs(model, dtype)
         except (RuntimeError, TypeError, ValueError):
             dtype, model = torch.float32, model.float()
-        expected = {run: outputs_of(run, model, dtype) for run in seeded_runs(model, dtype)}
+            expected = seeded_runs(model, dtype)
         first, *_ = seeds = list(expected)
         for run in proof_runs(model, dtype):
             with suppress(Exception):  # not every model takes every optional input
@@ -328,9 +329,8 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
         names = [verdict.norm for verdict in plan.folded]
         install(folded, names, plan.ops, plan.entry_inputs, plan.unproven)
         with input_means(folded) as means:
-            row["error"] = max(
-                differing(outputs_of(r, folded, dtype), expected[r]) for r in expected
-            )
+            apart = [differing(outputs_of(run, folded, dtype), expected[run]) for run in expected]
+        row["error"] = max(apart)
         row["calls"] = len(expected) - len(seeds)
         row["not_exercised"] = len(set(names) - set(means))
         row["mean"] = max(means.values(), default=0.0)
