@@ -94,13 +94,25 @@ def classes_for(config: Any) -> list[type]:
 
 
 def saved_shapes(model: Any) -> dict[str, Shape]:
-    """The tensors that ``save_pretrained`` would write for this class, by name."""
+    """The tensors that ``save_pretrained`` would write for this class, by name.
+
+    Raises ``UnsupportedModel`` where its weights cannot be turned into what is stored.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     state = dict(model.state_dict())
     for target in model.all_tied_weights_keys:
         state.pop(target, None)
-    return {n: tuple(t.shape) for n, t in dict(revert_weight_conversion(model, state)).items()}
+    try:
+        stored = dict(revert_weight_conversion(model, state))
+    except Exception as error:  # a conversion raises whatever its ops do at a size that fits ill
+        first = str(error).strip().split("\n")[0][:200]
+        raise UnsupportedModel(
+            f"{type(model).__name__}: transformers cannot tell how its weights are stored "
+            f"({type(error).__name__}: {first}); pass a checkpoint, or correct the sizes in the "
+            "config"
+        ) from error
+    return {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
 
 def candidate(model: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | None) -> Candidate:

@@ -9,50 +9,72 @@ from __future__ import annotations
 from collections import Counter
 
 from torch import nn
+from torch.fx import Node
 
 from enjoyln_cli.axis import feature_axis
 from enjoyln_cli.flow import Flow, Value
 from enjoyln_cli.nodes import aten, packet, shape_of
-from enjoyln_cli.probe import computes_rms_norm, layer_norm_form
+from enjoyln_cli.probe import Gain, LayerNormForm, computes_rms_norm, layer_norm_form
 
 
-def layer_norms(model: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
-    """The dimension that each LayerNorm module normalises; those not to be swapped, with why."""
-    found: dict[str, int] = {}
+def layer_norms(model: nn.Module) -> tuple[dict[str, LayerNormForm], dict[str, str]]:
+    """How each LayerNorm module normalises; those not to be swapped, with why."""
+    found: dict[str, LayerNormForm] = {}
     refused: dict[str, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
             refused[path] = "it normalises over several dimensions at once"
         elif type(module).forward is nn.LayerNorm.forward:
-            found[path] = -1
+            gain: Gain = "1" if module.weight is None else "weight"
+            found[path] = LayerNormForm(-1, gain, module.bias is not None, module.eps)
         elif form := layer_norm_form(module):
-            found[path] = form.dim
+            found[path] = form
         elif isinstance(module, nn.LayerNorm):
             refused[path] = f"{type(module).__name__} computes something else than a LayerNorm"
     return found, refused
 
 
 def norm_calls(
-    flow: Flow, norms: dict[str, int], refused: dict[str, str]
+    flow: Flow, norms: dict[str, LayerNormForm], refused: dict[str, str]
 ) -> tuple[dict[str, tuple[Value, ...]], dict[str, str]]:
-    """The input of every call of each norm that can be swapped; the others with the reason."""
+    """The input of every call of each norm that can be swapped; the others with the reason.
+
+    A module that is called only with numbers of dimensions where it computes something else
+    (``nn.GroupNorm(1, d)`` of images) is no LayerNorm, and in neither.
+    """
     calls: dict[str, list[Value]] = {path: [] for path in norms}
-    refused = dict(refused)
+    refused, elsewhere = dict(refused), {}
     for position, trace in enumerate(flow.traces):
         for path, entering in trace.entering(norms.keys()):
-            shape = shape_of(entering[0]) if len(entering) == 1 else None
+            shape = shape_of(entering[0]) if len(entering) == 1 else ()
             if shape is None:
+                refused[path] = "the shape of its input depends on values"
+            elif not shape:
                 refused[path] = "it takes more than one tensor"
-                continue
-            calls[path].append(Value(position, entering[0], feature_axis(shape, norms[path])))
-        called = [node for node in trace.graph.nodes if packet(node) is aten.layer_norm]
-        for path in {trace.module_of(node) for node in called} - norms.keys() - refused.keys():
-            if not _foreign(path, flow):
-                refused[path] = "layer_norm is called as a function, inside of a module"
+            elif not norms[path].holds_for(len(shape)):
+                elsewhere[path] = f"of {len(shape)} dimensions, it computes something else"
+            else:
+                axis = feature_axis(shape, norms[path].dim)
+                calls[path].append(Value(position, entering[0], axis))
+        inside = [(trace.module_of(node), why) for node in trace.graph.nodes if (why := _op(node))]
+        for path, why in dict(inside).items():
+            if path not in norms and path not in refused and not _foreign(path, flow):
+                refused[path] = why
     for path, values in calls.items():
-        if not values:
+        if not values and path not in elsewhere:
             refused.setdefault(path, "no traced call runs it")
-    return {path: tuple(v) for path, v in calls.items() if path not in refused}, refused
+    refused |= {path: why for path, why in elsewhere.items() if calls[path]}
+    swapped = {path: tuple(v) for path, v in calls.items() if v and path not in refused}
+    return swapped, refused
+
+
+def _op(node: Node) -> str | None:
+    """Why a LayerNorm that is an op, of no module that is one, stays; ``None`` for other ops."""
+    if packet(node) is aten.layer_norm:
+        return "layer_norm is called as a function, inside of a module"
+    if packet(node) is aten.group_norm and len(shape_of(node) or ()) == 2:
+        return "it normalises groups of the features, for which there is no RMSNorm"
+    return None
 
 
 def _foreign(path: str, flow: Flow) -> bool:

@@ -195,7 +195,7 @@ _SOFTMAX = {aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax}
 
 
 def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
-    """LN, softmax, ``x - mean(x)`` over exactly this axis; what reads shapes or other elements."""
+    """Norms, softmax, ``x - mean(x)`` over this very axis; what reads shapes or other elements."""
     op, shape = packet(node), shape_of(operand)
     if op in SHAPE_ONLY:
         return True
@@ -206,6 +206,9 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
     if op is aten.layer_norm:
         over_last = len(node.args[1]) == 1 and axis.dim == len(shape) - 1  # type: ignore[arg-type]
         return node.args[0] is operand and over_last and is_whole(axis, shape)
+    if op is aten.group_norm and len(shape) == 2:  # of more dimensions, over positions too
+        groups = int(node.args[1])  # type: ignore[arg-type]
+        return node.args[0] is operand and axis == Axis(1, 0, groups, shape[1] // groups, 1)
     if op in _SOFTMAX:
         same = argument(node, 1, "dim") % len(shape) == axis.dim
         return same and is_whole(axis, shape)

@@ -103,7 +103,7 @@ def rms_spelled_out(base: type, form: LayerNormForm) -> type:
     """``base`` computes LayerNorm in a ``forward`` of its own, in the way of ``form``."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        if self.training or self.shifted:
+        if self.training or self.shifted or not form.holds_for(input.ndim):
             return base.forward(self, input)  # type: ignore[attr-defined]
         weight = getattr(self, "weight", None) if form.gain != "1" else None
         gain = 1 + weight if form.gain == "1 + weight" and weight is not None else weight

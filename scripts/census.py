@@ -140,7 +140,7 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     import transformers
 
     from enjoyln_cli.analysis import accepted_calls
-    from enjoyln_cli.classes import build
+    from enjoyln_cli.classes import build, saved_shapes
     from enjoyln_cli.detect import layer_norms
     from enjoyln_cli.examples import main_inputs
 
@@ -152,6 +152,7 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
             config = transformers.CONFIG_MAPPING[model_type]()
             shrink(config, factor, side)
             sketch = build(getattr(transformers, model_class), config)
+            saved_shapes(sketch)  # some sizes build, and cannot be stored
         except Exception as error:  # a config can be wrong in as many ways as there are models
             failures.append(error)
             continue

@@ -55,15 +55,32 @@ class Wide(nn.Module):
         return y.to(x.dtype)
 
 
+class Channels(nn.LayerNorm):
+    """Of (N, C, tokens), whose channels it normalises."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.permute(0, 2, 1)).permute(0, 2, 1)
+
+
+class Either(nn.LayerNorm):
+    """A LayerNorm of (batch, tokens, features); of images it does something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.ndim == 3 else x / x.norm(dim=-1, keepdim=True)
+
+
 @pytest.mark.parametrize(
     ("module", "form"),
     [
-        (Spelled("last"), LayerNormForm(-1, "weight", True, 1e-6)),
-        (Spelled("last", eps=1e-12), LayerNormForm(-1, "weight", True, 1e-12)),
-        (Spelled("channels"), LayerNormForm(1, "weight", True, 1e-6)),
-        (Spelled("one plus"), LayerNormForm(-1, "1 + weight", True, 1e-6)),
-        (Wide(), LayerNormForm(-1, "1", False, 1e-5)),
-        (nn.LayerNorm(WIDTH, bias=False), LayerNormForm(-1, "weight", False, 1e-5)),
+        (Spelled("last"), LayerNormForm(-1, "weight", True, 1e-6, (2, 3, 4, 5))),
+        (Spelled("last", eps=1e-12), LayerNormForm(-1, "weight", True, 1e-12, (2, 3, 4, 5))),
+        (Spelled("channels"), LayerNormForm(1, "weight", True, 1e-6, (4,))),
+        (Spelled("one plus"), LayerNormForm(-1, "1 + weight", True, 1e-6, (2, 3, 4, 5))),
+        (nn.GroupNorm(1, WIDTH), LayerNormForm(-1, "weight", True, 1e-5, (2,))),
+        (Channels(WIDTH), LayerNormForm(1, "weight", True, 1e-5, (3,))),
+        (Either(WIDTH), LayerNormForm(-1, "weight", True, 1e-5, (3,))),
+        (Wide(), LayerNormForm(-1, "1", False, 1e-5, (2, 3, 4, 5))),
+        (nn.LayerNorm(WIDTH, bias=False), LayerNormForm(-1, "weight", False, 1e-5, (2, 3, 4, 5))),
     ],
 )
 def test_a_layer_norm_is_found_in_any_words(module: nn.Module, form: LayerNormForm) -> None:
@@ -81,7 +98,7 @@ def test_a_layer_norm_is_found_in_any_words(module: nn.Module, form: LayerNormFo
         Spelled("clipped"),
         nn.RMSNorm(WIDTH),
         nn.BatchNorm2d(WIDTH),
-        nn.GroupNorm(1, WIDTH),
+        nn.GroupNorm(3, WIDTH - 1),
         nn.Linear(WIDTH, WIDTH),
         nn.Embedding(WIDTH, WIDTH),
         nn.Identity(),
@@ -98,35 +115,40 @@ def test_an_rms_norm_is_found_by_its_values() -> None:
 
 
 class Block(nn.Module):
-    """A writer, a norm and a reader, with features last or channels first."""
+    """A writer, a norm and a reader, with features last, or channels first of so many positions."""
 
-    def __init__(self, norm: nn.Module, channels: bool) -> None:
+    def __init__(self, norm: nn.Module, positions: int = 0) -> None:
         super().__init__()
-        make: Any = (
-            (lambda: nn.Conv2d(WIDTH, WIDTH, 1)) if channels else (lambda: nn.Linear(WIDTH, WIDTH))
-        )
-        self.write, self.norm, self.read = make(), norm, make()
+        kind: Any = (nn.Linear, nn.Conv1d, nn.Conv2d)[positions]
+        more = (1,) if positions else ()
+        self.norm = norm
+        self.write, self.read = kind(WIDTH, WIDTH, *more), kind(WIDTH, WIDTH, *more)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.read(self.norm(self.write(x)))
 
 
 @pytest.mark.parametrize(
-    ("norm", "tolerance"),
+    ("norm", "shape", "tolerance"),
     [
-        (Spelled("last"), 1e-13),
-        (Spelled("channels"), 1e-13),
-        (Spelled("one plus"), 1e-13),
-        (Wide(), 1e-5),
+        (Spelled("last"), (2, 5, WIDTH), 1e-13),
+        (Spelled("channels"), (2, WIDTH, 3, 5), 1e-13),
+        (Channels(WIDTH), (2, WIDTH, 7), 1e-13),
+        (Either(WIDTH), (2, 5, WIDTH), 1e-13),
+        (nn.GroupNorm(1, WIDTH), (7, WIDTH), 1e-13),
+        (Spelled("one plus"), (2, 5, WIDTH), 1e-13),
+        (Wide(), (2, 5, WIDTH), 1e-5),
     ],
 )
-def test_a_spelled_out_norm_folds_and_computes_the_same(norm: nn.Module, tolerance: float) -> None:
-    channels = getattr(norm, "kind", "") == "channels"
+def test_a_spelled_out_norm_folds_and_computes_the_same(
+    norm: nn.Module, shape: tuple[int, ...], tolerance: float
+) -> None:
     torch.manual_seed(0)
-    model = Block(copy.deepcopy(norm), channels).double().eval()
+    positions = len(shape) - 2 if shape[1] == WIDTH else 0
+    model = Block(copy.deepcopy(norm), positions).double().eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.7, 0.4)
-    x = torch.randn((2, WIDTH, 3, 5) if channels else (2, 5, WIDTH), dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64)
     plan = analyze_module(model, x).plan
     assert [v.status for v in plan.norms] == ["static"]
     assert {writer.parameter for writer in plan.writers} == {"write.weight", "write.bias"}
@@ -139,8 +161,23 @@ def test_a_spelled_out_norm_folds_and_computes_the_same(norm: nn.Module, toleran
         assert not torch.allclose(folded(x), model(x), rtol=1e-2, atol=1e-2)
 
 
+def test_a_norm_is_one_only_for_inputs_of_as_many_dimensions() -> None:
+    torch.manual_seed(0)
+    model = Block(Either(WIDTH)).double().eval()
+    nn.init.normal_(model.norm.bias, 0.7, 0.4)
+    images, tokens = torch.randn(2, 3, 5, WIDTH).double(), torch.randn(2, 5, WIDTH).double()
+    assert analyze_module(model, images).plan.norms == ()
+    plan = analyze_module(model, tokens).plan
+    folded = copy.deepcopy(model)
+    centre_parameters(folded, plan)
+    plain = copy.deepcopy(folded)
+    install(folded, ["norm"], plan.ops)
+    with torch.no_grad():
+        assert torch.equal(folded(images), plain(images))  # as before, where it is not proven
+
+
 def test_a_norm_that_is_almost_one_is_not_touched() -> None:
-    model = Block(Spelled("sample variance"), False).double()
+    model = Block(Spelled("sample variance")).double()
     plan = analyze_module(model, torch.randn(2, 5, WIDTH, dtype=torch.float64)).plan
     assert plan.norms == ()
 
@@ -153,6 +190,33 @@ class Named(nn.LayerNorm):
 
 
 def test_the_name_of_a_class_decides_nothing() -> None:
-    model = Block(Named(WIDTH, bias=False), False).double()
+    model = Block(Named(WIDTH, bias=False)).double()
     (verdict,) = analyze_module(model, torch.randn(2, 5, WIDTH, dtype=torch.float64)).plan.norms
     assert verdict.status == "kept" and "computes something else" in verdict.reason
+
+
+class Both(nn.Module):
+    """Calls one norm with tokens and with images."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.write, self.norm = nn.Linear(WIDTH, WIDTH), norm
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.norm(self.write(x)), self.norm(self.write(x)[:, None])
+
+
+def test_a_norm_that_is_also_called_where_it_is_none_stays() -> None:
+    (verdict,) = analyze_module(Both(Either(WIDTH)), torch.randn(2, 5, WIDTH)).plan.norms
+    assert verdict.status == "kept" and "4 dimensions" in verdict.reason
+
+
+@pytest.mark.parametrize(("groups", "listed"), [(1, "static"), (3, "kept")])
+def test_a_group_norm_of_rows_normalises_each_alone(groups: int, listed: str) -> None:
+    """One group is a LayerNorm; of several, nothing here computes the RMSNorm."""
+    width = 12
+    rows = nn.Sequential(nn.Linear(5, width), nn.GroupNorm(groups, width), nn.Linear(width, 2))
+    (verdict,) = analyze_module(rows, torch.randn(7, 5)).plan.norms
+    assert verdict.status == listed and ("groups" in verdict.reason) == (groups > 1)
+    images = nn.Sequential(nn.Conv2d(5, width, 1), nn.GroupNorm(groups, width))
+    assert analyze_module(images, torch.randn(2, 5, 4, 4)).plan.norms == ()  # over positions too
