@@ -3,8 +3,8 @@
     python scripts/bench_report.py
 
 GPT-2 with 12, 24, 48 and 96 layers, and OPT with the 96 layers and 12,288 features of its 175B
-model. Each is analysed in a process of its own, from the config alone; seconds of ``analyze``
-without the imports, and the process's peak memory.
+model, as the language models that these checkpoints are. Each is analysed in a process of its own,
+from the config alone; seconds without the imports, and the process's peak memory.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
-CASES = {
-    **{f"GPT-2, {n} layers": ("gpt2", {"n_layer": n}) for n in (12, 24, 48, 96)},
-    "OPT-175B": (
-        "opt",
-        {
-            "num_hidden_layers": 96, "hidden_size": 12288, "num_attention_heads": 96,
-            "ffn_dim": 49152, "word_embed_proj_dim": 12288,
-        },
-    ),
+LAYERS = (12, 24, 48, 96)
+GPT2 = {"architectures": ["GPT2LMHeadModel"]}
+OPT_175B = {
+    "architectures": ["OPTForCausalLM"], "num_hidden_layers": 96, "hidden_size": 12288,
+    "num_attention_heads": 96, "ffn_dim": 49152, "word_embed_proj_dim": 12288,
 }  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"GPT-2, {layers} layers": ("gpt2", GPT2 | {"n_layer": layers}) for layers in LAYERS},
+    "OPT-175B": ("opt", OPT_175B),
+}
 ONE = """
 import json, resource, sys, time
 import transformers
