@@ -1,8 +1,9 @@
 """From a model and a call of it to a graph, with its parameters named.
 
 A model class is built on the meta device (no weights) and captured by ``torch.export``. Where that
-fails, since shapes depend on the values of inputs, the ops of one run on example values are
-recorded instead (see ``weightless``), and the graph holds for calls of that kind. Names are those
+fails, or leaves a norm's input without a shape, since shapes depend on the values of inputs, the
+ops of one run on example values are recorded instead (see ``weightless``), and the graph holds for
+calls of that kind. Names are those
 of the plan's reference class, whichever class a graph came from.
 """
 
@@ -30,6 +31,7 @@ from torch.utils import _pytree as pytree
 from enjoyln_cli.calls import Call
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.examples import accepted_by
+from enjoyln_cli.nodes import packet, shape_of
 from enjoyln_cli.returned import by_field, is_fed_back, tensors_in
 from enjoyln_cli.weightless import (
     beside,
@@ -158,21 +160,32 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
 
     Raises ``TraceFailed`` where the model neither exports nor runs without its weights.
     """
+    exported, exporting = None, None
     try:
         with _ready(model):
-            return _exported(model, call, naming, inner)
+            exported = _exported(model, call, naming, inner)
     except Exception as error:  # torch.export raises what it meets, of any class
         exporting = error
+    if exported is not None and not _normalises_unknown_shapes(exported.graph):
+        return exported
     try:
         bare = without_weights(model)
         with _ready(bare):
             return _recorded(bare, call, naming, inner)
     except Exception as error:
+        if exported is not None:
+            return exported
         first = str(error).strip().split("\n")[0][:300]
         raise TraceFailed(
             f"{type(model).__name__} could not be traced ({call.label}): "
             f"{type(error).__name__}: {first}"
         ) from exporting
+
+
+def _normalises_unknown_shapes(graph: Graph) -> bool:
+    """Whether a LayerNorm reads a tensor whose shape values decide, so that no axis is known."""
+    called = (node for node in graph.nodes if packet(node) is aten.layer_norm)
+    return any(shape_of(node) is None for node in called)
 
 
 def check_call(model: nn.Module, call: Call) -> None:

@@ -82,6 +82,21 @@ class Rescaled(nn.Module):
         return self.norm(stream)
 
 
+class Unpadded(nn.Module):
+    """Leaves out the rows of padding, so that values decide how many there are to normalise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.norm, self.out = (
+            nn.Linear(5, WIDTH),
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3),
+        )
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.own(x[mask])))
+
+
 def random(module: nn.Module) -> Any:
     torch.manual_seed(0)
     for parameter in module.parameters():
@@ -116,6 +131,17 @@ def test_a_model_that_reads_sizes_folds_for_every_size() -> None:
     folded = converted(model, found.plan)
     for sizes in ((3, 4), (1, 1, 5), (9,)):
         assert error(folded, model, *example(*sizes)) <= 1e-12
+
+
+def test_rows_that_values_choose_are_followed_for_the_example() -> None:
+    """Such a model exports, with a shape that no rule can read."""
+    model, (x, _) = random(Unpadded()), example(8)
+    found = analyze_module(model, x, torch.arange(8) % 3 > 0)
+    assert found.problem.flow.traces[0].by_example
+    assert [verdict.norm for verdict in found.plan.folded] == ["norm"]
+    folded = converted(model, found.plan)
+    for kept in (2, 5, 8):
+        assert error(folded, model, x, torch.arange(8) < kept) <= 1e-12
 
 
 def test_a_model_that_reads_an_activation_is_refused() -> None:
