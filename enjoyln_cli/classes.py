@@ -135,10 +135,11 @@ def candidate(model: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | 
     by_pattern = {pattern: m for m in converters for pattern in m.source_patterns}
     stored: dict[str, list[str]] = {}
     collected: dict[str, dict[str, tuple[str, Shape]]] = {}
-    for name in shapes:
-        key, pattern = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, state
-        )
+    prefix = model.base_model_prefix
+    for name in sorted(shapes, key=dot_natural_key):
+        key, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if key not in state and name in state:  # what another model's rule should not have renamed
+            key, pattern = rename_source_key(name, [], [], prefix, state)
         if key in state and pattern is not None:
             collected.setdefault(key, {})[name] = pattern, shapes[name]
         elif key in state:

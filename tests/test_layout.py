@@ -23,6 +23,7 @@ from transformers.core_model_loading import (
 
 from enjoyln_cli import fold, verify
 from enjoyln_cli.axis import Axis, centre
+from enjoyln_cli.classes import build, candidate, classes_for, saved_shapes
 from enjoyln_cli.compare import Float64
 from enjoyln_cli.layout import Conversion, conversion
 from enjoyln_cli.nodes import Opaque
@@ -208,3 +209,13 @@ def test_the_recipe_names_experts_in_one_line_and_serves_the_check(tmp_path: Pat
     again = fold(tmp_path / "source", tmp_path / "again", verify=False,
                  recipe=tmp_path / "out" / "enjoyln_recipe.yaml")  # fmt: skip
     assert again.plan == fold(tmp_path / "source", tmp_path / "third", verify=False).plan
+
+
+@pytest.mark.parametrize("model_type", ["maskformer", "clip", "phimoe"])
+def test_what_a_class_saves_fills_it(model_type: str) -> None:
+    """MaskFormer's backbone keeps names that the renamings of other Swin models apply to."""
+    config = CONFIG_MAPPING[model_type]()
+    model = build(classes_for(config)[0], config)
+    found = candidate(model, saved_shapes(model), None)
+    assert found.missing == ()
+    assert all(name in found.stored or name in found.converted for name in model.state_dict())
