@@ -1,7 +1,9 @@
 """Which modules of a model are LayerNorms, and which values they are called with.
 
 Decided by what a module computes (see ``probe``). A norm that cannot be swapped is listed with the
-reason.
+reason. A GroupNorm is one where it normalises each position alone, which is where its input is
+``(rows, features)``; every GroupNorm in the modelling code of transformers 5.23 stands behind
+convolutions instead, normalises over positions too, and is none.
 """
 
 from __future__ import annotations
