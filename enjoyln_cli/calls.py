@@ -149,7 +149,7 @@ def keeps_cache(model: Any) -> bool:
 def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """One call, with a mask over its tokens and, for a decoder alone, those ``seen`` before."""
     inputs = {name: example(model, spec) for name, spec in given.items()}
-    if "input_ids" in given and "attention_mask" in accepted_by(model):
+    if "input_ids" in given and "attention_mask" in accepted_by(model) - given.keys():
         rows, tokens = given["input_ids"].shape
         before = 0 if "decoder_input_ids" in given else seen
         inputs["attention_mask"] = example(model, ones(rows, tokens + before))

@@ -60,6 +60,8 @@ def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     main = getattr(model, "main_input_name", "input_ids")
     mains, required = [main] if isinstance(main, str) else list(main), _required(model)
     read = [name for name in mains if name in accepted or not required]
+    if "input_ids" in accepted and accepted.isdisjoint(read) and _MAKERS.keys() & {*read}:
+        read = ["input_ids"]  # of a part that names the main input of the whole
     needed = dict.fromkeys(read + required)
     others = [name for name in _PARTS if name not in needed and _has_part(model, name, accepted)]
     others += [name for name in accepted if name not in needed and _kin(model, name)]
@@ -203,6 +205,9 @@ def _ids(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
         "visual_pos": Spec((rows, GRID, 4)),
     }
     yield ids
+    if books := int(getattr(config, "num_codebooks", 0) or 0):  # a row for each of them
+        codes = Spec((rows * books, tokens), vocabulary(config))
+        yield {"input_ids": codes, "attention_mask": ones(rows, tokens)}
 
 
 def image_size(config: Any) -> tuple[int, int]:
@@ -226,8 +231,13 @@ def _vision(config: Any) -> list[Any]:
         "vit_config", "encoder",
     )  # fmt: skip
     parts = [part for name in names if hasattr(part := getattr(config, name, None), "to_dict")]
-    inner = (value for part in parts for value in vars(part).values())
-    return [config, *parts, *(value for value in inner if hasattr(value, "to_dict"))]
+    return [config, *_with_parts(parts)]
+
+
+def _with_parts(configs: list[Any]) -> list[Any]:
+    """These and the configs that they hold."""
+    inner = (value for config in configs for value in vars(config).values())
+    return [*configs, *(value for value in inner if hasattr(value, "to_dict"))]
 
 
 def pair(value: int | Sequence[int]) -> tuple[int, int]:
@@ -321,7 +331,8 @@ def _features(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 def _feature_shapes(config: Any, rows: int) -> Iterator[tuple[tuple[int, ...], int]]:
     parts = ("audio_config", "encoder_config", "audio_encoder_config", "decoder_config")
-    owners = [config, *(getattr(config, name) for name in parts if hasattr(config, name))]
+    named = [part for n in parts if hasattr(part := getattr(config, n, None), "to_dict")]
+    owners = _with_parts(_with_parts([config, *named]))
     for owner in owners:
         bins, places = (
             getattr(owner, name, None) for name in ("num_mel_bins", "max_source_positions")
@@ -350,7 +361,9 @@ def _samples(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
         yield {"input_values": Spec((rows, length, bins))}
     yield {"input_values": Spec((rows, SAMPLES))}
     yield {"input_values": Spec((rows, 1, SAMPLES))}
-    yield {"input_values": Spec((rows, tokens, hidden_size(config)))}
+    features = Spec((rows, tokens, hidden_size(config)))
+    yield {"input_values": features, "decoder_input_values": features}
+    yield {"input_values": features}
 
 
 def _past_values(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:

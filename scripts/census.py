@@ -180,6 +180,7 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
     from audit import audited
 
     from enjoyln_cli.analysis import analyze_config
+    from enjoyln_cli.errors import UnsupportedModel
     from enjoyln_cli.fold import centre_parameters
     from enjoyln_cli.inputs import seeded
     from enjoyln_cli.norms import input_means, install
@@ -207,7 +208,7 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
         dtype = torch.float64
         try:
             compared(model, model, 0, dtype)
-        except (RuntimeError, TypeError, ValueError):
+        except (RuntimeError, TypeError, UnsupportedModel, ValueError):
             dtype, model = torch.float32, model.float()
         same = compared(model, model, 0, dtype)
         row["dtype"] = str(dtype).removeprefix("torch.")

@@ -22,14 +22,14 @@ WIDTHS = re.compile(
 )
 FIXED = re.compile(
     r"vocab|image|patch|kernel|window|position|num_channels|batch|pad|group|type|stride|tile|crop"
-    r"|max_|token|dilation|pool_size|_id|scale|spec|bins|input_size|in_channels|n_mels|sample"
+    r"|max_|token|dilation|pool_size|_id|scale|spec|bins|input_size|in_channels|n_mels|(?<!down)sample"
 )
 WIDTH = ("hidden_size", "d_model", "embed_dim", "hidden_dim")
 HEADS_OF = (
     "num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
     "attention_heads",
 )  # fmt: skip
-INDICES = re.compile(r"(indices|indexes|feature_layers?|cross_attention_layers)$")
+INDICES = re.compile(r"((?<!out_)indices|indexes|feature_layers?|cross_attention_layers)$")
 DEPTHS = ("depth", "num_hidden_layers", "encoder_layers")
 TEXT_IDS = re.compile(r"_token_id$|_token_index$")
 VOCABULARY = 131
@@ -38,7 +38,7 @@ SIDE = 128
 GIVEN = {
     "vocab_size": VOCABULARY, "image_token_id": 70, "image_token_index": 70, "pad_token_id": 1,
     "video_token_id": 71, "video_token_index": 71, "audio_token_id": 72, "audio_token_index": 72,
-    "prediction_length": 6, "context_length": 12,
+    "prediction_length": 6, "context_length": 12, "mlp_layer_types": ["dense", "sparse"],
     "default_language": "en_XX", "vocabulary_map": {"<image>": 70} | {
         "IMGIMG" + "".join(chr(ord("A") + int(digit)) for digit in str(code)) + "Z": code % 64
         for code in range(8192)  # of an image, spelled as Chameleon's vocabulary does
@@ -63,10 +63,11 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
             shrink(value, factor, side)
-        elif name == "image_size" and isinstance(value, int) and side is not None and value > side:
+        elif name == "image_size" and side is not None and _larger(value, side):
             patch = getattr(config, "patch_size", 1)
             patch = patch if isinstance(patch, int) and 0 < patch <= SIDE else 1
-            config.image_size = patch * 2 ** int(math.log2(SIDE // patch))
+            smaller = patch * 2 ** int(math.log2(SIDE // patch))
+            config.image_size = smaller if isinstance(value, int) else [smaller] * len(value)
         elif isinstance(value, dict) and (sections := value.get("mrope_section")):
             if all(section % factor == 0 for section in sections):
                 value["mrope_section"] = [section // factor for section in sections]
@@ -92,6 +93,11 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
         config.num_key_value_heads = heads
     if heads and vars(config).get("head_dim", heads) is None and hasattr(config, "hidden_size"):
         config.head_dim = config.hidden_size // heads
+
+
+def _larger(image: Any, side: int) -> bool:
+    sides = image if isinstance(image, (list, tuple)) else [image]
+    return all(isinstance(length, int) and length > side for length in sides) and bool(sides)
 
 
 def _divide(config: Any) -> None:

@@ -116,6 +116,21 @@ def test_a_list_of_modules_may_have_gaps() -> None:
     assert accepted_calls(model) is not None
 
 
+def test_a_text_part_that_names_the_input_of_the_whole_is_given_text() -> None:
+    part = model_of("Sam3LiteTextTextModel", "sam3_lite_text_text_model", num_hidden_layers=1)
+    assert part.main_input_name == "pixel_values" and first(part).keys() == {"input_ids"}
+
+
+def test_codes_come_in_a_row_for_each_book_under_one_mask() -> None:
+    config = CONFIG_MAPPING["musicgen"]().decoder
+    config.num_hidden_layers, config.num_codebooks = 1, 3
+    calls = accepted_calls(build(transformers.MusicgenForCausalLM, config))
+    assert calls is not None
+    given = calls[0].steps[0][1]
+    assert given["input_ids"].shape == (3 * BATCH, TOKENS)
+    assert given["attention_mask"].shape == (BATCH, TOKENS)
+
+
 def test_an_unknown_main_input_is_refused_by_name() -> None:
     model = model_of("GPT2Model", "gpt2", n_layer=1)
     model.main_input_name = "latents"
