@@ -24,8 +24,8 @@ from enjoyln_cli.examples import (
     image_size,
     main_inputs,
     ones,
-    other_modalities,
     patch_size,
+    spoken_inputs,
     whole_numbers,
 )
 from enjoyln_cli.returned import tensors_in
@@ -187,14 +187,14 @@ def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
             yield replace(main_call(model, alone), label="text alone", required=False)
         yield from _optional_text(model, given, rows)
         yield from _cross_attention(model, given, rows)
-        yield from _other_modalities(model, given)
+        yield from _spoken(model, given)
     elif set(given) == {"pixel_values"} and len(given["pixel_values"].shape) == 4:
         yield from _optional_images(model, given["pixel_values"])
 
 
-def _other_modalities(model: Any, given: Inputs) -> Iterator[Call]:
-    """With another input in place of the text, where a model takes either of the two."""
-    for form in other_modalities(model, *given["input_ids"].shape):
+def _spoken(model: Any, given: Inputs) -> Iterator[Call]:
+    """With sound in place of the text, where a model takes either of the two."""
+    for form in spoken_inputs(model, *given["input_ids"].shape):
         if form.keys().isdisjoint(given):
             with_decoder = {n: s for n, s in given.items() if n == "decoder_input_ids"}
             call = main_call(model, form | with_decoder)

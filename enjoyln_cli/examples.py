@@ -75,12 +75,10 @@ def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
             yield given
 
 
-def other_modalities(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """What a text model takes besides text, as far as its config has a part for it, by itself."""
-    accepted = accepted_by(model)
-    for name in _PARTS:
-        if name != "input_ids" and _has_part(model, name, accepted):
-            yield from _forms(model, name, rows, tokens)
+def spoken_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """Sound by itself, for a text model whose config has a part for it."""
+    if _has_part(model, "input_features", accepted_by(model)):
+        yield from _forms(model, "input_features", rows, tokens)
 
 
 def _required(model: Any) -> list[str]:

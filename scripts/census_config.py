@@ -177,7 +177,10 @@ def _choose(config: Any) -> None:
 
 def _smaller(name: str, value: Any, factor: int, layers: int = 2) -> Any:
     if isinstance(value, (list, tuple)):
-        parts = [_smaller(name, part, factor, i + 1) or part for i, part in enumerate(value)]
+        least = [i + 1 if name == "depth" else 2 for i in range(len(value))]  # CvT asks for more
+        parts = (
+            _smaller(name, part, factor, n) or part for n, part in zip(least, value, strict=True)
+        )
         return type(value)(parts)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         return None

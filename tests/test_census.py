@@ -31,6 +31,11 @@ def test_layers_that_are_read_by_number_exist() -> None:
     depth = config.vision_config.num_hidden_layers
     layers = config.vision_feature_layers
     assert len(layers) == 5 and all(-depth <= layer <= depth for layer in layers)
+    assert list(shrunken("swin").depths) == [2, 2, 2, 2] and list(shrunken("cvt").depth) == [
+        1,
+        2,
+        3,
+    ]
     assert 0 <= shrunken("mllama").text_config.cross_attention_layers[0] < 2
 
 
@@ -40,8 +45,9 @@ def test_heads_are_fewer_only_where_they_no_longer_divide_the_features() -> None
 
 
 def test_a_smaller_image_is_a_power_of_two_of_patches() -> None:
-    vision = shrunken("mllama").vision_config
+    vision, pair = shrunken("mllama").vision_config, shrunken("sam2").vision_config.backbone_config
     assert (vision.patch_size, vision.image_size) == (14, 112)
+    assert list(pair.image_size) == [128, 128]
     assert shrunken("vit").image_size == 224
 
 
