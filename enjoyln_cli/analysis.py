@@ -212,15 +212,19 @@ def _captured(
 ) -> tuple[list[Trace], set[str]]:
     """The graphs of the calls that can be traced, and the names of the inputs that these give.
 
-    A call of several steps that keeps its cache gives it to the next one.
+    A call of several steps that keeps its cache gives it to the next one. Of those with one label
+    that are not required, the first that the model accepts is traced.
     """
-    traces, given = [], set()
+    traces, given, traced = [], set(), set()
     accepted = inspect.signature(model.forward).parameters
     for call in calls:
+        if not call.required and call.label in traced:
+            continue
         try:
             if not call.required:
                 check_call(model, call)  # sooner than a trace that fails
             traces.append(capture(model, call, naming, inner))
+            traced.add(call.label)
         except Exception:  # what a model raises at an input that it does not take after all
             if call.required:
                 raise

@@ -25,6 +25,7 @@ from enjoyln_cli.examples import (
     main_inputs,
     ones,
     patch_size,
+    spoken_inputs,
     whole_numbers,
 )
 from enjoyln_cli.returned import tensors_in
@@ -79,37 +80,46 @@ def _with_placeholders(model: Any, given: Inputs) -> Inputs:
     rows, tokens = given["input_ids"].shape
     for kind in ("image", "video", "audio"):
         named = (getattr(model.config, f"{kind}_token_{end}", None) for end in ("id", "index"))
-        token = next((value for value in named if isinstance(value, int)), None)
+        marked = 0 if f"{kind}_embeds_position_mask" in accepted_by(model) else None
+        token = next((value for value in named if isinstance(value, int)), marked)
         if token is not None:
-            leading += (token,) * (_features(model, kind, given) // rows)
+            leading += (token,) * _features(model, kind, given, rows)
     if not leading:
         return given
-    ids = replace(given["input_ids"], shape=(rows, tokens + len(leading)), leading=leading)
+    length = tokens + len(leading) if len(leading) > 1 else tokens
+    ids = replace(given["input_ids"], shape=(rows, length), leading=leading)
     placed = given | {"input_ids": ids}
+    if "image_embeds_position_mask" in accepted_by(model):
+        placed["image_embeds_position_mask"] = Spec(ids.shape, 1, (1,) * len(leading))
     if "mm_token_type_ids" in accepted_by(model):
         placed["mm_token_type_ids"] = Spec(ids.shape, 1, (1,) * len(leading))
     return placed
 
 
-def _features(model: Any, kind: str, given: Inputs) -> int:
-    """How many vectors stand for the inputs of one modality in the stream of tokens."""
-    bare = without_weights(model)
-    owners = (bare, getattr(bare, "base_model", bare))
+_GIVEN_AS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
+
+
+def _features(model: Any, kind: str, given: Inputs, rows: int) -> int:
+    """How many vectors stand for the inputs of one modality in each row of the tokens."""
+    owners = list(without_weights(model).modules())[::-1]  # the others hand on what they are given
     found_by = (getattr(owner, f"get_{kind}_features", None) for owner in owners)
     encode = next((method for method in found_by if method is not None), None)
-    if encode is None:
-        return 0
-    names = given.keys() & inspect.signature(encode).parameters.keys()
+    if encode is None:  # a model that puts them in place of one token, or says how many there are
+        return int(getattr(model.config, "latent_query_num", 1)) if _GIVEN_AS[kind] in given else 0
+    parameters = inspect.signature(encode).parameters
+    names = given.keys() & parameters.keys()
     if not names:
         return 0
-    examples = {name: example(model, given[name]) for name in names}
+    unknown = (n for n, p in parameters.items() if p.default is p.empty and p.kind <= 1)
+    examples: dict[str, Any] = dict.fromkeys(unknown)
+    examples |= {name: example(model, given[name]) for name in names}
     try:
         with torch.no_grad(), weightless():
             found = encode(**examples)
     except Exception:  # the form is not the one that the model takes
         return 0
     vectors = tensors_in(getattr(found, "pooler_output", found))
-    return sum(math.prod(vector.shape[:-1]) for vector in vectors)
+    return sum(math.prod(vector.shape[:-1]) for vector in vectors) // rows
 
 
 def main_call(model: Any, given: Inputs) -> Call:
@@ -139,7 +149,7 @@ def keeps_cache(model: Any) -> bool:
 def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """One call, with a mask over its tokens and, for a decoder alone, those ``seen`` before."""
     inputs = {name: example(model, spec) for name, spec in given.items()}
-    if "input_ids" in given and "attention_mask" in accepted_by(model):
+    if "input_ids" in given and "attention_mask" in accepted_by(model) - given.keys():
         rows, tokens = given["input_ids"].shape
         before = 0 if "decoder_input_ids" in given else seen
         inputs["attention_mask"] = example(model, ones(rows, tokens + before))
@@ -177,8 +187,18 @@ def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
             yield replace(main_call(model, alone), label="text alone", required=False)
         yield from _optional_text(model, given, rows)
         yield from _cross_attention(model, given, rows)
+        yield from _spoken(model, given)
     elif set(given) == {"pixel_values"} and len(given["pixel_values"].shape) == 4:
         yield from _optional_images(model, given["pixel_values"])
+
+
+def _spoken(model: Any, given: Inputs) -> Iterator[Call]:
+    """With sound in place of the text, where a model takes either of the two."""
+    for form in spoken_inputs(model, *given["input_ids"].shape):
+        if form.keys().isdisjoint(given):
+            with_decoder = {n: s for n, s in given.items() if n == "decoder_input_ids"}
+            call = main_call(model, form | with_decoder)
+            yield replace(call, label=f"{next(iter(form))} alone", required=False)
 
 
 def _decoder_alone(model: Any, read: str, ids: Spec, rows: int) -> Iterator[Call]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -38,6 +38,8 @@ class Spec:
     """What each row (last dimension) starts with, and nothing else is: sizes, image tokens."""
     last: int | None = None
     """What each row ends with, and nothing else is: the token that ends a text."""
+    truth: bool = False
+    """Given as true and false."""
 
 
 Inputs = dict[str, Spec]
@@ -58,8 +60,11 @@ def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     main = getattr(model, "main_input_name", "input_ids")
     mains, required = [main] if isinstance(main, str) else list(main), _required(model)
     read = [name for name in mains if name in accepted or not required]
+    if "input_ids" in accepted and accepted.isdisjoint(read) and _MAKERS.keys() & {*read}:
+        read = ["input_ids"]  # of a part that names the main input of the whole
     needed = dict.fromkeys(read + required)
     others = [name for name in _PARTS if name not in needed and _has_part(model, name, accepted)]
+    others += [name for name in accepted if name not in needed and _kin(model, name)]
     for names in ([*needed, *others], [*needed]) if others else ([*needed],):
         for bundle in product(*(_forms(model, name, rows, tokens) for name in names)):
             given: Inputs = {}
@@ -68,6 +73,12 @@ def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
             if "decoder_input_ids" in accepted:
                 given["decoder_input_ids"] = Spec((rows, tokens), vocabulary(model.config))
             yield given
+
+
+def spoken_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """Sound by itself, for a text model whose config has a part for it."""
+    if _has_part(model, "input_features", accepted_by(model)):
+        yield from _forms(model, "input_features", rows, tokens)
 
 
 def _required(model: Any) -> list[str]:
@@ -79,6 +90,8 @@ def _required(model: Any) -> list[str]:
 def _forms(model: Any, name: str, rows: int, tokens: int) -> list[Inputs]:
     """The bundles of inputs that ``name`` can come in, of those that ``forward`` takes."""
     accepted = accepted_by(model)
+    if name not in _MAKERS and (kin := _kin(model, name)):
+        return _forms_of_kin(name, *kin, accepted, rows, tokens)
     if name in _COMPANIONS and name not in _MAKERS:
         return [{}]  # comes along in the bundle of another one
     if name not in _MAKERS:
@@ -95,19 +108,50 @@ def _forms(model: Any, name: str, rows: int, tokens: int) -> list[Inputs]:
     return with_all if any(required & form.keys() for form in found) else found
 
 
+def _kin(model: Any, name: str) -> tuple[str, Any] | None:
+    """Of an input of a second tower, the known input it is like and the config of the tower.
+
+    ``high_res_pixel_values`` are pixels for what ``high_res_vision_config`` describes.
+    """
+    for known in ("pixel_values", "input_features", "input_ids"):
+        kind = name.removesuffix(known)
+        if kind.endswith("_") and kind != name:
+            parts = (part for key, part in vars(model.config).items() if key.startswith(kind))
+            part = next((part for part in parts if hasattr(part, "to_dict")), None)
+            return (known, part) if part is not None and kind != "decoder_" else None
+    return None
+
+
+def _forms_of_kin(
+    name: str, known: str, part: Any, accepted: frozenset[str], rows: int, tokens: int
+) -> list[Inputs]:
+    forms = [form[known] for form in _MAKERS[known](part, rows, tokens) if form.keys() == {known}]
+    mask = name.replace("input_ids", "attention_mask")
+    masked = {mask: ones(rows, tokens)} if mask != name and mask in accepted else {}
+    return [{name: form, **masked} for form in forms]
+
+
 def _has_part(model: Any, name: str, accepted: frozenset[str]) -> bool:
-    return name in accepted and any(hasattr(model.config, part) for part in _PARTS[name])
+    configs = (model.config, getattr(model.config, "encoder", None))
+    return name in accepted and any(hasattr(c, part) for c in configs for part in _PARTS[name])
 
 
-_PARTS = {
+_PARTS: dict[str, tuple[str, ...]] = {
     "input_ids": ("text_config",),
-    "pixel_values": ("vision_config", "image_config", "vq_config", "vit_config"),
-    "input_features": ("audio_config", "audio_encoder_config", "encoder_config"),
-}
+    "pixel_values": (
+        "vision_config", "image_config", "vq_config", "vit_config", "image_size", "patch_size",
+        "backbone_config",
+    ),
+    "input_features": (
+        "audio_config", "audio_encoder_config", "encoder_config", "speech_config",
+        "feature_projection_input_dim",
+    ),
+}  # fmt: skip
 _COMPANIONS = frozenset({
     "grid_thw", "image_grid_thw", "image_grid_hw", "pixel_attention_mask", "spatial_shapes",
     "image_sizes", "merge_sizes", "input_features_mask", "audio_mel_mask", "past_time_features",
-    "past_observed_mask",
+    "past_observed_mask", "target_sizes", "image_merge_sizes", "future_time_features",
+    "entity_position_ids",
 })  # fmt: skip
 
 
@@ -123,7 +167,7 @@ def hidden_size(config: Any) -> int:
 
 
 def whole_numbers(spec: Spec, generator: torch.Generator | None = None) -> torch.Tensor:
-    """An int64 tensor as ``spec`` describes it, seeded by ``generator``."""
+    """An int64 (or bool) tensor as ``spec`` describes it, seeded by ``generator``."""
     generator = generator or torch.Generator().manual_seed(0)
     below = spec.below or 2
     drawn = torch.randint(0, below, spec.shape, generator=generator)
@@ -135,7 +179,7 @@ def whole_numbers(spec: Spec, generator: torch.Generator | None = None) -> torch
         drawn[..., -1] = spec.last
     if spec.leading:
         drawn[..., : len(spec.leading)] = torch.tensor(spec.leading)
-    return drawn
+    return drawn.bool() if spec.truth else drawn
 
 
 def ones(*shape: int) -> Spec:
@@ -148,6 +192,9 @@ def _ids(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     # Classifiers with two stacks read the one place where a row ends.
     last = end if isinstance(end, int) and getattr(config, "is_encoder_decoder", False) else None
     ids: Inputs = {"input_ids": Spec((rows, tokens), vocabulary(config), last=last)}
+    if entities := int(getattr(config, "entity_vocab_size", 0) or 0):
+        places = Spec((rows, GRID, 3), tokens)
+        yield {**ids, "entity_ids": Spec((rows, GRID), entities), "entity_position_ids": places}
     yield {**ids, "bbox": Spec((rows, tokens, 4), 1)}  # every token at the page's corner
     yield {**ids, "bbox": Spec((rows, tokens, 8))}
     yield {
@@ -156,12 +203,18 @@ def _ids(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
         "visual_pos": Spec((rows, GRID, 4)),
     }
     yield ids
+    if books := int(getattr(config, "num_codebooks", 0) or 0):  # a row for each of them
+        codes = Spec((rows * books, tokens), vocabulary(config))
+        yield {"input_ids": codes, "attention_mask": ones(rows, tokens)}
 
 
 def image_size(config: Any) -> tuple[int, int]:
     """Height and width of the images that a model was made for."""
-    found = next((c.image_size for c in _vision(config) if getattr(c, "image_size", None)), SIDE)
-    return pair(found)
+    for part in _vision(config):
+        side = getattr(part, "image_size", None) or getattr(part, "max_img_size", None)
+        if side or (hasattr(part, "patch_size") and (side := getattr(part, "input_size", None))):
+            return pair(side)
+    return pair(SIDE)
 
 
 def patch_size(config: Any) -> tuple[int, int]:
@@ -170,11 +223,19 @@ def patch_size(config: Any) -> tuple[int, int]:
 
 
 def _vision(config: Any) -> list[Any]:
-    parts = (
+    """The config and those of its parts that may say something about images, nearest first."""
+    names = (
         "vision_config", "image_config", "backbone_config", "encoder_config", "vq_config",
-        "vit_config",
+        "vit_config", "encoder",
     )  # fmt: skip
-    return [config, *(part for name in parts if (part := getattr(config, name, None)) is not None)]
+    parts = [part for name in names if hasattr(part := getattr(config, name, None), "to_dict")]
+    return [config, *_with_parts(parts)]
+
+
+def _with_parts(configs: list[Any]) -> list[Any]:
+    """These and the configs that they hold."""
+    inner = (value for config in configs for value in vars(config).values())
+    return [*configs, *(value for value in inner if hasattr(value, "to_dict"))]
 
 
 def pair(value: int | Sequence[int]) -> tuple[int, int]:
@@ -200,10 +261,9 @@ def _pixels(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     if frames := _number(config, "num_frames", default=0):
         yield {"pixel_values": Spec((rows, frames, *image))}
     yield from _patches(config, rows, channels)
-    yield {
-        "pixel_values": Spec((rows, 1, *image)),
-        "pixel_attention_mask": ones(rows, 1, *image[1:]),
-    }
+    tile = Spec((rows, 1, *image))
+    yield {"pixel_values": tile, "pixel_attention_mask": ones(rows, 1, *image[1:])}
+    yield {"pixel_values": tile, "pixel_attention_mask": replace(ones(rows, 1), truth=True)}
     tiles = _number(config, "max_num_tiles", default=1)
     yield {
         "pixel_values": Spec((rows, 1, tiles, *image)),
@@ -220,7 +280,7 @@ def _pixels(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
     """Images as rows of patches, of ``GRID x GRID`` patches each."""
     side = patch_size(config)[0]
-    frames = _number(config, "temporal_patch_size", default=1)
+    frames = _number(config, "temporal_patch_size", "patch_temporal", default=1)
     count, width = rows * GRID * GRID, channels * side * side
     grid = Spec((rows, 3), GRID + 1, (1, GRID, GRID))
     merge = _number(config, "spatial_merge_size", default=2)
@@ -230,7 +290,8 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
     ):  # fmt: skip
         for name in ("grid_thw", "image_grid_thw"):
             merges = Spec((rows,), merge + 1, (merge,) * rows)
-            yield {"pixel_values": Spec(shape), name: grid, "merge_sizes": merges}
+            for sizes in ("merge_sizes", "image_merge_sizes"):
+                yield {"pixel_values": Spec(shape), name: grid, sizes: merges}
             yield {"pixel_values": Spec(shape), name: grid}
     for name in ("spatial_shapes", "image_grid_hw", "image_position_ids"):
         yield {
@@ -238,6 +299,10 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
             "pixel_attention_mask": ones(rows, GRID * GRID),
             name: Spec((rows, 2), GRID + 1, (GRID, GRID)),
         }
+    yield {  # one row of all patches of all images
+        "pixel_values": Spec((1, channels, side, count * side)),
+        "target_sizes": Spec((rows, 2), GRID + 1, (GRID, GRID)),
+    }
 
 
 def _states(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
@@ -256,21 +321,25 @@ def _videos(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 def _features(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """Channels before frames where the encoder's table fixes their number, else after."""
-    for shape, frames in _feature_shapes(config, rows):
+    for shape, frames in dict.fromkeys(_feature_shapes(config, rows)):
         for mask in ("input_features_mask", "feature_attention_mask"):
             yield {"input_features": Spec(shape), mask: ones(rows, frames)}
         yield {"input_features": Spec(shape)}
 
 
 def _feature_shapes(config: Any, rows: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    parts = ("audio_config", "encoder_config", "audio_encoder_config")
-    owners = [config, *(getattr(config, name) for name in parts if hasattr(config, name))]
+    parts = ("audio_config", "encoder_config", "audio_encoder_config", "decoder_config")
+    named = [part for n in parts if hasattr(part := getattr(config, n, None), "to_dict")]
+    owners = _with_parts(_with_parts([config, *named]))
     for owner in owners:
         bins, places = (
             getattr(owner, name, None) for name in ("num_mel_bins", "max_source_positions")
         )
         if bins and places:
             yield (rows, int(bins), 2 * int(places)), 2 * int(places)
+        window = getattr(owner, "n_window", None)
+        if isinstance(bins, int) and isinstance(window, int):
+            yield (rows, bins, 2 * window), 2 * window
     widths = (
         "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim",
         "input_feat_size", "input_size", "n_mels", "feature_size",
@@ -290,6 +359,9 @@ def _samples(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
         yield {"input_values": Spec((rows, length, bins))}
     yield {"input_values": Spec((rows, SAMPLES))}
     yield {"input_values": Spec((rows, 1, SAMPLES))}
+    features = Spec((rows, tokens, hidden_size(config)))
+    yield {"input_values": features, "decoder_input_values": features}
+    yield {"input_values": features}
 
 
 def _past_values(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
@@ -299,11 +371,18 @@ def _past_values(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     channels = int(getattr(config, "num_input_channels", 0) or 0)
     shape = (rows, length, channels) if channels else (rows, length)
     times = int(getattr(config, "num_time_features", 0) or 0)
-    yield {
+    ahead = int(getattr(config, "prediction_length", None) or tokens)
+    past = {
         "past_values": Spec(shape),
         "past_time_features": Spec((rows, length, times)),
         "past_observed_mask": ones(*shape),
     }
+    yield {
+        **past,
+        "future_values": Spec((rows, ahead, *shape[2:])),
+        "future_time_features": Spec((rows, ahead, times)),
+    }
+    yield past
     yield {"past_values": Spec(shape)}
 
 
@@ -321,6 +400,14 @@ def _hidden(name: str) -> Callable[..., Iterator[Inputs]]:
         yield {name: Spec((rows, tokens, hidden_size(config)))}
 
     return maker
+
+
+def _inputs(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """Of a model that hands on what it is given: images by their own name, ids, audio, features."""
+    yield from _pixels(config, rows, tokens)
+    yield {"inputs": Spec((rows, tokens), vocabulary(config))}
+    yield {"inputs": Spec((rows, SAMPLES))}
+    yield {"inputs": Spec((rows, tokens, hidden_size(config)))}
 
 
 def _queries(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
@@ -348,7 +435,7 @@ _MAKERS: dict[str, Callable[..., Iterator[Inputs]]] = {
     "states": _trajectory,
     "inputs_embeds": _hidden("inputs_embeds"),
     "query_embeds": _queries,
-    "inputs": _hidden("inputs"),
+    "inputs": _inputs,
     "qformer_input_ids": _text_of("qformer_input_ids", "qformer_config"),
     "task_inputs": _text_of("task_inputs", "text_config"),
 }

@@ -320,7 +320,7 @@ def _marked_inputs(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential))
         for block in module
-        if any(block.children())
+        if block is not None and any(block.children())
     ]
     try:
         yield

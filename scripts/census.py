@@ -19,7 +19,6 @@ import json
 import logging
 import multiprocessing
 import multiprocessing.connection
-import re
 import resource
 import time
 import warnings
@@ -28,6 +27,8 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from census_config import sketched
 
 SEEDS = (0, 1, 2)
 HEADS = (
@@ -52,78 +53,6 @@ FAST = (
 )  # fmt: skip
 """One type for each way in which norms, writers and observers are put together."""
 
-LAYERS = re.compile(r"layers?$|^depths?$|num_blocks|_depth$|num_.*_layers|n_layers?")
-WIDTHS = re.compile(
-    r"hidden|embed|dim|width|channels|inner|ffn|intermediate|d_model|d_ff|d_kv|n_embd|rank|proj|size"
-)
-FIXED = re.compile(
-    r"vocab|image|patch|kernel|window|position|num_channels|batch|pad|group|type|stride|tile|crop"
-    r"|max_|token|dilation|pool_size|_id|scale|spec|bins|in_channels|n_mels|sample"
-)
-TEXT_IDS = re.compile(r"_token_id$|_token_index$")
-VOCABULARY = 131
-GIVEN = {
-    "vocab_size": VOCABULARY, "image_token_id": 70, "image_token_index": 70, "pad_token_id": 1,
-    "video_token_id": 71, "video_token_index": 71, "prediction_length": 6, "context_length": 12,
-    "default_language": "en_XX", "vocabulary_map": {"<image>": 70} | {
-        "IMGIMG" + "".join(chr(ord("A") + int(digit)) for digit in str(code)) + "Z": code % 64
-        for code in range(8192)  # of an image, spelled as Chameleon's vocabulary does
-    },
-}  # fmt: skip
-"""What a config leaves open, and the model needs."""
-
-
-def shrink(config: Any, factor: int, side: int | None = None) -> None:
-    """Fewer layers, narrower by one factor throughout, a small vocabulary, in every sub-config.
-
-    Images larger than ``side`` become as small as that.
-    """
-    for name, value in list(vars(config).items()):
-        if hasattr(value, "to_dict"):
-            shrink(value, factor, side)
-        elif name == "image_size" and isinstance(value, int) and side and value > side:
-            config.image_size = side
-        elif isinstance(value, dict) and (sections := value.get("mrope_section")):
-            if all(section % factor == 0 for section in sections):
-                value["mrope_section"] = [section // factor for section in sections]
-        elif isinstance(value, bool) or name.startswith("_"):
-            continue
-        elif name in GIVEN and value is None:
-            setattr(config, name, GIVEN[name])
-        elif isinstance(value, (int, list, tuple)) and (new := _smaller(name, value, factor)):
-            try:
-                setattr(config, name, new)
-            except (AttributeError, TypeError, ValueError):
-                continue
-    kinds = vars(config).get("layer_types")
-    if isinstance(kinds, (list, tuple)) and kinds and isinstance(kinds[0], str):
-        depth = max(2, *(1 + list(kinds).index(kind) for kind in kinds))
-        config.layer_types, config.num_hidden_layers = list(kinds[:depth]), depth
-    heads = getattr(config, "num_attention_heads", None)
-    if heads and vars(config).get("num_key_value_heads", heads) is None:
-        config.num_key_value_heads = heads
-    if heads and vars(config).get("head_dim", heads) is None and hasattr(config, "hidden_size"):
-        config.head_dim = config.hidden_size // heads
-
-
-def _smaller(name: str, value: Any, factor: int) -> Any:
-    if isinstance(value, (list, tuple)):
-        parts = [_smaller(name, part, factor) or part for part in value]
-        return type(value)(parts)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        return None
-    if name == "vocab_size" or name.endswith("_vocab_size") and value > VOCABULARY:
-        return min(value, VOCABULARY)
-    if TEXT_IDS.search(name) and value >= VOCABULARY:
-        return VOCABULARY - 1 - sum(name.encode()) % 64
-    if name in ("num_queries", "num_select"):
-        return min(value, 8)
-    if LAYERS.search(name):
-        return min(value, 2)
-    if WIDTHS.search(name) and not FIXED.search(name) and value >= 4 * factor:
-        return value // factor if value % factor == 0 else None
-    return None
-
 
 def classes_of(model_type: str) -> list[str]:
     from transformers.models.auto import modeling_auto
@@ -133,42 +62,6 @@ def classes_of(model_type: str) -> list[str]:
         entry = getattr(modeling_auto, table, {}).get(model_type, ())
         names.update(dict.fromkeys((entry,) if isinstance(entry, str) else entry))
     return list(names)
-
-
-def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
-    """A small config, its model without weights, and whether that accepts any inputs."""
-    import transformers
-
-    from enjoyln_cli.analysis import accepted_calls
-    from enjoyln_cli.classes import build, saved_shapes
-    from enjoyln_cli.detect import layer_norms
-    from enjoyln_cli.examples import main_inputs
-
-    failures: list[Exception] = []
-    found: dict[bool, tuple[Any, Any, bool]] = {}
-    sizes = [(factor, side) for side in (224, None) for factor in (16, 8, 4, 2, 1)]
-    for factor, side in sizes:
-        try:
-            config = transformers.CONFIG_MAPPING[model_type]()
-            shrink(config, factor, side)
-            sketch = build(getattr(transformers, model_class), config)
-            saved_shapes(sketch)  # some sizes build, and cannot be stored
-        except Exception as error:  # a config can be wrong in as many ways as there are models
-            failures.append(error)
-            continue
-        if sum(p.numel() for p in sketch.parameters()) > 2e8:
-            failures.append(MemoryError("the smallest config that builds is too large"))
-            continue
-        if not any(layer_norms(sketch)):
-            return config, sketch, True
-        wanted = next(iter(main_inputs(sketch, 1, 1)), {}).keys()
-        calls = accepted_calls(sketch)
-        if calls and wanted <= calls[0].steps[0][1].keys():
-            return config, sketch, True
-        found.setdefault(calls is not None, (config, sketch, calls is not None))
-    if not found:
-        raise failures[0]
-    return found.get(True) or found[False]
 
 
 def built(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
@@ -287,6 +180,7 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
     from audit import audited
 
     from enjoyln_cli.analysis import analyze_config
+    from enjoyln_cli.errors import UnsupportedModel
     from enjoyln_cli.fold import centre_parameters
     from enjoyln_cli.norms import input_means, install
 
@@ -313,7 +207,7 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
         dtype = torch.float64
         try:
             expected = seeded_runs(model, dtype)
-        except (RuntimeError, TypeError, ValueError):
+        except (RuntimeError, TypeError, UnsupportedModel, ValueError):
             dtype, model = torch.float32, model.float()
             expected = seeded_runs(model, dtype)
         first, *_ = seeds = list(expected)

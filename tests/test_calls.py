@@ -9,11 +9,11 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from enjoyln_cli.analysis import accepted_calls, analyze_config
-from enjoyln_cli.calls import BATCH, TOKENS, optional_inputs, ways_to_call
+from enjoyln_cli.analysis import accepted_calls, analyze_calls, analyze_config
+from enjoyln_cli.calls import BATCH, TOKENS, Call, forms, optional_inputs, ways_to_call
 from enjoyln_cli.classes import build
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.examples import Spec, main_inputs
+from enjoyln_cli.examples import Spec, main_inputs, ones, whole_numbers
 
 
 def model_of(model_class: str, model_type: str, **settings: Any) -> Any:
@@ -45,6 +45,90 @@ def test_two_modalities_are_given_together_and_then_the_main_one_alone() -> None
 def test_boxes_go_with_the_tokens_that_they_are_around() -> None:
     page = model_of("LayoutLMModel", "layoutlm", num_hidden_layers=1)
     assert first(page)["bbox"] == Spec((2, 7, 4), 1)
+
+
+def test_text_comes_with_the_images_that_its_own_config_describes() -> None:
+    """ViLT has no config for its images apart: its own has the size of a patch."""
+    vilt = model_of("ViltModel", "vilt", num_hidden_layers=1, image_size=64, patch_size=16)
+    assert first(vilt).keys() == {"input_ids", "pixel_values"}
+    calls = accepted_calls(vilt)
+    assert calls is not None and calls[0].steps[0][1]["pixel_values"].shape == (BATCH, 3, 64, 64)
+    gpt2 = model_of("GPT2Model", "gpt2", n_layer=1)
+    assert all(form.keys() == {"input_ids"} for form in main_inputs(gpt2, 1, 3))
+
+
+def test_a_second_tower_is_given_an_input_of_the_size_that_its_part_says() -> None:
+    config = CONFIG_MAPPING["deepseek_vl_hybrid"]()
+    config.vision_config.image_size = 32
+    config.high_res_vision_config.image_size = 48
+    given = first(build(transformers.DeepseekVLHybridModel, config))
+    assert given["pixel_values"] == Spec((2, 3, 32, 32))
+    assert given["high_res_pixel_values"] == Spec((2, 3, 48, 48))
+
+
+def test_entities_and_the_future_are_given_where_a_model_reads_them() -> None:
+    luke = model_of("LukeModel", "luke", num_hidden_layers=1, entity_vocab_size=11)
+    assert first(luke)["entity_ids"].below == 11 and "entity_position_ids" in first(luke)
+    series = model_of("AutoformerModel", "autoformer", prediction_length=6, context_length=12)
+    assert first(series)["future_values"].shape == (2, 6)
+    calls = accepted_calls(series)
+    assert calls is not None and "future_values" in calls[0].steps[0][1]
+
+
+def test_each_feature_of_audio_has_its_token_also_in_a_class_with_a_head() -> None:
+    """The method that counts them belongs to the model inside of it."""
+    settings = {"audio_config": {"num_hidden_layers": 1}, "audio_token_id": 9}
+    head = model_of("VoxtralForConditionalGeneration", "voxtral", **settings)
+    form = next(forms(head, 2, TOKENS))
+    leading = form["input_ids"].leading
+    assert set(leading) == {9} and len(leading) == 375  # of 3000 frames: by 2, and by 4
+    assert form["input_ids"].shape == (2, TOKENS + len(leading))
+
+
+def test_a_mask_can_be_of_truth_values() -> None:
+    assert whole_numbers(Spec((2, 1), 2, (1,), truth=True)).tolist() == [[True], [True]]
+    assert whole_numbers(ones(2, 1)).tolist() == [[1], [1]]
+
+
+def test_speech_can_take_the_place_of_text() -> None:
+    config = {"encoder_layers": 1, "speech_encoder_layers": 1, "decoder_layers": 1}
+    calls = accepted_calls(model_of("SeamlessM4TModel", "seamless_m4t", **config)) or []
+    speech = [call for call in calls if call.label == "input_features alone"]
+    assert speech and not any(call.required for call in speech)
+    assert all("input_ids" not in step for call in speech for _, step in call.steps)
+    assert all("decoder_input_ids" in step for call in speech for _, step in call.steps)
+
+
+def test_of_the_forms_of_one_optional_call_the_first_that_fits_is_traced() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.LayerNorm(5))
+
+    def call(label: str, *shape: int) -> Call:
+        return Call(label, (((torch.randn(shape),), {}),), required=False)
+
+    calls = [call("a", 3, 4), call("a", 3, 5), call("a", 2, 5), call("b", 1, 5)]
+    traces = analyze_calls(model, calls).problem.flow.traces
+    assert [trace.label for trace in traces] == ["a", "b"]
+
+
+def test_a_list_of_modules_may_have_gaps() -> None:
+    model = model_of("InformerModel", "informer", prediction_length=6, context_length=12)
+    assert None in list(model.encoder.conv_layers)
+    assert accepted_calls(model) is not None
+
+
+def test_a_text_part_that_names_the_input_of_the_whole_is_given_text() -> None:
+    part = model_of("Sam3LiteTextTextModel", "sam3_lite_text_text_model", num_hidden_layers=1)
+    assert part.main_input_name == "pixel_values" and first(part).keys() == {"input_ids"}
+
+
+def test_codes_come_in_a_row_for_each_book_under_one_mask() -> None:
+    config = CONFIG_MAPPING["musicgen"]().decoder
+    config.num_hidden_layers, config.num_codebooks = 1, 3
+    calls = accepted_calls(build(transformers.MusicgenForCausalLM, config))
+    assert calls is not None
+    given = calls[0].steps[0][1]
+    assert given["input_ids"].shape == (3 * BATCH, TOKENS)
+    assert given["attention_mask"].shape == (BATCH, TOKENS)
 
 
 def test_an_unknown_main_input_is_refused_by_name() -> None:

@@ -2,8 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import census
 import pytest
+from census_config import shrink
+from transformers import CONFIG_MAPPING
+
+
+def shrunken(model_type: str) -> Any:
+    config = CONFIG_MAPPING[model_type]()
+    shrink(config, 16, 224)
+    return config
+
+
+def test_parts_of_a_shrunken_config_fit_each_other() -> None:
+    """By default this vision tower writes 3584 features, and this text model reads 4096."""
+    config = shrunken("qwen3_vl")
+    vision, text = config.vision_config, config.text_config
+    assert vision.out_hidden_size == text.hidden_size
+    assert vision.hidden_size % (4 * vision.num_heads) == 0
+    assert list(vision.deepstack_visual_indexes) == [0, 1, 2] and vision.depth > 3
+    assert 2 * sum(text.rope_parameters["mrope_section"]) == text.head_dim
+
+
+def test_layers_that_are_read_by_number_exist() -> None:
+    config = shrunken("vipllava")
+    depth = config.vision_config.num_hidden_layers
+    layers = config.vision_feature_layers
+    assert len(layers) == 5 and all(-depth <= layer <= depth for layer in layers)
+    assert list(shrunken("swin").depths) == [2, 2, 2, 2] and list(shrunken("cvt").depth) == [
+        1,
+        2,
+        3,
+    ]
+    assert 0 <= shrunken("mllama").text_config.cross_attention_layers[0] < 2
+
+
+def test_heads_are_fewer_only_where_they_no_longer_divide_the_features() -> None:
+    assert shrunken("idefics3").vision_config.num_attention_heads == 2  # of 16, for 72 features
+    assert shrunken("bert").num_attention_heads == 12  # of 48 features
+
+
+def test_a_smaller_image_is_a_power_of_two_of_patches() -> None:
+    vision, pair = shrunken("mllama").vision_config, shrunken("sam2").vision_config.backbone_config
+    assert (vision.patch_size, vision.image_size) == (14, 112)
+    assert list(pair.image_size) == [128, 128]
+    assert shrunken("vit").image_size == 224
 
 
 @pytest.mark.slow

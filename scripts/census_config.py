@@ -1,0 +1,252 @@
+"""The config of a census: that of a model type, shrunken until its model is small.
+
+The default configs are of the size of a published model, and where a model is put together from
+parts, the defaults of two parts can disagree. What is changed here keeps a model one that its
+authors could have trained: heads divide the features, one part reads what another one writes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+LAYERS = re.compile(
+    r"(?<!extract_)layers?$|^depths?$|num_blocks|_depth$|num_.*(?<!extract)_layers|n_layers?"
+    r"|attends_per_block"
+)
+WIDTHS = re.compile(
+    r"hidden|embed|dim|width|channels|inner|ffn|intermediate|d_model|d_ff|d_kv|n_embd|rank|proj|size"
+    r"|channel_list|d_latents"
+)
+FIXED = re.compile(
+    r"vocab|image|patch|kernel|window|position|num_channels|batch|pad|group|type|stride|tile|crop"
+    r"|max_|token|dilation|pool_size|_id|scale|spec|bins|input_size|in_channels|n_mels|(?<!down)sample"
+)
+WIDTH = ("hidden_size", "d_model", "embed_dim", "hidden_dim")
+HEADS_OF = (
+    "num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
+    "attention_heads",
+)  # fmt: skip
+INDICES = re.compile(r"((?<!out_)indices|indexes|feature_layers?|cross_attention_layers)$")
+DEPTHS = ("depth", "num_hidden_layers", "encoder_layers")
+TEXT_IDS = re.compile(r"_token_id$|_token_index$")
+VOCABULARY = 131
+SIDE = 128
+"""Of images that are made smaller: where it is a power of two, patches can be put together."""
+GIVEN = {
+    "vocab_size": VOCABULARY, "image_token_id": 70, "image_token_index": 70, "pad_token_id": 1,
+    "video_token_id": 71, "video_token_index": 71, "audio_token_id": 72, "audio_token_index": 72,
+    "prediction_length": 6, "context_length": 12, "mlp_layer_types": ["dense", "sparse"],
+    "default_language": "en_XX", "vocabulary_map": {"<image>": 70} | {
+        "IMGIMG" + "".join(chr(ord("A") + int(digit)) for digit in str(code)) + "Z": code % 64
+        for code in range(8192)  # of an image, spelled as Chameleon's vocabulary does
+    },
+}  # fmt: skip
+"""What a config leaves open, and the model needs."""
+ABSENT = {"rope_theta": {"rope_theta": 10000.0, "clip_qkv": 8.0}}
+"""What some default configs have no attribute for, although their models read it, and more that
+those do not say."""
+CORRECTED = {
+    "mm_tokens_per_image": 4, "num_cross_attention_heads": 1,
+    "projector_patch_to_query_dict": {n * n: n for n in range(65)},
+}  # fmt: skip
+"""What the default config says otherwise than its own default image asks for."""
+
+
+def shrink(config: Any, factor: int, side: int | None = None) -> None:
+    """Fewer layers, narrower by one factor throughout, a small vocabulary, in every sub-config.
+
+    Images larger than ``side`` get ``SIDE`` pixels or a few less, a power of two of patches.
+    """
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict"):
+            shrink(value, factor, side)
+        elif name == "image_size" and side is not None and _larger(value, side):
+            patch = getattr(config, "patch_size", 1)
+            patch = patch if isinstance(patch, int) and 0 < patch <= SIDE else 1
+            smaller = patch * 2 ** int(math.log2(SIDE // patch))
+            config.image_size = smaller if isinstance(value, int) else [smaller] * len(value)
+        elif isinstance(value, dict) and (sections := value.get("mrope_section")):
+            if all(section % factor == 0 for section in sections):
+                value["mrope_section"] = [section // factor for section in sections]
+        elif isinstance(value, bool) or name.startswith("_"):
+            continue
+        elif name in GIVEN and value is None or name in CORRECTED:
+            setattr(config, name, GIVEN.get(name, CORRECTED.get(name)))
+        elif isinstance(value, (int, list, tuple)) and (new := _smaller(name, value, factor)):
+            try:
+                setattr(config, name, new)
+            except (AttributeError, TypeError, ValueError):
+                continue
+    kinds = vars(config).get("layer_types")
+    if isinstance(kinds, (list, tuple)) and kinds and isinstance(kinds[0], str):
+        depth = max(2, *(1 + list(kinds).index(kind) for kind in kinds))
+        config.layer_types, config.num_hidden_layers = list(kinds[:depth]), depth
+    _link(config)
+    _divide(config)
+    _choose(config)
+    _turn(config)
+    heads = getattr(config, "num_attention_heads", None)
+    if heads and vars(config).get("num_key_value_heads", heads) is None:
+        config.num_key_value_heads = heads
+    if heads and vars(config).get("head_dim", heads) is None and hasattr(config, "hidden_size"):
+        config.head_dim = config.hidden_size // heads
+
+
+def _larger(image: Any, side: int) -> bool:
+    sides = image if isinstance(image, (list, tuple)) else [image]
+    return all(isinstance(length, int) and length > side for length in sides) and bool(sides)
+
+
+def _divide(config: Any) -> None:
+    """Fewer heads where the narrower features are no longer a multiple of them, each even."""
+    own = vars(config)
+    width = math.gcd(*(w for name in WIDTH if isinstance(w := own.get(name), int)))
+    for name in HEADS_OF:
+        heads = own.get(name)
+        if not isinstance(heads, int) or own.get("head_dim") or not width % (4 * max(heads, 1)):
+            continue
+        dividing = [n for n in range(1, heads + 1) if heads % n == 0]
+        for multiple in (4, 2, 1):
+            if fewer := [n for n in dividing if width % (multiple * n) == 0]:
+                setattr(config, name, fewer[-1])
+                break
+        shared = own.get("num_key_value_heads")
+        if name == "num_attention_heads" and isinstance(shared, int):
+            config.num_key_value_heads = math.gcd(shared, own[name])
+    for name in [name for name, value in own.items() if name.endswith("_groups") and value]:
+        if width and isinstance(own[name], int):
+            setattr(config, name, math.gcd(own[name], width))
+
+
+def _link(config: Any) -> None:
+    """A part reads what another one writes, also where the defaults of two parts disagree."""
+    parts = {name: part for name, part in vars(config).items() if hasattr(part, "to_dict")}
+    widths = {
+        name: next((w for n in WIDTH if isinstance(w := vars(part).get(n), int)), None)
+        for name, part in parts.items()
+    }
+    towers = ("encoder_config", "audio_config", "vision_config")
+    encoder = next((widths[name] for name in towers if widths.get(name)), None)
+    for name, part in parts.items():
+        own, read = vars(part), widths.get("text_config")
+        written = {"out_hidden_size", "output_dim", "projection_dim"} & own.keys()
+        if name == "vision_config" and {"embed_dim", "hidden_size"} <= own.keys():
+            written.add("hidden_size")
+        for output in written if read and name in towers else ():
+            setattr(part, output, read)
+        if encoder and name not in towers and "encoder_hidden_size" in vars(part):
+            part.encoder_hidden_size = encoder
+
+
+def _turn(config: Any) -> None:
+    """Text among images is turned by time, height and width, each by its section of a head."""
+    text = getattr(config, "text_config", None)
+    rope = getattr(text, "rope_parameters", None) if hasattr(config, "vision_config") else None
+    if not isinstance(rope, dict) or "rope_type" not in rope:
+        return
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    if sum(rope.get("mrope_section") or ()) != half:
+        rope["mrope_section"] = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+
+
+def _choose(config: Any) -> None:
+    """Every layer that a config names by its number is there, at its place in the order."""
+    own = vars(config)
+    parts = [part for part in own.values() if hasattr(part, "to_dict")]
+    depth = next((d for c in (config, *parts) for n in DEPTHS if (d := vars(c).get(n))), 0)
+    for name, value in list(own.items()):
+        if isinstance(value, int) and name.endswith("layer_id") and value >= depth > 0:
+            setattr(config, name, depth - 1)
+        numbers = isinstance(value, (list, tuple)) and all(isinstance(v, int) for v in value)
+        if not (numbers and value and depth and INDICES.search(name)):
+            continue
+        if all(-depth <= number < depth for number in value):
+            continue
+        depths = [n for n in DEPTHS if n in own]
+        if depths and min(value) >= 0:
+            order = sorted(set(value))
+            setattr(config, name, type(value)(order.index(number) for number in value))
+            setattr(config, depths[0], max(depth, len(order) + 1))
+        else:
+            setattr(config, name, type(value)(max(-depth, min(n, depth)) for n in value))
+
+
+def _smaller(name: str, value: Any, factor: int, layers: int = 2) -> Any:
+    if isinstance(value, (list, tuple)):
+        least = [i + 1 if name == "depth" else 2 for i in range(len(value))]  # CvT asks for more
+        parts = (
+            _smaller(name, part, factor, n) or part for n, part in zip(least, value, strict=True)
+        )
+        return type(value)(parts)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        return None
+    if name == "vocab_size" or name.endswith("_vocab_size") and value > VOCABULARY:
+        return min(value, VOCABULARY)
+    if TEXT_IDS.search(name) and value >= VOCABULARY:
+        return VOCABULARY - 1 - sum(name.encode()) % 64
+    if name in ("num_queries", "num_select"):
+        return min(value, 8)
+    if LAYERS.search(name):
+        return min(value, max(layers, 2))
+    if WIDTHS.search(name) and not FIXED.search(name) and value >= 4 * factor:
+        return value // factor if value % factor == 0 else None
+    return None
+
+
+def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
+    """A small config, its model without weights, and whether that accepts any inputs."""
+    import transformers
+
+    from enjoyln_cli.analysis import accepted_calls
+    from enjoyln_cli.classes import build, saved_shapes
+    from enjoyln_cli.detect import layer_norms
+    from enjoyln_cli.examples import main_inputs
+
+    failures: list[Exception] = []
+    absent: dict[type, dict[str, Any]] = {}
+    found: dict[bool, tuple[Any, Any, bool]] = {}
+    sizes = [(factor, side) for side in (224, 0, None) for factor in (16, 8, 4, 2, 1)]
+    for factor, side in sizes:
+        try:
+            config = _default(getattr(transformers, model_class), model_type, absent)
+            shrink(config, factor, side)
+            sketch = build(getattr(transformers, model_class), config)
+            saved_shapes(sketch)  # some sizes build, and cannot be stored
+        except Exception as error:  # a config can be wrong in as many ways as there are models
+            failures.append(error)
+            cause = error.__cause__
+            if isinstance(cause, AttributeError) and cause.name in ABSENT:
+                absent.setdefault(type(cause.obj), {}).update(ABSENT[cause.name])
+            continue
+        if sum(p.numel() for p in sketch.parameters()) > 2e8:
+            failures.append(MemoryError("the smallest config that builds is too large"))
+            continue
+        if not any(layer_norms(sketch)):
+            return config, sketch, True
+        wanted = next(iter(main_inputs(sketch, 1, 1)), {}).keys()
+        calls = accepted_calls(sketch)
+        if calls and wanted <= calls[0].steps[0][1].keys():
+            return config, sketch, True
+        found.setdefault(calls is not None, (config, sketch, calls is not None))
+    if not found:
+        raise failures[0]
+    return found.get(True) or found[False]
+
+
+def _default(model_class: Any, model_type: str, absent: Mapping[type, Mapping[str, Any]]) -> Any:
+    """The default config of a class, of the part that it is for, with what the default lacks."""
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[model_type]()
+    wanted = getattr(model_class, "config_class", None)
+    parts = [part for part in vars(config).values() if hasattr(part, "to_dict")]
+    if wanted and not isinstance(config, wanted):
+        config = next((part for part in parts if isinstance(part, wanted)), config)
+    for part in (config, *parts):
+        for name, value in absent.get(type(part), {}).items():
+            setattr(part, name, value)
+    return config
