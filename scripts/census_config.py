@@ -68,6 +68,8 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
             patch = patch if isinstance(patch, int) and 0 < patch <= SIDE else 1
             smaller = patch * 2 ** int(math.log2(SIDE // patch))
             config.image_size = smaller if isinstance(value, int) else [smaller] * len(value)
+            if "image_embedding_size" in vars(config):
+                config.image_embedding_size = smaller // patch
         elif isinstance(value, dict) and (sections := value.get("mrope_section")):
             if all(section % factor == 0 for section in sections):
                 value["mrope_section"] = [section // factor for section in sections]
@@ -139,6 +141,11 @@ def _link(config: Any) -> None:
             setattr(part, output, read)
         if encoder and name not in towers and "encoder_hidden_size" in vars(part):
             part.encoder_hidden_size = encoder
+    prompts, levels = parts.get("prompt_encoder_config"), "backbone_feature_sizes"
+    for part in parts.values() if prompts else ():
+        if levels in vars(part):  # each level has twice the grid of the next
+            grid, count = prompts.image_size // prompts.patch_size, len(getattr(part, levels))
+            setattr(part, levels, [[grid << level] * 2 for level in reversed(range(count))])
 
 
 def _turn(config: Any) -> None:
