@@ -34,7 +34,7 @@ from enjoyln_cli.paper import algorithm_1
 from enjoyln_cli.plan import Centring, Plan, Scale, Verdict, Writer
 from enjoyln_cli.returned import named_by, require_named, returning
 from enjoyln_cli.scales import find_scales
-from enjoyln_cli.trace import Naming, Trace, capture, check_call
+from enjoyln_cli.trace import Naming, Trace, accepts, capture
 from enjoyln_cli.weightless import without_weights
 from enjoyln_cli.why import Tree
 
@@ -198,13 +198,7 @@ def _likely_calls(model: nn.Module) -> list[Call]:
 
 def accepted_calls(model: nn.Module) -> list[Call] | None:
     """The calls in the first form that the model accepts; ``None`` if it accepts none."""
-    for calls in ways_to_call(model):
-        try:
-            check_call(model, calls[0])
-        except Exception:  # whatever a model raises at inputs of the wrong form
-            continue
-        return calls
-    return None
+    return next((calls for calls in ways_to_call(model) if accepts(model, calls[0])), None)
 
 
 def _captured(
@@ -218,17 +212,15 @@ def _captured(
     traces, given, traced = [], set(), set()
     accepted = inspect.signature(model.forward).parameters
     for call in calls:
-        if not call.required and call.label in traced:
+        if not call.required and (call.label in traced or not accepts(model, call)):
             continue
         try:
-            if not call.required:
-                check_call(model, call)  # sooner than a trace that fails
             traces.append(capture(model, call, naming, inner))
-            traced.add(call.label)
-        except Exception:  # what a model raises at an input that it does not take after all
+        except TraceFailed:
             if call.required:
                 raise
             continue
+        traced.add(call.label)
         for args, inputs in call.steps:
             named = {**dict(zip(accepted, args, strict=False)), **inputs}
             given |= {name for name, value in named.items() if value is not None}

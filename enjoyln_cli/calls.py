@@ -16,19 +16,17 @@ import torch
 from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.examples import (
+from enjoyln_cli.examples import accepted_by, main_inputs, spoken_inputs
+from enjoyln_cli.returned import tensors_in
+from enjoyln_cli.specs import (
     Inputs,
     Spec,
-    accepted_by,
     hidden_size,
     image_size,
-    main_inputs,
     ones,
     patch_size,
-    spoken_inputs,
     whole_numbers,
 )
-from enjoyln_cli.returned import tensors_in
 from enjoyln_cli.weightless import weightless, without_weights
 
 BATCH, TOKENS = 2, 7

@@ -1,48 +1,18 @@
 """The inputs that a transformers model takes, told from its ``forward`` and its config.
 
-Decides names, shapes and ranges. Whoever needs the tensors makes them, to trace a model or to
-compare two. What is not known from the config is tried in the order of likelihood, so
-``main_inputs`` gives alternatives.
+Decides which inputs go together in one call, the likeliest first. Whoever needs the tensors makes
+them, to trace a model or to compare two.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-import torch
-
 from enjoyln_cli.errors import UnsupportedModel
-
-SAMPLES = 3600
-"""Of raw audio: ten frames behind the usual strides of 320 samples."""
-FRAMES = 32
-"""Of audio features, where the config does not fix their number."""
-SIDE = 64
-"""Of an image, where the config does not fix it."""
-GRID = 4
-"""Patches to a side, where a model takes images as rows of patches."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One input: its shape, and what its elements are."""
-
-    shape: tuple[int, ...]
-    below: int | None = None
-    """Whole numbers from 0 up to, but not including, this one; ``None`` for real numbers."""
-    leading: tuple[int, ...] = ()
-    """What each row (last dimension) starts with, and nothing else is: sizes, image tokens."""
-    last: int | None = None
-    """What each row ends with, and nothing else is: the token that ends a text."""
-    truth: bool = False
-    """Given as true and false."""
-
-
-Inputs = dict[str, Spec]
+from enjoyln_cli.specs import MAKERS, Inputs, Spec, ones, vocabulary
 
 
 def accepted_by(model: Any) -> frozenset[str]:
@@ -60,7 +30,7 @@ def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     main = getattr(model, "main_input_name", "input_ids")
     mains, required = [main] if isinstance(main, str) else list(main), _required(model)
     read = [name for name in mains if name in accepted or not required]
-    if "input_ids" in accepted and accepted.isdisjoint(read) and _MAKERS.keys() & {*read}:
+    if "input_ids" in accepted and accepted.isdisjoint(read) and MAKERS.keys() & {*read}:
         read = ["input_ids"]  # of a part that names the main input of the whole
     needed = dict.fromkeys(read + required)
     others = [name for name in _PARTS if name not in needed and _has_part(model, name, accepted)]
@@ -90,20 +60,20 @@ def _required(model: Any) -> list[str]:
 def _forms(model: Any, name: str, rows: int, tokens: int) -> list[Inputs]:
     """The bundles of inputs that ``name`` can come in, of those that ``forward`` takes."""
     accepted = accepted_by(model)
-    if name not in _MAKERS and (kin := _kin(model, name)):
+    if name not in MAKERS and (kin := _kin(model, name)):
         return _forms_of_kin(name, *kin, accepted, rows, tokens)
-    if name in _COMPANIONS and name not in _MAKERS:
+    if name in _COMPANIONS and name not in MAKERS:
         return [{}]  # comes along in the bundle of another one
-    if name not in _MAKERS:
+    if name not in MAKERS:
         raise UnsupportedModel(
             f"{type(model).__name__} takes {name}, which cannot be made up. "
             "Pass example inputs to analyze() in Python"
         )
-    made = list(_MAKERS[name](model.config, rows, tokens))
+    made = list(MAKERS[name](model.config, rows, tokens))
     found = [form for form in made if form.keys() <= accepted]
     if name not in accepted:  # a forward that hands on what it is given
         found = [form for form in made if form.keys() == {name}]
-    required = {n for n in _required(model) if n in _COMPANIONS and n not in _MAKERS}
+    required = {n for n in _required(model) if n in _COMPANIONS and n not in MAKERS}
     with_all = [form for form in found if required <= form.keys()]
     return with_all if any(required & form.keys() for form in found) else found
 
@@ -125,7 +95,7 @@ def _kin(model: Any, name: str) -> tuple[str, Any] | None:
 def _forms_of_kin(
     name: str, known: str, part: Any, accepted: frozenset[str], rows: int, tokens: int
 ) -> list[Inputs]:
-    forms = [form[known] for form in _MAKERS[known](part, rows, tokens) if form.keys() == {known}]
+    forms = [form[known] for form in MAKERS[known](part, rows, tokens) if form.keys() == {known}]
     mask = name.replace("input_ids", "attention_mask")
     masked = {mask: ones(rows, tokens)} if mask != name and mask in accepted else {}
     return [{name: form, **masked} for form in forms]
@@ -153,290 +123,3 @@ _COMPANIONS = frozenset({
     "past_observed_mask", "target_sizes", "image_merge_sizes", "future_time_features",
     "entity_position_ids",
 })  # fmt: skip
-
-
-def vocabulary(config: Any) -> int:
-    """Number of token ids."""
-    return int(getattr(config.get_text_config(), "vocab_size", 0) or 2)
-
-
-def hidden_size(config: Any) -> int:
-    """Features of a token."""
-    text = config.get_text_config()
-    return int(getattr(text, "hidden_size", 0) or getattr(text, "d_model", 0) or 1)
-
-
-def whole_numbers(spec: Spec, generator: torch.Generator | None = None) -> torch.Tensor:
-    """An int64 (or bool) tensor as ``spec`` describes it, seeded by ``generator``."""
-    generator = generator or torch.Generator().manual_seed(0)
-    below = spec.below or 2
-    drawn = torch.randint(0, below, spec.shape, generator=generator)
-    placed = {*spec.leading, spec.last} - {None}
-    if free := [value for value in range(min(below, len(placed) + 1)) if value not in placed]:
-        for value in placed:
-            drawn[drawn == value] = free[0]
-    if spec.last is not None:
-        drawn[..., -1] = spec.last
-    if spec.leading:
-        drawn[..., : len(spec.leading)] = torch.tensor(spec.leading)
-    return drawn.bool() if spec.truth else drawn
-
-
-def ones(*shape: int) -> Spec:
-    """A mask that hides nothing."""
-    return Spec(shape, 2, (1,) * shape[-1])
-
-
-def _ids(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    end = getattr(config, "eos_token_id", None)
-    # Classifiers with two stacks read the one place where a row ends.
-    last = end if isinstance(end, int) and getattr(config, "is_encoder_decoder", False) else None
-    ids: Inputs = {"input_ids": Spec((rows, tokens), vocabulary(config), last=last)}
-    if entities := int(getattr(config, "entity_vocab_size", 0) or 0):
-        places = Spec((rows, GRID, 3), tokens)
-        yield {**ids, "entity_ids": Spec((rows, GRID), entities), "entity_position_ids": places}
-    yield {**ids, "bbox": Spec((rows, tokens, 4), 1)}  # every token at the page's corner
-    yield {**ids, "bbox": Spec((rows, tokens, 8))}
-    yield {
-        **ids,
-        "visual_feats": Spec((rows, GRID, int(getattr(config, "visual_feat_dim", 1) or 1))),
-        "visual_pos": Spec((rows, GRID, 4)),
-    }
-    yield ids
-    if books := int(getattr(config, "num_codebooks", 0) or 0):  # a row for each of them
-        codes = Spec((rows * books, tokens), vocabulary(config))
-        yield {"input_ids": codes, "attention_mask": ones(rows, tokens)}
-
-
-def image_size(config: Any) -> tuple[int, int]:
-    """Height and width of the images that a model was made for."""
-    for part in _vision(config):
-        side = getattr(part, "image_size", None) or getattr(part, "max_img_size", None)
-        if side or (hasattr(part, "patch_size") and (side := getattr(part, "input_size", None))):
-            return pair(side)
-    return pair(SIDE)
-
-
-def patch_size(config: Any) -> tuple[int, int]:
-    """Height and width of a patch; 1 where a model has none."""
-    return pair(next((c.patch_size for c in _vision(config) if getattr(c, "patch_size", None)), 1))
-
-
-def _vision(config: Any) -> list[Any]:
-    """The config and those of its parts that may say something about images, nearest first."""
-    names = (
-        "vision_config", "image_config", "backbone_config", "encoder_config", "vq_config",
-        "vit_config", "encoder",
-    )  # fmt: skip
-    parts = [part for name in names if hasattr(part := getattr(config, name, None), "to_dict")]
-    return [config, *_with_parts(parts)]
-
-
-def _with_parts(configs: list[Any]) -> list[Any]:
-    """These and the configs that they hold."""
-    inner = (value for config in configs for value in vars(config).values())
-    return [*configs, *(value for value in inner if hasattr(value, "to_dict"))]
-
-
-def pair(value: int | Sequence[int]) -> tuple[int, int]:
-    """One number for both sides, or one each."""
-    if isinstance(value, int):
-        return value, value
-    return (int(value[0]), int(value[0])) if len(value) == 1 else (int(value[-2]), int(value[-1]))
-
-
-def _number(config: Any, *names: str, default: int) -> int:
-    """The first of the attributes that some vision config has as a number."""
-    found = (getattr(c, name, None) for c in _vision(config) for name in names)
-    return next((value for value in found if isinstance(value, int) and value), default)
-
-
-def _pixels(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
-    height, width = image_size(config)
-    image = (channels, height, width)
-    sizes = Spec((rows, 2), height + 1, (height, width))
-    yield {"pixel_values": Spec((rows, *image)), "image_sizes": sizes}
-    yield {"pixel_values": Spec((rows, *image))}
-    if frames := _number(config, "num_frames", default=0):
-        yield {"pixel_values": Spec((rows, frames, *image))}
-    yield from _patches(config, rows, channels)
-    tile = Spec((rows, 1, *image))
-    yield {"pixel_values": tile, "pixel_attention_mask": ones(rows, 1, *image[1:])}
-    yield {"pixel_values": tile, "pixel_attention_mask": replace(ones(rows, 1), truth=True)}
-    tiles = _number(config, "max_num_tiles", default=1)
-    yield {
-        "pixel_values": Spec((rows, 1, tiles, *image)),
-        "aspect_ratio_ids": Spec((rows, 1), 2, (1,)),
-        "aspect_ratio_mask": ones(rows, 1, tiles),
-        "cross_attention_mask": ones(rows, tokens, 1, tiles),
-    }
-    for crops in (2, 3, 5):
-        yield {"pixel_values": Spec((rows, crops, *image)), "image_sizes": sizes}
-    yield {"pixel_values": Spec((rows, 1, *image)), "image_attention_mask": ones(rows, tokens, 1)}
-    yield {"pixel_values": Spec((rows, 2, *image))}
-
-
-def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
-    """Images as rows of patches, of ``GRID x GRID`` patches each."""
-    side = patch_size(config)[0]
-    frames = _number(config, "temporal_patch_size", "patch_temporal", default=1)
-    count, width = rows * GRID * GRID, channels * side * side
-    grid = Spec((rows, 3), GRID + 1, (1, GRID, GRID))
-    merge = _number(config, "spatial_merge_size", default=2)
-    for shape in (
-        (count, width * frames), (count, channels, side, side), (1, count, width * frames),
-        (count, channels, frames, side, side),
-    ):  # fmt: skip
-        for name in ("grid_thw", "image_grid_thw"):
-            merges = Spec((rows,), merge + 1, (merge,) * rows)
-            for sizes in ("merge_sizes", "image_merge_sizes"):
-                yield {"pixel_values": Spec(shape), name: grid, sizes: merges}
-            yield {"pixel_values": Spec(shape), name: grid}
-    for name in ("spatial_shapes", "image_grid_hw", "image_position_ids"):
-        yield {
-            "pixel_values": Spec((rows, GRID * GRID, width)),
-            "pixel_attention_mask": ones(rows, GRID * GRID),
-            name: Spec((rows, 2), GRID + 1, (GRID, GRID)),
-        }
-    yield {  # one row of all patches of all images
-        "pixel_values": Spec((1, channels, side, count * side)),
-        "target_sizes": Spec((rows, 2), GRID + 1, (GRID, GRID)),
-    }
-
-
-def _states(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Of a vision tower that takes its patches by this name."""
-    channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
-    for form in _patches(config, rows, channels):
-        yield {"hidden_states" if name == "pixel_values" else name: s for name, s in form.items()}
-    yield {"hidden_states": Spec((rows, tokens, hidden_size(config)))}
-
-
-def _videos(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
-    frames = _number(config, "num_frames", "frames_per_clip", default=4)
-    yield {"pixel_values_videos": Spec((rows, frames, channels, *image_size(config)))}
-
-
-def _features(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Channels before frames where the encoder's table fixes their number, else after."""
-    for shape, frames in dict.fromkeys(_feature_shapes(config, rows)):
-        for mask in ("input_features_mask", "feature_attention_mask"):
-            yield {"input_features": Spec(shape), mask: ones(rows, frames)}
-        yield {"input_features": Spec(shape)}
-
-
-def _feature_shapes(config: Any, rows: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    parts = ("audio_config", "encoder_config", "audio_encoder_config", "decoder_config")
-    named = [part for n in parts if hasattr(part := getattr(config, n, None), "to_dict")]
-    owners = _with_parts(_with_parts([config, *named]))
-    for owner in owners:
-        bins, places = (
-            getattr(owner, name, None) for name in ("num_mel_bins", "max_source_positions")
-        )
-        if bins and places:
-            yield (rows, int(bins), 2 * int(places)), 2 * int(places)
-        window = getattr(owner, "n_window", None)
-        if isinstance(bins, int) and isinstance(window, int):
-            yield (rows, bins, 2 * window), 2 * window
-    widths = (
-        "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim",
-        "input_feat_size", "input_size", "n_mels", "feature_size",
-    )  # fmt: skip
-    for owner in owners:
-        for width in (getattr(owner, name, None) for name in widths):
-            if isinstance(width, int):
-                yield (rows, FRAMES, width), FRAMES
-                yield (rows, width, FRAMES), FRAMES
-                yield (rows, 1, FRAMES, width), FRAMES
-                yield (rows, 1, int(getattr(owner, "spec_size", FRAMES)), width), FRAMES
-
-
-def _samples(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    bins, length = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
-    if isinstance(bins, int) and isinstance(length, int):
-        yield {"input_values": Spec((rows, length, bins))}
-    yield {"input_values": Spec((rows, SAMPLES))}
-    yield {"input_values": Spec((rows, 1, SAMPLES))}
-    features = Spec((rows, tokens, hidden_size(config)))
-    yield {"input_values": features, "decoder_input_values": features}
-    yield {"input_values": features}
-
-
-def _past_values(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Time series; a window reaches back by the longest lag."""
-    lags = getattr(config, "lags_sequence", None) or [0]
-    length = int(getattr(config, "context_length", None) or tokens) + max(lags)
-    channels = int(getattr(config, "num_input_channels", 0) or 0)
-    shape = (rows, length, channels) if channels else (rows, length)
-    times = int(getattr(config, "num_time_features", 0) or 0)
-    ahead = int(getattr(config, "prediction_length", None) or tokens)
-    past = {
-        "past_values": Spec(shape),
-        "past_time_features": Spec((rows, length, times)),
-        "past_observed_mask": ones(*shape),
-    }
-    yield {
-        **past,
-        "future_values": Spec((rows, ahead, *shape[2:])),
-        "future_time_features": Spec((rows, ahead, times)),
-    }
-    yield past
-    yield {"past_values": Spec(shape)}
-
-
-def _trajectory(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    widths = {"states": "state_dim", "actions": "act_dim"}
-    given = {
-        n: Spec((rows, tokens, getattr(config, w))) for n, w in widths.items() if hasattr(config, w)
-    }
-    ones_wide = {name: Spec((rows, tokens, 1)) for name in ("rewards", "returns_to_go")}
-    yield {**given, **ones_wide, "timesteps": Spec((rows, tokens), 2)}
-
-
-def _hidden(name: str) -> Callable[..., Iterator[Inputs]]:
-    def maker(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-        yield {name: Spec((rows, tokens, hidden_size(config)))}
-
-    return maker
-
-
-def _inputs(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Of a model that hands on what it is given: images by their own name, ids, audio, features."""
-    yield from _pixels(config, rows, tokens)
-    yield {"inputs": Spec((rows, tokens), vocabulary(config))}
-    yield {"inputs": Spec((rows, SAMPLES))}
-    yield {"inputs": Spec((rows, tokens, hidden_size(config)))}
-
-
-def _queries(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    width = int(getattr(config, "encoder_hidden_size", 0) or hidden_size(config))
-    queries = Spec((rows, tokens, hidden_size(config)))
-    yield {"query_embeds": queries, "encoder_hidden_states": Spec((rows, GRID, width))}
-
-
-def _text_of(name: str, part: str) -> Callable[..., Iterator[Inputs]]:
-    def maker(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-        length = int(getattr(config, "task_seq_len", tokens))
-        yield {name: Spec((rows, length), vocabulary(getattr(config, part, config)))}
-
-    return maker
-
-
-_MAKERS: dict[str, Callable[..., Iterator[Inputs]]] = {
-    "input_ids": _ids,
-    "pixel_values": _pixels,
-    "pixel_values_videos": _videos,
-    "input_features": _features,
-    "input_values": _samples,
-    "hidden_states": _states,
-    "past_values": _past_values,
-    "states": _trajectory,
-    "inputs_embeds": _hidden("inputs_embeds"),
-    "query_embeds": _queries,
-    "inputs": _inputs,
-    "qformer_input_ids": _text_of("qformer_input_ids", "qformer_config"),
-    "task_inputs": _text_of("task_inputs", "text_config"),
-}
-"""For each input that can be made up, the bundles that it comes in, with what belongs to it."""

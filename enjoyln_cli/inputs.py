@@ -18,8 +18,9 @@ from torch import nn
 
 from enjoyln_cli.calls import dtype_of, forms, main_call
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.examples import Inputs, Spec, accepted_by, patch_size, whole_numbers
-from enjoyln_cli.trace import check_call
+from enjoyln_cli.examples import accepted_by
+from enjoyln_cli.specs import Inputs, Spec, patch_size, whole_numbers
+from enjoyln_cli.trace import accepts
 from enjoyln_cli.weightless import without_weights
 
 Batch = dict[str, torch.Tensor]
@@ -54,11 +55,8 @@ def _accepted_form(model: Any, bare: nn.Module) -> int:
     if len(found) == 1:
         return 0
     for position, form in enumerate(found):
-        try:
-            check_call(bare, main_call(bare, form))
-        except Exception:  # whatever a model raises at an input of the wrong form
-            continue
-        return position
+        if accepts(bare, main_call(bare, form)):
+            return position
     errors: list[Exception] = []
     dtype = dtype_of(model)
     for position, form in enumerate(found):

@@ -188,11 +188,15 @@ def _normalises_unknown_shapes(graph: Graph) -> bool:
     return any(shape_of(node) is None for node in called)
 
 
-def check_call(model: nn.Module, call: Call) -> None:
-    """Run one call without weights; raises whatever the model raises at inputs of a wrong form."""
+def accepts(model: nn.Module, call: Call) -> bool:
+    """Whether the model takes inputs of this form, tried without weights."""
     bare = without_weights(model)
-    with _ready(bare), weightless():
-        Steps(bare, call.flags, None)(*on_cpu(call.steps))
+    try:
+        with _ready(bare), weightless():
+            Steps(bare, call.flags, None)(*on_cpu(call.steps))
+    except Exception:  # whatever a model raises at inputs of a wrong form
+        return False
+    return True
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from enjoyln_cli.analysis import accepted_calls, analyze_calls, analyze_config
 from enjoyln_cli.calls import BATCH, TOKENS, Call, forms, optional_inputs, ways_to_call
 from enjoyln_cli.classes import build
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.examples import Spec, main_inputs, ones, whole_numbers
+from enjoyln_cli.examples import main_inputs
+from enjoyln_cli.specs import Spec, ones, whole_numbers
 
 
 def model_of(model_class: str, model_type: str, **settings: Any) -> Any:

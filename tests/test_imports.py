@@ -32,7 +32,7 @@ LAYERS = (
     ("trace", "rules", "products", "probe"),
     ("calls",),
     ("plan", "nodes", "examples", "weightless", "writes"),
-    ("returned",),
+    ("returned", "specs"),
     ("checkpoint",),
     ("config", "files", "shards", "output"),
     ("pipeline",),
