@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python scripts/bench_kernels.py --out kernels.json
 
 For every dtype, number of rows and width, in one process and turn by turn: ``F.layer_norm``,
-``F.rms_norm`` with a bias, and the kernel; an addition and ``F.layer_norm``, and the fused kernel in
-place. All take float tensors of zero mean, weight and bias. A ratio is the first divided by the
+``F.rms_norm`` with a bias, and the kernel; an addition and ``F.layer_norm``, and the fused kernel
+in place. All take float tensors of zero mean, weight and bias. A ratio is the first divided by the
 kernel's time, so that more is better. Compiled by Inductor as well with ``--compiled``.
 """
 
@@ -115,9 +115,7 @@ def ratios(us: dict[str, float]) -> dict[str, float]:
     return {
         "rms_over_layer_norm": round(us["layer_norm"] / us["rms_norm"], 3),
         "add_rms_over_add_layer_norm": round(us["add_layer_norm"] / us["add_rms_norm_"], 3),
-        "add_layer_over_add_layer_norm": round(
-            us["add_layer_norm"] / us["own_add_layer_norm_"], 3
-        ),
+        "add_layer_over_add_layer_norm": round(us["add_layer_norm"] / us["own_add_layer_norm_"], 3),
     }
 
 
@@ -144,7 +142,9 @@ def one_token(seconds: float) -> dict[str, Any]:
     stock = nn.LayerNorm(768).eval()
     folded = install(nn.LayerNorm(768).eval(), [""], [])
     x = torch.randn(1, 768)
-    us = timed({"nn.LayerNorm": lambda: stock(x), "folded": lambda: folded(x)}, seconds, lambda: None)
+    us = timed(
+        {"nn.LayerNorm": lambda: stock(x), "folded": lambda: folded(x)}, seconds, lambda: None
+    )
     return {"us": us, "folded_over_stock": round(us["folded"] / us["nn.LayerNorm"], 3)}
 
 
@@ -154,7 +154,9 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="file for the JSON; $OUT/bench_kernels.json if set")
+    parser.add_argument(
+        "--out", type=Path, help="file for the JSON; $OUT/bench_kernels.json if set"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rows", type=numbers, default=ROWS)
@@ -181,7 +183,9 @@ def main() -> None:
         for name in args.dtypes.split(","):
             shapes = measure(args, getattr(torch, name))
             result["dtypes"][name] = {"summary": summary(shapes), "shapes": shapes}
-    out = args.out or (Path(os.environ["OUT"], "bench_kernels.json") if "OUT" in os.environ else None)
+    out = args.out or (
+        Path(os.environ["OUT"], "bench_kernels.json") if "OUT" in os.environ else None
+    )
     if out:
         out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({"one_token": result.get("one_token")}))

@@ -2,9 +2,10 @@
 
 A library's name carries the digest of its sources, flags and machine, so a stale one is never
 taken. It is looked for beside this file (a wheel may bring it), then in the user's cache, and is
-compiled into the cache otherwise: into a temporary directory, and renamed when it is complete, under
-a lock so that processes which start together compile once. Neither torch's headers nor Python's are
-needed, only a C++ compiler (for ``cuda`` nvcc), and the result serves every version of both.
+compiled into the cache otherwise: into a temporary directory, and renamed when it is complete,
+under a lock so that processes which start together compile once. Neither torch's headers nor
+Python's are needed, only a C++ compiler (for ``cuda`` nvcc), and the result serves every version of
+both.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ X86 = {
 }
 """Instruction sets of a processor and the compiler's flags for each."""
 
-COMMON = "-std=c++17 -O2 -fPIC -w -fvisibility=hidden -ffp-contract=fast -fno-math-errno".split()
+COMMON = ["-std=c++17", "-O2", "-fPIC", "-w", "-fvisibility=hidden"]
+COMMON += ["-ffp-contract=fast", "-fno-math-errno"]
 LINK = ["-shared", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
 
 ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
@@ -76,7 +78,15 @@ def cuda(architectures: tuple[str, ...] = ARCHITECTURES) -> Target:
     """The CUDA kernels; on first use for the architectures of the devices at hand."""
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     ptx = f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}"
-    flags = ("-std=c++17", "-O3", "-w", "-Xcompiler=-fPIC,-fvisibility=hidden", *codes, ptx)
+    flags = (
+        "-std=c++17",
+        "-O3",
+        "-w",
+        "--threads=0",
+        "-Xcompiler=-fPIC,-fvisibility=hidden",
+        *codes,
+        ptx,
+    )
     return Target("cuda", (("cuda.cu", *flags),), ("-shared", "-cudart=static"))
 
 

@@ -1,8 +1,8 @@
 """Where another way than the kernel was measured to be faster: the table that tuning writes.
 
 ``dispatch.json`` holds, for each device, what ``scripts/tune_kernels.py`` measured there: from how
-many elements threads pay, and the ranges of rows and widths where ``F.layer_norm`` (or ``F.rms_norm``
-and a bias) beat the kernel. A device that is not in the table has no such ranges.
+many elements threads pay, and the ranges of rows and widths where ``F.layer_norm`` (or
+``F.rms_norm`` and a bias) beat the kernel. A device that is not in the table has no such ranges.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ entry: Any = Unloaded()
 """``rms_norm`` and the others with guards, and ``run(name, ...)`` without; see ``entry.cpp``."""
 
 _known: dict[str, Status] = {}
+_slower: dict[str, tuple[dispatch.Place, ...]] = {}
 _lock = threading.RLock()
 
 
@@ -214,11 +215,22 @@ def _load_cuda(retry: bool) -> Status:
 
 
 def _decline(device: str, table: dispatch.Table) -> None:
+    _slower[device] = table.declined
     for place in table.declined:
         dtype = dispatch.DTYPES.index(place.dtype)
         _library().enjoyln_decline(
             DEVICES[device], dtype, *(ctypes.c_int64(n) for n in (*place.rows, *place.widths))
         )
+
+
+def faster(x: Tensor) -> str | None:
+    """What was measured to be faster than the kernel for a tensor like this one, if anything."""
+    width = x.shape[-1]
+    rows, dtype = x.numel() // max(width, 1), str(x.dtype).removeprefix("torch.")
+    for place in _slower.get(x.device.type, ()):
+        if place.covers(dtype, rows, width):
+            return place.faster
+    return None
 
 
 def use(isa: str) -> bool:

@@ -9,8 +9,8 @@ For ``norm`` one of ``rms_norm`` and ``layer_norm`` there are four functions and
 
 The sum is rounded to its dtype before it is normalised, as in two separate steps. A function takes
 the native kernel (``native``) in plain eager calls, the operator where a gradient is wanted or
-autocast is on, and the formula everywhere else: in a compiled graph, where Inductor fuses it, in an
-export, for subclasses and under transforms. Without a native kernel for the device it computes
+autocast is on, and the formula in a compiled graph, where Inductor fuses it, in an export and for
+subclasses. Where the kernel declines, or there is none for the device, it computes
 ``F.layer_norm``, which is the same for the zero-mean rows that a folded norm sees.
 """
 
@@ -99,7 +99,7 @@ def add_rms_norm_(
         y = native.entry.add_rms_norm_(x, residual, weight, bias, eps)
         if y is not NotImplemented:
             return y
-    return _norm("rms_norm", residual.add_(x), weight, bias, eps)
+    return rms_norm(residual.add_(x), weight, bias, eps)
 
 
 def add_layer_norm_(
@@ -110,7 +110,7 @@ def add_layer_norm_(
         y = native.entry.add_layer_norm_(x, residual, weight, bias, eps)
         if y is not NotImplemented:
             return y
-    return _norm("layer_norm", residual.add_(x), weight, bias, eps)
+    return layer_norm(residual.add_(x), weight, bias, eps)
 
 
 def sum_rms_norm(
@@ -121,7 +121,7 @@ def sum_rms_norm(
         y = native.entry.sum_rms_norm(x, residual, weight, bias, eps)
         if y is not NotImplemented:
             return y
-    return _norm("rms_norm", x + residual, weight, bias, eps)
+    return rms_norm(x + residual, weight, bias, eps)
 
 
 def sum_layer_norm(
@@ -132,17 +132,19 @@ def sum_layer_norm(
         y = native.entry.sum_layer_norm(x, residual, weight, bias, eps)
         if y is not NotImplemented:
             return y
-    return _norm("layer_norm", x + residual, weight, bias, eps)
+    return layer_norm(x + residual, weight, bias, eps)
 
 
 def _norm(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """The other ways, in the order that the module's docstring gives."""
-    if not is_compiling() and _affine(x, weight, bias):
-        if not native.has(x.device.type):
-            return formula.layer_norm(x, weight, bias, eps)
-        if _plain(x, weight, bias):
-            return _operator(norm)(x, weight, bias, eps)
-    return FORWARD[norm](x, weight, bias, eps)
+    if is_compiling() or not _plain(x, weight, bias):
+        return FORWARD[norm](x, weight, bias, eps)
+    if native.has(x.device.type) and (_differentiated(x, weight, bias) or _autocast(x)):
+        return _operator(norm)(x, weight, bias, eps)
+    if native.faster(x) == "rms_norm" and norm == "rms_norm":
+        y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+        return y if bias is None else y + bias
+    return formula.layer_norm(x, weight, bias, eps)
 
 
 def _add_norm(
@@ -154,22 +156,30 @@ def _add_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return _norm(norm, total, weight, bias, eps), total
+    return PUBLIC[norm](total, weight, bias, eps), total
 
 
-def _affine(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether the parameters are what ``F.layer_norm`` and the operators take."""
-    return all(p is None or p.shape == x.shape[-1:] for p in parameters)
+def _plain(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether these are ordinary tensors, and of the shapes that ``F.layer_norm`` takes."""
+    given = [p for p in parameters if p is not None]
+    kinds = all(type(t) in (Tensor, torch.nn.Parameter) for t in (x, *given))
+    fits = all(p.shape == x.shape[-1:] for p in given)
+    return kinds and fits and not torch.jit.is_tracing() and forward_ad._current_level < 0
 
 
-def _plain(*tensors: Tensor | None) -> bool:
-    """Whether an operator that torch cannot look into may stand here."""
-    kinds = all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
-    return kinds and not torch.jit.is_tracing() and forward_ad._current_level < 0
+def _differentiated(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _autocast(x: Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
 
 
 def _operator(name: str) -> Callable[..., Any]:
     return getattr(torch.ops.enjoyln, name).default  # type: ignore[no-any-return]
+
+
+PUBLIC: dict[str, Norm] = {"rms_norm": rms_norm, "layer_norm": layer_norm}
 
 
 def _define(norm: str) -> None:

@@ -41,13 +41,13 @@ template <class T, class P, int N, int KEPT>
 __global__ void __launch_bounds__(WARPS * 32) short_rows(Call c) {
   const int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
   if (row < c.rows)
-    norm_row<T, P, N, KEPT>(place<T, P>(c, row), c.d, c.eps, c.layer,
+    norm_row<T, P, N, KEPT>(place<T, P>(c, row), (int)c.d, c.eps, c.layer,
                             Warp{(int)threadIdx.x % 32, 32});
 }
 
 template <class T, class P, int N, int KEPT>
 __global__ void __launch_bounds__(THREADS) long_rows(Call c) {
-  norm_row<T, P, N, KEPT>(place<T, P>(c, blockIdx.x), c.d, c.eps, c.layer,
+  norm_row<T, P, N, KEPT>(place<T, P>(c, blockIdx.x), (int)c.d, c.eps, c.layer,
                           Block{(int)threadIdx.x, THREADS});
 }
 
@@ -86,7 +86,7 @@ extern "C" __attribute__((visibility("default"))) int enjoyln_launch(const Call*
   cudaStream_t stream = (cudaStream_t)on;
   // Parameters that are missing have any dtype; both have the same one.
   const Dtype given = c.w ? c.w_dtype : c.b ? c.b_dtype : c.dtype;
-  if ((c.w && c.b && c.w_dtype != c.b_dtype) || c.rows > 0x7fffffff) return 1;
+  if ((c.w && c.b && c.w_dtype != c.b_dtype) || c.rows > 0x7fffffff || c.d > 0x7fffffff) return 1;
   int before = device;
   if (cudaGetDevice(&before) != cudaSuccess) return 1;
   if (before != device && cudaSetDevice(device) != cudaSuccess) return 1;

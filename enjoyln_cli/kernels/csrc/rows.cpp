@@ -18,7 +18,8 @@
 
 namespace {
 
-const int BLOCK = 32, MANY = 4;  // vectors for each sum before a double, and rows at a time
+const int BLOCK = LANES > 8 ? 8 : 4;  // vectors for each float sum, before it goes into a double
+const int MANY = 4;                   // rows at a time
 
 template <class T> using Vec = typename Wide<T>::type;
 template <class T> using Scalar = typename Wide<T>::scalar;

@@ -13,14 +13,15 @@
 #include "call.h"
 
 #if defined(__CUDACC__)
-#include <cuda_fp16.h>
 #define BOTH_SIDES __host__ __device__ __forceinline__
 #define FAR __host__ __device__ __noinline__
 #define UNROLLED _Pragma("unroll")
+#define LOOP _Pragma("unroll 1")
 #else
 #define BOTH_SIDES inline
 #define FAR inline
 #define UNROLLED
+#define LOOP
 #endif
 
 struct Half { uint16_t bits; };
@@ -39,28 +40,33 @@ BOTH_SIDES float wide(Bfloat v) {
 BOTH_SIDES void narrow(float v, float& to) { to = v; }
 BOTH_SIDES void narrow(double v, double& to) { to = v; }
 BOTH_SIDES void narrow(double v, float& to) { to = (float)v; }
+#if defined(__CUDA_ARCH__)  // the processor's own conversions, to nearest even
+BOTH_SIDES void narrow(float v, Bfloat& to) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(v)); }
+BOTH_SIDES void narrow(float v, Half& to) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(v)); }
+BOTH_SIDES float wide(Half v) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v.bits));
+  return f;
+}
+#elif !defined(__CUDACC__)
 BOTH_SIDES void narrow(float v, Bfloat& to) {
   uint32_t bits;
   memcpy(&bits, &v, 4);
   to.bits = v == v ? (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16) : 0x7fc0;
 }
-#if defined(__CUDACC__)
-BOTH_SIDES float wide(Half v) {
-  __half_raw raw;
-  raw.x = v.bits;
-  return __half2float(__half(raw));
+BOTH_SIDES void narrow(float v, Half& to) {
+  _Float16 f = (_Float16)v;
+  memcpy(&to, &f, 2);
 }
-BOTH_SIDES void narrow(float v, Half& to) { to.bits = __half_raw(__float2half_rn(v)).x; }
-#else
 BOTH_SIDES float wide(Half v) {
   _Float16 f;
   memcpy(&f, &v, 2);
   return (float)f;
 }
-BOTH_SIDES void narrow(float v, Half& to) {
-  _Float16 f = (_Float16)v;
-  memcpy(&to, &f, 2);
-}
+#else  // the host's pass of nvcc only parses
+BOTH_SIDES void narrow(float, Bfloat&) {}
+BOTH_SIDES void narrow(float, Half&) {}
+BOTH_SIDES float wide(Half) { return 0; }
 #endif
 BOTH_SIDES void narrow(double v, Bfloat& to) { narrow((float)v, to); }
 BOTH_SIDES void narrow(double v, Half& to) { narrow((float)v, to); }
@@ -75,17 +81,17 @@ template <class T, class P> struct Place {  // of one row
 
 // A row whose sums do not fit, after its addition; doubles that do not fit are scaled.
 template <class T, class P, class Team>
-FAR void careful_row(Place<T, P> at, int64_t d, double eps, bool layer, Team team) {
+FAR void careful_row(Place<T, P> at, int d, double eps, bool layer, Team team) {
   const T* x = at.r ? at.s : at.x;
   double shrink = 1, mean = 0, sum = 0;
   team.wait();  // the sum was written in another order
   for (int attempt = 0; attempt < 2; attempt++) {
     mean = sum = 0;
     if (layer) {
-      for (int64_t i = team.rank; i < d; i += team.size) mean += wide(x[i]) * shrink / d;
+      LOOP for (int i = team.rank; i < d; i += team.size) mean += wide(x[i]) * shrink / d;
       mean = team.sum(mean);
     }
-    for (int64_t i = team.rank; i < d; i += team.size) {
+    LOOP for (int i = team.rank; i < d; i += team.size) {
       const double u = wide(x[i]) * shrink - mean;
       sum += u * u;
     }
@@ -96,7 +102,7 @@ FAR void careful_row(Place<T, P> at, int64_t d, double eps, bool layer, Team tea
   // NaN where the row has an Inf or a NaN
   const double scale = sum <= 1e300 ? 1 / sqrt(sum / d + eps * shrink * shrink) : (double)NAN;
   team.wait();  // y may be where the sum is
-  for (int64_t i = team.rank; i < d; i += team.size) {
+  LOOP for (int i = team.rank; i < d; i += team.size) {
     double u = (wide(x[i]) * shrink - mean) * scale;
     if (at.w) u *= wide(at.w[i]);
     if (at.b) u += wide(at.b[i]);
@@ -105,14 +111,14 @@ FAR void careful_row(Place<T, P> at, int64_t d, double eps, bool layer, Team tea
 }
 
 template <class T, class P, int N, int KEPT, class Team>
-BOTH_SIDES void norm_row(Place<T, P> at, int64_t d, double eps, bool layer, Team team) {
+BOTH_SIDES void norm_row(Place<T, P> at, int d, double eps, bool layer, Team team) {
   typedef typename Computed<T>::type S;
   typedef Pack<T, N> Packed;
-  const int64_t packs = d / N;
+  const int packs = d / N;
   S kept[KEPT ? KEPT * N : 1];
 
   // first and again: f(i, v) for every pack i of this thread with its values v, fetched at first.
-  auto fetch = [&](int64_t i, S* v) {
+  auto fetch = [&](int i, S* v) {
     Packed x = ((const Packed*)at.x)[i];
     if (at.r) {
       Packed r = ((const Packed*)at.r)[i];
@@ -124,14 +130,14 @@ BOTH_SIDES void norm_row(Place<T, P> at, int64_t d, double eps, bool layer, Team
   auto first = [&](auto f) {
     if (KEPT) {
       UNROLLED for (int k = 0; k < KEPT; k++) {
-        const int64_t i = team.rank + (int64_t)k * team.size;
+        const int i = team.rank + k * team.size;
         if (i < packs) {
           fetch(i, kept + k * N);
           f(i, kept + k * N);
         }
       }
     } else {
-      for (int64_t i = team.rank; i < packs; i += team.size) {
+      LOOP for (int i = team.rank; i < packs; i += team.size) {
         S v[N];
         fetch(i, v);
         f(i, v);
@@ -141,12 +147,12 @@ BOTH_SIDES void norm_row(Place<T, P> at, int64_t d, double eps, bool layer, Team
   auto again = [&](auto f) {
     if (KEPT) {
       UNROLLED for (int k = 0; k < KEPT; k++) {
-        const int64_t i = team.rank + (int64_t)k * team.size;
+        const int i = team.rank + k * team.size;
         if (i < packs) f(i, kept + k * N);
       }
     } else {
       const T* from = at.r ? at.s : at.x;
-      for (int64_t i = team.rank; i < packs; i += team.size) {
+      LOOP for (int i = team.rank; i < packs; i += team.size) {
         const Packed x = ((const Packed*)from)[i];
         S v[N];
         UNROLLED for (int j = 0; j < N; j++) v[j] = wide(x.v[j]);
@@ -156,14 +162,14 @@ BOTH_SIDES void norm_row(Place<T, P> at, int64_t d, double eps, bool layer, Team
   };
 
   S sum = 0, mean = 0;
-  first([&](int64_t, S* v) {
+  first([&](int, S* v) {
     UNROLLED for (int j = 0; j < N; j++) sum += layer ? v[j] : v[j] * v[j];
   });
   sum = team.sum(sum);
   if (layer) {
     mean = sum / d;
     sum = 0;
-    again([&](int64_t, S* v) {
+    again([&](int, S* v) {
       UNROLLED for (int j = 0; j < N; j++) sum += (v[j] - mean) * (v[j] - mean);
     });
     sum = team.sum(sum);
@@ -174,17 +180,17 @@ BOTH_SIDES void norm_row(Place<T, P> at, int64_t d, double eps, bool layer, Team
                                    : variance <= 3e38 && (variance >= 1e-30 || eps >= 1e-23);
   if (!fits) return careful_row(at, d, eps, layer, team);
   const S scale = 1 / sqrt(variance + (S)eps);
-  again([&](int64_t i, S* v) {
+  again([&](int i, S* v) {
     Packed y;
     Pack<P, N> w, b;
+    UNROLLED for (int j = 0; j < N; j++) {
+      narrow((S)1, w.v[j]);
+      narrow((S)0, b.v[j]);
+    }
     if (at.w) w = ((const Pack<P, N>*)at.w)[i];
     if (at.b) b = ((const Pack<P, N>*)at.b)[i];
-    UNROLLED for (int j = 0; j < N; j++) {
-      S u = (v[j] - mean) * scale;
-      if (at.w) u *= wide(w.v[j]);
-      if (at.b) u += wide(b.v[j]);
-      narrow(u, y.v[j]);
-    }
+    UNROLLED for (int j = 0; j < N; j++)
+      narrow((v[j] - mean) * scale * wide(w.v[j]) + wide(b.v[j]), y.v[j]);
     ((Packed*)at.y)[i] = y;
   });
 }

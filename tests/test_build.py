@@ -1,0 +1,143 @@
+"""Compiling on first use: once, side by side, with a reason where it cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enjoyln_cli.kernels import build
+
+ROOT = Path(__file__).parent.parent
+USE = """
+import json, torch
+from enjoyln_cli import kernels
+x = torch.randn(3, 32)
+x = x - x.mean(-1, keepdim=True)
+y = kernels.rms_norm(x, None, None, 1e-5)
+assert torch.allclose(y, torch.nn.functional.layer_norm(x, (32,)), atol=1e-5)
+status = kernels.native.status("cpu")
+print(json.dumps([status.active, status.what, str(status.path)]))
+"""
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+
+
+def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    given = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-c", USE]
+    return subprocess.Popen(
+        command, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def answer(process: subprocess.Popen[str]) -> Any:
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return json.loads(output)
+
+
+@needs_compiler
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    found = [answer(p) for p in [start(tmp_path) for _ in range(3)]]
+    path = tmp_path / "enjoyln" / build.cpu().name
+    assert all(active and got == str(path) for active, _, got in found)
+    assert sorted(p.suffix for p in path.parent.iterdir()) == [".lock", ".so"]
+    before = path.stat().st_mtime_ns
+    assert answer(start(tmp_path))[0]
+    assert path.stat().st_mtime_ns == before
+    assert path.stat().st_size <= 200_000
+
+
+@needs_compiler
+def test_the_name_changes_with_sources_and_flags(tmp_path: Path, monkeypatch: Any) -> None:
+    before = build.cpu().name
+    assert build.cpu().name == before
+    shutil.copytree(build.SOURCES, tmp_path / "csrc")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
+    assert build.cpu().name == before
+    with open(tmp_path / "csrc" / "call.h", "a") as file:
+        file.write("\n")
+    assert build.cpu().name != before
+    assert build.cuda().name != build.cuda(("90",)).name
+
+
+def test_without_a_compiler_it_computes_and_says_why(tmp_path: Path) -> None:
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    active, what, _ = answer(start(tmp_path, PATH=str(empty), CXX=""))
+    assert not active and "C++ compiler (g++ or clang++) is not on PATH" in what
+
+
+def test_it_can_be_switched_off(tmp_path: Path) -> None:
+    active, what, _ = answer(start(tmp_path, ENJOYLN_KERNELS="0"))
+    assert not active and "ENJOYLN_KERNELS=0" in what
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("not a directory")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    active, _, path = answer(start(tmp_path / "cache", TMPDIR=str(temporary)))
+    assert active and Path(path).parent == temporary / f"enjoyln-{os.getuid()}"
+    (tmp_path / "file").write_text("")
+    # no temporary directory either: TMPDIR is ignored by Python where it is not writable
+    folders = [tmp_path / "file" / "a", tmp_path / "file" / "b"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(build.NoLibrary, match="cannot"):
+        patch.setattr(build, "cache_folders", lambda: folders)
+        build.library(build.cpu())
+
+
+def test_a_directory_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> None:
+    assert build.trusted(tmp_path)
+    tmp_path.chmod(0o777)
+    assert not build.trusted(tmp_path)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(build.NoLibrary, match="other users"):
+        patch.setattr(build, "cache_folders", lambda: [tmp_path])
+        build.library(build.cpu())
+
+
+@needs_compiler
+def test_a_failure_to_compile_is_told_and_remembered(tmp_path: Path, monkeypatch: Any) -> None:
+    shutil.copytree(build.SOURCES, tmp_path / "csrc")
+    (tmp_path / "csrc" / "call.h").write_text("#error this is broken\n")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(build.NoLibrary, match="this is broken"):
+            build.library(build.cpu())
+    shutil.copy(ROOT / "enjoyln_cli/kernels/csrc/call.h", tmp_path / "csrc" / "call.h")
+    broken = tmp_path / "enjoyln" / build.cpu().name
+    broken.with_suffix(".failed").write_text("an earlier reason")
+    with pytest.raises(build.NoLibrary, match="an earlier reason"):
+        build.library(build.cpu())
+    assert build.library(build.cpu(), retry=True) == broken
+    assert not broken.with_suffix(".failed").exists()
+
+
+def test_a_library_that_a_wheel_brought_is_taken(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setattr(build, "cache_folders", list)
+    with pytest.raises(build.NoLibrary):
+        build.library(build.cpu())
+    (tmp_path / build.cpu().name).write_bytes(b"")
+    assert build.library(build.cpu()) == tmp_path / build.cpu().name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_the_cuda_kernels_compile(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(build, "cache_folders", lambda: [tmp_path / "cache"])
+    path = build.library(build.cuda(("90",)))
+    assert b"enjoyln_launch" in path.read_bytes()
+    start = time.monotonic()
+    assert build.library(build.cuda(("90",))) == path
+    assert time.monotonic() - start < 5  # it was not compiled again
