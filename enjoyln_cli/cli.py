@@ -275,3 +275,17 @@ def verify(out: Path, as_json: bool, opening: Options, **options: Any) -> None:
         write_verification(found)
     if not found.passed:
         raise click.exceptions.Exit(1)
+
+
+@main.command()
+@json_option
+def env(as_json: bool) -> None:
+    """What is active on this machine, what is missing and why. Compiles the kernels."""
+    from enjoyln_cli.kernels.environment import environment
+    from enjoyln_cli.report import write_environment, write_json
+
+    found = environment()
+    if as_json:
+        write_json(found)
+    else:
+        write_environment(found)

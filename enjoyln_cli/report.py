@@ -218,3 +218,23 @@ def write_verification(found: Verification) -> None:
     for name, mean in list(found.norm_input_mean.items())[:WORST]:
         say(f"  {name} saw a mean of {number(mean)} of its input's rms")
     say(found.summary, "green" if found.passed else "red")
+
+
+def write_environment(found: dict[str, Any]) -> None:
+    """What ``kernels.environment`` found: one paragraph for every device."""
+    say(f"torch {found['torch']}, {found['threads']} threads")
+    for kind, name in (("cpu", "C++"), ("cuda", "CUDA")):
+        say(f"{name} compiler: {found['compilers'][kind]}")
+    say(f"compiled libraries: {found['cache']}")
+    for device in found["devices"]:
+        if not device["active"]:
+            say(f"{device['device']}: no kernels: {device['why']}", style="yellow")
+            say(f"  folded norms compute the {device['instead']}, which is no slower than before")
+            continue
+        say(f"{device['device']}: {device['kernels']} kernels", style="green")
+        say(f"  library: {device['library']}")
+        say(f"  measured: {device['measured']}")
+        if device["threads_from"]:
+            say(f"  threads: from {device['threads_from']} elements")
+        for way in device["other_ways"]:
+            say(f"  faster there: {way}")

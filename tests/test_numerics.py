@@ -81,7 +81,7 @@ def test_no_further_from_the_truth_than_layer_norm(
     double = dtype == torch.float64
     luck = 2 * torch.finfo(dtype).eps * float(exact.abs().max()) if double else 0.0
     assert mean <= max(torch_mean * 1.02, luck)
-    assert most <= max(torch_most * 1.5, luck)  # the largest of few
+    assert most <= max(torch_most * 2, luck)  # the largest of few
 
 
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])

@@ -93,7 +93,8 @@ def _load(device: str, retry: bool) -> Status:
         return _load_cuda(retry)
     entry = Missing()
     path, isa = _load_cpu(retry)
-    table = dispatch.table(f"cpu-{isa}")
+    found = Status("cpu", True, isa, path)
+    table = dispatch.table(table_name(found))
     _library().enjoyln_parallel(_parallel_for(), ctypes.c_int64(table.serial_below))
     functions = _functions()
     loaded = SimpleNamespace(**{name: f for name, f in functions.items() if name.isidentifier()})
@@ -102,7 +103,7 @@ def _load(device: str, retry: bool) -> Status:
     _check(loaded, "cpu")
     _decline("cpu", table)
     entry = loaded
-    return Status("cpu", True, isa, path)
+    return found
 
 
 _loaded: list[ctypes.PyDLL] = []
@@ -210,8 +211,14 @@ def _load_cuda(retry: bool) -> Status:
     except build.NoLibrary:
         _library().enjoyln_cuda(None)
         raise
-    _decline("cuda", dispatch.table("cuda-" + here[0]))
-    return Status("cuda", True, "sm_" + ", sm_".join(here), path)
+    active = Status("cuda", True, "sm_" + ", sm_".join(here), path)
+    _decline("cuda", dispatch.table(table_name(active)))
+    return active
+
+
+def table_name(status: Status) -> str:
+    """The entry of ``dispatch.json`` for active kernels: ``cpu-avx512``, ``cuda-90``."""
+    return f"{status.device}-{status.what.split(',')[0].removeprefix('sm_')}"
 
 
 def _decline(device: str, table: dispatch.Table) -> None:

@@ -1,0 +1,50 @@
+"""What this machine computes norms with, what is missing for more, and why: for ``enjoyln env``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from enjoyln_cli.kernels import build, dispatch, native
+
+
+def environment() -> dict[str, Any]:
+    """Everything that decides how fast a folded norm is here; compiles what can be compiled.
+
+    ``devices`` has one entry for ``cpu`` and one for ``cuda``: whether kernels are active, which,
+    from what file, or the reason why not and what is computed instead, and what was measured.
+    """
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "compilers": {kind: _compiler(kind) for kind in ("cpu", "cuda")},
+        "cache": str(build.cache_folders()[0]),
+        "devices": [_device(name) for name in native.DEVICES],
+    }
+
+
+def _compiler(kind: str) -> str:
+    try:
+        return build.compiler(kind)
+    except build.NoLibrary as error:
+        return str(error)
+
+
+def _device(name: str) -> dict[str, Any]:
+    status = native.status(name, retry=True)
+    found: dict[str, Any] = {"device": name, "active": status.active}
+    if not status.active:
+        return found | {"why": status.what, "instead": "LayerNorm of torch"}
+    table = dispatch.table(native.table_name(status))
+    return found | {
+        "kernels": status.what,
+        "library": str(status.path),
+        "measured": table.measured or "not on a device like this one",
+        "threads_from": table.serial_below if name == "cpu" else None,
+        "other_ways": [
+            f"{place.faster} for {place.dtype}, {place.rows[0]} to {place.rows[1]} rows of "
+            f"{place.widths[0]} to {place.widths[1]}"
+            for place in table.declined
+        ],
+    }

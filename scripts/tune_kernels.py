@@ -1,0 +1,126 @@
+"""Measures the kernels of this machine against torch's norms and writes ``dispatch.json``.
+
+    OMP_NUM_THREADS=<cores> python scripts/tune_kernels.py --seconds 0.2
+
+Two decisions for the device: from how many elements a second thread pays, and where another way
+than the kernel is faster. A shape counts as lost only if the kernel took more than ``--margin``
+times the best other way in each of three runs, and a range joins neighbouring lost shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_kernels import keep_pages, numbers, timed, ways
+
+from enjoyln_cli import kernels
+from enjoyln_cli.kernels import dispatch, native
+
+ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+WIDTHS = (64, 256, 768, 1024, 2048, 4096, 8192)
+LARGEST = 1 << 23
+"""Elements: what no cache holds is measured on fewer rows."""
+
+
+def wait(device: str) -> Any:
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def serial_below(seconds: float, cores: int) -> int:
+    """The fewest elements for which all threads beat one, of powers of two; float32 rows of 768."""
+    library = native._library()
+    best = 1 << 22
+    for power in range(21, 12, -1):
+        x = torch.randn(max(1, (1 << power) // 768), 768)
+
+        def alone(x: torch.Tensor = x) -> None:
+            library.enjoyln_parallel(None, 1 << 40)
+            kernels.rms_norm(x, None, None, 1e-5)
+
+        def together(x: torch.Tensor = x) -> None:
+            library.enjoyln_parallel(native._parallel_for(), 1)
+            kernels.rms_norm(x, None, None, 1e-5)
+
+        torch.set_num_threads(cores)
+        us = timed({"one": alone, "all": together}, seconds, lambda: None)
+        if us["all"] * 1.05 > us["one"]:
+            break
+        best = 1 << power
+    library.enjoyln_parallel(native._parallel_for(), best)
+    return best
+
+
+def lost(device: str, dtype: str, args: argparse.Namespace) -> list[tuple[int, int, str]]:
+    """(rows, width, the faster way) of the shapes where the kernel is slower each time."""
+    found = []
+    for width in WIDTHS:
+        for rows in (n for n in ROWS if n * width <= LARGEST):
+            x = torch.randn(rows, width)
+            tensors = (x - x.mean(-1, keepdim=True), torch.zeros_like(x), *torch.randn(2, width))
+            given = ways(*(t.to(device, getattr(torch, dtype)) for t in tensors))
+            wanted = ("layer_norm", "torch_rms_norm", "rms_norm")
+            given = {name: given[name] for name in wanted}
+            for _ in range(3):
+                us = timed(given, args.seconds, wait(device))
+                other = min(("layer_norm", "torch_rms_norm"), key=lambda name: us[name])
+                if us["rms_norm"] <= us[other] * args.margin:
+                    break
+            else:
+                found.append((rows, width, other.removeprefix("torch_")))
+    return found
+
+
+def ranges(dtype: str, places: list[tuple[int, int, str]]) -> list[dict[str, Any]]:
+    """One range for every width and way, from the first lost number of rows to the last."""
+    found = []
+    for width in sorted({width for _, width, _ in places}):
+        at = WIDTHS.index(width)
+        low = WIDTHS[at - 1] + 1 if at else 1
+        for way in sorted({way for _, w, way in places if w == width}):
+            rows = [n for n, w, one in places if w == width and one == way]
+            last = rows[-1] if rows[-1] < ROWS[-1] else 2**31
+            found.append(
+                {"dtype": dtype, "rows": [rows[0], last], "widths": [low, width], "faster": way}
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--isa", default="", help="CPU instruction set: avx512, avx2, plain")
+    parser.add_argument("--dtypes", default="float32,bfloat16,float16")
+    parser.add_argument("--seconds", type=float, default=0.1, help="for every shape and run")
+    parser.add_argument("--margin", type=float, default=1.02)
+    parser.add_argument("--threads", type=numbers, default=(torch.get_num_threads(),))
+    parser.add_argument("--out", type=Path, default=dispatch.FILE)
+    args = parser.parse_args()
+    status = native.status(args.device)
+    if not status.active or (args.isa and not native.use(args.isa)):
+        parser.error(f"no kernels: {status.what}")
+    keep_pages()
+    cores = args.threads[0]
+    name = f"cpu-{args.isa}" if args.isa else native.table_name(status)
+    with torch.no_grad():
+        below = serial_below(args.seconds, cores) if args.device == "cpu" and cores > 1 else 1 << 16
+        torch.set_num_threads(1)
+        places = [p for dtype in args.dtypes.split(",")
+                  for p in ranges(dtype, lost(args.device, dtype, args))]  # fmt: skip
+    where = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
+    known = json.loads(args.out.read_text()) if args.out.exists() else {}
+    known[name] = {
+        "measured": f"{where}, {cores} threads, torch {torch.__version__}",
+        "serial_below": below,
+        "declined": places,
+    }
+    args.out.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    print(json.dumps({name: known[name]}))
+
+
+if __name__ == "__main__":
+    main()
