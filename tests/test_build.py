@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,41 @@ def test_the_cuda_kernels_compile(tmp_path: Path, monkeypatch: Any) -> None:
     start = time.monotonic()
     assert build.library(build.cuda(("90",))) == path
     assert time.monotonic() - start < 5  # it was not compiled again
+
+
+def wheel(tmp_path: Path, **environment: str) -> Path:
+    """A wheel of a copy of the sources, built without a network and without torch."""
+    copy = tmp_path / "source"
+    copy.mkdir()
+    for name in ("enjoyln_cli", "recipes"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    command = "from setuptools.build_meta import build_wheel; build_wheel('.')"
+    given = {**os.environ, "CUDA_HOME": "/nowhere", "PATH": "/usr/bin:/bin", **environment}
+    subprocess.run(
+        [sys.executable, "-c", command], cwd=copy, env=given, check=True, capture_output=True
+    )
+    return next(copy.glob("*.whl"))
+
+
+def test_a_wheel_is_pure_and_brings_the_sources(tmp_path: Path) -> None:
+    made = wheel(tmp_path)
+    assert made.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(made).namelist()
+    sources = {f"enjoyln_cli/kernels/csrc/{path.name}" for path in build.SOURCES.iterdir()}
+    assert sources <= set(names) and "enjoyln_cli/kernels/dispatch.json" in names
+    assert not any(name.endswith(".so") for name in names)
+
+
+@pytest.mark.skipif(not Path("/usr/bin/g++").exists(), reason="needs g++")
+def test_a_wheel_can_bring_the_library(tmp_path: Path) -> None:
+    made = wheel(tmp_path, ENJOYLN_PREBUILT="1")
+    assert "-py3-none-linux" in made.name or "-py3-none-macos" in made.name
+    libraries = [n for n in zipfile.ZipFile(made).namelist() if n.endswith(".so")]
+    assert libraries == [f"enjoyln_cli/kernels/lib/{build.cpu().name}"]
+
+
+def test_a_wheel_is_made_without_a_compiler(tmp_path: Path) -> None:
+    made = wheel(tmp_path, ENJOYLN_PREBUILT="1", PATH="/nowhere", CXX="")
+    assert not any(name.endswith(".so") for name in zipfile.ZipFile(made).namelist())
