@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -53,13 +53,14 @@ class WithLibraries(build_py):
 class OfThisPlatform(bdist_wheel):
     """The libraries are of one platform, but of no Python version."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = not WANTED
-
     def get_tag(self) -> tuple[str, str, str]:
         _, _, platform = super().get_tag()
         return ("py3", "none", platform)
 
 
-setup(cmdclass={"build_py": WithLibraries, "bdist_wheel": OfThisPlatform})
+class WithMore(Distribution):
+    def has_ext_modules(self) -> bool:
+        return WANTED
+
+
+setup(distclass=WithMore, cmdclass={"build_py": WithLibraries, "bdist_wheel": OfThisPlatform})

@@ -29,6 +29,7 @@ from torch.compiler import is_dynamo_compiling
 from enjoyln_cli import kernels
 from enjoyln_cli.axis import Axis, centre, feature_axis, moved
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.kernels import native
 from enjoyln_cli.plan import Centring
 from enjoyln_cli.probe import LayerNormForm, layer_norm_form
 
@@ -69,7 +70,7 @@ class RMSNorm(Folded, nn.LayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not is_dynamo_compiling():
-            y = kernels.native.entry.module_rms_norm(self, input)  # the same in one step
+            y = native.entry.module_rms_norm(self, input)  # the same in one step
             if y is not NotImplemented:
                 return y
         if self.training or self.shifted:

@@ -23,8 +23,8 @@ from enjoyln_cli.kernels import dispatch, native
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 WIDTHS = (64, 256, 768, 1024, 2048, 4096, 8192)
-LARGEST = 1 << 23
-"""Elements: what no cache holds is measured on fewer rows."""
+LARGEST = 1 << 21
+"""Elements; above, both ways wait for memory and for fresh pages, and times are luck."""
 
 
 def wait(device: str) -> Any:
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--isa", default="", help="CPU instruction set: avx512, avx2, plain")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
     parser.add_argument("--seconds", type=float, default=0.1, help="for every shape and run")
-    parser.add_argument("--margin", type=float, default=1.02)
+    parser.add_argument("--margin", type=float, default=1.05)
     parser.add_argument("--threads", type=numbers, default=(torch.get_num_threads(),))
     parser.add_argument("--out", type=Path, default=dispatch.FILE)
     args = parser.parse_args()
