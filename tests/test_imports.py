@@ -19,7 +19,7 @@ LAYERS = (
     ("weights", "memory"),
     ("compare",),
     ("norms", "fold", "inputs"),
-    ("stream",),
+    ("stream", "marker"),
     ("blocks", "recipe"),
     ("schema", "follow"),
     ("asked",),

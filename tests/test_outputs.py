@@ -22,7 +22,7 @@ from enjoyln_cli import EnjoyLNError, RecipeError, analyze, fold, load_recipe, v
 from enjoyln_cli.compare import chosen, tensors
 from enjoyln_cli.convert import prepare, write
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
-from enjoyln_cli.fold import read_marker
+from enjoyln_cli.marker import read_marker
 from enjoyln_cli.recipe import dump_recipe, parse_recipe
 from enjoyln_cli.returned import by_field, is_fed_back, named_by
 
