@@ -97,7 +97,7 @@ def marker(plan: Plan, source: Source) -> dict[str, Any]:
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
     }
-    return {**entry, "proof": _digest(entry), "tool": f"enjoyln {__version__}"}
+    return {**entry, "proof": proof_of(entry), "tool": f"enjoyln {__version__}"}
 
 
 def _by_axis(plan: Plan) -> list[dict[str, Any]]:
@@ -110,7 +110,8 @@ def _by_axis(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _digest(entry: Mapping[str, Any]) -> str:
+def proof_of(entry: Mapping[str, Any]) -> str:
+    """The digest of an entry's proven part, as its ``proof`` has it."""
     proven = {key: value for key, value in entry.items() if key not in _NOT_PROVEN}
     text = json.dumps(proven, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -145,7 +146,7 @@ def read_marker(config: Mapping[str, Any]) -> Marker:
         outputs=_texts(entry, "outputs") if "outputs" in entry else (),
         centred=_centred(entry) if version > 1 else None,
     )
-    if version > 1 and _text(entry, "proof") != _digest(entry):
+    if version > 1 and _text(entry, "proof") != proof_of(entry):
         raise BadCheckpoint(
             "the enjoyln entry of config.json is not what was proven: somebody has changed it "
             "since; convert the source again, with --recipe to choose"
