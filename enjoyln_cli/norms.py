@@ -53,13 +53,26 @@ def rms_norm(
     return y.to(x.dtype)
 
 
+GIVEN, MOVED = 1, 2
+"""Why a norm's input may have a mean: an unproven input in this call, or weights that moved."""
+
+
 class Folded:
     """Marks every module that computes RMSNorm in the place of LayerNorm."""
 
-    shifted = False
-    """Set during a call with an unproven input: the norm's input may have a mean."""
+    shifted = 0
+    """``GIVEN``, ``MOVED`` or both while the norm's input may have a mean: compute LayerNorm."""
     dim = -1
     """What is normalised; 1 for channels before positions."""
+    trained = 0
+    """How often any folded norm has gone into training mode."""
+
+    def train(self, mode: bool = True) -> Any:
+        """As any module; after training it computes LayerNorm until the weights are looked at."""
+        if mode:
+            Folded.trained += 1
+            self.shifted |= MOVED
+        return super().train(mode)  # type: ignore[misc]
 
 
 class RMSNorm(Folded, nn.LayerNorm):
@@ -178,26 +191,27 @@ class GuardInputs:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = {name for name, value in _by_name(module, args) if value is not None}
         given |= {name for name, value in kwargs.items() if value is not None}
-        if not given.isdisjoint(self.names) and not _shifted(module):
+        if not given.isdisjoint(self.names) and not _guarded(module):
             module.guarding = True  # type: ignore[assignment]
-            _set_shifted(module, True)
+            set_shifted(module, GIVEN, True)
 
 
 def end_of_guard(module: nn.Module, args: Any, output: Any) -> None:
     """The forward hook that goes with ``GuardInputs``: the outermost guarded call ends it."""
     if getattr(module, "guarding", False):
         module.guarding = False  # type: ignore[assignment]
-        _set_shifted(module, False)
+        set_shifted(module, GIVEN, False)
 
 
-def _shifted(module: nn.Module) -> bool:
-    return any(found.shifted for found in module.modules() if isinstance(found, Folded))
+def _guarded(module: nn.Module) -> bool:
+    return any(found.shifted & GIVEN for found in module.modules() if isinstance(found, Folded))
 
 
-def _set_shifted(module: nn.Module, value: bool) -> None:
+def set_shifted(module: nn.Module, why: int, value: bool) -> None:
+    """Set or clear ``why`` (``GIVEN`` or ``MOVED``) on every folded norm in ``module``."""
     for found in module.modules():
         if isinstance(found, Folded):
-            found.shifted = value
+            found.shifted = found.shifted | why if value else found.shifted & ~why
 
 
 def _by_name(module: nn.Module, args: Any) -> list[tuple[str, Any]]:
@@ -221,7 +235,7 @@ def install(
     or have its base class inside (``base_model_prefix``). Norms of a head that the base class does
     not have are passed over. ``entry_inputs`` names inputs of ``forward`` (``inputs_embeds``) whose
     last dimension is centred on entry; a call that is given one of the inputs ``unproven`` computes
-    LayerNorm. Installing twice changes nothing.
+    LayerNorm. Installing twice changes nothing; after training it says that weights are centred.
 
     Returns ``model``. Raises ``UnsupportedModel`` for a module that is missing or is not a
     LayerNorm, or whose ``forward`` somebody else has replaced; then nothing has been changed.
@@ -254,6 +268,7 @@ def install(
             module.register_forward_hook(be_called)
         module.centrings = centrings  # type: ignore[assignment]
     _add_hooks(model, tuple(entry_inputs), tuple(unproven))
+    set_shifted(model, MOVED, False)
     return model
 
 
@@ -270,17 +285,23 @@ def _add_hooks(model: nn.Module, entry_inputs: tuple[str, ...], unproven: tuple[
             module.register_forward_hook(end_of_guard, always_call=True)
 
 
-def locate(model: nn.Module, name: str, names: tuple[str, ...] = ()) -> str | None:
+def locate(
+    model: nn.Module,
+    name: str,
+    names: tuple[str, ...] = (),
+    get: Callable[[nn.Module, str], Any] = nn.Module.get_submodule,
+) -> str | None:
     """Path in ``model`` of the module ``name``, with the base model's prefix added or removed.
 
     ``None`` for a module of a head, where ``model`` is the base class and other ``names`` carry the
-    base model's prefix. Raises ``UnsupportedModel`` where there is no such module.
+    base model's prefix. ``get`` finds other things than modules; it raises ``AttributeError``
+    for what is not there. Raises ``UnsupportedModel`` where there is no such module.
     """
     prefix = getattr(model, "base_model_prefix", "") or ""
     head = f"{prefix}."
     for path in (name, name.removeprefix(head), head + name):
         try:
-            model.get_submodule(path)
+            get(model, path)
         except AttributeError:
             continue
         return path
@@ -288,7 +309,7 @@ def locate(model: nn.Module, name: str, names: tuple[str, ...] = ()) -> str | No
     if inside and any(other.startswith(head) for other in names):
         return None
     raise UnsupportedModel(
-        f"{type(model).__name__} has no module {name!r}: the plan was made for another class"
+        f"{type(model).__name__} has no {name!r}: the plan was made for another class"
     )
 
 

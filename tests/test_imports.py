@@ -14,9 +14,10 @@ PACKAGE = Path(__file__).parent.parent / "enjoyln_cli"
 LAYERS = (
     ("cli",),
     ("convert",),
-    ("report", "hub", "bench", "verify"),
+    ("quantizer",),
+    ("report", "hub", "bench", "verify", "loading"),
     ("rows", "measure"),
-    ("weights", "memory"),
+    ("weights", "memory", "centred"),
     ("compare",),
     ("norms", "fold", "inputs"),
     ("stream", "marker"),
