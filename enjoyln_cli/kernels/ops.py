@@ -179,7 +179,7 @@ def _define(norm: str) -> None:
         define(f"enjoyln::{name.format(norm)}", schema)
 
     def kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        y = native.entry.run(norm, x, None, weight, bias, eps)
+        y = native.entry.run(norm, x, weight, bias, eps)
         return compute(x, weight, bias, eps).contiguous() if y is NotImplemented else y
 
     def add_kernel(
