@@ -1,0 +1,23 @@
+"""Kernels for the norms of a folded model: what ``ops`` says, compiled by ``build``."""
+
+from enjoyln_cli.kernels.ops import (
+    add_layer_norm,
+    add_layer_norm_,
+    add_rms_norm,
+    add_rms_norm_,
+    layer_norm,
+    rms_norm,
+    sum_layer_norm,
+    sum_rms_norm,
+)
+
+__all__ = [
+    "add_layer_norm",
+    "add_layer_norm_",
+    "add_rms_norm",
+    "add_rms_norm_",
+    "layer_norm",
+    "rms_norm",
+    "sum_layer_norm",
+    "sum_rms_norm",
+]

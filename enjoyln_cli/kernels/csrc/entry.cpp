@@ -1,0 +1,380 @@
+// The way from Python to the kernels: tensors in, contiguous results out, in about a microsecond.
+//
+// Every function returns NotImplemented, having changed nothing, where a kernel must not or cannot
+// compute: a subclass, a wanted gradient, tracing, a transform, an unknown dtype, shapes that do not
+// fit. The caller then goes another way.
+#include <stdlib.h>
+#include <string.h>
+
+#include "call.h"
+#include "python.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// One set of kernels for the CPU; build.py says with CPU_* which were compiled.
+#define DECLARE(name)                                                     \
+  extern "C" int has_##name(Dtype);                                       \
+  extern "C" void rows_##name(const Call*, int64_t, int64_t);             \
+  extern "C" void widen_##name(float*, const void*, Dtype, int64_t);
+struct Cpu {
+  const char* name;
+  int (*has)(Dtype);
+  void (*rows)(const Call*, int64_t, int64_t);
+  void (*widen)(float*, const void*, Dtype, int64_t);
+};
+#ifdef CPU_avx512
+DECLARE(avx512)
+#endif
+#ifdef CPU_avx2
+DECLARE(avx2)
+#endif
+DECLARE(plain)
+
+namespace {
+
+const Cpu CPUS[] = {
+#ifdef CPU_avx512
+    {"avx512", has_avx512, rows_avx512, widen_avx512},
+#endif
+#ifdef CPU_avx2
+    {"avx2", has_avx2, rows_avx2, widen_avx2},
+#endif
+    {"plain", has_plain, rows_plain, widen_plain},
+};
+
+bool runs(const Cpu& cpu) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (!strcmp(cpu.name, "avx512"))
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (!strcmp(cpu.name, "avx2"))
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  return true;
+}
+
+// What Python hands over once; see native.py.
+struct Torch {
+  const DLPackExchangeAPI* dlpack;
+  PyObject *tensor, *parameter;             // the two types that are plain
+  PyObject *grad_enabled, *modes, *tracing; // functions without arguments
+  PyObject *forward_ad, *level;             // a module and the name in it
+  PyObject *empty_like, *contiguous, *increment_version, *autocast;
+  PyObject *requires_grad;
+} torch;
+
+typedef int (*ParallelFor)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
+typedef int (*Launch)(const Call*, int32_t device, void* stream);
+
+const Cpu* cpu = nullptr;
+ParallelFor parallel_for = nullptr;
+Launch launch_cuda = nullptr;
+int64_t serial_below = 1 << 16;  // elements
+
+struct Place {  // where another way was measured to be faster
+  int32_t device_type, dtype;
+  int64_t min_rows, max_rows, min_d, max_d;
+} places[64];
+int place_count = 0;
+
+bool declined(int32_t device_type, const Call& c) {
+  for (int i = 0; i < place_count; i++) {
+    const Place& p = places[i];
+    if (p.device_type == device_type && p.dtype == c.dtype && p.min_rows <= c.rows &&
+        c.rows <= p.max_rows && p.min_d <= c.d && c.d <= p.max_d)
+      return true;
+  }
+  return false;
+}
+
+PyObject* declines() {
+  if (PyErr_Occurred()) PyErr_Clear();
+  Py_IncRef(&_Py_NotImplementedStruct);
+  return &_Py_NotImplementedStruct;
+}
+
+bool plain_tensor(const PyObject* t) {
+  return t->type == torch.tensor || t->type == torch.parameter;
+}
+
+// Calls a function without arguments; 1 or 0 as it returned something true, -1 for an error.
+int asks(PyObject* function) {
+  PyObject* answer = PyObject_CallNoArgs(function);
+  if (!answer) return -1;
+  int yes = answer == &_Py_NoneStruct ? 0 : PyObject_IsTrue(answer);
+  Py_DecRef(answer);
+  return yes;
+}
+
+int requires_grad(PyObject* t) {
+  if (t == &_Py_NoneStruct) return 0;
+  PyObject* answer = PyObject_GetAttr(t, torch.requires_grad);
+  if (!answer) return -1;
+  int yes = PyObject_IsTrue(answer);
+  Py_DecRef(answer);
+  return yes;
+}
+
+// Whether somebody watches who would not see a kernel: modes, a trace, forward or backward mode.
+bool watched(PyObject* const* tensors, int n) {
+  if (asks(torch.modes) != 0 || asks(torch.tracing) != 0) return true;
+  PyObject* level = PyObject_GetAttr(torch.forward_ad, torch.level);
+  if (!level) return true;
+  long long depth = PyLong_AsLongLong(level);
+  Py_DecRef(level);
+  if (depth >= 0) return true;
+  int grad = asks(torch.grad_enabled);
+  for (int i = 0; grad == 1 && i < n; i++)
+    if (requires_grad(tensors[i]) != 0) return true;
+  return grad < 0;
+}
+
+bool view(PyObject* t, DLTensor* out, Dtype* dtype) {
+  if (torch.dlpack->tensor_from_python(t, out)) return false;
+  out->data = (char*)out->data + out->byte_offset;
+  if (out->lanes != 1) return false;
+  if (out->code == DL_FLOAT && out->bits == 32) *dtype = F32;
+  else if (out->code == DL_FLOAT && out->bits == 16) *dtype = F16;
+  else if (out->code == DL_BFLOAT && out->bits == 16) *dtype = BF16;
+  else if (out->code == DL_FLOAT && out->bits == 64) *dtype = F64;
+  else return false;
+  return true;
+}
+
+bool contiguous(const DLTensor& t) {
+  int64_t step = 1;
+  for (int i = t.ndim - 1; i >= 0; i--) {
+    if (t.shape[i] != 1 && t.strides && t.strides[i] != step) return false;
+    step *= t.shape[i];
+  }
+  return true;
+}
+
+int64_t size(const DLTensor& t) {
+  int64_t n = 1;
+  for (int i = 0; i < t.ndim; i++) n *= t.shape[i];
+  return n;
+}
+
+bool alike(const DLTensor& a, const DLTensor& b) {
+  return a.ndim == b.ndim && a.device_type == b.device_type && a.device_id == b.device_id &&
+         !memcmp(a.shape, b.shape, sizeof(int64_t) * a.ndim);
+}
+
+// References that end with the call.
+struct Held {
+  PyObject* p = nullptr;
+  ~Held() { if (p) Py_DecRef(p); }
+  PyObject* give() { PyObject* q = p; p = nullptr; return q; }
+};
+
+PyObject* call1(PyObject* function, PyObject* argument) {
+  return PyObject_Vectorcall(function, &argument, 1, nullptr);
+}
+
+// Views a tensor, or a contiguous copy of it that is then held.
+bool contiguous_view(PyObject* t, Held& copy, DLTensor* out, Dtype* dtype) {
+  if (!view(t, out, dtype)) return false;
+  if (contiguous(*out)) return true;
+  copy.p = call1(torch.contiguous, t);
+  return copy.p && view(copy.p, out, dtype);
+}
+
+struct Scratch {  // parameters as float32, one pair for each thread
+  float* data = nullptr;
+  int64_t size = 0;
+  ~Scratch() { free(data); }
+  float* of(int64_t n) {
+    if (n > size) {
+      free(data);
+      data = (float*)malloc(sizeof(float) * n);
+      size = data ? n : 0;
+    }
+    return data;
+  }
+};
+thread_local Scratch scratch[2];
+
+const void* parameter(const void* p, Dtype dtype, Dtype of, int64_t d, Scratch& room) {
+  if (!p || dtype == (of == F64 ? F64 : F32)) return p;
+  float* wide = room.of(of == F64 ? 3 * d : d);
+  if (!wide) return nullptr;
+  const void* narrow = p;
+  if (of != F64) {
+    cpu->widen(wide, narrow, dtype, d);
+    return wide;
+  }
+  double* doubles = (double*)wide;  // d of them, then d floats
+  const float* floats = (const float*)p;
+  if (dtype != F32) {
+    cpu->widen(wide + 2 * d, narrow, dtype, d);
+    floats = wide + 2 * d;
+  }
+  for (int64_t i = 0; i < d; i++) doubles[i] = floats[i];
+  return doubles;
+}
+
+bool run_cpu(Call& c) {
+  if (!cpu || !cpu->has(c.dtype) || (c.dtype != F64 && (c.w_dtype == F64 || c.b_dtype == F64)))
+    return false;
+  if ((c.w && !cpu->has(c.w_dtype)) || (c.b && !cpu->has(c.b_dtype))) return false;
+  const void *w = parameter(c.w, c.w_dtype, c.dtype, c.d, scratch[0]);
+  const void *b = parameter(c.b, c.b_dtype, c.dtype, c.d, scratch[1]);
+  if ((c.w && !w) || (c.b && !b)) return false;
+  c.w = w;
+  c.b = b;
+  if (c.rows * c.d < serial_below || c.rows == 1 || !parallel_for) {
+    cpu->rows(&c, 0, c.rows);
+    return true;
+  }
+  void* state = PyEval_SaveThread();
+  int64_t grain = serial_below / 2 / c.d;
+  auto some = [](int64_t begin, int64_t end, void* call) { cpu->rows((const Call*)call, begin, end); };
+  int failed = parallel_for(0, c.rows, grain < 1 ? 1 : grain, some, &c);
+  PyEval_RestoreThread(state);
+  return !failed;
+}
+
+bool run_cuda(Call& c, const DLTensor& x) {
+  void* stream = nullptr;
+  if (torch.dlpack->current_stream(DL_CUDA, x.device_id, &stream)) return false;
+  return launch_cuda(&c, x.device_id, stream) == 0;
+}
+
+enum Form { NORM, ADD, ADD_, SUM };
+
+// args: x, then residual unless the form is NORM, then weight, bias, eps.
+PyObject* norm(Form form, bool layer, bool guarded, PyObject* const* args, ptrdiff_t n) {
+  const int tensors = form == NORM ? 1 : 2;
+  if (n != tensors + 3) {
+    PyErr_SetString(PyExc_TypeError, "a norm takes x, residual if it adds one, weight, bias, eps");
+    return nullptr;
+  }
+  PyObject *weight = args[tensors], *bias = args[tensors + 1], *none = &_Py_NoneStruct;
+  if (guarded) {
+    for (int i = 0; i < tensors + 2; i++)
+      if (!plain_tensor(args[i]) && (i < tensors || args[i] != none)) return declines();
+    if (watched(args, tensors + 2)) return declines();
+  }
+  Call c = {};
+  DLTensor x, r, w, b, y;
+  Dtype dtype, out;
+  Held x_copy, r_copy, w_copy, b_copy, result, total;
+  if (!contiguous_view(args[0], x_copy, &x, &c.dtype) || x.ndim < 1) return declines();
+  const bool on_cpu = x.device_type == DL_CPU;
+  if (!on_cpu && (x.device_type != DL_CUDA || !launch_cuda)) return declines();
+  if (guarded && !on_cpu && c.dtype != F32 && asks(torch.autocast) != 0) return declines();
+  c.d = x.shape[x.ndim - 1];
+  if (c.d < 1) return declines();
+  c.rows = size(x) / c.d;
+  if (guarded && declined(x.device_type, c)) return declines();
+  c.x = x.data;
+  c.layer = layer;
+  c.eps = PyFloat_AsDouble(args[n - 1]);
+  if (c.eps == -1 && PyErr_Occurred()) return declines();
+  c.w_dtype = c.b_dtype = c.dtype;
+  if (weight != none) {
+    if (!contiguous_view(weight, w_copy, &w, &c.w_dtype) || w.ndim != 1 || w.shape[0] != c.d ||
+        w.device_type != x.device_type || w.device_id != x.device_id)
+      return declines();
+    c.w = w.data;
+  }
+  if (bias != none) {
+    if (!contiguous_view(bias, b_copy, &b, &c.b_dtype) || b.ndim != 1 || b.shape[0] != c.d ||
+        b.device_type != x.device_type || b.device_id != x.device_id)
+      return declines();
+    c.b = b.data;
+  }
+  if (form != NORM) {
+    if (!view(args[1], &r, &dtype) || dtype != c.dtype || !alike(x, r)) return declines();
+    if (!contiguous(r)) {
+      if (form == ADD_ || !contiguous_view(args[1], r_copy, &r, &dtype)) return declines();
+    }
+    c.r = r.data;
+  }
+  PyObject* like = x_copy.p ? x_copy.p : args[0];
+  result.p = call1(torch.empty_like, like);
+  if (!result.p || !view(result.p, &y, &out)) return declines();
+  c.y = y.data;
+  c.s = c.y;
+  if (form == ADD_) c.s = r.data;
+  if (form == ADD) {
+    total.p = call1(torch.empty_like, like);
+    if (!total.p || !view(total.p, &y, &out)) return declines();
+    c.s = y.data;
+  }
+  if (c.rows && !(on_cpu ? run_cpu(c) : run_cuda(c, x))) return declines();
+  if (form == ADD_ && guarded) {
+    Held done;
+    done.p = call1(torch.increment_version, args[1]);
+    if (!done.p) return nullptr;
+  }
+  if (form != ADD) return result.give();
+  PyObject* pair = PyTuple_New(2);
+  if (!pair) return nullptr;
+  PyTuple_SetItem(pair, 0, result.give());
+  PyTuple_SetItem(pair, 1, total.give());
+  return pair;
+}
+
+template <Form form, bool layer, bool guarded>
+PyObject* function(PyObject*, PyObject* const* args, ptrdiff_t n) {
+  return norm(form, layer, guarded, args, n);
+}
+
+#define BOTH(text, form, layer)                                         \
+  {text, function<form, layer, true>, METH_FASTCALL, nullptr},          \
+  {text "!", function<form, layer, false>, METH_FASTCALL, nullptr}
+PyMethodDef FUNCTIONS[] = {
+    BOTH("rms_norm", NORM, false),      BOTH("layer_norm", NORM, true),
+    BOTH("add_rms_norm", ADD, false),   BOTH("add_layer_norm", ADD, true),
+    BOTH("add_rms_norm_", ADD_, false), BOTH("add_layer_norm_", ADD_, true),
+    BOTH("sum_rms_norm", SUM, false),   BOTH("sum_layer_norm", SUM, true),
+};
+const int COUNT = sizeof(FUNCTIONS) / sizeof(FUNCTIONS[0]);
+
+}  // namespace
+
+// All that follows is called through ctypes, with Python's lock held.
+
+// Of index i: a function, or null after the last. A name that ends in "!" is without guards.
+EXPORT PyObject* enjoyln_function(int i) {
+  return i < COUNT ? PyCFunction_NewEx(&FUNCTIONS[i], nullptr, nullptr) : nullptr;
+}
+EXPORT const char* enjoyln_name(int i) { return i < COUNT ? FUNCTIONS[i].name : nullptr; }
+
+// Takes the exchange capsule and the other 11 objects of `Torch`, in its order. Returns 0 where the DLPack is not one known here.
+EXPORT int enjoyln_start(PyObject* given) {
+  PyObject* objects[12];
+  for (int i = 0; i < 12; i++) {
+    objects[i] = PyTuple_GetItem(given, i);
+    if (!objects[i]) return 0;
+    Py_IncRef(objects[i]);
+  }
+  torch.dlpack = (const DLPackExchangeAPI*)PyCapsule_GetPointer(objects[0], "dlpack_exchange_api");
+  if (!torch.dlpack || torch.dlpack->major != 1 || !torch.dlpack->tensor_from_python) return 0;
+  memcpy(&torch.tensor, objects + 1, sizeof(PyObject*) * 11);
+  torch.requires_grad = PyUnicode_InternFromString("requires_grad");
+  return 1;
+}
+
+// Takes the kernels called `name`, or the best that run here for an empty one; the name taken.
+EXPORT const char* enjoyln_cpu(const char* name) {
+  for (const Cpu& found : CPUS)
+    if (runs(found) && (!*name || !strcmp(name, found.name))) {
+      cpu = &found;
+      return found.name;
+    }
+  return nullptr;
+}
+
+EXPORT void enjoyln_parallel(void* function, int64_t elements) {
+  parallel_for = (ParallelFor)function;
+  serial_below = elements;
+}
+EXPORT void enjoyln_cuda(void* function) { launch_cuda = (Launch)function; }
+EXPORT void enjoyln_decline(int device_type, int dtype, int64_t min_rows, int64_t max_rows,
+                            int64_t min_d, int64_t max_d) {
+  if (place_count < 64) places[place_count++] = {device_type, dtype, min_rows, max_rows, min_d, max_d};
+}

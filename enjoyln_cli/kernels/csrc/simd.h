@@ -1,0 +1,144 @@
+// Vectors of the instruction set that this file is compiled for, as GCC and Clang spell them for
+// any: arithmetic is + - *, contracted to fused multiply-adds by the compiler.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#define LANES 16
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define LANES 8
+#else
+#define LANES 4
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
+
+namespace {
+
+struct half { uint16_t bits; };
+struct bfloat { uint16_t bits; };
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Shorts __attribute__((vector_size(LANES * 2)));
+typedef double Doubles __attribute__((vector_size(LANES * 4)));      // half as many
+typedef float HalfFloats __attribute__((vector_size(LANES * 2)));
+
+// What a dtype is computed in, and how many of it go through a register at a time.
+template <class T> struct Wide { typedef Floats type; typedef float scalar; static const int lanes = LANES; };
+template <> struct Wide<double> { typedef Doubles type; typedef double scalar; static const int lanes = LANES / 2; };
+
+template <class V, class T> INLINE V raw_load(const T* p) { V v; memcpy(&v, p, sizeof v); return v; }
+template <class V, class T> INLINE void raw_store(T* p, V v) { memcpy(p, &v, sizeof v); }
+
+INLINE Floats load(const float* p) { return raw_load<Floats>(p); }
+INLINE Doubles load(const double* p) { return raw_load<Doubles>(p); }
+INLINE Floats load(const bfloat* p) {
+  return (Floats)(__builtin_convertvector(raw_load<Shorts>(p), Words) << 16);
+}
+INLINE void store(float* p, Floats v) { raw_store(p, v); }
+INLINE void store(double* p, Doubles v) { raw_store(p, v); }
+
+// To bfloat16, to nearest even; a NaN stays one.
+INLINE Words rounded(Floats v) {
+  Words u = (Words)v;
+  Words up = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return v == v ? up : Words{} + 0x7fc0u;
+}
+INLINE void store(bfloat* p, Floats v) { raw_store(p, __builtin_convertvector(rounded(v), Shorts)); }
+
+#if LANES == 16
+#define HAS_HALF 1
+INLINE Floats load(const half* p) { return (Floats)_mm512_cvtph_ps(raw_load<__m256i>(p)); }
+INLINE void store(half* p, Floats v) { raw_store(p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT)); }
+#elif LANES == 8
+#define HAS_HALF 1
+INLINE Floats load(const half* p) { return (Floats)_mm256_cvtph_ps(raw_load<__m128i>(p)); }
+INLINE void store(half* p, Floats v) { raw_store(p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT)); }
+#elif defined(__aarch64__)
+#define HAS_HALF 1
+INLINE Floats load(const half* p) { return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
+INLINE void store(half* p, Floats v) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v))); }
+#else
+#define HAS_HALF 0
+#endif
+
+// The first n elements only, zeros after them.
+template <class T> INLINE typename Wide<T>::type load_some(const T* p, int64_t n) {
+  T all[Wide<T>::lanes] = {};
+  for (int64_t i = 0; i < n; i++) all[i] = p[i];
+  return load(all);
+}
+template <class T, class V> INLINE void store_some(T* p, V v, int64_t n) {
+  T all[Wide<T>::lanes];
+  store(all, v);
+  for (int64_t i = 0; i < n; i++) p[i] = all[i];
+}
+#if LANES == 16
+INLINE Floats load_some(const float* p, int64_t n) { return (Floats)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p); }
+INLINE Floats load_some(const bfloat* p, int64_t n) {
+  __m256i v = _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16);
+}
+INLINE Floats load_some(const half* p, int64_t n) {
+  return (Floats)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p));
+}
+INLINE void store_some(float* p, Floats v, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v); }
+INLINE void store_some(bfloat* p, Floats v, int64_t n) {
+  _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), _mm512_cvtepi32_epi16((__m512i)rounded(v)));
+}
+INLINE void store_some(half* p, Floats v, int64_t n) {
+  _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+}
+#endif
+
+// As the dtype stores it: what a sum is before it is normalised.
+INLINE Floats as_stored(Floats v, const float*) { return v; }
+INLINE Doubles as_stored(Doubles v, const double*) { return v; }
+INLINE Floats as_stored(Floats v, const bfloat*) { return (Floats)(rounded(v) << 16); }
+#if HAS_HALF
+INLINE Floats as_stored(Floats v, const half*) { half all[LANES]; store(all, v); return load(all); }
+#endif
+
+// Float lanes as doubles, added in pairs: the sums of long rows are kept in double.
+INLINE Doubles widened(Floats v) {
+  HalfFloats low, high;
+  memcpy(&low, &v, sizeof low);
+  memcpy(&high, (char*)&v + sizeof low, sizeof high);
+  return __builtin_convertvector(low, Doubles) + __builtin_convertvector(high, Doubles);
+}
+INLINE Doubles widened(Doubles v) { return v; }
+
+INLINE double added(Doubles v) {
+#if LANES == 16
+  return _mm512_reduce_add_pd((__m512d)v);
+#else
+  double all[LANES / 2], sum = 0;
+  memcpy(all, &v, sizeof all);
+  for (int i = 0; i < LANES / 2; i++) sum += all[i];
+  return sum;
+#endif
+}
+
+// One number, for the rows that floats cannot sum up.
+INLINE double one(const float* p) { return *p; }
+INLINE double one(const double* p) { return *p; }
+INLINE double one(const bfloat* p) { uint32_t u = (uint32_t)p->bits << 16; float f; memcpy(&f, &u, 4); return f; }
+#if HAS_HALF
+INLINE double one(const half* p) { return load_some(p, 1)[0]; }
+#endif
+INLINE void put(float* p, double v) { *p = (float)v; }
+INLINE void put(double* p, double v) { *p = v; }
+INLINE void put(bfloat* p, double v) { store_some(p, Floats{} + (float)v, 1); }
+#if HAS_HALF
+INLINE void put(half* p, double v) { store_some(p, Floats{} + (float)v, 1); }
+#endif
+
+}  // namespace

@@ -1,0 +1,334 @@
+"""Which way a norm is computed, and the operators ``torch.ops.enjoyln.*``.
+
+For ``norm`` one of ``rms_norm`` and ``layer_norm`` there are four functions and operators:
+
+    norm(x, weight, bias, eps) -> y
+    add_norm(x, residual, weight, bias, eps) -> (y, sum)    sum = x + residual, y = norm(sum)
+    add_norm_(x, residual, weight, bias, eps) -> y          the sum replaces residual
+    sum_norm(x, residual, weight, bias, eps) -> y           the sum is not kept (post-LN)
+
+The sum is rounded to its dtype before it is normalised, as in two separate steps. A function takes
+the native kernel (``native``) in plain eager calls, the operator where a gradient is wanted or
+autocast is on, and the formula everywhere else: in a compiled graph, where Inductor fuses it, in an
+export, for subclasses and under transforms. Without a native kernel for the device it computes
+``F.layer_norm``, which is the same for the zero-mean rows that a folded norm sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.library import define, impl, register_autocast, register_autograd, register_fake
+
+from enjoyln_cli.kernels import formula, native
+
+Norm = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+
+FORWARD: dict[str, Norm] = {"rms_norm": formula.rms_norm, "layer_norm": formula.layer_norm}
+BACKWARD = {"rms_norm": formula.rms_norm_backward, "layer_norm": formula.layer_norm_backward}
+
+AFFINE = "Tensor? weight, Tensor? bias, float eps"
+SCHEMAS = {
+    "{}": f"(Tensor x, {AFFINE}) -> Tensor",
+    "add_{}": f"(Tensor x, Tensor residual, {AFFINE}) -> (Tensor, Tensor)",
+    "add_{}_": f"(Tensor x, Tensor(a!) residual, {AFFINE}) -> Tensor",
+    "sum_{}": f"(Tensor x, Tensor residual, {AFFINE}) -> Tensor",
+    "{}_backward": "(Tensor grad, Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor, Tensor)",
+}
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``weight * x / sqrt(mean(x^2) + eps) + bias`` over the last dimension, for folded norms.
+
+    ``x`` is ``(..., d)`` of any floating dtype and layout; ``weight`` and ``bias`` are ``(d,)`` of
+    any floating dtype. Returns a contiguous tensor of the shape and dtype of ``x``, computed in
+    float32 or wider and rounded once. The rows must have zero mean: where there is no kernel for
+    the device, LayerNorm is computed. The operator of this name makes no such demand.
+    """
+    if not is_compiling():
+        y = native.entry.rms_norm(x, weight, bias, eps)
+        if y is not NotImplemented:
+            return y
+    return _norm("rms_norm", x, weight, bias, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm over the last dimension; arguments and result as for ``rms_norm``."""
+    if not is_compiling():
+        y = native.entry.layer_norm(x, weight, bias, eps)
+        if y is not NotImplemented:
+            return y
+    return _norm("layer_norm", x, weight, bias, eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``(rms_norm(sum), sum)`` with ``sum = x + residual``, both of the same shape.
+
+    Both results have the promoted dtype. As for ``rms_norm``, the sum must have zero mean.
+    """
+    if not is_compiling():
+        pair = native.entry.add_rms_norm(x, residual, weight, bias, eps)
+        if pair is not NotImplemented:
+            return pair
+    return _add_norm("rms_norm", x, residual, weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``(layer_norm(sum), sum)``; arguments and results as for ``add_rms_norm``."""
+    if not is_compiling():
+        pair = native.entry.add_layer_norm(x, residual, weight, bias, eps)
+        if pair is not NotImplemented:
+            return pair
+    return _add_norm("layer_norm", x, residual, weight, bias, eps)
+
+
+def add_rms_norm_(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """``residual += x``, then ``rms_norm(residual)``, which has the dtype of ``residual``."""
+    if not is_compiling():
+        y = native.entry.add_rms_norm_(x, residual, weight, bias, eps)
+        if y is not NotImplemented:
+            return y
+    return _norm("rms_norm", residual.add_(x), weight, bias, eps)
+
+
+def add_layer_norm_(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """``residual += x``, then ``layer_norm(residual)``."""
+    if not is_compiling():
+        y = native.entry.add_layer_norm_(x, residual, weight, bias, eps)
+        if y is not NotImplemented:
+            return y
+    return _norm("layer_norm", residual.add_(x), weight, bias, eps)
+
+
+def sum_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """``rms_norm(x + residual)`` where nobody else reads the sum, of the promoted dtype."""
+    if not is_compiling():
+        y = native.entry.sum_rms_norm(x, residual, weight, bias, eps)
+        if y is not NotImplemented:
+            return y
+    return _norm("rms_norm", x + residual, weight, bias, eps)
+
+
+def sum_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """``layer_norm(x + residual)`` where nobody else reads the sum."""
+    if not is_compiling():
+        y = native.entry.sum_layer_norm(x, residual, weight, bias, eps)
+        if y is not NotImplemented:
+            return y
+    return _norm("layer_norm", x + residual, weight, bias, eps)
+
+
+def _norm(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """The other ways, in the order that the module's docstring gives."""
+    if not is_compiling() and _affine(x, weight, bias):
+        if not native.has(x.device.type):
+            return formula.layer_norm(x, weight, bias, eps)
+        if _plain(x, weight, bias):
+            return _operator(norm)(x, weight, bias, eps)
+    return FORWARD[norm](x, weight, bias, eps)
+
+
+def _add_norm(
+    norm: str,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _norm(norm, total, weight, bias, eps), total
+
+
+def _affine(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether the parameters are what ``F.layer_norm`` and the operators take."""
+    return all(p is None or p.shape == x.shape[-1:] for p in parameters)
+
+
+def _plain(*tensors: Tensor | None) -> bool:
+    """Whether an operator that torch cannot look into may stand here."""
+    kinds = all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    return kinds and not torch.jit.is_tracing() and forward_ad._current_level < 0
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return getattr(torch.ops.enjoyln, name).default  # type: ignore[no-any-return]
+
+
+def _define(norm: str) -> None:
+    """Registers the operators of one norm."""
+    compute, backward = FORWARD[norm], BACKWARD[norm]
+    for name, schema in SCHEMAS.items():
+        define(f"enjoyln::{name.format(norm)}", schema)
+
+    def kernel(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        y = native.entry.run(norm, x, weight, bias, eps)
+        return compute(x, weight, bias, eps).contiguous() if y is NotImplemented else y
+
+    def add_kernel(
+        x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        pair = native.entry.run(f"add_{norm}", x, residual, weight, bias, eps)
+        if pair is not NotImplemented:
+            return pair
+        total = (x + residual).contiguous()
+        return compute(total, weight, bias, eps), total
+
+    def add_kernel_(
+        x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        y = native.entry.run(f"add_{norm}_", x, residual, weight, bias, eps)
+        if y is not NotImplemented:
+            return y
+        return compute(residual.add_(x), weight, bias, eps).contiguous()
+
+    def sum_kernel(
+        x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        y = native.entry.run(f"sum_{norm}", x, residual, weight, bias, eps)
+        if y is not NotImplemented:
+            return y
+        return compute((x + residual).contiguous(), weight, bias, eps)
+
+    kernels: dict[str, Callable[..., Any]] = {
+        "{}": kernel,
+        "add_{}": add_kernel,
+        "add_{}_": add_kernel_,
+        "sum_{}": sum_kernel,
+        "{}_backward": backward,
+    }
+    for name, function in kernels.items():
+        impl(f"enjoyln::{name.format(norm)}", "CompositeExplicitAutograd", function)
+    _register_fakes(norm)
+    _register_gradients(norm)
+    for name in ("{}", "add_{}", "sum_{}"):  # as torch's own layer_norm
+        register_autocast(f"enjoyln::{name.format(norm)}", "cuda", torch.float32)
+
+
+def _register_fakes(norm: str) -> None:
+    def like(x: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+        torch._check(x.ndim > 0 and x.is_floating_point(), lambda: f"{norm}: x must be (..., d)")
+        for parameter in (weight, bias):
+            if parameter is not None:
+                torch._check(
+                    parameter.shape == x.shape[-1:], lambda: f"{norm}: weight must be (d,)"
+                )
+
+    @register_fake(f"enjoyln::{norm}")
+    def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        check(x, weight, bias)
+        return like(x)
+
+    def total_of(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        check(x, weight, bias)
+        torch._check(x.shape == residual.shape, lambda: f"{norm}: x and residual must be alike")
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+    @register_fake(f"enjoyln::add_{norm}")
+    def _(
+        x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = total_of(x, residual, weight, bias)
+        return like(total), total
+
+    @register_fake(f"enjoyln::add_{norm}_")
+    def _(
+        x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        total_of(x, residual, weight, bias)
+        return like(residual)
+
+    @register_fake(f"enjoyln::sum_{norm}")
+    def _(
+        x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return total_of(x, residual, weight, bias)
+
+    @register_fake(f"enjoyln::{norm}_backward")
+    def _(
+        grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = formula.wider(x.dtype)
+        dweight, dbias = (x.new_empty(x.shape[-1], dtype=wide) for _ in range(2))
+        return like(x), dweight, dbias
+
+
+def _register_gradients(norm: str) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], kept: tuple[Tensor, ...]) -> None:
+        """``kept`` sum to what was normalised."""
+        weight, bias, ctx.eps = inputs[-3:]
+        ctx.save_for_backward(weight, *kept)
+        ctx.dtypes = [t.dtype for t in inputs[:-3]]
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        save(ctx, inputs, inputs[:-3])
+
+    def setup_add(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        save(ctx, inputs, (output[1],))
+
+    def backward(ctx: Any, grad: Tensor, dtotal: Tensor | int = 0) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        total = kept[0] if len(kept) == 1 else kept[0] + kept[1]
+        dx, dweight, dbias = _operator(f"{norm}_backward")(grad, total, weight, ctx.eps)
+        return (
+            *((dx + dtotal).to(dtype) for dtype in ctx.dtypes),
+            None if weight is None else dweight.to(weight.dtype),
+            None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype),
+            None,
+        )
+
+    register_autograd(f"enjoyln::{norm}", backward, setup_context=setup)
+    register_autograd(f"enjoyln::add_{norm}", backward, setup_context=setup_add)
+    register_autograd(f"enjoyln::sum_{norm}", backward, setup_context=setup)
+
+    def in_place(
+        x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        tensors = [t for t in (x, residual, weight, bias) if t is not None]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return _operator(norm)(residual.add_(x), weight, bias, eps)  # type: ignore
+        torch.autograd.graph.increment_version(residual)
+        with torch._C._AutoDispatchBelowAutograd():
+            return _operator(f"add_{norm}_")(x, residual, weight, bias, eps)  # type: ignore
+
+    impl(f"enjoyln::add_{norm}_", "Autograd", in_place)
+
+    def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        grad, x, weight, ctx.eps = inputs
+        ctx.save_for_backward(grad, x, weight)
+
+    def twice(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        given = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
+        wanted = [t for t in given if t is not None]
+        with torch.enable_grad():
+            outputs = BACKWARD[norm](given[0], given[1], given[2], ctx.eps)  # type: ignore
+            found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+        return (*(None if t is None else next(found) for t in given), None)
+
+    register_autograd(f"enjoyln::{norm}_backward", twice, setup_context=setup_backward)
+
+
+for _name in FORWARD:
+    _define(_name)
