@@ -15,7 +15,7 @@ LAYERS = (
     ("cli",),
     ("convert",),
     ("quantizer",),
-    ("report", "hub", "bench", "verify", "loading"),
+    ("report", "hub", "bench", "verify", "loading", "fusion"),
     ("rows", "measure"),
     ("weights", "memory", "centred"),
     ("compare",),
