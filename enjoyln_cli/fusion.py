@@ -110,10 +110,10 @@ def _fuse_at(norm: fx.Node) -> bool:
     if not isinstance(total, fx.Node) or not _is_addition(total):
         return False
     a, b = (arg for arg in total.args if isinstance(arg, fx.Node))
-    if not _comes_first(total, norm, weight, bias, eps) or not _fits(total, weight, bias):
-        return False
     others = set(total.users) - ({views[0]} if views else {norm})
     others |= {user for view in views for user in set(view.users) - {norm, *views}}
+    if not _fits(total, weight, bias) or not _comes_first(total, norm, weight, bias, eps):
+        return False
     with_sum, alone = FUSED[kind]
     graph = norm.graph
     with graph.inserting_before(total):
@@ -207,13 +207,21 @@ def _fits(total: fx.Node, weight: Any, bias: Any) -> bool:
 
 
 def _comes_first(total: fx.Node, norm: fx.Node, *parameters: Any) -> bool:
-    """Whether the norm can be computed where the sum is: nothing it reads is written in between."""
-    wanted = {one for one in parameters if isinstance(one, fx.Node)}
-    node = total
+    """Whether the norm can be computed where the sum is: nothing is written in between.
+
+    Parameters that are made in between, of others, are made before.
+    """
+    between: list[fx.Node] = []
+    node = total.next
     while node is not norm:
-        if node in wanted or not _only_reads(node):
-            return False
+        between.append(node)
         node = node.next
+    late = [one for one in parameters if isinstance(one, fx.Node) and one in between]
+    ready = all({total, *between}.isdisjoint(one.all_input_nodes) for one in late)
+    if not ready or not all(map(_only_reads, between)):
+        return False
+    for one in late:
+        total.prepend(one)
     return True
 
 

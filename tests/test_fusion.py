@@ -258,6 +258,20 @@ def test_a_view_of_the_sum() -> None:
     assert found.fused == [1] and found.count(kernels.add_rms_norm) == 1
 
 
+def test_weights_that_are_made_after_the_sum() -> None:
+    def late(a: Any, b: Any, scale: Any) -> Any:
+        stream = a + b
+        return F.layer_norm(stream, (D,), scale * 2), stream
+
+    def too_late(a: Any, b: Any, scale: Any) -> Any:
+        stream = a + b
+        scale = scale * stream[0].exp()
+        return F.layer_norm(stream, (D,), scale), stream
+
+    assert outcome(late, centred(2, D), centred(2, D), torch.rand(D)).fused == [1]
+    assert outcome(too_late, centred(2, D), centred(2, D), torch.rand(D)).fused == [0]
+
+
 def test_dropout_that_drops_nothing_is_left_out() -> None:
     one = norm("rms_norm")
     found = outcome(
@@ -328,7 +342,7 @@ def test_a_sum_that_is_written_afterwards() -> None:
         ("a difference", lambda n, a, b: n(a - b), (centred(2, D), centred(2, D))),
         ("written in place", lambda n, a, b: n(operator.iadd(a * 1, b)), (centred(2, D),) * 2),
         ("other rows", lambda n, a, b: n((a + b).view(-1, D)), (centred(2, 2 * D),) * 2),
-        ("its own weight", lambda n, a, b: F.layer_norm(s := a + b, (D,), s[0]), (centred(2, D),) * 2),
+        ("its weight", lambda n, a, b: F.layer_norm(s := a + b, (D,), s[0]), (centred(2, D),) * 2),
         ("two dimensions", lambda n, a, b: F.layer_norm(a + b, (3, D)), (centred(2, 3, D),) * 2),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
