@@ -59,10 +59,13 @@ struct Torch {
   const DLPackExchangeAPI* dlpack;
   PyObject *tensor, *parameter;             // the two types that are plain
   PyObject *grad_enabled, *modes, *tracing; // functions without arguments
-  PyObject *forward_ad, *level;             // a module and the name in it
+  PyObject *forward_ad, *level;             // a module's dict and the name in it
   PyObject *empty_like, *contiguous, *increment_version, *autocast;
-  PyObject *requires_grad;
 } torch;
+
+struct Names {
+  PyObject *requires_grad, *training, *shifted, *parameters, *weight, *bias, *eps, *shape;
+} names;
 
 typedef int (*ParallelFor)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
 typedef int (*Launch)(const Call*, int32_t device, void* stream);
@@ -109,7 +112,7 @@ int asks(PyObject* function) {
 
 int requires_grad(PyObject* t) {
   if (t == &_Py_NoneStruct) return 0;
-  PyObject* answer = PyObject_GetAttr(t, torch.requires_grad);
+  PyObject* answer = PyObject_GetAttr(t, names.requires_grad);
   if (!answer) return -1;
   int yes = PyObject_IsTrue(answer);
   Py_DecRef(answer);
@@ -119,11 +122,8 @@ int requires_grad(PyObject* t) {
 // Whether somebody watches who would not see a kernel: modes, a trace, forward or backward mode.
 bool watched(PyObject* const* tensors, int n) {
   if (asks(torch.modes) != 0 || asks(torch.tracing) != 0) return true;
-  PyObject* level = PyObject_GetAttr(torch.forward_ad, torch.level);
-  if (!level) return true;
-  long long depth = PyLong_AsLongLong(level);
-  Py_DecRef(level);
-  if (depth >= 0) return true;
+  PyObject* level = PyDict_GetItemWithError(torch.forward_ad, torch.level);
+  if (!level || PyLong_AsLongLong(level) >= 0) return true;
   int grad = asks(torch.grad_enabled);
   for (int i = 0; grad == 1 && i < n; i++)
     if (requires_grad(tensors[i]) != 0) return true;
@@ -323,6 +323,34 @@ PyObject* function(PyObject*, PyObject* const* args, ptrdiff_t n) {
   return norm(form, layer, guarded, args, n);
 }
 
+// Whether a module's own attribute is there and not false.
+bool is_set(PyObject* attributes, PyObject* name, bool if_missing) {
+  PyObject* value = PyDict_GetItemWithError(attributes, name);
+  return value ? PyObject_IsTrue(value) != 0 : if_missing;
+}
+
+// args: a module like nn.LayerNorm, and its input. Declines in training mode, where the module's
+// inputs are shifted, and where its parameters are not plain ones.
+PyObject* module_rms_norm(PyObject*, PyObject* const* args, ptrdiff_t n) {
+  Held attributes;
+  attributes.p = n == 2 ? PyObject_GenericGetDict(args[0], nullptr) : nullptr;
+  PyObject* own = attributes.p;
+  if (!own || is_set(own, names.training, true) || is_set(own, names.shifted, false))
+    return declines();
+  PyObject* parameters = PyDict_GetItemWithError(own, names.parameters);
+  PyObject* eps = PyDict_GetItemWithError(own, names.eps);
+  if (!parameters || !eps) return declines();
+  PyObject* weight = PyDict_GetItemWithError(parameters, names.weight);
+  PyObject* bias = PyDict_GetItemWithError(parameters, names.bias);
+  if (!weight || !bias) return declines();
+  if (weight == &_Py_NoneStruct) {
+    PyObject* shape = PyDict_GetItemWithError(own, names.shape);
+    if (!shape || PyTuple_Size(shape) != 1) return declines();
+  }
+  PyObject* given[] = {args[1], weight, bias, eps};
+  return norm(NORM, false, true, given, 4);
+}
+
 #define BOTH(text, form, layer)                                         \
   {text, function<form, layer, true>, METH_FASTCALL, nullptr},          \
   {text "!", function<form, layer, false>, METH_FASTCALL, nullptr}
@@ -331,6 +359,7 @@ PyMethodDef FUNCTIONS[] = {
     BOTH("add_rms_norm", ADD, false),   BOTH("add_layer_norm", ADD, true),
     BOTH("add_rms_norm_", ADD_, false), BOTH("add_layer_norm_", ADD_, true),
     BOTH("sum_rms_norm", SUM, false),   BOTH("sum_layer_norm", SUM, true),
+    {"module_rms_norm", module_rms_norm, METH_FASTCALL, nullptr},
 };
 const int COUNT = sizeof(FUNCTIONS) / sizeof(FUNCTIONS[0]);
 
@@ -355,7 +384,9 @@ EXPORT int enjoyln_start(PyObject* given) {
   torch.dlpack = (const DLPackExchangeAPI*)PyCapsule_GetPointer(objects[0], "dlpack_exchange_api");
   if (!torch.dlpack || torch.dlpack->major != 1 || !torch.dlpack->tensor_from_python) return 0;
   memcpy(&torch.tensor, objects + 1, sizeof(PyObject*) * 11);
-  torch.requires_grad = PyUnicode_InternFromString("requires_grad");
+  const char* texts[] = {"requires_grad", "training", "shifted", "_parameters",
+                         "weight",        "bias",     "eps",     "normalized_shape"};
+  for (int i = 0; i < 8; i++) ((PyObject**)&names)[i] = PyUnicode_InternFromString(texts[i]);
   return 1;
 }
 
