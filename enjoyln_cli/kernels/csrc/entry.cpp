@@ -24,6 +24,7 @@ struct Cpu {
 };
 #ifdef CPU_avx512
 DECLARE(avx512)
+DECLARE(avx512bf16)
 #endif
 #ifdef CPU_avx2
 DECLARE(avx2)
@@ -32,8 +33,16 @@ DECLARE(plain)
 
 namespace {
 
+#ifdef CPU_avx512
+// With instructions for bfloat16, the rest is as without.
+void rows_avx512bf16_or_512(const Call* c, int64_t begin, int64_t end) {
+  (c->dtype == BF16 ? rows_avx512bf16 : rows_avx512)(c, begin, end);
+}
+#endif
+
 const Cpu CPUS[] = {
 #ifdef CPU_avx512
+    {"avx512bf16", has_avx512, rows_avx512bf16_or_512, widen_avx512},
     {"avx512", has_avx512, rows_avx512, widen_avx512},
 #endif
 #ifdef CPU_avx2
@@ -45,7 +54,8 @@ const Cpu CPUS[] = {
 bool runs(const Cpu& cpu) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!strcmp(cpu.name, "avx512"))
+  if (!strcmp(cpu.name, "avx512bf16") && !__builtin_cpu_supports("avx512bf16")) return false;
+  if (!strncmp(cpu.name, "avx512", 6))
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (!strcmp(cpu.name, "avx2"))
@@ -196,32 +206,34 @@ struct Scratch {  // parameters as float32, one pair for each thread
 };
 thread_local Scratch scratch[2];
 
-const void* parameter(const void* p, Dtype dtype, Dtype of, int64_t d, Scratch& room) {
-  if (!p || dtype == (of == F64 ? F64 : F32)) return p;
-  float* wide = room.of(of == F64 ? 3 * d : d);
-  if (!wide) return nullptr;
-  const void* narrow = p;
-  if (of != F64) {
-    cpu->widen(wide, narrow, dtype, d);
-    return wide;
+// A parameter as the kernels take it: float32 or float64, and neutral where there is none.
+const void* parameter(const void* p, Dtype dtype, const Call& c, float neutral, Scratch& room) {
+  if (p && dtype == (c.dtype == F64 ? F64 : F32)) return p;
+  const int64_t d = c.d;
+  float* floats = room.of(c.dtype == F64 ? 3 * d : d);
+  if (!floats) return nullptr;
+  double* doubles = (double*)floats;
+  if (c.dtype == F64) floats += 2 * d;
+  if (!p) {
+    for (int64_t i = 0; i < d; i++) floats[i] = neutral;
+  } else if (dtype == F32) {
+    memcpy(floats, p, sizeof(float) * d);
+  } else {
+    cpu->widen(floats, p, dtype, d);
   }
-  double* doubles = (double*)wide;  // d of them, then d floats
-  const float* floats = (const float*)p;
-  if (dtype != F32) {
-    cpu->widen(wide + 2 * d, narrow, dtype, d);
-    floats = wide + 2 * d;
-  }
+  if (c.dtype != F64) return floats;
   for (int64_t i = 0; i < d; i++) doubles[i] = floats[i];
   return doubles;
 }
 
 bool run_cpu(Call& c) {
-  if (!cpu || !cpu->has(c.dtype) || (c.dtype != F64 && (c.w_dtype == F64 || c.b_dtype == F64)))
-    return false;
-  if ((c.w && !cpu->has(c.w_dtype)) || (c.b && !cpu->has(c.b_dtype))) return false;
-  const void *w = parameter(c.w, c.w_dtype, c.dtype, c.d, scratch[0]);
-  const void *b = parameter(c.b, c.b_dtype, c.dtype, c.d, scratch[1]);
-  if ((c.w && !w) || (c.b && !b)) return false;
+  if (!cpu || !cpu->has(c.dtype)) return false;
+  const struct { const void* p; Dtype dtype; } given[] = {{c.w, c.w_dtype}, {c.b, c.b_dtype}};
+  for (auto& one : given)
+    if (one.p && (!cpu->has(one.dtype) || (one.dtype == F64 && c.dtype != F64))) return false;
+  const void *w = parameter(c.w, c.w_dtype, c, 1, scratch[0]);
+  const void *b = parameter(c.b, c.b_dtype, c, 0, scratch[1]);
+  if (!w || !b) return false;
   c.w = w;
   c.b = b;
   if (c.rows * c.d < serial_below || c.rows == 1 || !parallel_for) {

@@ -70,6 +70,22 @@ INLINE void store(half* p, Floats v) { vst1_u16(&p->bits, vreinterpret_u16_f16(v
 #define HAS_HALF 0
 #endif
 
+// Two vectors at a time: the processor's own conversion to bfloat16 takes as many. It is exact but
+// for results under 1.2e-38, which become zero.
+template <class V> struct Two { V a, b; };
+template <class T> INLINE Two<typename Wide<T>::type> load_two(const T* p) {
+  return {load(p), load(p + Wide<T>::lanes)};
+}
+template <class T, class V> INLINE void store_two(T* p, Two<V> v) {
+  store(p, v.a);
+  store(p + Wide<T>::lanes, v.b);
+}
+#if defined(__AVX512BF16__)
+INLINE void store_two(bfloat* p, Two<Floats> v) {
+  raw_store(p, _mm512_cvtne2ps_pbh((__m512)v.b, (__m512)v.a));
+}
+#endif
+
 // The first n elements only, zeros after them.
 template <class T> INLINE typename Wide<T>::type load_some(const T* p, int64_t n) {
   T all[Wide<T>::lanes] = {};
@@ -97,14 +113,6 @@ INLINE void store_some(bfloat* p, Floats v, int64_t n) {
 INLINE void store_some(half* p, Floats v, int64_t n) {
   _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
 }
-#endif
-
-// As the dtype stores it: what a sum is before it is normalised.
-INLINE Floats as_stored(Floats v, const float*) { return v; }
-INLINE Doubles as_stored(Doubles v, const double*) { return v; }
-INLINE Floats as_stored(Floats v, const bfloat*) { return (Floats)(rounded(v) << 16); }
-#if HAS_HALF
-INLINE Floats as_stored(Floats v, const half*) { half all[LANES]; store(all, v); return load(all); }
 #endif
 
 // Float lanes as doubles, added in pairs: the sums of long rows are kept in double.
