@@ -40,9 +40,6 @@ template <class V, class T> INLINE void raw_store(T* p, V v) { memcpy(p, &v, siz
 
 INLINE Floats load(const float* p) { return raw_load<Floats>(p); }
 INLINE Doubles load(const double* p) { return raw_load<Doubles>(p); }
-INLINE Floats load(const bfloat* p) {
-  return (Floats)(__builtin_convertvector(raw_load<Shorts>(p), Words) << 16);
-}
 INLINE void store(float* p, Floats v) { raw_store(p, v); }
 INLINE void store(double* p, Doubles v) { raw_store(p, v); }
 
@@ -52,7 +49,23 @@ INLINE Words rounded(Floats v) {
   Words up = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   return v == v ? up : Words{} + 0x7fc0u;
 }
-INLINE void store(bfloat* p, Floats v) { raw_store(p, __builtin_convertvector(rounded(v), Shorts)); }
+// Between 16 bits and 32; GCC's own conversion of whole vectors takes detours.
+#if LANES == 16
+INLINE Words longer(Shorts v) { return (Words)_mm512_cvtepu16_epi32((__m256i)v); }
+INLINE Shorts shorter(Words v) { return (Shorts)_mm512_cvtepi32_epi16((__m512i)v); }
+#elif LANES == 8
+INLINE Words longer(Shorts v) { return (Words)_mm256_cvtepu16_epi32((__m128i)v); }
+INLINE Shorts shorter(Words v) {
+  __m256i pairs = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+  return (Shorts)_mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 8));
+}
+#else
+INLINE Words longer(Shorts v) { return __builtin_convertvector(v, Words); }
+INLINE Shorts shorter(Words v) { return __builtin_convertvector(v, Shorts); }
+#endif
+
+INLINE Floats load(const bfloat* p) { return (Floats)(longer(raw_load<Shorts>(p)) << 16); }
+INLINE void store(bfloat* p, Floats v) { raw_store(p, shorter(rounded(v))); }
 
 #if LANES == 16
 #define HAS_HALF 1
@@ -116,12 +129,25 @@ INLINE void store_some(half* p, Floats v, int64_t n) {
 #endif
 
 // Float lanes as doubles, added in pairs: the sums of long rows are kept in double.
+#if LANES == 16
+INLINE Doubles widened(Floats v) {
+  __m512d all = _mm512_castps_pd((__m512)v);
+  __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(all, 1));
+  return (Doubles)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v)) + (Doubles)_mm512_cvtps_pd(high);
+}
+#elif LANES == 8
+INLINE Doubles widened(Floats v) {
+  __m128 high = _mm256_extractf128_ps((__m256)v, 1);
+  return (Doubles)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v)) + (Doubles)_mm256_cvtps_pd(high);
+}
+#else
 INLINE Doubles widened(Floats v) {
   HalfFloats low, high;
   memcpy(&low, &v, sizeof low);
   memcpy(&high, (char*)&v + sizeof low, sizeof high);
   return __builtin_convertvector(low, Doubles) + __builtin_convertvector(high, Doubles);
 }
+#endif
 INLINE Doubles widened(Doubles v) { return v; }
 
 INLINE double added(Doubles v) {
