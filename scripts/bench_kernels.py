@@ -68,7 +68,7 @@ def keep_pages() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            library.mallopt(option, 1 << 30)
+            library.mallopt(option, 1 << 25)
 
 
 def timed(candidates: Ways, seconds: float, wait: Callable[[], None]) -> dict[str, float]:

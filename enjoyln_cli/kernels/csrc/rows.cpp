@@ -98,17 +98,39 @@ template <class T> double sum_of_deviations(const T* x, int64_t d, double mean) 
       });
 }
 
-// s = x + r, as the dtype stores it, and the sum of what was stored, or of its squares.
+// s = x + r for two vectors, as the dtype stores it, and what was stored to the sums, or its squares.
+template <class T, bool LAYER>
+INLINE void add_two(T* s, const T* x, const T* r, Vec<T>& a, Vec<T>& b) {
+  auto v = load_two(x), u = load_two(r);
+  store_two(s, Two<Vec<T>>{v.a + u.a, v.b + u.b});
+  if (!LAYER) return add_squares(s, a, b);
+  v = load_two(s);
+  a += v.a;
+  b += v.b;
+}
+#if defined(__AVX512BF16__)
+// The even and the odd elements are the two halves of every word, and are put together at the end.
+template <class T, bool LAYER>
+INLINE void add_two(bfloat* s, const bfloat* x, const bfloat* r, Floats& a, Floats&) {
+  const __m512i order = (__m512i)(Pairs){0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                         21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                         11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const Words v = raw_load<Words>(x), u = raw_load<Words>(r);
+  const Floats even = (Floats)(v << 16) + (Floats)(u << 16);
+  const Floats odd = (Floats)(v & 0xffff0000u) + (Floats)(u & 0xffff0000u);
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  const __m512i sum = _mm512_permutexvar_epi16(order, halves);
+  raw_store(s, sum);
+  const __m512bh factor = LAYER ? (__m512bh)_mm512_set1_epi16(0x3f80) : (__m512bh)sum;
+  a = (Floats)_mm512_dpbf16_ps((__m512)a, (__m512bh)sum, factor);
+}
+#endif
+
 template <class T, bool LAYER> double add(T* s, const T* x, const T* r, int64_t d) {
   return summed<T>(
       d,
       [&](int64_t i, Vec<T>& a, Vec<T>& b) INLINE_LAMBDA {
-        auto v = load_two(x + i), u = load_two(r + i);
-        store_two(s + i, Two<Vec<T>>{v.a + u.a, v.b + u.b});
-        if (!LAYER) return add_squares(s + i, a, b);
-        v = load_two(s + i);
-        a += v.a;
-        b += v.b;
+        add_two<T, LAYER>(s + i, x + i, r + i, a, b);
       },
       [&](int64_t i, int64_t n) INLINE_LAMBDA {
         store_some(s + i, load_some(x + i, n) + load_some(r + i, n), n);

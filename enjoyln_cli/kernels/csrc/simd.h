@@ -94,6 +94,7 @@ template <class T, class V> INLINE void store_two(T* p, Two<V> v) {
   store(p + Wide<T>::lanes, v.b);
 }
 #if defined(__AVX512BF16__)
+typedef uint16_t Pairs __attribute__((vector_size(64)));
 INLINE void store_two(bfloat* p, Two<Floats> v) {
   raw_store(p, _mm512_cvtne2ps_pbh((__m512)v.b, (__m512)v.a));
 }
