@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from enjoyln_cli import kernels
 from enjoyln_cli.axis import Axis, centre, feature_axis, moved
@@ -43,18 +44,15 @@ def rms_norm(
 
     ``x`` is ``(..., *shape)`` of any floating dtype; ``weight`` and ``bias`` broadcast against it.
     Computed in float32 or wider and rounded once to the dtype of ``x``, by a kernel where there is
-    one. In float64, which is for checking, it is this formula on every machine.
+    one (see ``kernels``); where there is none, as LayerNorm, so the rows must have zero mean. In
+    float64, which is for checking, it is this formula on every machine.
     """
-    if dims == 1 and x.dtype != torch.float64:
-        return kernels.rms_norm(x, weight, bias, eps)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    over = tuple(range(-dims, 0))
-    y = wide * torch.rsqrt(wide.square().mean(over, keepdim=True) + eps)
-    if weight is not None:
-        y = y * weight
-    if bias is not None:
-        y = y + bias
-    return y.to(x.dtype)
+    if dims > 1:
+        weight, bias = (None if p is None else p.flatten() for p in (weight, bias))
+        return rms_norm(x.flatten(-dims), weight, bias, eps).reshape(x.shape)
+    if x.dtype == torch.float64:
+        return kernels.formula.rms_norm(x, weight, bias, eps)
+    return kernels.rms_norm(x, weight, bias, eps)
 
 
 GIVEN, MOVED = 1, 2
@@ -86,6 +84,10 @@ class RMSNorm(Folded, nn.LayerNorm):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not is_dynamo_compiling():
+            y = kernels.native.entry.module_rms_norm(self, input)  # the same in one step
+            if y is not NotImplemented:
+                return y
         if self.training or self.shifted:
             return super().forward(input)
         return rms_norm(input, self.weight, self.bias, self.eps, len(self.normalized_shape))

@@ -1,5 +1,6 @@
 """Kernels for the norms of a folded model: what ``ops`` says, compiled by ``build``."""
 
+from enjoyln_cli.kernels import native
 from enjoyln_cli.kernels.ops import (
     add_layer_norm,
     add_layer_norm_,
@@ -17,6 +18,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_",
     "layer_norm",
+    "native",
     "rms_norm",
     "sum_layer_norm",
     "sum_rms_norm",

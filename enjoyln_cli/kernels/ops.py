@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.library import define, impl, register_autocast, register_autograd, register_fake
 
 from enjoyln_cli.kernels import formula, native
@@ -50,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
     float32 or wider and rounded once. The rows must have zero mean: where there is no kernel for
     the device, LayerNorm is computed. The operator of this name makes no such demand.
     """
-    if not is_compiling():
+    if not is_dynamo_compiling():
         y = native.entry.rms_norm(x, weight, bias, eps)
         if y is not NotImplemented:
             return y
@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm over the last dimension; arguments and result as for ``rms_norm``."""
-    if not is_compiling():
+    if not is_dynamo_compiling():
         y = native.entry.layer_norm(x, weight, bias, eps)
         if y is not NotImplemented:
             return y
@@ -73,7 +73,7 @@ def add_rms_norm(
 
     Both results have the promoted dtype. As for ``rms_norm``, the sum must have zero mean.
     """
-    if not is_compiling():
+    if not is_dynamo_compiling():
         pair = native.entry.add_rms_norm(x, residual, weight, bias, eps)
         if pair is not NotImplemented:
             return pair
@@ -84,7 +84,7 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """``(layer_norm(sum), sum)``; arguments and results as for ``add_rms_norm``."""
-    if not is_compiling():
+    if not is_dynamo_compiling():
         pair = native.entry.add_layer_norm(x, residual, weight, bias, eps)
         if pair is not NotImplemented:
             return pair
@@ -95,7 +95,7 @@ def add_rms_norm_(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """``residual += x``, then ``rms_norm(residual)``, which has the dtype of ``residual``."""
-    if not is_compiling():
+    if not is_dynamo_compiling():
         y = native.entry.add_rms_norm_(x, residual, weight, bias, eps)
         if y is not NotImplemented:
             return y
@@ -106,7 +106,7 @@ def add_layer_norm_(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """``residual += x``, then ``layer_norm(residual)``."""
-    if not is_compiling():
+    if not is_dynamo_compiling():
         y = native.entry.add_layer_norm_(x, residual, weight, bias, eps)
         if y is not NotImplemented:
             return y
@@ -117,7 +117,7 @@ def sum_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """``rms_norm(x + residual)`` where nobody else reads the sum, of the promoted dtype."""
-    if not is_compiling():
+    if not is_dynamo_compiling():
         y = native.entry.sum_rms_norm(x, residual, weight, bias, eps)
         if y is not NotImplemented:
             return y
@@ -128,7 +128,7 @@ def sum_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """``layer_norm(x + residual)`` where nobody else reads the sum."""
-    if not is_compiling():
+    if not is_dynamo_compiling():
         y = native.entry.sum_layer_norm(x, residual, weight, bias, eps)
         if y is not NotImplemented:
             return y

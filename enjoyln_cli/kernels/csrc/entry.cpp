@@ -24,6 +24,7 @@ struct Cpu {
 };
 #ifdef CPU_avx512
 DECLARE(avx512)
+DECLARE(avx512bf16)
 #endif
 #ifdef CPU_avx2
 DECLARE(avx2)
@@ -32,8 +33,16 @@ DECLARE(plain)
 
 namespace {
 
+#ifdef CPU_avx512
+// With instructions for bfloat16, the rest is as without.
+void rows_avx512bf16_or_512(const Call* c, int64_t begin, int64_t end) {
+  (c->dtype == BF16 ? rows_avx512bf16 : rows_avx512)(c, begin, end);
+}
+#endif
+
 const Cpu CPUS[] = {
 #ifdef CPU_avx512
+    {"avx512bf16", has_avx512, rows_avx512bf16_or_512, widen_avx512},
     {"avx512", has_avx512, rows_avx512, widen_avx512},
 #endif
 #ifdef CPU_avx2
@@ -45,7 +54,8 @@ const Cpu CPUS[] = {
 bool runs(const Cpu& cpu) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!strcmp(cpu.name, "avx512"))
+  if (!strcmp(cpu.name, "avx512bf16") && !__builtin_cpu_supports("avx512bf16")) return false;
+  if (!strncmp(cpu.name, "avx512", 6))
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (!strcmp(cpu.name, "avx2"))
@@ -59,10 +69,13 @@ struct Torch {
   const DLPackExchangeAPI* dlpack;
   PyObject *tensor, *parameter;             // the two types that are plain
   PyObject *grad_enabled, *modes, *tracing; // functions without arguments
-  PyObject *forward_ad, *level;             // a module and the name in it
+  PyObject *forward_ad, *level;             // a module's dict and the name in it
   PyObject *empty_like, *contiguous, *increment_version, *autocast;
-  PyObject *requires_grad;
 } torch;
+
+struct Names {
+  PyObject *requires_grad, *training, *shifted, *parameters, *weight, *bias, *eps, *shape;
+} names;
 
 typedef int (*ParallelFor)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
 typedef int (*Launch)(const Call*, int32_t device, void* stream);
@@ -109,7 +122,7 @@ int asks(PyObject* function) {
 
 int requires_grad(PyObject* t) {
   if (t == &_Py_NoneStruct) return 0;
-  PyObject* answer = PyObject_GetAttr(t, torch.requires_grad);
+  PyObject* answer = PyObject_GetAttr(t, names.requires_grad);
   if (!answer) return -1;
   int yes = PyObject_IsTrue(answer);
   Py_DecRef(answer);
@@ -119,11 +132,8 @@ int requires_grad(PyObject* t) {
 // Whether somebody watches who would not see a kernel: modes, a trace, forward or backward mode.
 bool watched(PyObject* const* tensors, int n) {
   if (asks(torch.modes) != 0 || asks(torch.tracing) != 0) return true;
-  PyObject* level = PyObject_GetAttr(torch.forward_ad, torch.level);
-  if (!level) return true;
-  long long depth = PyLong_AsLongLong(level);
-  Py_DecRef(level);
-  if (depth >= 0) return true;
+  PyObject* level = PyDict_GetItemWithError(torch.forward_ad, torch.level);
+  if (!level || PyLong_AsLongLong(level) >= 0) return true;
   int grad = asks(torch.grad_enabled);
   for (int i = 0; grad == 1 && i < n; i++)
     if (requires_grad(tensors[i]) != 0) return true;
@@ -196,32 +206,34 @@ struct Scratch {  // parameters as float32, one pair for each thread
 };
 thread_local Scratch scratch[2];
 
-const void* parameter(const void* p, Dtype dtype, Dtype of, int64_t d, Scratch& room) {
-  if (!p || dtype == (of == F64 ? F64 : F32)) return p;
-  float* wide = room.of(of == F64 ? 3 * d : d);
-  if (!wide) return nullptr;
-  const void* narrow = p;
-  if (of != F64) {
-    cpu->widen(wide, narrow, dtype, d);
-    return wide;
+// A parameter as the kernels take it: float32 or float64, and neutral where there is none.
+const void* parameter(const void* p, Dtype dtype, const Call& c, float neutral, Scratch& room) {
+  if (p && dtype == (c.dtype == F64 ? F64 : F32)) return p;
+  const int64_t d = c.d;
+  float* floats = room.of(c.dtype == F64 ? 3 * d : d);
+  if (!floats) return nullptr;
+  double* doubles = (double*)floats;
+  if (c.dtype == F64) floats += 2 * d;
+  if (!p) {
+    for (int64_t i = 0; i < d; i++) floats[i] = neutral;
+  } else if (dtype == F32) {
+    memcpy(floats, p, sizeof(float) * d);
+  } else {
+    cpu->widen(floats, p, dtype, d);
   }
-  double* doubles = (double*)wide;  // d of them, then d floats
-  const float* floats = (const float*)p;
-  if (dtype != F32) {
-    cpu->widen(wide + 2 * d, narrow, dtype, d);
-    floats = wide + 2 * d;
-  }
+  if (c.dtype != F64) return floats;
   for (int64_t i = 0; i < d; i++) doubles[i] = floats[i];
   return doubles;
 }
 
 bool run_cpu(Call& c) {
-  if (!cpu || !cpu->has(c.dtype) || (c.dtype != F64 && (c.w_dtype == F64 || c.b_dtype == F64)))
-    return false;
-  if ((c.w && !cpu->has(c.w_dtype)) || (c.b && !cpu->has(c.b_dtype))) return false;
-  const void *w = parameter(c.w, c.w_dtype, c.dtype, c.d, scratch[0]);
-  const void *b = parameter(c.b, c.b_dtype, c.dtype, c.d, scratch[1]);
-  if ((c.w && !w) || (c.b && !b)) return false;
+  if (!cpu || !cpu->has(c.dtype)) return false;
+  const struct { const void* p; Dtype dtype; } given[] = {{c.w, c.w_dtype}, {c.b, c.b_dtype}};
+  for (auto& one : given)
+    if (one.p && (!cpu->has(one.dtype) || (one.dtype == F64 && c.dtype != F64))) return false;
+  const void *w = parameter(c.w, c.w_dtype, c, 1, scratch[0]);
+  const void *b = parameter(c.b, c.b_dtype, c, 0, scratch[1]);
+  if (!w || !b) return false;
   c.w = w;
   c.b = b;
   if (c.rows * c.d < serial_below || c.rows == 1 || !parallel_for) {
@@ -323,6 +335,34 @@ PyObject* function(PyObject*, PyObject* const* args, ptrdiff_t n) {
   return norm(form, layer, guarded, args, n);
 }
 
+// Whether a module's own attribute is there and not false.
+bool is_set(PyObject* attributes, PyObject* name, bool if_missing) {
+  PyObject* value = PyDict_GetItemWithError(attributes, name);
+  return value ? PyObject_IsTrue(value) != 0 : if_missing;
+}
+
+// args: a module like nn.LayerNorm, and its input. Declines in training mode, where the module's
+// inputs are shifted, and where its parameters are not plain ones.
+PyObject* module_rms_norm(PyObject*, PyObject* const* args, ptrdiff_t n) {
+  Held attributes;
+  attributes.p = n == 2 ? PyObject_GenericGetDict(args[0], nullptr) : nullptr;
+  PyObject* own = attributes.p;
+  if (!own || is_set(own, names.training, true) || is_set(own, names.shifted, false))
+    return declines();
+  PyObject* parameters = PyDict_GetItemWithError(own, names.parameters);
+  PyObject* eps = PyDict_GetItemWithError(own, names.eps);
+  if (!parameters || !eps) return declines();
+  PyObject* weight = PyDict_GetItemWithError(parameters, names.weight);
+  PyObject* bias = PyDict_GetItemWithError(parameters, names.bias);
+  if (!weight || !bias) return declines();
+  if (weight == &_Py_NoneStruct) {
+    PyObject* shape = PyDict_GetItemWithError(own, names.shape);
+    if (!shape || PyTuple_Size(shape) != 1) return declines();
+  }
+  PyObject* given[] = {args[1], weight, bias, eps};
+  return norm(NORM, false, true, given, 4);
+}
+
 #define BOTH(text, form, layer)                                         \
   {text, function<form, layer, true>, METH_FASTCALL, nullptr},          \
   {text "!", function<form, layer, false>, METH_FASTCALL, nullptr}
@@ -331,6 +371,7 @@ PyMethodDef FUNCTIONS[] = {
     BOTH("add_rms_norm", ADD, false),   BOTH("add_layer_norm", ADD, true),
     BOTH("add_rms_norm_", ADD_, false), BOTH("add_layer_norm_", ADD_, true),
     BOTH("sum_rms_norm", SUM, false),   BOTH("sum_layer_norm", SUM, true),
+    {"module_rms_norm", module_rms_norm, METH_FASTCALL, nullptr},
 };
 const int COUNT = sizeof(FUNCTIONS) / sizeof(FUNCTIONS[0]);
 
@@ -355,7 +396,9 @@ EXPORT int enjoyln_start(PyObject* given) {
   torch.dlpack = (const DLPackExchangeAPI*)PyCapsule_GetPointer(objects[0], "dlpack_exchange_api");
   if (!torch.dlpack || torch.dlpack->major != 1 || !torch.dlpack->tensor_from_python) return 0;
   memcpy(&torch.tensor, objects + 1, sizeof(PyObject*) * 11);
-  torch.requires_grad = PyUnicode_InternFromString("requires_grad");
+  const char* texts[] = {"requires_grad", "training", "shifted", "_parameters",
+                         "weight",        "bias",     "eps",     "normalized_shape"};
+  for (int i = 0; i < 8; i++) ((PyObject**)&names)[i] = PyUnicode_InternFromString(texts[i]);
   return 1;
 }
 

@@ -1,9 +1,10 @@
 // The rows of one call on the CPU, compiled once for every instruction set, which NAME names.
 //
-// A row is read into registers, summed up in float lanes that are emptied into doubles every 64
-// vectors, and read again from the first-level cache for the result. Where the squares leave the
-// range of a float (overflow, or so small that they lose digits and eps does not hide it) the row is
-// done again in double, one number at a time.
+// A few rows at a time are summed up and then written, so that the wait for one row's square root is
+// spent on another's sum, and the parameters are read once for two rows. Sums are kept in float
+// lanes that are emptied into doubles every BLOCK vectors. Where the squares leave the range of a
+// float (overflow, or so small that they lose digits and eps does not hide it) the row is done again
+// in double, one number at a time.
 #include <math.h>
 
 #include "call.h"
@@ -17,148 +18,228 @@
 
 namespace {
 
-const int UNROLLED = 4, BLOCK = 16;  // accumulators, and vectors that each takes before a double
+const int BLOCK = 32, MANY = 4;  // vectors for each sum before a double, and rows at a time
 
-template <class T> INLINE typename Wide<T>::type take(const T* p, int64_t n) {
-  return n == Wide<T>::lanes ? load(p) : load_some(p, n);
-}
+template <class T> using Vec = typename Wide<T>::type;
+template <class T> using Scalar = typename Wide<T>::scalar;
 
-// Sums f(i, n) over a row, where f gives the vector at i, of which n elements count.
-template <class T, class F> INLINE double summed(int64_t d, F f) {
-  typedef typename Wide<T>::type V;
-  const int W = Wide<T>::lanes;
+// Adds f(i) over the steps of two vectors and rest(i, n) over the n elements that are left.
+// f and rest take their index and give what it adds to the sum, f to two sums.
+template <class T, class F, class G> INLINE double summed(int64_t d, F f, G rest) {
+  const int L = Wide<T>::lanes;
   Doubles total = {};
   int64_t i = 0;
-  while (i + W <= d) {
-    V a[UNROLLED] = {};
-    int64_t end = i + (int64_t)BLOCK * UNROLLED * W;
+  while (i + 2 * L <= d) {
+    Vec<T> a = {}, b = {}, e = {}, g = {};
+    int64_t end = i + (int64_t)BLOCK * 4 * L;
     if (end > d) end = d;
-    for (; i + UNROLLED * W <= end; i += UNROLLED * W) {
-#pragma GCC unroll 4
-      for (int k = 0; k < UNROLLED; k++) a[k] += f(i + k * W, W);
+    for (; i + 4 * L <= end; i += 4 * L) {
+      f(i, a, b);
+      f(i + 2 * L, e, g);
     }
-    for (; i + W <= end; i += W) a[0] += f(i, W);
-    total += widened((a[0] + a[1]) + (a[2] + a[3]));
+    if (i + 2 * L <= end) {
+      f(i, a, b);
+      i += 2 * L;
+    }
+    total += widened((a + b) + (e + g));
   }
-  if (i < d) total += widened(f(i, d - i));
+  for (; i < d; i += L) total += widened(rest(i, d - i < L ? d - i : L));
   return added(total);
 }
 
-template <class T, class F> double sum_up(const T* x, int64_t d, F f) {
-  return summed<T>(d, [&](int64_t i, int64_t n) INLINE_LAMBDA { return f(take(x + i, n)); });
+template <class T> double sum(const T* x, int64_t d) {
+  return summed<T>(
+      d,
+      [&](int64_t i, Vec<T>& a, Vec<T>& b) INLINE_LAMBDA {
+        auto v = load_two(x + i);
+        a += v.a;
+        b += v.b;
+      },
+      [&](int64_t i, int64_t n) INLINE_LAMBDA { return load_some(x + i, n); });
 }
 
-// Writes s = x + r on the way.
-template <class T, class F> double sum_of_sums(T* s, const T* x, const T* r, int64_t d, F f) {
-  return summed<T>(d, [&](int64_t i, int64_t n) INLINE_LAMBDA {
-    auto v = as_stored(take(x + i, n) + take(r + i, n), x);
-    if (n == Wide<T>::lanes) store(s + i, v);
-    else store_some(s + i, v, n);
-    return f(v);
-  });
+// The processor multiplies and adds pairs of bfloat16 by itself.
+template <class T> INLINE void add_squares(const T* x, Vec<T>& a, Vec<T>& b) {
+  auto v = load_two(x);
+  a += v.a * v.a;
+  b += v.b * v.b;
+}
+#if defined(__AVX512BF16__)
+INLINE void add_squares(const bfloat* x, Floats& a, Floats&) {
+  __m512bh v = raw_load<__m512bh>(x);
+  a = (Floats)_mm512_dpbf16_ps((__m512)a, v, v);
+}
+#endif
+
+template <class T> double sum_of_squares(const T* x, int64_t d) {
+  return summed<T>(
+      d, [&](int64_t i, Vec<T>& a, Vec<T>& b) INLINE_LAMBDA { add_squares(x + i, a, b); },
+      [&](int64_t i, int64_t n) INLINE_LAMBDA {
+        auto v = load_some(x + i, n);
+        return v * v;
+      });
 }
 
-template <class T, class S> double sum_of_deviations(const T* x, int64_t d, S mean) {
-  typedef typename Wide<T>::type V;
+template <class T> double sum_of_deviations(const T* x, int64_t d, double mean) {
+  const Vec<T> m = Vec<T>{} + (Scalar<T>)mean;
+  return summed<T>(
+      d,
+      [&](int64_t i, Vec<T>& a, Vec<T>& b) INLINE_LAMBDA {
+        auto v = load_two(x + i);
+        v.a -= m;
+        v.b -= m;
+        a += v.a * v.a;
+        b += v.b * v.b;
+      },
+      [&](int64_t i, int64_t n) INLINE_LAMBDA {
+        auto v = load_some(x + i, n) - m;
+        for (int64_t k = n; k < Wide<T>::lanes; k++) v[k] = 0;  // what lies after the row's end
+        return v * v;
+      });
+}
+
+// s = x + r for two vectors, as the dtype stores it, and what was stored to the sums, or its squares.
+template <class T, bool LAYER>
+INLINE void add_two(T* s, const T* x, const T* r, Vec<T>& a, Vec<T>& b) {
+  auto v = load_two(x), u = load_two(r);
+  store_two(s, Two<Vec<T>>{v.a + u.a, v.b + u.b});
+  if (!LAYER) return add_squares(s, a, b);
+  v = load_two(s);
+  a += v.a;
+  b += v.b;
+}
+#if defined(__AVX512BF16__)
+// The even and the odd elements are the two halves of every word, and are put together at the end.
+template <class T, bool LAYER>
+INLINE void add_two(bfloat* s, const bfloat* x, const bfloat* r, Floats& a, Floats&) {
+  const __m512i order = (__m512i)(Pairs){0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                         21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                         11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const Words v = raw_load<Words>(x), u = raw_load<Words>(r);
+  const Floats even = (Floats)(v << 16) + (Floats)(u << 16);
+  const Floats odd = (Floats)(v & 0xffff0000u) + (Floats)(u & 0xffff0000u);
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  const __m512i sum = _mm512_permutexvar_epi16(order, halves);
+  raw_store(s, sum);
+  const __m512bh factor = LAYER ? (__m512bh)_mm512_set1_epi16(0x3f80) : (__m512bh)sum;
+  a = (Floats)_mm512_dpbf16_ps((__m512)a, (__m512bh)sum, factor);
+}
+#endif
+
+template <class T, bool LAYER> double add(T* s, const T* x, const T* r, int64_t d) {
+  return summed<T>(
+      d,
+      [&](int64_t i, Vec<T>& a, Vec<T>& b) INLINE_LAMBDA {
+        add_two<T, LAYER>(s + i, x + i, r + i, a, b);
+      },
+      [&](int64_t i, int64_t n) INLINE_LAMBDA {
+        store_some(s + i, load_some(x + i, n) + load_some(r + i, n), n);
+        auto v = load_some(s + i, n);
+        return LAYER ? v : v * v;
+      });
+}
+
+template <class T> struct Row {
+  const T* x;
+  T* y;
+  double mean, scale;
+};
+
+// y = (x - mean) * scale * w + b for R rows.
+template <class T, bool LAYER, int R>
+void write(const Row<T>* rows, const Scalar<T>* w, const Scalar<T>* b, int64_t d) {
   const int L = Wide<T>::lanes;
-  return summed<T>(d, [&](int64_t i, int64_t n) INLINE_LAMBDA {
-    V v = take(x + i, n) - (V{} + mean);
-    for (int64_t k = n; k < L; k++) v[k] = 0;  // what lies after the row's end
-    return v * v;
-  });
-}
-
-// y = (x - mean) * scale * w + b; the parameters are as wide as what is computed in.
-template <class T, bool W, bool B>
-void write(T* y, const T* x, const typename Wide<T>::scalar* w, const typename Wide<T>::scalar* b,
-           int64_t d, double mean, double scale) {
-  typedef typename Wide<T>::type V;
-  typedef typename Wide<T>::scalar S;
-  const V m = V{} + (S)mean, r = V{} + (S)scale;
-  auto result = [&](int64_t i, int64_t n) INLINE_LAMBDA {
-    V v = (take(x + i, n) - m) * r;
-    if (W && B) return v * take(w + i, n) + take(b + i, n);
-    if (W) return v * take(w + i, n);
-    if (B) return v + take(b + i, n);
-    return v;
-  };
-  const int L = Wide<T>::lanes;
+  Vec<T> m[R], r[R];
+  for (int k = 0; k < R; k++) {
+    m[k] = Vec<T>{} + (Scalar<T>)rows[k].mean;
+    r[k] = Vec<T>{} + (Scalar<T>)rows[k].scale;
+  }
   int64_t i = 0;
   for (; i + 2 * L <= d; i += 2 * L) {
-    V first = result(i, L), second = result(i + L, L);
-    store(y + i, first);
-    store(y + i + L, second);
+    auto weight = load_two(w + i), bias = load_two(b + i);
+#pragma GCC unroll 2
+    for (int k = 0; k < R; k++) {
+      auto v = load_two(rows[k].x + i);
+      if (LAYER) {
+        v.a -= m[k];
+        v.b -= m[k];
+      }
+      v.a = v.a * r[k] * weight.a + bias.a;
+      v.b = v.b * r[k] * weight.b + bias.b;
+      store_two(rows[k].y + i, v);
+    }
   }
-  if (i + L <= d) {
-    store(y + i, result(i, L));
-    i += L;
+  for (; i < d; i += L) {
+    const int64_t n = d - i < L ? d - i : L;
+    auto weight = load_some(w + i, n), bias = load_some(b + i, n);
+    for (int k = 0; k < R; k++) {
+      auto v = load_some(rows[k].x + i, n);
+      if (LAYER) v -= m[k];
+      store_some(rows[k].y + i, v * r[k] * weight + bias, n);
+    }
   }
-  if (i < d) store_some(y + i, result(i, d - i), d - i);
 }
 
 // A row whose sums do not fit into floats; doubles that do not fit are scaled by a power of two.
 template <class T>
-__attribute__((noinline)) void careful(T* y, const T* x, const typename Wide<T>::scalar* w,
-                                       const typename Wide<T>::scalar* b, int64_t d, double eps,
-                                       bool layer) {
+__attribute__((noinline)) void careful(const Row<T>& row, const Scalar<T>* w, const Scalar<T>* b,
+                                       int64_t d, double eps, bool layer) {
   double largest = 0, shrink = 1, mean = 0, sum = 0;
   for (int64_t i = 0; i < d; i++) {
-    double v = fabs(one(x + i));
+    double v = fabs(one(row.x + i));
     if (!(v <= largest)) largest = v;  // NaN too
     if (v != v) break;
   }
   if (largest > 1e150) shrink = 1e-200;
   double bad = largest * 0;  // NaN where the row has an Inf or a NaN
-  for (int64_t i = 0; layer && i < d; i++) mean += one(x + i) * shrink / d;
+  for (int64_t i = 0; layer && i < d; i++) mean += one(row.x + i) * shrink / d;
   for (int64_t i = 0; i < d; i++) {
-    double v = one(x + i) * shrink - mean;
+    double v = one(row.x + i) * shrink - mean;
     sum += v * v;
   }
   double scale = 1 / sqrt(sum / d + eps * shrink * shrink) + bad;
-  for (int64_t i = 0; i < d; i++) {
-    double v = (one(x + i) * shrink - mean) * scale;
-    if (w) v *= w[i];
-    if (b) v += b[i];
-    put(y + i, v);
+  for (int64_t i = 0; i < d; i++)
+    put(row.y + i, (one(row.x + i) * shrink - mean) * scale * w[i] + b[i]);
+}
+
+template <class T, bool LAYER> void all(const Call& c, int64_t begin, int64_t end) {
+  const Scalar<T> *w = (const Scalar<T>*)c.w, *b = (const Scalar<T>*)c.b;
+  const int64_t d = c.d;
+  const bool wide = sizeof(Scalar<T>) == 8;
+  const double largest = wide ? 1e300 : 3e38;
+  const int64_t many = d * sizeof(T) <= 4096 ? MANY : d * sizeof(T) <= 16384 ? 2 : 1;
+  Row<T> rows[MANY];
+  for (int64_t row = begin; row < end;) {
+    int count = 0;  // of the rows that are as they should be
+    for (int64_t last = row + many < end ? row + many : end; row < last; row++) {
+      Row<T> now = {(const T*)c.x + row * d, (T*)c.y + row * d, 0, 0};
+      double variance;
+      if (c.r) {
+        T* s = (T*)c.s + row * d;
+        variance = add<T, LAYER>(s, now.x, (const T*)c.r + row * d, d) / d;
+        now.x = s;
+      } else {
+        variance = (LAYER ? sum(now.x, d) : sum_of_squares(now.x, d)) / d;
+      }
+      if (LAYER) {
+        now.mean = variance;
+        variance = sum_of_deviations(now.x, d, now.mean) / d;
+      }
+      now.scale = 1 / sqrt(variance + c.eps);
+      if (variance * d <= largest && (wide || variance >= 1e-30 || c.eps >= 1e-23))
+        rows[count++] = now;
+      else
+        careful(now, w, b, d, c.eps, LAYER);
+    }
+    int k = 0;
+    for (; k + 2 <= count; k += 2) write<T, LAYER, 2>(rows + k, w, b, d);
+    if (k < count) write<T, LAYER, 1>(rows + k, w, b, d);
   }
 }
 
-template <class T> void rows(const Call& c, int64_t begin, int64_t end) {
-  typedef typename Wide<T>::type V;
-  typedef typename Wide<T>::scalar S;
-  const S *w = (const S*)c.w, *b = (const S*)c.b;
-  const int64_t d = c.d;
-  const bool layer = c.layer;
-  const double largest = sizeof(S) == 8 ? 1e300 : 3e38;
-  auto square = [](V v) INLINE_LAMBDA { return v * v; };
-  auto itself = [](V v) INLINE_LAMBDA { return v; };
-  for (int64_t row = begin; row < end; row++) {
-    const T* x = (const T*)c.x + row * d;
-    T* y = (T*)c.y + row * d;
-    double sum, mean = 0;
-    if (c.r) {
-      T* s = (T*)c.s + row * d;
-      const T* r = (const T*)c.r + row * d;
-      sum = layer ? sum_of_sums(s, x, r, d, itself) : sum_of_sums(s, x, r, d, square);
-      x = s;
-    } else {
-      sum = layer ? sum_up<T>(x, d, itself) : sum_up<T>(x, d, square);
-    }
-    if (layer) {
-      mean = sum / d;
-      sum = sum_of_deviations(x, d, (S)mean);
-    }
-    const double variance = sum / d;
-    if (!(sum <= largest) || (variance < 1e-30 && c.eps < 1e-23 && sizeof(S) == 4)) {
-      careful(y, x, w, b, d, c.eps, layer);
-      continue;
-    }
-    const double scale = 1 / sqrt(variance + c.eps);
-    if (w && b) write<T, true, true>(y, x, w, b, d, mean, scale);
-    else if (w) write<T, true, false>(y, x, w, b, d, mean, scale);
-    else if (b) write<T, false, true>(y, x, w, b, d, mean, scale);
-    else write<T, false, false>(y, x, w, b, d, mean, scale);
-  }
+template <class T> void typed(const Call& c, int64_t begin, int64_t end) {
+  if (c.layer) all<T, true>(c, begin, end);
+  else all<T, false>(c, begin, end);
 }
 
 template <class T> void widen(float* to, const T* from, int64_t n) {
@@ -174,13 +255,15 @@ template <class T> void widen(float* to, const T* from, int64_t n) {
 // Whether the instruction set has a way with the dtype.
 HIDDEN int HAS(NAME)(Dtype dtype) { return dtype != F16 || HAS_HALF; }
 
-// Computes the rows from begin to end; the parameters are float32, or float64 for float64.
+// Computes the rows from begin to end; w and b are float32, or float64 for float64, and not null.
 HIDDEN void ROWS(NAME)(const Call* c, int64_t begin, int64_t end) {
-  if (c->dtype == F32) rows<float>(*c, begin, end);
-  if (c->dtype == F64) rows<double>(*c, begin, end);
-  if (c->dtype == BF16) rows<bfloat>(*c, begin, end);
+  if (c->dtype == BF16) typed<bfloat>(*c, begin, end);
+#if !defined(__AVX512BF16__)
+  if (c->dtype == F32) typed<float>(*c, begin, end);
+  if (c->dtype == F64) typed<double>(*c, begin, end);
 #if HAS_HALF
-  if (c->dtype == F16) rows<half>(*c, begin, end);
+  if (c->dtype == F16) typed<half>(*c, begin, end);
+#endif
 #endif
 }
 

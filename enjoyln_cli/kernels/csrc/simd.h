@@ -40,9 +40,6 @@ template <class V, class T> INLINE void raw_store(T* p, V v) { memcpy(p, &v, siz
 
 INLINE Floats load(const float* p) { return raw_load<Floats>(p); }
 INLINE Doubles load(const double* p) { return raw_load<Doubles>(p); }
-INLINE Floats load(const bfloat* p) {
-  return (Floats)(__builtin_convertvector(raw_load<Shorts>(p), Words) << 16);
-}
 INLINE void store(float* p, Floats v) { raw_store(p, v); }
 INLINE void store(double* p, Doubles v) { raw_store(p, v); }
 
@@ -52,7 +49,23 @@ INLINE Words rounded(Floats v) {
   Words up = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   return v == v ? up : Words{} + 0x7fc0u;
 }
-INLINE void store(bfloat* p, Floats v) { raw_store(p, __builtin_convertvector(rounded(v), Shorts)); }
+// Between 16 bits and 32; GCC's own conversion of whole vectors takes detours.
+#if LANES == 16
+INLINE Words longer(Shorts v) { return (Words)_mm512_cvtepu16_epi32((__m256i)v); }
+INLINE Shorts shorter(Words v) { return (Shorts)_mm512_cvtepi32_epi16((__m512i)v); }
+#elif LANES == 8
+INLINE Words longer(Shorts v) { return (Words)_mm256_cvtepu16_epi32((__m128i)v); }
+INLINE Shorts shorter(Words v) {
+  __m256i pairs = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+  return (Shorts)_mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 8));
+}
+#else
+INLINE Words longer(Shorts v) { return __builtin_convertvector(v, Words); }
+INLINE Shorts shorter(Words v) { return __builtin_convertvector(v, Shorts); }
+#endif
+
+INLINE Floats load(const bfloat* p) { return (Floats)(longer(raw_load<Shorts>(p)) << 16); }
+INLINE void store(bfloat* p, Floats v) { raw_store(p, shorter(rounded(v))); }
 
 #if LANES == 16
 #define HAS_HALF 1
@@ -68,6 +81,23 @@ INLINE Floats load(const half* p) { return (Floats)vcvt_f32_f16(vreinterpret_f16
 INLINE void store(half* p, Floats v) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v))); }
 #else
 #define HAS_HALF 0
+#endif
+
+// Two vectors at a time: the processor's own conversion to bfloat16 takes as many. It is exact but
+// for results under 1.2e-38, which become zero.
+template <class V> struct Two { V a, b; };
+template <class T> INLINE Two<typename Wide<T>::type> load_two(const T* p) {
+  return {load(p), load(p + Wide<T>::lanes)};
+}
+template <class T, class V> INLINE void store_two(T* p, Two<V> v) {
+  store(p, v.a);
+  store(p + Wide<T>::lanes, v.b);
+}
+#if defined(__AVX512BF16__)
+typedef uint16_t Pairs __attribute__((vector_size(64)));
+INLINE void store_two(bfloat* p, Two<Floats> v) {
+  raw_store(p, _mm512_cvtne2ps_pbh((__m512)v.b, (__m512)v.a));
+}
 #endif
 
 // The first n elements only, zeros after them.
@@ -99,21 +129,26 @@ INLINE void store_some(half* p, Floats v, int64_t n) {
 }
 #endif
 
-// As the dtype stores it: what a sum is before it is normalised.
-INLINE Floats as_stored(Floats v, const float*) { return v; }
-INLINE Doubles as_stored(Doubles v, const double*) { return v; }
-INLINE Floats as_stored(Floats v, const bfloat*) { return (Floats)(rounded(v) << 16); }
-#if HAS_HALF
-INLINE Floats as_stored(Floats v, const half*) { half all[LANES]; store(all, v); return load(all); }
-#endif
-
 // Float lanes as doubles, added in pairs: the sums of long rows are kept in double.
+#if LANES == 16
+INLINE Doubles widened(Floats v) {
+  __m512d all = _mm512_castps_pd((__m512)v);
+  __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(all, 1));
+  return (Doubles)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v)) + (Doubles)_mm512_cvtps_pd(high);
+}
+#elif LANES == 8
+INLINE Doubles widened(Floats v) {
+  __m128 high = _mm256_extractf128_ps((__m256)v, 1);
+  return (Doubles)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v)) + (Doubles)_mm256_cvtps_pd(high);
+}
+#else
 INLINE Doubles widened(Floats v) {
   HalfFloats low, high;
   memcpy(&low, &v, sizeof low);
   memcpy(&high, (char*)&v + sizeof low, sizeof high);
   return __builtin_convertvector(low, Doubles) + __builtin_convertvector(high, Doubles);
 }
+#endif
 INLINE Doubles widened(Doubles v) { return v; }
 
 INLINE double added(Doubles v) {

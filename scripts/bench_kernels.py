@@ -1,0 +1,193 @@
+"""Times the kernels beside torch's own norms: interleaved, medians, one JSON object.
+
+    OMP_NUM_THREADS=1 python scripts/bench_kernels.py --out kernels.json
+
+For every dtype, number of rows and width, in one process and turn by turn: ``F.layer_norm``,
+``F.rms_norm`` with a bias, and the kernel; an addition and ``F.layer_norm``, and the fused kernel in
+place. All take float tensors of zero mean, weight and bias. A ratio is the first divided by the
+kernel's time, so that more is better. Compiled by Inductor as well with ``--compiled``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from enjoyln_cli import kernels
+from enjoyln_cli.kernels import native
+
+ROWS = (1, 8, 32, 128, 512)
+WIDTHS = (384, 768, 1024, 2048)
+EPS = 1e-5
+Ways = dict[str, Callable[[], Any]]
+
+
+def ways(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Ways:
+    shape = x.shape[-1:]
+    scratch = residual.clone()
+    own = residual.clone()
+    return {
+        "layer_norm": lambda: F.layer_norm(x, shape, weight, bias, EPS),
+        "torch_rms_norm": lambda: F.rms_norm(x, shape, weight, EPS).add_(bias),
+        "rms_norm": lambda: kernels.rms_norm(x, weight, bias, EPS),
+        "add_layer_norm": lambda: F.layer_norm(scratch.add_(x), shape, weight, bias, EPS),
+        "add_rms_norm_": lambda: kernels.add_rms_norm_(x, own, weight, bias, EPS),
+        "own_add_layer_norm_": lambda: kernels.add_layer_norm_(x, own, weight, bias, EPS),
+    }
+
+
+def compiled(x: Tensor, weight: Tensor, bias: Tensor) -> Ways:
+    """torch's norms, through Inductor."""
+    shape = x.shape[-1:]
+
+    def layer_norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x, shape, weight, bias, EPS)
+
+    def rms_norm(x: Tensor) -> Tensor:
+        return F.rms_norm(x, shape, weight, EPS) + bias
+
+    first, second = torch.compile(layer_norm), torch.compile(rms_norm)
+    return {"compiled_layer_norm": lambda: first(x), "compiled_rms_norm": lambda: second(x)}
+
+
+def keep_pages() -> None:
+    """Tells the C library to keep freed memory: else a large result costs fresh pages at random."""
+    import ctypes
+
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            library.mallopt(option, 1 << 25)
+
+
+def timed(candidates: Ways, seconds: float, wait: Callable[[], None]) -> dict[str, float]:
+    """Median time of one call in microseconds; every turn runs each candidate once."""
+    calls = {}
+    for name, call in candidates.items():
+        call()
+        wait()
+        start = time.perf_counter()
+        for _ in range(10):
+            call()
+        wait()
+        calls[name] = max(1, int(2e-4 / ((time.perf_counter() - start) / 10)))
+    found: dict[str, list[float]] = {name: [] for name in candidates}
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(found[name]) < 15:
+        for name, call in candidates.items():
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                call()
+            wait()
+            found[name].append((time.perf_counter() - start) / calls[name] * 1e6)
+    return {name: round(statistics.median(times), 3) for name, times in found.items()}
+
+
+def measure(args: argparse.Namespace, dtype: torch.dtype) -> list[dict[str, Any]]:
+    wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
+    found = []
+    for width in args.widths:
+        for rows in args.rows:
+            x, residual = (torch.randn(rows, width) for _ in range(2))
+            tensors = (x - x.mean(-1, keepdim=True), residual * 0, *torch.randn(2, width))
+            given = [t.to(args.device, dtype) for t in tensors]
+            given[0] *= 1e-3  # the sum in place grows with every call, and must not overflow
+            candidates = ways(*given)
+            if args.compiled:
+                candidates |= compiled(given[0], *given[2:])
+            us = timed(candidates, args.seconds, wait)
+            found.append({"rows": rows, "width": width, "us": us} | ratios(us))
+    return found
+
+
+def ratios(us: dict[str, float]) -> dict[str, float]:
+    return {
+        "rms_over_layer_norm": round(us["layer_norm"] / us["rms_norm"], 3),
+        "add_rms_over_add_layer_norm": round(us["add_layer_norm"] / us["add_rms_norm_"], 3),
+        "add_layer_over_add_layer_norm": round(
+            us["add_layer_norm"] / us["own_add_layer_norm_"], 3
+        ),
+    }
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    def geometric(name: str, shapes: list[dict[str, Any]]) -> float:
+        return round(math.exp(statistics.fmean(math.log(one[name]) for one in shapes)), 3)
+
+    many = [one for one in found if one["rows"] > 1] or found
+    return {
+        name: {
+            "geometric_mean": geometric(name, found),
+            "geometric_mean_without_one_row": geometric(name, many),
+            "least": min(one[name] for one in found),
+        }
+        for name in found[0]
+        if name.endswith("_norm")
+    }
+
+
+def one_token(seconds: float) -> dict[str, Any]:
+    """The module call at one token and a width of 768, beside ``nn.LayerNorm``."""
+    from enjoyln_cli.norms import install
+
+    stock = nn.LayerNorm(768).eval()
+    folded = install(nn.LayerNorm(768).eval(), [""], [])
+    x = torch.randn(1, 768)
+    us = timed({"nn.LayerNorm": lambda: stock(x), "folded": lambda: folded(x)}, seconds, lambda: None)
+    return {"us": us, "folded_over_stock": round(us["folded"] / us["nn.LayerNorm"], 3)}
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(","))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="file for the JSON; $OUT/bench_kernels.json if set")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--rows", type=numbers, default=ROWS)
+    parser.add_argument("--widths", type=numbers, default=WIDTHS)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=0.3, help="for every shape")
+    parser.add_argument("--isa", default="", help="CPU instruction set: avx512, avx2, plain")
+    parser.add_argument("--compiled", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    keep_pages()
+    status = native.status(args.device)
+    if args.isa and not native.use(args.isa):
+        parser.error(f"{args.isa} does not run here")
+    result: dict[str, Any] = {
+        "torch": torch.__version__,
+        "kernels": args.isa or status.what,
+        "threads": args.threads,
+        "dtypes": {},
+    }
+    with torch.no_grad():
+        if args.device == "cpu":
+            result["one_token"] = one_token(args.seconds)
+        for name in args.dtypes.split(","):
+            shapes = measure(args, getattr(torch, name))
+            result["dtypes"][name] = {"summary": summary(shapes), "shapes": shapes}
+    out = args.out or (Path(os.environ["OUT"], "bench_kernels.json") if "OUT" in os.environ else None)
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({"one_token": result.get("one_token")}))
+    for name, found in result["dtypes"].items():
+        print(name, json.dumps(found["summary"]))
+
+
+if __name__ == "__main__":
+    main()
