@@ -170,6 +170,8 @@ def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if x.is_nested:  # what torch's encoder makes of padded rows
         return torch.nested.as_nested_tensor([centre_value(row, axis) for row in x.unbind()])
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if axis.outer == axis.inner == 1 and axis.size == x.shape[axis.dim]:
+        return (wide - wide.mean(axis.dim, keepdim=True)).to(x.dtype)
     return centre(wide, moved(axis, axis.dim % x.ndim)).to(x.dtype)
 
 
@@ -178,11 +180,13 @@ class CentreInputs:
     """A forward pre-hook: centres the named inputs over their last dimension, where given."""
 
     names: tuple[str, ...]
+    order: tuple[str, ...]
+    """Names of the inputs that come by position."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         values = [
             _centre_last(value) if name in self.names else value
-            for name, value in _by_name(module, args)
+            for name, value in zip(self.order, args, strict=False)
         ]
         changed = {n: _centre_last(v) if n in self.names else v for n, v in kwargs.items()}
         return (*values, *args[len(values) :]), changed
@@ -193,11 +197,12 @@ class GuardInputs:
     """A forward pre-hook: a call that is given a named input computes LayerNorm everywhere."""
 
     names: tuple[str, ...]
+    order: tuple[str, ...]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = {name for name, value in _by_name(module, args) if value is not None}
-        given |= {name for name, value in kwargs.items() if value is not None}
-        if not given.isdisjoint(self.names) and not _guarded(module):
+        given = [name for name, x in zip(self.order, args, strict=False) if x is not None]
+        given += [name for name, x in kwargs.items() if x is not None]
+        if any(name in self.names for name in given) and not _guarded(module):
             module.guarding = True  # type: ignore[assignment]
             set_shifted(module, GIVEN, True)
 
@@ -218,10 +223,6 @@ def set_shifted(module: nn.Module, why: int, value: bool) -> None:
     for found in module.modules():
         if isinstance(found, Folded):
             found.shifted = found.shifted | why if value else found.shifted & ~why
-
-
-def _by_name(module: nn.Module, args: Any) -> list[tuple[str, Any]]:
-    return list(zip(inspect.signature(module.forward).parameters, args, strict=False))
 
 
 def _centre_last(x: Any) -> Any:
@@ -282,11 +283,12 @@ def _add_hooks(model: nn.Module, entry_inputs: tuple[str, ...], unproven: tuple[
     """On the model and on its base model, which may be called by itself."""
     for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
         present = {type(hook) for hook in module._forward_pre_hooks.values()}
+        order = tuple(inspect.signature(module.forward).parameters)
         if entry_inputs and CentreInputs not in present:
-            module.register_forward_pre_hook(CentreInputs(entry_inputs), with_kwargs=True)
-        taken = set(unproven) & set(inspect.signature(module.forward).parameters)
+            module.register_forward_pre_hook(CentreInputs(entry_inputs, order), with_kwargs=True)
+        taken = set(unproven) & set(order)
         if taken and GuardInputs not in present:
-            guard = GuardInputs(tuple(sorted(taken)))
+            guard = GuardInputs(tuple(sorted(taken)), order)
             module.register_forward_pre_hook(guard, with_kwargs=True)
             module.register_forward_hook(end_of_guard, always_call=True)
 
