@@ -219,6 +219,46 @@ def test_a_marker_for_another_shape_is_refused(outs: dict[str, Path]) -> None:
         optimize(model)
 
 
+def test_the_transformer_of_a_pipeline(tmp_path: Path) -> None:
+    """sentence-transformers keep it in a folder that modules.json names."""
+    kind = "sentence_transformers.models.Transformer"
+    listed = [{"idx": 0, "name": "0", "path": "0_Transformer", "type": kind}]
+    shutil.copytree(CHECKPOINTS / "gpt2", tmp_path / "source" / "0_Transformer")
+    (tmp_path / "source" / "modules.json").write_text(json.dumps(listed))
+    fold(tmp_path / "source", tmp_path / "out", verify=False)
+    model, given = from_pretrained(tmp_path / "out"), inputs("gpt2")
+    assert computes_rms(model, given) and error(model, original("gpt2"), given) < 1e-6
+
+
+def layer_scaled() -> Any:
+    config = transformers.Dinov2Config(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, image_size=32, patch_size=8
+    )
+    model = transformers.Dinov2Model(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            start = 1.0 if parameter.dim() == 1 else 0.1
+            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
+    return model
+
+
+def test_a_scale_that_was_merged(tmp_path: Path) -> None:
+    """It is all ones after the fold; trained again, its product with the weights has a mean."""
+    source, given = layer_scaled(), inputs("vit")
+    source.save_pretrained(tmp_path / "source")
+    fold(tmp_path / "source", tmp_path / "out", verify=False)
+    model = from_pretrained(tmp_path / "out")
+    assert model.config.enjoyln["scales"]
+    assert computes_rms(model, given) and error(model, source, given) < 1e-5
+    with torch.no_grad():
+        model.encoder.layer[1].layer_scale1.lambda1.mul_(torch.rand(24) + 0.5)
+    stock = transformers.Dinov2Model.from_pretrained(tmp_path / "out")
+    stock.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match="has a mean"):
+        assert error(model, stock, given) < 1e-5
+    assert computes_rms(refold(model), given) and error(model, stock, given) < 1e-5
+
+
 # Through transformers alone.
 
 
@@ -580,6 +620,18 @@ def test_linears_that_are_quantised_after_loading(outs: dict[str, Path]) -> None
         optimize(stock)
     with pytest.raises(NotCentred, match="int8 and cannot be centred"):
         refold(model)
+
+
+def test_compiled_calls_look_at_replaced_layers(outs: dict[str, Path]) -> None:
+    torch._dynamo.reset()
+    given = inputs("phi")
+    model = from_pretrained(outs["phi"])
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    run(compiled, given)
+    quantise(model)
+    stock = quantise(AutoModelForCausalLM.from_pretrained(outs["phi"]))
+    with pytest.warns(UserWarning, match="is a Quantised now"):
+        assert error(compiled, stock, given) < 1e-6
 
 
 def test_quantised_readers_are_nobodys_business(outs: dict[str, Path]) -> None:
