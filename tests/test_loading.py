@@ -6,6 +6,8 @@ import copy
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -299,6 +301,14 @@ def test_a_pipeline_with_a_quantization_config(outs: dict[str, Path]) -> None:
     ]
     assert len(norms(found[1].model)) == 7
     assert found[0]("Once upon a", **given) == found[1]("Once upon a", **given)
+
+
+def test_loading_makes_the_backend_known() -> None:
+    code = (
+        "import torch, enjoyln_cli; enjoyln_cli.optimize; "
+        "print(torch.compile(torch.nn.LayerNorm(8), backend='enjoyln')(torch.ones(2, 8)).shape)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # What users do with a model.
