@@ -181,19 +181,21 @@ class KeepCentred:
     graph. Copies and pickles look anew.
     """
 
-    def __init__(self, watch: Watched, model: nn.Module, outer: KeepCentred | None = None) -> None:
-        self.watch, self.outer = watch, outer
-        self.types = {path: type(model.get_submodule(path)) for path in _modules_of(watch)}
+    def __init__(self, watch: Watched, model: nn.Module) -> None:
+        self.watch = watch
+        self.outer: KeepCentred | None = None
+        modules = {path: model.get_submodule(path) for path in _modules_of(watch)}
+        self.kinds = {path: (type(module), _foreign(module)) for path, module in modules.items()}
         self.trouble = ""
         self._forget()
 
     def _forget(self) -> None:
-        self.modules: list[tuple[dict[str, Any], str, Any]] = []
+        self.modules: list[tuple[dict[str, Any], str, Any, int]] = []
         self.tensors: list[tuple[dict[str, Any], str, Any, int, int]] = []
         self.trained = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("watch", "outer", "types", "trouble")
+        kept = ("watch", "outer", "kinds", "trouble")
         return {name: value for name, value in vars(self).items() if name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -208,8 +210,8 @@ class KeepCentred:
         """Whether all modules and tensors are those of the last look, with the values of then."""
         if self.trained != Folded.trained:
             return False
-        for children, name, module in self.modules:
-            if children.get(name) is not module:
+        for children, name, module, hooks in self.modules:
+            if children.get(name) is not module or (module is not None and _hooks(module) != hooks):
                 return False
         for tensors, name, tensor, version, pointer in self.tensors:
             found = tensors.get(name)
@@ -223,16 +225,21 @@ class KeepCentred:
     def walk(self, model: nn.Module) -> None:
         """Remember the modules and tensors that are there now. Raises ``NotCentred``."""
         self._forget()
-        for path, kind in self.types.items():
+        for path, (kind, foreign) in self.kinds.items():
             above, _, name = path.rpartition(".")
             holder = model.get_submodule(above)._modules
             module = holder.get(name)
-            self.modules.append((holder, name, module))
+            self.modules.append((holder, name, module, _hooks(module) if module else 0))
             if type(module) is not kind and not issubclass(kind, type(module)):
                 raise NotCentred(
                     f"{path}: is a {type(module).__name__} now and was a {kind.__name__}: what it "
                     "writes cannot be known to have zero mean; merge the adapter, or go on with "
                     "LayerNorm"
+                )
+            if module is not None and _foreign(module) > foreign:
+                raise NotCentred(
+                    f"{path}: has a forward hook that was not there, which may change what it "
+                    "writes; remove it, or go on with LayerNorm"
                 )
         for one in self.watch.weights:
             for path in filter(None, (one.parameter, one.scale)):
@@ -240,6 +247,17 @@ class KeepCentred:
                 owner = model.get_submodule(above)
                 held = owner._buffers if name in owner._buffers else owner._parameters
                 self.tensors.append((held, name, *_print_of(held.get(name))))
+
+
+def _hooks(module: nn.Module) -> int:
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
+def _foreign(module: nn.Module) -> int:
+    """Hooks of neither transformers, whose own only record what a user asks for, nor this package."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    homes = (str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks)
+    return sum(not home.startswith(("transformers.", "enjoyln_cli.")) for home in homes)
 
 
 def _modules_of(watch: Watched) -> dict[str, None]:
@@ -287,12 +305,15 @@ def look(hook: KeepCentred, model: nn.Module) -> bool:
 def keep_centred(model: nn.Module, weights: Iterable[Centred], ops: Iterable[str]) -> None:
     """Hook a model that was checked, so that its norms go on computing what is right."""
     weights, ops = tuple(weights), tuple(ops)
-    outer = None
-    for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
+    inner: KeepCentred | None = None
+    for module in {id(m): m for m in (getattr(model, "base_model", model), model)}.values():
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, KeepCentred)]:
             del hooks[key]
-        hook = outer = KeepCentred(watched(module, weights, ops), module, outer)
+        hook = KeepCentred(watched(module, weights, ops), module)
         module.register_forward_pre_hook(hook, prepend=True)
         hook.walk(module)
         hook.trained = Folded.trained
+        if inner:
+            inner.outer = hook
+        inner = hook

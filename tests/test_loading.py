@@ -644,6 +644,29 @@ def test_compiled_calls_look_at_replaced_layers(outs: dict[str, Path]) -> None:
         assert error(compiled, stock, given) < 1e-6
 
 
+def test_a_hook_that_steers(outs: dict[str, Path]) -> None:
+    model, given = from_pretrained(outs["opt"]), inputs("opt")
+    stock = AutoModelForCausalLM.from_pretrained(outs["opt"])
+    vector = torch.randn(72) + 1
+    handles = [
+        one.model.decoder.layers[1].register_forward_hook(lambda m, a, out: out + vector)
+        for one in (model, stock)
+    ]
+    with pytest.warns(UserWarning, match=r"layers\.1: has a forward hook that was not there"):
+        assert error(model, stock, given) < 1e-6
+    assert not computes_rms(model, given)
+    for handle in handles:
+        handle.remove()
+    assert computes_rms(model, given) and error(model, original("opt"), given) < 1e-6
+
+
+def test_hidden_states_and_attentions_change_nothing(outs: dict[str, Path]) -> None:
+    model = from_pretrained(outs["gpt2"], attn_implementation="eager")
+    given = {**inputs("gpt2"), "output_hidden_states": True, "output_attentions": True}
+    for _ in range(2):
+        assert computes_rms(model, given)
+
+
 def test_quantised_readers_are_nobodys_business(outs: dict[str, Path]) -> None:
     model, given = from_pretrained(outs["phi"]), inputs("phi")
     for layer in model.model.layers:
