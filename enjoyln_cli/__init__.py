@@ -5,6 +5,11 @@
     verify(out)        measure that it computes the original function
     load_recipe(file)  read what was done, or what to do
 
+    from_pretrained(out)   the converted checkpoint, running RMSNorm
+    optimize(model)        the same for a model that is loaded already
+    refold(model)          centre its weights again after training
+    EnjoyLNConfig()        the same as a ``quantization_config`` of transformers
+
 Every refusal is an ``EnjoyLNError``. Names are looked up on first use: importing this package
 imports neither torch nor transformers.
 """
@@ -21,6 +26,7 @@ from enjoyln_cli.errors import (
     BadCheckpoint,
     EnjoyLNError,
     ModelNotFound,
+    NotCentred,
     NothingToFold,
     OutputError,
     RecipeError,
@@ -32,6 +38,8 @@ from enjoyln_cli.errors import (
 if TYPE_CHECKING:
     from enjoyln_cli.convert import analyze
     from enjoyln_cli.convert import convert as fold
+    from enjoyln_cli.loading import from_pretrained, optimize, refold
+    from enjoyln_cli.quantizer import EnjoyLNConfig
     from enjoyln_cli.recipe import load_recipe
     from enjoyln_cli.verify import verify
 
@@ -40,8 +48,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyFolded",
     "BadCheckpoint",
+    "EnjoyLNConfig",
     "EnjoyLNError",
     "ModelNotFound",
+    "NotCentred",
     "NothingToFold",
     "OutputError",
     "RecipeError",
@@ -50,14 +60,21 @@ __all__ = [
     "VerificationFailed",
     "analyze",
     "fold",
+    "from_pretrained",
     "load_recipe",
+    "optimize",
+    "refold",
     "verify",
 ]
 
 _LAZY = {
+    "EnjoyLNConfig": ("enjoyln_cli.quantizer", "EnjoyLNConfig"),
     "analyze": ("enjoyln_cli.convert", "analyze"),
     "fold": ("enjoyln_cli.convert", "convert"),
+    "from_pretrained": ("enjoyln_cli.loading", "from_pretrained"),
     "load_recipe": ("enjoyln_cli.recipe", "load_recipe"),
+    "optimize": ("enjoyln_cli.loading", "optimize"),
+    "refold": ("enjoyln_cli.loading", "refold"),
     "verify": ("enjoyln_cli.verify", "verify"),
 }
 

@@ -8,6 +8,7 @@
     ├── AlreadyFolded            the checkpoint carries an enjoyln marker
     ├── NothingToFold            every LayerNorm has to stay; the reasons are in the message
     ├── RecipeError              a recipe that is malformed, stale, or asks for an unproven edit
+    ├── NotCentred               weights of a folded model have moved, or cannot be looked at
     ├── OutputError              output exists, lies inside the source, disk full, read-only
     └── VerificationFailed       the folded checkpoint does not compute the original function
 
@@ -46,6 +47,10 @@ class NothingToFold(EnjoyLNError):
 
 class RecipeError(EnjoyLNError):
     """A recipe cannot be read, or asks for something that is not proven."""
+
+
+class NotCentred(EnjoyLNError):
+    """A folded model's weights are not zero-mean any more, or nobody can tell."""
 
 
 class OutputError(EnjoyLNError):

@@ -6,22 +6,6 @@ norms fold; it decides what a converted directory consists of: the weights, the 
 unchanged, ``config.json`` with the ``enjoyln`` entry (the marker), and ``enjoyln_recipe.yaml``. Of
 a pipeline that is the transformer's folder, and the other modules come along as they are.
 The directory appears whole, after the check has passed, or not at all.
-
-The marker, version 1, is what other programs read to know which norms are RMSNorm::
-
-    {"version": 1,
-     "source": "gpt2",                 what was converted: a Hub id, or an absolute path
-     "revision": "607a30d..." | null,
-     "model_class": "GPT2LMHeadModel", whose module paths the lists below use
-     "classes": [...],                 the classes for which the plan is proven
-     "outputs": [...],                 fields of the output that stay the same; empty: all of them
-     "rmsnorm": [...],                 norms that see zero-mean inputs
-     "layernorm": [...],               norms that stay as they are
-     "centering": [{"module": ..., "place": "output" | "input",
-                    "axis": [dim, start, outer, size, inner]}],
-     "entry_inputs": [...],            inputs of forward that have to be centred
-     "unproven": [...],                inputs with which the folded norms have to compute LayerNorm
-     "tool": "enjoyln 0.1.0"}
 """
 
 from __future__ import annotations
@@ -29,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -37,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli import __version__
 from enjoyln_cli.axis import Axis, centre, scaled
 from enjoyln_cli.checkpoint import (
     Checkpoint,
@@ -50,10 +33,10 @@ from enjoyln_cli.checkpoint import (
 )
 from enjoyln_cli.config import CONFIG, MARKER
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold, VerificationFailed
-from enjoyln_cli.plan import Centring, Place, Plan
+from enjoyln_cli.marker import marker
+from enjoyln_cli.plan import Plan
 from enjoyln_cli.stream import write_shards
 
-MARKER_VERSION = 1
 RECIPE_FILE = "enjoyln_recipe.yaml"
 VERIFY_FILE = "enjoyln_verify.json"
 
@@ -70,23 +53,6 @@ class FoldResult:
     bytes_written: int
     seconds: float
     verification: Any | None
-
-
-@dataclass(frozen=True)
-class Marker:
-    """The ``enjoyln`` entry of a converted ``config.json``; paths are those of ``model_class``."""
-
-    source: str
-    revision: str | None
-    model_class: str
-    classes: tuple[str, ...]
-    rmsnorm: tuple[str, ...]
-    layernorm: tuple[str, ...]
-    centering: tuple[Centring, ...]
-    entry_inputs: tuple[str, ...]
-    unproven: tuple[str, ...]
-    tool: str
-    outputs: tuple[str, ...] = ()
 
 
 def fold_checkpoint(
@@ -220,101 +186,9 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
                 scale.fill_(1)
 
 
-def marker(plan: Plan, source: Source) -> dict[str, Any]:
-    """The ``enjoyln`` entry for ``config.json``, as drawn in this module's docstring."""
-    local = Path(source.model).expanduser()
-    return {
-        "version": MARKER_VERSION,
-        "source": str(local.resolve()) if local.is_dir() else source.model,
-        "revision": source.revision,
-        "model_class": plan.model_class,
-        "classes": list(plan.classes),
-        "outputs": list(plan.outputs),
-        "rmsnorm": [verdict.norm for verdict in plan.folded],
-        "layernorm": [verdict.norm for verdict in plan.kept],
-        "centering": [
-            {"module": op.module, "place": op.place, "axis": list(astuple(op.axis))}
-            for op in plan.ops
-        ],
-        "entry_inputs": list(plan.entry_inputs),
-        "unproven": list(plan.unproven),
-        "tool": f"enjoyln {__version__}",
-    }
-
-
 def config_with_marker(config: dict[str, Any], plan: Plan, source: Source) -> dict[str, Any]:
     """A copy of ``config`` with the marker as its last entry."""
     return {**config, MARKER: marker(plan, source)}
-
-
-def read_marker(config: dict[str, Any]) -> Marker:
-    """The marker of a converted checkpoint's ``config.json``.
-
-    Raises ``BadCheckpoint`` where there is none, or where it does not have the shape drawn above.
-    """
-    entry = config.get(MARKER)
-    if not isinstance(entry, dict):
-        raise BadCheckpoint("config.json has no enjoyln entry; convert with `enjoyln fold` first")
-    version = entry.get("version")
-    if version != MARKER_VERSION:
-        raise BadCheckpoint(
-            f"the enjoyln entry of config.json has version {version!r}, this program reads "
-            f"{MARKER_VERSION}; upgrade enjoyln"
-        )
-    return Marker(
-        source=_text(entry, "source"),
-        revision=None if entry.get("revision") is None else _text(entry, "revision"),
-        model_class=_text(entry, "model_class"),
-        classes=_texts(entry, "classes"),
-        rmsnorm=_texts(entry, "rmsnorm"),
-        layernorm=_texts(entry, "layernorm"),
-        centering=tuple(_centring(op) for op in _list(entry, "centering")),
-        entry_inputs=_texts(entry, "entry_inputs"),
-        unproven=_texts(entry, "unproven"),
-        tool=_text(entry, "tool"),
-        outputs=_texts(entry, "outputs") if "outputs" in entry else (),
-    )
-
-
-def _centring(entry: Any) -> Centring:
-    if not isinstance(entry, dict):
-        raise _malformed("centering", entry)
-    numbers = _list(entry, "axis")
-    if len(numbers) != 5 or not all(type(number) is int for number in numbers):
-        raise _malformed("axis", numbers)
-    places: dict[str, Place] = {"output": "output", "input": "input"}
-    place = _text(entry, "place")
-    if place not in places:
-        raise _malformed("place", place)
-    return Centring(_text(entry, "module"), places[place], Axis(*numbers), "")
-
-
-def _text(entry: dict[str, Any], key: str) -> str:
-    value = entry.get(key)
-    if not isinstance(value, str):
-        raise _malformed(key, value)
-    return value
-
-
-def _list(entry: dict[str, Any], key: str) -> list[Any]:
-    value = entry.get(key)
-    if not isinstance(value, list):
-        raise _malformed(key, value)
-    return value
-
-
-def _texts(entry: dict[str, Any], key: str) -> tuple[str, ...]:
-    values = _list(entry, key)
-    if not all(isinstance(value, str) for value in values):
-        raise _malformed(key, values)
-    return tuple(values)
-
-
-def _malformed(key: str, value: Any) -> BadCheckpoint:
-    return BadCheckpoint(
-        f"the enjoyln entry of config.json is malformed at {key!r}: {value!r:.80}; "
-        "convert the source again"
-    )
 
 
 def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from enjoyln_cli.compare import (
     run,
 )
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.fold import Marker, centre_parameters
+from enjoyln_cli.fold import centre_parameters
+from enjoyln_cli.marker import Marker
 from enjoyln_cli.memory import first_blocks
 from enjoyln_cli.norms import input_means, install
 from enjoyln_cli.plan import Plan, Writer

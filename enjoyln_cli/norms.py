@@ -29,7 +29,6 @@ from torch.compiler import is_dynamo_compiling
 from enjoyln_cli import kernels
 from enjoyln_cli.axis import Axis, centre, feature_axis, moved
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.kernels import native
 from enjoyln_cli.plan import Centring
 from enjoyln_cli.probe import LayerNormForm, layer_norm_form
 
@@ -45,21 +44,37 @@ def rms_norm(
 
     ``x`` is ``(..., *shape)`` of any floating dtype; ``weight`` and ``bias`` broadcast against it.
     Computed in float32 or wider and rounded once to the dtype of ``x``, by a kernel where there is
-    one (see ``kernels``); where there is none, as LayerNorm, so the rows must have zero mean.
+    one (see ``kernels``); where there is none, as LayerNorm, so the rows must have zero mean. In
+    float64, which is for checking, it is this formula on every machine.
     """
     if dims > 1:
         weight, bias = (None if p is None else p.flatten() for p in (weight, bias))
-        return kernels.rms_norm(x.flatten(-dims), weight, bias, eps).view(x.shape)
+        return rms_norm(x.flatten(-dims), weight, bias, eps).reshape(x.shape)
+    if x.dtype == torch.float64:
+        return kernels.formula.rms_norm(x, weight, bias, eps)
     return kernels.rms_norm(x, weight, bias, eps)
+
+
+GIVEN, MOVED = 1, 2
+"""Why a norm's input may have a mean: an unproven input in this call, or weights that moved."""
 
 
 class Folded:
     """Marks every module that computes RMSNorm in the place of LayerNorm."""
 
-    shifted = False
-    """Set during a call with an unproven input: the norm's input may have a mean."""
+    shifted = 0
+    """``GIVEN``, ``MOVED`` or both while the norm's input may have a mean: compute LayerNorm."""
     dim = -1
     """What is normalised; 1 for channels before positions."""
+    trained = 0
+    """How often any folded norm has gone into training mode."""
+
+    def train(self, mode: bool = True) -> Any:
+        """As any module; after training it computes LayerNorm until the weights are looked at."""
+        if mode:
+            Folded.trained += 1
+            self.shifted |= MOVED
+        return super().train(mode)  # type: ignore[misc]
 
 
 class RMSNorm(Folded, nn.LayerNorm):
@@ -70,7 +85,7 @@ class RMSNorm(Folded, nn.LayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not is_dynamo_compiling():
-            y = native.entry.module_rms_norm(self, input)  # the same in one step
+            y = kernels.native.entry.module_rms_norm(self, input)  # the same in one step
             if y is not NotImplemented:
                 return y
         if self.training or self.shifted:
@@ -155,6 +170,8 @@ def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if x.is_nested:  # what torch's encoder makes of padded rows
         return torch.nested.as_nested_tensor([centre_value(row, axis) for row in x.unbind()])
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if axis.outer == axis.inner == 1 and axis.size == x.shape[axis.dim]:
+        return (wide - wide.mean(axis.dim, keepdim=True)).to(x.dtype)
     return centre(wide, moved(axis, axis.dim % x.ndim)).to(x.dtype)
 
 
@@ -163,11 +180,13 @@ class CentreInputs:
     """A forward pre-hook: centres the named inputs over their last dimension, where given."""
 
     names: tuple[str, ...]
+    order: tuple[str, ...]
+    """Names of the inputs that come by position."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         values = [
             _centre_last(value) if name in self.names else value
-            for name, value in _by_name(module, args)
+            for name, value in zip(self.order, args, strict=False)
         ]
         changed = {n: _centre_last(v) if n in self.names else v for n, v in kwargs.items()}
         return (*values, *args[len(values) :]), changed
@@ -178,34 +197,32 @@ class GuardInputs:
     """A forward pre-hook: a call that is given a named input computes LayerNorm everywhere."""
 
     names: tuple[str, ...]
+    order: tuple[str, ...]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = {name for name, value in _by_name(module, args) if value is not None}
-        given |= {name for name, value in kwargs.items() if value is not None}
-        if not given.isdisjoint(self.names) and not _shifted(module):
+        given = [name for name, x in zip(self.order, args, strict=False) if x is not None]
+        given += [name for name, x in kwargs.items() if x is not None]
+        if any(name in self.names for name in given) and not _guarded(module):
             module.guarding = True  # type: ignore[assignment]
-            _set_shifted(module, True)
+            set_shifted(module, GIVEN, True)
 
 
 def end_of_guard(module: nn.Module, args: Any, output: Any) -> None:
     """The forward hook that goes with ``GuardInputs``: the outermost guarded call ends it."""
     if getattr(module, "guarding", False):
         module.guarding = False  # type: ignore[assignment]
-        _set_shifted(module, False)
+        set_shifted(module, GIVEN, False)
 
 
-def _shifted(module: nn.Module) -> bool:
-    return any(found.shifted for found in module.modules() if isinstance(found, Folded))
+def _guarded(module: nn.Module) -> bool:
+    return any(found.shifted & GIVEN for found in module.modules() if isinstance(found, Folded))
 
 
-def _set_shifted(module: nn.Module, value: bool) -> None:
+def set_shifted(module: nn.Module, why: int, value: bool) -> None:
+    """Set or clear ``why`` (``GIVEN`` or ``MOVED``) on every folded norm in ``module``."""
     for found in module.modules():
         if isinstance(found, Folded):
-            found.shifted = value
-
-
-def _by_name(module: nn.Module, args: Any) -> list[tuple[str, Any]]:
-    return list(zip(inspect.signature(module.forward).parameters, args, strict=False))
+            found.shifted = found.shifted | why if value else found.shifted & ~why
 
 
 def _centre_last(x: Any) -> Any:
@@ -225,7 +242,7 @@ def install(
     or have its base class inside (``base_model_prefix``). Norms of a head that the base class does
     not have are passed over. ``entry_inputs`` names inputs of ``forward`` (``inputs_embeds``) whose
     last dimension is centred on entry; a call that is given one of the inputs ``unproven`` computes
-    LayerNorm. Installing twice changes nothing.
+    LayerNorm. Installing twice changes nothing; after training it says that weights are centred.
 
     Returns ``model``. Raises ``UnsupportedModel`` for a module that is missing or is not a
     LayerNorm, or whose ``forward`` somebody else has replaced; then nothing has been changed.
@@ -258,6 +275,7 @@ def install(
             module.register_forward_hook(be_called)
         module.centrings = centrings  # type: ignore[assignment]
     _add_hooks(model, tuple(entry_inputs), tuple(unproven))
+    set_shifted(model, MOVED, False)
     return model
 
 
@@ -265,26 +283,33 @@ def _add_hooks(model: nn.Module, entry_inputs: tuple[str, ...], unproven: tuple[
     """On the model and on its base model, which may be called by itself."""
     for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
         present = {type(hook) for hook in module._forward_pre_hooks.values()}
+        order = tuple(inspect.signature(module.forward).parameters)
         if entry_inputs and CentreInputs not in present:
-            module.register_forward_pre_hook(CentreInputs(entry_inputs), with_kwargs=True)
-        taken = set(unproven) & set(inspect.signature(module.forward).parameters)
+            module.register_forward_pre_hook(CentreInputs(entry_inputs, order), with_kwargs=True)
+        taken = set(unproven) & set(order)
         if taken and GuardInputs not in present:
-            guard = GuardInputs(tuple(sorted(taken)))
+            guard = GuardInputs(tuple(sorted(taken)), order)
             module.register_forward_pre_hook(guard, with_kwargs=True)
             module.register_forward_hook(end_of_guard, always_call=True)
 
 
-def locate(model: nn.Module, name: str, names: tuple[str, ...] = ()) -> str | None:
+def locate(
+    model: nn.Module,
+    name: str,
+    names: tuple[str, ...] = (),
+    get: Callable[[nn.Module, str], Any] = nn.Module.get_submodule,
+) -> str | None:
     """Path in ``model`` of the module ``name``, with the base model's prefix added or removed.
 
     ``None`` for a module of a head, where ``model`` is the base class and other ``names`` carry the
-    base model's prefix. Raises ``UnsupportedModel`` where there is no such module.
+    base model's prefix. ``get`` finds other things than modules; it raises ``AttributeError``
+    for what is not there. Raises ``UnsupportedModel`` where there is no such module.
     """
     prefix = getattr(model, "base_model_prefix", "") or ""
     head = f"{prefix}."
     for path in (name, name.removeprefix(head), head + name):
         try:
-            model.get_submodule(path)
+            get(model, path)
         except AttributeError:
             continue
         return path
@@ -292,7 +317,7 @@ def locate(model: nn.Module, name: str, names: tuple[str, ...] = ()) -> str | No
     if inside and any(other.startswith(head) for other in names):
         return None
     raise UnsupportedModel(
-        f"{type(model).__name__} has no module {name!r}: the plan was made for another class"
+        f"{type(model).__name__} has no {name!r}: the plan was made for another class"
     )
 
 

@@ -37,7 +37,8 @@ from enjoyln_cli.checkpoint import (
     raw_config,
 )
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
-from enjoyln_cli.fold import RECIPE_FILE, VERIFY_FILE, Marker, read_marker
+from enjoyln_cli.fold import RECIPE_FILE, VERIFY_FILE
+from enjoyln_cli.marker import Marker, read_marker
 from enjoyln_cli.measure import Measured, Subject, measure, worst_first
 from enjoyln_cli.memory import available_memory, blocks_that_fit
 from enjoyln_cli.plan import Plan

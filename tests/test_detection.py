@@ -21,7 +21,8 @@ from transformers import CONFIG_MAPPING
 from enjoyln_cli import analyze, fold
 from enjoyln_cli.analysis import analyze_calls
 from enjoyln_cli.calls import Call, ways_to_call
-from enjoyln_cli.fold import centre_parameters, read_marker
+from enjoyln_cli.fold import centre_parameters
+from enjoyln_cli.marker import read_marker
 from enjoyln_cli.norms import input_means, install
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.returned import tensors_in

@@ -24,7 +24,8 @@ from enjoyln_cli.errors import (
     OutputError,
     VerificationFailed,
 )
-from enjoyln_cli.fold import centre_parameters, fold_checkpoint, marker, read_marker
+from enjoyln_cli.fold import centre_parameters, fold_checkpoint
+from enjoyln_cli.marker import marker, read_marker
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
 
 
@@ -322,7 +323,8 @@ def test_a_hub_id_is_remembered_with_its_commit(source: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
+        {"version": 3},
+        {"version": True},
         {"source": None},
         {"revision": 3},
         {"classes": "GPT2Model"},
@@ -332,6 +334,13 @@ def test_a_hub_id_is_remembered_with_its_commit(source: Path) -> None:
         {"centering": [{"module": "a", "place": "output", "axis": [-1, 0, 1, 8]}]},
         {"centering": [{"module": "a", "place": "output", "axis": [-1, 0, 1, 8, True]}]},
         {"centering": ["a"]},
+        {"centered": None},
+        {"centered": ["a"]},
+        {"centered": [{"axis": [0, 0, 1, 8, 1], "parameters": "a"}]},
+        {"centered": [{"axis": [-1, 0, 1, 8, 1], "parameters": ["a"]}]},
+        {"scales": ["a"]},
+        {"scales": {"a": 1}},
+        {"proof": None},
     ],
     ids=str,
 )
@@ -346,3 +355,42 @@ def test_a_malformed_marker_is_refused(source: Path, change: dict[str, Any]) -> 
 def test_no_marker() -> None:
     with pytest.raises(BadCheckpoint, match="no enjoyln entry"):
         read_marker(dict(CONFIG))
+
+
+def test_the_marker_tells_what_was_centred(source: Path, out: Path) -> None:
+    plan = fold(source, out).plan
+    found = read_marker(json.loads((out / "config.json").read_text())).centred
+    assert found is not None
+    assert {(one.parameter, one.axis) for one in found} == {
+        (writer.parameter, writer.axis) for writer in plan.writers
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rmsnorm": ["transformer.ln_1", "transformer.ln_f"]},
+        {"classes": ["GPT2ForSequenceClassification"]},
+        {"centered": []},
+        {"entry_inputs": []},
+        {"note": "mine"},
+    ],
+    ids=str,
+)
+def test_a_marker_that_somebody_changed_is_refused(source: Path, change: dict[str, Any]) -> None:
+    entry = marker(
+        plan_for({"a": torch.ones(8)}, {"a": (Axis(0, 0, 1, 8, 1),)}), opened(source).source
+    )
+    moved = {**entry, "source": "elsewhere", "revision": "abc", "tool": "enjoyln 9"}
+    assert read_marker({"enjoyln": moved}).source == "elsewhere"
+    with pytest.raises(BadCheckpoint, match="not what was proven"):
+        read_marker({"enjoyln": {**entry, **change}})
+
+
+def test_a_marker_of_version_1_is_read(source: Path) -> None:
+    entry = marker(plan_for({}, {}), opened(source).source)
+    for key in ("centered", "scales", "proof"):
+        del entry[key]
+    found = read_marker({"enjoyln": {**entry, "version": 1}})
+    assert found.centred is None
+    assert found.rmsnorm == tuple(entry["rmsnorm"])

@@ -22,7 +22,7 @@ from enjoyln_cli import EnjoyLNError, RecipeError, analyze, fold, load_recipe, v
 from enjoyln_cli.compare import chosen, tensors
 from enjoyln_cli.convert import Opening, prepare, write
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
-from enjoyln_cli.fold import read_marker
+from enjoyln_cli.marker import proof_of, read_marker
 from enjoyln_cli.recipe import dump_recipe, parse_recipe
 from enjoyln_cli.returned import by_field, is_fed_back, named_by
 
@@ -136,6 +136,7 @@ def test_verify_compares_what_the_marker_says(out: Path, tmp_path: Path, left: A
     config["enjoyln"]["outputs"] = left
     if left is None:
         del config["enjoyln"]["outputs"]
+    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
     (folder / "config.json").write_text(json.dumps(config))
     found = verify(folder)
     assert not found.passed and "the edits change the function" in found.summary

@@ -37,6 +37,7 @@ from enjoyln_cli.checkpoint import load_config, open_checkpoint, open_source
 from enjoyln_cli.compare import Float64, divergence, perplexity, ratio, relative_errors, run
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.fold import fold_checkpoint
+from enjoyln_cli.marker import proof_of
 from enjoyln_cli.memory import blocks_that_fit, first_blocks
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
 from enjoyln_cli.recipe import dump_recipe, recipe_of
@@ -264,6 +265,7 @@ def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Pat
     shutil.copytree(outs["float32"], out)
     config = json.loads((out / "config.json").read_text())
     config["enjoyln"]["centering"] = []
+    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
     (out / "config.json").write_text(json.dumps(config))
     found = verify(out, write=False)
     assert not found.passed

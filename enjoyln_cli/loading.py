@@ -1,0 +1,148 @@
+"""A converted checkpoint as a model that runs RMSNorm.
+
+Decides when a loaded model may: its config carries the marker of a fold, its class is one that the
+fold was proven for, and the weights that were centred still have zero mean. Then norms and explicit
+centrings are installed in place. Nothing else about the model changes, and what is saved is stock.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+import enjoyln_cli.fusion  # noqa: F401  so that torch.compile knows the backend's name
+from enjoyln_cli.centred import check_centred, keep_centred, tensor_at, watched
+from enjoyln_cli.checkpoint import open_source
+from enjoyln_cli.classes import class_named
+from enjoyln_cli.errors import NotCentred, UnsupportedModel
+from enjoyln_cli.fold import centre_parameters
+from enjoyln_cli.marker import Centred, Marker, read_marker
+from enjoyln_cli.norms import install
+from enjoyln_cli.plan import Plan, Scale, Writer
+
+Model = TypeVar("Model", bound=nn.Module)
+
+HUB = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only", "code_revision")
+"""Arguments of ``from_pretrained`` that the config needs, too."""
+
+
+def from_pretrained(model: str | Path, cls: Any = None, **kwargs: Any) -> Any:
+    """The converted checkpoint ``model`` (a directory or a Hub id), running RMSNorm.
+
+    ``cls`` is an auto class or a model class, by default the one that the checkpoint was saved as;
+    ``kwargs`` are those of its ``from_pretrained``. Raises ``UnsupportedModel`` for a class that
+    the fold is not proven for, ``BadCheckpoint`` for a checkpoint without marker, ``NotCentred``
+    where weights have moved since.
+    """
+    folder = str(open_source(str(model)).path) if Path(model).expanduser().is_dir() else str(model)
+    loaded = (cls or saved_class(folder, **kwargs)).from_pretrained(folder, **kwargs)
+    optimize(loaded[0] if isinstance(loaded, tuple) else loaded)
+    return loaded
+
+
+def saved_class(folder: str, **kwargs: Any) -> Any:
+    """The class that the config names, which has to be one of those that are proven."""
+    from transformers import AutoConfig
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    hub = {key: value for key, value in kwargs.items() if key in HUB}
+    config = kwargs.get("config") or AutoConfig.from_pretrained(folder, **hub)
+    found = read_marker(config.to_dict())
+    name = next(iter(config.architectures or ()), found.model_class)
+    _require_proven(found, name)
+    for code in (getattr(config, "auto_map", None) or {}).values():
+        if kwargs.get("trust_remote_code") and str(code).rpartition(".")[2] == name:
+            return get_class_from_dynamic_module(code, folder, **hub)
+    return class_named(name)
+
+
+def optimize(model: Model) -> Model:
+    """Make a loaded converted model compute with RMSNorm, in place; returns it.
+
+    It goes on as every model does: saving, copies, devices and dtypes, ``generate``. In training
+    mode it computes LayerNorm, and afterwards until ``refold``. Raises ``BadCheckpoint`` where the
+    config has no marker, ``UnsupportedModel`` for a class that the fold is not proven for,
+    ``NotCentred`` where a weight has moved or cannot be looked at; then nothing is changed.
+    """
+    found = marker_of(model)
+    check_centred(model, watched(model, _weights(found), ()))
+    return installed(model, found)
+
+
+def installed(model: Model, found: Marker) -> Model:
+    """``optimize`` for a model whose weights were looked at, or are not there yet."""
+    unproven = (*found.unproven, *_inner_inputs(model, found))
+    install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven)
+    keep_centred(model, _weights(found), [op.module for op in found.centering])
+    return model
+
+
+def refold(model: Model) -> Model:
+    """Centre the weights of a converted model again, after training, and ``optimize`` it.
+
+    The function that the model computes with LayerNorm stays the same: which weights may be centred
+    was proven from the structure, whatever the values. Raises as ``optimize`` does where the
+    structure is another one (adapters, quantised layers), or weights are not in memory.
+    """
+    found = marker_of(model)
+    weights = watched(model, _weights(found), ()).weights
+    writers = []
+    for one in weights:
+        tensor = tensor_at(model, one.parameter)
+        if tensor.is_meta or not tensor.is_floating_point():
+            what = "offloaded" if tensor.is_meta else f"{tensor.dtype}"
+            raise NotCentred(
+                f"{one.parameter}: is {what} and cannot be centred; load the model without "
+                "offloading and quantisation"
+            )
+        scale = Scale(one.scale, one.scale) if one.scale else None
+        shape = tuple(tensor.shape)
+        writers.append(Writer(one.parameter, one.parameter, one.axis, shape, scale=scale))
+    centre_parameters(model, Plan("", found.model_class, (), (), tuple(writers), ()))
+    return optimize(model)
+
+
+def marker_of(model: nn.Module) -> Marker:
+    """The marker in a model's config, proven for its class. Raises as ``optimize`` does."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no config of transformers; use enjoyln_cli.norms.install "
+            "for a model of your own"
+        )
+    found = read_marker(config.to_dict())
+    _require_proven(found, type(model).__name__)
+    return found
+
+
+def _require_proven(found: Marker, name: str) -> None:
+    if name not in found.classes:
+        raise UnsupportedModel(
+            f"the fold is proven for {', '.join(found.classes)}, and not for {name}; load it as "
+            f"one of them, or convert {found.source} with --model-class {name}"
+        )
+
+
+def _weights(found: Marker) -> tuple[Centred, ...]:
+    if found.centred is None:
+        raise NotCentred(
+            f"this result of {found.tool} does not tell which weights it has centred, so nobody "
+            f"can see whether they still are; convert {found.source} again"
+        )
+    return found.centred
+
+
+def _inner_inputs(model: nn.Module, found: Marker) -> set[str]:
+    """Inputs of an unproven base model that the proven class around it does not take.
+
+    They can reach the base model nevertheless, as further keywords or in a call of its own.
+    """
+    base = getattr(model, "base_model", model)
+    if base is model or type(base).__name__ in found.classes:
+        return set()
+    return {*inspect.signature(base.forward).parameters} - {
+        *inspect.signature(model.forward).parameters
+    }

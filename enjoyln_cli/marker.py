@@ -1,0 +1,215 @@
+"""The ``enjoyln`` entry of a converted ``config.json``: what a loaded model tells about its fold.
+
+It decides what a program needs to know that has the config alone: which norms can compute RMSNorm,
+for which classes and inputs, and on which centred parameters that rests. Version 2 is::
+
+    {"version": 2,
+     "source": "gpt2",                 what was converted: a Hub id, or an absolute path
+     "revision": "607a30d..." | null,
+     "model_class": "GPT2LMHeadModel", whose module paths the lists below use
+     "classes": [...],                 the classes for which the plan is proven
+     "outputs": [...],                 fields of the output that stay the same; empty: all of them
+     "rmsnorm": [...],                 norms that see zero-mean inputs
+     "layernorm": [...],               norms that stay as they are
+     "centering": [{"module": ..., "place": "output" | "input",
+                    "axis": [dim, start, outer, size, inner]}],
+     "centered": [{"axis": [...], "parameters": [...]}],
+                                       parameters with zero mean over the axis
+     "scales": {parameter: vector},    merged into a parameter: their product is what has zero mean
+     "entry_inputs": [...],            inputs of forward that have to be centred
+     "unproven": [...],                inputs with which the folded norms have to compute LayerNorm
+     "proof": "5d41402abc...",         SHA-256 of all that is proven: not of source and tool
+     "tool": "enjoyln 0.1.0"}
+
+Version 1 has no ``centered``, ``scales`` and ``proof``: nobody can tell whether the weights of such
+a result are still centred, so it is read, and not run as RMSNorm without asking for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from enjoyln_cli import __version__
+from enjoyln_cli.axis import Axis
+from enjoyln_cli.checkpoint import Source
+from enjoyln_cli.config import MARKER
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.plan import Centring, Place, Plan
+
+VERSION = 2
+READABLE = (1, 2)
+_NOT_PROVEN = ("source", "revision", "proof", "tool")
+
+
+@dataclass(frozen=True)
+class Centred:
+    """A parameter whose values have zero mean, times ``scale`` where there is one."""
+
+    parameter: str
+    axis: Axis
+    """Over the parameter as the class holds it."""
+    scale: str | None = None
+    """A parameter along ``axis.dim``, of ones since it was merged."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The ``enjoyln`` entry of a converted ``config.json``; paths are those of ``model_class``."""
+
+    source: str
+    revision: str | None
+    model_class: str
+    classes: tuple[str, ...]
+    rmsnorm: tuple[str, ...]
+    layernorm: tuple[str, ...]
+    centering: tuple[Centring, ...]
+    entry_inputs: tuple[str, ...]
+    unproven: tuple[str, ...]
+    tool: str
+    outputs: tuple[str, ...] = ()
+    centred: tuple[Centred, ...] | None = None
+    """``None`` for a result of version 1, which does not say."""
+
+
+def marker(plan: Plan, source: Source) -> dict[str, Any]:
+    """The ``enjoyln`` entry for ``config.json``, as drawn in this module's docstring."""
+    local = Path(source.model).expanduser()
+    entry = {
+        "version": VERSION,
+        "source": str(local.resolve()) if local.is_dir() else source.model,
+        "revision": source.revision,
+        "model_class": plan.model_class,
+        "classes": list(plan.classes),
+        "outputs": list(plan.outputs),
+        "rmsnorm": [verdict.norm for verdict in plan.folded],
+        "layernorm": [verdict.norm for verdict in plan.kept],
+        "centering": [
+            {"module": op.module, "place": op.place, "axis": list(astuple(op.axis))}
+            for op in plan.ops
+        ],
+        "centered": _by_axis(plan),
+        "scales": {w.parameter: w.scale.parameter for w in plan.writers if w.scale},
+        "entry_inputs": list(plan.entry_inputs),
+        "unproven": list(plan.unproven),
+    }
+    return {**entry, "proof": proof_of(entry), "tool": f"enjoyln {__version__}"}
+
+
+def _by_axis(plan: Plan) -> list[dict[str, Any]]:
+    """One entry for each axis: most parameters of a model share theirs."""
+    groups: dict[Axis, dict[str, None]] = {}
+    for writer in plan.writers:
+        groups.setdefault(writer.held or writer.axis, {})[writer.parameter] = None
+    return [
+        {"axis": list(astuple(axis)), "parameters": list(names)} for axis, names in groups.items()
+    ]
+
+
+def proof_of(entry: Mapping[str, Any]) -> str:
+    """The digest of an entry's proven part, as its ``proof`` has it."""
+    proven = {key: value for key, value in entry.items() if key not in _NOT_PROVEN}
+    text = json.dumps(proven, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_marker(config: Mapping[str, Any]) -> Marker:
+    """The marker of a converted checkpoint's ``config.json``.
+
+    Raises ``BadCheckpoint`` where there is none, where it does not have the shape drawn above, and
+    where somebody has changed what is proven.
+    """
+    entry = config.get(MARKER)
+    if not isinstance(entry, dict):
+        raise BadCheckpoint("config.json has no enjoyln entry; convert with `enjoyln fold` first")
+    version = entry.get("version")
+    if type(version) is not int or version not in READABLE:
+        raise BadCheckpoint(
+            f"the enjoyln entry of config.json has version {version!r}, this program reads "
+            f"{' and '.join(map(str, READABLE))}; upgrade enjoyln"
+        )
+    found = Marker(
+        source=_text(entry, "source"),
+        revision=None if entry.get("revision") is None else _text(entry, "revision"),
+        model_class=_text(entry, "model_class"),
+        classes=_texts(entry, "classes"),
+        rmsnorm=_texts(entry, "rmsnorm"),
+        layernorm=_texts(entry, "layernorm"),
+        centering=tuple(_centring(op) for op in _list(entry, "centering")),
+        entry_inputs=_texts(entry, "entry_inputs"),
+        unproven=_texts(entry, "unproven"),
+        tool=_text(entry, "tool"),
+        outputs=_texts(entry, "outputs") if "outputs" in entry else (),
+        centred=_centred(entry) if version > 1 else None,
+    )
+    if version > 1 and _text(entry, "proof") != proof_of(entry):
+        raise BadCheckpoint(
+            "the enjoyln entry of config.json is not what was proven: somebody has changed it "
+            "since; convert the source again, with --recipe to choose"
+        )
+    return found
+
+
+def _centred(entry: dict[str, Any]) -> tuple[Centred, ...]:
+    scales = entry.get("scales")
+    if not isinstance(scales, dict) or not all(isinstance(v, str) for v in scales.values()):
+        raise _malformed("scales", scales)
+    found = []
+    for group in _list(entry, "centered"):
+        if not isinstance(group, dict):
+            raise _malformed("centered", group)
+        axis = _axis(group)
+        if axis.dim < 0:
+            raise _malformed("axis", group["axis"])
+        found += [Centred(name, axis, scales.get(name)) for name in _texts(group, "parameters")]
+    return tuple(found)
+
+
+def _centring(entry: Any) -> Centring:
+    if not isinstance(entry, dict):
+        raise _malformed("centering", entry)
+    axis = _axis(entry)
+    places: dict[str, Place] = {"output": "output", "input": "input"}
+    place = _text(entry, "place")
+    if place not in places:
+        raise _malformed("place", place)
+    return Centring(_text(entry, "module"), places[place], axis, "")
+
+
+def _axis(entry: dict[str, Any]) -> Axis:
+    numbers = _list(entry, "axis")
+    if len(numbers) != 5 or not all(type(number) is int for number in numbers):
+        raise _malformed("axis", numbers)
+    return Axis(*numbers)
+
+
+def _text(entry: dict[str, Any], key: str) -> str:
+    value = entry.get(key)
+    if not isinstance(value, str):
+        raise _malformed(key, value)
+    return value
+
+
+def _list(entry: dict[str, Any], key: str) -> list[Any]:
+    value = entry.get(key)
+    if not isinstance(value, list):
+        raise _malformed(key, value)
+    return value
+
+
+def _texts(entry: dict[str, Any], key: str) -> tuple[str, ...]:
+    values = _list(entry, key)
+    if not all(isinstance(value, str) for value in values):
+        raise _malformed(key, values)
+    return tuple(values)
+
+
+def _malformed(key: str, value: Any) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"the enjoyln entry of config.json is malformed at {key!r}: {value!r:.80}; "
+        "convert the source again"
+    )
