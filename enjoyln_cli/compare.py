@@ -27,6 +27,7 @@ from enjoyln_cli.calls import dtype_of
 from enjoyln_cli.classes import class_named
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.inputs import Batch, masked
+from enjoyln_cli.kernels import literally
 from enjoyln_cli.returned import CACHE, by_field, named_by
 
 Outputs = list[dict[str, torch.Tensor]]
@@ -133,7 +134,7 @@ def run(model: nn.Module, batches: Sequence[Batch]) -> Outputs:
     """
     dtype = dtype_of(model)
     outputs: Outputs = []
-    with torch.no_grad(), silent():
+    with torch.no_grad(), silent(), literally():
         for batch in batches:
             given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
             if dtype == torch.float64:

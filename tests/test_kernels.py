@@ -289,3 +289,24 @@ def test_autocast_on_the_cpu_is_as_for_layer_norm() -> None:
             like = torch.nn.functional.layer_norm(x, (16,))
             assert kernels.rms_norm(x, None, None, EPS).dtype == like.dtype
             assert op("rms_norm")(x, None, None, EPS).dtype == like.dtype
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "add_rms_norm"])
+def test_a_mean_shows_where_rms_norm_is_to_be_taken_literally(norm: str) -> None:
+    x, weight = torch.randn(3, 16, dtype=torch.float64) + 2, torch.randn(16, dtype=torch.float64)
+    given = (x,) if norm == "rms_norm" else (x - 1, torch.ones_like(x))
+    literal = formula.rms_norm(x, weight, None, EPS)
+
+    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def computed() -> Tensor:
+        y = getattr(kernels, norm)(*given, weight, None, EPS)
+        return y if norm == "rms_norm" else y[0]
+
+    with torch.no_grad(), Watching():  # nothing may pass a mode by, so no kernel runs
+        assert not torch.allclose(computed(), literal, rtol=1e-3)
+        with kernels.literally():
+            assert torch.allclose(computed(), literal, rtol=1e-12)
+        assert not torch.allclose(computed(), literal, rtol=1e-3)

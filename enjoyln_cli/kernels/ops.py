@@ -16,7 +16,8 @@ subclasses. Where the kernel declines, or there is none for the device, it compu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +41,23 @@ SCHEMAS = {
     "sum_{}": f"(Tensor x, Tensor residual, {AFFINE}) -> Tensor",
     "{}_backward": "(Tensor grad, Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor, Tensor)",
 }
+
+
+_literal = False
+
+
+@contextmanager
+def literally() -> Iterator[None]:
+    """Within the block RMSNorm is RMSNorm: no LayerNorm in its place where no kernel computes it.
+
+    For a comparison that is to find rows which have a mean.
+    """
+    global _literal
+    before, _literal = _literal, True
+    try:
+        yield
+    finally:
+        _literal = before
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -137,7 +155,7 @@ def sum_layer_norm(
 
 def _norm(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """The other ways, in the order that the module's docstring gives."""
-    if is_compiling() or not _plain(x, weight, bias):
+    if _literal or is_compiling() or not _plain(x, weight, bias):
         return FORWARD[norm](x, weight, bias, eps)
     if native.has(x.device.type) and (_differentiated(x, weight, bias) or _autocast(x)):
         return _operator(norm)(x, weight, bias, eps)
