@@ -129,3 +129,11 @@ def test_exports_are_functions_even_after_their_modules_are_imported() -> None:
         "assert set(e.__all__) <= set(dir(e)) | set(e._LAZY)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_kernels_know_nothing_of_the_rest() -> None:
+    """The package ``kernels`` stands beside ``errors``: any module may import it, it imports none."""
+    for path in (PACKAGE / "kernels").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("enjoyln_cli"):
+                assert str(node.module).startswith("enjoyln_cli.kernels"), path.name

@@ -8,10 +8,12 @@ For ``norm`` one of ``rms_norm`` and ``layer_norm`` there are four functions and
     sum_norm(x, residual, weight, bias, eps) -> y           the sum is not kept (post-LN)
 
 The sum is rounded to its dtype before it is normalised, as in two separate steps. A function takes
-the native kernel (``native``) in plain eager calls, the operator where a gradient is wanted or
-autocast is on, and the formula in a compiled graph, where Inductor fuses it, in an export and for
-subclasses. Where the kernel declines, or there is none for the device, it computes
-``F.layer_norm``, which is the same for the zero-mean rows that a folded norm sees.
+the native kernel (``native``) in plain eager calls, and the formula in a compiled graph, where
+Inductor fuses it, in an export and for subclasses. Everywhere else it computes ``F.layer_norm``,
+which is the same for the zero-mean rows that a folded norm sees: where there is no kernel for the
+device or the dtype, under autocast, for which torch has a rule, and where a gradient is wanted,
+since torch records and computes that of LayerNorm in one step. An operator computes what its name
+says in every case, with that gradient.
 """
 
 from __future__ import annotations
@@ -58,6 +60,11 @@ def literally() -> Iterator[None]:
         yield
     finally:
         _literal = before
+
+
+def layer_norm_will_do() -> bool:
+    """Whether LayerNorm may be computed in the place of RMSNorm, where no kernel is."""
+    return not (_literal or is_compiling())
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -154,12 +161,10 @@ def sum_layer_norm(
 
 
 def _norm(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """The other ways, in the order that the module's docstring gives."""
-    if _literal or is_compiling() or not _plain(x, weight, bias):
+    """The other ways, as the module's docstring has them."""
+    if not layer_norm_will_do() or not _plain(x, weight, bias):
         return FORWARD[norm](x, weight, bias, eps)
-    if native.has(x.device.type) and (_differentiated(x, weight, bias) or _autocast(x)):
-        return _operator(norm)(x, weight, bias, eps)
-    if native.faster(x) == "rms_norm" and norm == "rms_norm":
+    if native.has(x.device.type) and native.faster(x) == norm == "rms_norm":
         y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
         return y if bias is None else y + bias
     return formula.layer_norm(x, weight, bias, eps)
@@ -183,14 +188,6 @@ def _plain(x: Tensor, *parameters: Tensor | None) -> bool:
     kinds = all(type(t) in (Tensor, torch.nn.Parameter) for t in (x, *given))
     fits = all(p.shape == x.shape[-1:] for p in given)
     return kinds and fits and not torch.jit.is_tracing() and forward_ad._current_level < 0
-
-
-def _differentiated(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _autocast(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
 
 
 def _operator(name: str) -> Callable[..., Any]:
