@@ -132,7 +132,7 @@ def test_exports_are_functions_even_after_their_modules_are_imported() -> None:
 
 
 def test_the_kernels_know_nothing_of_the_rest() -> None:
-    """The package ``kernels`` stands beside ``errors``: any module may import it, it imports none."""
+    """Any module may import the package ``kernels``, which imports none of them."""
     for path in (PACKAGE / "kernels").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("enjoyln_cli"):
