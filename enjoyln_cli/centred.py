@@ -190,7 +190,7 @@ class KeepCentred:
         self._forget()
 
     def _forget(self) -> None:
-        self.modules: list[tuple[dict[str, Any], str, Any, int]] = []
+        self.modules: list[tuple[dict[str, Any], str, Any, Any, Any, int]] = []
         self.tensors: list[tuple[dict[str, Any], str, Any, int, int]] = []
         self.trained = -1
 
@@ -210,8 +210,8 @@ class KeepCentred:
         """Whether all modules and tensors are those of the last look, with the values of then."""
         if self.trained != Folded.trained:
             return False
-        for children, name, module, hooks in self.modules:
-            if children.get(name) is not module or (module is not None and _hooks(module) != hooks):
+        for children, name, module, before, after, hooks in self.modules:
+            if children.get(name) is not module or len(before) + len(after) != hooks:
                 return False
         for tensors, name, tensor, version, pointer in self.tensors:
             found = tensors.get(name)
@@ -229,7 +229,12 @@ class KeepCentred:
             above, _, name = path.rpartition(".")
             holder = model.get_submodule(above)._modules
             module = holder.get(name)
-            self.modules.append((holder, name, module, _hooks(module) if module else 0))
+            hooks = (
+                (module._forward_pre_hooks, module._forward_hooks)
+                if module is not None
+                else ({}, {})
+            )
+            self.modules.append((holder, name, module, *hooks, sum(map(len, hooks))))
             if type(module) is not kind and not issubclass(kind, type(module)):
                 raise NotCentred(
                     f"{path}: is a {type(module).__name__} now and was a {kind.__name__}: what it "
@@ -247,10 +252,6 @@ class KeepCentred:
                 owner = model.get_submodule(above)
                 held = owner._buffers if name in owner._buffers else owner._parameters
                 self.tensors.append((held, name, *_print_of(held.get(name))))
-
-
-def _hooks(module: nn.Module) -> int:
-    return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
 def _foreign(module: nn.Module) -> int:
