@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--isa", default="", help="CPU instruction set: avx512, avx2, plain")
     parser.add_argument("--compiled", action="store_true")
     args = parser.parse_args()
+    os.environ.setdefault("ENJOYLN_KERNELS", "unmeasured")
     torch.set_num_threads(args.threads)
     keep_pages()
     status = native.status(args.device)

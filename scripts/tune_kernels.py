@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--threads", type=numbers, default=(torch.get_num_threads(),))
     parser.add_argument("--out", type=Path, default=dispatch.FILE)
     args = parser.parse_args()
+    os.environ.setdefault("ENJOYLN_KERNELS", "unmeasured")
     status = native.status(args.device)
     if not status.active or (args.isa and not native.use(args.isa)):
         parser.error(f"no kernels: {status.what}")

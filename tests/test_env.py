@@ -76,3 +76,14 @@ def test_the_committed_table_is_readable() -> None:
         assert {place.dtype for place in table.declined} <= set(dispatch.DTYPES)
         assert {place.faster for place in table.declined} <= {"layer_norm", "rms_norm"}
     assert dispatch.table("cpu-of-tomorrow") == dispatch.Table()
+
+
+def test_cuda_kernels_that_nobody_has_measured_are_left_alone(monkeypatch: Any) -> None:
+    if not native.has("cpu"):
+        pytest.skip(native.status("cpu").what)
+    monkeypatch.setattr(native, "_known", {"cpu": native.status("cpu")})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (3, 7))
+    status = native.status("cuda")
+    assert not status.active and "nobody has measured them on sm_37" in status.what

@@ -197,6 +197,12 @@ def _load_cuda(retry: bool) -> Status:
         raise build.NoLibrary(f"the way to it is missing: {status('cpu').what}")
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     here = tuple(f"{major}{minor}" for major, minor in sorted(found))
+    unmeasured = [one for one in here if not dispatch.table(f"cuda-{one}").measured]
+    if unmeasured and os.environ.get("ENJOYLN_KERNELS", "") != "unmeasured":
+        raise build.NoLibrary(
+            f"nobody has measured them on sm_{unmeasured[0]} yet; scripts/tune_kernels.py --device "
+            "cuda does, and ENJOYLN_KERNELS=unmeasured takes them without"
+        )
     whole = build.cuda()
     target = whole if (build.PREBUILT / whole.name).exists() else build.cuda(here)
     path = build.library(target, retry)
