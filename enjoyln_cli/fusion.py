@@ -9,15 +9,12 @@ for every folded norm and for every LayerNorm that was kept, whatever the model.
 have one shape and dtype; a view between sum and norm that keeps the last dimension is moved behind
 the norm; dropout that drops nothing is left out. All else runs as it is, or in another backend:
 ``options={"inner": "inductor"}``.
-
-Importing this module makes the name of the backend known where the package is not installed.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import torch
@@ -45,8 +42,6 @@ FUSED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 """Norm to what also returns the sum, and what does not."""
 
 torch.compiler.allow_in_graph(rms_norm)
-if NAME not in registry._BACKENDS:
-    registry._BACKENDS[NAME] = EntryPoint(NAME, f"{__name__}:{NAME}", "torch_dynamo_backends")
 
 
 def enjoyln(

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-import enjoyln_cli.fusion  # noqa: F401  so that torch.compile knows the backend's name
 from enjoyln_cli.centred import check_centred, keep_centred, tensor_at, watched
 from enjoyln_cli.checkpoint import open_source
 from enjoyln_cli.classes import class_named
