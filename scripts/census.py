@@ -135,10 +135,11 @@ def outputs_of(run: Run, model: Any, dtype: Any) -> list[Any]:
     import torch
 
     from enjoyln_cli.compare import Float64
+    from enjoyln_cli.kernels import literally
     from enjoyln_cli.returned import tensors_in
 
     torch.manual_seed(0)
-    with torch.no_grad(), Float64() if dtype == torch.float64 else nullcontext():
+    with torch.no_grad(), literally(), Float64() if dtype == torch.float64 else nullcontext():
         return [tensor.clone() for tensor in tensors_in(run(model))]
 
 

@@ -119,7 +119,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     known = json.loads(args.out.read_text()) if args.out.exists() else {}
     known[name] = {
-        "measured": f"{where}, torch {torch.__version__}, threads compared: {cores > 1}",
+        "measured": f"{where}, torch {torch.__version__}, {cores} thread{'s' * (cores > 1)}",
         "serial_below": below,
         "declined": places,
     }

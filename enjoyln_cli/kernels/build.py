@@ -118,7 +118,11 @@ def library(target: Target, retry: bool = False) -> Path:
 def cache_folders() -> list[Path]:
     """Where compiled libraries are kept: the user's cache, or a temporary directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return [Path(cache) / "enjoyln", Path(tempfile.gettempdir()) / f"enjoyln-{os.getuid()}"]
+    return [Path(cache) / "enjoyln", Path(tempfile.gettempdir()) / f"enjoyln-{_user()}"]
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0  # not on Windows, which has no kernels
 
 
 def trusted(folder: Path) -> bool:
@@ -127,7 +131,7 @@ def trusted(folder: Path) -> bool:
         found = folder.stat()
     except OSError:
         return False
-    return found.st_uid in (os.getuid(), 0) and not found.st_mode & 0o022
+    return found.st_uid in (_user(), 0) and not found.st_mode & 0o022
 
 
 def compiler(kind: str) -> str:
