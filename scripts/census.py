@@ -325,10 +325,15 @@ def main() -> None:
     types = chosen or list(CONFIG_MAPPING)
     seen = set() if args.again else {row["type"] for row in rows}
     todo = [name for name in types if name not in seen]
+    begin = time.perf_counter()
     with args.out.open("a") as file:
         for row in parents(todo, args.jobs, args.seconds, int(args.memory * 1e9)):
             print(json.dumps(row), file=file, flush=True)
-    return
+    used, minutes = resource.getrusage(resource.RUSAGE_CHILDREN), (time.perf_counter() - begin) / 60
+    print(
+        f"{len(todo)} types in {minutes:.0f} minutes, {(used.ru_utime + used.ru_stime) / 60:.0f} of "
+        f"one core; the largest process took {used.ru_maxrss / 1e6:.1f} GB"
+    )
 
 
 if __name__ == "__main__":
