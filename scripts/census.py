@@ -330,9 +330,10 @@ def main() -> None:
         for row in parents(todo, args.jobs, args.seconds, int(args.memory * 1e9)):
             print(json.dumps(row), file=file, flush=True)
     used, minutes = resource.getrusage(resource.RUSAGE_CHILDREN), (time.perf_counter() - begin) / 60
+    busy = (used.ru_utime + used.ru_stime) / 60
     print(
-        f"{len(todo)} types in {minutes:.0f} minutes, {(used.ru_utime + used.ru_stime) / 60:.0f} of "
-        f"one core; the largest process took {used.ru_maxrss / 1e6:.1f} GB"
+        f"{len(todo)} types in {minutes:.0f} minutes, {busy:.0f} minutes of one core; the largest "
+        f"process took {used.ru_maxrss / 1e6:.1f} GB"
     )
 
 
