@@ -60,8 +60,9 @@ def pull(node: Node, axis: Axis) -> Pull:
         return Opaque(WRITTEN)
     if axis.size == 1:
         return Opaque("a mean over one element")
-    if shape_of(node) is None:
-        return Opaque(f"the shape of what {op_name(node)} gives depends on values")
+    tensors = [o for o in node.all_input_nodes if isinstance(o.meta.get("val"), torch.Tensor)]
+    if any(shape_of(tensor) is None for tensor in (node, *tensors)):
+        return Opaque(f"a shape that {op_name(node)} reads or gives depends on values")
     found = _RULES.get(packet(node)) or _RULES.get(getattr(packet(node), "_qualified_op_name", ""))
     if found is None:
         return Opaque(f"{op_name(node)} does not keep a zero mean")

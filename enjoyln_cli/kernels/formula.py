@@ -22,8 +22,11 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """``x`` is ``(..., d)``, ``weight`` and ``bias`` broadcast against it, of any float dtype."""
-    wide = x.to(wider(x.dtype))
+    """``x`` is ``(..., d)``, ``weight`` and ``bias`` broadcast against it, of any float dtype.
+
+    The result is contiguous, whatever ``x`` is, as that of a LayerNorm: models make views of it.
+    """
+    wide = x.to(wider(x.dtype)).contiguous()
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight
