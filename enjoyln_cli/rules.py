@@ -278,6 +278,24 @@ def _index(node: Node, axis: Axis) -> Pull:
     return ((source, moved(axis, axis.dim - rank_of(node) + rank)),)
 
 
+@rule(aten.repeat_interleave)
+def _repeat_interleave(node: Node, axis: Axis) -> Pull:
+    """Rows are repeated one by one, along another dimension than the mean."""
+    dim = argument(node, 2, "dim")
+    if dim is None or dim % rank_of(node) == axis.dim:
+        return Opaque("elements that are repeated along the mean")
+    return ((node.args[0], axis),)
+
+
+@rule(aten.copy)
+def _copy(node: Node, axis: Axis) -> Pull:
+    """The values of one tensor in the memory of another."""
+    source = node.args[1]
+    if shape_of(source) != shape_of(node) or not (is_floating(source) and is_floating(node)):
+        return Opaque("a copy into another shape or kind of number")
+    return ((source, axis),)
+
+
 @rule(aten.gather)
 def _gather(node: Node, axis: Axis) -> Pull:
     """Whole groups are picked where the index is one for every element of the mean."""
@@ -353,7 +371,8 @@ def _is_repeated(value: Any, dim: int) -> bool:
     """Whether a value is the same all along ``dim`` (from the end): it was repeated."""
     while isinstance(value, Node) and packet(value) in REPEATS:
         value = value.args[0]
-        if -dim > rank_of(value) or shape_of(value)[dim] == 1:
+        shape = shape_of(value)
+        if shape is not None and (-dim > len(shape) or shape[dim] == 1):
             return True
     return False
 

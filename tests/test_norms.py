@@ -111,6 +111,16 @@ def test_float64_stays_float64() -> None:
     assert torch.allclose(y.square().mean(-1), torch.ones(4, dtype=torch.float64), atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_result_is_contiguous_as_that_of_a_layer_norm(dtype: torch.dtype) -> None:
+    """Models make views of it."""
+    norm = randomised(nn.LayerNorm(D)).to(dtype)
+    x = torch.randn(3, D, 5).to(dtype).mT
+    assert norm(x).is_contiguous() and not x.is_contiguous()
+    assert rms_norm(x, norm.weight, norm.bias, norm.eps).is_contiguous()
+    assert install(norm, [""], [])(x).is_contiguous()
+
+
 def test_training_computes_layer_norm() -> None:
     norm = randomised(nn.LayerNorm(D))
     x = torch.randn(3, D) + 2

@@ -90,6 +90,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "index two": (lambda x: x[torch.tensor([0, 1]), torch.tensor([3, 4])], (X,)),
     "gather": (lambda x: x.gather(1, PICKED.expand(2, 3, 12)), (X,)),
     "gather by a repeated index": (lambda x: x.gather(1, PICKED.repeat(1, 1, 12)), (X,)),
+    "repeat_interleave": (lambda x: aten.repeat_interleave.self_int(x, 3, 1), (X,)),
+    "copy": (lambda x, y: aten.copy(x, y), (values(2, 5, 12, seed=6), X)),
     "sum": (lambda x: x.sum(1), (X,)),
     "mean": (lambda x: x.mean(1, keepdim=True), (X,)),
     "cumsum": (lambda x: x.cumsum(1), (X,)),
@@ -310,6 +312,12 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
     "an index of fewer features": (
         lambda x: x.gather(1, PICKED.expand(2, 3, 6)), (X,), Axis(2, 0, 1, 6, 1), "part",
     ),
+    "elements repeated one by one": (
+        lambda x: aten.repeat_interleave.self_int(x, 3, 2), (X,), Axis(2, 0, 1, 36, 1), "repeated",
+    ),
+    "a copy of another shape": (
+        lambda x, y: aten.copy(x, y), (X, values(12)), Axis(2, 0, 1, 12, 1), "another shape",
+    ),
     "tokens that are gathered": (
         lambda x: x.gather(1, PICKED.expand(2, 3, 12)), (X,), Axis(1, 0, 1, 3, 1), "index",
     ),
@@ -408,3 +416,19 @@ def groups(x: torch.Tensor, axis: Axis) -> set[frozenset[int]]:
 def test_shapes_are_read_off_the_graph() -> None:
     node, _ = captured(lambda x: x + 1, X)
     assert shape_of(node) == (2, 5, 12)
+
+
+def test_a_shape_that_values_decide_is_no_ground_for_a_rule() -> None:
+    """Rows are gathered from as many as a mask lets through."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            rows = x[mask]
+            torch._check(rows.shape[0] >= 3)
+            return rows.gather(0, torch.zeros(3, 1, dtype=torch.int64).expand(3, 12))
+
+    graph = torch.export.export(Model(), (values(5, 12), torch.arange(5) < 4)).graph
+    (node,) = (n for n in graph.nodes if packet(n) is aten.gather)
+    assert shape_of(node) == (3, 12) and shape_of(node.args[0]) is None
+    found = pull(node, Axis(1, 0, 1, 12, 1))
+    assert isinstance(found, Opaque) and "depends on values" in found.reason
