@@ -77,21 +77,18 @@ def _with_placeholders(model: Any, given: Inputs) -> Inputs:
     leading: tuple[int, ...] = ()
     rows, tokens = given["input_ids"].shape
     for kind in ("image", "video", "audio"):
-        named = (getattr(model.config, f"{kind}_token_{end}", None) for end in ("id", "index"))
+        ids_of = (getattr(model.config, f"{kind}_token_{end}", None) for end in ("id", "index"))
         marked = 0 if f"{kind}_embeds_position_mask" in accepted_by(model) else None
-        token = next((value for value in named if isinstance(value, int)), marked)
+        token = next((value for value in ids_of if isinstance(value, int)), marked)
         if token is not None:
             leading += (token,) * _features(model, kind, given, rows)
     if not leading:
         return given
     length = tokens + len(leading) if len(leading) > 1 else tokens
     ids = replace(given["input_ids"], shape=(rows, length), leading=leading)
-    placed = given | {"input_ids": ids}
-    if "image_embeds_position_mask" in accepted_by(model):
-        placed["image_embeds_position_mask"] = Spec(ids.shape, 1, (1,) * len(leading))
-    if "mm_token_type_ids" in accepted_by(model):
-        placed["mm_token_type_ids"] = Spec(ids.shape, 1, (1,) * len(leading))
-    return placed
+    places, accepted = Spec(ids.shape, 1, (1,) * len(leading)), accepted_by(model)
+    named = ("image_embeds_position_mask", "mm_token_type_ids")
+    return given | {"input_ids": ids} | {name: places for name in named if name in accepted}
 
 
 _GIVEN_AS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
