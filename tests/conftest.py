@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from live_models import CHECKPOINTS, FOLDED
+
+from enjoyln_cli import fold
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +28,12 @@ def folder(tmp_path: Path) -> Path:
     path.mkdir()
     (path / "config.json").write_text('{"model_type": "gpt2"}')
     return path
+
+
+@pytest.fixture(scope="session")
+def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The converted checkpoints, by the name of the original; nobody writes into them."""
+    folder = tmp_path_factory.mktemp("folded")
+    for name in FOLDED:
+        fold(CHECKPOINTS / name, folder / name, verify=False)
+    return {name: folder / name for name in FOLDED}

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+FOLDED = ("gpt2", "opt", "bloom", "phi", "vit")
+"""The checkpoints in which anything folds."""
 
 
 def moved(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_models import CHECKPOINTS
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -18,26 +19,16 @@ from transformers import (
     AutoModelForMaskedLM,
 )
 
-from enjoyln_cli import EnjoyLNError, fold, from_pretrained, kernels
+from enjoyln_cli import EnjoyLNError, from_pretrained, kernels
 from enjoyln_cli.fusion import fuse
 from enjoyln_cli.norms import Folded, rms_norm
 
-CHECKPOINTS = Path(__file__).parent / "checkpoints"
-FOLDED = ("gpt2", "opt", "bloom", "phi", "vit")
 ADDITIONS = {"gpt2": 6, "opt": 9, "bloom": 8, "phi": 4, "vit": 6, "bert": 6}
 """By hand: two for each block before a norm (Phi's parallel blocks have one), the first norm's
 input apart, which is an embedding or a sum of two shapes. OPT's positions have a row each."""
 D = 24
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("folded")
-    for name in FOLDED:
-        fold(CHECKPOINTS / name, folder / name, verify=False)
-    return {name: folder / name for name in FOLDED}
 
 
 @pytest.fixture(autouse=True)

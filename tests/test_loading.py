@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from live_models import CHECKPOINTS, FOLDED
 from torch import nn
 from transformers import (
     AutoModel,
@@ -33,19 +34,9 @@ from enjoyln_cli.errors import BadCheckpoint, NotCentred, UnsupportedModel
 from enjoyln_cli.marker import proof_of
 from enjoyln_cli.norms import Folded, input_means
 
-CHECKPOINTS = Path(__file__).parent / "checkpoints"
-NAMES = ("gpt2", "opt", "bloom", "phi", "vit")
 CAUSAL = ("gpt2", "opt", "bloom", "phi")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("folded")
-    for name in NAMES:
-        fold(CHECKPOINTS / name, folder / name, verify=False)
-    return {name: folder / name for name in NAMES}
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +100,7 @@ def shift_a_writer(model: Any) -> str:
 # Loading.
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FOLDED)
 def test_a_result_is_loaded_as_what_it_was_saved_as(outs: dict[str, Path], name: str) -> None:
     model, given = from_pretrained(outs[name]), inputs(name)
     assert type(model) is type(original(name))
@@ -267,7 +258,7 @@ def test_a_scale_that_was_merged(tmp_path: Path) -> None:
 def test_a_quantization_config_does_the_same_and_leaves_nothing(
     outs: dict[str, Path], tmp_path: Path
 ) -> None:
-    for name in NAMES:
+    for name in FOLDED:
         auto = AutoModelForImageClassification if name == "vit" else AutoModelForCausalLM
         model = auto.from_pretrained(outs[name], quantization_config=EnjoyLNConfig())
         given = inputs(name)
@@ -357,7 +348,7 @@ def test_a_pipeline(outs: dict[str, Path]) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FOLDED)
 def test_what_is_saved_is_stock(outs: dict[str, Path], tmp_path: Path, name: str) -> None:
     model, given = from_pretrained(outs[name]), inputs(name)
     model.save_pretrained(tmp_path / "saved")
@@ -379,7 +370,7 @@ def test_copies_look_for_themselves(outs: dict[str, Path], copied: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FOLDED)
 def test_casts_leave_it_centred(outs: dict[str, Path], name: str, dtype: torch.dtype) -> None:
     model = from_pretrained(outs[name])
     given = inputs(name)
@@ -445,7 +436,7 @@ def test_gradient_checkpointing(outs: dict[str, Path]) -> None:
     assert torch.allclose(*grads, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FOLDED)
 def test_export(outs: dict[str, Path], name: str) -> None:
     model, given = from_pretrained(outs[name]), inputs(name)
     extra = {} if name == "vit" else {"use_cache": False}
@@ -458,7 +449,7 @@ def test_export(outs: dict[str, Path], name: str) -> None:
     assert computes_rms(model, given)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FOLDED)
 def test_compile_in_one_graph(outs: dict[str, Path], name: str) -> None:
     torch._dynamo.reset()
     model, given = from_pretrained(outs[name]), inputs(name)
@@ -470,7 +461,7 @@ def test_compile_in_one_graph(outs: dict[str, Path], name: str) -> None:
 # What moves the weights.
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FOLDED)
 def test_a_fine_tuned_result_is_refused_until_it_is_refolded(
     outs: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
