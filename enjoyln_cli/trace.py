@@ -3,8 +3,8 @@
 A model class is built on the meta device (no weights) and captured by ``torch.export``. Where that
 fails, or leaves a norm's input without a shape, since shapes depend on the values of inputs, the
 ops of one run on example values are recorded instead (see ``weightless``), and the graph holds for
-calls of that kind. Names are those
-of the plan's reference class, whichever class a graph came from.
+calls of that kind. Names are those of the plan's reference class, whichever class a graph came
+from.
 """
 
 from __future__ import annotations
