@@ -1,17 +1,6 @@
-"""Centre one tensor on its way from file to file, a block at a time.
+"""Carry out the steps of one tensor, a block at a time: read, edit in float64, round once, write.
 
-Every edit is ``W <- W - mean(W)``, the mean over the groups of an axis and in float64; the
-difference is rounded once to the stored dtype. A tensor is cut into steps that depend on its shape
-alone, so the bytes written are the same whoever takes which step:
-
-* ``Copy`` and ``Convert``: a tensor that is not centred, byte for byte or in another dtype;
-* ``Rows``: slices ``(length, width)`` that fit into a block hold whole groups (rows of an
-  embedding or of a Conv1D weight, a bias, the heads of a small projection); one pass;
-* ``Columns``: one group of ``size`` rows of ``width`` elements that is larger than a block (the
-  output axis of a linear weight); one pass sums, a second subtracts;
-* ``Whole``: axes that overlap or lie on different dimensions, or a scale that is multiplied in
-  before (``W <- P diag(s) W``), the tensor in memory at once;
-* ``Ones``: the scale itself, which is 1 from then on.
+Memory does not grow with the tensor, except for a step that needs all of it at once.
 """
 
 from __future__ import annotations
@@ -21,46 +10,33 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
-from math import prod
 from mmap import ACCESS_COPY, mmap
 
 import torch
 
-from enjoyln_cli.axis import Axis, centre, scaled
+from enjoyln_cli import steps
+from enjoyln_cli.edit import edited
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.shards import DTYPES, Stored
+from enjoyln_cli.shards import DTYPES
+from enjoyln_cli.steps import (
+    FLOATS,
+    Columns,
+    Convert,
+    Copy,
+    Edited,
+    Fill,
+    Rows,
+    Slot,
+    Step,
+    Whole,
+    Wider,
+    spans,
+)
 
-BLOCK = 1 << 18
-"""Elements worked on at once: 2 MB in float64, which stays in a core's cache."""
-CHUNK = 1 << 24
-"""Elements of a step that can be cut, so that workers share a large tensor."""
 TRANSFER = 1 << 22
 """Bytes read or written at once."""
 PAGE = 4096
 """Writes past the system's cache start and end at multiples of this, in the file and in memory."""
-
-FLOATS = {code: dtype for code, dtype in DTYPES.items() if dtype.is_floating_point}
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One tensor, where it is and where it goes. Offsets are absolute, in bytes."""
-
-    name: str
-    stored: Stored
-    dtype: str
-    offset: int
-
-    @property
-    def count(self) -> int:
-        return prod(self.stored.shape)
-
-    @property
-    def nbytes(self) -> int:
-        if self.dtype == self.stored.dtype:
-            return self.stored.nbytes
-        return self.count * FLOATS[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -91,59 +67,6 @@ def _write_all(file: int, data: memoryview, at: int) -> None:
         done += os.pwrite(file, data[done:], at + done)
 
 
-@dataclass(frozen=True)
-class Copy:
-    """``count`` bytes from byte ``start``, unchanged."""
-
-    start: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Convert:
-    """``count`` elements from element ``start``, in another dtype."""
-
-    start: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Rows:
-    """``count`` slices ``(length, width)`` from element ``start``, the axes on ``length``."""
-
-    start: int
-    count: int
-    length: int
-    width: int
-    axes: tuple[Axis, ...]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """``size`` rows of ``width`` elements from element ``start``: each column is one group."""
-
-    start: int
-    size: int
-    width: int
-
-
-@dataclass(frozen=True)
-class Whole:
-    """The tensor at once: times the scale, if there is one, then axis after axis."""
-
-    axes: tuple[Axis, ...]
-    scale: torch.Tensor | None = None
-    """One float64 element for each slice along the dimension of the axes."""
-
-
-@dataclass(frozen=True)
-class Ones:
-    """All elements become 1."""
-
-
-Step = Copy | Convert | Rows | Columns | Whole | Ones
-
-
 @dataclass
 class Lane:
     """What one worker owns: how much it has written, and buffers that serve block after block."""
@@ -163,69 +86,6 @@ class Ends:
     target: Target
 
 
-def steps_of(
-    slot: Slot, axes: tuple[Axis, ...], scale: torch.Tensor | None = None
-) -> Iterator[Step]:
-    """The steps that write ``slot`` centred over ``axes``, in any order and by any worker."""
-    if scale is not None:
-        yield Whole(axes, scale)
-    elif not axes or slot.count == 0:
-        same = slot.dtype == slot.stored.dtype
-        step, total = (Copy, slot.nbytes) if same else (Convert, slot.count)
-        yield from (step(first, count) for first, count in _spans(0, total, 1, CHUNK))
-    elif _separate(axes):
-        ordered = tuple(sorted(axes, key=lambda axis: axis.start))
-        shape, dim = slot.stored.shape, axes[0].dim
-        lead, width = prod(shape[:dim]), prod(shape[dim + 1 :])
-        yield from _centring_steps(slot, 0, lead, shape[dim], width, ordered)
-    else:
-        yield Whole(axes)
-
-
-def _separate(axes: tuple[Axis, ...]) -> bool:
-    """All on one dimension, none touching another."""
-    ordered = sorted(axes, key=lambda axis: axis.start)
-    apart = all(a.stop <= b.start for a, b in pairwise(ordered))
-    return apart and len({axis.dim for axis in axes}) == 1
-
-
-def _centring_steps(
-    slot: Slot, start: int, lead: int, length: int, width: int, axes: tuple[Axis, ...]
-) -> Iterator[Step]:
-    """Cut ``lead`` slices ``(length, width)`` from element ``start``, axes sorted and apart."""
-    item = length * width
-    if item <= BLOCK:
-        for first, count in _spans(0, lead, 1, CHUNK // item):
-            yield Rows(start + first * item, count, length, width, axes)
-    elif axes == (Axis(axes[0].dim, 0, 1, length, 1),):
-        yield from (Columns(start + i * item, length, width) for i in range(lead))
-    else:
-        for i in range(lead):
-            yield from _pieces(slot, start + i * item, length, width, axes)
-
-
-def _pieces(
-    slot: Slot, start: int, length: int, width: int, axes: tuple[Axis, ...]
-) -> Iterator[Step]:
-    """Cut one slice along ``length``: what no axis covers, and the groups of each axis."""
-    edges = [0, *(edge for axis in axes for edge in (axis.start, axis.stop)), length]
-    for gap, (low, high) in enumerate(pairwise(edges)):
-        if low == high:
-            continue
-        if gap % 2:
-            axis = axes[gap // 2]
-            rows = (axis.outer, axis.size, axis.inner * width)
-            whole = (Axis(axis.dim, 0, 1, axis.size, 1),)
-            yield from _centring_steps(slot, start + low * width, *rows, whole)
-        else:
-            first, count = start + low * width, (high - low) * width
-            if slot.dtype == slot.stored.dtype:
-                size = FLOATS[slot.dtype].itemsize
-                yield Copy(first * size, count * size)
-            else:
-                yield Convert(first, count)
-
-
 def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
     """Do ``step``, pausing after each transfer so that the caller can stop it.
 
@@ -234,35 +94,51 @@ def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
     """
     match step:
         case Copy(start, count):
-            for first, size in _spans(start, count, 1, TRANSFER):
+            for first, size in spans(start, count, 1, TRANSFER):
                 data = _outgoing(lane, ends, first, size)
                 _read(ends, first, data)
                 _write(lane, ends, first, data)
                 yield
-        case Convert(start, count):
-            yield from _rewrite(lane, ends, start, count, 1, None)
+        case Convert(start, count, unit):
+            yield from _rewrite(lane, ends, start, count, unit, step, None)
         case Rows(start, count, length, width):
             item = length * width
             centred = partial(_centre_rows, step)
-            yield from _rewrite(lane, ends, start, count * item, item, centred)
-        case Columns(start, size, width):
+            yield from _rewrite(lane, ends, start, count * item, item, step, centred)
+        case Columns(start, size, width, before):
             means = torch.zeros(width, dtype=torch.float64)
-            for first, count in _spans(start, size * width, width, _elements_at_once(ends)):
+            for first, count in spans(start, size * width, width, _elements_at_once(ends)):
                 x = _elements(lane, ends, first, count)
-                for at, some in _spans(0, count, width, BLOCK):
-                    means += _wide(lane, x[at : at + some]).view(-1, width).sum(0)
+                for at, some in spans(0, count, width, steps.BLOCK):
+                    block = _wide(lane, x[at : at + some])
+                    if before:
+                        before(block, first + at)
+                    means += block.view(-1, width).sum(0)
                 yield
             means /= size
             centred = partial(_subtract, means)
-            yield from _rewrite(lane, ends, start, size * width, width, centred)
-        case Ones():
-            yield from _rewrite(lane, ends, 0, ends.slot.count, 1, lambda block: block.fill_(1))
-        case Whole(axes, scale):
-            count = ends.slot.count
+            yield from _rewrite(lane, ends, start, size * width, width, step, centred)
+        case Fill(start, count, value):
+            size = DTYPES[ends.slot.dtype].itemsize
+            for first, many in spans(start, count, 1, TRANSFER // size):
+                data = _outgoing(lane, ends, first * size, many * size)
+                torch.frombuffer(data, dtype=DTYPES[ends.slot.dtype]).fill_(value)
+                _write(lane, ends, first * size, data)
+                yield
+        case Whole(edit, values):
             scratch = Lane()
-            centred = partial(_centre_whole, ends.slot.stored.shape, axes, scale)
-            yield from _rewrite(scratch, ends, 0, count, count, centred)
-            lane.written += scratch.written
+            x = _elements(scratch, ends, 0, ends.slot.count)
+            wide = edited(x.double().view(ends.slot.stored.shape), edit, values)
+            dtype = FLOATS[ends.slot.dtype]
+            data = _outgoing(scratch, ends, 0, wide.numel() * dtype.itemsize)
+            y = torch.frombuffer(data, dtype=dtype)
+            y.copy_(wide.flatten())
+            kept = y.view(wide.shape)
+            if edit.append:
+                kept = kept.narrow(edit.append.dim, 0, ends.slot.stored.shape[edit.append.dim])
+            _check_range(ends.slot, x.view(kept.shape), kept, edited=True)
+            _write(lane, ends, 0, data)
+            yield
 
 
 def _rewrite(
@@ -271,25 +147,51 @@ def _rewrite(
     start: int,
     count: int,
     unit: int,
-    edit: Callable[[torch.Tensor], object] | None,
+    step: Edited,
+    centred: Callable[[torch.Tensor], object] | None,
 ) -> Iterator[None]:
     """Read, edit in float64, round once and write ``count`` elements from element ``start``.
 
-    ``edit`` changes a float64 block of whole units in place.
+    ``centred`` changes a float64 block of whole units in place.
     """
     dtype = FLOATS[ends.slot.dtype]
-    for first, many in _spans(start, count, unit, _elements_at_once(ends)):
+    edits = bool(centred or step.before)
+    for first, many in spans(start, count, unit, _elements_at_once(ends)):
         x = _elements(lane, ends, first, many)
-        data = _outgoing(lane, ends, first * dtype.itemsize, many * dtype.itemsize)
-        y = torch.frombuffer(data, dtype=dtype)
-        for at, some in _spans(0, many, unit, BLOCK):
+        begin, into = _place(step.wider, first, many)
+        data = _outgoing(lane, ends, begin * dtype.itemsize, into * dtype.itemsize)
+        y = _kept(step.wider, torch.frombuffer(data, dtype=dtype), many)
+        for at, some in spans(0, many, unit, steps.BLOCK):
             block = _wide(lane, x[at : at + some])
-            if edit:
-                edit(block)
-            y[at : at + some].copy_(block)
-        _check_range(ends.slot, x, y, edited=edit is not None)
-        _write(lane, ends, first * dtype.itemsize, data)
+            if step.before:
+                step.before(block, first + at)
+            if centred:
+                centred(block)
+            if step.wider:
+                rows = block.view(-1, step.wider.width)
+                y[at // step.wider.width :][: len(rows)].copy_(rows)
+            else:
+                y[at : at + some].copy_(block)
+        _check_range(ends.slot, x.view(y.shape), y, edited=edits)
+        _write(lane, ends, begin * dtype.itemsize, data)
         yield
+
+
+def _place(wider: Wider | None, first: int, many: int) -> tuple[int, int]:
+    """Where ``many`` elements from element ``first`` go, and how many they become."""
+    if wider is None:
+        return first, many
+    row = wider.width + wider.tail.numel()
+    return first // wider.width * row, many // wider.width * row
+
+
+def _kept(wider: Wider | None, y: torch.Tensor, many: int) -> torch.Tensor:
+    """The part of the outgoing ``y`` that comes from the source; the rest of it is filled."""
+    if wider is None:
+        return y
+    rows = y.view(many // wider.width, -1)
+    rows[:, wider.width :].copy_(wider.tail)
+    return rows[:, : wider.width]
 
 
 def _centre_rows(step: Rows, block: torch.Tensor) -> None:
@@ -303,18 +205,6 @@ def _subtract(means: torch.Tensor, block: torch.Tensor) -> None:
     block.view(-1, means.numel()).sub_(means)
 
 
-def _centre_whole(
-    shape: tuple[int, ...],
-    axes: tuple[Axis, ...],
-    scale: torch.Tensor | None,
-    block: torch.Tensor,
-) -> None:
-    if scale is not None:
-        block.view(shape).copy_(scaled(block.view(shape), scale, axes[0].dim))
-    for axis in axes:
-        block.view(shape).copy_(centre(block.view(shape), axis))
-
-
 def _check_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) -> None:
     """NaN or Inf in a group have spread over all of it; elsewhere they may be meant."""
     low, high = y.aminmax()
@@ -325,13 +215,6 @@ def _check_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) 
         raise BadCheckpoint(f"{where} has values beyond {slot.dtype}; choose a wider dtype")
     if edited:
         raise BadCheckpoint(f"{where} holds NaN or Inf and cannot be centred; repair it")
-
-
-def _spans(start: int, count: int, unit: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut ``count`` from ``start`` into runs of whole units, about ``most`` long at the most."""
-    length = max(1, most // unit) * unit
-    for first in range(start, start + count, length):
-        yield first, min(length, start + count - first)
 
 
 def _elements_at_once(ends: Ends) -> int:

@@ -1,10 +1,10 @@
 """Carry a plan out: on a checkpoint's files, or on a model in memory.
 
-``W <- P W`` for every writer of the plan, or ``W <- P diag(s) W`` and ``s <- 1`` where a scale is
-merged into it, and nothing else. This module decides nothing about which
+The edits are those of ``edit`` and nothing else. This module decides nothing about which
 norms fold; it decides what a converted directory consists of: the weights, the source's other files
-unchanged, ``config.json`` with the ``enjoyln`` entry (the marker), and ``enjoyln_recipe.yaml``. Of
-a pipeline that is the transformer's folder, and the other modules come along as they are.
+unchanged, ``config.json`` with the plan's settings and the ``enjoyln`` entry (the marker), and
+``enjoyln_recipe.yaml``. Of a pipeline that is the transformer's folder, and the other modules come
+along as they are.
 The directory appears whole, after the check has passed, or not at all.
 """
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from enjoyln_cli.axis import Axis, centre, scaled
 from enjoyln_cli.checkpoint import (
     Checkpoint,
     Source,
@@ -32,9 +31,10 @@ from enjoyln_cli.checkpoint import (
     staged_output,
 )
 from enjoyln_cli.config import CONFIG, MARKER
+from enjoyln_cli.edit import Edit, edited, edits_of, given
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold, VerificationFailed
 from enjoyln_cli.marker import marker
-from enjoyln_cli.plan import Plan
+from enjoyln_cli.plan import Plan, Setting
 from enjoyln_cli.stream import write_shards
 
 RECIPE_FILE = "enjoyln_recipe.yaml"
@@ -81,7 +81,7 @@ def fold_checkpoint(
     source = checkpoint.source
     config = raw_config(source)
     require_unfolded(config)
-    edits = edits_of(plan, checkpoint)
+    edits = checked_edits(plan, checkpoint)
     with staged_output(out, source=source.root, force=force) as staged:
         inner = staged / source.folder
         inner.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,6 @@ def fold_checkpoint(
             checkpoint,
             edits,
             inner,
-            scales={w.tensor: w.scale.tensor for w in plan.writers if w.scale},
             dtype=dtype,
             max_shard_size=max_shard_size,
             jobs=jobs,
@@ -98,7 +97,7 @@ def fold_checkpoint(
         names = [name for name in other_files(checkpoint) if name not in _OWN_FILES]
         _copy(names, source.path, inner)
         _copy(pipeline_files(checkpoint), source.root, staged)
-        config = config_with_marker(config, plan, source)
+        config = config_with_marker(with_settings(config, plan), plan, source)
         if dtype is not None:
             config = _with_dtype(config, str(dtype).removeprefix("torch."))
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -116,42 +115,45 @@ def _copy(names: Iterable[str], source: Path, out: Path) -> None:
         shutil.copyfile(source / name, out / name)
 
 
-def edits_of(plan: Plan, checkpoint: Checkpoint) -> dict[str, tuple[Axis, ...]]:
-    """The axes to centre every stored tensor over.
+def checked_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
+    """What becomes of the stored tensors, by the names that they get.
 
     Raises ``NothingToFold`` for a plan that keeps every norm, ``BadCheckpoint`` where a tensor of
     the plan is not stored or has another shape.
     """
     if not plan.folded:
         raise NothingToFold(_nothing_to_fold(plan, checkpoint.source))
-    edits: dict[str, tuple[Axis, ...]] = {}
     for writer in plan.writers:
-        stored = checkpoint.tensors.get(writer.tensor)
-        if stored is None:
-            raise BadCheckpoint(
-                f"{writer.tensor}: {checkpoint.source.model} does not store this tensor, which "
-                f"{plan.model_class} needs as {writer.parameter}; fetch the checkpoint again"
-            )
-        if tuple(stored.shape) != tuple(writer.shape):
-            raise BadCheckpoint(
-                f"{writer.tensor}: stored with shape {list(stored.shape)} in {stored.file}, but "
-                f"{plan.model_class} holds {list(writer.shape)}; check config.json"
-            )
-        axes = edits.get(writer.tensor, ())
-        edits[writer.tensor] = axes if writer.axis in axes else (*axes, writer.axis)
-    return edits
+        _require_stored(checkpoint, plan, writer.tensor, writer.parameter, writer.shape)
+    for one in plan.untied:
+        _require_stored(checkpoint, plan, one.stored, one.source, one.shape)
+    return edits_of(plan)
+
+
+def _require_stored(
+    checkpoint: Checkpoint, plan: Plan, tensor: str, parameter: str, shape: tuple[int, ...]
+) -> None:
+    stored = checkpoint.tensors.get(tensor)
+    if stored is None:
+        raise BadCheckpoint(
+            f"{tensor}: {checkpoint.source.model} does not store this tensor, which "
+            f"{plan.model_class} needs as {parameter}; fetch the checkpoint again"
+        )
+    if tuple(stored.shape) != tuple(shape):
+        raise BadCheckpoint(
+            f"{tensor}: stored with shape {list(stored.shape)} in {stored.file}, but "
+            f"{plan.model_class} holds {list(shape)}; check config.json"
+        )
 
 
 def centre_parameters(model: nn.Module, plan: Plan) -> None:
-    """``W <- P W`` in place for every writer of ``plan``, the mean in float64, rounded once.
+    """Carry out every edit of ``plan`` in place: in float64, rounded once.
 
-    A scale is merged before, and becomes ones. A parameter that several names share is centred
-    once. Raises ``BadCheckpoint`` for a parameter that ``model`` lacks or holds in another shape;
-    nothing is changed then.
+    What the plan unties becomes a parameter of its own first. A parameter that several names share
+    is edited once. Raises ``BadCheckpoint`` for a parameter that ``model`` lacks or holds in
+    another shape; nothing is changed then.
     """
-    tensors: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
-    tensors.update(model.named_parameters(remove_duplicate=False))
-    edits: dict[int, tuple[torch.Tensor, list[Axis], torch.Tensor | None]] = {}
+    tensors = _tensors(model)
     for writer in plan.writers:
         tensor = tensors.get(writer.parameter)
         same = writer.held is not None or (tensor is not None and tensor.shape == writer.shape)
@@ -167,28 +169,44 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
                 f"{writer.scale.parameter}: the plan merges it into {writer.parameter}, and "
                 f"{type(model).__name__} has none that fits; pass the model that was analysed"
             )
-        axes, axis = (
-            edits.setdefault(id(tensor), (tensor, [], scale))[1],
-            writer.held or writer.axis,
-        )
-        if axis not in axes:
-            axes.append(axis)
+    edits: dict[int, tuple[torch.Tensor, Edit]] = {}
+    for name, edit in edits_of(plan, held=True).items():
+        tensor = tensors[edit.source or name]
+        known = edits.get(id(tensor), (tensor, edit))[1]
+        axes = tuple(dict.fromkeys((*known.axes, *edit.axes)))
+        edits[id(tensor)] = tensor, replace(edit, axes=axes)
     with torch.no_grad():
-        for shared, axes, scale in edits.values():
-            wide = shared.double()
-            if scale is not None:
-                wide = scaled(wide, scale.double(), axes[0].dim)
-            for axis in axes:
-                wide = centre(wide, axis)
-            shared.copy_(wide)
-        for _, _, scale in edits.values():
-            if scale is not None:
-                scale.fill_(1)
+        values = {key: given(edit, tensors.__getitem__) for key, (_, edit) in edits.items()}
+        for key, (tensor, edit) in edits.items():
+            wide = edited(tensor.double(), edit, values[key])
+            if wide.shape == tensor.shape:
+                tensor.copy_(wide)
+            else:
+                tensor.data = wide.to(tensor.dtype)
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, under each of its names."""
+    held: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    held.update(model.named_parameters(remove_duplicate=False))
+    return held
 
 
 def config_with_marker(config: dict[str, Any], plan: Plan, source: Source) -> dict[str, Any]:
     """A copy of ``config`` with the marker as its last entry."""
     return {**config, MARKER: marker(plan, source)}
+
+
+def with_settings(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """A copy of ``config`` with the entries that the plan changes."""
+    for setting in plan.settings:
+        first, _, rest = setting.name.partition(".")
+        value: Any = setting.value
+        if rest:
+            inner = replace(plan, settings=(Setting(rest, setting.value),))
+            value = with_settings(config.get(first) or {}, inner)
+        config = {**config, first: value}
+    return config
 
 
 def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.marker import Marker
 from enjoyln_cli.memory import first_blocks
 from enjoyln_cli.norms import input_means, install
-from enjoyln_cli.plan import Plan, Writer
+from enjoyln_cli.plan import Plan
 from enjoyln_cli.returned import returning
 
 ENTRIES = 1 << 14
@@ -51,7 +51,7 @@ class Subject:
     original: Checkpoint
     folded: Checkpoint
     marker: Marker
-    writers: tuple[Writer, ...]
+    plan: Plan
     dtype: torch.dtype
     trust_remote_code: bool
     blocks: int | None = None
@@ -74,13 +74,16 @@ class Subject:
         install(model, norms, ops, self.marker.entry_inputs, self.marker.unproven)
 
     def centre(self, model: Any) -> None:
-        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        writers = self.writers
+        plan = self.plan
         if self.blocks is not None:
-            writers = tuple(writer for writer in writers if writer.parameter in names)
-        name = self.marker.model_class
-        centre_parameters(model, Plan("", name, self.marker.classes, (), writers, ()))
+            names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+            plan = replace(
+                plan,
+                writers=tuple(w for w in plan.writers if w.parameter in names),
+                untied=tuple(one for one in plan.untied if one.parameter in names),
+            )
+        centre_parameters(model, plan)
 
 
 @dataclass

@@ -12,6 +12,23 @@ Place = Literal["output", "input"]
 
 
 @dataclass(frozen=True)
+class Options:
+    """What a user allows a plan to change besides centring. Each is exact; none is the default."""
+
+    widen_mlp: bool = False
+    """Hidden units may be added to an MLP, which subtract the mean of its residual input."""
+    widen_to: int = 8
+    """The widened size is a multiple of this."""
+    merge: Literal["bias", "affine"] | None = None
+    """What of a folded norm may move into the linears that read it."""
+    untie: bool = False
+    """Tied parameters may become several, each with its own copy of the values."""
+
+
+PLAIN = Options()
+
+
+@dataclass(frozen=True)
 class Scale:
     """A vector that is merged into the parameters of a layer before it, and becomes ones."""
 
@@ -72,6 +89,41 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Widening:
+    """An MLP that gets more hidden units."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A folded norm of which something moves into the linears that read it."""
+
+
+@dataclass(frozen=True)
+class Untied:
+    """A parameter that gets its own copy of the values that it shared with another."""
+
+    parameter: str
+    """Name in the model class of the plan, e.g. ``lm_head.weight``."""
+    tensor: str
+    """Name that its own tensor is stored under."""
+    source: str
+    """The parameter that it was tied to."""
+    stored: str
+    """Name of the stored tensor that it becomes a copy of."""
+    shape: tuple[int, ...]
+    """Of both."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An entry of ``config.json`` that a plan changes, so that the result loads as it is stored."""
+
+    name: str
+    """With dots where it lies in a nested config: ``text_config.tie_word_embeddings``."""
+    value: bool | int
+
+
+@dataclass(frozen=True)
 class Plan:
     """The proven edits for one model. Everything is named as in ``model_class``."""
 
@@ -93,6 +145,10 @@ class Plan:
     What a later call may be given, as a cache is, stays in any case."""
     by_example: tuple[str, ...] = ()
     """The calls whose shapes depend on values, so that they are proven for inputs of this kind."""
+    widened: tuple[Widening, ...] = ()
+    merged: tuple[Merge, ...] = ()
+    untied: tuple[Untied, ...] = ()
+    settings: tuple[Setting, ...] = ()
 
     @property
     def folded(self) -> tuple[Verdict, ...]:

@@ -1,4 +1,4 @@
-"""Write a checkpoint's shards anew, with some tensors centred, in memory that does not grow.
+"""Write a checkpoint's shards anew, with some tensors edited, in memory that does not grow.
 
 Decides the files of the result, the place of every tensor in them, and who writes what: workers are
 threads, with positioned reads and writes on shared files (torch and the system calls let go of the
@@ -23,10 +23,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from enjoyln_cli.axis import Axis
-from enjoyln_cli.blocks import FLOATS, Ends, Lane, Ones, Slot, Step, Target, run, steps_of
+from enjoyln_cli.blocks import Ends, Lane, Target, run
 from enjoyln_cli.checkpoint import Checkpoint, read_tensor
+from enjoyln_cli.edit import Edit, Given, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError
+from enjoyln_cli.shards import Stored
+from enjoyln_cli.steps import FLOATS, Slot, Step, steps_of
 
 T = TypeVar("T")
 
@@ -51,10 +53,9 @@ class Shard:
 
 def write_shards(
     checkpoint: Checkpoint,
-    edits: Mapping[str, tuple[Axis, ...]],
+    edits: Mapping[str, Edit],
     into: Path,
     *,
-    scales: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | None = None,
     jobs: int | None = None,
@@ -62,9 +63,8 @@ def write_shards(
 ) -> tuple[str, ...]:
     """Write every tensor of ``checkpoint`` to safetensors files in the directory ``into``.
 
-    ``edits`` maps stored tensor names to the axes to centre them over (``W <- P W``),
-    ``scales`` some of these to the stored vector that is multiplied in before, along the dimension
-    of their axes, and that then becomes ones (``W <- P diag(s) W``, ``s <- 1``). ``dtype``
+    ``edits`` says what becomes of some of them, by the name that each gets: one that is not stored
+    appears in the file of the tensor that it is made from. ``dtype``
     converts all floating tensors. ``max_shard_size`` (bytes) cuts the shards anew; otherwise the
     layout stays, and without ``dtype`` so does every header. ``jobs`` is the number of cores to
     keep busy, all by default. ``progress`` is called in the calling thread with the number of bytes
@@ -72,16 +72,15 @@ def write_shards(
 
     Returns the names of the files written, the index among them, all of them synced to the disk.
     Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating or does not
-    hold the axis, for a scale of another length, for NaN or Inf in an edited tensor, for values out
-    of the range of the dtype, and for a file that ends early; ``OutputError`` where the disk has
-    too little space.
+    hold the axis, for a vector of another length, for NaN or Inf in an edited tensor, for values
+    out of the range of the dtype, and for a file that ends early; ``OutputError`` where the disk
+    has too little space.
     """
-    scales = scales or {}
-    _check_edits(checkpoint, edits, scales)
-    shards = _layout(checkpoint, dtype, max_shard_size)
+    _check_edits(checkpoint, edits)
+    shards = _layout(checkpoint, edits, dtype, max_shard_size)
     _check_space(shards, into)
     with ExitStack() as stack:
-        steps = _steps(checkpoint, edits, scales)
+        steps = _steps(checkpoint, edits)
         _write_tensors(checkpoint, steps, shards, into, stack, jobs or _cores(), progress)
     return tuple(shard.name for shard in shards) + _write_index(checkpoint, shards, into)
 
@@ -176,44 +175,76 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _check_edits(
-    checkpoint: Checkpoint, edits: Mapping[str, tuple[Axis, ...]], scales: Mapping[str, str]
-) -> None:
-    for name, what in {
-        **dict.fromkeys(scales.values(), "merged"), **dict.fromkeys(edits, "centred"),
-    }.items():  # fmt: skip
-        stored = checkpoint.tensors.get(name)
-        if stored is None:
-            raise BadCheckpoint(f"{name}: to be {what}, but {checkpoint.source.model} lacks it")
-        if stored.dtype not in FLOATS:
-            raise BadCheckpoint(f"{name}: to be {what}, but stored as {stored.dtype}, not floating")
-        for axis in edits.get(name, ()):
-            if not 0 <= axis.dim < len(stored.shape) or axis.stop > stored.shape[axis.dim]:
-                raise BadCheckpoint(f"{name}: shape {stored.shape} does not hold {axis}")
-    for name, scale in scales.items():
-        length = prod(checkpoint.tensors[scale].shape)
-        if length != checkpoint.tensors[name].shape[edits[name][0].dim]:
-            raise BadCheckpoint(f"{scale}: has {length} elements, too few or many for {name}")
+def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> None:
+    for name, edit in edits.items():
+        shape = _floating(checkpoint, edit.source or name, f"to become {name}").shape
+        for axis in edit.axes:
+            if not 0 <= axis.dim < len(shape) or axis.stop > shape[axis.dim]:
+                raise BadCheckpoint(f"{name}: shape {shape} does not hold {axis}")
+        lengths = {found: _floating(checkpoint, found, f"to change {name}") for found in edit.needs}
+        for vector in (edit.times, edit.scale):
+            length = prod(lengths[vector.tensor].shape) if vector else 0
+            if vector and (vector.dim >= len(shape) or length != shape[vector.dim]):
+                raise BadCheckpoint(
+                    f"{vector.tensor}: has {length} elements, too few or many for {name}"
+                )
+        if edit.plus:
+            matrix, many = lengths[edit.plus.matrix].shape, prod(lengths[edit.plus.by].shape)
+            if edit.plus.dim >= len(matrix) or matrix[edit.plus.dim] != many:
+                raise BadCheckpoint(f"{edit.plus.matrix}: shape {matrix} times {many} elements")
+            if prod(matrix) != prod(shape) * many:
+                raise BadCheckpoint(f"{name}: shape {shape} does not hold what {matrix} gives")
 
 
-def _layout(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, max_shard_size: int | None
-) -> list[Shard]:
-    """The files of the result and the place of every tensor in them."""
+def _floating(checkpoint: Checkpoint, name: str, what: str) -> Stored:
+    stored = checkpoint.tensors.get(name)
+    if stored is None:
+        raise BadCheckpoint(f"{name}: {what}, but {checkpoint.source.model} lacks it")
+    if stored.dtype not in FLOATS:
+        raise BadCheckpoint(f"{name}: {what}, but stored as {stored.dtype}, not floating")
+    return stored
+
+
+def bytes_to_write(
+    checkpoint: Checkpoint, edits: Mapping[str, Edit], dtype: torch.dtype | None = None
+) -> int:
+    """Bytes of all tensors that ``write_shards`` would write."""
+    return sum(slot.nbytes for slot in _slots(checkpoint, edits, _code(dtype)))
+
+
+def _code(dtype: torch.dtype | None) -> str | None:
     code = next((c for c, d in FLOATS.items() if d == dtype), None)
     if dtype is not None and code is None:
         raise OutputError(f"cannot store weights as {dtype}; choose one of {sorted(FLOATS)}")
-    slots = [
-        Slot(name, stored, code if code and stored.dtype in FLOATS else stored.dtype, stored.offset)
-        for name, stored in checkpoint.tensors.items()
-    ]
+    return code
+
+
+def _slots(checkpoint: Checkpoint, edits: Mapping[str, Edit], code: str | None) -> list[Slot]:
+    """Every tensor to write, those that are new after all others."""
+    made = {name: Edit() for name in checkpoint.tensors} | dict(edits)
+    slots = []
+    for name, edit in made.items():
+        stored = checkpoint.tensors[edit.source or name]
+        dtype = code if code and stored.dtype in FLOATS else stored.dtype
+        slots.append(Slot(name, stored, dtype, edit.shape(stored.shape), stored.offset))
+    return slots
+
+
+def _layout(
+    checkpoint: Checkpoint,
+    edits: Mapping[str, Edit],
+    dtype: torch.dtype | None,
+    max_shard_size: int | None,
+) -> list[Shard]:
+    """The files of the result and the place of every tensor in them."""
+    slots = _slots(checkpoint, edits, _code(dtype))
     if max_shard_size is not None:
         ordered = [s for f in checkpoint.shards for s in slots if s.stored.file == f]
         return _cut(ordered, _common_metadata(checkpoint), max_shard_size)
     shards = []
     for file in checkpoint.shards:
         here = [slot for slot in slots if slot.stored.file == file]
-        same = all(slot.dtype == slot.stored.dtype for slot in here)
+        same = all(slot.stays for slot in here)
         if checkpoint.format == "safetensors" and same:
             header = _header_bytes(checkpoint.source.path / file)
             shards.append(Shard(file, header, tuple(sorted(here, key=lambda s: s.offset))))
@@ -244,12 +275,12 @@ def _cut(slots: list[Slot], metadata: dict[str, str], limit: int) -> list[Shard]
 def _packed(name: str, slots: list[Slot], metadata: dict[str, str]) -> Shard:
     """A shard with a new header; wide dtypes first, so that every tensor is aligned."""
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    ordered = sorted(slots, key=lambda s: -(s.nbytes // max(s.count, 1)))
+    ordered = sorted(slots, key=lambda s: -(s.nbytes // max(prod(s.shape), 1)))
     ends = [0, *accumulate(slot.nbytes for slot in ordered)]
     for slot, (begin, end) in zip(ordered, pairwise(ends), strict=True):
         entries[slot.name] = {
             "dtype": slot.dtype,
-            "shape": list(slot.stored.shape),
+            "shape": list(slot.shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -281,19 +312,26 @@ def _common_metadata(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _write_index(checkpoint: Checkpoint, shards: list[Shard], into: Path) -> tuple[str, ...]:
     """The shard index: the source's own where nothing in it changes; none for a single file."""
+    slots = {slot.name: slot for shard in shards for slot in shard.slots}
     files = {slot.name: shard.name for shard in shards for slot in shard.slots}
-    sizes = {slot.name: slot.nbytes for shard in shards for slot in shard.slots}
     content: dict[str, Any] = {"metadata": {}, "weight_map": files}
-    stays = {name: stored.file for name, stored in checkpoint.tensors.items()} == files
+    stays = all(files[slot.name] == slot.stored.file for slot in slots.values())
     if checkpoint.index and stays:
         text = (checkpoint.source.path / checkpoint.index).read_bytes()
-        if all(sizes[name] == stored.nbytes for name, stored in checkpoint.tensors.items()):
+        new = any(slot.nbytes != slot.stored.nbytes for slot in slots.values())
+        if not new and slots.keys() == checkpoint.tensors.keys():
             return _write_file(into / checkpoint.index, text)
         content = {"metadata": {}, **json.loads(text)}
+        content["weight_map"] = {**content["weight_map"], **files}
     elif [shard.name for shard in shards] == ["model.safetensors"]:
         return ()
-    content["metadata"] = {**(content["metadata"] or {}), "total_size": sum(sizes.values())}
-    text = json.dumps(content, indent=2).encode() + b"\n"
+    metadata = dict(content["metadata"] or {})
+    if type(known := metadata.get("total_parameters")) is int:
+        more = sum(prod(slot.shape) for slot in slots.values())
+        more -= sum(prod(stored.shape) for stored in checkpoint.tensors.values())
+        metadata["total_parameters"] = known + more
+    metadata["total_size"] = sum(slot.nbytes for slot in slots.values())
+    text = json.dumps({**content, "metadata": metadata}, indent=2).encode() + b"\n"
     return _write_file(into / "model.safetensors.index.json", text)
 
 
@@ -305,18 +343,17 @@ def _write_file(path: Path, content: bytes) -> tuple[str]:
     return (path.name,)
 
 
-def _steps(
-    checkpoint: Checkpoint, edits: Mapping[str, tuple[Axis, ...]], scales: Mapping[str, str]
-) -> Callable[[Slot], Iterator[Step]]:
-    """Tells what becomes of each tensor; the scales are in memory, one element for each feature."""
-    ones = set(scales.values())
-    values = {name: read_tensor(checkpoint, name).double().flatten() for name in ones}
+def _steps(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> Callable[[Slot], Iterator[Step]]:
+    """Tells what becomes of each tensor. The vectors that are multiplied in are in memory."""
+
+    def read(name: str) -> torch.Tensor:
+        return read_tensor(checkpoint, name)
+
+    none = Given()
+    values = {name: given(edit, read) if edit.needs else none for name, edit in edits.items()}
 
     def steps(slot: Slot) -> Iterator[Step]:
-        if slot.name in ones:
-            return iter((Ones(),))
-        scale = values[scales[slot.name]] if slot.name in scales else None
-        return steps_of(slot, edits.get(slot.name, ()), scale)
+        return steps_of(slot, edits.get(slot.name, Edit()), values.get(slot.name, none))
 
     return steps
 
@@ -357,5 +394,5 @@ def _create(shard: Shard, into: Path, stack: ExitStack) -> Target:
 
 def _loaded(checkpoint: Checkpoint, slot: Slot) -> memoryview:
     """The bytes of a tensor that lies in no one piece of its file."""
-    tensor = read_tensor(checkpoint, slot.name).contiguous().reshape(-1)
+    tensor = read_tensor(checkpoint, slot.stored.name).contiguous().reshape(-1)
     return tensor.view(torch.uint8).numpy().data

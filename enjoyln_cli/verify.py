@@ -36,6 +36,7 @@ from enjoyln_cli.checkpoint import (
     open_source,
     raw_config,
 )
+from enjoyln_cli.edit import edits_of
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
 from enjoyln_cli.fold import RECIPE_FILE, VERIFY_FILE
 from enjoyln_cli.marker import Marker, read_marker
@@ -145,9 +146,9 @@ def verify(
     original = _original(marker, against, revision, {"token": token, "cache_dir": cache_dir})
     stored = _stored_dtype(folded)
     compute = stored if dtype is None else _as_dtype(dtype)
-    writers = (plan or _plan_of(folded, trust_remote_code)).writers
-    drift, failures = check_tensors(original, folded, writers)
-    subject = Subject(original, folded, marker, writers, compute, trust_remote_code)
+    plan = plan or _plan_of(folded, trust_remote_code)
+    drift, failures = check_tensors(original, folded, edits_of(plan))
+    subject = Subject(original, folded, marker, plan, compute, trust_remote_code)
     budget = available_memory() if max_memory is None else max_memory
     fits = blocks_that_fit(folded, subject.config(original), budget)
     subject = replace(subject, blocks=fits)

@@ -1,65 +1,59 @@
 """Are the stored tensors what the plan makes of the original's?
 
 Decides it tensor by tensor, for every tensor of both checkpoints: the same bytes, or the same
-values in the new dtype, where nothing was edited; ``P W`` rounded once, within half a step of the
-stored dtype, where the plan centres. So the mean left is below the rounding. Where the plan merges
-a scale ``s``, it is ``P diag(s) W``, and the scale is all ones.
+values in the new dtype, where nothing was edited; where the plan edits, what ``Edit`` says, rounded
+once, within half a step of the stored dtype. So the mean left is below the rounding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
-from enjoyln_cli.axis import Axis, centre, group_means, scaled
+from enjoyln_cli.axis import Axis, group_means
 from enjoyln_cli.checkpoint import Checkpoint, read_tensor
-from enjoyln_cli.plan import Writer
+from enjoyln_cli.edit import Edit, Given, edited, given
 
 SLICE = 1 << 24
 """Elements of a tensor that are held in float64 at once."""
 
 
 def check_tensors(
-    original: Checkpoint, folded: Checkpoint, writers: Iterable[Writer]
+    original: Checkpoint, folded: Checkpoint, edits: Mapping[str, Edit]
 ) -> tuple[dict[str, float], list[str]]:
-    """Every stored tensor against the original's.
+    """Every stored tensor against the original's, with the ``edits`` of some by stored name.
 
-    Returns the mean that is left in each edited tensor, relative to its rms, and what is wrong, in
+    Returns the mean that is left in each centred tensor, relative to its rms, and what is wrong, in
     sentences; there are none where everything is right.
     """
-    writers = tuple(writers)
-    axes: dict[str, list[Axis]] = {}
-    for writer in writers:
-        known = axes.setdefault(writer.tensor, [])
-        if writer.axis not in known:
-            known.append(writer.axis)
-    scales = {w.tensor: w.scale.tensor for w in writers if w.scale}
-    names = sorted(set(original.tensors) ^ set(folded.tensors))
+    made = {name: Edit() for name in original.tensors} | dict(edits)
+    names = sorted(set(made) ^ set(folded.tensors))
     failures = [f"{name} is stored in one of the two checkpoints only" for name in names[:3]]
     drift: dict[str, float] = {}
     wrong: list[str] = []
-    for name in original.tensors:
-        if name not in folded.tensors:
+    for name, edit in made.items():
+        if name not in folded.tensors or (edit.source or name) not in original.tensors:
             continue
-        old, new = read_tensor(original, name), read_tensor(folded, name)
-        if old.shape != new.shape or old.is_floating_point() != new.is_floating_point():
+        old, new = read_tensor(original, edit.source or name), read_tensor(folded, name)
+        shape = edit.shape(tuple(old.shape))
+        if shape != new.shape or old.is_floating_point() != new.is_floating_point():
             wrong.append(name)
             continue
-        if name in scales.values():
-            old = torch.ones_like(old)
-        if name not in axes:
-            if not _same_bytes(old.to(new.dtype), new):
+        if edit.fill is not None or not edit.changes:
+            same = old if edit.fill is None else torch.full_like(old, edit.fill)
+            if not _same_bytes(same.to(new.dtype), new):
                 wrong.append(name)
             continue
-        edits, scale = axes[name], None
-        if name in scales:
-            scale = read_tensor(original, scales[name]).double()
-        parts = list(_slices(old, new, edits))
-        if not all(_is_rounded(a, b, edits, scale) for a, b in parts):
+        values = given(edit, lambda other: read_tensor(original, other))
+        parts = list(_slices(old, new, edit))
+        if not all(_is_rounded(a, b, edit, values) for a, b in parts):
             wrong.append(name)
-        drift[name] = max(_drift([b for _, b in parts], axis) for axis in edits)
+        if edit.axes:
+            centred = [_kept(a, b, edit) for a, b in parts]
+            drift[name] = max(_drift(centred, axis) for axis in edit.axes)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         failures.append(
@@ -75,10 +69,12 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _slices(
-    old: torch.Tensor, new: torch.Tensor, axes: list[Axis]
+    old: torch.Tensor, new: torch.Tensor, edit: Edit
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both tensors in parts of bounded size that hold whole groups."""
-    free = [d for d in range(old.ndim) if d not in {axis.dim for axis in axes}]
+    """Both tensors in parts of bounded size, to each of which the edit applies by itself."""
+    vectors = (edit.times, edit.scale, edit.append)
+    taken = {axis.dim for axis in edit.axes} | {found.dim for found in vectors if found}
+    free = [d for d in range(old.ndim) if d not in taken and edit.plus is None]
     if old.numel() <= SLICE or not free:
         yield old, new
         return
@@ -87,16 +83,17 @@ def _slices(
     yield from zip(old.split(step, dim), new.split(step, dim), strict=True)
 
 
-def _is_rounded(
-    old: torch.Tensor, new: torch.Tensor, axes: list[Axis], scale: torch.Tensor | None
-) -> bool:
+def _kept(old: torch.Tensor, new: torch.Tensor, edit: Edit) -> torch.Tensor:
+    """``new`` without what was appended."""
+    dim = edit.append.dim if edit.append else 0
+    return new.narrow(dim, 0, old.shape[dim]) if edit.append else new
+
+
+def _is_rounded(old: torch.Tensor, new: torch.Tensor, edit: Edit, values: Given) -> bool:
     """``new`` is the exact edit rounded to its dtype: within half a step, ties either way."""
-    exact = old.double()
-    if scale is not None:
-        exact = scaled(exact, scale, axes[0].dim)
-    size = float(exact.abs().max()) if exact.numel() else 0.0
-    for axis in axes:
-        exact = centre(exact, axis)
+    before = edited(old.double(), replace(edit, axes=(), append=None), values)
+    size = float(before.abs().max()) if before.numel() else 0.0
+    exact = edited(before, Edit(axes=edit.axes, append=edit.append), Given())
     info = torch.finfo(new.dtype)
     step = info.eps * exact.abs() + info.smallest_normal * info.eps
     return bool(((new.double() - exact).abs() <= 0.5001 * step + 1e-14 * size).all())

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from enjoyln_cli.axis import Axis, centre
+from enjoyln_cli.edit import Edit
 
 CONFIG = {"model_type": "gpt2", "n_embd": 24, "dtype": "float32", "zebra": [1, {"a": None}]}
 
@@ -39,6 +40,11 @@ EDITS: dict[str, tuple[Axis, ...]] = {
     "wide.weight": (Axis(1, 100, 2, 450, 1),),
     "qkv.weight": (Axis(0, 250, 5, 50, 1), Axis(0, 0, 1, 50, 5)),
 }
+
+
+def centring(axes: dict[str, tuple[Axis, ...]]) -> dict[str, Edit]:
+    """Edits that centre, and nothing else."""
+    return {name: Edit(axes=over) for name, over in axes.items()}
 
 
 def state(dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING
 
 from enjoyln_cli import analyze, fold, verify
 from enjoyln_cli.axis import Axis, centre
+from enjoyln_cli.edit import Edit, Vector
 from enjoyln_cli.errors import BadCheckpoint, RecipeError
 from enjoyln_cli.rows import counts, row
 from enjoyln_cli.stream import write_shards
@@ -138,8 +139,9 @@ def test_a_scale_is_merged_on_the_way_from_file_to_file(kind: str, tmp_path: Pat
     given = tensors(torch.bfloat16)
     store(tmp_path / "model", given, kind)
     (tmp_path / "out").mkdir()
-    edits = {"w": (A,), "b": (A,)}
-    write_shards(opened(tmp_path / "model"), edits, tmp_path / "out", scales={"w": "s", "b": "s"})
+    merged = Edit(scale=Vector("s", 0), axes=(A,))
+    edits = {"w": merged, "b": merged, "s": Edit(fill=1.0)}
+    write_shards(opened(tmp_path / "model"), edits, tmp_path / "out")
     got, by = written(tmp_path / "out"), given["s"].double().flatten()
     w = centre(by[:, None, None] * given["w"].double(), A).bfloat16()
     assert same(got["w"], w)
@@ -159,4 +161,5 @@ def test_a_scale_that_does_not_fit_is_refused(
     store(tmp_path / "model", given, "safetensors")
     (tmp_path / "out").mkdir()
     with pytest.raises(BadCheckpoint, match=reason):
-        write_shards(opened(tmp_path / "model"), {"b": (A,)}, tmp_path / "out", scales={"b": scale})
+        edits = {"b": Edit(scale=Vector(scale, 0), axes=(A,))}
+        write_shards(opened(tmp_path / "model"), edits, tmp_path / "out")

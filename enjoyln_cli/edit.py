@@ -1,0 +1,174 @@
+"""What becomes of one tensor: its parts, their one order, and the arithmetic on tensors in memory.
+
+    fill                                           every element becomes a number, and nothing else;
+    W <- W diag(g)          b <- b + W v           merge: what a norm multiplies by and adds goes
+                                                   into a linear that reads it (W as it was stored);
+    W <- diag(s) W                                 scale: what a linear's output is multiplied by;
+    W <- P W                                       centre, axis after axis;
+    W <- [W, c 1, c' 1, ...]                       append: new slices along a dimension, each full
+                                                   of one number. They come last, so no mean is
+                                                   taken over them.
+
+All of it happens in float64, with one rounding at the end. ``blocks`` does the same on files, a
+block at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from enjoyln_cli.axis import Axis, centre
+from enjoyln_cli.plan import Plan
+
+ROWS = 1 << 22
+"""Elements of a matrix that are held in float64 at once."""
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A tensor with one element for each slice of another along its dimension ``dim``."""
+
+    tensor: str
+    dim: int
+    offset: float = 0.0
+    """Added to it first: 1 where a class computes with ``1 + weight``."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """``W v``: the sum over the dimension ``dim`` of a matrix times the vector ``by``."""
+
+    matrix: str
+    dim: int
+    by: str
+
+
+@dataclass(frozen=True)
+class Append:
+    """New slices at the end of the dimension ``dim``, each full of one number."""
+
+    dim: int
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What becomes of one tensor, in the order of its fields. Names are those of other tensors."""
+
+    source: str = ""
+    """What it is made from; without it, what is stored under its own name."""
+    fill: float | None = None
+    times: Vector | None = None
+    plus: Product | None = None
+    """Of as many elements as the tensor."""
+    scale: Vector | None = None
+    axes: tuple[Axis, ...] = ()
+    append: Append | None = None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The other tensors whose values it takes."""
+        vectors = [vector.tensor for vector in (self.times, self.scale) if vector]
+        return (*vectors, *([self.plus.matrix, self.plus.by] if self.plus else []))
+
+    @property
+    def changes(self) -> bool:
+        """Whether the values differ from those of the source."""
+        return replace(self, source="") != Edit()
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What a tensor of ``shape`` grows to."""
+        if self.append is None:
+            return shape
+        at, many = self.append.dim, len(self.append.values)
+        return (*shape[:at], shape[at] + many, *shape[at + 1 :])
+
+
+@dataclass(frozen=True)
+class Given:
+    """The values that an edit takes from other tensors: float64, in memory."""
+
+    times: torch.Tensor | None = None
+    """One element for each slice along ``Edit.times.dim``."""
+    plus: torch.Tensor | None = None
+    """Flat, one element for each of the tensor's."""
+    scale: torch.Tensor | None = None
+
+
+def given(edit: Edit, read: Callable[[str], torch.Tensor]) -> Given:
+    """What ``edit`` takes from the tensors that ``read`` returns by name, all unedited."""
+
+    def vector(found: Vector | None) -> torch.Tensor | None:
+        return None if found is None else read(found.tensor).double().flatten() + found.offset
+
+    plus = None if edit.plus is None else _product(edit.plus, read)
+    return Given(vector(edit.times), plus, vector(edit.scale))
+
+
+def _product(found: Product, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    by = read(found.by).double().flatten()
+    rows = read(found.matrix).movedim(found.dim, -1).flatten(0, -2)
+    parts = rows.split(max(1, ROWS // max(by.numel(), 1)))
+    return torch.cat([part.double() @ by for part in parts])
+
+
+def edited(x: torch.Tensor, edit: Edit, values: Given) -> torch.Tensor:
+    """The whole tensor ``x``, float64, edited; still float64."""
+    if edit.fill is not None:
+        return torch.full_like(x, edit.fill)
+    if edit.times is not None and values.times is not None:
+        x = x * along(values.times, edit.times.dim, x.ndim)
+    if values.plus is not None:
+        x = x + values.plus.view_as(x)
+    if edit.scale is not None and values.scale is not None:
+        x = x * along(values.scale, edit.scale.dim, x.ndim)
+    for axis in edit.axes:
+        x = centre(x, axis)
+    if edit.append is not None:
+        x = torch.cat([x, appended(x, edit.append)], edit.append.dim)
+    return x
+
+
+def along(vector: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
+    """``vector`` on dimension ``dim`` of ``ndim``, of size 1 on the others."""
+    return vector.reshape(-1, *(1,) * (ndim - 1 - dim))
+
+
+def appended(x: torch.Tensor, append: Append) -> torch.Tensor:
+    """The new slices alone."""
+    values = torch.tensor(append.values, dtype=x.dtype)
+    shape = list(x.shape)
+    shape[append.dim] = len(append.values)
+    return along(values, append.dim, x.ndim).expand(shape)
+
+
+# From a plan.
+
+
+@dataclass
+class _Draft:
+    """What is known of one tensor's edit so far."""
+
+    axes: dict[Axis, None] = field(default_factory=dict)
+    scale: str = ""
+
+
+def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
+    """The edits of a plan, by stored tensor; with ``held`` by parameter, for a model in memory."""
+    drafts: dict[str, _Draft] = {}
+    scales: dict[str, None] = {}
+    for writer in plan.writers:
+        draft = drafts.setdefault(writer.parameter if held else writer.tensor, _Draft())
+        draft.axes[(writer.held or writer.axis) if held else writer.axis] = None
+        if writer.scale:
+            draft.scale = writer.scale.parameter if held else writer.scale.tensor
+            scales[draft.scale] = None
+    found = {name: Edit(fill=1.0) for name in scales}
+    for name, draft in drafts.items():
+        axes = tuple(draft.axes)
+        scale = Vector(draft.scale, axes[0].dim) if draft.scale else None
+        found[name] = Edit(scale=scale, axes=axes)
+    return found
