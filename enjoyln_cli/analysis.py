@@ -31,7 +31,7 @@ from enjoyln_cli.gains import Gain, gains
 from enjoyln_cli.layout import Conversion
 from enjoyln_cli.nodes import Opaque
 from enjoyln_cli.paper import algorithm_1
-from enjoyln_cli.plan import Centring, Plan, Scale, Verdict, Writer
+from enjoyln_cli.plan import PLAIN, Centring, Options, Plan, Scale, Verdict, Writer
 from enjoyln_cli.returned import named_by, require_named, returning
 from enjoyln_cli.scales import find_scales
 from enjoyln_cli.trace import Naming, Trace, accepts, capture
@@ -71,14 +71,16 @@ def analyze_config(
     model_class: str | None = None,
     checkpoint: Checkpoint | None = None,
     outputs: Sequence[str] = (),
+    options: Options = PLAIN,
 ) -> Analysis:
     """The plan for a transformers config, or for the checkpoint that it belongs to.
 
     It holds for every class that loads the checkpoint (without one: what the config's own class
     saves) with no weight missing, or for ``model_class`` alone. With ``outputs`` (fields of a
     class's output, or patterns of them) no other output has to stay the same, and it holds for the
-    first of these classes that has such fields, alone. Raises ``UnsupportedModel``,
-    ``TraceFailed``, ``BadCheckpoint``, or ``EnjoyLNError`` where an output is not known.
+    first of these classes that has such fields, alone. ``options`` allow more than centring.
+    Raises ``UnsupportedModel``, ``TraceFailed``, ``BadCheckpoint``, or ``EnjoyLNError`` where an
+    output is not known.
     """
     config = returning(config, outputs)
     listed = [families.class_named(model_class)] if model_class else families.classes_for(config)
@@ -89,11 +91,11 @@ def analyze_config(
         shapes = families.saved_shapes(reference)
     first = families.candidate(reference, shapes, checkpoint)
     if not any(layer_norms(reference)):
-        return _analysis(first, [], (first.name,), config.model_type, [])
+        return _analysis(first, [], (first.name,), config.model_type, [], (), options)
     siblings = (_loading(other, config, shapes, checkpoint) for other in listed[1:])
     if outputs:
         loading = chain([first], (found for found in siblings if found))
-        return _analysis_of_outputs(loading, config.model_type, tuple(outputs))
+        return _analysis_of_outputs(loading, config.model_type, tuple(outputs), options)
     others = [found for found in siblings if found]
     inner = families.base_path(reference)
     held = [other for other in others if inner and type(other.model) is _type_at(reference, inner)]
@@ -108,11 +110,12 @@ def analyze_config(
             continue
         traces, unproven = traces + more, unproven | more_unproven
         proven.append(other.name)
-    return _analysis(first, traces, tuple(proven), config.model_type, sorted(unproven))
+    kind, left = config.model_type, sorted(unproven)
+    return _analysis(first, traces, tuple(proven), kind, left, (), options)
 
 
 def _analysis_of_outputs(
-    candidates: Iterable[Candidate], model_type: str, outputs: tuple[str, ...]
+    candidates: Iterable[Candidate], model_type: str, outputs: tuple[str, ...], options: Options
 ) -> Analysis:
     """The plan for the first class that has all of ``outputs``, and for no other.
 
@@ -123,14 +126,19 @@ def _analysis_of_outputs(
     for found in candidates:
         try:
             traces, unproven = _traces(found, found)
-            return _analysis(found, traces, (found.name,), model_type, sorted(unproven), outputs)
+            left = sorted(unproven)
+            return _analysis(found, traces, (found.name,), model_type, left, outputs, options)
         except EnjoyLNError as error:
             refused = refused or error
     raise refused or UnsupportedModel(f"no class is known for the model type {model_type}")
 
 
 def analyze_module(
-    model: nn.Module, *args: Any, outputs: Sequence[str] = (), **kwargs: Any
+    model: nn.Module,
+    *args: Any,
+    outputs: Sequence[str] = (),
+    options: Options = PLAIN,
+    **kwargs: Any,
 ) -> Analysis:
     """The plan for any live module, proven for calls like ``model(*args, **kwargs)``.
 
@@ -139,11 +147,16 @@ def analyze_module(
     where the module does not return one of ``outputs``.
     """
     if not (args or kwargs) and hasattr(model, "config"):
-        return analyze_calls(model, _likely_calls(without_weights(model)), outputs)
-    return analyze_calls(model, [Call("example inputs", ((args, kwargs),))], outputs)
+        return analyze_calls(model, _likely_calls(without_weights(model)), outputs, options)
+    return analyze_calls(model, [Call("example inputs", ((args, kwargs),))], outputs, options)
 
 
-def analyze_calls(model: nn.Module, calls: Iterable[Call], outputs: Sequence[str] = ()) -> Analysis:
+def analyze_calls(
+    model: nn.Module,
+    calls: Iterable[Call],
+    outputs: Sequence[str] = (),
+    options: Options = PLAIN,
+) -> Analysis:
     """The plan for any live module that holds in all of ``calls`` at once.
 
     Raises ``TraceFailed`` where a call that is ``required`` cannot be traced, ``EnjoyLNError``
@@ -154,7 +167,7 @@ def analyze_calls(model: nn.Module, calls: Iterable[Call], outputs: Sequence[str
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     traces, given = _captured(model, calls)
     unproven = set(optional_inputs(model)) - given
-    return _analysis(own, traces, (own.name,), kind, sorted(unproven), tuple(outputs))
+    return _analysis(own, traces, (own.name,), kind, sorted(unproven), tuple(outputs), options)
 
 
 def _loading(
@@ -236,6 +249,7 @@ def _analysis(
     model_type: str,
     unproven: Iterable[str],
     outputs: tuple[str, ...] = (),
+    options: Options = PLAIN,
 ) -> Analysis:
     traces = tuple(traces)
     groups = _groups(found.model, traces)

@@ -10,17 +10,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from enjoyln_cli import checkpoint as store
+from enjoyln_cli.edit import edits_of
 from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
 from enjoyln_cli.output import check_place
+from enjoyln_cli.plan import PLAIN, Options
 from enjoyln_cli.rows import Row, row
-from enjoyln_cli.stream import FLOATS
+from enjoyln_cli.stream import bytes_to_write
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,6 +46,7 @@ class Opening:
     trust_remote_code: bool = False
     model_class: str | None = None
     outputs: Sequence[str] = ()
+    options: Options = PLAIN
     recipe: str | Path | None = None
 
     @property
@@ -64,6 +66,7 @@ class Inspected:
     name: str
     config: PretrainedConfig
     analysis: Analysis
+    options: Options = PLAIN
 
     def row(self, paper: bool = False) -> Row:
         """The report's row, with the paper's criterion beside where asked for."""
@@ -84,11 +87,7 @@ class Prepared:
 
     def bytes_to_write(self, dtype: torch.dtype | str | None = None) -> int:
         """Bytes of all tensors, the floating ones in ``dtype``."""
-        dtype, total = _dtype(dtype), 0
-        for stored in self.checkpoint.tensors.values():
-            floating = stored.dtype in FLOATS
-            total += dtype.itemsize * prod(stored.shape) if dtype and floating else stored.nbytes
-        return total
+        return bytes_to_write(self.checkpoint, edits_of(self.plan), _dtype(dtype))
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -104,6 +103,7 @@ def analyze(
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
     outputs: Sequence[str] = (),
+    options: Options = PLAIN,
     **example_keywords: Any,
 ) -> Analysis:
     """Which LayerNorms of ``model`` can become RMSNorm, and why the others cannot.
@@ -111,13 +111,15 @@ def analyze(
     ``model`` is a Hub id, a directory, a configuration (weights are neither read nor downloaded),
     or any live module together with the inputs of one call of it. ``outputs`` are the fields of
     what it returns that have to stay the same, as names or patterns
-    (``vision_model_output.pooler_output``, ``logits_*``); all of them by default. Raises
-    ``EnjoyLNError``.
+    (``vision_model_output.pooler_output``, ``logits_*``); all of them by default. ``options`` allow
+    more than centring. Raises ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis import analyze_config, analyze_module
 
     if isinstance(model, torch.nn.Module):
-        return analyze_module(model, *example_inputs, outputs=outputs, **example_keywords)
+        return analyze_module(
+            model, *example_inputs, outputs=outputs, options=options, **example_keywords
+        )
     if example_inputs or example_keywords:
         raise EnjoyLNError("example inputs go with a live torch.nn.Module, not with a checkpoint")
     config: Any = model
@@ -126,7 +128,7 @@ def analyze(
             str(model), revision=revision, token=token, cache_dir=cache_dir, weights=False
         )
         config = store.load_config(source, trust_remote_code)
-    return analyze_config(config, model_class=model_class, outputs=outputs)
+    return analyze_config(config, model_class=model_class, outputs=outputs, options=options)
 
 
 def inspect(name: str, opening: Opening, *, is_type: bool = False) -> Inspected:
@@ -137,8 +139,13 @@ def inspect(name: str, opening: Opening, *, is_type: bool = False) -> Inspected:
         source = _source(name, opening)
         config = store.load_config(source, opening.trust_remote_code)
         store.require_unfolded(config)
-    found = analyze(config, model_class=opening.model_class, outputs=opening.outputs)
-    return Inspected(name, config, found)
+    found = analyze(
+        config,
+        model_class=opening.model_class,
+        outputs=opening.outputs,
+        options=opening.options,
+    )
+    return Inspected(name, config, found, opening.options)
 
 
 def default_config(model_type: str) -> PretrainedConfig:
@@ -169,11 +176,11 @@ def prepare(
 
     Where ``out`` is given, it is refused before any work if ``write`` could not place it there.
     A recipe that is asked for is followed or refused. Without one the plan is the whole proof,
-    and a shipped recipe that disagrees with it raises a warning. The outputs are by default the
-    recipe's. Raises ``EnjoyLNError``.
+    and a shipped recipe that disagrees with it raises a warning. The outputs and options are by
+    default the recipe's. Raises ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis import analyze_config
-    from enjoyln_cli.recipe import load_recipe, outputs_asked
+    from enjoyln_cli.recipe import load_recipe, options_asked, outputs_asked
 
     event = on_event or _warn
     event("stage", f"opening {model}")
@@ -189,8 +196,13 @@ def prepare(
     asked = None if opening.recipe is None else load_recipe(opening.recipe)
     model_class, outputs = opening.model_class, opening.outputs
     outputs = outputs or (outputs_asked(asked, model_class, config) if asked else ())
-    found = analyze_config(config, model_class=model_class, checkpoint=checkpoint, outputs=outputs)
-    plan = _settled(found.plan, config, asked, event)
+    options = opening.options
+    if asked is not None and options == PLAIN:
+        options = options_asked(asked)
+    found = analyze_config(
+        config, model_class=model_class, checkpoint=checkpoint, outputs=outputs, options=options
+    )
+    plan = _settled(found.plan, config, asked, options, event)
     if unproven := set(config.architectures or ()) - set(plan.classes):
         event(
             "warning",
@@ -199,7 +211,7 @@ def prepare(
         )
     if not plan.folded:
         raise NothingToFold(_nothing(str(model), plan))
-    text = recipe_text([Inspected(str(model), config, replace(found, plan=plan))])
+    text = recipe_text([Inspected(str(model), config, replace(found, plan=plan), options)])
     return Prepared(source, config, checkpoint, plan, text, opening)
 
 
@@ -263,6 +275,7 @@ def convert(
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
     outputs: Sequence[str] = (),
+    options: Options = PLAIN,
     on_event: Event | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     dtype: torch.dtype | str | None = None,
@@ -275,7 +288,8 @@ def convert(
 
     ``dtype`` converts all floating weights on the way, ``max_shard_size`` (bytes) cuts the shards
     anew, ``on_progress`` receives bytes done and bytes in all, ``on_event`` stages and warnings.
-    ``outputs`` are those of ``analyze``: what has to stay the same, where that is not everything.
+    ``outputs`` are those of ``analyze``: what has to stay the same, where that is not everything;
+    ``options`` what may be changed besides centring.
     With ``verify`` a result that does not compute the original function is not kept:
     ``VerificationFailed``. Raises ``EnjoyLNError`` in every case that leaves no ``out``.
     """
@@ -286,6 +300,7 @@ def convert(
         trust_remote_code=trust_remote_code,
         model_class=model_class,
         outputs=outputs,
+        options=options,
         recipe=recipe,
     )
     ready = prepare(model, out, opening, force=force, on_event=on_event)
@@ -307,18 +322,28 @@ def recipe_text(found: Sequence[Inspected]) -> str:
 
     Raises ``RecipeError`` where the models are not of one family.
     """
-    from enjoyln_cli.recipe import dump_recipe, merged, recipe_of
+    from enjoyln_cli.recipe import dump_recipe, merged, options_data, recipe_of
 
-    recipes = [recipe_of(one.analysis.plan, config=one.config) for one in found]
+    recipes = [
+        recipe_of(one.analysis.plan, config=one.config, options=options_data(one.options))
+        for one in found
+    ]
     return dump_recipe(recipes[0] if len(recipes) == 1 else merged(recipes))
 
 
-def _settled(plan: Plan, config: PretrainedConfig, recipe: Recipe | None, event: Event) -> Plan:
+def _settled(
+    plan: Plan,
+    config: PretrainedConfig,
+    recipe: Recipe | None,
+    options: Options,
+    event: Event,
+) -> Plan:
     from enjoyln_cli.recipe import differences, follow, shipped_recipe
 
     if recipe is not None:
         return follow(recipe, plan, config=config)
-    shipped = None if plan.outputs else shipped_recipe(plan, config)
+    whole = not plan.outputs and options == PLAIN
+    shipped = shipped_recipe(plan, config) if whole else None
     same_classes = shipped and set(shipped.variants[0].classes) == set(plan.classes)
     found = differences(shipped, plan, config=config) if shipped and same_classes else ()
     if found:

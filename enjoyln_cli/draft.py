@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import Centring, Place, Plan, Scale, Verdict, Writer
+from enjoyln_cli.plan import PLAIN, Centring, Options, Place, Plan, Scale, Verdict, Writer
 from enjoyln_cli.template import (
     Span,
     attributes,
@@ -317,6 +317,28 @@ def outputs_asked(recipe: Recipe, model_class: str | None, config: Any) -> tuple
             f"{recipe.where}: keeps other outputs for each class; choose one with --model-class"
         )
     return asked.pop() if asked else ()
+
+
+def options_data(options: Options) -> dict[str, Any]:
+    """The options that differ from the default, as a recipe has them."""
+    return {name: value for name, value in vars(options).items() if value != vars(PLAIN)[name]}
+
+
+def options_asked(recipe: Recipe) -> Options:
+    """The options that a recipe was made with. Raises ``RecipeError`` for one that is not known."""
+    known: dict[str, Callable[[Any], bool]] = {
+        "widen_mlp": lambda value: isinstance(value, bool),
+        "widen_to": lambda value: type(value) is int and value > 0,
+        "merge": lambda value: value in ("bias", "affine"),
+        "untie": lambda value: isinstance(value, bool),
+    }
+    for name, value in recipe.options.items():
+        if name not in known or not known[name](value):
+            raise RecipeError(
+                f"{recipe.where}: options: {name}: {value!r:.60} is nothing that a fold can be "
+                "told; take it out"
+            )
+    return replace(PLAIN, **recipe.options)
 
 
 def as_mapping(config: Any) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
+from enjoyln_cli.plan import PLAIN, Centring, Options, Plan, Verdict, Writer
 from enjoyln_cli.recipe import (
     Recipe,
     differences,
@@ -18,6 +18,8 @@ from enjoyln_cli.recipe import (
     follow,
     load_recipe,
     merged,
+    options_asked,
+    options_data,
     parse_recipe,
     recipe_of,
     shipped_recipe,
@@ -574,6 +576,34 @@ def test_a_transformers_config_serves_as_well() -> None:
 
 
 # Hostile text.
+
+
+@pytest.mark.parametrize(
+    ("options", "data"),
+    [
+        (PLAIN, {}),
+        (Options(untie=True), {"untie": True}),
+        (
+            Options(widen_mlp=True, widen_to=64, merge="affine"),
+            {"widen_mlp": True, "widen_to": 64, "merge": "affine"},
+        ),
+    ],
+)
+def test_a_recipe_remembers_the_options(options: Options, data: dict[str, Any]) -> None:
+    assert options_data(options) == data
+    read = through_text(recipe_of(gpt2_plan(), config=gpt2_config(3), options=data))
+    assert read.options == data
+    assert options_asked(read) == options
+
+
+@pytest.mark.parametrize(
+    "option", ["unty: true", "untie: 1", "merge: both", "widen_to: 0", "widen_mlp: null"]
+)
+def test_an_option_that_nobody_knows_is_refused(option: str) -> None:
+    recipe = parse_recipe(GOOD + f"options: {{{option}}}\n", where="mine.yaml")
+    with pytest.raises(RecipeError, match=f"mine.yaml: options: {option.split(':')[0]}"):
+        options_asked(recipe)
+
 
 GOOD = dump_recipe(recipe_of(gpt2_plan(), config=gpt2_config(3)))
 BODY = "version: 1\nmodel_type: gpt2\nvariants:\n- model_class: A\n  norms: "
