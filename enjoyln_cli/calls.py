@@ -30,6 +30,8 @@ from enjoyln_cli.specs import (
 from enjoyln_cli.weightless import weightless, without_weights
 
 BATCH, TOKENS = 2, 7
+MOST_ELEMENTS = 1 << 30
+"""Of an input that is made up: the largest that a model of today takes has a hundredth of it."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,15 @@ def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[s
 
 
 def example(model: nn.Module, spec: Spec) -> torch.Tensor:
-    """An input with seeded values, real ones in the dtype of ``model``."""
+    """An input with seeded values, real ones in the dtype of ``model``.
+
+    Raises ``UnsupportedModel`` for one that takes too much memory.
+    """
+    if math.prod(spec.shape) > MOST_ELEMENTS:
+        raise UnsupportedModel(
+            f"{type(model).__name__} asks for an input of shape {list(spec.shape)}, which is too "
+            "large to be made up; correct the sizes in the config"
+        )
     if spec.below is None:
         generator = torch.Generator().manual_seed(0)
         return torch.randn(spec.shape, generator=generator).to(dtype_of(model))

@@ -9,18 +9,23 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from enjoyln_cli.checkpoint import Checkpoint, same_values
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.layout import Conversion, conversion
 
 Shape = tuple[int, ...]
+
+MOST_MODULES = 500_000
+"""A model that wants more of them is none: a config of a few bytes can ask for any number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +48,7 @@ class Candidate:
 def build(model_class: type, config: Any) -> nn.Module:
     """An instance without weights; ``UnsupportedModel`` if the config does not describe one."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _countable():
             model: Any = model_class(copy.deepcopy(config)).eval()
     except Exception as error:  # a config can be wrong in as many ways as there are models
         first = str(error).strip().split("\n")[0][:200]
@@ -53,6 +58,24 @@ def build(model_class: type, config: Any) -> nn.Module:
         ) from error
     use_batched_experts(model)
     return model
+
+
+@contextmanager
+def _countable() -> Iterator[None]:
+    """Within it, building a model ends: with ``ValueError`` after ``MOST_MODULES`` modules."""
+    built = 0
+
+    def count(*_: Any) -> None:
+        nonlocal built
+        built += 1
+        if built > MOST_MODULES:
+            raise ValueError(f"it has more than {MOST_MODULES} modules")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def use_batched_experts(model: Any) -> None:

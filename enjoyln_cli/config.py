@@ -2,13 +2,14 @@
 
 Reads ``config.json`` as it is on disk and refuses, before anything is computed: no config, one that
 is not a JSON object, an architecture that transformers does not know, code of its own that nobody
-allowed to run, quantised weights, a model that is folded already.
+allowed to run, sizes that no model has, quantised weights, a model that is folded already.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 MARKER = "enjoyln"
+
+MOST_LAYERS = 10_000
+"""A config that asks for more layers, or experts in one of them, is damaged or hostile."""
+_COUNTS = re.compile(r"(.*_)?(layers?|depths?|blocks|experts)")
+"""Attributes that say how often a part is built."""
 
 _INSTEAD = {
     "adapter_config.json": "it is an adapter, merge it into its base model first",
@@ -69,6 +75,7 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
     outputs. Raises ``UnsupportedModel``, and ``BadCheckpoint`` as ``raw_config`` does.
     """
     raw = raw_config(source)
+    require_plausible(raw, source.model)
     require_unquantised(raw, source.model)
     if not trust_remote_code:
         require_no_code(raw, source.model)
@@ -86,6 +93,35 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
         raise UnsupportedModel(
             f"transformers rejects the {CONFIG} of {source.model}: {type(error).__name__}: {first}"
         ) from error
+
+
+def require_plausible(config: Mapping[str, Any], model: str) -> None:
+    """Raises ``BadCheckpoint`` for what transformers would take hours, or no end, to refuse."""
+    named = config.get("architectures")
+    if not (named is None or isinstance(named, list) and all(isinstance(n, str) for n in named)):
+        raise BadCheckpoint(
+            f"the {CONFIG} of {model} has {named!r:.60} as architectures, where a list of class "
+            "names belongs; fetch it again"
+        )
+    for name, value in _numbers(config):
+        if _COUNTS.fullmatch(name) and value > MOST_LAYERS:
+            raise BadCheckpoint(
+                f"the {CONFIG} of {model} asks for {value!s:.20} {name}, and no model has more "
+                f"than {MOST_LAYERS}; do not use it"
+            )
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Every number of a nested config, with the key that it, or the list around it, stands at."""
+    waiting: list[tuple[str, Any]] = list(config.items())
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += [(name, item) for item in value]
+        elif isinstance(value, (int, float)):
+            yield name, value
 
 
 def require_unquantised(config: Mapping[str, Any], model: str) -> None:

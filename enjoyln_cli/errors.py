@@ -17,8 +17,19 @@ line. Library callers get the same exceptions.
 """
 
 
+LONGEST = 2000
+"""Characters of a message."""
+
+
 class EnjoyLNError(Exception):
     """Base of everything above."""
+
+    def __str__(self) -> str:
+        """The message in one line: what a file puts into it can neither steer nor fill a screen."""
+        message = super().__str__()
+        if len(message) > LONGEST:
+            message = f"{message[: LONGEST // 2]} [...] {message[-LONGEST // 4 :]}"
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
 
 
 class ModelNotFound(EnjoyLNError):

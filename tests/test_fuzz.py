@@ -1,0 +1,239 @@
+"""Files from a stranger: whatever they hold is read, or refused in one line, soon and in bounds.
+
+500 cases, the same in every run; ``ENJOYLN_FUZZ=40`` makes it 20,000, other ones each time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stored_files import opened
+
+from enjoyln_cli import convert
+from enjoyln_cli.checkpoint import read_tensor
+from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.marker import Marker, read_marker
+from enjoyln_cli.recipe import parse_recipe, to_plan
+
+TIMES = int(os.environ.get("ENJOYLN_FUZZ", "1"))
+SECONDS = 5 if TIMES > 1 else 60
+"""After which a case counts as hanging; a machine that runs other tests beside it gets longer."""
+MEMORY = 1 << 30
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+FAMILIES = sorted(path.name for path in CHECKPOINTS.iterdir() if (path / "config.json").is_file())
+CONFIGS = {name: json.loads((CHECKPOINTS / name / "config.json").read_text()) for name in FAMILIES}
+RECIPES = [path.read_text() for path in sorted((CHECKPOINTS.parents[1] / "recipes").glob("*.yaml"))]
+
+
+def cases(count: int) -> Callable[..., Any]:
+    return settings(
+        max_examples=count * TIMES,
+        derandomize=TIMES == 1,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@contextmanager
+def refused_at_most() -> Iterator[None]:
+    """The block ends in time and in bounds: well, or with a refusal of one line."""
+
+    def hang(_signal: int, _frame: FrameType | None) -> None:
+        pytest.fail(f"a case takes more than {SECONDS} s")
+
+    before, held = signal.signal(signal.SIGALRM, hang), peak()
+    signal.alarm(SECONDS)
+    try:
+        yield
+    except EnjoyLNError as error:
+        assert str(error).isprintable()
+        assert len(str(error)) < 3000
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert peak() - held < MEMORY
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# What a value may be replaced by: of a wrong type, out of range, too long, or nested.
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.sampled_from([-1, 0, 1, 2**31, 2**63, 10**12, -(10**12), 10**30]),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(["..", "/etc/passwd", "a\nb", "\x1b[2J", "gelu", "F32", "A" * 5000, "{i}"]),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where in nested lists and mappings a value stands."""
+    parts = value.items() if isinstance(value, dict) else ()
+    parts = enumerate(value) if isinstance(value, list) else parts
+    for key, item in parts:
+        yield (*path, key)
+        yield from paths_in(item, (*path, key))
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: Any) -> Any:
+    """Nested values, some of them replaced, left out, or under another key."""
+    copied = json.loads(json.dumps(whole))
+    for _ in range(draw(st.integers(1, 3))):
+        places = list(paths_in(copied))
+        if not places:
+            break
+        *outer, key = draw(st.sampled_from(places))
+        holder = copied
+        for step in outer:
+            holder = holder[step]
+        match draw(st.sampled_from(["replace", "replace", "replace", "remove", "rename"])):
+            case "replace":
+                holder[key] = draw(VALUES)
+            case "rename" if isinstance(holder, dict):
+                holder[draw(st.text(max_size=30))] = holder.pop(key)
+            case _:
+                del holder[key]
+    return copied
+
+
+@st.composite
+def edited(draw: st.DrawFn, text: bytes) -> bytes:
+    """Bytes with a few of them changed, left out or put in."""
+    data = bytearray(text)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(len(data) - 1, 0)))
+        length = draw(st.sampled_from([0, 1, 1, 1, 8, 100]))
+        data[at : at + length] = draw(st.binary(max_size=12))
+    return bytes(data)
+
+
+def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+HEADER = {
+    "__metadata__": {"format": "pt"},
+    "h.0.ln.weight": entry("F32", [4], 0, 16),
+    "h.0.mlp.weight": entry("BF16", [3, 4], 16, 40),
+    "position_ids": entry("I64", [1, 1], 40, 48),
+}
+DATA = bytes(range(48))
+
+
+def file_of(header: bytes, data: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+HEADERS = damaged(HEADER).map(lambda header: file_of(json.dumps(header).encode(), DATA))
+FILES = HEADERS | edited(file_of(json.dumps(HEADER).encode(), DATA)) | st.binary(max_size=80)
+
+
+@cases(150)
+@given(content=FILES)
+def test_safetensors_files(folder_of_cases: Path, content: bytes) -> None:
+    (folder_of_cases / "config.json").write_text("{}")
+    (folder_of_cases / "model.safetensors").write_bytes(content)
+    with refused_at_most():
+        found = opened(folder_of_cases)
+        for name, stored in found.tensors.items():
+            assert tuple(read_tensor(found, name).shape) == stored.shape
+
+
+INDEX = {
+    "metadata": {"total_size": 48},
+    "weight_map": {name: "model-00001-of-00001.safetensors" for name in list(HEADER)[1:]},
+}
+
+
+@cases(100)
+@given(
+    index=damaged(INDEX).map(lambda i: json.dumps(i).encode()) | edited(json.dumps(INDEX).encode())
+)
+def test_indices(folder_of_cases: Path, index: bytes) -> None:
+    shard = file_of(json.dumps(HEADER).encode(), DATA)
+    (folder_of_cases / "model-00001-of-00001.safetensors").write_bytes(shard)
+    (folder_of_cases / "model.safetensors.index.json").write_bytes(index)
+    with refused_at_most():
+        found = opened(folder_of_cases)
+        assert set(found.shards) == {"model-00001-of-00001.safetensors"}
+
+
+@cases(150)
+@given(text=st.sampled_from(RECIPES).flatmap(lambda text: changed_recipes(text)))
+def test_recipes(text: str) -> None:
+    with refused_at_most():
+        recipe = parse_recipe(text, where="theirs.yaml")
+        to_plan(recipe, {}, config={"n_embd": 768, "hidden_size": 768})
+
+
+def changed_recipes(text: str) -> st.SearchStrategy[str]:
+    whole = damaged(yaml.safe_load(text)).map(lambda data: yaml.safe_dump(data))
+    return whole | edited(text.encode()).map(lambda data: data.decode(errors="replace"))
+
+
+@cases(60)
+@given(config=st.sampled_from(FAMILIES).flatmap(lambda name: damaged(CONFIGS[name])))
+def test_configs(folder_of_cases: Path, config: Any) -> None:
+    (folder_of_cases / "config.json").write_text(json.dumps(config))
+    with refused_at_most():
+        convert.inspect(str(folder_of_cases), convert.Opening())
+
+
+MARKER = {
+    "version": 1,
+    "source": "gpt2",
+    "revision": None,
+    "model_class": "GPT2LMHeadModel",
+    "classes": ["GPT2LMHeadModel"],
+    "rmsnorm": ["transformer.h.0.ln_1"],
+    "layernorm": [],
+    "centering": [{"module": "transformer.wte", "place": "output", "axis": [-1, 0, 1, 8, 1]}],
+    "entry_inputs": ["inputs_embeds"],
+    "unproven": [],
+    "tool": "enjoyln 0.1.0",
+}
+
+
+@cases(40)
+@given(entry=damaged(MARKER))
+def test_markers(entry: Any) -> None:
+    """Of version 1, which has no digest that would refuse every change at once."""
+    with refused_at_most():
+        assert isinstance(read_marker({"enjoyln": entry}), Marker)
+
+
+@pytest.fixture(scope="function")
+def folder_of_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One directory for all cases of a test, which write over each other's files."""
+    folder = tmp_path_factory.mktemp("cases")
+    yield folder
+    shutil.rmtree(folder)
