@@ -16,7 +16,6 @@ A message names the invariant that does not hold, what arrived, where, and what 
 line. Library callers get the same exceptions.
 """
 
-
 LONGEST = 2000
 """Characters of a message."""
 
