@@ -31,12 +31,23 @@ from enjoyln_cli.gains import Gain, gains
 from enjoyln_cli.layout import Conversion
 from enjoyln_cli.nodes import Opaque
 from enjoyln_cli.paper import algorithm_1
-from enjoyln_cli.plan import PLAIN, Centring, Options, Plan, Scale, Verdict, Writer
+from enjoyln_cli.plan import (
+    PLAIN,
+    Centring,
+    Options,
+    Plan,
+    Scale,
+    Setting,
+    Verdict,
+    Writer,
+)
+from enjoyln_cli.resize import Built, resizing, widenings_for
 from enjoyln_cli.returned import named_by, require_named, returning
 from enjoyln_cli.scales import find_scales
 from enjoyln_cli.trace import Naming, Trace, accepts, capture
 from enjoyln_cli.weightless import without_weights
 from enjoyln_cli.why import Tree
+from enjoyln_cli.widen import Widenings, find_widenings
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +112,7 @@ def analyze_config(
     held = [other for other in others if inner and type(other.model) is _type_at(reference, inner)]
     traces, unproven = _traces(first, first, inner if held else None)
     proven = [first.name, *(other.name for other in held)]
+    beside: list[Built] = []
     for other in others:
         if other in held:
             continue
@@ -110,8 +122,9 @@ def analyze_config(
             continue
         traces, unproven = traces + more, unproven | more_unproven
         proven.append(other.name)
+        beside.append((other.model, families.naming_between(other.model, reference)))
     kind, left = config.model_type, sorted(unproven)
-    return _analysis(first, traces, tuple(proven), kind, left, (), options)
+    return _analysis(first, traces, tuple(proven), kind, left, (), options, beside)
 
 
 def _analysis_of_outputs(
@@ -250,14 +263,20 @@ def _analysis(
     unproven: Iterable[str],
     outputs: tuple[str, ...] = (),
     options: Options = PLAIN,
+    beside: Sequence[Built] = (),
 ) -> Analysis:
     traces = tuple(traces)
     groups = _groups(found.model, traces)
-    scales = find_scales(traces, groups, _single(found, groups))
+    single = _single(found, groups)
+    scales = find_scales(traces, groups, single)
     required = _required(traces, found.name, outputs) if outputs else None
     flow = Flow(traces, required, scales.products, scales.refused)
     norms, refused = norm_calls(flow, *layer_norms(found.model))
-    problem = Problem(flow, norms, _locked(found, groups), groups, scales.into)
+    widenings = Widenings()
+    if options.widen_mlp:
+        search = resizing([(found.model, str), *beside], groups, options.widen_to)
+        widenings = find_widenings(flow, groups, single, search)
+    problem = Problem(flow, norms, _locked(found, groups), groups, scales.into, widenings)
     cut = cuts.solve(problem)
     places = [path for path, _ in found.model.named_modules() if path in norms or path in refused]
     verdicts = [_verdict(problem, cut, path, refused) for path in places]
@@ -265,6 +284,8 @@ def _analysis(
     read = {name for names in used for name in names}
     held = [name for name in (*found.stored, *found.converted) if name in groups]
     unread = [name for name in held if flow.traces and name not in read]
+    subtracting = {mlp for support in cut.folded.values() for mlp in support.mlps}
+    widened = widenings_for(subtracting, widenings.resizes, found.stored)
     plan = Plan(
         model_type=model_type,
         model_class=found.name,
@@ -277,6 +298,8 @@ def _analysis(
         other_norms=rms_norms(found.model),
         outputs=outputs,
         by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_example)),
+        widened=widened,
+        settings=tuple(dict.fromkeys(Setting(one.attribute, one.to) for one in widened)),
     )
     paper = algorithm_1(flow.traces[0]) if flow.traces else ()
     return Analysis(plan, problem, cut, paper)
@@ -345,7 +368,8 @@ def _verdict(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -> 
     support = cut.folded[norm]
     needs = tuple(dict.fromkeys(writer.name for writer in support.writers))
     ops = tuple(dict.fromkeys(op.module for op in support.ops))
-    return Verdict(norm, "centred" if ops else "static", ops=ops, needs=needs)
+    mlps = tuple(mlp.second for mlp in support.mlps)
+    return Verdict(norm, "centred" if ops else "static", ops=ops, needs=needs, mlps=mlps)
 
 
 def _writers(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ...]:

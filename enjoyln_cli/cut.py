@@ -3,7 +3,8 @@
 Values that cannot be centred stand on one side, the norms on the other. An edge of the cut is
 either a norm given up (its saving) or an explicit centring operation (its cost, 3 for every 2 that
 a norm saves). A parameter whose shift nobody sees is centred for free. Norms and operations belong
-to modules and count once, however often the module is called and in however many traces.
+to modules and count once, however often the module is called and in however many traces. So do MLPs
+that can subtract the mean of what they are added to: the edge from that into the sum costs 1.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import networkx
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch.fx import Node
 
-from enjoyln_cli.axis import Axis, moved
+from enjoyln_cli.axis import Axis, feature_axis, moved
 from enjoyln_cli.flow import Flow, Observer, Value
-from enjoyln_cli.nodes import Opaque, aten, packet, rank_of
+from enjoyln_cli.nodes import Opaque, aten, packet, rank_of, shape_of
 from enjoyln_cli.trace import Trace
+from enjoyln_cli.widen import Edge, Mlp, Widenings
 
-SAVING, COST = 2, 3
-"""What a folded norm saves and a centring operation costs, in proportion."""
+SAVING, COST, WIDENING = 2, 3, 1
+"""What a folded norm saves, and a centring operation and a wider MLP cost, in proportion."""
 
 
 Where = Literal["output", "input", "entry"]
@@ -66,6 +68,8 @@ class Problem:
     """Any parameter name to the first name of its tied group."""
     scales: Mapping[str, str] = field(default_factory=dict)
     """Parameters that a scale is merged into before they are centred, to that scale."""
+    widenings: Widenings = field(default_factory=Widenings)
+    """The means that MLPs can subtract."""
     _readers: dict[str, list[tuple[int, Node]]] = field(default_factory=dict)
     _carried: dict[Spot, list[tuple[int, Node]]] = field(default_factory=dict)
     _spots: dict[tuple[int, Node], Spot] = field(default_factory=dict)
@@ -102,6 +106,22 @@ class Problem:
             return ()
         found = self.flow.sources(item)
         return found if isinstance(found, Opaque) else tuple(self.item(v) for v in found)
+
+    def subtracting(self, item: Item, source: Item) -> Mlp | None:
+        """The MLP that can subtract the mean of ``source`` where it is added to give ``item``."""
+        edge = self._edge(item, source)
+        return self.widenings.edges.get(edge) if edge else None
+
+    def not_subtracting(self, item: Item, source: Item) -> str | None:
+        """Why the MLP that is added to ``source`` to give ``item`` cannot subtract its mean."""
+        edge = self._edge(item, source)
+        return self.widenings.refused.get(edge) if edge else None
+
+    def _edge(self, item: Item, source: Item) -> Edge | None:
+        if isinstance(item, Parameter) or isinstance(source, Parameter):
+            return None
+        whole = item.axis == source.axis == feature_axis(shape_of(item.node) or (0,))
+        return (item.trace, item.node, source.node) if whole else None
 
     def obstacle(self, parameter: Parameter) -> str | None:
         """Why a parameter cannot be centred in place."""
@@ -187,6 +207,8 @@ class Support:
     writers: tuple[Parameter, ...]
     ops: tuple[Carrier, ...]
     entries: tuple[str, ...]
+    mlps: tuple[Mlp, ...] = ()
+    """Those that subtract the mean of what they are added to."""
 
 
 @dataclass(frozen=True)
@@ -210,10 +232,13 @@ def solve(problem: Problem) -> Cut:
 
 
 def _network(problem: Problem) -> tuple[networkx.DiGraph, set[Item]]:
-    """Split nodes ``("in", item) -> ("out", item)``; no capacity means that it cannot be cut."""
+    """Split nodes ``("in", item) -> ("out", item)``; no capacity means that it cannot be cut.
+
+    Where several things can be cut, what counts first is in units of ``scale``, and then how many.
+    """
     graph = networkx.DiGraph()
     graph.add_nodes_from(("source", "sink"))
-    scale = 1 + 2 * sum(len(trace.leaves) for trace in problem.flow.traces)
+    scale = 1 + 3 * sum(len(trace.leaves) for trace in problem.flow.traces)
     waiting: list[Item] = []
     for norm, inputs in problem.norms.items():
         graph.add_edge(("norm", norm), "sink", capacity=SAVING * scale)
@@ -238,7 +263,13 @@ def _network(problem: Problem) -> tuple[networkx.DiGraph, set[Item]]:
             graph.add_edge("source", ("in", item))
             continue
         for source in found:
-            graph.add_edge(("out", source), ("in", item))
+            mlp = problem.subtracting(item, source)
+            if mlp is None:
+                graph.add_edge(("out", source), ("in", item))
+            else:
+                graph.add_edge(("out", source), ("before", mlp))
+                graph.add_edge(("before", mlp), ("after", mlp), capacity=WIDENING * scale + 1)
+                graph.add_edge(("after", mlp), ("in", item))
             waiting.append(source)
     return graph, items
 
@@ -261,6 +292,7 @@ def _support(problem: Problem, inputs: Iterable[Item], impure_side: set[Any]) ->
     writers: dict[Parameter, None] = {}
     ops: dict[Carrier, None] = {}
     entries: dict[str, None] = {}
+    mlps: dict[Mlp, None] = {}
     waiting, visited = list(inputs), set(inputs)
     while waiting:
         item = waiting.pop()
@@ -278,7 +310,10 @@ def _support(problem: Problem, inputs: Iterable[Item], impure_side: set[Any]) ->
             continue
         found = problem.sources(item)
         for source in () if isinstance(found, Opaque) else found:
-            if source not in visited:
+            mlp = problem.subtracting(item, source)
+            if mlp is not None and ("out", source) in impure_side:
+                mlps[mlp] = None
+            elif source not in visited:
                 visited.add(source)
                 waiting.append(source)
-    return Support(tuple(writers), tuple(ops), tuple(entries))
+    return Support(tuple(writers), tuple(ops), tuple(entries), tuple(mlps))

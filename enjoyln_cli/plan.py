@@ -80,6 +80,8 @@ class Verdict:
     """Modules of the explicit centrings that this norm's zero mean rests on."""
     needs: tuple[str, ...] = ()
     """Parameters of the writers (``Writer.parameter``) that this norm's zero mean rests on."""
+    mlps: tuple[str, ...] = ()
+    """MLPs (``Widening.second.parameter``) that subtract a mean for it."""
     reason: str = ""
     """For a kept norm: the obstacle, in words that norms with the same obstacle share."""
     culprit: str = ""
@@ -89,8 +91,42 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Grown:
+    """A parameter with an entry for each hidden unit, which gets more of them at its end."""
+
+    parameter: str
+    """Name in the model class of the plan, e.g. ``encoder.layer.0.output.dense.weight``."""
+    tensor: str
+    """Name of the stored tensor, the only one of this parameter."""
+    dim: int
+    """The dimension of hidden units."""
+
+
+@dataclass(frozen=True)
 class Widening:
-    """An MLP that gets more hidden units."""
+    """An MLP that gets more hidden units: those of ``units``, and then units of zeros."""
+
+    first: Grown
+    """The weight of the layer that computes the hidden units."""
+    bias: Grown | None
+    """Of that layer."""
+    second: Grown
+    """The weight of the layer that reads them."""
+    size: int
+    """How many hidden units there were, which is the index of the first new one."""
+    to: int
+    """How many there are."""
+    features: int
+    """Of what the MLP reads and writes."""
+    attribute: str
+    """The config's count of hidden units, with dots where it is nested; see ``Plan.settings``."""
+    subtracts: bool
+    """Whether the new units subtract the mean of what is read; otherwise all of them are zeros."""
+
+    @property
+    def parts(self) -> tuple[Grown, ...]:
+        """All parameters that grow."""
+        return tuple(part for part in (self.first, self.bias, self.second) if part)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from enjoyln_cli.axis import moved
 from enjoyln_cli.cut import Carrier, Cut, Item, Parameter, Problem
 from enjoyln_cli.flow import Value
 from enjoyln_cli.nodes import Opaque, aten, op_name, packet, rank_of
+from enjoyln_cli.widen import Mlp
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,23 @@ class Obstacle:
 
 
 def obstacle(problem: Problem, cut: Cut, norm: str) -> Obstacle:
-    """The nearest source whose mean reaches the norm's input."""
+    """The nearest source whose mean reaches the norm's input; first one that no MLP subtracts."""
     starts = [problem.item(value) for value in problem.norms[norm]]
-    before: dict[Item, Item | None] = {item: None for item in starts if item in cut.impure}
-    waiting = deque(before)
-    while waiting:
-        item = waiting.popleft()
-        found = problem.sources(item)
-        if isinstance(found, Opaque):
-            path = _path(problem, before, item)
-            return Obstacle(_reason(found), _culprit(problem, item), path, item)
-        for source in found:
-            if source in cut.impure and source not in before:
-                before[source] = item
-                waiting.append(source)
+    for through_mlps in (False, True):
+        before: dict[Item, Item | None] = {item: None for item in starts if item in cut.impure}
+        waiting = deque(before)
+        while waiting:
+            item = waiting.popleft()
+            found = problem.sources(item)
+            if isinstance(found, Opaque):
+                path = _path(problem, before, item)
+                reason = _reason(found) + _not_subtracted(problem, before, item)
+                return Obstacle(reason, _culprit(problem, item), path, item)
+            for source in found:
+                passes = through_mlps or problem.subtracting(item, source) is None
+                if source in cut.impure and source not in before and passes:
+                    before[source] = item
+                    waiting.append(source)
     return Obstacle("its input could not be followed", norm, ())
 
 
@@ -56,6 +60,17 @@ def _reason(found: Opaque) -> str:
     if found.reason.startswith("centring it would be seen"):
         return "a weight that it rests on is read elsewhere, where centring it would show"
     return found.reason
+
+
+def _not_subtracted(problem: Problem, before: dict[Item, Item | None], item: Item) -> str:
+    """Why no MLP on the way subtracts the mean, where there is one and that was asked for."""
+    source, able = item, False
+    while (after := before[source]) is not None:
+        if reason := problem.not_subtracting(after, source):
+            return f", and the MLP cannot subtract it: {reason}"
+        able = able or problem.subtracting(after, source) is not None
+        source = after
+    return ", and it takes more MLPs to subtract it than norms would fold" * able
 
 
 def _culprit(problem: Problem, item: Item) -> str:
@@ -135,7 +150,7 @@ def _branch(problem: Problem, cut: Cut, item: Item) -> Tree:
             f"{label(problem, item)}: {'centred on entry' if centred else 'zero-mean'}", pure
         )
     if packet(item.node) is aten.add:
-        terms = [_branch(problem, cut, term) for term in _terms(problem, cut, item)]
+        terms = [_term(problem, cut, *term) for term in _terms(problem, cut, item)]
         return Tree(f"sum of {len(terms)} terms: zero-mean if each is", pure, tuple(terms))
     if len(found) == 1 and not isinstance(found[0], Parameter):
         return _branch(problem, cut, found[0])
@@ -143,29 +158,43 @@ def _branch(problem: Problem, cut: Cut, item: Item) -> Tree:
     return Tree(f"{label(problem, item)}: zero-mean if these are", pure, children)
 
 
+def _term(problem: Problem, cut: Cut, item: Item, mlp: Mlp | None) -> Tree:
+    if mlp is None:
+        return _branch(problem, cut, item)
+    units = f"hidden units of {mlp.second}"
+    return Tree(f"{label(problem, item)}: its mean is subtracted by {units}", True)
+
+
 def _inserted(cut: Cut) -> set[Carrier | None]:
     return {carrier for support in cut.folded.values() for carrier in support.ops}
 
 
-def _terms(problem: Problem, cut: Cut, item: Item) -> list[Item]:
-    """The addends of a sum of sums, in the order of the graph, looking through views."""
-    terms: dict[Item, None] = {}
-    waiting, visited = [item], set()
+def _terms(problem: Problem, cut: Cut, item: Item) -> list[tuple[Item, Mlp | None]]:
+    """The addends of a sum of sums, in the order of the graph, looking through views.
+
+    Each with the MLP that subtracts its mean, where one does.
+    """
+    terms: dict[tuple[Item, Mlp | None], None] = {}
+    waiting: list[tuple[Item, Mlp | None]] = [(item, None)]
+    visited, widened = set(), {mlp for support in cut.folded.values() for mlp in support.mlps}
     while waiting:
-        current = waiting.pop()
+        current, mlp = waiting.pop()
         if current in visited:
             continue
         visited.add(current)
         found = problem.sources(current)
-        if isinstance(current, Parameter) or isinstance(found, Opaque):
-            terms[current] = None
+        if mlp or isinstance(current, Parameter) or isinstance(found, Opaque):
+            terms[current, mlp] = None
             continue
         single = len(found) == 1 and not isinstance(found[0], Parameter)
         inserted = problem.carrier(current) in _inserted(cut)
         if not inserted and (packet(current.node) is aten.add or single):
-            waiting.extend(found)
+            for source in found:
+                by = problem.subtracting(current, source)
+                subtracted = by in widened and source in cut.impure and current not in cut.impure
+                waiting.append((source, by if subtracted else None))
         else:
-            terms[current] = None
+            terms[current, None] = None
     return list(reversed(terms))
 
 

@@ -1,0 +1,400 @@
+"""Which MLPs can subtract the mean of what they are added to, and why others cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING
+
+from enjoyln_cli.analysis import Analysis, analyze_config, analyze_module
+from enjoyln_cli.plan import Options, Setting
+from enjoyln_cli.units import UNITS, read_by_units, written_by_units
+
+WIDEN = Options(widen_mlp=True)
+D, SIZE = 12, 20
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# The units themselves.
+
+
+@pytest.mark.parametrize("features", [1, 2, 3, 21, 64, 80, 768, 1000, 16384, 12289])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_units_subtract_the_mean_in_every_dtype(features: int, dtype: torch.dtype) -> None:
+    read = torch.tensor(read_by_units(features), dtype=torch.float64)
+    written = torch.tensor(written_by_units(features), dtype=torch.float64)
+    assert len(read) == len(written) == UNITS
+    assert torch.equal(read.to(dtype).double(), read)
+    assert float((read * features).abs().max()) <= 1
+    stored = written.to(dtype).double()
+    lost = abs(float((stored * read.clamp_min(0)).sum()) * features + 1)
+    assert lost <= 2**-8 * torch.finfo(dtype).eps + 1e-15
+    h = torch.randn(features, dtype=torch.float64) + 0.3
+    hidden = F.gelu(read * h.sum())
+    torch.testing.assert_close((written * hidden).sum(), -h.mean(), rtol=1e-12, atol=1e-15)
+
+
+# On a small network of one MLP, with all that can be wrong about it.
+
+
+class Toy(nn.Module):
+    """``head(LN(h + second(act(first(h)))))`` of ``h = LN(embed(x))``, or a variation."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Linear(7, D)
+        self.before = nn.LayerNorm(D)
+        self.first = nn.Linear(D, config.size)
+        self.second = nn.Linear(config.size, D)
+        self.after = nn.LayerNorm(D)
+        self.head = nn.Linear(D, 3)
+
+    def act(self, u: torch.Tensor) -> torch.Tensor:
+        return F.gelu(u)
+
+    def mlp(self, h: torch.Tensor) -> torch.Tensor:
+        return self.second(self.act(self.first(h)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.before(self.embed(x))
+        return self.head(self.after(h + self.mlp(h)))
+
+
+def planned(kind: type[Toy], options: Options = WIDEN, **config: Any) -> Analysis:
+    torch.manual_seed(0)
+    model = kind(SimpleNamespace(**{"size": SIZE, **config}))
+    return analyze_module(model, torch.randn(2, 5, 7), options=options)
+
+
+def status(found: Analysis, norm: str = "after") -> str:
+    return next(v.status for v in found.plan.norms if v.norm == norm)
+
+
+def reason(found: Analysis, norm: str = "after") -> str:
+    verdict = next(v for v in found.plan.norms if v.norm == norm)
+    assert verdict.status == "kept", f"{norm} folds"
+    assert not found.plan.widened and not found.plan.settings
+    return verdict.reason
+
+
+def test_the_norm_after_an_mlp_folds_only_when_asked_for() -> None:
+    plain, wider = planned(Toy, Options()), planned(Toy)
+    assert status(plain) == "kept" and not plain.plan.widened
+    assert status(wider) == "static" and not wider.plan.ops
+    (one,) = wider.plan.widened
+    names = [(part.parameter, part.dim) for part in one.parts]
+    assert names == [("first.weight", 0), ("first.bias", 0), ("second.weight", 1)]
+    assert (one.size, one.to, one.features, one.subtracts) == (SIZE, 24, D, True)
+    assert wider.plan.settings == (Setting("size", 24),)
+    verdict = next(v for v in wider.plan.norms if v.norm == "after")
+    assert verdict.mlps == ("second.weight",)
+    assert "second.weight" in verdict.needs and "second.bias" in verdict.needs
+
+
+@pytest.mark.parametrize(
+    ("multiple", "size", "to"),
+    [(8, 20, 24), (8, 21, 32), (64, 20, 64), (64, 64, 128), (8, 64, 72), (1, 20, 24)],
+)
+def test_the_wider_size_is_a_multiple(multiple: int, size: int, to: int) -> None:
+    found = planned(Toy, Options(widen_mlp=True, widen_to=multiple), size=size)
+    assert [one.to for one in found.plan.widened] == [to]
+
+
+def test_why_names_the_mlp() -> None:
+    tree = planned(Toy).why("after")
+    texts = [child.text for child in tree.children[0].children]
+    assert tree.zero_mean
+    assert any("its mean is subtracted by hidden units of second.weight" in text for text in texts)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu of tanh": lambda u: F.gelu(u, approximate="tanh"),
+    "gelu spelled out": lambda u: 0.5 * u * (1 + torch.tanh(0.8 * (u + 0.04 * torch.pow(u, 3)))),
+    "relu": F.relu,
+    "silu": F.silu,
+    "quick gelu": lambda u: u * torch.sigmoid(1.702 * u),
+    "in another dtype": lambda u: F.dropout(F.silu(u.float()).to(u.dtype), 0.1, False),
+}
+OTHERS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "relu6": (F.relu6, "relu6"),
+    "clipped gelu": (lambda u: F.gelu(u).clamp(-10, 10), "gelu, clamp"),
+    "clipped far away": (lambda u: F.gelu(u).clamp(-3e4, 3e4), "gelu, clamp"),
+    "not near zero": (lambda u: u.clamp_min(1e-5), "clamp_min"),
+    "tanh": (torch.tanh, "tanh"),
+    "sigmoid": (torch.sigmoid, "sigmoid"),
+    "squared relu": (lambda u: F.relu(u).square(), "square"),
+    "leaky relu": (F.leaky_relu, "leaky_relu"),
+    "mish": (F.mish, "mish"),
+    "none": (lambda u: u, "no activation"),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_that_pass(name: str) -> None:
+    kind = type("Other", (Toy,), {"act": lambda self, u: ACTIVATIONS[name](u)})
+    assert status(planned(kind)) == "static"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_activations_that_do_not(name: str) -> None:
+    act, named = OTHERS[name]
+    kind = type("Other", (Toy,), {"act": lambda self, u: act(u)})
+    found = reason(planned(kind))
+    assert "the MLP cannot subtract it: " in found
+    assert "act(u) - act(-u) = " in found and named in found
+
+
+class Learned(Toy):
+    """An activation with a weight of its own is not the same for every element."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__(config)
+        self.slope = nn.Parameter(torch.ones(config.size))
+
+    def act(self, u: torch.Tensor) -> torch.Tensor:
+        return F.gelu(u) * self.slope
+
+
+class Gated(Toy):
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__(config)
+        self.gate = nn.Linear(D, config.size)
+
+    def mlp(self, h: torch.Tensor) -> torch.Tensor:
+        return self.second(F.silu(self.gate(h)) * self.first(h))
+
+
+class GatedInOne(Toy):
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__(config)
+        self.first = nn.Linear(D, 2 * config.size)
+
+    def mlp(self, h: torch.Tensor) -> torch.Tensor:
+        gate, up = self.first(h).chunk(2, -1)
+        return self.second(F.silu(gate) * up)
+
+
+class ReadHidden(Toy):
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.before(self.embed(x))
+        hidden = F.gelu(self.first(h))
+        return self.head(self.after(h + self.second(hidden))), hidden.amax(-1)
+
+
+class ReadWeight(Toy):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.first.weight.sum()
+
+
+class Seen(Toy):
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.before(self.embed(x))
+        total = h + self.mlp(h)
+        return self.head(self.after(total)), total
+
+
+class SeenElsewhere(Toy):
+    """The MLP's own value is normalised, too: with the units it would not be zero-mean."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__(config)
+        self.alone = nn.LayerNorm(D)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.before(self.embed(x))
+        value = self.mlp(h)
+        return self.head(self.after(h + value)), self.alone(value)
+
+
+class Uncounted(Toy):
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__(SimpleNamespace(size=SIZE))
+        self.config = SimpleNamespace(other=SIZE)
+
+
+class CountedTwice(Toy):
+    """The attribute is the size of something else, too."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__(config)
+        self.head = nn.Linear(D, config.size)
+
+
+class Scaled(Toy):
+    """Half of the MLP's value is added, and half of the mean would be subtracted."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.before(self.embed(x))
+        return self.head(self.after(h + 0.5 * self.mlp(h)))
+
+
+class Elsewhere(Toy):
+    """The MLP reads the value before the one that it is added to."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.before(self.embed(x))
+        return self.head(self.after(h + self.mlp(h.tanh())))
+
+
+class Turned(Toy):
+    """Added to the same value with its rows in another order."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.before(self.embed(x))
+        return self.head(self.after(h.transpose(0, 1) + self.mlp(h).view(5, 2, D)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Gated, "it is gated"),
+        (GatedInOne, "it is gated"),
+        (ReadHidden, "its hidden values are read by amax too"),
+        (ReadWeight, "a weight of it is read elsewhere, too"),
+        (Seen, "a shift of what it writes is seen (the model returns it)"),
+        (Uncounted, "no attribute of its config counts its hidden units, and nothing else"),
+        (CountedTwice, "no attribute of its config counts its hidden units, and nothing else"),
+    ],
+)
+def test_refused_with_the_reason(kind: type[Toy], why: str) -> None:
+    assert f"and the MLP cannot subtract it: {why}" in reason(planned(kind))
+
+
+@pytest.mark.parametrize("kind", [Learned, SeenElsewhere, Scaled, Elsewhere, Turned])
+def test_what_is_no_mlp_that_is_added_to_what_it_reads(kind: type[Toy]) -> None:
+    assert reason(planned(kind)) == "the output of a LayerNorm with weights is not zero-mean"
+
+
+class PreNorm(Toy):
+    """What the MLP reads is not what it is added to, and folds without it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.embed(x)
+        return self.head(self.after(h + self.mlp(self.before(h))))
+
+
+def test_a_pre_norm_block_needs_no_wider_mlp() -> None:
+    found = planned(PreNorm).plan
+    assert len(found.folded) == 2 and not found.widened and not found.settings
+
+
+class Shared(Toy):
+    """One MLP, called three times; ``after`` sees its sums and nothing else."""
+
+    last = True
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.before(self.embed(x))
+        for _ in range(2):
+            h = self.after(h + self.mlp(h))
+        return self.head(self.after(h + self.mlp(h)) if self.last else h + self.mlp(h))
+
+
+class SharedAndSeen(Shared):
+    last = False
+
+
+def test_all_calls_of_a_shared_mlp_are_one() -> None:
+    found = planned(Shared).plan
+    assert len(found.folded) == 2 and len(found.widened) == 1
+    assert "a shift of what it writes is seen" in reason(planned(SharedAndSeen))
+
+
+class Two(Toy):
+    """A second MLP of the same size, whose norm folds without it."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__(config)
+        self.inner, self.outer = nn.Linear(D, config.size), nn.Linear(config.size, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.before(self.embed(x))
+        h = self.after(h + self.mlp(h))
+        return self.outer(torch.tanh(self.inner(h)))
+
+
+def test_all_mlps_that_the_attribute_counts_grow() -> None:
+    first, second = planned(Two).plan.widened
+    assert (first.second.parameter, first.subtracts) == ("second.weight", True)
+    assert (second.second.parameter, second.subtracts) == ("outer.weight", False)
+    assert {one.to for one in (first, second)} == {24}
+
+
+def test_a_nested_config() -> None:
+    class Nested(Toy):
+        def __init__(self, config: SimpleNamespace) -> None:
+            super().__init__(SimpleNamespace(size=config.parts["mlp"]))
+            self.config = config
+
+    found = planned(Nested, size=1, parts={"mlp": SIZE, "other": D})
+    assert found.plan.settings == (Setting("parts.mlp", 24),)
+
+
+# On the post-LN family.
+
+TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BERT = {
+    **TOKENS,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "hidden_size": 21,
+    "intermediate_size": 33,
+    "max_position_embeddings": 31,
+}
+DISTIL = {**TOKENS, "n_layers": 2, "n_heads": 3, "dim": 21, "hidden_dim": 33}
+BART = {
+    **TOKENS,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+    "d_model": 21,
+    "encoder_ffn_dim": 33,
+    "decoder_ffn_dim": 37,
+    "max_position_embeddings": 31,
+    "decoder_start_token_id": 2,
+}
+OPT = {**BERT, "ffn_dim": 33, "word_embed_proj_dim": 15, "do_layer_norm_before": False}
+FAMILY = [
+    ("bert", BERT, "BertModel", 1, 3),
+    ("bert", BERT, "BertForMaskedLM", 0, 2),
+    ("roberta", BERT, "RobertaModel", 1, 3),
+    ("distilbert", DISTIL, "DistilBertModel", 1, 3),
+    ("electra", {**BERT, "embedding_size": 13}, "ElectraModel", 1, 3),
+    ("deberta", BERT, "DebertaModel", 1, 3),
+    ("deberta-v2", BERT, "DebertaV2Model", 1, 3),
+    ("mpnet", BERT, "MPNetModel", 1, 3),
+    ("bart", BART, "BartModel", 2, 6),
+    ("opt", OPT, "OPTModel", 0, 2),
+    ("albert", {**BERT, "embedding_size": 9}, "AlbertModel", 1, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "name", "plain", "wider"), FAMILY)
+def test_the_post_ln_family(
+    kind: str, settings: dict[str, Any], name: str, plain: int, wider: int
+) -> None:
+    config = CONFIG_MAPPING[kind](**settings)
+    found = analyze_config(config, model_class=name, options=WIDEN)
+    assert len(found.plan.folded) == wider and not found.plan.ops
+    assert all(one.subtracts for one in found.plan.widened)
+    assert all(v.status == "static" for v in found.plan.folded)
+    assert {setting.value for setting in found.plan.settings} <= {40, 48}
+    without = [v.norm for v in found.plan.folded if not v.mlps]
+    assert len(without) == plain
+
+
+def test_bert_base() -> None:
+    for name, norms, folded in (("BertModel", 25, 13), ("BertForMaskedLM", 26, 12)):
+        plan = analyze_config(CONFIG_MAPPING["bert"](), model_class=name, options=WIDEN).plan
+        assert (len(plan.norms), len(plan.folded), len(plan.ops)) == (norms, folded, 0)
+        assert plan.settings == (Setting("intermediate_size", 3080),)
