@@ -7,6 +7,7 @@ values that were centred exactly and rounded once are off by half a step of thei
 
 in the narrowest dtype that holds all values of the tensor: a bfloat16 result that is loaded in
 float32 is as exact as bfloat16. Fine-tuning goes far beyond that, and so does a single new row.
+Hidden units that subtract a mean have one themselves: they hold the values of ``units``.
 
 Weights move after loading, too: training, ``load_state_dict``, adapters, resized embeddings,
 quantised layers. A hook sees at each call whether tensors and modules are the ones that were
@@ -30,6 +31,7 @@ from enjoyln_cli.axis import Axis, group_means, scaled
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
 from enjoyln_cli.marker import Centred
 from enjoyln_cli.norms import MOVED, Folded, locate, set_shifted
+from enjoyln_cli.units import UNITS, Layers, Units, intact
 
 SLICE = 1 << 24
 """Elements of a tensor that are looked at at once."""
@@ -45,29 +47,48 @@ class Watched:
     weights: tuple[Centred, ...]
     ops: tuple[str, ...]
     """Modules that carry an explicit centring."""
+    units: tuple[Units, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Every parameter that is looked at."""
+        pairs = [(one.parameter, one.scale) for one in self.weights]
+        parts = [(one.first, one.bias, one.second) for one in self.units]
+        return tuple(dict.fromkeys(name for found in (*pairs, *parts) for name in found if name))
 
 
-def watched(model: nn.Module, weights: Iterable[Centred], ops: Iterable[str]) -> Watched:
+def watched(
+    model: nn.Module,
+    weights: Iterable[Centred],
+    ops: Iterable[str],
+    units: Iterable[Units] = (),
+) -> Watched:
     """The names of the class that was folded as names of ``model``, without those of a lost head.
 
     Raises ``NotCentred`` for what ``model`` does not have.
     """
-    weights, ops = tuple(weights), tuple(ops)
+    weights, ops, units = tuple(weights), tuple(ops), tuple(units)
     names = (*(one.parameter for one in weights), *ops)
-    found = []
+    found, placed = [], []
     try:
         for one in weights:
             path = locate(model, one.parameter, names, tensor_at)
             scale = one.scale and locate(model, one.scale, names, tensor_at)
             if path is not None:
                 found.append(Centred(path, one.axis, scale))
+        for some in units:
+            paths = [locate(model, n, names, tensor_at) for n in (some.first, some.second)]
+            bias = some.bias and locate(model, some.bias, names, tensor_at)
+            if paths[0] is not None and paths[1] is not None:
+                placed.append(Units(paths[0], bias, paths[1], some.dim, some.start))
         places = [locate(model, name, names) for name in ops]
     except EnjoyLNError as error:
         raise NotCentred(
             f"{error}, or a layer has been replaced (by an adapter or a quantised one): what it "
             "writes cannot be known to have zero mean; merge the adapter, or go on with LayerNorm"
         ) from None
-    return Watched(tuple(found), tuple(place for place in places if place is not None))
+    held = tuple(place for place in places if place is not None)
+    return Watched(tuple(found), held, tuple(placed))
 
 
 def tensor_at(model: nn.Module, path: str) -> torch.Tensor:
@@ -88,11 +109,50 @@ def check_centred(model: nn.Module, watch: Watched) -> None:
                 f"{path}: the explicit centring that it carried is gone (a layer that was replaced "
                 f"or resized); {WHAT_NOW}"
             )
+    beside = {some.second: some for some in watch.units}
     for one in watch.weights:
         with _at_hand(model, one.parameter), _at_hand(model, one.scale or one.parameter):
             tensor = tensor_at(model, one.parameter)
             scale = tensor_at(model, one.scale) if one.scale else None
-            _check_tensor(one, tensor.detach(), None if scale is None else scale.detach())
+            for part in _without_units(tensor.detach(), beside.get(one.parameter)):
+                _check_tensor(one, part, None if scale is None else scale.detach())
+    for some in watch.units:
+        with _at_hand(model, some.first), _at_hand(model, some.second):
+            _check_units(some, layers_of(model, some))
+
+
+def layers_of(model: nn.Module, units: Units) -> Layers:
+    """The parameters that hold ``units``, without gradients."""
+    bias = tensor_at(model, units.bias).detach() if units.bias else None
+    first, second = (tensor_at(model, path).detach() for path in (units.first, units.second))
+    return Layers(first, bias, second)
+
+
+def _without_units(tensor: torch.Tensor, units: Units | None) -> list[torch.Tensor]:
+    """The hidden units before and after those, along their dimension."""
+    if units is None or tensor.ndim != 2 or tensor.shape[units.dim] < units.start + UNITS:
+        return [tensor]
+    sizes = (units.start, UNITS, tensor.shape[units.dim] - units.start - UNITS)
+    return [part for part in tensor.split(sizes, units.dim)[::2] if part.numel()]
+
+
+def _check_units(units: Units, layers: Layers) -> None:
+    if isinstance(layers.second, FakeTensor):
+        return
+    for path, tensor in ((units.first, layers.first), (units.second, layers.second)):
+        if tensor.is_meta or tensor.dtype not in FLOATS or tensor.ndim != 2:
+            raise NotCentred(
+                f"{path}: {'on the meta device' if tensor.is_meta else tensor.dtype} has no "
+                "values that could be looked at; load the model unquantised, or go on with "
+                "LayerNorm"
+            )
+    second, first = layers.second.shape[units.dim], layers.first.shape[1 - units.dim]
+    dtypes = FLOATS[: FLOATS.index(layers.second.dtype) + 1]
+    if min(first, second) < units.start + UNITS or not intact(layers, units, dtypes):
+        raise NotCentred(
+            f"{units.second}: its hidden units from {units.start} on, which subtract a mean, have "
+            f"changed; {WHAT_NOW}"
+        )
 
 
 def _at_hand(model: nn.Module, path: str) -> AbstractContextManager[Any]:
@@ -246,12 +306,11 @@ class KeepCentred:
                     f"{path}: has a forward hook that was not there, which may change what it "
                     "writes; remove it, or go on with LayerNorm"
                 )
-        for one in self.watch.weights:
-            for path in filter(None, (one.parameter, one.scale)):
-                above, _, name = path.rpartition(".")
-                owner = model.get_submodule(above)
-                held = owner._buffers if name in owner._buffers else owner._parameters
-                self.tensors.append((held, name, *_print_of(held.get(name))))
+        for path in self.watch.tensors:
+            above, _, name = path.rpartition(".")
+            owner = model.get_submodule(above)
+            held = owner._buffers if name in owner._buffers else owner._parameters
+            self.tensors.append((held, name, *_print_of(held.get(name))))
 
 
 def _foreign(module: nn.Module) -> int:
@@ -264,8 +323,7 @@ def _foreign(module: nn.Module) -> int:
 def _modules_of(watch: Watched) -> dict[str, None]:
     """Every module on the way to a watched one, and the one itself."""
     found: dict[str, None] = {}
-    owners = [name.rpartition(".")[0] for one in watch.weights
-              for name in (one.parameter, one.scale) if name]  # fmt: skip
+    owners = [name.rpartition(".")[0] for name in watch.tensors]
     for path in (*owners, *watch.ops):
         parts = path.split(".") if path else []
         found.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
@@ -303,15 +361,20 @@ def look(hook: KeepCentred, model: nn.Module) -> bool:
     return not hook.trouble
 
 
-def keep_centred(model: nn.Module, weights: Iterable[Centred], ops: Iterable[str]) -> None:
+def keep_centred(
+    model: nn.Module,
+    weights: Iterable[Centred],
+    ops: Iterable[str],
+    units: Iterable[Units] = (),
+) -> None:
     """Hook a model that was checked, so that its norms go on computing what is right."""
-    weights, ops = tuple(weights), tuple(ops)
+    weights, ops, units = tuple(weights), tuple(ops), tuple(units)
     inner: KeepCentred | None = None
     for module in {id(m): m for m in (getattr(model, "base_model", model), model)}.values():
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, KeepCentred)]:
             del hooks[key]
-        hook = KeepCentred(watched(module, weights, ops), module)
+        hook = KeepCentred(watched(module, weights, ops, units), module)
         module.register_forward_pre_hook(hook, prepend=True)
         hook.walk(module)
         hook.trained = Folded.trained

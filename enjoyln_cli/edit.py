@@ -15,13 +15,14 @@ block at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from enjoyln_cli.axis import Axis, centre
-from enjoyln_cli.plan import Plan
+from enjoyln_cli.plan import Grown, Plan, Widening
+from enjoyln_cli.units import UNITS, read_by_units, written_by_units
 
 ROWS = 1 << 22
 """Elements of a matrix that are held in float64 at once."""
@@ -171,4 +172,18 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
         axes = tuple(draft.axes)
         scale = Vector(draft.scale, axes[0].dim) if draft.scale else None
         found[name] = Edit(scale=scale, axes=axes)
+    for one in plan.widened:
+        for part, values in _new_units(one):
+            name, append = part.parameter if held else part.tensor, Append(part.dim, values)
+            found[name] = replace(found.get(name, Edit()), append=append)
     return found
+
+
+def _new_units(one: Widening) -> Iterator[tuple[Grown, tuple[float, ...]]]:
+    """What each new hidden unit has for every feature, in each parameter of an MLP."""
+    zeros = (0.0,) * (one.to - one.size)
+    rest = zeros[UNITS:] if one.subtracts else zeros
+    yield one.first, (*read_by_units(one.features), *rest) if one.subtracts else rest
+    yield one.second, (*written_by_units(one.features), *rest) if one.subtracts else rest
+    if one.bias:
+        yield one.bias, zeros

@@ -127,6 +127,12 @@ def checked_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
         _require_stored(checkpoint, plan, writer.tensor, writer.parameter, writer.shape)
     for one in plan.untied:
         _require_stored(checkpoint, plan, one.stored, one.source, one.shape)
+    for mlp in plan.widened:
+        for part in mlp.parts:
+            stored = checkpoint.tensors.get(part.tensor)
+            found = stored.shape if stored else ()
+            shape = (*found[: part.dim], mlp.size, *found[part.dim + 1 :])
+            _require_stored(checkpoint, plan, part.tensor, part.parameter, shape)
     return edits_of(plan)
 
 
@@ -169,6 +175,14 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
                 f"{writer.scale.parameter}: the plan merges it into {writer.parameter}, and "
                 f"{type(model).__name__} has none that fits; pass the model that was analysed"
             )
+    for mlp in plan.widened:
+        for part in mlp.parts:
+            tensor = tensors.get(part.parameter)
+            if tensor is None or tensor.shape[part.dim] != mlp.size:
+                raise BadCheckpoint(
+                    f"{part.parameter}: the plan adds to {mlp.size} hidden units, "
+                    f"{type(model).__name__} has another number; pass the model that was analysed"
+                )
     edits: dict[int, tuple[torch.Tensor, Edit]] = {}
     for name, edit in edits_of(plan, held=True).items():
         tensor = tensors[edit.source or name]
@@ -183,6 +197,20 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
                 tensor.copy_(wide)
             else:
                 tensor.data = wide.to(tensor.dtype)
+    for mlp in plan.widened:
+        for part in mlp.parts:
+            _tell_size(model, part.parameter, mlp.size, mlp.to)
+
+
+def _tell_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
+    """A layer whose parameter has grown remembers the new size."""
+    owner: Any = model.get_submodule(parameter.rpartition(".")[0])
+    if isinstance(owner, nn.Linear):
+        owner.out_features, owner.in_features = owner.weight.shape
+        return
+    for name, value in list(vars(owner).items()):
+        if type(value) is int and value == size:
+            setattr(owner, name, to)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from enjoyln_cli.centred import check_centred, keep_centred, tensor_at, watched
+from enjoyln_cli.centred import (
+    FLOATS,
+    check_centred,
+    keep_centred,
+    layers_of,
+    tensor_at,
+    watched,
+)
 from enjoyln_cli.checkpoint import open_source
 from enjoyln_cli.classes import class_named
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
@@ -21,6 +28,7 @@ from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.marker import Centred, Marker, read_marker
 from enjoyln_cli.norms import install
 from enjoyln_cli.plan import Plan, Scale, Writer
+from enjoyln_cli.units import intact, moved_on, room, set_units
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -67,7 +75,7 @@ def optimize(model: Model) -> Model:
     ``NotCentred`` where a weight has moved or cannot be looked at; then nothing is changed.
     """
     found = marker_of(model)
-    check_centred(model, watched(model, _weights(found), ()))
+    check_centred(model, watched(model, _weights(found), (), found.units))
     return installed(model, found)
 
 
@@ -75,7 +83,7 @@ def installed(model: Model, found: Marker) -> Model:
     """``optimize`` for a model whose weights were looked at, or are not there yet."""
     unproven = (*found.unproven, *_inner_inputs(model, found))
     install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven)
-    keep_centred(model, _weights(found), [op.module for op in found.centering])
+    keep_centred(model, _weights(found), [op.module for op in found.centering], found.units)
     return model
 
 
@@ -83,24 +91,40 @@ def refold(model: Model) -> Model:
     """Centre the weights of a converted model again, after training, and ``optimize`` it.
 
     The function that the model computes with LayerNorm stays the same: which weights may be centred
-    was proven from the structure, whatever the values. Raises as ``optimize`` does where the
-    structure is another one (adapters, quantised layers), or weights are not in memory.
+    was proven from the structure, whatever the values. Hidden units that subtracted a mean and have
+    been trained go on as such, in the place of some that write nothing. Raises as ``optimize`` does
+    where the structure is another one (adapters, quantised layers), weights are not in memory, or
+    there is no such place.
     """
     found = marker_of(model)
-    weights = watched(model, _weights(found), ()).weights
-    writers = []
-    for one in weights:
-        tensor = tensor_at(model, one.parameter)
+    watch = watched(model, _weights(found), (), found.units)
+    for path in watch.tensors:
+        tensor = tensor_at(model, path)
         if tensor.is_meta or not tensor.is_floating_point():
             what = "offloaded" if tensor.is_meta else f"{tensor.dtype}"
             raise NotCentred(
-                f"{one.parameter}: is {what} and cannot be centred; load the model without "
-                "offloading and quantisation"
+                f"{path}: is {what} and cannot be centred; load the model without offloading and "
+                "quantisation"
             )
+    writers = []
+    for one in watch.weights:
         scale = Scale(one.scale, one.scale) if one.scale else None
-        shape = tuple(tensor.shape)
+        shape = tuple(tensor_at(model, one.parameter).shape)
         writers.append(Writer(one.parameter, one.parameter, one.axis, shape, scale=scale))
+    units = [(layers_of(model, some), some) for some in watch.units]
+    trained = [pair for pair in units if not intact(*pair, FLOATS)]
+    for layers, some in trained:
+        if not room(layers, some):
+            raise NotCentred(
+                f"{some.second}: its hidden units from {some.start} on, which subtract a mean, "
+                "have been trained, and no others are free to take their place; save the model, "
+                "`enjoyln unfold` it, and fold it again with --widen-mlp"
+            )
+    for layers, some in trained:
+        moved_on(layers, some)
     centre_parameters(model, Plan("", found.model_class, (), (), tuple(writers), ()))
+    for layers, some in units:
+        set_units(layers, some)
     return optimize(model)
 
 

@@ -1,9 +1,9 @@
 """The ``enjoyln`` entry of a converted ``config.json``: what a loaded model tells about its fold.
 
 It decides what a program needs to know that has the config alone: which norms can compute RMSNorm,
-for which classes and inputs, and on which centred parameters that rests. Version 2 is::
+for which classes and inputs, and on which centred parameters that rests. Version 3 is::
 
-    {"version": 2,
+    {"version": 3,
      "source": "gpt2",                 what was converted: a Hub id, or an absolute path
      "revision": "607a30d..." | null,
      "model_class": "GPT2LMHeadModel", whose module paths the lists below use
@@ -16,13 +16,17 @@ for which classes and inputs, and on which centred parameters that rests. Versio
      "centered": [{"axis": [...], "parameters": [...]}],
                                        parameters with zero mean over the axis
      "scales": {parameter: vector},    merged into a parameter: their product is what has zero mean
+     "units": [{"first": weight, "bias": bias | null, "second": weight,
+                "dim": of hidden units in the second weight, "start": the first of them}],
+                                       those of MLPs that subtract a mean, and so write one
      "entry_inputs": [...],            inputs of forward that have to be centred
      "unproven": [...],                inputs with which the folded norms have to compute LayerNorm
      "proof": "5d41402abc...",         SHA-256 of all that is proven: not of source and tool
      "tool": "enjoyln 0.1.0"}
 
-Version 1 has no ``centered``, ``scales`` and ``proof``: nobody can tell whether the weights of such
-a result are still centred, so it is read, and not run as RMSNorm without asking for it.
+Version 2 has no ``units``. Version 1 has no ``centered``, ``scales`` and ``proof`` either: nobody
+can tell whether the weights of such a result are still centred, so it is read, and not run as
+RMSNorm without asking for it.
 """
 
 from __future__ import annotations
@@ -40,9 +44,10 @@ from enjoyln_cli.checkpoint import Source
 from enjoyln_cli.config import MARKER
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan import Centring, Place, Plan
+from enjoyln_cli.units import Units
 
-VERSION = 2
-READABLE = (1, 2)
+VERSION = 3
+READABLE = (1, 2, 3)
 _NOT_PROVEN = ("source", "revision", "proof", "tool")
 
 
@@ -74,6 +79,7 @@ class Marker:
     outputs: tuple[str, ...] = ()
     centred: tuple[Centred, ...] | None = None
     """``None`` for a result of version 1, which does not say."""
+    units: tuple[Units, ...] = ()
 
 
 def marker(plan: Plan, source: Source) -> dict[str, Any]:
@@ -94,6 +100,17 @@ def marker(plan: Plan, source: Source) -> dict[str, Any]:
         ],
         "centered": _by_axis(plan),
         "scales": {w.parameter: w.scale.parameter for w in plan.writers if w.scale},
+        "units": [
+            {
+                "first": one.first.parameter,
+                "bias": one.bias.parameter if one.bias else None,
+                "second": one.second.parameter,
+                "dim": one.second.dim,
+                "start": one.size,
+            }
+            for one in plan.widened
+            if one.subtracts
+        ],
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
     }
@@ -145,6 +162,7 @@ def read_marker(config: Mapping[str, Any]) -> Marker:
         tool=_text(entry, "tool"),
         outputs=_texts(entry, "outputs") if "outputs" in entry else (),
         centred=_centred(entry) if version > 1 else None,
+        units=tuple(_units(one) for one in _list(entry, "units")) if version > 2 else (),
     )
     if version > 1 and _text(entry, "proof") != proof_of(entry):
         raise BadCheckpoint(
@@ -167,6 +185,16 @@ def _centred(entry: dict[str, Any]) -> tuple[Centred, ...]:
             raise _malformed("axis", group["axis"])
         found += [Centred(name, axis, scales.get(name)) for name in _texts(group, "parameters")]
     return tuple(found)
+
+
+def _units(entry: Any) -> Units:
+    if not isinstance(entry, dict):
+        raise _malformed("units", entry)
+    dim, start = entry.get("dim"), entry.get("start")
+    if type(dim) is not int or type(start) is not int or dim not in (0, 1) or start < 0:
+        raise _malformed("units", entry)
+    bias = None if entry.get("bias") is None else _text(entry, "bias")
+    return Units(_text(entry, "first"), bias, _text(entry, "second"), dim, start)
 
 
 def _centring(entry: Any) -> Centring:

@@ -82,6 +82,7 @@ class Subject:
                 plan,
                 writers=tuple(w for w in plan.writers if w.parameter in names),
                 untied=tuple(one for one in plan.untied if one.parameter in names),
+                widened=tuple(one for one in plan.widened if one.second.parameter in names),
             )
         centre_parameters(model, plan)
 
