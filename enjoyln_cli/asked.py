@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
-from enjoyln_cli.draft import Line, NormLine, Variant, WriterLine
+from enjoyln_cli.draft import Line, NormLine, Variant, WidenLine, WriterLine
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import Place, Scale
 from enjoyln_cli.template import Span, expanded, filled, placeholders
@@ -40,6 +41,8 @@ class Asked:
     left: frozenset[str]
     """Parameters that the recipe leaves by name."""
     ops: Mapping[tuple[str, Place], tuple[Span, str]]
+    widened: Mapping[str, WidenLine]
+    """By ``WidenLine.name``."""
 
 
 def asked_for(variant: Variant, layers: Mapping[str, int], where: str) -> Asked:
@@ -57,7 +60,11 @@ def asked_for(variant: Variant, layers: Mapping[str, int], where: str) -> Asked:
         for name, at in _deciding(lines_here, lambda op: op.module, layers, where).items():
             op, numbers = _only(at, name, where)
             ops_asked[name, place] = op.span, filled(op.reason, numbers)
-    return Asked(norms, writers, left, ops_asked)
+    widened: dict[str, WidenLine] = {}
+    for name, lines in _deciding(variant.widened, lambda line: line.name, layers, where).items():
+        mlp, numbers = _only(lines, name, where)
+        widened[name] = mlp.renamed(partial(filled, numbers=numbers))
+    return Asked(norms, writers, left, ops_asked, widened)
 
 
 def _edits(

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import PLAIN, Centring, Options, Place, Plan, Scale, Verdict, Writer
+from enjoyln_cli.plan import PLAIN, Centring, Options, Place, Plan, Scale, Verdict, Widening, Writer
 from enjoyln_cli.template import (
     Span,
     attributes,
@@ -26,6 +26,7 @@ from enjoyln_cli.template import (
     symbolic,
     templated,
 )
+from enjoyln_cli.wider import WidenLine, line_of
 
 DEPENDS = ("tie_word_embeddings",)
 """Config attributes that every variant remembers, where the config has them."""
@@ -80,6 +81,7 @@ class Variant:
     unproven: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     """Those that stay the same, as in ``Plan``; empty for all."""
+    widened: tuple[WidenLine, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Recipe:
     """For messages."""
 
 
-Line = TypeVar("Line", NormLine, WriterLine, OpLine)
+Line = TypeVar("Line", NormLine, WriterLine, OpLine, WidenLine)
 
 
 # A plan as a recipe.
@@ -130,6 +132,7 @@ def recipe_of(
         known.setdefault(writer.parameter, []).append(writer)
     writers = [_writer_item(w, layers, values, known[w.parameter]) for w in plan.writers]
     ops = [_op_item(op, layers, values) for op in plan.ops]
+    mlps = [_widen_item(one, layers) for one in plan.widened]
     spans = [span for w in writers for span in (w.line.span, w.line.held) if span]
     spans += [op.line.span for op in ops]
     numbers = numbers_of(values)
@@ -143,6 +146,7 @@ def recipe_of(
         plan.entry_inputs,
         plan.unproven,
         plan.outputs,
+        _collapsed(mlps, layers),
     )
     used = sorted({name for span in spans for name in attributes(span)})
     record = Record(
@@ -230,6 +234,15 @@ def _op_item(op: Centring, layers: Mapping[str, int], config: Mapping[str, Any])
     line = OpLine(op.module, op.place, symbolic(op.axis, None, config), op.reason)
     form = replace(line, module=template, reason=_near(op.reason, op.module, layers))
     return _Item(op.module, line, (form,), (template, op.place), template)
+
+
+def _widen_item(one: Widening, layers: Mapping[str, int]) -> _Item[WidenLine]:
+    line = line_of(one)
+    template, numbers = templated(line.name, layers)
+    names = [name for part in line.parts for name in (part.parameter, part.tensor)]
+    same = all(templated(name, layers)[1] == numbers for name in names)
+    forms = (line.renamed(lambda name: templated(name, layers)[0]),) if same else ()
+    return _Item(line.name, line, forms, (template,), template)
 
 
 def _near(text: str, to: str, layers: Mapping[str, int]) -> str:
@@ -354,6 +367,8 @@ def plan_layers(plan: Plan) -> dict[str, int]:
     names += [name for writer in plan.writers for name in (writer.parameter, writer.tensor)]
     scales = [writer.scale for writer in plan.writers if writer.scale]
     names += [name for scale in scales for name in (scale.parameter, scale.tensor)]
+    parts = [part for one in plan.widened for part in one.parts]
+    names += [name for part in parts for name in (part.parameter, part.tensor)]
     return layers_of(names)
 
 

@@ -23,8 +23,9 @@ from enjoyln_cli.draft import (
     variant_for,
 )
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import Centring, Plan, Scale, Verdict, Writer
+from enjoyln_cli.plan import Centring, Plan, Scale, Setting, Verdict, Widening, Writer
 from enjoyln_cli.template import Span, concrete, templated
+from enjoyln_cli.wider import asked_of, before, in_words, line_of, recorded
 
 NOT_ASKED = "the recipe does not fold it"
 BY_RECIPE = "the recipe keeps it"
@@ -54,9 +55,10 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
     norms = tuple(_verdict(v, asked.norms.get(v.norm), where) for v in plan.norms)
     writers = tuple(w for w in plan.writers if w.parameter in asked.writers)
     ops = tuple(op for op in plan.ops if (op.module, op.place) in asked.ops)
+    widened = asked_of(plan.widened, asked.widened, where)
     for problem in _wrong_axes(asked, plan, values):
         raise RecipeError(f"{where}: {problem}; take the proven axis")
-    _require_complete(norms, writers, ops, where)
+    _require_complete(norms, writers, ops, widened, where)
     _require_scales(plan, asked, where)
     folds = any(v.status != "kept" for v in norms)
     if folds and set(variant.entry_inputs) != set(plan.entry_inputs):
@@ -64,7 +66,9 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
             f"{where}: centres {_listed(variant.entry_inputs)} on entry, and the proof needs "
             f"{_listed(plan.entry_inputs)}; write that under entry_inputs"
         )
-    return replace(plan, norms=norms, writers=writers, ops=ops)
+    left = {one.attribute for one in plan.widened} - {one.attribute for one in widened}
+    settings = tuple(setting for setting in plan.settings if setting.name not in left)
+    return replace(plan, norms=norms, writers=writers, ops=ops, widened=widened, settings=settings)
 
 
 def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str, ...]:
@@ -85,6 +89,12 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
         {w.parameter: _centred_by(w.scale) for w in plan.writers},
         "does not centre it",
         "does not centre it",
+    )
+    found += _unequal(
+        {name: in_words(line) for name, line in asked.widened.items()},
+        {line.name: in_words(line) for line in map(line_of, plan.widened)},
+        "does not widen its MLP",
+        "does not widen its MLP",
     )
     for place in PLACES:
         text = f"centres its {place}"
@@ -118,6 +128,8 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
         raise RecipeError(f"{where}: has no record of one fold; pass the one written beside it")
     variant, layers, values = recipe.variants[0], recipe.record.layers, _sizes(recipe, config)
     asked = asked_for(variant, layers, where)
+    widened = tuple(recorded(line, shapes, where) for line in asked.widened.values())
+    shapes = {**shapes, **before(widened, shapes)}
     writers = [
         _stored_writer(parameter, tensor, edit, shapes, values, where)
         for parameter, edits in asked.writers.items()
@@ -139,6 +151,8 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
         variant.unproven,
         tuple(recipe.record.other_norms.items()),
         variant.outputs,
+        widened=widened,
+        settings=tuple(dict.fromkeys(Setting(one.attribute, one.to) for one in widened)),
     )
 
 
@@ -194,9 +208,14 @@ def _verdict(verdict: Verdict, line: NormLine | None, where: str) -> Verdict:
 
 
 def _require_complete(
-    norms: Iterable[Verdict], writers: Iterable[Writer], ops: Iterable[Centring], where: str
+    norms: Iterable[Verdict],
+    writers: Iterable[Writer],
+    ops: Iterable[Centring],
+    widened: Iterable[Widening],
+    where: str,
 ) -> None:
     centred, modules = {w.parameter for w in writers}, {op.module for op in ops}
+    wider = {one.second.parameter for one in widened}
     for verdict in norms:
         if verdict.status == "kept":
             continue
@@ -205,6 +224,12 @@ def _require_complete(
                 raise RecipeError(
                     f"{where}: folds {verdict.norm}, which needs {name} centred; "
                     "list that under centre, or keep the norm"
+                )
+        for name in verdict.mlps:
+            if name not in wider:
+                raise RecipeError(
+                    f"{where}: folds {verdict.norm}, which needs the MLP of {name} to subtract a "
+                    "mean; list that under widen, or keep the norm"
                 )
         for name in verdict.ops:
             if name not in modules:

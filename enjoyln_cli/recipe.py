@@ -15,6 +15,9 @@
         transformer.h.{i}.attn.c_proj.weight: {dim: 1}
       centring_ops:
       - {module: transformer.wte, place: output, dim: -1, size: n_embd, reason: why}
+      widen:                                     # MLPs with new hidden units, by what reads them
+        encoder.layer.{i}.output.dense.weight: {dim: 1, first: encoder.layer.{i}.inter.weight,
+          bias: encoder.layer.{i}.inter.bias, attribute: intermediate_size, from: 3072, to: 3080}
       entry_inputs: [inputs_embeds]
       unproven: [cross_attn_head_mask]
     options: {}
@@ -39,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from enjoyln_cli import schema
+from enjoyln_cli import schema, wider
 from enjoyln_cli.draft import (
     NormLine,
     OpLine,
@@ -148,6 +151,7 @@ def _variant_data(variant: Variant) -> dict[str, Any]:
             {"module": op.module, "place": op.place, **written(op.span), "reason": op.reason}
             for op in variant.ops
         ],
+        "widen": {line.second.tensor: _Inline(wider.written(line)) for line in variant.widened},
         "entry_inputs": _Row(variant.entry_inputs),
         "unproven": _Row(variant.unproven),
     }
@@ -294,7 +298,16 @@ def _variant(value: Any, at: str) -> Variant:
         value,
         at,
         ("model_class", "norms"),
-        ("classes", "outputs", "when", "centre", "centring_ops", "entry_inputs", "unproven"),
+        (
+            "classes",
+            "outputs",
+            "when",
+            "centre",
+            "centring_ops",
+            "widen",
+            "entry_inputs",
+            "unproven",
+        ),
     )
     model_class = schema.word(data["model_class"], f"{at}.model_class")
     return Variant(
@@ -311,6 +324,7 @@ def _variant(value: Any, at: str) -> Variant:
         schema.items(data.get("entry_inputs", []), f"{at}.entry_inputs", schema.word),
         schema.items(data.get("unproven", []), f"{at}.unproven", schema.text),
         schema.items(data.get("outputs", []), f"{at}.outputs", schema.text),
+        tuple(schema.entries(data.get("widen", {}), f"{at}.widen", wider.read).values()),
     )
 
 

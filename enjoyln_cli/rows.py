@@ -50,6 +50,16 @@ def row(
         "verdicts": [{"name": v.norm, "status": v.status, "ops": list(v.ops)} for v in plan.norms],
         "ops": [{"module": c.module, "place": c.place, "reason": c.reason} for c in plan.ops],
         "centred": [{"tensor": w.tensor, "shape": list(w.shape)} for w in plan.writers],
+        "widened": [
+            {
+                "tensor": one.second.tensor,
+                "attribute": one.attribute,
+                "from": one.size,
+                "to": one.to,
+                "subtracts": one.subtracts,
+            }
+            for one in plan.widened
+        ],
         "merged": list(dict.fromkeys(w.scale.tensor for w in plan.writers if w.scale)),
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
@@ -169,6 +179,7 @@ def notes(found: Row) -> list[str]:
         lines.append(f"  only these outputs stay the same: {', '.join(found['outputs'])}")
     for op in found["ops"]:
         lines.append(f"  centre the {op['place']} of {op['module']}: {op['reason']}")
+    lines += _widened(found["widened"])
     for reason, kept in reasons(found):
         names = ", ".join(compact(k["name"] for k in kept))
         lines.append(f"  keep {len(kept)}: {reason}: {names}")
@@ -181,6 +192,20 @@ def notes(found: Row) -> list[str]:
     if found["unproven"]:
         lines.append(f"  not proven for calls with {', '.join(compact(found['unproven']))}")
     return lines if len(lines) > 1 else []
+
+
+def _widened(mlps: Sequence[Row]) -> list[str]:
+    """One line for each attribute of the config."""
+    groups: dict[tuple[str, int, int], list[Row]] = {}
+    for one in mlps:
+        groups.setdefault((one["attribute"], one["from"], one["to"]), []).append(one)
+    lines = []
+    for (attribute, size, to), here in groups.items():
+        many = f"{len(here)} MLP" + "s" * (len(here) != 1)
+        names = ", ".join(compact(one["tensor"] for one in here if one["subtracts"]))
+        text = f"  widen {many} from {size} to {to} hidden units ({attribute}), which subtract"
+        lines.append(f"{text} the mean of what is added to {names}")
+    return lines
 
 
 def _gain(gain: Row, found: Row) -> str:
@@ -197,6 +222,8 @@ def counts(found: Row) -> str:
     tensors = f"{found['writers']} tensors centred ({found['parameters']:,} parameters)"
     many = len(found["merged"])
     merged = f", {many} scale{'s' * (many != 1)} merged into them" if many else ""
+    many = len(found["widened"])
+    merged += f", {many} MLP{'s' * (many != 1)} widened" if many else ""
     return f"{norms} ({found['folded_static']} in the weights alone), {ops}, {tensors}{merged}"
 
 
