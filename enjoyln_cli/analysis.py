@@ -10,7 +10,8 @@ import difflib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -59,6 +60,8 @@ class Analysis:
     cut: Cut
     paper: tuple[str, ...]
     """Norms that the paper's Algorithm 1 calls foldable, as printed."""
+    under: Callable[[Options], Analysis] = field(repr=False)
+    """The same graphs with other options."""
 
     def why(self, norm: str) -> Tree:
         """The zero-mean graph of one norm; ``EnjoyLNError`` if there is no norm of this name."""
@@ -302,7 +305,8 @@ def _analysis(
         settings=tuple(dict.fromkeys(Setting(one.attribute, one.to) for one in widened)),
     )
     paper = algorithm_1(flow.traces[0]) if flow.traces else ()
-    return Analysis(plan, problem, cut, paper)
+    under = partial(_analysis, found, traces, proven, model_type, unproven, outputs, beside=beside)
+    return Analysis(plan, problem, cut, paper, lambda other: under(options=other))
 
 
 def _required(

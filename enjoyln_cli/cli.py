@@ -48,6 +48,8 @@ OPENING = (
     "outputs",
     "recipe",
 )
+ALLOWING = ("widen_mlp", "widen_to")
+"""What a plan may change besides centring: the fields of ``plan.Options``."""
 
 
 def parse_names(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Names:
@@ -133,6 +135,9 @@ def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def gathered(**options: Any) -> Any:
         opening = {name: options.pop(name) for name in OPENING if name in options}
+        allowed = {name: options.pop(name) for name in ALLOWING if name in options}
+        if allowed:
+            opening["options"] = allowing(**allowed)
         return command(opening=opening, **options)
 
     wrapped: Callable[..., Any] = gathered
@@ -144,6 +149,30 @@ def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         wrapped = option(wrapped)
     return wrapped
+
+
+def allowing(widen_mlp: bool, widen_to: int | None, **others: Any) -> Any:
+    """The ``plan.Options`` that were asked for."""
+    from enjoyln_cli.plan import PLAIN, Options
+
+    if widen_to and not widen_mlp:
+        raise click.UsageError("--widen-to goes with --widen-mlp.")
+    return Options(widen_mlp=widen_mlp, widen_to=widen_to or PLAIN.widen_to, **others)
+
+
+def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What a plan may change besides centring."""
+    for option in (
+        click.option(
+            "--widen-to",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Hidden units become a multiple of N, by default 8.",
+        ),
+        click.option("--widen-mlp", is_flag=True, help="Let MLPs subtract a mean: a few units."),
+    ):
+        command = option(command)
+    return command
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -159,8 +188,10 @@ def main() -> None:
 @click.argument("models", nargs=-1, metavar="MODEL...")
 @click.option("--why", metavar="NORM", help="Show why this norm folds or stays, as a tree.")
 @click.option("--paper", is_flag=True, help="Add the count of the paper's Algorithm 1 as printed.")
+@click.option("--options", is_flag=True, help="Add what each option of fold would gain.")
 @model_class_option
 @outputs_option
+@plan_options
 @click.option(
     "--model-type",
     "types",
@@ -190,7 +221,7 @@ def report(
     elif save and not failed:
         save.write_text(recipe_text(found), encoding="utf-8")
     elif not save:
-        write_rows([one.row(show["paper"]) for one in found], show["form"])
+        write_rows([one.row(show["paper"], show["options"]) for one in found], show["form"])
     if failed:
         raise click.exceptions.Exit(1)
 
@@ -217,6 +248,7 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 @click.option("--recipe", type=FILE, help="Make these edits only; refused where unproven.")
 @model_class_option
 @outputs_option
+@plan_options
 @click.option("--dtype", type=DTYPES, help="Convert all floating weights on the way.")
 @click.option("--max-shard-size", callback=parse_size, metavar="SIZE", help="Cut shards anew: 5GB.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers; as many as cores by default.")

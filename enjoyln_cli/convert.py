@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from enjoyln_cli.recipe import Recipe
     from enjoyln_cli.verify import Verification
 
+OPTIONS: dict[str, dict[str, Any]] = {"widen-mlp": {"widen_mlp": True}}
+"""What a report can set beside the plan: the name of a column to what it allows."""
+
 Event = Callable[[str, str], None]
 """Receives ``("stage" | "warning", text)``."""
 
@@ -68,10 +71,15 @@ class Inspected:
     analysis: Analysis
     options: Options = PLAIN
 
-    def row(self, paper: bool = False) -> Row:
-        """The report's row, with the paper's criterion beside where asked for."""
+    def row(self, paper: bool = False, options: bool = False) -> Row:
+        """The report's row; where asked for with the paper's criterion, or each option's plan."""
         found = self.analysis
-        return row(self.name, found.plan, found.paper if paper else None, found.gains())
+        allowed = {
+            name: found.under(replace(self.options, **setting)).plan
+            for name, setting in (OPTIONS if options else {}).items()
+        }
+        paper_norms = found.paper if paper else None
+        return row(self.name, found.plan, paper_norms, found.gains(), allowed)
 
 
 @dataclass(frozen=True)

@@ -84,14 +84,16 @@ def _write_table(rows: Sequence[Row]) -> None:
         for texts in body:
             table.add_row(texts[0], *(f"{int(text):,}" for text in texts[1:]))
         console().print(table)
-        say(_legend("paper" in head), "dim")
+        options = [name for found in shown[:1] for name in found.get("options", ())]
+        say(_legend("paper" in head, options), "dim")
     for found in rows:
         for line in notes(found):
             say(line)
 
 
-def _legend(paper: bool) -> str:
+def _legend(paper: bool, options: Sequence[str]) -> str:
     text = "in weights: LayerNorms that fold with no operation added; in all: with the ops too"
+    text += f"; {', '.join(options)}: in all with that option" if options else ""
     return text + "; paper: its Algorithm 1 as printed, never used to convert" * paper
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,17 @@ Row = dict[str, Any]
 
 
 def row(
-    model: str, plan: Plan, paper: Sequence[str] | None = None, gains: Sequence[Gain] = ()
+    model: str,
+    plan: Plan,
+    paper: Sequence[str] | None = None,
+    gains: Sequence[Gain] = (),
+    options: Mapping[str, Plan] | None = None,
 ) -> Row:
     """One model's report as plain data: all that ``report`` shows.
 
     ``paper``: the norms that Algorithm 1 as printed would fold; without it there is no such entry.
-    ``gains``: what folds besides if some output may change.
+    ``gains``: what folds besides if some output may change. ``options``: the plans with one more
+    option each.
     """
     shapes = {(w.parameter, w.tensor if w.held else ""): w.shape for w in plan.writers}
     found: Row = {
@@ -72,6 +77,11 @@ def row(
     }
     if paper is not None:
         found["paper"] = list(paper)
+    if options:
+        found["options"] = {
+            name: {"folded": len(other.folded), "centering_ops": len(other.ops)}
+            for name, other in options.items()
+        }
     return found
 
 
@@ -147,16 +157,18 @@ def _ranges(values: list[int]) -> str:
 def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Heads of columns, and one list of texts for each row."""
     paper = any("paper" in found for found in rows)
+    options = list(dict.fromkeys(name for found in rows for name in found.get("options", ())))
     head = ["model", "LNs", "in weights", "in all", "ops", "kept", "writers", "parameters"]
     keys = ("model", "norms", "folded_static", "folded", "centering_ops")
     body = []
     for found in rows:
         texts = [str(found[key]) for key in keys]
         texts += [str(len(found["kept"])), str(found["writers"]), str(found["parameters"])]
+        texts += [str(found["options"][name]["folded"]) for name in options]
         if paper:
             texts.append(str(len(found["paper"])))
         body.append(texts)
-    return head + ["paper"] * paper, body
+    return head + options + ["paper"] * paper, body
 
 
 def reasons(found: Row) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -203,8 +215,10 @@ def _widened(mlps: Sequence[Row]) -> list[str]:
     for (attribute, size, to), here in groups.items():
         many = f"{len(here)} MLP" + "s" * (len(here) != 1)
         names = ", ".join(compact(one["tensor"] for one in here if one["subtracts"]))
-        text = f"  widen {many} from {size} to {to} hidden units ({attribute}), which subtract"
-        lines.append(f"{text} the mean of what is added to {names}")
+        text = (
+            f"  widen {many} from {size} to {to} hidden units ({attribute}), to subtract the mean"
+        )
+        lines.append(f"{text} of what they are added to: {names}")
     return lines
 
 
