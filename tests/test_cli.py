@@ -205,7 +205,7 @@ def test_fold_leaves_a_whole_checkpoint(folded: Path) -> None:
         "enjoyln_recipe.yaml",
         "enjoyln_verify.json",
     }
-    assert json.loads((folded / "config.json").read_text())["enjoyln"]["version"] == 2
+    assert json.loads((folded / "config.json").read_text())["enjoyln"]["version"] == 3
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from enjoyln_cli.errors import (
     VerificationFailed,
 )
 from enjoyln_cli.fold import centre_parameters, fold_checkpoint
-from enjoyln_cli.marker import marker, read_marker
+from enjoyln_cli.marker import marker, proof_of, read_marker
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
 
 
@@ -323,7 +323,7 @@ def test_a_hub_id_is_remembered_with_its_commit(source: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 3},
+        {"version": 4},
         {"version": True},
         {"source": None},
         {"revision": 3},
@@ -387,9 +387,16 @@ def test_a_marker_that_somebody_changed_is_refused(source: Path, change: dict[st
         read_marker({"enjoyln": {**entry, **change}})
 
 
+def test_a_marker_of_version_2_is_read(source: Path) -> None:
+    entry = {**marker(plan_for({}, {}), opened(source).source), "version": 2}
+    del entry["units"]
+    found = read_marker({"enjoyln": {**entry, "proof": proof_of(entry)}})
+    assert found.centred == () and found.units == ()
+
+
 def test_a_marker_of_version_1_is_read(source: Path) -> None:
     entry = marker(plan_for({}, {}), opened(source).source)
-    for key in ("centered", "scales", "proof"):
+    for key in ("centered", "scales", "units", "proof"):
         del entry[key]
     found = read_marker({"enjoyln": {**entry, "version": 1}})
     assert found.centred is None

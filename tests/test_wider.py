@@ -14,20 +14,24 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner, Result
 from live_models import CHECKPOINTS
 from safetensors.torch import load_file, save_file
-from test_detection import calls, converted, error, live
+from test_detection import calls, converted, live
 from test_widen import BART, BERT, DISTIL, FAMILY, WIDEN
 from transformers import CONFIG_MAPPING, AutoConfig, BertConfig, BertForMaskedLM, BertModel
 
 from enjoyln_cli import fold, from_pretrained, optimize, refold
 from enjoyln_cli.analysis import analyze_config
 from enjoyln_cli.checkpoint import open_checkpoint, open_source
+from enjoyln_cli.cli import main
+from enjoyln_cli.compare import Float64
 from enjoyln_cli.errors import BadCheckpoint, NotCentred, RecipeError, VerificationFailed
 from enjoyln_cli.fold import centre_parameters, fold_checkpoint
 from enjoyln_cli.marker import read_marker
 from enjoyln_cli.norms import RMSNorm, input_means
 from enjoyln_cli.recipe import dump_recipe, load_recipe, parse_recipe, recipe_of, to_plan
+from enjoyln_cli.returned import tensors_in
 from enjoyln_cli.units import UNITS
 from enjoyln_cli.verify import verify
 from enjoyln_cli.wider import WidenLine
@@ -42,6 +46,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # Live models, with weights on which nothing passes by luck.
 
 
+def given_to(model: Any) -> list[dict[str, Any]]:
+    """Calls of every kind; of an encoder and a decoder, one with ids for both."""
+    found = calls(model)
+    if not model.config.is_encoder_decoder:
+        return [{**given, "use_cache": False} for given in found]
+    return [{**found[0], "decoder_input_ids": torch.randint(3, 37, (2, 5)), "use_cache": False}]
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
 @pytest.mark.parametrize(("kind", "settings", "name", "plain", "wider"), FAMILY)
 def test_the_function_stays_the_same(
     kind: str, settings: dict[str, Any], name: str, plain: int, wider: int
@@ -50,9 +66,10 @@ def test_the_function_stays_the_same(
     plan = analyze_config(config, model_class=name, options=WIDEN).plan
     original = live(name, config)
     folded = converted(original, plan)
-    for given in calls(original):
-        with input_means(folded) as seen:
-            assert error(folded, original, given) <= 1e-12, sorted(given)
+    for given in given_to(original):
+        with input_means(folded) as seen, Float64(), torch.no_grad():
+            pairs = zip(*(tensors_in(m(**given)) for m in (folded, original)), strict=True)
+        assert max(far(a, b) for a, b in pairs) <= 1e-12, sorted(given)
         assert max(seen.values()) <= 1e-12
         assert set(seen) == {verdict.norm for verdict in plan.folded}
 
@@ -306,10 +323,6 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(**inputs()).logits.double()
 
 
-def far(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
 def shifted(model: Any) -> set[bool]:
     return {bool(m.shifted) for m in model.modules() if isinstance(m, RMSNorm)}
 
@@ -431,3 +444,64 @@ def test_the_base_model_of_a_result(outs: dict[str, Path], tmp_path: Path) -> No
     assert len(done.plan.folded) == 3
     model = from_pretrained(tmp_path / "out")
     assert isinstance(model, BertModel) and shifted(model) == {False}
+
+
+# The commands.
+
+
+def enjoyln(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_fold_says_what_it_widens(tmp_path: Path) -> None:
+    done = enjoyln(
+        "fold", SOURCE, "-o", tmp_path / "out", "--widen-mlp", "--widen-to", 64, "--json"
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["folded"], found["folded_static"], found["centering_ops"]) == (3, 3, 0)
+    assert found["verification"]["passed"]
+    assert [(one["from"], one["to"], one["attribute"]) for one in found["widened"]] == [
+        (320, 384, "intermediate_size")
+    ] * 3
+    assert BertForMaskedLM.from_pretrained(tmp_path / "out").config.intermediate_size == 384
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    more = 3 * 64 * (2 * 80 + 1) * 4
+    assert abs(size - (SOURCE / "model.safetensors").stat().st_size - more) < 1000
+    checked = enjoyln("verify", tmp_path / "out")
+    assert checked.exit_code == 0, checked.output
+
+
+def test_a_dry_run_knows_the_size(tmp_path: Path) -> None:
+    rows = [
+        json.loads(enjoyln("fold", SOURCE, "--dry-run", "--json", *options).stdout)
+        for options in (("--model-class", "BertModel"), ("--model-class", "BertModel",
+                                                         "--widen-mlp"))
+    ]  # fmt: skip
+    assert rows[1]["bytes_written"] - rows[0]["bytes_written"] == 3 * 8 * (2 * 80 + 1) * 4
+    assert "3 MLPs widened" in enjoyln("fold", SOURCE, "--dry-run", "--widen-mlp").stdout
+
+
+def test_a_report_of_what_options_gain() -> None:
+    alone = ("report", SOURCE, "--model-class", "BertModel")
+    table = enjoyln(*alone, "--options", "--format", "csv").stdout.splitlines()
+    head, body = (line.split(",") for line in table[:2])
+    assert body[head.index("in all")] == "1" and body[head.index("widen-mlp")] == "4"
+    found = json.loads(enjoyln(*alone, "--options", "--format", "json").stdout)
+    assert found["options"]["widen-mlp"] == {"folded": 4, "centering_ops": 0}
+    assert "options" not in json.loads(enjoyln(*alone, "--format", "json").stdout)
+    shown = enjoyln(*alone, "--options").stdout
+    assert "widen-mlp: in all with that option" in " ".join(shown.split())
+
+
+def test_a_report_with_the_option() -> None:
+    shown = enjoyln("report", SOURCE, "--widen-mlp").stdout
+    assert "widen 3 MLPs from 320 to 328 hidden units (intermediate_size)" in shown
+    why = enjoyln("report", SOURCE, "--widen-mlp", "--why", "bert.encoder.layer.0.output.LayerNorm")
+    assert "its mean is subtracted by hidden units of bert.encoder.layer.0.output" in why.stdout
+
+
+def test_a_size_without_wider_mlps_is_no_request() -> None:
+    done = enjoyln("report", SOURCE, "--widen-to", 64)
+    assert done.exit_code == 2 and "--widen-to goes with --widen-mlp" in done.stderr
+    assert enjoyln("report", SOURCE, "--widen-mlp", "--widen-to", 0).exit_code == 2
