@@ -14,7 +14,7 @@ import difflib
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from enjoyln_cli.config import (
     require_unquantised,
 )
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
-from enjoyln_cli.files import WEIGHTS, comes_along, shards_in_index, weights_among
+from enjoyln_cli.files import WEIGHTS, comes_along, digest, shards_in_index, weights_among
 from enjoyln_cli.output import staged_output
 from enjoyln_cli.pipeline import transformer_folder
 from enjoyln_cli.shards import (
@@ -60,6 +60,7 @@ __all__ = [
 BLOCK = 1 << 22
 """Bytes compared at once."""
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 
 
@@ -121,6 +122,7 @@ def open_source(
     if not _HUB_ID.fullmatch(model):
         advice = _similar(local) or "; pass a directory, or a Hub id such as owner/name"
         raise ModelNotFound(f"there is no directory {model!r}{advice}")
+    require_token(token)
     try:
         path = _snapshot(model, revision, token, cache_dir, weights)
     except EnjoyLNError:
@@ -128,6 +130,16 @@ def open_source(
     except Exception as error:  # of huggingface_hub, its HTTP library, or the disk of the cache
         raise _hub_error(error, model, revision) from error
     return Source(model, path, path.name)
+
+
+def require_token(token: str | None) -> None:
+    """Raises ``ModelNotFound`` for a token that is none, before a library can quote it in an error.
+
+    A token is printable ASCII without spaces: one that ends in a line break cannot be sent.
+    """
+    if token is not None and not re.fullmatch(r"[!-~]+", token):
+        what = "has characters that no token has, such as a line break" if token else "is empty"
+        raise ModelNotFound(f"the --token {what}; copy it anew, or run `hf auth login` instead")
 
 
 def _similar(path: str) -> str:
@@ -174,12 +186,40 @@ def _snapshot(
             shards = shards_in_index(Path(index))[0]
         wanted = {first, *shards, *(name for name in names if comes_along(name))}
         patterns = [glob.escape(name) for name in sorted(wanted)]
+        cached = _blobs(path)
         snapshot_download(model, revision=path.name, allow_patterns=patterns, **place)
+        _require_digests(path, {first, *shards}, cached, model)
         return path
     except errors.LocalEntryNotFoundError as error:
         if isinstance(error.__cause__, errors.HfHubHTTPError):
             raise error.__cause__ from None
         raise _not_cached(model, what, unreachable or error) from error
+
+
+def _blobs(path: Path) -> set[str]:
+    """Names in the cache of what a snapshot's files are links to."""
+    blobs = path.parent.parent / "blobs"
+    return {entry.name for entry in os.scandir(blobs)} if blobs.is_dir() else set()
+
+
+def _require_digests(path: Path, names: Iterable[str], cached: set[str], model: str) -> None:
+    """Raises ``BadCheckpoint`` for weights that arrived as other bytes than the Hub has.
+
+    The cache names a large file after its SHA-256, and ``huggingface_hub`` looks at the size alone.
+    What was there before is not read again, nor what Xet has stored, which checks by itself.
+    """
+    for name in sorted(names):
+        blob = path / os.readlink(path / name) if (path / name).is_symlink() else path / name
+        if blob.name in cached or blob.is_symlink() or not _SHA256.fullmatch(blob.name):
+            continue
+        found = digest(blob)
+        if found != blob.name:
+            (path / name).unlink()
+            blob.unlink()
+            raise BadCheckpoint(
+                f"{name} of {model} did not arrive as the Hub has it: its SHA-256 is {found[:12]}, "
+                f"not {blob.name[:12]}; it was removed from the cache, fetch it again"
+            )
 
 
 def _unreachable(model: str, revision: str | None, token: str | None) -> Exception | None:

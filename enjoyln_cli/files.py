@@ -7,6 +7,7 @@ hold a second, unconverted copy of the model.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -79,8 +80,22 @@ def shards_in_index(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
     return tuple(sorted(set(weights.values()))), weights
 
 
+def housekeeping(name: str) -> bool:
+    """Whether a file is a tool's own and no part of a model: of git, of a cache."""
+    return any(fnmatchcase(name, pattern) for pattern in _HOUSEKEEPING)
+
+
 def comes_along(name: str) -> bool:
     patterns = [*_LEFT_OUT, *_HOUSEKEEPING, *(p for ps in _FOREIGN.values() for p in ps)]
     if "/" not in name:
         patterns += _AT_THE_TOP
     return not any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()

@@ -1,0 +1,500 @@
+"""A Hub on this machine: as much of its API as ``huggingface_hub`` uses to download and to upload.
+
+Repositories live in memory: a commit is all of its files, a ref names a commit. Files that a real
+Hub would put into its large file storage are redirected to, uploaded in parts and checked against
+their SHA-256 as there. Xet is not spoken; set ``HF_HUB_DISABLE_XET=1``. Faults are asked for one by
+one::
+
+    with serving() as hub:
+        hub.add("me/model", {"config.json": b"{}"})
+        hub.fault("GET", "resolve/.*/config.json", status=429, headers={"Retry-After": "0"})
+        ... HF_ENDPOINT=hub.url
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+import uvicorn
+
+PART = 1 << 18
+"""Bytes of one part of an upload."""
+
+LARGE = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".data")
+"""Names of files that lie in the large file storage."""
+
+Files = dict[str, bytes]
+Reply = tuple[int, bytes, dict[str, str]]
+Call = Callable[["Hub", "Request", re.Match[str]], Reply]
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def git_oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def pointer(data: bytes) -> bytes:
+    """What git stores in place of a large file."""
+    head = "version https://git-lfs.github.com/spec/v1"
+    return f"{head}\noid sha256:{sha256(data)}\nsize {len(data)}\n".encode()
+
+
+def oid_of(path: str, data: bytes) -> str:
+    return git_oid(pointer(data) if path.endswith(LARGE) else data)
+
+
+@dataclass
+class Repository:
+    """Commits by their id, refs by their name."""
+
+    commits: dict[str, Files]
+    refs: dict[str, str]
+    private: bool = False
+    gated: bool = False
+    log: list[str] = field(default_factory=list)
+    """Messages of the commits since its creation."""
+
+    def files(self, ref: str = "main") -> Files:
+        return self.commits[self.refs[ref]]
+
+    def commit(self, ref: str, files: Files, message: str) -> str:
+        names = "".join(f"{name}\0{sha256(data)}\0" for name, data in sorted(files.items()))
+        commit = hashlib.sha1(f"{len(self.commits)}{message}{names}".encode()).hexdigest()
+        self.commits[commit] = files
+        self.refs[ref] = commit
+        self.log.append(message)
+        return commit
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    query: Mapping[str, list[str]]
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Fault:
+    """What goes wrong with the next ``times`` requests that match."""
+
+    method: str
+    pattern: str
+    status: int | None
+    headers: Mapping[str, str]
+    cut: bool
+    """Send half of the answer, then hang up."""
+    corrupt: bool
+    """Turn a byte over: of the answer, or of what was uploaded."""
+    times: int
+
+
+@dataclass
+class Hub:
+    url: str = ""
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    storage: dict[str, bytes] = field(default_factory=dict)
+    """The large files, by their SHA-256."""
+    parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
+    """Tokens, and whose they are. Everybody may write where the name of a user is the owner's."""
+    granted: set[str] = field(default_factory=set)
+    """Users who may read gated repositories."""
+    requests: list[Request] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+    def add(self, name: str, files: Files, **options: Any) -> Repository:
+        self.storage |= {sha256(data): data for path, data in files.items() if path.endswith(LARGE)}
+        made = self.repositories[name] = Repository({}, {}, **options)
+        made.commit("main", dict(files), "initial commit")
+        made.log.clear()
+        return made
+
+    def fault(
+        self,
+        method: str,
+        pattern: str,
+        *,
+        status: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        cut: bool = False,
+        corrupt: bool = False,
+        times: int = 1,
+    ) -> None:
+        self.faults.append(Fault(method, pattern, status, headers or {}, cut, corrupt, times))
+
+    def fetched(self) -> list[str]:
+        """Paths of the files that were asked for, sorted, each once."""
+        found = [re.search(r"/resolve/[^/]+/(.*)", request.path) for request in self.requests]
+        return sorted({match[1] for match in found if match})
+
+    def user(self, request: Request) -> str | None:
+        return self.tokens.get(request.headers.get("authorization", "").removeprefix("Bearer "))
+
+    # Serving.
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        headers = {name.decode().lower(): value.decode() for name, value in scope["headers"]}
+        path = scope.get("raw_path", b"").decode() or scope["path"]
+        query = parse_qs(scope["query_string"].decode(), keep_blank_values=True)
+        request = Request(scope["method"], unquote(path), query, headers, body)
+        self.requests.append(request)
+        fault = self._fault_for(request)
+        if fault and fault.corrupt and body:
+            request.body = turned(body)
+        if fault and fault.status:
+            reply: Reply = fault.status, b"asked for", dict(fault.headers)
+        else:
+            reply = self._answer(request)
+        await _send(reply, request, fault, send)
+
+    def _fault_for(self, request: Request) -> Fault | None:
+        for fault in self.faults:
+            hit = fault.method == request.method and re.search(fault.pattern, request.path)
+            if fault.times and hit:
+                fault.times -= 1
+                return fault
+        return None
+
+    def _answer(self, request: Request) -> Reply:
+        bearer = request.headers.get("authorization")
+        if bearer and self.user(request) is None:
+            message = "Invalid credentials in Authorization header"
+            return problem(401, message=message)
+        for methods, pattern, call in ROUTES:
+            match = re.fullmatch(pattern, request.path)
+            if match and request.method in methods:
+                return call(self, request, match)
+        return problem(404, "EntryNotFound", "no such page")
+
+    def opened(self, request: Request, name: str, write: bool = False) -> Repository | Reply:
+        """The repository, or the refusal that the Hub would send."""
+        user, found = self.user(request), self.repositories.get(name)
+        if found is None or (found.private and user != name.split("/")[0]):
+            status = 404 if user else 401
+            return problem(status, "RepoNotFound", "Repository not found")
+        if write and user != name.split("/")[0]:
+            text = "You don't have the required permissions"
+            return problem(403 if user else 401, message=text)
+        return found
+
+    def commit_named(self, found: Repository, revision: str) -> str | None:
+        return found.refs.get(revision) or (revision if revision in found.commits else None)
+
+
+def turned(data: bytes) -> bytes:
+    """The same bytes but for one in the middle."""
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 255]) + data[middle + 1 :]
+
+
+async def _send(
+    reply: Reply, request: Request, fault: Fault | None, send: Callable[[Any], Awaitable[None]]
+) -> None:
+    status, body, headers = reply
+    if fault and fault.corrupt and not request.body:
+        body = turned(body)
+    headers = {"Content-Length": str(len(body)), **headers}
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+    if fault and fault.cut:
+        half = body[: len(body) // 2]
+        await send({"type": "http.response.body", "body": half, "more_body": True})
+        return  # with less than was promised: the server hangs up
+    await send({"type": "http.response.body", "body": b"" if request.method == "HEAD" else body})
+
+
+def problem(status: int, code: str = "", message: str = "") -> Reply:
+    headers = {"X-Error-Code": code} if code else {}
+    if message:
+        headers["X-Error-Message"] = message
+    return status, json.dumps({"error": message}).encode(), headers
+
+
+def answer(content: Any, status: int = 200) -> Reply:
+    return status, json.dumps(content).encode(), {"Content-Type": "application/json"}
+
+
+# Reading.
+
+
+def whoami(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    user = hub.user(request)
+    if user is None:
+        return problem(401, message="Invalid username or password.")
+    return answer({"type": "user", "name": user, "orgs": [], "auth": {"type": "access_token"}})
+
+
+def info(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    name, revision = match["repo"], match["revision"] or "main"
+    found = hub.opened(request, name)
+    if not isinstance(found, Repository):
+        return found
+    commit = hub.commit_named(found, revision)
+    if commit is None:
+        return problem(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+    siblings = [{"rfilename": path} for path in found.commits[commit]]
+    facts = {"id": name, "modelId": name, "sha": commit, "private": found.private}
+    return answer({**facts, "tags": [], "siblings": siblings, "downloads": 0})
+
+
+def tree(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    found = hub.opened(request, match["repo"])
+    if not isinstance(found, Repository):
+        return found
+    commit = hub.commit_named(found, match["revision"])
+    if commit is None:
+        return problem(404, "RevisionNotFound", "Invalid rev id")
+    below = (match["path"] or "").strip("/")
+    listing = []
+    for path, data in found.commits[commit].items():
+        if below and not path.startswith(below + "/"):
+            continue
+        entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data)}
+        entry["oid"] = oid_of(path, data)
+        if path.endswith(LARGE):
+            size = len(pointer(data))
+            entry["lfs"] = {"oid": sha256(data), "size": len(data), "pointerSize": size}
+        listing.append(entry)
+    if below and not listing:
+        return problem(404, "EntryNotFound", f"{below} does not exist")
+    return answer(listing)
+
+
+def resolve(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    name, revision, path = match["repo"], match["revision"], match["path"]
+    found = hub.opened(request, name)
+    if not isinstance(found, Repository):
+        return found
+    if found.gated and hub.user(request) not in hub.granted:
+        return problem(403 if hub.user(request) else 401, "GatedRepo", "Access is restricted")
+    commit = hub.commit_named(found, revision)
+    if commit is None:
+        return problem(404, "RevisionNotFound", "Invalid rev id")
+    headers = {"X-Repo-Commit": commit}
+    if path not in found.commits[commit]:
+        status, body, refused = problem(404, "EntryNotFound", "Entry not found")
+        return status, body, {**refused, **headers}
+    data = found.commits[commit][path]
+    if path.endswith(LARGE):
+        linked = {"X-Linked-Etag": f'"{sha256(data)}"', "X-Linked-Size": str(len(data))}
+        place = hub.url.replace("127.0.0.1", "localhost")  # another host, as the Hub's storage is
+        return 302, b"", {**headers, **linked, "Location": f"{place}/storage/{sha256(data)}"}
+    return content(data, {**headers, "ETag": f'"{git_oid(data)}"'}, request)
+
+
+def stored(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    if match["oid"] not in hub.storage:
+        return problem(404, message="no such object")
+    return content(hub.storage[match["oid"]], {"ETag": f'"{match["oid"]}"'}, request)
+
+
+def content(data: bytes, headers: dict[str, str], request: Request) -> Reply:
+    """All of the bytes, or from where a ``Range`` asks to go on."""
+    asked = re.fullmatch(r"bytes=(\d+)-", request.headers.get("range", ""))
+    headers = {**headers, "Accept-Ranges": "bytes"}
+    if not asked:
+        return 200, data, headers
+    start = int(asked[1])
+    span = f"bytes {start}-{len(data) - 1}/{len(data)}"
+    return 206, data[start:], {**headers, "Content-Range": span}
+
+
+# Writing.
+
+
+def create(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    asked, user = request.json, hub.user(request)
+    if user is None:
+        return problem(401, message="Invalid username or password.")
+    owner = asked.get("organization") or user
+    if owner != user:
+        return problem(403, message="You don't have the rights to create a model there")
+    name = f"{owner}/{asked['name']}"
+    if name in hub.repositories:
+        return answer({"error": "You already created this repo", "url": f"{hub.url}/{name}"}, 409)
+    private = asked.get("private") or asked.get("visibility") == "private"
+    hub.add(name, {".gitattributes": b"*.safetensors filter=lfs\n"}, private=bool(private))
+    return answer({"url": f"{hub.url}/{name}", "name": name})
+
+
+def branch(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    found = hub.opened(request, match["repo"], write=True)
+    if not isinstance(found, Repository):
+        return found
+    if match["name"] in found.refs:
+        return problem(409, message="Reference already exists")
+    found.refs[match["name"]] = found.refs["main"]
+    return answer({})
+
+
+def preupload(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    found = hub.opened(request, match["repo"], write=True)
+    if not isinstance(found, Repository):
+        return found
+    commit = hub.commit_named(found, match["revision"])
+    if commit is None:
+        return problem(404, "RevisionNotFound", "Invalid rev id")
+    files = []
+    for entry in request.json["files"]:
+        path = entry["path"]
+        there = found.commits[commit].get(path)
+        mode = "lfs" if path.endswith(LARGE) else "regular"
+        named = sha256 if mode == "lfs" else git_oid
+        oid = None if there is None else named(there)
+        files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+    return answer({"files": files})
+
+
+def batch(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    found = hub.opened(request, match["repo"], write=True)
+    if not isinstance(found, Repository):
+        return found
+    objects = []
+    for entry in request.json["objects"]:
+        oid, size = entry["oid"], entry["size"]
+        if oid in hub.storage:
+            objects.append({"oid": oid, "size": size})
+            continue
+        upload: dict[str, Any] = {"href": f"{hub.url}/upload/{oid}/1"}
+        if size > PART:
+            count = -(-size // PART)
+            links = {str(n): f"{hub.url}/upload/{oid}/{n}" for n in range(1, count + 1)}
+            upload = {"href": f"{hub.url}/complete/{oid}"}
+            upload["header"] = {"chunk_size": str(PART), **links}
+        verify = {"href": f"{hub.url}/verify/{oid}"}
+        objects.append({"oid": oid, "size": size, "actions": {"upload": upload, "verify": verify}})
+    return answer({"transfer": "multipart", "objects": objects})
+
+
+def upload(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    hub.parts.setdefault(match["oid"], {})[int(match["part"])] = request.body
+    return 200, b"", {"ETag": f'"{sha256(request.body)}"'}
+
+
+def complete(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    given = [part["etag"].strip('"') for part in request.json["parts"]]
+    held = [sha256(data) for _, data in sorted(hub.parts[match["oid"]].items())]
+    return answer({}) if given == held else problem(400, message="parts do not match")
+
+
+def verify(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    """Into the storage, if what came is what was announced."""
+    oid = match["oid"]
+    data = b"".join(data for _, data in sorted(hub.parts.pop(oid, {}).items()))
+    if sha256(data) != oid or len(data) != request.json["size"]:
+        return problem(400, message="the digest of the uploaded object is wrong")
+    hub.storage[oid] = data
+    return answer({})
+
+
+def commit(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    name = match["repo"]
+    found = hub.opened(request, name, write=True)
+    if not isinstance(found, Repository):
+        return found
+    ref = match["revision"]
+    if ref not in found.refs:
+        return problem(404, "RevisionNotFound", "Invalid rev id")
+    files = dict(found.files(ref))
+    lines = [json.loads(line) for line in request.body.splitlines() if line]
+    head = next(line["value"] for line in lines if line["key"] == "header")
+    for line in lines:
+        value = line["value"]
+        if line["key"] == "file":
+            files[value["path"]] = base64.b64decode(value["content"])
+        elif line["key"] == "lfsFile":
+            if value["oid"] not in hub.storage:
+                return problem(400, message=f"{value['path']} was not uploaded")
+            files[value["path"]] = hub.storage[value["oid"]]
+        elif line["key"] == "deletedFile":
+            files.pop(value["path"], None)
+    pull = opened_pull(found, ref) if request.query.get("create_pr") else None
+    made = found.commit(pull or ref, files, head["summary"])
+    told = {"success": True, "commitOid": made, "commitUrl": f"{hub.url}/{name}/commit/{made}"}
+    number = (pull or "").rsplit("/", 1)[-1]
+    return answer({**told, "pullRequestUrl": f"{hub.url}/{name}/discussions/{number}"})
+
+
+def opened_pull(found: Repository, ref: str) -> str:
+    pull = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in found.refs)}"
+    found.refs[pull] = found.refs[ref]
+    return pull
+
+
+def validate(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    """Whether a card's metadata is what the Hub takes: a base model is a Hub id."""
+    import yaml
+
+    block = re.match(r"\s*---\n(.*?)\n---", request.json["content"], re.DOTALL)
+    data = (yaml.safe_load(block[1]) if block else None) or {}
+    bases = data.get("base_model", [])
+    wrong = [b for b in ([bases] if isinstance(bases, str) else bases) if b.count("/") > 1]
+    relation = data.get("base_model_relation", "finetune")
+    if relation not in ("adapter", "merge", "quantized", "finetune"):
+        wrong.append(relation)
+    errors = [{"message": f"{value} is not allowed"} for value in wrong]
+    return answer({"errors": errors, "warnings": []}, 400 if errors else 200)
+
+
+REPO = r"(?P<repo>[^/]+/[^/]+?)"
+API = rf"/api/models/{REPO}"
+READ = ("GET", "HEAD")
+ROUTES: tuple[tuple[tuple[str, ...], str, Call], ...] = (
+    (READ, "/api/whoami-v2", whoami),
+    (("POST",), "/api/repos/create", create),
+    (("POST",), "/api/validate-yaml", validate),
+    (READ, rf"{API}(/revision/(?P<revision>.+))?", info),
+    (READ, rf"{API}/tree/(?P<revision>refs/pr/\d+|[^/]+)(?P<path>/.*)?", tree),
+    (("POST",), rf"{API}/branch/(?P<name>.+)", branch),
+    (("POST",), rf"{API}/preupload/(?P<revision>.+)", preupload),
+    (("POST",), rf"{API}/commit/(?P<revision>.+)", commit),
+    (("POST",), rf"/{REPO}\.git/info/lfs/objects/batch", batch),
+    (("PUT",), r"/upload/(?P<oid>\w+)/(?P<part>\d+)", upload),
+    (("POST",), r"/complete/(?P<oid>\w+)", complete),
+    (("POST",), r"/verify/(?P<oid>\w+)", verify),
+    (READ, rf"/{REPO}/resolve/(?P<revision>refs/pr/\d+|[^/]+)/(?P<path>.+)", resolve),
+    (READ, r"/storage/(?P<oid>\w+)", stored),
+)
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    """A Hub on a free port of this machine, in a thread of its own."""
+    hub = Hub()
+    config = uvicorn.Config(hub, port=0, log_level="critical", lifespan="off", access_log=False)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until = time.monotonic() + 30
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < until, "the server did not start"
+        time.sleep(0.01)
+    hub.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    yield hub
+    server.should_exit = True
+    thread.join(timeout=30)
