@@ -3,6 +3,7 @@
     analyze(model)     which LayerNorms can go, and why the others stay
     fold(model, out)   write the converted checkpoint
     verify(out)        measure that it computes the original function
+    push(out, "me/x")  upload it to the Hub
     load_recipe(file)  read what was done, or what to do
 
     from_pretrained(out)   the converted checkpoint, running RMSNorm
@@ -29,6 +30,7 @@ from enjoyln_cli.errors import (
     NotCentred,
     NothingToFold,
     OutputError,
+    PushRefused,
     RecipeError,
     TraceFailed,
     UnsupportedModel,
@@ -38,6 +40,7 @@ from enjoyln_cli.errors import (
 if TYPE_CHECKING:
     from enjoyln_cli.convert import analyze
     from enjoyln_cli.convert import convert as fold
+    from enjoyln_cli.hub import push
     from enjoyln_cli.loading import from_pretrained, optimize, refold
     from enjoyln_cli.quantizer import EnjoyLNConfig
     from enjoyln_cli.recipe import load_recipe
@@ -54,6 +57,7 @@ __all__ = [
     "NotCentred",
     "NothingToFold",
     "OutputError",
+    "PushRefused",
     "RecipeError",
     "TraceFailed",
     "UnsupportedModel",
@@ -63,6 +67,7 @@ __all__ = [
     "from_pretrained",
     "load_recipe",
     "optimize",
+    "push",
     "refold",
     "verify",
 ]
@@ -74,6 +79,7 @@ _LAZY = {
     "from_pretrained": ("enjoyln_cli.loading", "from_pretrained"),
     "load_recipe": ("enjoyln_cli.recipe", "load_recipe"),
     "optimize": ("enjoyln_cli.loading", "optimize"),
+    "push": ("enjoyln_cli.hub", "push"),
     "refold": ("enjoyln_cli.loading", "refold"),
     "verify": ("enjoyln_cli.verify", "verify"),
 }

@@ -10,6 +10,7 @@ import errno
 import functools
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """The libraries' own chatter, off unless the user has set otherwise or ``ENJOYLN_DEBUG=1``."""
+
+BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
 
 Names = tuple[str, ...]
 Options = dict[str, Any]
@@ -90,8 +93,8 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         if debugging():
             return super().invoke(ctx)
-        for name, value in QUIET.items():
-            os.environ.setdefault(name, value)
+        ctx.obj = {name for name in QUIET if name not in os.environ}
+        os.environ.update({name: QUIET[name] for name in ctx.obj})
         warnings.simplefilter("ignore")
         try:
             return super().invoke(ctx)
@@ -116,6 +119,21 @@ def explain(error: Exception) -> str:
         return f"{error.strerror}{where}"
     kind = type(error).__name__
     return f"unexpected {kind}: {error} (ENJOYLN_DEBUG=1 shows where; please report it)"
+
+
+def show_transfers() -> None:
+    """Let ``huggingface_hub`` draw its bars on a terminal; to be called before it is imported."""
+    if sys.stderr.isatty() and BARS in (click.get_current_context().obj or ()):
+        os.environ.pop(BARS, None)
+
+
+def ask(question: str, yes: bool) -> None:
+    """Go on where the user says so; without a terminal only with ``--yes``."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError(f"{question} Pass --yes to answer in advance.")
+    click.confirm(question, abort=True, err=True)
 
 
 def parse_size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
@@ -170,6 +188,20 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Hidden units become a multiple of N, by default 8.",
         ),
         click.option("--widen-mlp", is_flag=True, help="Let MLPs subtract a mean: a few units."),
+    ):
+        command = option(command)
+    return command
+
+
+def push_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How a repository is made and committed to, as ``hf upload`` has it."""
+    for option in (
+        click.option("--yes", "-y", is_flag=True, help="Push without asking."),
+        click.option("--commit-message", metavar="TEXT", help="First line of the commit."),
+        click.option("--create-pr", is_flag=True, help="Push as a pull request."),
+        click.option(
+            "--private/--no-private", default=None, help="A new repository; public by default."
+        ),
     ):
         command = option(command)
     return command
@@ -255,6 +287,8 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 @click.option("--dry-run", is_flag=True, help="Show the plan and the sizes, write nothing.")
 @click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--push-to-hub", "repo_id", metavar="REPO_ID", help="Then push OUT there.")
+@push_options
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 @json_option
 @hub_options
@@ -262,10 +296,12 @@ def fold(
     model: str, out: Path | None, dry_run: bool, quiet: bool, as_json: bool, **options: Any
 ) -> None:
     """Convert MODEL into the new directory OUT, and verify the result."""
-    if dry_run:
-        out = None
-    elif out is None:
+    if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
+    out = None if dry_run else out
+    if not quiet and not as_json:
+        show_transfers()
+    push_it = _push_after(options, dry_run)
     from enjoyln_cli import convert, rows
     from enjoyln_cli.report import watching, write_fold, write_json
 
@@ -274,10 +310,36 @@ def fold(
         ready = convert.prepare(model, out, opening, force=force, on_event=watch.event)
         result = convert.write(ready, out, watch.event, watch.progress, **options) if out else None
     found = rows.fold_row(model, ready, result, watch.warnings, options["dtype"])
+    found |= push_it(out) if out else {}
     if as_json:
         write_json(found)
     elif not quiet:
         write_fold(found)
+
+
+def _push_after(options: Options, dry_run: bool) -> Callable[[Path], Options]:
+    """What is to be done with a finished fold; asks the user and the Hub before it begins."""
+    names = ("repo_id", "private", "create_pr", "commit_message", "yes")
+    repo_id, private, create_pr, message, yes = (options.pop(name) for name in names)
+    if not repo_id:
+        return lambda out: {}
+    if not options["verify"]:
+        raise click.UsageError("--push-to-hub takes verified results only; drop --no-verify.")
+    from enjoyln_cli import hub
+
+    to: Options = {"private": private, "create_pr": create_pr, "token": options["opening"]["token"]}
+    if not dry_run:
+        target = hub.target(repo_id, **to)
+        kind = ("" if target.exists else "new, ") + ("private" if target.private else "public")
+        ask(f"Push the result to {target.repo_id} ({kind})?", yes)
+
+    def push_it(out: Path) -> Options:
+        try:
+            return {"pushed": hub.push(out, repo_id, commit_message=message, **to).to_json()}
+        except EnjoyLNError as error:
+            raise type(error)(f"{out} is written and not pushed: {error}") from error
+
+    return push_it
 
 
 @main.command()
@@ -307,6 +369,36 @@ def verify(out: Path, as_json: bool, opening: Options, **options: Any) -> None:
         write_verification(found)
     if not found.passed:
         raise click.exceptions.Exit(1)
+
+
+@main.command()
+@click.argument("out", type=FOLDER)
+@click.argument("repo_id")
+@push_options
+@click.option("--revision", metavar="REV", help="Branch to push to; made where there is none.")
+@click.option("--token", metavar="TOKEN", help="Hub token that may write.")
+@click.option("--dry-run", is_flag=True, help="List the files and what is new, send nothing.")
+@click.option("--force", is_flag=True, help="Push what is not verified; the card says so.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
+@json_option
+def push(
+    out: Path, repo_id: str, dry_run: bool, quiet: bool, as_json: bool, **options: Any
+) -> None:
+    """Upload OUT, verified, to the Hub as REPO_ID. Goes on where an earlier run stopped."""
+    if not quiet and not as_json:
+        show_transfers()
+    from enjoyln_cli import hub
+    from enjoyln_cli.report import upload_line, write_json, write_push
+
+    yes, message = options.pop("yes"), options.pop("commit_message")
+    upload = hub.prepare(out, repo_id, **options)
+    if not dry_run:
+        ask(f"Push {upload_line(upload)}?", yes)
+        upload = hub.send(upload, commit_message=message, token=options["token"])
+    if as_json:
+        write_json(upload.to_json())
+    elif not quiet:
+        write_push(upload)
 
 
 @main.command()

@@ -1,15 +1,15 @@
 """From a model to a verified checkpoint: the order of the steps, and what stops it.
 
 Open, refuse what is folded already, analyse, follow the recipe given or hold the plan against the
-shipped one, stream, verify before the output appears. The proof always decides: a recipe can only
-choose among proven edits.
+shipped one, stream, verify and write the card before the output appears. The proof always decides:
+a recipe can only choose among proven edits.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ class Opening:
     """How a model is opened, and what is asked of its plan."""
 
     revision: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     cache_dir: str | Path | None = None
     trust_remote_code: bool = False
     model_class: str | None = None
@@ -60,6 +60,12 @@ class Opening:
             "cache_dir": self.cache_dir,
             "trust_remote_code": self.trust_remote_code,
         }
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What it takes to repeat a fold elsewhere: all but where the files come from, and how."""
+        private = ("token", "cache_dir", "revision")
+        return {name: value for name, value in vars(self).items() if name not in private}
 
 
 @dataclass(frozen=True)
@@ -257,6 +263,13 @@ def write(
         event("stage", "verifying")
         return measure(folded, plan=ready.plan, **ready.opening.hub)
 
+    def finish(folded: Path) -> None:
+        from enjoyln_cli.hub import write_card
+
+        options = {**ready.opening.asked, "dtype": dtype, "max_shard_size": max_shard_size}
+        final = Path(out).expanduser().absolute()
+        write_card(folded, ready.plan, ready.source, {**options, "no_verify": not verify}, final)
+
     event("stage", f"writing {out}")
     return fold_checkpoint(
         ready.checkpoint,
@@ -269,6 +282,7 @@ def write(
         force=force,
         progress=_summed(ready.bytes_to_write(dtype), on_progress),
         check=check if verify else None,
+        finish=finish,
     )
 
 

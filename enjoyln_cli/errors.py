@@ -10,6 +10,7 @@
     ├── RecipeError              a recipe that is malformed, stale, or asks for an unproven edit
     ├── NotCentred               weights of a folded model have moved, or cannot be looked at
     ├── OutputError              output exists, lies inside the source, disk full, read-only
+    ├── PushRefused              a result that is not verified, or a Hub that does not take it
     └── VerificationFailed       the folded checkpoint does not compute the original function
 
 A message names the invariant that does not hold, what arrived, where, and what to do next, in one
@@ -65,6 +66,10 @@ class NotCentred(EnjoyLNError):
 
 class OutputError(EnjoyLNError):
     """The output directory cannot be written as asked."""
+
+
+class PushRefused(EnjoyLNError):
+    """A result may not go to the Hub, or the Hub does not take it."""
 
 
 class VerificationFailed(EnjoyLNError):

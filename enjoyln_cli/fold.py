@@ -2,9 +2,9 @@
 
 The edits are those of ``edit`` and nothing else. This module decides nothing about which
 norms fold; it decides what a converted directory consists of: the weights, the source's other files
-unchanged, ``config.json`` with the plan's settings and the ``enjoyln`` entry (the marker), and
-``enjoyln_recipe.yaml``. Of a pipeline that is the transformer's folder, and the other modules come
-along as they are.
+unchanged, ``config.json`` with the plan's settings and the ``enjoyln`` entry (the marker),
+``enjoyln_recipe.yaml`` and reports. Of a pipeline that is the transformer's folder, and the other
+modules come along as they are.
 The directory appears whole, after the check has passed, or not at all.
 """
 
@@ -33,12 +33,17 @@ from enjoyln_cli.checkpoint import (
 from enjoyln_cli.config import CONFIG, MARKER
 from enjoyln_cli.edit import Edit, edited, edits_of, given
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold, VerificationFailed
+from enjoyln_cli.files import housekeeping
 from enjoyln_cli.marker import marker
 from enjoyln_cli.plan import Plan, Setting
 from enjoyln_cli.stream import write_shards
 
 RECIPE_FILE = "enjoyln_recipe.yaml"
 VERIFY_FILE = "enjoyln_verify.json"
+BENCH_FILE = "enjoyln_bench.json"
+CARD_FILE = "README.md"
+REPORTS = (VERIFY_FILE, BENCH_FILE, CARD_FILE)
+"""Files that tell of a result, and may change without changing it."""
 
 _OWN_FILES = (CONFIG, RECIPE_FILE, VERIFY_FILE)
 _DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16")
@@ -67,12 +72,14 @@ def fold_checkpoint(
     force: bool = False,
     progress: Callable[[int], None] | None = None,
     check: Callable[[Path], Any] | None = None,
+    finish: Callable[[Path], None] | None = None,
 ) -> FoldResult:
     """Write ``checkpoint`` with the edits of ``plan`` to the new directory ``out``.
 
     ``dtype``, ``max_shard_size`` (bytes), ``jobs`` and ``progress`` (bytes since the last call) are
     those of ``write_shards``. ``check`` sees the finished directory before it gets its name; a
-    result whose ``passed`` is false raises ``VerificationFailed`` with its ``summary``.
+    result whose ``passed`` is false raises ``VerificationFailed`` with its ``summary``. ``finish``
+    then adds the files that tell of it (``REPORTS``).
 
     Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing
     or of another shape, or holds NaN or Inf) and ``OutputError``; ``out`` is then as it was before.
@@ -105,8 +112,17 @@ def fold_checkpoint(
         verification = check(staged) if check else None
         if verification is not None and not verification.passed:
             raise VerificationFailed(str(verification.summary))
+        if finish:
+            finish(staged)
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
     return FoldResult(out, plan, size, perf_counter() - begin, verification)
+
+
+def verified_files(folder: Path) -> list[str]:
+    """The files that a verification holds for, relative to ``folder``: all but ``REPORTS``."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    names = [path.relative_to(folder).as_posix() for path in found]
+    return sorted(name for name in names if not housekeeping(name) and name not in REPORTS)
 
 
 def _copy(names: Iterable[str], source: Path, out: Path) -> None:

@@ -30,6 +30,7 @@ from rich.tree import Tree as RichTree
 from enjoyln_cli.rows import Row, as_csv, as_markdown, cells, compact, counts, notes, number, size
 
 if TYPE_CHECKING:
+    from enjoyln_cli.hub import Upload
     from enjoyln_cli.verify import Verification
     from enjoyln_cli.why import Tree
 
@@ -195,7 +196,10 @@ def write_fold(found: Row) -> None:
     say(f"wrote {size(found['bytes_written'])} to {found['out']} in {found['seconds']:.1f} s")
     checked = found["verification"]
     say(f"verified: {checked['summary']}" if checked else "not verified (--no-verify)")
-    say(f"next: enjoyln verify {found['out']}")
+    if "pushed" in found:
+        say(f"pushed to {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
+    else:
+        say(f"next: enjoyln verify {found['out']}")
 
 
 def write_verification(found: Verification) -> None:
@@ -220,6 +224,34 @@ def write_verification(found: Verification) -> None:
     for name, mean in list(found.norm_input_mean.items())[:WORST]:
         say(f"  {name} saw a mean of {number(mean)} of its input's rms")
     say(found.summary, "green" if found.passed else "red")
+
+
+def write_push(found: Upload) -> None:
+    """What was pushed, and where it is; of a dry run every file with its size, and what is new."""
+    for warning in found.warnings:
+        say(f"warning: {warning}", "yellow", stderr=True)
+    if found.complaint:
+        say(f"forced, as the card says: {found.complaint}", "yellow", stderr=True)
+    if found.url:
+        say(f"pushed {upload_line(found)}", "green")
+        say(found.url)
+        return
+    table = Table("file", "size", "")
+    table.columns[1].justify = "right"
+    for file in found.files:
+        table.add_row(file.name, size(file.size), file.change)
+    console().print(table)
+    say(f"would push {upload_line(found)}; nothing was sent (dry run)")
+
+
+def upload_line(found: Upload) -> str:
+    """``3 new and 1 changed of 9 files, 1.6 MB, to me/model (new, private)``."""
+    to = found.target
+    changes = f"{found.count('new')} new and {found.count('changed')} changed"
+    where = f"{to.repo_id}{'@' + to.revision if to.revision else ''}"
+    where = f"a pull request to {where}" if to.create_pr else where
+    kind = ("" if to.exists else "new, ") + ("private" if to.private else "public")
+    return f"{changes} of {len(found.files)} files, {size(found.size)}, to {where} ({kind})"
 
 
 def write_environment(found: dict[str, Any]) -> None:

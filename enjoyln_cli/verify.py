@@ -15,7 +15,6 @@ says so centred and rounded once. No tolerance is guessed per dtype.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import platform
@@ -38,7 +37,8 @@ from enjoyln_cli.checkpoint import (
 )
 from enjoyln_cli.edit import edits_of
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
-from enjoyln_cli.fold import RECIPE_FILE, VERIFY_FILE
+from enjoyln_cli.files import digest
+from enjoyln_cli.fold import RECIPE_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.marker import Marker, read_marker
 from enjoyln_cli.measure import Measured, Subject, measure, worst_first
 from enjoyln_cli.memory import available_memory, blocks_that_fit
@@ -136,7 +136,7 @@ def verify(
     seeded inputs make them up to ``samples`` rows, by default as many as a stable ratio needs.
     ``dtype`` is what users compute in, by default what most of ``out`` is stored in. ``max_memory``
     is in bytes. With ``write``, ``enjoyln_verify.json`` in ``out`` holds the result and the
-    SHA-256 digests of all other files.
+    SHA-256 digests of all files but those that tell of it (``fold.REPORTS``).
 
     Raises ``BadCheckpoint`` where ``out`` was not converted, ``ModelNotFound`` where the original
     is gone, ``UnsupportedModel`` for inputs that cannot be made.
@@ -214,10 +214,9 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _write(result: Verification, folder: Path) -> None:
-    """The result with versions and the digest of every other file, to ``enjoyln_verify.json``."""
+    """The result with versions and the files' digests, to ``enjoyln_verify.json``."""
     import transformers
 
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
     report = {
         **result.to_json(),
         "versions": {
@@ -226,21 +225,9 @@ def _write(result: Verification, folder: Path) -> None:
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "sha256": {
-            str(path.relative_to(folder)): _digest(path)
-            for path in files
-            if path.name != VERIFY_FILE
-        },
+        "sha256": {name: digest(folder / name) for name in verified_files(folder)},
     }
     (folder / VERIFY_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _judge(

@@ -85,7 +85,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Help, usage.
 
 
-@pytest.mark.parametrize("arguments", [[], ["report"], ["fold"], ["verify"]])
+@pytest.mark.parametrize("arguments", [[], ["report"], ["fold"], ["verify"], ["push"]])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_is_everywhere(arguments: list[str], flag: str) -> None:
     assert good(*arguments, flag).startswith("Usage: ")
@@ -110,6 +110,8 @@ def test_version() -> None:
         (["report", GPT2, "--model-type", "gpt2"], "--model-type"),
         (["report", GPT2, BERT, "--why", "x"], "--why"),
         (["verify"], "OUT"),
+        (["push", "out"], "REPO_ID"),
+        (["fold", GPT2, "-o", "x", "--push-to-hub", "me/x", "--no-verify"], "drop --no-verify"),
     ],
 )
 def test_usage_errors_exit_with_2_and_a_hint(arguments: list[str], hint: str) -> None:
@@ -204,6 +206,7 @@ def test_fold_leaves_a_whole_checkpoint(folded: Path) -> None:
     assert names == {path.name for path in Path(GPT2).iterdir()} | {
         "enjoyln_recipe.yaml",
         "enjoyln_verify.json",
+        "README.md",
     }
     assert json.loads((folded / "config.json").read_text())["enjoyln"]["version"] == 3
 

@@ -16,6 +16,7 @@ LAYERS = (
     ("convert",),
     ("quantizer",),
     ("report", "hub", "bench", "verify", "loading"),
+    ("card",),
     ("rows", "measure"),
     ("weights", "memory", "centred", "fusion"),
     ("compare",),

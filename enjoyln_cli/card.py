@@ -1,0 +1,250 @@
+"""What the model card of a converted checkpoint says.
+
+Decides its metadata and the values that fill the templates: all from the plan, from the files of
+the result (``enjoyln_verify.json``, ``enjoyln_bench.json``), and from the card of the original.
+
+Of the original's metadata comes along what stays true (``CARRIED``); ``base_model`` is the Hub id
+of the original. ``base_model_relation`` is one of ``adapter``, ``finetune``, ``merge`` and
+``quantized``. None means "the same function": ``quantized`` is where the Hub lists conversions of a
+model's own weights, as those to GGUF in full precision; without it the Hub takes the result for a
+fine-tune.
+
+One section, between ``BEGIN`` and ``END``, holds what may change once the fold is done: where the
+model lies, its verification, its speed. ``enjoyln push`` writes it anew; the rest is the owner's.
+
+``enjoyln_bench.json`` is read as ``{"hardware": str, "rows": [{"case": str, "original_ms": number,
+"folded_ms": number}]}``; whatever else is in it is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from enjoyln_cli import __version__
+from enjoyln_cli.checkpoint import Source
+from enjoyln_cli.fold import BENCH_FILE, RECIPE_FILE, VERIFY_FILE
+from enjoyln_cli.pipeline import MODULES
+from enjoyln_cli.plan import Plan
+from enjoyln_cli.rows import compact, counts, number, reasons, row
+
+BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
+END = "<!-- enjoyln: end of the section -->"
+
+TAGS = ("enjoyln", "rmsnorm")
+RELATION = "quantized"
+CARRIED = (
+    "license",
+    "license_name",
+    "license_link",
+    "language",
+    "pipeline_tag",
+    "library_name",
+    "datasets",
+    "tags",
+)
+
+Values = dict[str, Any]
+
+
+def template(name: str) -> str:
+    """A Jinja template of this package: ``card`` or ``state``."""
+    return resources.files("enjoyln_cli").joinpath("templates", f"{name}.md").read_text("utf-8")
+
+
+def metadata(found: Mapping[str, Any], source: Source, folder: Path) -> Values:
+    """The card's metadata, from that of the original's own card (``found``)."""
+    carried = {key: found[key] for key in CARRIED if found.get(key)}
+    tags = carried.get("tags", [])
+    tags = [tags] if isinstance(tags, str) else [str(tag) for tag in tags]
+    carried["tags"] = list(dict.fromkeys([*tags, *TAGS]))
+    library = "sentence-transformers" if (folder / MODULES).is_file() else "transformers"
+    carried.setdefault("library_name", library)
+    if source.revision is not None:
+        return {"base_model": source.model, "base_model_relation": RELATION, **carried}
+    kept = ("base_model", "base_model_relation")  # what a directory was made from
+    return {**{key: found[key] for key in kept if found.get(key)}, **carried}
+
+
+def shown(source: Source) -> str:
+    """The original's name: its Hub id, or the name of its directory without the way there."""
+    return source.model if source.revision else Path(source.model).expanduser().resolve().name
+
+
+def command(source: Source, out: Path, options: Mapping[str, Any]) -> str:
+    """The command that makes the same result; ``options`` by their names in Python."""
+    words = ["enjoyln", "fold", shown(source), "-o", out.name]
+    for name, value in {**options, "revision": source.revision}.items():
+        words += _words(name, value)
+    return shlex.join(words)
+
+
+def _words(name: str, value: Any) -> list[str]:
+    if is_dataclass(value) and not isinstance(value, type):
+        return [word for key, entry in asdict(value).items() for word in _words(key, entry)]
+    if value is None or value is False or value == () or value == []:
+        return []
+    flag = "--" + name.replace("_", "-")
+    if value is True:
+        return [flag]
+    if isinstance(value, list | tuple):
+        return [flag, ",".join(map(str, value))]
+    return [flag, value.name if isinstance(value, Path) else str(value).removeprefix("torch.")]
+
+
+def values(
+    plan: Plan, source: Source, out: Path, options: Mapping[str, Any], card: str, state: str
+) -> Values:
+    """What fills the template ``card``; ``card`` is the text of the original's own."""
+    dtype = str(options.get("dtype") or "").removeprefix("torch.")
+    converted = [f"All floating weights were converted to {dtype}."] if dtype else []
+    name = shown(source)
+    found = row(name, plan)
+    origin = f"[{name}](https://huggingface.co/{name})" if source.revision else f"`{name}`"
+    if source.revision:
+        origin += f" at revision `{source.revision}`"
+    limits = [f"The proof holds for {', '.join(f'`{cls}`' for cls in plan.classes)}."]
+    if plan.unproven:
+        inputs = ", ".join(f"`{key}`" for key in compact(plan.unproven))
+        limits.append(f"No proof covers {inputs}: called with such, its norms compute LayerNorm.")
+    return {
+        "title": out.name,
+        "origin": origin,
+        "folded": found["folded"],
+        "norms": found["norms"],
+        "done": [*_done(found), *converted],
+        "recipe": RECIPE_FILE,
+        "outputs": ", ".join(f"`{key}`" for key in plan.outputs),
+        "limits": limits,
+        "begin": BEGIN,
+        "end": END,
+        "state": state,
+        "command": command(source, out, options),
+        "versions": ", ".join(_versions()),
+        "card": card.strip(),
+    }
+
+
+def _done(found: Values) -> list[str]:
+    lines = [f"Folded: {counts(found)}."]
+    for op in found["ops"]:
+        where = f"Run with RMSNorm, `{op['module']}` centres its {op['place']}"
+        lines.append(f"{where}: {op['reason']}.")
+    for reason, kept in reasons(found):
+        names = ", ".join(f"`{name}`" for name in compact(entry["name"] for entry in kept))
+        count = f"{len(kept)} stay" if len(kept) > 1 else "1 stays"
+        lines.append(f"{count} LayerNorm, since {reason}: {names}.")
+    if found["merged"]:
+        names = ", ".join(f"`{name}`" for name in compact(found["merged"]))
+        lines.append(f"Merged into the layer before, and ones since: {names}.")
+    return lines
+
+
+def _versions() -> list[str]:
+    found = [f"enjoyln {__version__}"]
+    for name in ("torch", "transformers", "safetensors", "huggingface_hub"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def state(inner: Path, place: str, names: Sequence[str], complaint: str = "") -> Values:
+    """What fills the template ``state``.
+
+    ``inner`` holds the result's config and verification, ``place`` is where users load it from,
+    ``names`` are classes that may, ``complaint`` is what stands against a push that was forced.
+    """
+    checked, measured = _json(inner / VERIFY_FILE), _json(inner / BENCH_FILE)
+    stock, fast = _code(inner, place, names)
+    hardware = measured.get("hardware")
+    return {
+        "complaint": complaint,
+        "checks": _checks(checked) if checked else [],
+        "summary": str(checked.get("summary", ""))[:1].upper() + str(checked.get("summary"))[1:],
+        "rows": checked.get("rows"),
+        "verify": VERIFY_FILE,
+        "speeds": _speeds(measured.get("rows")),
+        "hardware": hardware if isinstance(hardware, str) else "",
+        "stock": stock,
+        "fast": fast,
+    }
+
+
+def renewed(text: str, section: str) -> str:
+    """A card with its changing section replaced; unchanged where the owner has taken it out."""
+    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+    return pattern.sub(lambda _: f"{BEGIN}\n{section}\n{END}", text, count=1)
+
+
+def _json(path: Path) -> Values:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _checks(found: Values) -> list[tuple[str, str, str, str]]:
+    def shown_number(key: str) -> str:
+        value = found.get(key)
+        return number(value) if isinstance(value, int | float) else "-"
+
+    own, dtype = shown_number("original_error"), found.get("compute_dtype")
+    lines = [
+        ("identity error", shown_number("identity_error"), "", "the algebra, in float64"),
+        ("storage error", shown_number("storage_error"), "", "rounding the new weights"),
+        ("runtime error", shown_number("runtime_error"), own, f"RMSNorm, in {dtype}"),
+        ("stock error", shown_number("stock_error"), own, "plain transformers class"),
+        ("ratio", shown_number("ratio"), "1", f"passes up to {shown_number('max_ratio')}"),
+        ("KL divergence", shown_number("kl"), "", "from the original"),
+        ("top-1 agreement", shown_number("top1_agreement"), "", "with the original"),
+    ]
+    scored = found.get("perplexity")
+    if isinstance(scored, dict):
+        before, after = (f"{scored.get(key, math.nan):.4f}" for key in ("original", "folded"))
+        lines.append(("perplexity", after, before, f"over {scored.get('tokens', 0):.0f} tokens"))
+    return [line for line in lines if line[1] != "-"]
+
+
+def _speeds(found: Any) -> list[tuple[str, str, str, str]]:
+    lines = []
+    for entry in found if isinstance(found, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        before, after = entry.get("original_ms"), entry.get("folded_ms")
+        if isinstance(before, int | float) and isinstance(after, int | float) and after > 0:
+            case = str(entry.get("case", "")).replace("|", "\\|")
+            lines.append((case, f"{before:.4g} ms", f"{after:.4g} ms", f"{before / after:.3f}"))
+    return lines
+
+
+def _code(inner: Path, place: str, names: Sequence[str]) -> tuple[str, str]:
+    """How to load the result, as it is and with RMSNorm."""
+    if (inner / MODULES).is_file():
+        load = "from sentence_transformers import SentenceTransformer\n"
+        load += f'\nmodel = SentenceTransformer("{place}")'
+        head, tail = load.split("\n\n")
+        return (
+            load,
+            f"{head}\nfrom enjoyln_cli import optimize\n\n{tail}\noptimize(model[0].auto_model)",
+        )
+    config = _json(inner / "config.json")
+    custom = ", trust_remote_code=True" if config.get("auto_map") else ""
+    saved = next(iter(config.get("architectures") or ()), None)
+    name = saved if saved in names or not names else names[0]
+    known = f"from transformers import {'AutoModel' if custom else name}\n"
+    load = f'\nmodel = {"AutoModel" if custom else name}.from_pretrained("{place}"{custom})'
+    fast = "from enjoyln_cli import from_pretrained\n"
+    if name == saved:
+        return known + load, f'{fast}\nmodel = from_pretrained("{place}"{custom})'
+    return known + load, f'{fast}{known}\nmodel = from_pretrained("{place}", {name}{custom})'

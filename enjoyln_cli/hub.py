@@ -1,0 +1,397 @@
+"""A converted checkpoint goes to the Hub, with a card that says what it is.
+
+Decides what may be pushed: a directory that carries the marker of a fold, and whose
+``enjoyln_verify.json`` has passed for the very bytes that lie there. Everything in it goes along,
+but for housekeeping of git and caches. Uploads are ``HfApi.upload_folder`` at every size: it
+commits large folders in parts, and run again it goes on where it stopped, since the Hub knows the
+content that it has (``upload_large_folder`` did so before, and is gone from ``huggingface_hub`` 2).
+
+No token is kept, printed or written.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from enjoyln_cli import card
+from enjoyln_cli.checkpoint import Source, open_source, raw_config, require_token
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, PushRefused
+from enjoyln_cli.files import digest, housekeeping
+from enjoyln_cli.fold import CARD_FILE, VERIFY_FILE, verified_files
+from enjoyln_cli.marker import read_marker
+from enjoyln_cli.plan import Plan
+
+Change = Literal["new", "changed", "same"]
+
+AGAIN = "push again, it goes on where it stopped"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A repository on the Hub to push to, as it is before."""
+
+    repo_id: str
+    """With its owner."""
+    url: str
+    exists: bool
+    private: bool
+    """What it is, or what it is going to be."""
+    revision: str | None
+    create_pr: bool
+    there: Mapping[str, tuple[str, str]]
+    """Path of each file to its digest: ``("sha256" | "sha1", digits)``, the latter as in git."""
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of an upload."""
+
+    name: str
+    size: int
+    change: Change
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What a push would send, settled before anything is sent; or what it has sent."""
+
+    out: Path
+    target: Target
+    files: tuple[File, ...]
+    card: str | None
+    """The card's text as it will be; ``None`` where there is none."""
+    complaint: str
+    """What stands against it, where the user insists."""
+    warnings: tuple[str, ...]
+    url: str = ""
+    """Of the commit or of the pull request; none before."""
+    commit: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files that the Hub does not have as they are."""
+        return sum(file.size for file in self.files if file.change != "same")
+
+    def count(self, change: Change) -> int:
+        return sum(file.change == change for file in self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        files = [{"name": f.name, "size": f.size, "change": f.change} for f in self.files]
+        target = self.target
+        return {
+            "out": str(self.out),
+            "repo_id": target.repo_id,
+            "revision": target.revision,
+            "create_pr": target.create_pr,
+            "exists": target.exists,
+            "private": target.private,
+            "files": files,
+            "bytes": self.size,
+            "forced": self.complaint,
+            "warnings": list(self.warnings),
+            "url": self.url,
+            "commit": self.commit,
+        }
+
+
+# Cards.
+
+
+def write_card(
+    out: Path, plan: Plan, source: Source, options: Mapping[str, Any], final: Path
+) -> None:
+    """Write the card of a fold to ``out``, above the original's own if that lies there.
+
+    ``final`` is the name that ``out`` is going to have, ``options`` are those of the command.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    data, text = _parsed(out / CARD_FILE)
+    checked = section(out / source.folder, final.name, plan.classes)
+    made = ModelCard.from_template(
+        ModelCardData(**card.metadata(data, source, out)),
+        template_str=card.template("card"),
+        **card.values(plan, source, final, options, text, checked),
+    )
+    (out / CARD_FILE).write_text(f"{made}\n", encoding="utf-8")
+
+
+def section(inner: Path, place: str, names: Sequence[str], complaint: str = "") -> str:
+    """The card's changing section, as text. The arguments are those of ``card.state``."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    return ModelCard.from_template(
+        ModelCardData(),
+        template_str="---\n{}\n---\n" + card.template("state"),
+        **card.state(inner, place, names, complaint),
+    ).text.strip()
+
+
+def _parsed(path: Path) -> tuple[dict[str, Any], str]:
+    """A card's metadata and text; all of it as text where the metadata cannot be read."""
+    from huggingface_hub import ModelCard
+
+    if not path.is_file():
+        return {}, ""
+    content = path.read_bytes().decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
+    try:
+        found = ModelCard(content, ignore_metadata_errors=True)
+        return found.data.to_dict(), found.text
+    except Exception:  # whatever YAML and its reader make of what somebody has written
+        return {}, content
+
+
+# What may go.
+
+
+def standing_against(inner: Path) -> str:
+    """Why the result in ``inner`` should not be published: never verified, failed, or changed."""
+    path = inner / VERIFY_FILE
+    if not path.is_file():
+        return f"it was never verified (there is no {VERIFY_FILE})"
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        passed, summary, digests = found["passed"], found["summary"], dict(found["sha256"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return f"its {VERIFY_FILE} cannot be read"
+    if passed is not True:
+        return f"its verification failed: {summary}"
+    here = verified_files(inner)
+    for name in sorted({*here, *digests}):
+        if name not in digests:
+            return f"{name} came after its verification"
+        if name not in here:
+            return f"{name} is gone since its verification"
+        if digest(inner / name) != digests[name]:
+            return f"{name} has changed since its verification"
+    return ""
+
+
+def prepare(
+    out: str | Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    token: str | None = None,
+    force: bool = False,
+) -> Upload:
+    """What pushing ``out`` to ``repo_id`` would send. Nothing is sent or written.
+
+    Raises ``PushRefused`` where the result is not verified as it lies there (unless ``force``), or
+    where the Hub refuses; ``ModelNotFound`` or ``BadCheckpoint`` where ``out`` is no fold's result.
+    """
+    out = Path(out).expanduser()
+    if not out.is_dir():
+        raise ModelNotFound(f"there is no directory {str(out)!r}; push what `enjoyln fold` wrote")
+    source = open_source(str(out))
+    marker = read_marker(raw_config(source))
+    complaint = standing_against(source.path)
+    if complaint and not force:
+        raise PushRefused(
+            f"{out} is not pushed: {complaint}; run `enjoyln verify {out}`, or insist with --force"
+        )
+    found = target(repo_id, private=private, revision=revision, create_pr=create_pr, token=token)
+    warnings = []
+    if os.path.isabs(marker.source):
+        warnings.append(
+            f"{source.folder or '.'}/config.json tells where it came from: {marker.source}"
+        )
+    text = None
+    if (out / CARD_FILE).is_file():
+        text = (out / CARD_FILE).read_bytes().decode("utf-8", errors="replace")
+        renewed = section(source.path, found.repo_id, marker.classes, complaint)
+        text = card.renewed(text, renewed)
+    if complaint and complaint not in (text or ""):
+        raise PushRefused(
+            f"{out} is not pushed: its {CARD_FILE} has lost the section of enjoyln, which would "
+            f"say that {complaint}; run `enjoyln verify {out}`"
+        )
+    files = _files(out, found.there, text)
+    return Upload(out, found, files, text, complaint, tuple(warnings))
+
+
+def _files(out: Path, there: Mapping[str, tuple[str, str]], text: str | None) -> tuple[File, ...]:
+    found = []
+    for path in sorted(path for path in out.rglob("*") if path.is_file()):
+        name = path.relative_to(out).as_posix()
+        if housekeeping(name):
+            continue
+        if not path.resolve().is_relative_to(out.resolve()):
+            raise BadCheckpoint(f"{name} is a link out of {out}; put the file itself there")
+        written = text.encode() if text is not None and name == CARD_FILE else None
+        size = path.stat().st_size if written is None else len(written)
+        found.append(File(name, size, _change(path, size, written, there.get(name))))
+    return tuple(found)
+
+
+def _change(path: Path, size: int, written: bytes | None, there: tuple[str, str] | None) -> Change:
+    if there is None:
+        return "new"
+    kind, known = there
+    if kind == "sha256":
+        own = digest(path) if written is None else hashlib.sha256(written).hexdigest()
+    else:  # as git names it
+        data = path.read_bytes() if written is None else written
+        own = hashlib.sha1(b"blob %d\0" % size + data).hexdigest()
+    return "same" if own == known else "changed"
+
+
+# The Hub.
+
+
+def target(
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    token: str | None = None,
+) -> Target:
+    """The repository as it is now. Raises ``PushRefused`` where this user cannot push there."""
+    if create_pr and revision is not None:
+        raise PushRefused("a pull request starts from the main branch; drop --revision")
+    require_token(token)
+    try:
+        return _target(repo_id, private, revision, create_pr, token)
+    except EnjoyLNError:
+        raise
+    except Exception as error:  # of huggingface_hub and its HTTP library
+        raise _refusal(error, repo_id) from error
+
+
+def _target(
+    repo_id: str, private: bool | None, revision: str | None, create_pr: bool, token: str | None
+) -> Target:
+    from huggingface_hub import HfApi, RepoFile, constants, errors
+    from huggingface_hub.utils import validate_repo_id
+
+    validate_repo_id(repo_id)
+    api = HfApi(token=token)
+    user = api.whoami()["name"]
+    repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
+    url = f"{constants.ENDPOINT}/{repo_id}"
+    new = Target(repo_id, url, False, bool(private), revision, create_pr, {})
+    try:
+        known = api.model_info(repo_id)
+    except errors.GatedRepoError:
+        raise
+    except errors.RepositoryNotFoundError:
+        return new
+    found = replace(new, exists=True, private=bool(known.private))
+    try:
+        tree = list(api.list_repo_tree(repo_id, recursive=True, revision=revision))
+    except errors.RevisionNotFoundError:
+        return found  # a branch that the push makes
+    there = {
+        entry.path: ("sha256", entry.lfs.sha256) if entry.lfs else ("sha1", entry.blob_id)
+        for entry in tree
+        if isinstance(entry, RepoFile)
+    }
+    return replace(found, there=there)
+
+
+def send(upload: Upload, *, commit_message: str | None = None, token: str | None = None) -> Upload:
+    """Carry out what ``prepare`` settled: write the card, make the repository, upload.
+
+    What comes back has ``url`` and ``commit``.
+
+    Raises ``PushRefused``; what the Hub has then taken it need not be sent again.
+    """
+    if upload.card is not None:
+        (upload.out / CARD_FILE).write_text(upload.card, encoding="utf-8")
+    try:
+        return _send(upload, commit_message, token)
+    except EnjoyLNError:
+        raise
+    except Exception as error:  # of huggingface_hub and its HTTP library
+        raise _refusal(error, upload.target.repo_id) from error
+
+
+def _send(upload: Upload, commit_message: str | None, token: str | None) -> Upload:
+    from huggingface_hub import HfApi, errors
+
+    to, api = upload.target, HfApi(token=token)
+    if not to.exists:
+        api.create_repo(to.repo_id, private=to.private, exist_ok=True)
+    if to.revision is not None:
+        try:
+            api.model_info(to.repo_id, revision=to.revision)
+        except errors.RevisionNotFoundError:
+            api.create_branch(to.repo_id, branch=to.revision, exist_ok=True)
+    done = api.upload_folder(
+        repo_id=to.repo_id,
+        folder_path=upload.out,
+        allow_patterns=[glob.escape(file.name) for file in upload.files],
+        revision=to.revision,
+        create_pr=to.create_pr,
+        commit_message=commit_message or "Upload a checkpoint folded by enjoyln",
+    )
+    return replace(upload, url=done.pr_url or done.commit_url, commit=done.oid)
+
+
+def push(
+    out: str | Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    token: str | None = None,
+    force: bool = False,
+) -> Upload:
+    """Upload the verified result ``out`` to the Hub as ``repo_id``: ``prepare``, then ``send``."""
+    upload = prepare(
+        out,
+        repo_id,
+        private=private,
+        revision=revision,
+        create_pr=create_pr,
+        token=token,
+        force=force,
+    )
+    return send(upload, commit_message=commit_message, token=token)
+
+
+def _refusal(error: Exception, repo_id: str) -> PushRefused:
+    """One line for whatever stopped a push: the Hub's answer decides, however it is wrapped."""
+    from huggingface_hub import constants, errors
+
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    answers = [one for one in causes if isinstance(one, errors.HfHubHTTPError)]
+    response = getattr(answers[0], "response", None) if answers else None
+    status = getattr(response, "status_code", None)
+    said = getattr(response, "headers", {}).get("X-Error-Message") or str(causes[-1])
+    first = " ".join(said.strip().split("\n")[0][:200].split())
+    if any(isinstance(one, errors.LocalTokenNotFoundError) for one in causes):
+        return PushRefused("pushing needs a token; run `hf auth login` or pass --token")
+    if any(isinstance(one, errors.OfflineModeIsEnabled) for one in causes):
+        return PushRefused("HF_HUB_OFFLINE is set; go online to push")
+    if any(isinstance(one, errors.HFValidationError) for one in causes):
+        return PushRefused(f"{repo_id!r} is no name of a repository, as owner/name is: {first}")
+    if status == 401:
+        return PushRefused("the Hub does not know the token; run `hf auth login` or pass --token")
+    if status == 403:
+        return PushRefused(f"the token may not write to {repo_id} ({first}); use one that may")
+    if status == 404:
+        return PushRefused(f"{repo_id} cannot be found by this token ({first})")
+    if status is not None and (status == 429 or status >= 500):
+        return PushRefused(f"the Hub did not take the upload ({status}); wait, then {AGAIN}")
+    if status is not None:
+        return PushRefused(f"the Hub did not take the upload ({status}: {first})")
+    if any(isinstance(one, errors.HTTPError) for one in causes):
+        kind = type(causes[-1]).__name__
+        return PushRefused(f"{constants.ENDPOINT} cannot be reached ({kind}: {first}); {AGAIN}")
+    return PushRefused(f"the upload failed: {type(causes[-1]).__name__}: {first}; {AGAIN}")

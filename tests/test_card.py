@@ -1,0 +1,210 @@
+"""The model card: what it takes over, what it says, and what a push changes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from enjoyln_cli import card, fold, hub
+from enjoyln_cli.checkpoint import Source
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+
+OWN = """\
+---
+license: other
+license_name: tiny-1
+license_link: LICENSE
+language: [en, de]
+pipeline_tag: text-generation
+tags: tiny
+datasets: [me/text]
+base_model: me/teacher
+base_model_relation: finetune
+model-index:
+- name: x
+  results: []
+---
+
+# A tiny model
+
+A table of {{ braces }} and {% tags %} that are no template.
+"""
+
+
+def folded(tmp_path: Path, own: bytes = b"", name: str = "gpt2", **options: Any) -> Path:
+    """A checkpoint with a card of its own, folded."""
+    source, out = tmp_path / "tiny", tmp_path / "tiny-rms"
+    shutil.copytree(CHECKPOINTS / name, source)
+    if own:
+        (source / "README.md").write_bytes(own)
+    fold(source, out, **options)
+    return out
+
+
+def made(out: Path) -> ModelCard:
+    return ModelCard.load(out / "README.md")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folded with a card and verified; nobody writes into it."""
+    return folded(tmp_path_factory.mktemp("card"), OWN.encode(), dtype="bfloat16")
+
+
+def test_the_originals_metadata_comes_along(out: Path) -> None:
+    found = made(out).data.to_dict()
+    assert found == {
+        "license": "other",
+        "license_name": "tiny-1",
+        "license_link": "LICENSE",
+        "language": ["en", "de"],
+        "pipeline_tag": "text-generation",
+        "library_name": "transformers",
+        "tags": ["tiny", "enjoyln", "rmsnorm"],
+        "datasets": ["me/text"],
+        "base_model": "me/teacher",
+        "base_model_relation": "finetune",
+    }, "results of the original are its own"
+
+
+def test_a_model_of_the_hub_is_the_base_model() -> None:
+    source = Source("org/model", Path("x"), "c0ffee")
+    found = card.metadata(
+        {"base_model": "org/teacher", "tags": ["a", "rmsnorm"]}, source, Path("x")
+    )
+    assert (found["base_model"], found["base_model_relation"]) == ("org/model", "quantized")
+    assert found["tags"] == ["a", "rmsnorm", "enjoyln"]
+
+
+def test_the_originals_card_is_kept_below(out: Path) -> None:
+    text = made(out).text
+    own = OWN.rpartition("---\n")[2].strip()
+    assert text.rstrip().endswith(own) and text.index(card.END) < text.index(own)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [b"---\nlicense: [mit\n---\n# Mine\n", b"---\n- a list\n---\n# Mine\n", b"# Mine \xff\n"],
+)
+def test_a_card_that_is_damaged_is_kept_as_text(tmp_path: Path, own: bytes) -> None:
+    found = made(folded(tmp_path, own, verify=False))
+    assert found.data.to_dict()["tags"] == ["enjoyln", "rmsnorm"]
+    assert found.text.rstrip().endswith(own.decode(errors="replace").strip())
+
+
+def test_line_ends_and_a_byte_order_mark_are_no_obstacle(tmp_path: Path) -> None:
+    own = ("\ufeff" + OWN.replace("\n", "\r\n")).encode()
+    found = made(folded(tmp_path, own, verify=False))
+    assert found.data.license_name == "tiny-1"
+    assert "\r" not in str(found)
+
+
+def test_the_card_says_what_was_done(out: Path) -> None:
+    text = made(out).text
+    assert "# tiny-rms\n" in text and "`tiny`, in which 7 of 7 LayerNorms" in text
+    assert "Run with RMSNorm, `transformer.wte` centres its output: " in text
+    assert "All floating weights were converted to bfloat16." in text
+    assert "The proof holds for `GPT2LMHeadModel`, `GPT2Model`." in text
+    assert "No proof covers `encoder_attention_mask`, `encoder_hidden_states`" in text
+    assert "enjoyln fold tiny -o tiny-rms --dtype bfloat16\n" in text
+    assert re.search(r"enjoyln \d+\.\d+.*torch \d+.*transformers \d+", text)
+    assert text.count("```bibtex") == 1 and "Pre-{RMSNorm}" in text and "Anonymous" in text
+    assert str(out.parent) not in str(made(out))
+
+
+def test_kept_norms_have_their_reasons(tmp_path: Path) -> None:
+    text = made(folded(tmp_path, name="bert", model_class="BertModel", verify=False)).text
+    assert re.search(r"- \d+ stay LayerNorm, since .*not zero-mean.*: `encoder.layer.0-\d", text)
+    assert "--model-class BertModel --no-verify" in text
+    assert "The result was not verified" in text and "identity error" not in text
+    assert 'BertModel.from_pretrained("tiny-rms")' in text, "the saved class is not proven"
+    assert 'from_pretrained("tiny-rms", BertModel)' in text
+
+
+def test_the_card_has_the_numbers_of_the_verification(out: Path) -> None:
+    found = json.loads((out / "enjoyln_verify.json").read_text())
+    text = made(out).text
+    summary = found["summary"]
+    assert summary[0].upper() + summary[1:] + "." in text
+    assert f"| identity error | {found['identity_error']:.1e} |  | " in text
+    assert f"| ratio | {found['ratio']:.3g} | 1 | passes up to 1.25 |" in text
+    assert f"over {found['rows']} inputs" in text
+
+
+def test_the_examples_of_the_card_run(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(out.parent)
+    stock, fast = re.findall(r"```python\n(.*?)```", made(out).text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(stock, names)
+    assert type(names["model"].transformer.h[0].ln_1).__name__ == "LayerNorm"
+    exec(fast, names)
+    assert type(names["model"].transformer.h[0].ln_1).__name__ == "RMSNorm"
+
+
+def test_measured_speed_is_told_where_it_was_measured(out: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(out, tmp_path / "copy"))
+    rows: list[Any] = [{"case": "1 x 512 | eager", "original_ms": 20.0, "folded_ms": 16.0}]
+    rows += [{"case": "broken", "original_ms": None, "folded_ms": 1.0}, "nonsense"]
+    (copy / "enjoyln_bench.json").write_text(json.dumps({"hardware": "2 cores", "rows": rows}))
+    section = hub.section(copy, "me/x", ["GPT2Model"])
+    assert "## Measured speed\n\n2 cores:\n" in section
+    assert "| 1 x 512 \\| eager | 20 ms | 16 ms | 1.250 |" in section and "broken" not in section
+    assert "Measured speed" not in made(out).text
+    (copy / "enjoyln_bench.json").write_text("[1, 2")
+    assert "Measured speed" not in hub.section(copy, "me/x", ["GPT2Model"])
+
+
+def test_a_push_renews_its_section_and_leaves_what_the_owner_wrote(out: Path) -> None:
+    text = (out / "README.md").read_text()
+    mine = text.replace("# tiny-rms", "# My title").replace("How it was made", "My heading")
+    found = card.renewed(mine, "NEW \\1 SECTION")
+    assert "# My title" in found and "My heading" in found and "NEW \\1 SECTION" in found
+    assert "identity error" not in found and "A tiny model" in found
+    taken_out = mine.replace(card.BEGIN, "")
+    assert card.renewed(taken_out, "NEW") == taken_out
+    again = card.renewed(found, "NEW \\1 SECTION")
+    assert again == found
+
+
+def test_code_of_its_own_is_asked_for_by_name(tmp_path: Path) -> None:
+    config = {"architectures": ["Own"], "auto_map": {"AutoModel": "modeling_own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    section = hub.section(tmp_path, "me/x", ["Own"])
+    assert 'AutoModel.from_pretrained("me/x", trust_remote_code=True)' in section
+
+
+def test_a_sentence_encoder_is_loaded_as_one(tmp_path: Path) -> None:
+    source = tmp_path / "encoder"
+    shutil.copytree(CHECKPOINTS / "bert", source)
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+    ]
+    (source / "modules.json").write_text(json.dumps(modules))
+    fold(source, tmp_path / "out", model_class="BertModel", verify=False)
+    found = made(tmp_path / "out")
+    assert found.data.library_name == "sentence-transformers"
+    assert 'SentenceTransformer("out")' in found.text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, []),
+        ({"outputs": ("logits", "*_embeds"), "recipe": None}, ["--outputs", "logits,*_embeds"]),
+        ({"recipe": Path("/home/me/my recipe.yaml")}, ["--recipe", "my recipe.yaml"]),
+        ({"trust_remote_code": True, "no_verify": False}, ["--trust-remote-code"]),
+        ({"max_shard_size": 5 * 10**9}, ["--max-shard-size", "5000000000"]),
+    ],
+)
+def test_the_command_can_be_given_again(options: dict[str, Any], words: list[str]) -> None:
+    source = Source("org/model", Path("x"), "c0ffee")
+    found = shlex.split(card.command(source, Path("/tmp/out"), options))
+    assert found == ["enjoyln", "fold", "org/model", "-o", "out", *words, "--revision", "c0ffee"]

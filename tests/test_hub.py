@@ -1,0 +1,454 @@
+"""From the Hub, and to it: a server on this machine, the command in processes of their own.
+
+``huggingface_hub`` reads its settings when it is imported, so every client is a new process with an
+environment of its own. Several commands share one, since starting it takes longer than they do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hub_server import Hub, serving, sha256
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+GPT2 = CHECKPOINTS / "gpt2"
+TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
+"""Of the user ``me``; it may stand in no output and in no file."""
+
+CARD = """\
+---
+license: mit
+language: en
+pipeline_tag: text-generation
+tags: [tiny]
+model-index: []
+---
+# A tiny model
+
+Trained on a licence.
+"""
+
+RUNNER = """
+import json, sys
+from click.testing import CliRunner
+from enjoyln_cli.cli import main
+for arguments in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(main, arguments)
+    print(json.dumps([done.exit_code, done.stdout, done.stderr]))
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one line of a refusal."""
+        assert self.status == 1, self
+        assert "Traceback" not in self.err
+        (line,) = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        return line
+
+
+def environment(hub: Hub, home: Path, **settings: str) -> dict[str, str]:
+    ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    left = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    return {**left, **ours, "OMP_NUM_THREADS": "1", **settings}
+
+
+def enjoyln(hub: Hub, home: Path, *calls: list[object], **settings: str) -> list[Done]:
+    """Each call of the command, one after the other in one new process."""
+    arguments = json.dumps([[str(word) for word in call] for call in calls])
+    found = python(hub, home, RUNNER, arguments, **settings)
+    assert TOKEN not in found
+    return [Done(*json.loads(line)) for line in found.splitlines()]
+
+
+def python(hub: Hub, home: Path, code: str, *arguments: str, **settings: str) -> str:
+    """What a program prints that runs in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment(hub, home, **settings),
+    )
+    assert done.returncode == 0, done.stderr
+    assert TOKEN not in done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with serving() as server:
+        server.tokens[TOKEN] = "me"
+        files = {path.name: path.read_bytes() for path in GPT2.iterdir()}
+        foreign = ("tf_model.h5", "flax_model.msgpack", "onnx/model.onnx", "pytorch_model.bin")
+        files |= {name: b"the same in another form" for name in foreign}
+        files |= {"README.md": CARD.encode()}
+        server.add("org/gpt2", files).commit("v1", dict(files), "a branch")
+        server.add("me/private", files, private=True)
+        server.add("org/gated", files, gated=True)
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def quiet_hub(hub: Hub) -> None:
+    """Each test begins without requests and faults."""
+    hub.requests.clear()
+    hub.faults.clear()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def folded(hub: Hub, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2 folded by its Hub id; nobody writes into it."""
+    out = tmp_path_factory.mktemp("out") / "gpt2-rms"
+    call = ["fold", "org/gpt2", "-o", out, "--revision", "v1", "--token", TOKEN]
+    (done,) = enjoyln(hub, home, call)
+    assert done.status == 0, done.err
+    return out
+
+
+@pytest.fixture
+def out(folded: Path, tmp_path: Path) -> Path:
+    """A copy of the folded checkpoint to work on."""
+    return Path(shutil.copytree(folded, tmp_path / "gpt2-rms"))
+
+
+def token_files(folder: Path) -> list[Path]:
+    """The files that hold the planted token."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if TOKEN.encode() in path.read_bytes()]
+
+
+# From the Hub.
+
+
+def test_a_report_fetches_the_config_alone(hub: Hub, tmp_path: Path) -> None:
+    (done,) = enjoyln(hub, tmp_path, ["report", "org/gpt2", "--format", "json"])
+    assert json.loads(done.out)["folded"] == 7
+    assert hub.fetched() == ["config.json"]
+
+
+def test_a_fold_fetches_what_it_needs(hub: Hub, tmp_path: Path) -> None:
+    """Neither weights for other frameworks, nor the same ones as a pickle."""
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    call = ["fold", "org/gpt2", "-o", out, "--cache-dir", cache, "--no-verify"]
+    (done,) = enjoyln(hub, tmp_path / "home", call)
+    assert done.status == 0, done.err
+    assert hub.fetched() == sorted([path.name for path in GPT2.iterdir()] + ["README.md"])
+    assert (cache / "models--org--gpt2").is_dir() and not (tmp_path / "home" / "hub").exists()
+
+
+def test_the_storage_gets_no_token(hub: Hub, tmp_path: Path) -> None:
+    """Weights lie on another host than the Hub, which has no business with it."""
+    call = ["fold", "me/private", "-o", tmp_path / "out", "--no-verify", "--token", TOKEN]
+    (done,) = enjoyln(hub, tmp_path / "home", call)
+    assert done.status == 0, done.err
+    of_storage = [request for request in hub.requests if request.path.startswith("/storage/")]
+    assert of_storage and not any("authorization" in request.headers for request in of_storage)
+    of_hub = [request for request in hub.requests if "/resolve/" in request.path]
+    assert all(request.headers.get("authorization") == f"Bearer {TOKEN}" for request in of_hub)
+
+
+def test_a_result_remembers_the_commit(hub: Hub, folded: Path) -> None:
+    marker = json.loads((folded / "config.json").read_text())["enjoyln"]
+    assert marker["source"] == "org/gpt2"
+    assert marker["revision"] == hub.repositories["org/gpt2"].refs["v1"]
+
+
+def test_offline_the_cache_is_enough(hub: Hub, home: Path, folded: Path, tmp_path: Path) -> None:
+    calls = [["fold", "org/gpt2", "--revision", "v1", "-o", tmp_path / "again", "--no-verify"]]
+    calls += [["report", "org/other"], ["push", folded, "me/model", "--yes"]]
+    again, other, push = enjoyln(hub, home, *calls, HF_HUB_OFFLINE="1", HF_TOKEN=TOKEN)
+    assert again.status == 0, again.err
+    weights = "model.safetensors"
+    assert (tmp_path / "again" / weights).read_bytes() == (folded / weights).read_bytes()
+    assert "HF_HUB_OFFLINE is set" in other.error and "HF_HUB_OFFLINE is set" in push.error
+    assert hub.requests == []
+
+
+def test_refusals_say_what_to_do(hub: Hub, tmp_path: Path) -> None:
+    calls: list[list[object]] = [
+        ["report", "org/gated"],
+        ["report", "org/gated", "--token", TOKEN],
+        ["report", "me/private"],
+        ["report", "org/nowhere"],
+        ["report", "org/gpt2", "--revision", "v9"],
+        ["report", "org/gpt2", "--token", "hf_unknown"],
+        ["report", "org/gpt2", "--token", f"{TOKEN}\n"],
+        ["report", "org/gpt2", "--token", ""],
+    ]
+    found = [done.error for done in enjoyln(hub, tmp_path, *calls)]
+    for line in found[:2]:
+        assert f"is gated: accept its terms at {hub.url}/org/gated" in line and "--token" in line
+    for line in found[2:4]:
+        assert "no such model on the Hub; for a private model" in line and "--token" in line
+    assert "org/gpt2 has no revision 'v9'" in found[4]
+    assert "refuses access to org/gpt2 (401)" in found[5]
+    assert "such as a line break" in found[6] and "is empty" in found[7]
+
+
+def test_who_was_let_in_may_read_a_gated_model(hub: Hub, tmp_path: Path) -> None:
+    hub.granted.add("me")
+    (done,) = enjoyln(hub, tmp_path, ["report", "org/gated", "--format", "json"], HF_TOKEN=TOKEN)
+    hub.granted.clear()
+    assert json.loads(done.out)["folded"] == 7
+
+
+# Faults on the way here.
+
+
+def test_a_hub_that_stumbles_is_asked_again(hub: Hub, tmp_path: Path) -> None:
+    """An error of the server, one that asks to wait, and a connection that breaks half-way."""
+    hub.fault("HEAD", "resolve/.*/tokenizer.json", status=500)
+    hub.fault("GET", "resolve/.*/config.json", status=429, headers={"Retry-After": "0"})
+    hub.fault("GET", "storage/", cut=True)
+    call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--no-verify"]
+    (done,) = enjoyln(hub, tmp_path / "home", call)
+    assert done.status == 0, done.err
+    assert not any(fault.times for fault in hub.faults)
+
+
+def test_a_download_goes_on_where_it_broke(hub: Hub, tmp_path: Path) -> None:
+    """What has arrived is kept, in blocks of ten megabytes."""
+    weights = b"no tensors, but many bytes" * 1_000_000
+    hub.add("org/big", {"config.json": b"{}", "model.safetensors": weights})
+    hub.fault("GET", "storage/", cut=True)
+    code = "from enjoyln_cli.checkpoint import open_source\n"
+    path = python(hub, tmp_path, code + "print(open_source('org/big', weights=True).path)")
+    assert Path(path, "model.safetensors").read_bytes() == weights
+    ranges = [r.headers.get("range") for r in hub.requests if r.path.startswith("/storage/")]
+    assert ranges == [None, f"bytes={10 << 20}-"]
+
+
+def test_weights_that_arrive_changed_are_refused_and_fetched_again(
+    hub: Hub, tmp_path: Path
+) -> None:
+    """Of the same size, with a readable header: nothing but the digest tells."""
+    hub.fault("GET", "storage/", corrupt=True)
+    call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--no-verify"]
+    first, second = enjoyln(hub, tmp_path / "home", call, call)
+    digest = sha256((GPT2 / "model.safetensors").read_bytes())
+    assert "model.safetensors of org/gpt2 did not arrive as the Hub has it" in first.error
+    assert digest[:12] in first.error and "fetch it again" in first.error
+    assert second.status == 0, second.err
+
+
+# To the Hub.
+
+
+def test_a_push_can_be_loaded_by_stock_transformers(
+    hub: Hub, home: Path, out: Path, tmp_path: Path
+) -> None:
+    call = ["push", out, "me/gpt2-rms", "--yes", "--private"]
+    dry, done, again = enjoyln(hub, home, [*call, "--dry-run"], call, call, HF_TOKEN=TOKEN)
+    assert "nothing was sent" in dry.out and "new, private" in dry.out
+    for path in out.iterdir():
+        assert re.search(rf"{re.escape(path.name)} .* new ", dry.out), path.name
+    assert done.status == 0, done.err
+    there = hub.repositories["me/gpt2-rms"]
+    assert done.out.splitlines()[-1] == f"{hub.url}/me/gpt2-rms/commit/{there.refs['main']}"
+    assert there.private and len(there.log) == 1
+    assert there.files()["model.safetensors"] == (out / "model.safetensors").read_bytes()
+    assert "0 new and 0 changed of 8 files, 0 B" in again.out and len(there.log) == 1
+    assert not any(TOKEN.encode() in data for data in there.files().values())
+    code = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from enjoyln_cli import from_pretrained
+from enjoyln_cli.norms import RMSNorm
+ids = AutoTokenizer.from_pretrained("me/gpt2-rms")("of this License", return_tensors="pt")
+stock = AutoModelForCausalLM.from_pretrained("me/gpt2-rms")
+fast = from_pretrained("me/gpt2-rms")
+original = AutoModelForCausalLM.from_pretrained("org/gpt2")
+assert not any(isinstance(m, RMSNorm) for m in stock.modules())
+assert sum(isinstance(m, RMSNorm) for m in fast.modules()) == 7
+with torch.no_grad():
+    a, b, c = (model(**ids).logits for model in (original, stock, fast))
+print(float((a - b).norm() / a.norm()), float((a - c).norm() / a.norm()))
+"""
+    errors = python(hub, tmp_path, code, HF_TOKEN=TOKEN).split()
+    assert all(float(error) < 1e-5 for error in errors) and len(errors) == 2
+
+
+def test_a_fold_can_push_its_result(hub: Hub, home: Path, tmp_path: Path) -> None:
+    call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--push-to-hub", "one-go", "--yes"]
+    (done,) = enjoyln(hub, home, [*call, "--token", TOKEN, "--json"])
+    found = json.loads(done.out)["pushed"]
+    assert (found["repo_id"], found["private"]) == ("me/one-go", False)
+    there = hub.repositories["me/one-go"].files()
+    assert there["config.json"] == (tmp_path / "out" / "config.json").read_bytes()
+    assert b'from_pretrained("me/one-go")' in there["README.md"]
+    assert token_files(tmp_path) == [] and TOKEN.encode() not in b"".join(there.values())
+
+
+def test_a_push_to_a_branch_and_as_a_pull_request(hub: Hub, home: Path, out: Path) -> None:
+    there = hub.add("me/taken", {"config.json": b"{}", "notes.txt": b"mine"})
+    message = ["--yes", "--commit-message", "Less to compute"]
+    calls = [["push", out, "me/taken", "--create-pr", *message, "--json"]]
+    calls += [["push", out, "me/taken", "--revision", "rms", *message]]
+    calls += [["push", out, "me/taken", "--revision", "rms", "--create-pr", *message]]
+    pull, branch, both = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    found = json.loads(pull.out)
+    assert found["url"] == f"{hub.url}/me/taken/discussions/1"
+    changes = {file["name"]: file["change"] for file in found["files"]}
+    assert changes.pop("config.json") == "changed" and set(changes.values()) == {"new"}
+    assert set(there.refs) == {"main", "refs/pr/1", "rms"}
+    assert set(there.files()) == {"config.json", "notes.txt"}, "main is as it was"
+    for ref in ("refs/pr/1", "rms"):
+        assert there.files(ref)["notes.txt"] == b"mine"
+        assert there.files(ref)["model.safetensors"] == (out / "model.safetensors").read_bytes()
+    assert there.log == ["Less to compute"] * 2
+    assert branch.status == 0 and "drop --revision" in both.error
+
+
+def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
+    """Without a terminal nobody can answer."""
+    calls = [["push", out, "me/unasked"]]
+    calls += [["fold", GPT2, "-o", out.parent / "other", "--push-to-hub", "me/unasked"]]
+    for done in enjoyln(hub, home, *calls, HF_TOKEN=TOKEN):
+        assert done.status == 2 and "--yes" in done.err
+    assert "me/unasked" not in hub.repositories and not (out.parent / "other").exists()
+
+
+def test_a_push_is_refused_by_the_hub_in_one_line(hub: Hub, home: Path, out: Path) -> None:
+    calls: list[list[object]] = [
+        ["push", out, "me/x", "--yes"],
+        ["push", out, "me/x", "--yes", "--token", "hf_unknown"],
+        ["push", out, "org/gpt2", "--yes", "--token", TOKEN],
+        ["push", out, "org/new", "--yes", "--token", TOKEN],
+        ["push", out, "no/such/name", "--yes", "--token", TOKEN],
+        ["fold", GPT2, "-o", out.parent / "other", "--push-to-hub", "me/x", "--yes"],
+    ]
+    found = [done.error for done in enjoyln(hub, home, *calls)]
+    assert "needs a token; run `hf auth login`" in found[0]
+    assert "does not know the token" in found[1]
+    assert "may not write to org/gpt2" in found[2] and "may not write to org/new" in found[3]
+    assert "no name of a repository" in found[4]
+    assert "needs a token" in found[5] and not (out.parent / "other").exists()
+    assert set(hub.repositories) & {"me/x", "org/new"} == set()
+
+
+def test_an_interrupted_push_goes_on(hub: Hub, home: Path, out: Path) -> None:
+    """The weights are there when the commit fails, and are not sent a second time."""
+    hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
+    hub.fault("PUT", "/upload/.*/2", status=500)
+    hub.fault("POST", "/preupload/", status=429, headers={"Retry-After": "0"})
+    hub.fault("POST", "/api/models/me/resumed/commit/", status=500)
+    call = ["push", out, "me/resumed", "--yes"]
+    first, second = enjoyln(hub, home, call, call, HF_TOKEN=TOKEN)
+    assert "did not take the upload (500)" in first.error and "goes on" in first.error
+    assert second.status == 0, second.err
+    parts = [r.path.rsplit("/", 1)[1] for r in hub.requests if r.path.startswith("/upload/")]
+    assert parts == ["1", "2", "2", *map(str, range(3, len(parts)))], "each once, but for the fault"
+    files = hub.repositories["me/resumed"].files()
+    assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
+
+
+def test_an_upload_that_arrives_changed_is_no_commit(hub: Hub, home: Path, out: Path) -> None:
+    hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
+    hub.fault("PUT", "/upload/.*/3", corrupt=True)
+    (done,) = enjoyln(hub, home, ["push", out, "me/garbled", "--yes"], HF_TOKEN=TOKEN)
+    assert "the digest of the uploaded object is wrong" in done.error
+    assert hub.repositories["me/garbled"].log == []
+
+
+# What may go.
+
+
+def test_only_a_verified_result_is_pushed(
+    hub: Hub, home: Path, folded: Path, tmp_path: Path
+) -> None:
+    cases = {}
+    for name in ("never", "failed", "broken", "changed", "more", "less"):
+        cases[name] = shutil.copytree(folded, tmp_path / name)
+    verified = json.loads((folded / "enjoyln_verify.json").read_text())
+    (cases["never"] / "enjoyln_verify.json").unlink()
+    failed = {**verified, "passed": False, "summary": "not verified: it drifts"}
+    (cases["failed"] / "enjoyln_verify.json").write_text(json.dumps(failed))
+    (cases["broken"] / "enjoyln_verify.json").write_text("{")
+    config = cases["changed"] / "config.json"
+    config.write_text(config.read_text() + "\n")
+    (cases["more"] / "pytorch_model.bin").write_bytes(b"other weights")
+    (cases["less"] / "tokenizer.json").unlink()
+    calls = [["push", case, f"me/{name}", "--yes"] for name, case in cases.items()]
+    found = dict(zip(cases, enjoyln(hub, home, *calls, HF_TOKEN=TOKEN), strict=True))
+    for name, words in {
+        "never": "never verified",
+        "failed": "its verification failed: not verified: it drifts",
+        "broken": "enjoyln_verify.json cannot be read",
+        "changed": "config.json has changed since its verification",
+        "more": "pytorch_model.bin came after its verification",
+        "less": "tokenizer.json is gone since its verification",
+    }.items():
+        assert words in found[name].error and "enjoyln verify" in found[name].error
+        assert f"me/{name}" not in hub.repositories
+    assert hub.requests == []
+
+
+def test_a_forced_push_says_so_in_its_card(hub: Hub, home: Path, out: Path) -> None:
+    (out / "notes.txt").write_text("mine")
+    (out / ".cache").mkdir()
+    (out / ".cache" / "secret").write_text("housekeeping")
+    (done,) = enjoyln(hub, home, ["push", out, "me/forced", "--yes", "--force"], HF_TOKEN=TOKEN)
+    assert done.status == 0, done.err
+    there = hub.repositories["me/forced"].files()
+    assert (
+        b"**Pushed with `--force`**: notes.txt came after its verification." in there["README.md"]
+    )
+    assert "notes.txt" in there and ".cache/secret" not in there
+
+
+def test_a_card_that_cannot_say_so_stops_a_forced_push(hub: Hub, home: Path, out: Path) -> None:
+    (out / "notes.txt").write_text("mine")
+    (out / "README.md").write_text("# All mine")
+    (done,) = enjoyln(hub, home, ["push", out, "me/mute", "--yes", "--force"], HF_TOKEN=TOKEN)
+    assert "has lost the section" in done.error and "me/mute" not in hub.repositories
+
+
+def test_a_link_out_of_the_result_is_not_pushed(hub: Hub, home: Path, out: Path) -> None:
+    (out.parent / "private.txt").write_text("mine")
+    (out / "notes.txt").symlink_to(out.parent / "private.txt")
+    (done,) = enjoyln(hub, home, ["push", out, "me/linked", "--yes", "--force"], HF_TOKEN=TOKEN)
+    assert "notes.txt is a link out of" in done.error and "me/linked" not in hub.repositories
+
+
+def test_what_was_not_folded_is_not_pushed(hub: Hub, home: Path, tmp_path: Path) -> None:
+    calls = [["push", GPT2, "me/x", "--yes", "--force"], ["push", tmp_path / "no", "me/x", "--yes"]]
+    first, second = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    assert "enjoyln fold" in first.error and "there is no directory" in second.error
+    assert "me/x" not in hub.repositories
+
+
+def test_a_push_tells_where_a_local_source_lay(hub: Hub, home: Path, tmp_path: Path) -> None:
+    calls: list[list[object]] = [["fold", GPT2, "-o", tmp_path / "out"]]
+    calls += [["push", tmp_path / "out", "me/local", "--dry-run", "--json"]]
+    fold, push = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    assert fold.status == 0, fold.err
+    (warning,) = json.loads(push.out)["warnings"]
+    assert "config.json tells where it came from" in warning and str(GPT2) in warning
+    assert str(GPT2.parent) not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_no_token_is_written_anywhere(folded: Path, home: Path) -> None:
+    """It was given to the fold by name."""
+    assert token_files(folded) == [] and token_files(home) == []
+    assert "--token" not in (folded / "README.md").read_text()
