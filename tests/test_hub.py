@@ -1,7 +1,7 @@
 """From the Hub, and to it: a server on this machine, the command in processes of their own.
 
-``huggingface_hub`` reads its settings when it is imported, so every client is a new process with an
-environment of its own. Several commands share one, since starting it takes longer than they do.
+``huggingface_hub`` reads its settings when it is imported, so every environment is a process of its
+own. It imports what takes long once, and forks for each group of commands.
 """
 
 from __future__ import annotations
@@ -37,14 +37,23 @@ model-index: []
 Trained on a licence.
 """
 
-RUNNER = """
-import json, sys
+CLIENT = """
+import json, os, sys
 from click.testing import CliRunner
+import enjoyln_cli.analysis, enjoyln_cli.hub, enjoyln_cli.report, enjoyln_cli.verify, torch.export
+import transformers.models.gpt2.modeling_gpt2
 from enjoyln_cli.cli import main
-for arguments in json.loads(sys.argv[1]):
-    done = CliRunner().invoke(main, arguments)
-    print(json.dumps([done.exit_code, done.stdout, done.stderr]))
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        found = [CliRunner().invoke(main, arguments) for arguments in json.loads(line)]
+        print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in found]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
+
+CLIENTS: dict[tuple[object, ...], subprocess.Popen[str]] = {}
+"""By the environment that they run in."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +79,29 @@ def environment(hub: Hub, home: Path, **settings: str) -> dict[str, str]:
 
 def enjoyln(hub: Hub, home: Path, *calls: list[object], **settings: str) -> list[Done]:
     """Each call of the command, one after the other in one new process."""
-    arguments = json.dumps([[str(word) for word in call] for call in calls])
-    found = python(hub, home, RUNNER, arguments, **settings)
-    assert TOKEN not in found
-    return [Done(*json.loads(line)) for line in found.splitlines()]
+    key = (home, *settings.items())
+    if key not in CLIENTS:
+        CLIENTS[key] = subprocess.Popen(
+            [sys.executable, "-c", CLIENT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(hub, home, **settings),
+        )
+    client = CLIENTS[key]
+    assert client.stdin and client.stdout
+    print(
+        json.dumps([[str(word) for word in call] for call in calls]), file=client.stdin, flush=True
+    )
+    found = client.stdout.readline()
+    assert found and TOKEN not in found
+    return [Done(*one) for one in json.loads(found)]
 
 
-def python(hub: Hub, home: Path, code: str, *arguments: str, **settings: str) -> str:
+def python(hub: Hub, home: Path, code: str, **settings: str) -> str:
     """What a program prints that runs in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         timeout=300,
@@ -102,6 +124,10 @@ def hub() -> Iterator[Hub]:
         server.add("me/private", files, private=True)
         server.add("org/gated", files, gated=True)
         yield server
+        for client in CLIENTS.values():
+            client.kill()
+            client.wait(timeout=60)
+        CLIENTS.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -141,26 +167,33 @@ def token_files(folder: Path) -> list[Path]:
 # From the Hub.
 
 
-def test_a_report_fetches_the_config_alone(hub: Hub, tmp_path: Path) -> None:
-    (done,) = enjoyln(hub, tmp_path, ["report", "org/gpt2", "--format", "json"])
+def test_a_report_fetches_the_config_alone(hub: Hub, home: Path, tmp_path: Path) -> None:
+    call = ["report", "org/gpt2", "--format", "json", "--cache-dir", tmp_path]
+    (done,) = enjoyln(hub, home, call)
     assert json.loads(done.out)["folded"] == 7
     assert hub.fetched() == ["config.json"]
 
 
-def test_a_fold_fetches_what_it_needs(hub: Hub, tmp_path: Path) -> None:
+def test_a_fold_fetches_what_it_needs(hub: Hub, home: Path, tmp_path: Path) -> None:
     """Neither weights for other frameworks, nor the same ones as a pickle."""
     out, cache = tmp_path / "out", tmp_path / "cache"
-    call = ["fold", "org/gpt2", "-o", out, "--cache-dir", cache, "--no-verify"]
-    (done,) = enjoyln(hub, tmp_path / "home", call)
+    hub.add("org/twin", hub.repositories["org/gpt2"].files())
+    call = ["fold", "org/twin", "-o", out, "--cache-dir", cache, "--no-verify"]
+    (done,) = enjoyln(hub, home, call)
     assert done.status == 0, done.err
     assert hub.fetched() == sorted([path.name for path in GPT2.iterdir()] + ["README.md"])
-    assert (cache / "models--org--gpt2").is_dir() and not (tmp_path / "home" / "hub").exists()
+    assert (cache / "models--org--twin").is_dir()
+    assert not (home / "hub" / "models--org--twin").exists()
 
 
-def test_the_storage_gets_no_token(hub: Hub, tmp_path: Path) -> None:
+def test_the_cache_lies_in_hf_home(home: Path, folded: Path) -> None:
+    assert (home / "hub" / "models--org--gpt2").is_dir()
+
+
+def test_the_storage_gets_no_token(hub: Hub, home: Path, tmp_path: Path) -> None:
     """Weights lie on another host than the Hub, which has no business with it."""
     call = ["fold", "me/private", "-o", tmp_path / "out", "--no-verify", "--token", TOKEN]
-    (done,) = enjoyln(hub, tmp_path / "home", call)
+    (done,) = enjoyln(hub, home, call)
     assert done.status == 0, done.err
     of_storage = [request for request in hub.requests if request.path.startswith("/storage/")]
     assert of_storage and not any("authorization" in request.headers for request in of_storage)
@@ -185,7 +218,7 @@ def test_offline_the_cache_is_enough(hub: Hub, home: Path, folded: Path, tmp_pat
     assert hub.requests == []
 
 
-def test_refusals_say_what_to_do(hub: Hub, tmp_path: Path) -> None:
+def test_refusals_say_what_to_do(hub: Hub, home: Path, tmp_path: Path) -> None:
     calls: list[list[object]] = [
         ["report", "org/gated"],
         ["report", "org/gated", "--token", TOKEN],
@@ -196,7 +229,8 @@ def test_refusals_say_what_to_do(hub: Hub, tmp_path: Path) -> None:
         ["report", "org/gpt2", "--token", f"{TOKEN}\n"],
         ["report", "org/gpt2", "--token", ""],
     ]
-    found = [done.error for done in enjoyln(hub, tmp_path, *calls)]
+    done = enjoyln(hub, home, *[[*call, "--cache-dir", tmp_path] for call in calls])
+    found = [one.error for one in done]
     for line in found[:2]:
         assert f"is gated: accept its terms at {hub.url}/org/gated" in line and "--token" in line
     for line in found[2:4]:
@@ -206,9 +240,9 @@ def test_refusals_say_what_to_do(hub: Hub, tmp_path: Path) -> None:
     assert "such as a line break" in found[6] and "is empty" in found[7]
 
 
-def test_who_was_let_in_may_read_a_gated_model(hub: Hub, tmp_path: Path) -> None:
+def test_who_was_let_in_may_read_a_gated_model(hub: Hub, home: Path) -> None:
     hub.granted.add("me")
-    (done,) = enjoyln(hub, tmp_path, ["report", "org/gated", "--format", "json"], HF_TOKEN=TOKEN)
+    (done,) = enjoyln(hub, home, ["report", "org/gated", "--format", "json"], HF_TOKEN=TOKEN)
     hub.granted.clear()
     assert json.loads(done.out)["folded"] == 7
 
@@ -216,13 +250,13 @@ def test_who_was_let_in_may_read_a_gated_model(hub: Hub, tmp_path: Path) -> None
 # Faults on the way here.
 
 
-def test_a_hub_that_stumbles_is_asked_again(hub: Hub, tmp_path: Path) -> None:
+def test_a_hub_that_stumbles_is_asked_again(hub: Hub, home: Path, tmp_path: Path) -> None:
     """An error of the server, one that asks to wait, and a connection that breaks half-way."""
     hub.fault("HEAD", "resolve/.*/tokenizer.json", status=500)
     hub.fault("GET", "resolve/.*/config.json", status=429, headers={"Retry-After": "0"})
     hub.fault("GET", "storage/", cut=True)
-    call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--no-verify"]
-    (done,) = enjoyln(hub, tmp_path / "home", call)
+    call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--no-verify", "--cache-dir", tmp_path]
+    (done,) = enjoyln(hub, home, call)
     assert done.status == 0, done.err
     assert not any(fault.times for fault in hub.faults)
 
@@ -240,12 +274,12 @@ def test_a_download_goes_on_where_it_broke(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_weights_that_arrive_changed_are_refused_and_fetched_again(
-    hub: Hub, tmp_path: Path
+    hub: Hub, home: Path, tmp_path: Path
 ) -> None:
     """Of the same size, with a readable header: nothing but the digest tells."""
     hub.fault("GET", "storage/", corrupt=True)
-    call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--no-verify"]
-    first, second = enjoyln(hub, tmp_path / "home", call, call)
+    call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--no-verify", "--cache-dir", tmp_path]
+    first, second = enjoyln(hub, home, call, call)
     digest = sha256((GPT2 / "model.safetensors").read_bytes())
     assert "model.safetensors of org/gpt2 did not arrive as the Hub has it" in first.error
     assert digest[:12] in first.error and "fetch it again" in first.error
