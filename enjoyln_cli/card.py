@@ -158,14 +158,17 @@ def _versions() -> list[str]:
     return found
 
 
-def state(inner: Path, place: str, names: Sequence[str], complaint: str = "") -> Values:
+def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: str = "") -> Values:
     """What fills the template ``state``.
 
-    ``inner`` holds the result's config and verification, ``place`` is where users load it from,
-    ``names`` are classes that may, ``complaint`` is what stands against a push that was forced.
+    ``folder`` of ``root`` holds the result's config and verification, ``place`` is where users load
+    it from, ``names`` are classes that may, ``complaint`` is what stands against a push that was
+    forced.
     """
+    inner = root / folder
     checked, measured = _json(inner / VERIFY_FILE), _json(inner / BENCH_FILE)
-    stock, fast = _code(inner, place, names)
+    is_pipeline = (root / MODULES).is_file()
+    stock, fast = _of_pipeline(place) if is_pipeline else _of_model(inner, place, names)
     hardware = measured.get("hardware")
     return {
         "complaint": complaint,
@@ -228,16 +231,16 @@ def _speeds(found: Any) -> list[tuple[str, str, str, str]]:
     return lines
 
 
-def _code(inner: Path, place: str, names: Sequence[str]) -> tuple[str, str]:
-    """How to load the result, as it is and with RMSNorm."""
-    if (inner / MODULES).is_file():
-        load = "from sentence_transformers import SentenceTransformer\n"
-        load += f'\nmodel = SentenceTransformer("{place}")'
-        head, tail = load.split("\n\n")
-        return (
-            load,
-            f"{head}\nfrom enjoyln_cli import optimize\n\n{tail}\noptimize(model[0].auto_model)",
-        )
+def _of_pipeline(place: str) -> tuple[str, str]:
+    """How to load a sentence encoder, as it is and with RMSNorm."""
+    known = "from sentence_transformers import SentenceTransformer\n"
+    load = f'\nmodel = SentenceTransformer("{place}")'
+    fast = f"{known}from enjoyln_cli import optimize\n{load}\noptimize(model[0].auto_model)"
+    return known + load, fast
+
+
+def _of_model(inner: Path, place: str, names: Sequence[str]) -> tuple[str, str]:
+    """How to load a model, as it is and with RMSNorm."""
     config = _json(inner / "config.json")
     custom = ", trust_remote_code=True" if config.get("auto_map") else ""
     saved = next(iter(config.get("architectures") or ()), None)

@@ -115,7 +115,7 @@ def write_card(
     from huggingface_hub import ModelCard, ModelCardData
 
     data, text = _parsed(out / CARD_FILE)
-    checked = section(out / source.folder, final.name, plan.classes)
+    checked = section(out, source.folder, final.name, plan.classes)
     made = ModelCard.from_template(
         ModelCardData(**card.metadata(data, source, out)),
         template_str=card.template("card"),
@@ -124,14 +124,14 @@ def write_card(
     (out / CARD_FILE).write_text(f"{made}\n", encoding="utf-8")
 
 
-def section(inner: Path, place: str, names: Sequence[str], complaint: str = "") -> str:
+def section(root: Path, folder: str, place: str, names: Sequence[str], complaint: str = "") -> str:
     """The card's changing section, as text. The arguments are those of ``card.state``."""
     from huggingface_hub import ModelCard, ModelCardData
 
     return ModelCard.from_template(
         ModelCardData(),
         template_str="---\n{}\n---\n" + card.template("state"),
-        **card.state(inner, place, names, complaint),
+        **card.state(root, folder, place, names, complaint),
     ).text.strip()
 
 
@@ -209,7 +209,7 @@ def prepare(
     text = None
     if (out / CARD_FILE).is_file():
         text = (out / CARD_FILE).read_bytes().decode("utf-8", errors="replace")
-        renewed = section(source.path, found.repo_id, marker.classes, complaint)
+        renewed = section(out, source.folder, found.repo_id, marker.classes, complaint)
         text = card.renewed(text, renewed)
     if complaint and complaint not in (text or ""):
         raise PushRefused(

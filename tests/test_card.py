@@ -154,12 +154,12 @@ def test_measured_speed_is_told_where_it_was_measured(out: Path, tmp_path: Path)
     rows: list[Any] = [{"case": "1 x 512 | eager", "original_ms": 20.0, "folded_ms": 16.0}]
     rows += [{"case": "broken", "original_ms": None, "folded_ms": 1.0}, "nonsense"]
     (copy / "enjoyln_bench.json").write_text(json.dumps({"hardware": "2 cores", "rows": rows}))
-    section = hub.section(copy, "me/x", ["GPT2Model"])
+    section = hub.section(copy, "", "me/x", ["GPT2Model"])
     assert "## Measured speed\n\n2 cores:\n" in section
     assert "| 1 x 512 \\| eager | 20 ms | 16 ms | 1.250 |" in section and "broken" not in section
     assert "Measured speed" not in made(out).text
     (copy / "enjoyln_bench.json").write_text("[1, 2")
-    assert "Measured speed" not in hub.section(copy, "me/x", ["GPT2Model"])
+    assert "Measured speed" not in hub.section(copy, "", "me/x", ["GPT2Model"])
 
 
 def test_a_push_renews_its_section_and_leaves_what_the_owner_wrote(out: Path) -> None:
@@ -177,19 +177,19 @@ def test_a_push_renews_its_section_and_leaves_what_the_owner_wrote(out: Path) ->
 def test_code_of_its_own_is_asked_for_by_name(tmp_path: Path) -> None:
     config = {"architectures": ["Own"], "auto_map": {"AutoModel": "modeling_own.Own"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    section = hub.section(tmp_path, "me/x", ["Own"])
+    section = hub.section(tmp_path, "", "me/x", ["Own"])
     assert 'AutoModel.from_pretrained("me/x", trust_remote_code=True)' in section
 
 
 def test_a_sentence_encoder_is_loaded_as_one(tmp_path: Path) -> None:
     source = tmp_path / "encoder"
-    shutil.copytree(CHECKPOINTS / "bert", source)
-    modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
-    ]
+    shutil.copytree(CHECKPOINTS / "bert", source / "0_Transformer")
+    kind = "sentence_transformers.models.Transformer"
+    modules = [{"idx": 0, "name": "0", "path": "0_Transformer", "type": kind}]
     (source / "modules.json").write_text(json.dumps(modules))
-    fold(source, tmp_path / "out", model_class="BertModel", verify=False)
+    fold(source, tmp_path / "out", model_class="BertModel")
     found = made(tmp_path / "out")
+    assert "identity error" in found.text, "of the transformer, which lies in its folder"
     assert found.data.library_name == "sentence-transformers"
     assert 'SentenceTransformer("out")' in found.text
 

@@ -108,7 +108,7 @@ def test_the_transformer_is_folded_and_the_rest_comes_along(
     assert [verdict.norm for verdict in result.plan.folded] == [norm]
     assert result.verification is not None and result.verification.passed
     before, after = files(source), files(out)
-    changed = {str(Path(inside, name)) for name in CHANGED}
+    changed = {str(Path(inside, name)) for name in CHANGED} | {"README.md"}
     assert set(after) == set(before) | changed
     assert {name for name in before if before[name] != after[name]} <= changed
     assert "enjoyln" in json.loads(after[str(Path(inside, "config.json"))])
