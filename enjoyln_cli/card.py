@@ -23,7 +23,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,7 +34,7 @@ from enjoyln_cli.checkpoint import Source
 from enjoyln_cli.fold import BENCH_FILE, RECIPE_FILE, VERIFY_FILE
 from enjoyln_cli.pipeline import MODULES
 from enjoyln_cli.plan import Plan
-from enjoyln_cli.rows import compact, counts, number, reasons, row
+from enjoyln_cli.rows import counts, notes, number, row
 
 BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
 END = "<!-- enjoyln: end of the section -->"
@@ -89,7 +89,9 @@ def command(source: Source, out: Path, options: Mapping[str, Any]) -> str:
 
 def _words(name: str, value: Any) -> list[str]:
     if is_dataclass(value) and not isinstance(value, type):
-        return [word for key, entry in asdict(value).items() for word in _words(key, entry)]
+        plain = type(value)()
+        changed = [key for key in vars(value) if getattr(value, key) != getattr(plain, key)]
+        return [word for key in changed for word in _words(key, getattr(value, key))]
     if value is None or value is False or value == () or value == []:
         return []
     flag = "--" + name.replace("_", "-")
@@ -105,25 +107,21 @@ def values(
 ) -> Values:
     """What fills the template ``card``; ``card`` is the text of the original's own."""
     dtype = str(options.get("dtype") or "").removeprefix("torch.")
-    converted = [f"All floating weights were converted to {dtype}."] if dtype else []
     name = shown(source)
     found = row(name, plan)
     origin = f"[{name}](https://huggingface.co/{name})" if source.revision else f"`{name}`"
     if source.revision:
         origin += f" at revision `{source.revision}`"
-    limits = [f"The proof holds for {', '.join(f'`{cls}`' for cls in plan.classes)}."]
-    if plan.unproven:
-        inputs = ", ".join(f"`{key}`" for key in compact(plan.unproven))
-        limits.append(f"No proof covers {inputs}: called with such, its norms compute LayerNorm.")
     return {
         "title": out.name,
         "origin": origin,
         "folded": found["folded"],
         "norms": found["norms"],
-        "done": [*_done(found), *converted],
+        "done": _done(found, dtype),
         "recipe": RECIPE_FILE,
         "outputs": ", ".join(f"`{key}`" for key in plan.outputs),
-        "limits": limits,
+        "classes": ", ".join(f"`{cls}`" for cls in plan.classes),
+        "unproven": bool(plan.unproven),
         "begin": BEGIN,
         "end": END,
         "state": state,
@@ -133,19 +131,10 @@ def values(
     }
 
 
-def _done(found: Values) -> list[str]:
-    lines = [f"Folded: {counts(found)}."]
-    for op in found["ops"]:
-        where = f"Run with RMSNorm, `{op['module']}` centres its {op['place']}"
-        lines.append(f"{where}: {op['reason']}.")
-    for reason, kept in reasons(found):
-        names = ", ".join(f"`{name}`" for name in compact(entry["name"] for entry in kept))
-        count = f"{len(kept)} stay" if len(kept) > 1 else "1 stays"
-        lines.append(f"{count} LayerNorm, since {reason}: {names}.")
-    if found["merged"]:
-        names = ", ".join(f"`{name}`" for name in compact(found["merged"]))
-        lines.append(f"Merged into the layer before, and ones since: {names}.")
-    return lines
+def _done(found: Values, dtype: str) -> list[str]:
+    """What ``enjoyln fold`` prints of a plan."""
+    lines = [f"folded {counts(found)}", *notes(found)[1:]]
+    return [*lines, f"  all floating weights were converted to {dtype}"] if dtype else lines
 
 
 def _versions() -> list[str]:

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 
 from enjoyln_cli import card, fold, hub
 from enjoyln_cli.checkpoint import Source
+from enjoyln_cli.plan import PLAIN, Options
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 
@@ -110,10 +111,12 @@ def test_line_ends_and_a_byte_order_mark_are_no_obstacle(tmp_path: Path) -> None
 def test_the_card_says_what_was_done(out: Path) -> None:
     text = made(out).text
     assert "# tiny-rms\n" in text and "`tiny`, in which 7 of 7 LayerNorms" in text
-    assert "Run with RMSNorm, `transformer.wte` centres its output: " in text
-    assert "All floating weights were converted to bfloat16." in text
-    assert "The proof holds for `GPT2LMHeadModel`, `GPT2Model`." in text
-    assert "No proof covers `encoder_attention_mask`, `encoder_hidden_states`" in text
+    assert "folded 7 of 7 LayerNorms (0 in the weights alone), 1 centring op" in text
+    assert "  centre the output of transformer.wte: " in text
+    assert "  all floating weights were converted to bfloat16\n" in text
+    assert "All outputs stay the same. " in text
+    assert "The proof holds for `GPT2LMHeadModel`, `GPT2Model`. Called with an input that" in text
+    assert "  not proven for calls with encoder_attention_mask, encoder_hidden_states\n" in text
     assert "enjoyln fold tiny -o tiny-rms --dtype bfloat16\n" in text
     assert re.search(r"enjoyln \d+\.\d+.*torch \d+.*transformers \d+", text)
     assert text.count("```bibtex") == 1 and "Pre-{RMSNorm}" in text and "Anonymous" in text
@@ -122,7 +125,7 @@ def test_the_card_says_what_was_done(out: Path) -> None:
 
 def test_kept_norms_have_their_reasons(tmp_path: Path) -> None:
     text = made(folded(tmp_path, name="bert", model_class="BertModel", verify=False)).text
-    assert re.search(r"- \d+ stay LayerNorm, since .*not zero-mean.*: `encoder.layer.0-\d", text)
+    assert re.search(r"\n  keep 6: .*not zero-mean: encoder.layer.0-2.attention.output", text)
     assert "--model-class BertModel --no-verify" in text
     assert "The result was not verified" in text and "identity error" not in text
     assert 'BertModel.from_pretrained("tiny-rms")' in text, "the saved class is not proven"
@@ -202,6 +205,8 @@ def test_a_sentence_encoder_is_loaded_as_one(tmp_path: Path) -> None:
         ({"recipe": Path("/home/me/my recipe.yaml")}, ["--recipe", "my recipe.yaml"]),
         ({"trust_remote_code": True, "no_verify": False}, ["--trust-remote-code"]),
         ({"max_shard_size": 5 * 10**9}, ["--max-shard-size", "5000000000"]),
+        ({"options": PLAIN}, []),
+        ({"options": Options(widen_mlp=True, merge="bias")}, ["--widen-mlp", "--merge", "bias"]),
     ],
 )
 def test_the_command_can_be_given_again(options: dict[str, Any], words: list[str]) -> None:
