@@ -8,13 +8,12 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_server import Hub, serving
 
 from enjoyln_cli.checkpoint import open_source
 from enjoyln_cli.errors import ModelNotFound
@@ -78,58 +77,25 @@ for call in json.loads(sys.argv[2]):
 """
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The few answers of the Hub's API that a download asks for."""
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        path = self.path.split("?")[0].removeprefix("/")
-        parts = path.removeprefix("api/models/").split("/")
-        if len(parts) < 4:
-            return self.reply(404, b"", {})
-        model, kind, file = "/".join(parts[:2]), parts[2], "/".join(parts[4:])
-        if model in REFUSALS:
-            status, headers = REFUSALS[model]
-            return self.reply(status, b"", headers)
-        files = REPOSITORIES[model]
-        if kind == "tree":
-            listing = [
-                {"type": "file", "path": name, "size": len(data), "oid": f"{len(data):040x}"}
-                for name, data in files.items()
-            ]
-            return self.reply(200, json.dumps(listing).encode(), {})
-        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{parts[0]}-{file.replace("/", "-")}"'}
-        if file not in files:
-            return self.reply(404, b"", {**headers, "X-Error-Code": "EntryNotFound"})
-        return self.reply(200, files[file], headers)
-
-    def reply(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Stay silent."""
+@pytest.fixture(scope="module")
+def server() -> Iterator[Hub]:
+    with serving() as found:
+        for name, files in REPOSITORIES.items():
+            found.add(name, files)
+        for name, (status, headers) in REFUSALS.items():
+            for method in ("HEAD", "GET"):
+                found.fault(method, f"{name}/", status=status, headers=headers, times=1000)
+        yield found
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def hub(server: Hub) -> str:
+    return server.url
+
+
+@pytest.fixture(scope="module")
+def commit(server: Hub) -> str:
+    return server.repositories["good/model"].refs["main"]
 
 
 @pytest.fixture(scope="module")
@@ -165,16 +131,20 @@ def answers(hub: str, cache: Path) -> dict[str, list[Any]]:
     return dict(zip(calls, found, strict=True))
 
 
-def test_only_the_config_is_fetched_for_a_report(answers: dict[str, list[Any]]) -> None:
+def test_only_the_config_is_fetched_for_a_report(
+    answers: dict[str, list[Any]], commit: str
+) -> None:
     path, revision, files = answers["config"]
-    assert (revision, files) == (COMMIT, ["config.json"])
-    assert Path(path).name == COMMIT
+    assert (revision, files) == (commit, ["config.json"])
+    assert Path(path).name == commit
 
 
-def test_weights_come_once_and_with_the_other_files(answers: dict[str, list[Any]]) -> None:
+def test_weights_come_once_and_with_the_other_files(
+    answers: dict[str, list[Any]], commit: str
+) -> None:
     path, revision, files = answers["weights"]
     expected = ["1_Pooling/config.json", "config.json", "model.safetensors", "tokenizer.json"]
-    assert (revision, files) == (COMMIT, expected)
+    assert (revision, files) == (commit, expected)
     assert Path(path, "model.safetensors").read_bytes() == TENSORS
 
 
@@ -224,13 +194,13 @@ def test_offline(answers: dict[str, list[Any]], hub: str, cache: Path) -> None:
     assert "other/model is not in the cache, and HF_HUB_OFFLINE is set" in unknown[1]
 
 
-def test_nobody_answers(answers: dict[str, list[Any]], cache: Path) -> None:
+def test_nobody_answers(answers: dict[str, list[Any]], cache: Path, commit: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         closed = f"http://127.0.0.1:{free.getsockname()[1]}"
         calls = [{"model": "good/model"}, {"model": "other/model"}]
         cached, unknown = asked(calls, cache, HF_ENDPOINT=closed)
-    assert cached[1] == COMMIT
+    assert cached[1] == commit
     assert unknown[0] == "ModelNotFound"
     assert f"not in the cache, and {closed} cannot be reached" in unknown[1]
 
