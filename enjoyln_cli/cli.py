@@ -385,13 +385,16 @@ def push(
     out: Path, repo_id: str, dry_run: bool, quiet: bool, as_json: bool, **options: Any
 ) -> None:
     """Upload OUT, verified, to the Hub as REPO_ID. Goes on where an earlier run stopped."""
-    if not quiet and not as_json:
+    chatty = not quiet and not as_json
+    if chatty:
         show_transfers()
     from enjoyln_cli import hub
-    from enjoyln_cli.report import upload_line, write_json, write_push
+    from enjoyln_cli.report import upload_line, write_doubts, write_json, write_push
 
     yes, message = options.pop("yes"), options.pop("commit_message")
     upload = hub.prepare(out, repo_id, **options)
+    if chatty:
+        write_doubts(upload)
     if not dry_run:
         ask(f"Push {upload_line(upload)}?", yes)
         upload = hub.send(upload, commit_message=message, token=options["token"])

@@ -24,7 +24,7 @@ from enjoyln_cli import card
 from enjoyln_cli.checkpoint import Source, open_source, raw_config, require_token
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, PushRefused
 from enjoyln_cli.files import digest, housekeeping
-from enjoyln_cli.fold import CARD_FILE, VERIFY_FILE, verified_files
+from enjoyln_cli.fold import CARD_FILE, REPORTS, VERIFY_FILE, verified_files
 from enjoyln_cli.marker import read_marker
 from enjoyln_cli.plan import Plan
 
@@ -165,7 +165,7 @@ def standing_against(inner: Path) -> str:
     if passed is not True:
         return f"its verification failed: {summary}"
     here = verified_files(inner)
-    for name in sorted({*here, *digests}):
+    for name in sorted({*here, *digests}.difference(REPORTS)):
         if name not in digests:
             return f"{name} came after its verification"
         if name not in here:

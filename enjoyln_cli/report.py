@@ -228,10 +228,6 @@ def write_verification(found: Verification) -> None:
 
 def write_push(found: Upload) -> None:
     """What was pushed, and where it is; of a dry run every file with its size, and what is new."""
-    for warning in found.warnings:
-        say(f"warning: {warning}", "yellow", stderr=True)
-    if found.complaint:
-        say(f"forced, as the card says: {found.complaint}", "yellow", stderr=True)
     if found.url:
         say(f"pushed {upload_line(found)}", "green")
         say(found.url)
@@ -242,6 +238,14 @@ def write_push(found: Upload) -> None:
         table.add_row(file.name, size(file.size), file.change)
     console().print(table)
     say(f"would push {upload_line(found)}; nothing was sent (dry run)")
+
+
+def write_doubts(found: Upload) -> None:
+    """What a user may want to know before a push."""
+    for warning in found.warnings:
+        say(f"warning: {warning}", "yellow", stderr=True)
+    if found.complaint:
+        say(f"forced, as the card will say: {found.complaint}", "yellow", stderr=True)
 
 
 def upload_line(found: Upload) -> str:

@@ -6,12 +6,18 @@ own. It imports what takes long once, and forks for each group of commands.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import shutil
+import socket
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -361,6 +367,47 @@ def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
     for done in enjoyln(hub, home, *calls, HF_TOKEN=TOKEN):
         assert done.status == 2 and "--yes" in done.err
     assert "me/unasked" not in hub.repositories and not (out.parent / "other").exists()
+
+
+def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tuple[int, str]:
+    """The exit status of a command, and all that it shows to a user who types ``reply``."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "enjoyln_cli", *map(str, arguments)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment(hub, home, HF_TOKEN=TOKEN),
+    )
+    os.close(theirs)
+    os.write(ours, reply)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while block := os.read(ours, 1 << 16):
+            shown += block
+    os.close(ours)
+    return process.wait(timeout=60), shown.decode()
+
+
+def test_on_a_terminal_the_user_decides_and_sees_it_go(hub: Hub, home: Path, out: Path) -> None:
+    hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
+    call = ["push", out, "me/seen", "--private"]
+    status, shown = on_a_terminal(hub, home, b"n\n", *call)
+    assert status == 1 and "me/seen (new, private)? [y/N]" in shown and "Aborted!" in shown
+    assert "me/seen" not in hub.repositories
+    status, shown = on_a_terminal(hub, home, b"y\n", *call)
+    assert status == 0 and re.search(r"model.safetensors: 100%\|", shown), shown
+    assert hub.repositories["me/seen"].private
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(hub: Hub, home: Path, out: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
+        call = ["push", out, "me/x", "--yes"]
+        (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN, HF_ENDPOINT=closed)
+    assert f"{closed} cannot be reached (Connect" in done.error and "push again" in done.error
 
 
 def test_a_push_is_refused_by_the_hub_in_one_line(hub: Hub, home: Path, out: Path) -> None:
