@@ -52,6 +52,9 @@ CARRIED = (
     "tags",
 )
 
+MOST = 1000
+"""Entries of a list in the original's metadata."""
+
 Values = dict[str, Any]
 
 
@@ -62,16 +65,25 @@ def template(name: str) -> str:
 
 def metadata(found: Mapping[str, Any], source: Source, folder: Path) -> Values:
     """The card's metadata, from that of the original's own card (``found``)."""
-    carried = {key: found[key] for key in CARRIED if found.get(key)}
-    tags = carried.get("tags", [])
-    tags = [tags] if isinstance(tags, str) else [str(tag) for tag in tags]
+    named = {key: _texts(value) for key, value in found.items()}
+    carried = {key: named[key] for key in CARRIED if named.get(key)}
+    tags = carried.get("tags") or []
+    tags = [tags] if isinstance(tags, str) else tags
     carried["tags"] = list(dict.fromkeys([*tags, *TAGS]))
     library = "sentence-transformers" if (folder / MODULES).is_file() else "transformers"
     carried.setdefault("library_name", library)
     if source.revision is not None:
         return {"base_model": source.model, "base_model_relation": RELATION, **carried}
     kept = ("base_model", "base_model_relation")  # what a directory was made from
-    return {**{key: found[key] for key in kept if found.get(key)}, **carried}
+    return {**{key: named[key] for key in kept if named.get(key)}, **carried}
+
+
+def _texts(value: Any) -> str | list[str] | None:
+    """A text or a list of texts, nothing else; YAML takes Norwegian (``no``) for false."""
+    if isinstance(value, list):
+        texts = ["no" if entry is False else entry for entry in value[:MOST]]
+        return [text for text in texts if isinstance(text, str)]
+    return value if isinstance(value, str) else None
 
 
 def shown(source: Source) -> str:
@@ -155,6 +167,7 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
     forced.
     """
     inner = root / folder
+    place = json.dumps(place, ensure_ascii=False)[1:-1]  # as it stands between quotes
     checked, measured = _json(inner / VERIFY_FILE), _json(inner / BENCH_FILE)
     is_pipeline = (root / MODULES).is_file()
     stock, fast = _of_pipeline(place) if is_pipeline else _of_model(inner, place, names)

@@ -30,6 +30,9 @@ from enjoyln_cli.plan import Plan
 
 Change = Literal["new", "changed", "same"]
 
+LONGEST = 100_000
+"""Characters of a card's metadata that are read."""
+
 AGAIN = "push again, it goes on where it stopped"
 
 
@@ -136,14 +139,19 @@ def section(root: Path, folder: str, place: str, names: Sequence[str], complaint
 
 
 def _parsed(path: Path) -> tuple[dict[str, Any], str]:
-    """A card's metadata and text; all of it as text where the metadata cannot be read."""
-    from huggingface_hub import ModelCard
+    """A card's metadata and text; all of it as text where the metadata cannot be read.
+
+    Read as any card's: ``ModelCard`` would compare its tags, however deep a stranger nested them.
+    """
+    from huggingface_hub import RepoCard
 
     if not path.is_file():
         return {}, ""
     content = path.read_bytes().decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
+    if content.find("\n---", 1) > LONGEST:
+        return {}, content
     try:
-        found = ModelCard(content, ignore_metadata_errors=True)
+        found = RepoCard(content)
         return found.data.to_dict(), found.text
     except Exception:  # whatever YAML and its reader make of what somebody has written
         return {}, content

@@ -43,6 +43,7 @@ A table of {{ braces }} and {% tags %} that are no template.
 def folded(tmp_path: Path, own: bytes = b"", name: str = "gpt2", **options: Any) -> Path:
     """A checkpoint with a card of its own, folded."""
     source, out = tmp_path / "tiny", tmp_path / "tiny-rms"
+    tmp_path.mkdir(exist_ok=True)
     shutil.copytree(CHECKPOINTS / name, source)
     if own:
         (source / "README.md").write_bytes(own)
@@ -99,6 +100,28 @@ def test_a_card_that_is_damaged_is_kept_as_text(tmp_path: Path, own: bytes) -> N
     found = made(folded(tmp_path, own, verify=False))
     assert found.data.to_dict()["tags"] == ["enjoyln", "rmsnorm"]
     assert found.text.rstrip().endswith(own.decode(errors="replace").strip())
+
+
+def test_metadata_of_a_stranger_is_no_bomb(tmp_path: Path) -> None:
+    """Lists of lists that stand for a thousand million texts, and more lines than are read."""
+    levels = [f"- &{a}0 [x, x, x, x, x, x, x, x, x, x]" for a in "ab"]
+    levels += [f"- &{a}{i} [{f'*{a}{i - 1}, ' * 10}]" for i in range(1, 10) for a in "ab"]
+    listed = "\n".join(levels)
+    own = f"---\nlicense: mit\ndatasets:\n{listed}\ntags: [*a9, *b9, tiny]\n---\n# Mine\n"
+    found = made(folded(tmp_path / "one", own.encode(), verify=False))
+    assert found.data.to_dict() == {
+        "license": "mit",
+        "library_name": "transformers",
+        "tags": ["tiny", "enjoyln", "rmsnorm"],
+    }
+    long = "---\nlicense: mit\ntags:\n" + "- x\n" * 100_000 + "---\n# Mine\n"
+    found = made(folded(tmp_path / "two", long.encode(), verify=False))
+    assert found.data.license is None and found.text.rstrip().endswith("# Mine")
+
+
+def test_norwegian_is_a_language() -> None:
+    found = card.metadata({"language": ["sv", False]}, Source("org/x", Path("x"), "c0"), Path("x"))
+    assert found["language"] == ["sv", "no"]
 
 
 def test_line_ends_and_a_byte_order_mark_are_no_obstacle(tmp_path: Path) -> None:
