@@ -130,12 +130,16 @@ def _load_cpu(retry: bool) -> tuple[Path, str]:
     library.enjoyln_function.restype = ctypes.c_void_p
     library.enjoyln_name.restype = ctypes.c_char_p
     library.enjoyln_cpu.restype = ctypes.c_char_p
-    library.enjoyln_start.argtypes = [ctypes.py_object]
+    library.enjoyln_start.argtypes = [ctypes.py_object, ctypes.c_void_p]
     library.enjoyln_parallel.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.enjoyln_cuda.argtypes = [ctypes.c_void_p]
-    if not library.enjoyln_start((exchange, *_hooks())):
-        raise build.NoLibrary("torch hands out a DLPack that is not known here")
+    library.enjoyln_maker.argtypes = [ctypes.c_void_p]
+    grad = _address("libtorch_cpu", "aoti_torch_grad_mode_is_enabled")
+    if grad is None or not library.enjoyln_start((exchange, *_hooks()), grad):
+        raise build.NoLibrary("torch hands out a DLPack or functions that are not known here")
     _loaded.append(library)
+    if functions := _maker():
+        library.enjoyln_maker((ctypes.c_void_p * len(functions))(*functions))
     isa = library.enjoyln_cpu(b"")
     return path, isa.decode()
 
@@ -151,7 +155,6 @@ def _hooks() -> tuple[Any, ...]:
     return (
         Tensor,
         torch.nn.Parameter,
-        torch.is_grad_enabled,
         getattr(torch._C, "_len_torch_dispatch_stack", no_modes),
         getattr(torch._C, "_is_tracing", torch.jit.is_tracing),
         vars(forward_ad),
@@ -181,12 +184,31 @@ def _functions() -> dict[str, Any]:
 
 def _parallel_for() -> int | None:
     """The address of torch's own, so that the kernels use its threads; None: one thread."""
-    folder = Path(torch.__file__).parent / "lib"
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        if (folder / name).exists():
-            function = getattr(ctypes.CDLL(str(folder / name)), "torch_parallel_for", None)
-            if function is not None:
-                return ctypes.cast(function, ctypes.c_void_p).value
+    return _address("libtorch_cpu", "torch_parallel_for")
+
+
+MAKER = (
+    ("libtorch_cpu", "aoti_torch_empty_strided"),
+    ("libtorch_cpu", "aoti_torch_get_data_ptr"),
+    ("libtorch_cpu", "aoti_torch_delete_tensor_object"),
+    ("libtorch_python", "_Z16THPVariable_WrapRKN2at10TensorBaseE"),
+    *(("libtorch_cpu", f"aoti_torch_dtype_{dtype}") for dtype in dispatch.DTYPES),
+)
+"""What ``entry.cpp`` makes tensors with; without one of them it asks ``torch.empty_like``."""
+
+
+def _maker() -> list[int]:
+    found = [_address(library, function) for library, function in MAKER]
+    return [one for one in found if one is not None] if None not in found else []
+
+
+def _address(library: str, function: str) -> int | None:
+    """Where a function of torch's libraries is, if this torch has it."""
+    for path in (Path(torch.__file__).parent / "lib").glob(f"{library}.*"):
+        if path.suffix in (".so", ".dylib"):
+            found = getattr(ctypes.CDLL(str(path)), function, None)
+            if found is not None:
+                return ctypes.cast(found, ctypes.c_void_p).value
     return None
 
 

@@ -68,10 +68,21 @@ bool runs(const Cpu& cpu) {
 struct Torch {
   const DLPackExchangeAPI* dlpack;
   PyObject *tensor, *parameter;             // the two types that are plain
-  PyObject *grad_enabled, *modes, *tracing; // functions without arguments
+  PyObject *modes, *tracing;                // functions without arguments
   PyObject *forward_ad, *level;             // a module's dict and the name in it
   PyObject *empty_like, *contiguous, *increment_version, *autocast;
 } torch;
+
+// torch's own functions in C, as far as it has them, to make a tensor without a way through Python.
+struct Maker {
+  int32_t (*empty_strided)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**);
+  int32_t (*data)(void*, void**);
+  int32_t (*forget)(void*);
+  PyObject* (*wrap)(void*);
+  int32_t (*dtypes[DTYPES])();
+} maker;
+bool (*grad_enabled)() = nullptr;
+const int MOST_DIMENSIONS = 16;
 
 struct Names {
   PyObject *requires_grad, *training, *shifted, *parameters, *weight, *bias, *eps, *shape;
@@ -134,10 +145,9 @@ bool watched(PyObject* const* tensors, int n) {
   if (asks(torch.modes) != 0 || asks(torch.tracing) != 0) return true;
   PyObject* level = PyDict_GetItemWithError(torch.forward_ad, torch.level);
   if (!level || PyLong_AsLongLong(level) >= 0) return true;
-  int grad = asks(torch.grad_enabled);
-  for (int i = 0; grad == 1 && i < n; i++)
+  for (int i = 0; grad_enabled() && i < n; i++)
     if (requires_grad(tensors[i]) != 0) return true;
-  return grad < 0;
+  return false;
 }
 
 bool view(PyObject* t, DLTensor* out, Dtype* dtype) {
@@ -191,39 +201,38 @@ bool contiguous_view(PyObject* t, Held& copy, DLTensor* out, Dtype* dtype) {
   return copy.p && view(copy.p, out, dtype);
 }
 
-struct Scratch {  // parameters as float32, one pair for each thread
-  float* data = nullptr;
+struct Scratch {  // one for each thread
+  double* data = nullptr;
   int64_t size = 0;
   ~Scratch() { free(data); }
-  float* of(int64_t n) {
-    if (n > size) {
-      free(data);
-      data = (float*)malloc(sizeof(float) * n);
-      size = data ? n : 0;
-    }
+  bool grow(int64_t n) {  // what was in it is lost
+    if (n <= size) return false;
+    free(data);
+    data = (double*)malloc(sizeof(double) * n);
+    size = data ? n : 0;
     return data;
   }
 };
-thread_local Scratch scratch[2];
+thread_local Scratch widened[2], neutral[2][2];
 
 // A parameter as the kernels take it: float32 or float64, and neutral where there is none.
-const void* parameter(const void* p, Dtype dtype, const Call& c, float neutral, Scratch& room) {
-  if (p && dtype == (c.dtype == F64 ? F64 : F32)) return p;
-  const int64_t d = c.d;
-  float* floats = room.of(c.dtype == F64 ? 3 * d : d);
-  if (!floats) return nullptr;
-  double* doubles = (double*)floats;
-  if (c.dtype == F64) floats += 2 * d;
-  if (!p) {
-    for (int64_t i = 0; i < d; i++) floats[i] = neutral;
-  } else if (dtype == F32) {
-    memcpy(floats, p, sizeof(float) * d);
-  } else {
-    cpu->widen(floats, p, dtype, d);
+const void* parameter(const void* p, Dtype dtype, const Call& c, bool is_bias) {
+  const bool wide = c.dtype == F64;
+  if (p && dtype == (wide ? F64 : F32)) return p;
+  Scratch& room = p ? widened[is_bias] : neutral[is_bias][wide];
+  const int64_t half = c.d / 2 + 1;  // as many doubles take the room of the floats
+  if (room.grow(p && wide ? c.d + half : wide ? c.d : half) && !p) {  // filled once
+    for (int64_t i = 0; i < room.size; i++) {
+      if (wide) room.data[i] = !is_bias;
+      else ((float*)room.data)[2 * i] = ((float*)room.data)[2 * i + 1] = !is_bias;
+    }
   }
-  if (c.dtype != F64) return floats;
-  for (int64_t i = 0; i < d; i++) doubles[i] = floats[i];
-  return doubles;
+  if (!p || !room.data) return room.data;
+  float* floats = (float*)(room.data + (wide ? c.d : 0));
+  if (dtype == F32) memcpy(floats, p, sizeof(float) * c.d);
+  else cpu->widen(floats, p, dtype, c.d);
+  for (int64_t i = 0; wide && i < c.d; i++) room.data[i] = floats[i];
+  return room.data;
 }
 
 bool run_cpu(Call& c) {
@@ -231,8 +240,8 @@ bool run_cpu(Call& c) {
   const struct { const void* p; Dtype dtype; } given[] = {{c.w, c.w_dtype}, {c.b, c.b_dtype}};
   for (auto& one : given)
     if (one.p && (!cpu->has(one.dtype) || (one.dtype == F64 && c.dtype != F64))) return false;
-  const void *w = parameter(c.w, c.w_dtype, c, 1, scratch[0]);
-  const void *b = parameter(c.b, c.b_dtype, c, 0, scratch[1]);
+  const void *w = parameter(c.w, c.w_dtype, c, false);
+  const void *b = parameter(c.b, c.b_dtype, c, true);
   if (!w || !b) return false;
   c.w = w;
   c.b = b;
@@ -254,6 +263,28 @@ bool run_cuda(Call& c, const DLTensor& x) {
   return launch_cuda(&c, x.device_id, stream) == 0;
 }
 
+// A new contiguous tensor like x, which is `like` in Python, and where its elements are.
+bool make(const DLTensor& x, Dtype dtype, PyObject* like, Held& to, void** data) {
+  if (maker.wrap && x.device_type == DL_CPU && x.ndim <= MOST_DIMENSIONS) {
+    int64_t strides[MOST_DIMENSIONS], step = 1;
+    for (int i = x.ndim - 1; i >= 0; i--) {
+      strides[i] = step;
+      if (x.shape[i] > 1) step *= x.shape[i];
+    }
+    void* made = nullptr;
+    if (!maker.empty_strided(x.ndim, x.shape, strides, maker.dtypes[dtype](), 0, 0, &made)) {
+      if (!maker.data(made, data)) to.p = maker.wrap(made);
+      maker.forget(made);
+    }
+    return to.p;
+  }
+  DLTensor y;
+  to.p = call1(torch.empty_like, like);
+  if (!to.p || !view(to.p, &y, &dtype)) return false;
+  *data = y.data;
+  return true;
+}
+
 enum Form { NORM, ADD, ADD_, SUM };
 
 // args: x, then residual unless the form is NORM, then weight, bias, eps.
@@ -270,8 +301,8 @@ PyObject* norm(Form form, bool layer, bool guarded, PyObject* const* args, ptrdi
     if (watched(args, tensors + 2)) return declines();
   }
   Call c = {};
-  DLTensor x, r, w, b, y;
-  Dtype dtype, out;
+  DLTensor x, r, w, b;
+  Dtype dtype;
   Held x_copy, r_copy, w_copy, b_copy, result, total;
   if (!contiguous_view(args[0], x_copy, &x, &c.dtype) || x.ndim < 1) return declines();
   const bool on_cpu = x.device_type == DL_CPU;
@@ -306,16 +337,10 @@ PyObject* norm(Form form, bool layer, bool guarded, PyObject* const* args, ptrdi
     c.r = r.data;
   }
   PyObject* like = x_copy.p ? x_copy.p : args[0];
-  result.p = call1(torch.empty_like, like);
-  if (!result.p || !view(result.p, &y, &out)) return declines();
-  c.y = y.data;
+  if (!make(x, c.dtype, like, result, &c.y)) return declines();
   c.s = c.y;
   if (form == ADD_) c.s = r.data;
-  if (form == ADD) {
-    total.p = call1(torch.empty_like, like);
-    if (!total.p || !view(total.p, &y, &out)) return declines();
-    c.s = y.data;
-  }
+  if (form == ADD && !make(x, c.dtype, like, total, &c.s)) return declines();
   if (c.rows && !(on_cpu ? run_cpu(c) : run_cuda(c, x))) return declines();
   if (form == ADD_ && guarded) {
     Held done;
@@ -385,17 +410,19 @@ EXPORT PyObject* enjoyln_function(int i) {
 }
 EXPORT const char* enjoyln_name(int i) { return i < COUNT ? FUNCTIONS[i].name : nullptr; }
 
-// Takes the exchange capsule and the other 11 objects of `Torch`, in its order. Returns 0 where the DLPack is not one known here.
-EXPORT int enjoyln_start(PyObject* given) {
-  PyObject* objects[12];
-  for (int i = 0; i < 12; i++) {
+// Takes the exchange capsule, the other 10 objects of `Torch` in its order, and what torch says about
+// gradients by. Returns 0 where the DLPack is not one known here.
+EXPORT int enjoyln_start(PyObject* given, void* grad) {
+  PyObject* objects[11];
+  for (int i = 0; i < 11; i++) {
     objects[i] = PyTuple_GetItem(given, i);
     if (!objects[i]) return 0;
     Py_IncRef(objects[i]);
   }
   torch.dlpack = (const DLPackExchangeAPI*)PyCapsule_GetPointer(objects[0], "dlpack_exchange_api");
   if (!torch.dlpack || torch.dlpack->major != 1 || !torch.dlpack->tensor_from_python) return 0;
-  memcpy(&torch.tensor, objects + 1, sizeof(PyObject*) * 11);
+  memcpy(&torch.tensor, objects + 1, sizeof(PyObject*) * 10);
+  grad_enabled = (bool (*)())grad;
   const char* texts[] = {"requires_grad", "training", "shifted", "_parameters",
                          "weight",        "bias",     "eps",     "normalized_shape"};
   for (int i = 0; i < 8; i++) ((PyObject**)&names)[i] = PyUnicode_InternFromString(texts[i]);
@@ -411,6 +438,9 @@ EXPORT const char* enjoyln_cpu(const char* name) {
     }
   return nullptr;
 }
+
+// Addresses for `Maker`, in its order.
+EXPORT void enjoyln_maker(void* const* functions) { memcpy(&maker, functions, sizeof maker); }
 
 EXPORT void enjoyln_parallel(void* function, int64_t elements) {
   parallel_for = (ParallelFor)function;
