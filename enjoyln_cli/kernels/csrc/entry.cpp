@@ -21,6 +21,7 @@ struct Cpu {
   int (*has)(Dtype);
   void (*rows)(const Call*, int64_t, int64_t);
   void (*widen)(float*, const void*, Dtype, int64_t);
+  bool bf16;  // takes parameters of bfloat16 as they are
 };
 #ifdef CPU_avx512
 DECLARE(avx512)
@@ -42,7 +43,7 @@ void rows_avx512bf16_or_512(const Call* c, int64_t begin, int64_t end) {
 
 const Cpu CPUS[] = {
 #ifdef CPU_avx512
-    {"avx512bf16", has_avx512, rows_avx512bf16_or_512, widen_avx512},
+    {"avx512bf16", has_avx512, rows_avx512bf16_or_512, widen_avx512, true},
     {"avx512", has_avx512, rows_avx512, widen_avx512},
 #endif
 #ifdef CPU_avx2
@@ -202,36 +203,43 @@ bool contiguous_view(PyObject* t, Held& copy, DLTensor* out, Dtype* dtype) {
 }
 
 struct Scratch {  // one for each thread
-  double* data = nullptr;
-  int64_t size = 0;
+  void* data = nullptr;
+  int64_t bytes = 0;
   ~Scratch() { free(data); }
-  bool grow(int64_t n) {  // what was in it is lost
-    if (n <= size) return false;
+  bool grow(int64_t n) {  // whether it did; what was in it is lost
+    if (n <= bytes) return false;
     free(data);
-    data = (double*)malloc(sizeof(double) * n);
-    size = data ? n : 0;
+    data = malloc(n);
+    bytes = data ? n : 0;
     return data;
   }
 };
-thread_local Scratch widened[2], neutral[2][2];
+thread_local Scratch converted[2], floats[2], neutral[2][DTYPES];
 
-// A parameter as the kernels take it: float32 or float64, and neutral where there is none.
-const void* parameter(const void* p, Dtype dtype, const Call& c, bool is_bias) {
-  const bool wide = c.dtype == F64;
-  if (p && dtype == (wide ? F64 : F32)) return p;
-  Scratch& room = p ? widened[is_bias] : neutral[is_bias][wide];
-  const int64_t half = c.d / 2 + 1;  // as many doubles take the room of the floats
-  if (room.grow(p && wide ? c.d + half : wide ? c.d : half) && !p) {  // filled once
-    for (int64_t i = 0; i < room.size; i++) {
-      if (wide) room.data[i] = !is_bias;
-      else ((float*)room.data)[2 * i] = ((float*)room.data)[2 * i + 1] = !is_bias;
-    }
+// A parameter as the kernels want it: F32, F64 or BF16.
+const void* parameter(const void* p, Dtype dtype, Dtype want, int64_t d, bool is_bias) {
+  if (p && dtype == want) return p;
+  if (!p) {
+    Scratch& room = neutral[is_bias][want];
+    if (room.grow(d * 8))  // filled once
+      for (int64_t i = 0; i < d; i++) {
+        if (want == F64) ((double*)room.data)[i] = !is_bias;
+        else if (want == F32) ((float*)room.data)[i] = !is_bias;
+        else ((uint16_t*)room.data)[i] = is_bias ? 0 : 0x3f80;
+      }
+    return room.data;
   }
-  if (!p || !room.data) return room.data;
-  float* floats = (float*)(room.data + (wide ? c.d : 0));
-  if (dtype == F32) memcpy(floats, p, sizeof(float) * c.d);
-  else cpu->widen(floats, p, dtype, c.d);
-  for (int64_t i = 0; wide && i < c.d; i++) room.data[i] = floats[i];
+  if (dtype != F32) {
+    Scratch& room = floats[is_bias];
+    room.grow(d * 4);
+    if (!room.data) return nullptr;
+    cpu->widen((float*)room.data, p, dtype, d);
+    p = room.data;
+  }
+  if (want == F32) return p;
+  Scratch& room = converted[is_bias];
+  room.grow(d * 8);
+  for (int64_t i = 0; room.data && i < d; i++) ((double*)room.data)[i] = ((const float*)p)[i];
   return room.data;
 }
 
@@ -240,11 +248,12 @@ bool run_cpu(Call& c) {
   const struct { const void* p; Dtype dtype; } given[] = {{c.w, c.w_dtype}, {c.b, c.b_dtype}};
   for (auto& one : given)
     if (one.p && (!cpu->has(one.dtype) || (one.dtype == F64 && c.dtype != F64))) return false;
-  const void *w = parameter(c.w, c.w_dtype, c, false);
-  const void *b = parameter(c.b, c.b_dtype, c, true);
-  if (!w || !b) return false;
-  c.w = w;
-  c.b = b;
+  const bool as_they_are = c.dtype == BF16 && c.w_dtype == BF16 && c.b_dtype == BF16 && cpu->bf16;
+  const Dtype want = as_they_are ? BF16 : c.dtype == F64 ? F64 : F32;
+  c.w = parameter(c.w, c.w_dtype, want, c.d, false);
+  c.b = parameter(c.b, c.b_dtype, want, c.d, true);
+  c.w_dtype = c.b_dtype = want;
+  if (!c.w || !c.b) return false;
   if (c.rows * c.d < serial_below || c.rows == 1 || !parallel_for) {
     cpu->rows(&c, 0, c.rows);
     return true;

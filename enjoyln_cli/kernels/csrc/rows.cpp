@@ -34,6 +34,12 @@ template <class T, class F, class G> INLINE double summed(int64_t d, F f, G rest
     Vec<T> a = {}, b = {}, e = {}, g = {};
     int64_t end = i + (int64_t)BLOCK * 4 * L;
     if (end > d) end = d;
+    for (; sizeof(T) == 2 && i + 8 * L <= end; i += 8 * L) {
+      f(i, a, b);
+      f(i + 2 * L, e, g);
+      f(i + 4 * L, b, a);  // for those that add to the first alone
+      f(i + 6 * L, g, e);
+    }
     for (; i + 4 * L <= end; i += 4 * L) {
       f(i, a, b);
       f(i + 2 * L, e, g);
@@ -110,17 +116,10 @@ INLINE void add_two(T* s, const T* x, const T* r, Vec<T>& a, Vec<T>& b) {
   b += v.b;
 }
 #if defined(__AVX512BF16__)
-// The even and the odd elements are the two halves of every word, and are put together at the end.
 template <class T, bool LAYER>
 INLINE void add_two(bfloat* s, const bfloat* x, const bfloat* r, Floats& a, Floats&) {
-  const __m512i order = (__m512i)(Pairs){0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                         21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                         11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const Words v = raw_load<Words>(x), u = raw_load<Words>(r);
-  const Floats even = (Floats)(v << 16) + (Floats)(u << 16);
-  const Floats odd = (Floats)(v & 0xffff0000u) + (Floats)(u & 0xffff0000u);
-  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-  const __m512i sum = _mm512_permutexvar_epi16(order, halves);
+  const auto v = load_two<true>(x), u = load_two<true>(r);
+  const __m512i sum = joined({v.a + u.a, v.b + u.b});
   raw_store(s, sum);
   const __m512bh factor = LAYER ? (__m512bh)_mm512_set1_epi16(0x3f80) : (__m512bh)sum;
   a = (Floats)_mm512_dpbf16_ps((__m512)a, (__m512bh)sum, factor);
@@ -147,8 +146,9 @@ template <class T> struct Row {
 };
 
 // y = (x - mean) * scale * w + b for R rows.
-template <class T, bool LAYER, int R>
-void write(const Row<T>* rows, const Scalar<T>* w, const Scalar<T>* b, int64_t d) {
+template <class T, class P, bool LAYER, int R>
+void write(const Row<T>* rows, const P* w, const P* b, int64_t d) {
+  const bool ALIKE = sizeof(T) == sizeof(P);  // then all may come in another order
   const int L = Wide<T>::lanes;
   Vec<T> m[R], r[R];
   for (int k = 0; k < R; k++) {
@@ -157,17 +157,17 @@ void write(const Row<T>* rows, const Scalar<T>* w, const Scalar<T>* b, int64_t d
   }
   int64_t i = 0;
   for (; i + 2 * L <= d; i += 2 * L) {
-    auto weight = load_two(w + i), bias = load_two(b + i);
+    auto weight = load_two<ALIKE>(w + i), bias = load_two<ALIKE>(b + i);
 #pragma GCC unroll 2
     for (int k = 0; k < R; k++) {
-      auto v = load_two(rows[k].x + i);
+      auto v = load_two<ALIKE>(rows[k].x + i);
       if (LAYER) {
         v.a -= m[k];
         v.b -= m[k];
       }
       v.a = v.a * r[k] * weight.a + bias.a;
       v.b = v.b * r[k] * weight.b + bias.b;
-      store_two(rows[k].y + i, v);
+      store_two<ALIKE>(rows[k].y + i, v);
     }
   }
   for (; i < d; i += L) {
@@ -182,9 +182,9 @@ void write(const Row<T>* rows, const Scalar<T>* w, const Scalar<T>* b, int64_t d
 }
 
 // A row whose sums do not fit into floats; doubles that do not fit are scaled by a power of two.
-template <class T>
-__attribute__((noinline)) void careful(const Row<T>& row, const Scalar<T>* w, const Scalar<T>* b,
-                                       int64_t d, double eps, bool layer) {
+template <class T, class P>
+__attribute__((noinline)) void careful(const Row<T>& row, const P* w, const P* b, int64_t d,
+                                       double eps, bool layer) {
   double largest = 0, shrink = 1, mean = 0, sum = 0;
   for (int64_t i = 0; i < d; i++) {
     double v = fabs(one(row.x + i));
@@ -200,11 +200,11 @@ __attribute__((noinline)) void careful(const Row<T>& row, const Scalar<T>* w, co
   }
   double scale = 1 / sqrt(sum / d + eps * shrink * shrink) + bad;
   for (int64_t i = 0; i < d; i++)
-    put(row.y + i, (one(row.x + i) * shrink - mean) * scale * w[i] + b[i]);
+    put(row.y + i, (one(row.x + i) * shrink - mean) * scale * one(w + i) + one(b + i));
 }
 
-template <class T, bool LAYER> void all(const Call& c, int64_t begin, int64_t end) {
-  const Scalar<T> *w = (const Scalar<T>*)c.w, *b = (const Scalar<T>*)c.b;
+template <class T, class P, bool LAYER> void all(const Call& c, int64_t begin, int64_t end) {
+  const P *w = (const P*)c.w, *b = (const P*)c.b;
   const int64_t d = c.d;
   const bool wide = sizeof(Scalar<T>) == 8;
   const double largest = wide ? 1e300 : 3e38;
@@ -233,14 +233,14 @@ template <class T, bool LAYER> void all(const Call& c, int64_t begin, int64_t en
         careful(now, w, b, d, c.eps, LAYER);
     }
     int k = 0;
-    for (; k + 2 <= count; k += 2) write<T, LAYER, 2>(rows + k, w, b, d);
-    if (k < count) write<T, LAYER, 1>(rows + k, w, b, d);
+    for (; k + 2 <= count; k += 2) write<T, P, LAYER, 2>(rows + k, w, b, d);
+    if (k < count) write<T, P, LAYER, 1>(rows + k, w, b, d);
   }
 }
 
-template <class T> void typed(const Call& c, int64_t begin, int64_t end) {
-  if (c.layer) all<T, true>(c, begin, end);
-  else all<T, false>(c, begin, end);
+template <class T, class P = Scalar<T>> void typed(const Call& c, int64_t begin, int64_t end) {
+  if (c.layer) all<T, P, true>(c, begin, end);
+  else all<T, P, false>(c, begin, end);
 }
 
 template <class T> void widen(float* to, const T* from, int64_t n) {
@@ -256,10 +256,14 @@ template <class T> void widen(float* to, const T* from, int64_t n) {
 // Whether the instruction set has a way with the dtype.
 HIDDEN int HAS(NAME)(Dtype dtype) { return dtype != F16 || HAS_HALF; }
 
-// Computes the rows from begin to end; w and b are float32, or float64 for float64, and not null.
+// Computes the rows from begin to end; w and b are not null, and of float32, or float64 for float64,
+// or with instructions for bfloat16 both of that.
 HIDDEN void ROWS(NAME)(const Call* c, int64_t begin, int64_t end) {
+#if defined(__AVX512BF16__)
+  if (c->w_dtype == BF16) typed<bfloat, bfloat>(*c, begin, end);
+  else typed<bfloat>(*c, begin, end);
+#else
   if (c->dtype == BF16) typed<bfloat>(*c, begin, end);
-#if !defined(__AVX512BF16__)
   if (c->dtype == F32) typed<float>(*c, begin, end);
   if (c->dtype == F64) typed<double>(*c, begin, end);
 #if HAS_HALF

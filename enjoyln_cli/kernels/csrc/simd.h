@@ -84,19 +84,32 @@ INLINE void store(half* p, Floats v) { vst1_u16(&p->bits, vreinterpret_u16_f16(v
 #endif
 
 // Two vectors at a time: the processor's own conversion to bfloat16 takes as many. It is exact but
-// for results under 1.2e-38, which become zero.
+// for results under 1.2e-38, which become zero. Where the order does not matter, since all operands
+// come in the same, they are the even and the odd elements of bfloat16: the halves of every word.
 template <class V> struct Two { V a, b; };
-template <class T> INLINE Two<typename Wide<T>::type> load_two(const T* p) {
+template <bool ANY_ORDER = false, class T> INLINE Two<typename Wide<T>::type> load_two(const T* p) {
   return {load(p), load(p + Wide<T>::lanes)};
 }
-template <class T, class V> INLINE void store_two(T* p, Two<V> v) {
+template <bool ANY_ORDER = false, class T, class V> INLINE void store_two(T* p, Two<V> v) {
   store(p, v.a);
   store(p + Wide<T>::lanes, v.b);
 }
 #if defined(__AVX512BF16__)
 typedef uint16_t Pairs __attribute__((vector_size(64)));
-INLINE void store_two(bfloat* p, Two<Floats> v) {
-  raw_store(p, _mm512_cvtne2ps_pbh((__m512)v.b, (__m512)v.a));
+INLINE __m512i joined(Two<Floats> v) {
+  const __m512i order = (__m512i)(Pairs){0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                         21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                         11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)v.b, (__m512)v.a));
+}
+template <bool ANY_ORDER = false> INLINE Two<Floats> load_two(const bfloat* p) {
+  if (!ANY_ORDER) return {load(p), load(p + LANES)};
+  const Words v = raw_load<Words>(p);
+  return {(Floats)(v << 16), (Floats)(v & 0xffff0000u)};
+}
+template <bool ANY_ORDER = false> INLINE void store_two(bfloat* p, Two<Floats> v) {
+  if (ANY_ORDER) raw_store(p, joined(v));
+  else raw_store(p, _mm512_cvtne2ps_pbh((__m512)v.b, (__m512)v.a));
 }
 #endif
 
