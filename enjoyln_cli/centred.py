@@ -30,7 +30,7 @@ from torch._subclasses import FakeTensor
 from enjoyln_cli.axis import Axis, group_means, scaled
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
 from enjoyln_cli.marker import Centred
-from enjoyln_cli.norms import MOVED, Folded, locate, set_shifted
+from enjoyln_cli.norms import MOVED, Folded, encoder_of, locate, set_shifted
 from enjoyln_cli.units import UNITS, Layers, Units, intact
 
 SLICE = 1 << 24
@@ -370,14 +370,44 @@ def keep_centred(
     """Hook a model that was checked, so that its norms go on computing what is right."""
     weights, ops, units = tuple(weights), tuple(ops), tuple(units)
     inner: KeepCentred | None = None
-    for module in {id(m): m for m in (getattr(model, "base_model", model), model)}.values():
+    places = {id(m): m for m in (getattr(model, "base_model", model), model)}
+    watches = [(module, watched(module, weights, ops, units)) for module in places.values()]
+    if (encoder := encoder_of(model)) is not None and id(encoder) not in places:
+        watches.insert(0, (encoder, _part_in(encoder, model, watches[-1][1])))
+    for module, watch in watches:
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, KeepCentred)]:
             del hooks[key]
-        hook = KeepCentred(watched(module, weights, ops, units), module)
+        hook = KeepCentred(watch, module)
         module.register_forward_pre_hook(hook, prepend=True)
         hook.walk(module)
         hook.trained = Folded.trained
         if inner:
             inner.outer = hook
         inner = hook
+
+
+def _part_in(inner: nn.Module, model: nn.Module, watch: Watched) -> Watched:
+    """What of ``watch`` is in ``inner``, under whatever names: it may share with the rest."""
+    tensors = {id(t): name for name, t in _held(inner)}
+    modules = {id(m): name for name, m in inner.named_modules(remove_duplicate=False)}
+    weights = []
+    for one in watch.weights:
+        path = tensors.get(id(tensor_at(model, one.parameter)))
+        scale = one.scale and tensors.get(id(tensor_at(model, one.scale)))
+        if path is not None:
+            weights.append(Centred(path, one.axis, scale))
+    units = []
+    for some in watch.units:
+        paths = [tensors.get(id(tensor_at(model, name))) for name in (some.first, some.second)]
+        bias = some.bias and tensors.get(id(tensor_at(model, some.bias)))
+        if paths[0] is not None and paths[1] is not None:
+            units.append(Units(paths[0], bias, paths[1], some.dim, some.start))
+    places = (modules.get(id(model.get_submodule(path))) for path in watch.ops)
+    held = tuple(place for place in places if place is not None)
+    return Watched(tuple(weights), held, tuple(units))
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

@@ -26,7 +26,7 @@ from enjoyln_cli.classes import class_named
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.marker import Centred, Marker, read_marker
-from enjoyln_cli.norms import install
+from enjoyln_cli.norms import encoder_of, install
 from enjoyln_cli.plan import Plan, Scale, Writer
 from enjoyln_cli.units import intact, moved_on, room, set_units
 
@@ -159,13 +159,16 @@ def _weights(found: Marker) -> tuple[Centred, ...]:
 
 
 def _inner_inputs(model: nn.Module, found: Marker) -> set[str]:
-    """Inputs of an unproven base model that the proven class around it does not take.
+    """Inputs of an unproven base model or encoder that the proven class around it does not take.
 
-    They can reach the base model nevertheless, as further keywords or in a call of its own.
+    They can reach it nevertheless, as further keywords or in a call of its own.
     """
-    base = getattr(model, "base_model", model)
-    if base is model or type(base).__name__ in found.classes:
-        return set()
-    return {*inspect.signature(base.forward).parameters} - {
-        *inspect.signature(model.forward).parameters
+    encoder = encoder_of(model)
+    inner = [getattr(model, "base_model", model), *([encoder] if encoder else [])]
+    names = {
+        name
+        for one in inner
+        if one is not model and type(one).__name__ not in found.classes
+        for name in inspect.signature(one.forward).parameters
     }
+    return names - {*inspect.signature(model.forward).parameters}

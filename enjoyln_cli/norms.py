@@ -177,13 +177,18 @@ def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CentreInputs:
-    """A forward pre-hook: centres the named inputs over their last dimension, where given."""
+    """A forward pre-hook: centres the named inputs over their last dimension, where given.
+
+    On an encoder it does so in calls of its own alone, as ``GuardInputs`` does.
+    """
 
     names: tuple[str, ...]
     order: tuple[str, ...]
     """Names of the inputs that come by position."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if getattr(module, "within", 0):
+            return args, kwargs
         values = [
             _centre_last(value) if name in self.names else value
             for name, value in zip(self.order, args, strict=False)
@@ -200,6 +205,8 @@ class GuardInputs:
     order: tuple[str, ...]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if getattr(module, "within", 0):
+            return
         given = [name for name, x in zip(self.order, args, strict=False) if x is not None]
         given += [name for name, x in kwargs.items() if x is not None]
         if any(name in self.names for name in given) and not _guarded(module):
@@ -212,6 +219,30 @@ def end_of_guard(module: nn.Module, args: Any, output: Any) -> None:
     if getattr(module, "guarding", False):
         module.guarding = False  # type: ignore[assignment]
         set_shifted(module, GIVEN, False)
+
+
+@dataclass(frozen=True)
+class Around:
+    """Hooks of a model that has an encoder inside: while it runs, it looks after their inputs.
+
+    ``generate`` calls the encoder by itself, past the hooks of the model.
+    """
+
+    encoder: str
+    step: int
+    """1 as the hook before ``forward``, -1 as the one after it."""
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        encoder: Any = module.get_submodule(self.encoder)
+        encoder.within = max(0, encoder.within + self.step)
+
+
+def encoder_of(model: nn.Module) -> nn.Module | None:
+    """The encoder inside that ``generate`` calls by itself, with the inputs of the model."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    found = model.get_encoder() if hasattr(model, "get_encoder") else None  # type: ignore
+    return next((m for m in model.modules() if m is found and m is not model), None)
 
 
 def _guarded(module: nn.Module) -> bool:
@@ -280,17 +311,37 @@ def install(
 
 
 def _add_hooks(model: nn.Module, entry_inputs: tuple[str, ...], unproven: tuple[str, ...]) -> None:
-    """On the model and on its base model, which may be called by itself."""
-    for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
-        present = {type(hook) for hook in module._forward_pre_hooks.values()}
+    """On the model, and on its base model and encoder, which may be called by themselves."""
+    models = {id(m): m for m in (model, getattr(model, "base_model", model))}
+    hooked = {**models}
+    for module in models.values():
+        encoder = encoder_of(module)
+        path = next((name for name, m in module.named_modules() if m is encoder), None)
+        if encoder is not None and path is not None and id(encoder) not in models:
+            hooked[id(encoder)] = encoder
+            encoder.within = 0  # type: ignore[assignment]
+            _once(module, Around(path, 1), module.register_forward_pre_hook, prepend=True)
+            _once(module, Around(path, -1), module.register_forward_hook, always_call=True)
+    for module in hooked.values():
         order = tuple(inspect.signature(module.forward).parameters)
-        if entry_inputs and CentreInputs not in present:
-            module.register_forward_pre_hook(CentreInputs(entry_inputs, order), with_kwargs=True)
+        if entry_inputs:
+            centre = CentreInputs(entry_inputs, order)
+            _once(module, centre, module.register_forward_pre_hook, with_kwargs=True)
         taken = set(unproven) & set(order)
-        if taken and GuardInputs not in present:
+        if taken:
             guard = GuardInputs(tuple(sorted(taken)), order)
-            module.register_forward_pre_hook(guard, with_kwargs=True)
-            module.register_forward_hook(end_of_guard, always_call=True)
+            if _once(module, guard, module.register_forward_pre_hook, with_kwargs=True):
+                module.register_forward_hook(end_of_guard, always_call=True)
+
+
+def _once(module: nn.Module, hook: Any, register: Callable[..., Any], **how: bool) -> bool:
+    """Registers a hook unless there is one of its kind at the same place; whether it did."""
+    before = register == module.register_forward_pre_hook
+    present = module._forward_pre_hooks if before else module._forward_hooks
+    if type(hook) in map(type, present.values()):
+        return False
+    register(hook, **how)
+    return True
 
 
 def locate(

@@ -768,3 +768,132 @@ def test_prompt_tuning(outs: dict[str, Path]) -> None:
             models[-1].prompt_encoder["default"].embedding.weight.add_(1.0)
     assert computes_rms(models[0], given)
     assert error(*models, given) < 1e-6
+
+
+# Encoders, which `generate` calls by themselves.
+
+SIZES = {
+    "vocab_size": 97, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "max_position_embeddings": 40,
+}  # fmt: skip
+WHISPER = {
+    "max_source_positions": 20, "max_target_positions": 30, "num_mel_bins": 8, "pad_token_id": 1,
+    "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 4, "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
+    """Encoder-decoder models and where they were converted to."""
+    made: dict[str, tuple[Any, Path]] = {}
+    for kind, cls, settings in (
+        ("pegasus", transformers.PegasusForConditionalGeneration, SIZES),
+        ("whisper", transformers.WhisperForConditionalGeneration, SIZES | WHISPER),
+    ):
+        torch.manual_seed(0)
+        source = cls(transformers.CONFIG_MAPPING[kind](**settings)).eval()
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.copy_(0.3 * torch.randn(parameter.shape) + 0.1)
+        folder = tmp_path_factory.mktemp(kind)
+        source.save_pretrained(folder / "source")
+        fold(folder / "source", folder / "out", verify=False)
+        made[kind] = cls.from_pretrained(folder / "source").eval(), folder / "out"
+    return made
+
+
+def generated(model: Any, **given: Any) -> torch.Tensor:
+    """The logits of six greedy steps."""
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    with torch.no_grad():
+        found = transformers.GenerationMixin.generate(
+            model, **given, **settings, return_dict_in_generate=True, output_logits=True
+        )
+    return torch.stack(found.logits)
+
+
+def encoder_computes_rms(model: Any, **given: Any) -> bool:
+    encoder = model.get_encoder()
+    seen: set[bool] = set()
+    hooks = [
+        norm.register_forward_hook(lambda n, *_: seen.add(not n.shifted)) for norm in norms(encoder)
+    ]
+    with torch.no_grad():
+        encoder(**given)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 1
+    return seen.pop()
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: optimize(m)])
+def test_generate_with_embeddings_for_the_encoder(
+    pairs: dict[str, tuple[Any, Path]], copied: Any
+) -> None:
+    source, out = pairs["pegasus"]
+    model = copied(from_pretrained(out))
+    assert model.config.enjoyln["entry_inputs"] == ["inputs_embeds"]
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, :2] = 0
+    for given in (
+        {"input_ids": torch.randint(5, 90, (2, 7))},
+        {"inputs_embeds": torch.randn(2, 7, 32) + 3},
+        {"inputs_embeds": torch.randn(2, 7, 32) + 3, "attention_mask": mask},
+    ):
+        expected = generated(source, **given)
+        assert (generated(model, **given) - expected).norm() < 1e-5 * expected.norm()
+    assert encoder_computes_rms(model, inputs_embeds=torch.randn(2, 7, 32))
+
+
+def test_an_encoder_knows_whether_its_model_is_running(pairs: dict[str, tuple[Any, Path]]) -> None:
+    model, within = from_pretrained(pairs["pegasus"][1]), []
+    encoder, start = model.get_encoder(), torch.ones(2, 1, dtype=torch.long)
+    encoder.layer_norm.register_forward_hook(lambda *_: within.append(encoder.within > 0))
+    given = {"inputs_embeds": torch.randn(2, 7, 32)}
+    with torch.no_grad():
+        encoder(**given)
+        model(**given, decoder_input_ids=start)
+        model.model(**given, decoder_input_ids=start)
+        encoder(**given)
+        with pytest.raises(IndexError):
+            model(**given, decoder_input_ids=start + 1000)
+        encoder(**given)
+    assert within == [False, True, True, False, True, False]
+
+
+def test_an_unproven_input_of_the_encoder_alone(pairs: dict[str, tuple[Any, Path]]) -> None:
+    source, out = pairs["whisper"]
+    model = from_pretrained(out)
+    assert "attention_mask" in model.config.enjoyln["unproven"]
+    sound = {"input_features": torch.randn(2, 8, 40)}
+    masked = {**sound, "attention_mask": torch.ones(2, 40, dtype=torch.long)}
+    assert not encoder_computes_rms(model, **masked)
+    assert encoder_computes_rms(model, **sound)
+    start = {"decoder_input_ids": torch.full((2, 1), 4)}
+    for given in (sound, masked):
+        expected = generated(source, **given, **start)
+        assert (generated(model, **given, **start) - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_an_encoder_that_is_called_first_is_looked_at(pairs: dict[str, tuple[Any, Path]]) -> None:
+    model = from_pretrained(pairs["pegasus"][1])
+    given = {"inputs_embeds": torch.randn(2, 7, 32)}
+    assert encoder_computes_rms(model, **given)
+    with torch.no_grad():
+        model.model.encoder.layers[0].fc2.weight += 0.1
+    with pytest.warns(UserWarning, match="computing LayerNorm: .*fc2"):
+        assert not encoder_computes_rms(model, **given)
+
+
+def test_an_encoder_decoder_in_one_graph(pairs: dict[str, tuple[Any, Path]]) -> None:
+    source, out = pairs["pegasus"]
+    given = {
+        "inputs_embeds": torch.randn(2, 7, 32) + 3,
+        "decoder_input_ids": torch.randint(5, 90, (2, 3)),
+    }
+    model = from_pretrained(out)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    assert error(whole, source, given) < 1e-5
+    assert error(model, source, given) < 1e-5
