@@ -17,6 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,13 @@ def keep_pages() -> None:
 
 
 def timed(candidates: Ways, seconds: float, wait: Callable[[], None]) -> dict[str, float]:
-    """Median time of one call in microseconds; every turn runs each candidate once."""
+    """Median time of one call in microseconds."""
+    found = turns(candidates, seconds, wait)
+    return {name: round(statistics.median(times), 3) for name, times in found.items()}
+
+
+def turns(candidates: Ways, seconds: float, wait: Callable[[], None]) -> dict[str, list[float]]:
+    """Time of one call in microseconds, for every turn; a turn runs each candidate once."""
     calls = {}
     for name, call in candidates.items():
         call()
@@ -91,7 +98,7 @@ def timed(candidates: Ways, seconds: float, wait: Callable[[], None]) -> dict[st
                 call()
             wait()
             found[name].append((time.perf_counter() - start) / calls[name] * 1e6)
-    return {name: round(statistics.median(times), 3) for name, times in found.items()}
+    return found
 
 
 def measure(args: argparse.Namespace, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -106,17 +113,32 @@ def measure(args: argparse.Namespace, dtype: torch.dtype) -> list[dict[str, Any]
             candidates = ways(*given)
             if args.compiled:
                 candidates |= compiled(given[0], *given[2:])
-            us = timed(candidates, args.seconds, wait)
-            found.append({"rows": rows, "width": width, "us": us} | ratios(us))
+            times = turns(candidates, args.seconds, wait)
+            us = {name: round(statistics.median(one), 3) for name, one in times.items()}
+            found.append({"rows": rows, "width": width, "us": us} | ratios(times))
     return found
 
 
-def ratios(us: dict[str, float]) -> dict[str, float]:
-    return {
-        "rms_over_layer_norm": round(us["layer_norm"] / us["rms_norm"], 3),
-        "add_rms_over_add_layer_norm": round(us["add_layer_norm"] / us["add_rms_norm_"], 3),
-        "add_layer_over_add_layer_norm": round(us["add_layer_norm"] / us["own_add_layer_norm_"], 3),
-    }
+RATIOS = {
+    "rms_over_layer_norm": ("layer_norm", "rms_norm"),
+    "add_rms_over_add_layer_norm": ("add_layer_norm", "add_rms_norm_"),
+    "add_layer_over_add_layer_norm": ("add_layer_norm", "own_add_layer_norm_"),
+    "rms_over_compiled_layer_norm": ("compiled_layer_norm", "rms_norm"),
+    "rms_over_compiled_rms_norm": ("compiled_rms_norm", "rms_norm"),
+}
+"""How many times as fast the second is as the first."""
+
+
+def ratios(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians of the ratios within a turn, and the quartiles as their ``spread``."""
+    found: dict[str, Any] = {"spread": {}}
+    for name, (slow, fast) in RATIOS.items():
+        if slow in times:
+            each = [a / b for a, b in zip(times[slow], times[fast], strict=True)]
+            low, middle, high = statistics.quantiles(each, n=4)
+            found[name] = round(middle, 3)
+            found["spread"][name] = [round(low, 3), round(high, 3)]
+    return found
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -131,7 +153,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
             "least": min(one[name] for one in found),
         }
         for name in found[0]
-        if name.endswith("_norm")
+        if name in RATIOS
     }
 
 
@@ -142,10 +164,12 @@ def one_token(seconds: float) -> dict[str, Any]:
     stock = nn.LayerNorm(768).eval()
     folded = install(nn.LayerNorm(768).eval(), [""], [])
     x = torch.randn(1, 768)
-    us = timed(
-        {"nn.LayerNorm": lambda: stock(x), "folded": lambda: folded(x)}, seconds, lambda: None
-    )
-    return {"us": us, "folded_over_stock": round(us["folded"] / us["nn.LayerNorm"], 3)}
+    calls: Ways = {"nn.LayerNorm": lambda: stock(x), "folded": lambda: folded(x)}
+    times = turns(calls, seconds, lambda: None)
+    each = [a / b for a, b in zip(times["folded"], times["nn.LayerNorm"], strict=True)]
+    low, middle, high = (round(one, 3) for one in statistics.quantiles(each, n=4))
+    us = {name: round(statistics.median(one), 3) for name, one in times.items()}
+    return {"us": us, "folded_over_stock": middle, "spread": [low, high]}
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -173,6 +197,7 @@ def main() -> None:
     if args.isa and not native.use(args.isa):
         parser.error(f"{args.isa} does not run here")
     result: dict[str, Any] = {
+        "date": date.today().isoformat(),
         "torch": torch.__version__,
         "kernels": args.isa or status.what,
         "threads": args.threads,

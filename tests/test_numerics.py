@@ -36,6 +36,11 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     native.use("")
 
 
+@pytest.fixture(autouse=True)
+def the_same_rows_every_time() -> None:
+    torch.manual_seed(0)
+
+
 def rows(kind: str, dtype: torch.dtype, n: int = 500, d: int = 768) -> Tensor:
     """Rows whose mean is exactly zero in ``dtype``: every value comes with its negative."""
     x = torch.randn(n, d // 2, dtype=torch.float64)
