@@ -23,6 +23,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,22 +129,36 @@ def decoding(model: Any, given: dict[str, Any]) -> Call:
     return run
 
 
-def medians(calls: dict[str, Call], seconds: float, fewest: int = 9) -> dict[str, float]:
+def medians(calls: dict[str, Call], seconds: float) -> dict[str, float]:
+    return middle(turns(calls, seconds))
+
+
+def middle(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def quartiles(times: dict[str, list[float]], slow: str, fast: str) -> list[float]:
+    """Of the ratio within a turn: where they lie on both sides of 1, nothing is resolved."""
+    each = [a / b for a, b in zip(times[slow], times[fast], strict=True)]
+    return statistics.quantiles(each, n=4)
+
+
+def turns(calls: dict[str, Call], seconds: float, fewest: int = 9) -> dict[str, list[float]]:
     """Milliseconds of each, turn by turn; every other turn goes backwards."""
     for _ in range(3):
         for call in calls.values():
             call()
     times: dict[str, list[float]] = {name: [] for name in calls}
-    end, turns = time.perf_counter() + seconds, 0
-    while turns < fewest or time.perf_counter() < end:
-        for name in list(calls)[:: 1 if turns % 2 else -1]:
+    end, turn = time.perf_counter() + seconds, 0
+    while turn < fewest or time.perf_counter() < end:
+        for name in list(calls)[:: 1 if turn % 2 else -1]:
             call = calls[name]
             begin = time.perf_counter()
             call()
             taken = time.perf_counter() - begin
-            times[name].append(getattr(call, "seconds", taken))
-        turns += 1
-    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
+            times[name].append(1e3 * getattr(call, "seconds", taken))
+        turn += 1
+    return times
 
 
 def norms_alone(model: Any, given: dict[str, Any], decode: bool, seconds: float) -> dict[str, Any]:
@@ -202,7 +217,8 @@ def measured(name: str, case: str, models: dict[str, Any], seconds: float) -> di
         key: decoding(model, given) if decode else prefill(model, given, causal)
         for key, model in variants.items()
     }
-    ms = medians(calls, seconds)
+    times = turns(calls, seconds)
+    ms = middle(times)
     return {
         "ms": ms,
         "additions_fused": max(fused),
@@ -212,6 +228,11 @@ def measured(name: str, case: str, models: dict[str, Any], seconds: float) -> di
         "speed_folded": ms["original"] / ms["folded"],
         "speed_fused": ms["original"] / ms["fused"],
         "speed_fused_over_captured": ms["captured"] / ms["fused"],
+        "spread": {
+            "speed_folded": quartiles(times, "original", "folded"),
+            "speed_fused": quartiles(times, "original", "fused"),
+            "speed_fused_over_captured": quartiles(times, "captured", "fused"),
+        },
         "norms_ms": norms_alone(original, given, decode, seconds / 4),
     }
 
@@ -234,6 +255,7 @@ def main() -> None:
     torch._dynamo.config.cache_size_limit = 64
     transformers.logging.set_verbosity_error()
     result: dict[str, Any] = {
+        "date": date.today().isoformat(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "kernels": native.status("cpu").what,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -151,6 +152,40 @@ def test_operators_refuse_what_does_not_fit(form: str) -> None:
     wrong[-3] = torch.ones(7, device="meta")
     with pytest.raises(RuntimeError, match=r"must be \(d,\)"):
         op(form.format("rms_norm"))(*wrong)
+
+
+PARAMETERS = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_parameters_of_any_dtype_or_none(norm: str, dtype: torch.dtype) -> None:
+    for d in (33, 8, 200):  # what is kept for one width serves the next
+        x = torch.randn(3, d).to(dtype)
+        for weight_dtype in PARAMETERS:
+            for bias_dtype in PARAMETERS:
+                weight = None if weight_dtype is None else torch.randn(d).to(weight_dtype)
+                bias = None if bias_dtype is None else torch.randn(d).to(bias_dtype)
+                with torch.no_grad():
+                    y = op(norm)(x, weight, bias, EPS)
+                assert close(y, exact(norm, "{}", x, weight, bias, EPS)[0])
+
+
+@pytest.mark.parametrize("shape", [(3, 33), (0, 33), (1,) * 20 + (33,)])
+def test_results_are_tensors_as_any(shape: tuple[int, ...]) -> None:
+    x, residual = zero_mean(*shape, dtype=torch.float32), zero_mean(*shape, dtype=torch.float32)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            results = (kernels.rms_norm(x, None, None, EPS),
+                       *kernels.add_rms_norm(x, residual, None, None, EPS))  # fmt: skip
+        for y in results:
+            assert type(y) is Tensor and y.shape == x.shape and y.stride() == x.stride()
+            assert y.is_inference() == (context.__class__ is torch.inference_mode)
+            assert y.untyped_storage().resizable()
+            assert y.untyped_storage().nbytes() == 4 * y.numel() and not y._is_view()
+    forgotten = weakref.ref(results[0])
+    del y, results
+    assert forgotten() is None
 
 
 # Gradients.
