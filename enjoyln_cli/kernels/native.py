@@ -161,14 +161,9 @@ def _hooks() -> tuple[Any, ...]:
         "_current_level",
         torch.empty_like,
         Tensor.contiguous,
-        _increment_version,
+        getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version),
         torch.is_autocast_enabled,
     )
-
-
-def _increment_version(t: Tensor) -> None:
-    if not t.is_inference():
-        torch.autograd.graph.increment_version(t)
 
 
 def _functions() -> dict[str, Any]:

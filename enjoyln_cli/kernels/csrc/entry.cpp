@@ -194,6 +194,17 @@ PyObject* call1(PyObject* function, PyObject* argument) {
   return PyObject_Vectorcall(function, &argument, 1, nullptr);
 }
 
+// Tells autograd that a tensor was written.
+bool written(PyObject* t) {
+  Held one, done;
+  one.p = PyTuple_New(1);
+  if (!one.p) return false;
+  Py_IncRef(t);
+  PyTuple_SetItem(one.p, 0, t);
+  done.p = call1(torch.increment_version, one.p);
+  return done.p;
+}
+
 // Views a tensor, or a contiguous copy of it that is then held.
 bool contiguous_view(PyObject* t, Held& copy, DLTensor* out, Dtype* dtype) {
   if (!view(t, out, dtype)) return false;
@@ -352,9 +363,7 @@ PyObject* norm(Form form, bool layer, bool guarded, PyObject* const* args, ptrdi
   if (form == ADD && !make(x, c.dtype, like, total, &c.s)) return declines();
   if (c.rows && !(on_cpu ? run_cpu(c) : run_cuda(c, x))) return declines();
   if (form == ADD_ && guarded) {
-    Held done;
-    done.p = call1(torch.increment_version, args[1]);
-    if (!done.p) return nullptr;
+    if (!written(args[1])) return nullptr;
   }
   if (form != ADD) return result.give();
   PyObject* pair = PyTuple_New(2);
