@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 
@@ -79,24 +79,44 @@ def read_safetensors_header(path: Path) -> tuple[list[Stored], dict[str, str]]:
                 f"{path.name} says its header takes {length} bytes, but the file has {size}; "
                 "it is truncated or no safetensors file, fetch it again"
             )
-        header = _parsed_header(path, file.read(length))
-    metadata = _metadata(path, header.pop("__metadata__", None))
-    _require_printable(header, path.name)
-    found = [_entry(path, name, value, 8 + length) for name, value in header.items()]
-    found.sort(key=lambda stored: (stored.offset, stored.nbytes))
-    _check_filled(path, found, 8 + length, size)
+        text = file.read(length)
+    found, metadata, end = _listed(path.name, text)
+    if end != size:
+        _refuse_size(path.name, end, size)
     return found, metadata
 
 
-def _parsed_header(path: Path, text: bytes) -> dict[str, Any]:
+def tensors_of_header(file: str, header: bytes) -> list[Stored]:
+    """The tensors of ``file`` in the order of their offsets, from its first bytes alone.
+
+    Raises as ``read_safetensors_header`` does.
+    """
+    length = int.from_bytes(header[:8], "little")
+    if len(header) != 8 + length:
+        raise BadCheckpoint(f"the header of {file} takes {length} bytes, not {len(header) - 8}")
+    return _listed(file, header[8:])[0]
+
+
+def _listed(file: str, text: bytes) -> tuple[list[Stored], dict[str, str], int]:
+    """Tensors and metadata of a header, and the size that its file has to have."""
+    header = _parsed_header(file, text)
+    metadata = _metadata(file, header.pop("__metadata__", None))
+    _require_printable(header, file)
+    start = 8 + len(text)
+    found = [_entry(file, name, value, start) for name, value in header.items()]
+    found.sort(key=lambda stored: (stored.offset, stored.nbytes))
+    return found, metadata, _end(file, found, start)
+
+
+def _parsed_header(file: str, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(
-            f"the header of {path.name} is not valid JSON ({_first_line(error)}); fetch it again"
+            f"the header of {file} is not valid JSON ({_first_line(error)}); fetch it again"
         ) from error
     if not isinstance(header, dict):
-        raise BadCheckpoint(f"the header of {path.name} is not a JSON object; fetch it again")
+        raise BadCheckpoint(f"the header of {file} is not a JSON object; fetch it again")
     return header
 
 
@@ -109,56 +129,57 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _metadata(path: Path, value: Any) -> dict[str, str]:
+def _metadata(file: str, value: Any) -> dict[str, str]:
     value = {} if value is None else value
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise BadCheckpoint(
-            f"__metadata__ of {path.name} does not map text to text; fetch it again"
-        )
+        raise BadCheckpoint(f"__metadata__ of {file} does not map text to text; fetch it again")
     return value
 
 
-def _entry(path: Path, name: str, value: Any, start: int) -> Stored:
+def _entry(file: str, name: str, value: Any, start: int) -> Stored:
     fields = value if isinstance(value, dict) else {}
     dtype, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (isinstance(dtype, str) and _naturals(shape) and _naturals(span) and len(span) == 2):
         raise BadCheckpoint(
-            f"{name} in {path.name} has a malformed header entry {value!r:.100}; fetch it again"
+            f"{name} in {file} has a malformed header entry {value!r:.100}; fetch it again"
         )
     if dtype.startswith(_QUANTISED):
-        raise _quantised(name, path.name, dtype)
+        raise _quantised(name, file, dtype)
     if dtype not in DTYPES:
-        raise BadCheckpoint(f"{name} in {path.name} has the unknown dtype {dtype!r:.40}")
+        raise BadCheckpoint(f"{name} in {file} has the unknown dtype {dtype!r:.40}")
     need, held = prod(shape) * DTYPES[dtype].itemsize, span[1] - span[0]
     if need != held:
         raise BadCheckpoint(
-            f"{name} in {path.name}: {dtype} of shape {shape} takes {need} bytes, but its offsets "
+            f"{name} in {file}: {dtype} of shape {shape} takes {need} bytes, but its offsets "
             f"{span} hold {held}; fetch the file again"
         )
-    return Stored(name, path.name, dtype, tuple(shape), start + span[0], held)
+    return Stored(name, file, dtype, tuple(shape), start + span[0], held)
 
 
 def _naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-def _check_filled(path: Path, found: list[Stored], start: int, size: int) -> None:
-    """The tensors, in the order of their offsets, follow each other to the end of the file."""
+def _end(file: str, found: list[Stored], start: int) -> int:
+    """Where the last tensor ends; they follow each other in the order of their offsets."""
     end, before = start, "the header"
     for stored in found:
         if stored.offset != end:
             what = "overlaps" if stored.offset < end else "leaves a gap after"
-            raise BadCheckpoint(f"{stored.name} in {path.name} {what} {before}; fetch it again")
+            raise BadCheckpoint(f"{stored.name} in {file} {what} {before}; fetch it again")
         end, before = stored.offset + stored.nbytes, stored.name
+    return end
+
+
+def _refuse_size(file: str, end: int, size: int) -> NoReturn:
     if end > size:
         raise BadCheckpoint(
-            f"{path.name} is truncated: its header promises {end} bytes, the file has {size}; "
+            f"{file} is truncated: its header promises {end} bytes, the file has {size}; "
             "fetch it again"
         )
-    if end < size:
-        raise BadCheckpoint(
-            f"{path.name} has {size - end} bytes that its header does not mention; fetch it again"
-        )
+    raise BadCheckpoint(
+        f"{file} has {size - end} bytes that its header does not mention; fetch it again"
+    )
 
 
 def _require_printable(names: Iterable[str], file: str) -> None:
