@@ -4,6 +4,7 @@
     fold(model, out)   write the converted checkpoint
     verify(out)        measure that it computes the original function
     push(out, "me/x")  upload it to the Hub
+    unfold(out, back)  the way back, to the original bit for bit where its means were kept
     load_recipe(file)  read what was done, or what to do
 
     from_pretrained(out)   the converted checkpoint, running RMSNorm
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.loading import from_pretrained, optimize, refold
     from enjoyln_cli.quantizer import EnjoyLNConfig
     from enjoyln_cli.recipe import load_recipe
+    from enjoyln_cli.unfold import unfold
     from enjoyln_cli.verify import verify
 
 __version__ = "0.1.0"
@@ -69,6 +71,7 @@ __all__ = [
     "optimize",
     "push",
     "refold",
+    "unfold",
     "verify",
 ]
 
@@ -81,6 +84,7 @@ _LAZY = {
     "optimize": ("enjoyln_cli.loading", "optimize"),
     "push": ("enjoyln_cli.hub", "push"),
     "refold": ("enjoyln_cli.loading", "refold"),
+    "unfold": ("enjoyln_cli.unfold", "unfold"),
     "verify": ("enjoyln_cli.verify", "verify"),
 }
 
@@ -93,7 +97,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """``fold`` and ``verify`` are functions here, whichever of their modules is imported when."""
+    """``fold``, ``unfold`` and ``verify`` are functions, whichever module is imported when."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _LAZY and isinstance(value, ModuleType)):

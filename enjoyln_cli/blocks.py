@@ -15,8 +15,10 @@ from mmap import ACCESS_COPY, mmap
 import torch
 
 from enjoyln_cli import steps
+from enjoyln_cli.corrections import corrections
 from enjoyln_cli.edit import edited
 from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.kept import Keeping, keep
 from enjoyln_cli.shards import DTYPES
 from enjoyln_cli.steps import (
     FLOATS,
@@ -32,6 +34,7 @@ from enjoyln_cli.steps import (
     Wider,
     spans,
 )
+from enjoyln_cli.undo import Undo, heads, learn, predict
 
 TRANSFER = 1 << 22
 """Bytes read or written at once."""
@@ -72,9 +75,10 @@ class Lane:
     """What one worker owns: how much it has written, and buffers that serve block after block."""
 
     written: int = 0
-    read: mmap = field(default_factory=lambda: _pages(PAGE))
-    rounded: mmap = field(default_factory=lambda: _pages(PAGE))
+    read: mmap = field(default_factory=lambda: pages(PAGE))
+    rounded: mmap = field(default_factory=lambda: pages(PAGE))
     wide: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    predicted: mmap = field(default_factory=lambda: pages(PAGE))
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ class Ends:
     slot: Slot
     source: int | memoryview
     target: Target
+    kept: Keeping | None = None
+    """The tensor of the original that is told from this one, where that is wanted."""
 
 
 def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
@@ -95,9 +101,10 @@ def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
     match step:
         case Copy(start, count):
             for first, size in spans(start, count, 1, TRANSFER):
-                data = _outgoing(lane, ends, first, size)
-                _read(ends, first, data)
-                _write(lane, ends, first, data)
+                data = outgoing(lane, ends, first, size)
+                read(ends, first, data)
+                _remember_copy(lane, ends, first, data)
+                write(lane, ends, first, data)
                 yield
         case Convert(start, count, unit):
             yield from _rewrite(lane, ends, start, count, unit, step, None)
@@ -108,7 +115,7 @@ def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
         case Columns(start, size, width, before):
             means = torch.zeros(width, dtype=torch.float64)
             for first, count in spans(start, size * width, width, _elements_at_once(ends)):
-                x = _elements(lane, ends, first, count)
+                x = elements(lane, ends, first, count)
                 for at, some in spans(0, count, width, steps.BLOCK):
                     block = _wide(lane, x[at : at + some])
                     if before:
@@ -121,23 +128,28 @@ def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
         case Fill(start, count, value):
             size = DTYPES[ends.slot.dtype].itemsize
             for first, many in spans(start, count, 1, TRANSFER // size):
-                data = _outgoing(lane, ends, first * size, many * size)
-                torch.frombuffer(data, dtype=DTYPES[ends.slot.dtype]).fill_(value)
-                _write(lane, ends, first * size, data)
+                data = outgoing(lane, ends, first * size, many * size)
+                y = torch.frombuffer(data, dtype=DTYPES[ends.slot.dtype]).fill_(value)
+                if ends.kept and first < ends.slot.count:
+                    _remember(lane, ends, first, elements(lane, ends, first, many), y)
+                write(lane, ends, first * size, data)
                 yield
         case Whole(edit, values):
             scratch = Lane()
-            x = _elements(scratch, ends, 0, ends.slot.count)
+            x = elements(scratch, ends, 0, ends.slot.count)
             wide = edited(x.double().view(ends.slot.stored.shape), edit, values)
             dtype = FLOATS[ends.slot.dtype]
-            data = _outgoing(scratch, ends, 0, wide.numel() * dtype.itemsize)
+            data = outgoing(scratch, ends, 0, wide.numel() * dtype.itemsize)
             y = torch.frombuffer(data, dtype=dtype)
             y.copy_(wide.flatten())
             kept = y.view(wide.shape)
             if edit.append:
                 kept = kept.narrow(edit.append.dim, 0, ends.slot.stored.shape[edit.append.dim])
             _check_range(ends.slot, x.view(kept.shape), kept, edited=True)
-            _write(lane, ends, 0, data)
+            if ends.kept:
+                learn(ends.kept.undo, x.double().view(ends.slot.stored.shape))
+            _remember(lane, ends, 0, x, kept)
+            write(lane, ends, 0, data)
             yield
 
 
@@ -157,24 +169,61 @@ def _rewrite(
     dtype = FLOATS[ends.slot.dtype]
     edits = bool(centred or step.before)
     for first, many in spans(start, count, unit, _elements_at_once(ends)):
-        x = _elements(lane, ends, first, many)
+        x = elements(lane, ends, first, many)
         begin, into = _place(step.wider, first, many)
-        data = _outgoing(lane, ends, begin * dtype.itemsize, into * dtype.itemsize)
+        data = outgoing(lane, ends, begin * dtype.itemsize, into * dtype.itemsize)
         y = _kept(step.wider, torch.frombuffer(data, dtype=dtype), many)
         for at, some in spans(0, many, unit, steps.BLOCK):
             block = _wide(lane, x[at : at + some])
             if step.before:
                 step.before(block, first + at)
             if centred:
+                groups = heads(ends.kept.undo, block, first + at) if ends.kept else ()
+                before = [(means, head, head.clone()) for means, head in groups]
                 centred(block)
+                for means, head, old in before:
+                    means.copy_(old.sub_(head))
             if step.wider:
                 rows = block.view(-1, step.wider.width)
                 y[at // step.wider.width :][: len(rows)].copy_(rows)
             else:
                 y[at : at + some].copy_(block)
         _check_range(ends.slot, x.view(y.shape), y, edited=edits)
-        _write(lane, ends, begin * dtype.itemsize, data)
+        _remember(lane, ends, first, x, y)
+        write(lane, ends, begin * dtype.itemsize, data)
         yield
+
+
+def _remember(lane: Lane, ends: Ends, start: int, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Keep what it takes to restore the elements ``x`` from what is written for them, ``y``.
+
+    ``start`` is the first of them in the original, ``y`` has no elements besides.
+    """
+    if ends.kept:
+        found = corrections(x, predicted(lane, ends.kept.undo, start, y.reshape(-1)))
+        data = x.view(torch.uint8).numpy().data
+        keep(ends.kept, start * x.dtype.itemsize, data, found)
+
+
+def _remember_copy(lane: Lane, ends: Ends, start: int, data: memoryview) -> None:
+    """The same for bytes that are copied, of a tensor that is edited elsewhere or not at all."""
+    if ends.kept and ends.kept.undo.axes:
+        x = torch.frombuffer(data, dtype=ends.kept.undo.dtype)
+        _remember(lane, ends, start // x.dtype.itemsize, x, x)
+    elif ends.kept:
+        keep(ends.kept, start, data)
+
+
+def predicted(lane: Lane, undo: Undo, start: int, written: torch.Tensor) -> torch.Tensor:
+    """The original's elements from ``start`` as they are predicted, in the lane's buffer."""
+    if lane.wide.numel() < steps.BLOCK:
+        lane.wide = torch.empty(steps.BLOCK, dtype=torch.float64)
+    size = written.numel() * undo.dtype.itemsize
+    if len(lane.predicted) < size:
+        lane.predicted = pages(size)
+    found = torch.frombuffer(memoryview(lane.predicted)[:size], dtype=undo.dtype)
+    predict(undo, written, start, lane.wide, found)
+    return found
 
 
 def _place(wider: Wider | None, first: int, many: int) -> tuple[int, int]:
@@ -221,16 +270,16 @@ def _elements_at_once(ends: Ends) -> int:
     return TRANSFER // FLOATS[ends.slot.stored.dtype].itemsize
 
 
-def _elements(lane: Lane, ends: Ends, start: int, count: int) -> torch.Tensor:
+def elements(lane: Lane, ends: Ends, start: int, count: int) -> torch.Tensor:
     dtype = FLOATS[ends.slot.stored.dtype]
     if len(lane.read) < count * dtype.itemsize:
-        lane.read = _pages(count * dtype.itemsize)
+        lane.read = pages(count * dtype.itemsize)
     data = memoryview(lane.read)[: count * dtype.itemsize]
-    _read(ends, start * dtype.itemsize, data)
+    read(ends, start * dtype.itemsize, data)
     return torch.frombuffer(data, dtype=dtype)
 
 
-def _pages(size: int) -> mmap:
+def pages(size: int) -> mmap:
     """Memory of this process that starts at a page."""
     return mmap(-1, size, access=ACCESS_COPY)
 
@@ -242,15 +291,15 @@ def _wide(lane: Lane, x: torch.Tensor) -> torch.Tensor:
     return lane.wide[: x.numel()].copy_(x)
 
 
-def _outgoing(lane: Lane, ends: Ends, start: int, size: int) -> memoryview:
+def outgoing(lane: Lane, ends: Ends, start: int, size: int) -> memoryview:
     """Room for what goes to byte ``start`` of the tensor, placed within a page as in the file."""
     if len(lane.rounded) < size + PAGE:
-        lane.rounded = _pages(size + PAGE)
+        lane.rounded = pages(size + PAGE)
     shift = (ends.slot.offset + start) % PAGE
     return memoryview(lane.rounded)[shift : shift + size]
 
 
-def _read(ends: Ends, start: int, data: memoryview) -> None:
+def read(ends: Ends, start: int, data: memoryview) -> None:
     """Fill ``data`` from byte ``start`` of the tensor."""
     if isinstance(ends.source, memoryview):
         data[:] = ends.source[start : start + len(data)]
@@ -264,7 +313,7 @@ def _read(ends: Ends, start: int, data: memoryview) -> None:
         done += got
 
 
-def _write(lane: Lane, ends: Ends, start: int, data: memoryview) -> None:
+def write(lane: Lane, ends: Ends, start: int, data: memoryview) -> None:
     """Write from byte ``start`` of the tensor."""
     ends.target.write(data, ends.slot.offset + start)
     lane.written += len(data)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from enjoyln_cli.config import (
@@ -51,6 +52,7 @@ __all__ = [
     "other_files",
     "pipeline_files",
     "raw_config",
+    "read_part",
     "read_tensor",
     "require_unfolded",
     "same_values",
@@ -358,6 +360,31 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     with path.open("rb", buffering=0) as file:
         _read_into(file.fileno(), memoryview(data), stored, 0)
     return torch.frombuffer(data, dtype=DTYPES[stored.dtype]).reshape(stored.shape)
+
+
+def read_part(checkpoint: Checkpoint, name: str, dim: int, start: int, count: int) -> torch.Tensor:
+    """``read_tensor(...).narrow(dim, start, count)``, without reading all of it where that works.
+
+    Raises as ``read_tensor`` does.
+    """
+    stored = _stored(checkpoint, name)
+    if checkpoint.format == "bin":
+        return (
+            load_bin(checkpoint.source.path / stored.file)[name].narrow(dim, start, count).clone()
+        )
+    dtype = DTYPES[stored.dtype]
+    try:
+        mapped = np.memmap(
+            checkpoint.source.path / stored.file,
+            dtype=f"u{dtype.itemsize}",
+            mode="r",
+            offset=stored.offset,
+            shape=stored.shape,
+        )
+    except ValueError as error:
+        raise BadCheckpoint(f"{stored.file} ends inside {name}; fetch it again") from error
+    part = mapped[(slice(None),) * dim + (slice(start, start + count),)]
+    return torch.from_numpy(part.copy()).view(dtype)
 
 
 def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:

@@ -284,6 +284,7 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 @click.option("--dtype", type=DTYPES, help="Convert all floating weights on the way.")
 @click.option("--max-shard-size", callback=parse_size, metavar="SIZE", help="Cut shards anew: 5GB.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers; as many as cores by default.")
+@click.option("--keep-means", is_flag=True, help="Keep what `enjoyln unfold` restores MODEL from.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and the sizes, write nothing.")
 @click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
@@ -298,6 +299,8 @@ def fold(
     """Convert MODEL into the new directory OUT, and verify the result."""
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
+    if options["keep_means"] and options["dtype"]:
+        raise click.UsageError("--keep-means keeps what centring loses, not what --dtype does.")
     out = None if dry_run else out
     if not quiet and not as_json:
         show_transfers()
@@ -309,7 +312,8 @@ def fold(
     with watching(quiet or as_json) as watch:
         ready = convert.prepare(model, out, opening, force=force, on_event=watch.event)
         result = convert.write(ready, out, watch.event, watch.progress, **options) if out else None
-    found = rows.fold_row(model, ready, result, watch.warnings, options["dtype"])
+    shown = {name: options[name] for name in ("dtype", "keep_means")}
+    found = rows.fold_row(model, ready, result, watch.warnings, **shown)
     found |= push_it(out) if out else {}
     if as_json:
         write_json(found)
@@ -340,6 +344,37 @@ def _push_after(options: Options, dry_run: bool) -> Callable[[Path], Options]:
             raise type(error)(f"{out} is written and not pushed: {error}") from error
 
     return push_it
+
+
+@main.command()
+@click.argument("folded", metavar="OUT", type=FOLDER)
+@click.option(
+    "-o", "--out", "back", type=FOLDER, required=True, metavar="BACK", help="New directory."
+)
+@click.option("--jobs", type=click.IntRange(min=1), help="Workers; as many as cores by default.")
+@click.option("--force", is_flag=True, help="Replace BACK if it exists.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
+@json_option
+def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Give back what OUT was made from, bit for bit if it was folded with --keep-means.
+
+    Otherwise BACK is OUT without its marker: a LayerNorm checkpoint that computes the same.
+
+    \b
+    Examples:
+      enjoyln fold gpt2 -o gpt2-rms --keep-means
+      enjoyln unfold gpt2-rms -o gpt2-again
+    """
+    from enjoyln_cli import rows
+    from enjoyln_cli import unfold as restore
+    from enjoyln_cli.report import watching, write_json, write_unfold
+
+    with watching(quiet or as_json) as watch:
+        found = rows.unfold_row(restore(folded, back, on_progress=watch.progress, **options))
+    if as_json:
+        write_json(found)
+    elif not quiet:
+        write_unfold(found)
 
 
 @main.command()

@@ -18,10 +18,11 @@ import torch
 from enjoyln_cli import checkpoint as store
 from enjoyln_cli.edit import edits_of
 from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
+from enjoyln_cli.keeping import bytes_to_keep
 from enjoyln_cli.output import check_place
 from enjoyln_cli.plan import PLAIN, Options
 from enjoyln_cli.rows import Row, row
-from enjoyln_cli.stream import bytes_to_write
+from enjoyln_cli.stream import bytes_to_write, summed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -102,6 +103,10 @@ class Prepared:
     def bytes_to_write(self, dtype: torch.dtype | str | None = None) -> int:
         """Bytes of all tensors, the floating ones in ``dtype``."""
         return bytes_to_write(self.checkpoint, edits_of(self.plan), _dtype(dtype))
+
+    def bytes_to_keep(self) -> int:
+        """About how many bytes ``keep_means`` takes besides, told from samples of the weights."""
+        return bytes_to_keep(self.checkpoint, edits_of(self.plan))
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -250,6 +255,7 @@ def write(
     jobs: int | None = None,
     force: bool = False,
     verify: bool = True,
+    keep_means: bool = False,
 ) -> FoldResult:
     """Carry out what ``prepare`` settled. See ``convert``."""
     from enjoyln_cli.fold import fold_checkpoint
@@ -280,7 +286,8 @@ def write(
         max_shard_size=max_shard_size,
         jobs=jobs,
         force=force,
-        progress=_summed(ready.bytes_to_write(dtype), on_progress),
+        keep_means=keep_means,
+        progress=summed(ready.bytes_to_write(dtype), on_progress),
         check=check if verify else None,
         finish=finish,
     )
@@ -305,6 +312,7 @@ def convert(
     jobs: int | None = None,
     force: bool = False,
     verify: bool = True,
+    keep_means: bool = False,
 ) -> FoldResult:
     """Fold ``model`` (a Hub id or a directory) into the new directory ``out``.
 
@@ -312,6 +320,8 @@ def convert(
     anew, ``on_progress`` receives bytes done and bytes in all, ``on_event`` stages and warnings.
     ``outputs`` are those of ``analyze``: what has to stay the same, where that is not everything;
     ``options`` what may be changed besides centring.
+    With ``keep_means`` the result can be undone bit for bit (``unfold``), at the price of some more
+    bytes and not together with ``dtype``.
     With ``verify`` a result that does not compute the original function is not kept:
     ``VerificationFailed``. Raises ``EnjoyLNError`` in every case that leaves no ``out``.
     """
@@ -336,6 +346,7 @@ def convert(
         jobs=jobs,
         force=force,
         verify=verify,
+        keep_means=keep_means,
     )
 
 
@@ -372,22 +383,6 @@ def _settled(
         what = "; ".join(found)
         event("warning", f"going by the proof, from which the shipped recipe differs: {what}")
     return plan
-
-
-def _summed(
-    total: int, listener: Callable[[int, int], None] | None
-) -> Callable[[int], None] | None:
-    if listener is None:
-        return None
-    done = 0
-    listener(done, total)
-
-    def add(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        listener(done, total)
-
-    return add
 
 
 def _nothing(model: str, plan: Plan) -> str:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import perf_counter
 from typing import Any
 
@@ -32,11 +34,13 @@ from enjoyln_cli.checkpoint import (
 )
 from enjoyln_cli.config import CONFIG, MARKER
 from enjoyln_cli.edit import Edit, edited, edits_of, given
-from enjoyln_cli.errors import BadCheckpoint, NothingToFold, VerificationFailed
+from enjoyln_cli.errors import BadCheckpoint, NothingToFold, OutputError, VerificationFailed
 from enjoyln_cli.files import housekeeping
+from enjoyln_cli.keeping import keeper_of
+from enjoyln_cli.kept import FILE, FOLDER, save
 from enjoyln_cli.marker import marker
 from enjoyln_cli.plan import Plan, Setting
-from enjoyln_cli.stream import write_shards
+from enjoyln_cli.stream import plain_layout, write_shards
 
 RECIPE_FILE = "enjoyln_recipe.yaml"
 VERIFY_FILE = "enjoyln_verify.json"
@@ -58,6 +62,8 @@ class FoldResult:
     bytes_written: int
     seconds: float
     verification: Any | None
+    bytes_kept: int = 0
+    """Of those written: what it takes to restore the source."""
 
 
 def fold_checkpoint(
@@ -70,6 +76,7 @@ def fold_checkpoint(
     max_shard_size: int | None = None,
     jobs: int | None = None,
     force: bool = False,
+    keep_means: bool = False,
     progress: Callable[[int], None] | None = None,
     check: Callable[[Path], Any] | None = None,
     finish: Callable[[Path], None] | None = None,
@@ -77,9 +84,11 @@ def fold_checkpoint(
     """Write ``checkpoint`` with the edits of ``plan`` to the new directory ``out``.
 
     ``dtype``, ``max_shard_size`` (bytes), ``jobs`` and ``progress`` (bytes since the last call) are
-    those of ``write_shards``. ``check`` sees the finished directory before it gets its name; a
-    result whose ``passed`` is false raises ``VerificationFailed`` with its ``summary``. ``finish``
-    then adds the files that tell of it (``REPORTS``).
+    those of ``write_shards``. With ``keep_means`` the folder ``enjoyln`` of the result holds what
+    it takes to restore the source bit for bit (``kept.py``); ``dtype`` is refused then: what it
+    rounds away would take as much space as the source. ``check`` sees the finished directory before
+    it gets its name; a result whose ``passed`` is false raises ``VerificationFailed`` with its
+    ``summary``. ``finish`` then adds the files that tell of it (``REPORTS``).
 
     Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing
     or of another shape, or holds NaN or Inf) and ``OutputError``; ``out`` is then as it was before.
@@ -89,9 +98,19 @@ def fold_checkpoint(
     config = raw_config(source)
     require_unfolded(config)
     edits = checked_edits(plan, checkpoint)
-    with staged_output(out, source=source.root, force=force) as staged:
+    if keep_means and dtype is not None:
+        raise OutputError(
+            f"what rounding to {dtype} loses is not kept, it is as large as the source; fold "
+            "without --dtype to keep the means, and convert the result"
+        )
+    with staged_output(out, source=source.root, force=force) as staged, ExitStack() as stack:
         inner = staged / source.folder
         inner.mkdir(parents=True, exist_ok=True)
+        keeper = None
+        if keep_means:
+            (inner / FOLDER).mkdir()
+            spool = stack.enter_context(TemporaryFile(dir=inner / FOLDER))
+            keeper = keeper_of(checkpoint, edits, spool.fileno())
         write_shards(
             checkpoint,
             edits,
@@ -100,22 +119,28 @@ def fold_checkpoint(
             max_shard_size=max_shard_size,
             jobs=jobs,
             progress=progress,
+            keeper=keeper,
         )
-        names = [name for name in other_files(checkpoint) if name not in _OWN_FILES]
-        _copy(names, source.path, inner)
-        _copy(pipeline_files(checkpoint), source.root, staged)
+        names = [name for name in other_files(checkpoint) if not is_own(name)]
+        copy_files(names, source.path, inner)
+        copy_files(pipeline_files(checkpoint), source.root, staged)
         config = config_with_marker(with_settings(config, plan), plan, source)
         if dtype is not None:
             config = _with_dtype(config, str(dtype).removeprefix("torch."))
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (inner / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
+        if keeper:
+            headers, index = plain_layout(checkpoint)
+            files = {CONFIG: (source.path / CONFIG).read_bytes(), **index}
+            save(keeper, inner / FOLDER, config[MARKER], headers, files)
         verification = check(staged) if check else None
         if verification is not None and not verification.passed:
             raise VerificationFailed(str(verification.summary))
         if finish:
             finish(staged)
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
-    return FoldResult(out, plan, size, perf_counter() - begin, verification)
+        kept = (inner / FOLDER / FILE).stat().st_size if keeper else 0
+    return FoldResult(out, plan, size, perf_counter() - begin, verification, kept)
 
 
 def verified_files(folder: Path) -> list[str]:
@@ -125,7 +150,12 @@ def verified_files(folder: Path) -> list[str]:
     return sorted(name for name in names if not housekeeping(name) and name not in REPORTS)
 
 
-def _copy(names: Iterable[str], source: Path, out: Path) -> None:
+def is_own(name: str) -> bool:
+    """Whether a file of a model's directory is written by a fold, and so never comes along."""
+    return name in _OWN_FILES or name.startswith(f"{FOLDER}/")
+
+
+def copy_files(names: Iterable[str], source: Path, out: Path) -> None:
     for name in names:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, out / name)

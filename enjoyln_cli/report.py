@@ -191,15 +191,31 @@ def write_fold(found: Row) -> None:
         for name in compact(entry["tensor"] for entry in found["centred"]):
             say(f"  centre {name}")
         wrote = f"{found['tensors']} tensors, {size(found['bytes_written'])}"
+        if "bytes_kept" in found:
+            wrote += f", and about {size(found['bytes_kept'])} for the way back (an estimate)"
         say(f"would write {wrote}; nothing was written (dry run)")
         return
-    say(f"wrote {size(found['bytes_written'])} to {found['out']} in {found['seconds']:.1f} s")
+    kept = f", {size(found['bytes_kept'])} of it for the way back" if "bytes_kept" in found else ""
+    wrote = f"{size(found['bytes_written'])} to {found['out']}"
+    say(f"wrote {wrote} in {found['seconds']:.1f} s{kept}")
     checked = found["verification"]
     say(f"verified: {checked['summary']}" if checked else "not verified (--no-verify)")
     if "pushed" in found:
         say(f"pushed to {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
     else:
         say(f"next: enjoyln verify {found['out']}")
+
+
+def write_unfold(found: Row) -> None:
+    """What the new directory holds, and where no means were kept, what that means."""
+    wrote = f"{size(found['bytes_written'])} to {found['back']} in {found['seconds']:.1f} s"
+    if found["restored"]:
+        say(f"restored {found['tensors']} tensors bit for bit", "green")
+        say(f"wrote {wrote}")
+        return
+    say("no means were kept (fold --keep-means), so the original cannot be restored bit for bit")
+    say("the result already is a LayerNorm checkpoint that computes the same; its marker is gone")
+    say(f"wrote {wrote}")
 
 
 def write_verification(found: Verification) -> None:

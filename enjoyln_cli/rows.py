@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.fold import FoldResult
     from enjoyln_cli.gains import Gain
     from enjoyln_cli.plan import Plan
+    from enjoyln_cli.unfold import Unfolded
 
 Row = dict[str, Any]
 """One model's report, ready for JSON."""
@@ -91,19 +92,28 @@ def fold_row(
     result: FoldResult | None,
     warnings: Sequence[str] = (),
     dtype: str | None = None,
+    keep_means: bool = False,
 ) -> Row:
     """What ``enjoyln fold --json`` prints: the report's row, what was written, what was verified.
 
     Without a ``result`` it is a dry run, and ``bytes_written`` is what would be written, with the
-    floating weights in ``dtype``.
+    floating weights in ``dtype``. With ``keep_means`` there is ``bytes_kept`` besides: what the way
+    back takes, estimated from samples of the weights in a dry run.
     """
     found = row(model, ready.plan) | {"dry_run": result is None, "warnings": list(warnings)}
     found["tensors"] = len(ready.checkpoint.tensors)
+    if keep_means:
+        found["bytes_kept"] = result.bytes_kept if result else ready.bytes_to_keep()
     if result is None:
         return found | {"bytes_written": ready.bytes_to_write(dtype)}
     checked = result.verification.to_json() if result.verification else None
     found |= {"out": str(result.out), "bytes_written": result.bytes_written}
     return found | {"seconds": result.seconds, "verification": checked}
+
+
+def unfold_row(result: Unfolded) -> Row:
+    """What ``enjoyln unfold --json`` prints."""
+    return {**vars(result), "back": str(result.back)}
 
 
 def size(nbytes: float) -> str:

@@ -12,10 +12,11 @@ import os
 import shutil
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise, zip_longest
 from math import prod
 from pathlib import Path
@@ -27,10 +28,13 @@ from enjoyln_cli.blocks import Ends, Lane, Target, run
 from enjoyln_cli.checkpoint import Checkpoint, read_tensor
 from enjoyln_cli.edit import Edit, Given, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError
+from enjoyln_cli.kept import Keeper, keeping
 from enjoyln_cli.shards import Stored
-from enjoyln_cli.steps import FLOATS, Slot, Step, steps_of
+from enjoyln_cli.steps import FLOATS, Slot, steps_of
 
 T = TypeVar("T")
+Task = Callable[[Lane, Ends], Iterator[None]]
+"""Writes a part of a tensor, pausing after each transfer."""
 
 TICK = 0.1
 """Seconds between two reports of progress."""
@@ -60,6 +64,7 @@ def write_shards(
     max_shard_size: int | None = None,
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
+    keeper: Keeper | None = None,
 ) -> tuple[str, ...]:
     """Write every tensor of ``checkpoint`` to safetensors files in the directory ``into``.
 
@@ -78,21 +83,50 @@ def write_shards(
     """
     _check_edits(checkpoint, edits)
     shards = _layout(checkpoint, edits, dtype, max_shard_size)
+    tasks = _tasks(checkpoint, edits)
+    write_tensors(checkpoint, tasks, shards, into, jobs=jobs, progress=progress, keeper=keeper)
+    index = _index(checkpoint, shards)
+    for name, text in index.items():
+        _write_file(into / name, text)
+    return (*(shard.name for shard in shards), *index)
+
+
+def plain_layout(checkpoint: Checkpoint) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """What a copy of ``checkpoint`` consists of besides tensors: headers by file, and the index."""
+    shards = _layout(checkpoint, {}, None, None)
+    return {shard.name: shard.header for shard in shards}, _index(checkpoint, shards)
+
+
+def write_tensors(
+    checkpoint: Checkpoint,
+    tasks_for: Callable[[Slot], Iterator[Task]],
+    shards: Sequence[Shard],
+    into: Path,
+    *,
+    jobs: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    keeper: Keeper | None = None,
+) -> None:
+    """Write the files of ``shards`` from the tensors of ``checkpoint``, and sync them to the disk.
+
+    ``tasks_for`` gives what writes a slot, in any order and by any worker; ``keeper`` receives what
+    it takes to restore the tensors. Raises what the tasks do, and ``OutputError`` where the disk
+    has too little space.
+    """
     _check_space(shards, into)
     with ExitStack() as stack:
-        steps = _steps(checkpoint, edits)
-        _write_tensors(checkpoint, steps, shards, into, stack, jobs or _cores(), progress)
-    return tuple(shard.name for shard in shards) + _write_index(checkpoint, shards, into)
+        _work(checkpoint, tasks_for, shards, into, stack, jobs or _cores(), progress, keeper)
 
 
-def _write_tensors(
+def _work(
     checkpoint: Checkpoint,
-    steps_for: Callable[[Slot], Iterator[Step]],
-    shards: list[Shard],
+    tasks_for: Callable[[Slot], Iterator[Task]],
+    shards: Sequence[Shard],
     into: Path,
     stack: ExitStack,
     jobs: int,
     progress: Callable[[int], None] | None,
+    keeper: Keeper | None,
 ) -> None:
     positioned = checkpoint.format == "safetensors"
     sources = {
@@ -102,9 +136,9 @@ def _write_tensors(
     targets = {shard.name: _create(shard, into, stack) for shard in shards}
     portions = [
         [
-            (shard.name, slot, steps)
+            (shard.name, slot, tasks)
             for slot in shard.slots
-            for steps in _portions(tuple(steps_for(slot)), positioned)
+            for tasks in _portions(tuple(tasks_for(slot)), positioned)
         ]
         for shard in shards
     ]
@@ -117,12 +151,13 @@ def _write_tensors(
         torch.set_num_threads(1)
         while not stop.is_set():
             try:
-                name, slot, steps = queue.popleft()
+                name, slot, tasks = queue.popleft()
             except IndexError:
                 return
             source = sources[slot.stored.file] if positioned else _loaded(checkpoint, slot)
-            for step in steps:
-                for _ in run(lane, Ends(slot, source, targets[name]), step):
+            kept = keeping(keeper, slot.name) if keeper else None
+            for task in tasks:
+                for _ in task(lane, Ends(slot, source, targets[name], kept)):
                     if stop.is_set():
                         return
             with lock:
@@ -132,6 +167,21 @@ def _write_tensors(
                 os.fsync(targets[name].cached)
 
     _with_workers(drain, lanes, stop, progress)
+
+
+def summed(total: int, listener: Callable[[int, int], None] | None) -> Callable[[int], None] | None:
+    """For a listener that wants bytes done and bytes in all, what ``progress`` is called with."""
+    if listener is None:
+        return None
+    done = 0
+    listener(done, total)
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        listener(done, total)
+
+    return add
 
 
 def _with_workers(
@@ -162,7 +212,7 @@ def _with_workers(
         torch.set_num_threads(before)
 
 
-def _check_space(shards: list[Shard], into: Path) -> None:
+def _check_space(shards: Sequence[Shard], into: Path) -> None:
     need, free = sum(shard.size for shard in shards), shutil.disk_usage(into).free
     if need > free:
         raise OutputError(
@@ -310,7 +360,7 @@ def _common_metadata(checkpoint: Checkpoint) -> dict[str, str]:
     return merged or {"format": "pt"}
 
 
-def _write_index(checkpoint: Checkpoint, shards: list[Shard], into: Path) -> tuple[str, ...]:
+def _index(checkpoint: Checkpoint, shards: list[Shard]) -> dict[str, bytes]:
     """The shard index: the source's own where nothing in it changes; none for a single file."""
     slots = {slot.name: slot for shard in shards for slot in shard.slots}
     files = {slot.name: shard.name for shard in shards for slot in shard.slots}
@@ -320,11 +370,11 @@ def _write_index(checkpoint: Checkpoint, shards: list[Shard], into: Path) -> tup
         text = (checkpoint.source.path / checkpoint.index).read_bytes()
         new = any(slot.nbytes != slot.stored.nbytes for slot in slots.values())
         if not new and slots.keys() == checkpoint.tensors.keys():
-            return _write_file(into / checkpoint.index, text)
+            return {checkpoint.index: text}
         content = {"metadata": {}, **json.loads(text)}
         content["weight_map"] = {**content["weight_map"], **files}
     elif [shard.name for shard in shards] == ["model.safetensors"]:
-        return ()
+        return {}
     metadata = dict(content["metadata"] or {})
     if type(known := metadata.get("total_parameters")) is int:
         more = sum(prod(slot.shape) for slot in slots.values())
@@ -332,18 +382,17 @@ def _write_index(checkpoint: Checkpoint, shards: list[Shard], into: Path) -> tup
         metadata["total_parameters"] = known + more
     metadata["total_size"] = sum(slot.nbytes for slot in slots.values())
     text = json.dumps({**content, "metadata": metadata}, indent=2).encode() + b"\n"
-    return _write_file(into / "model.safetensors.index.json", text)
+    return {"model.safetensors.index.json": text}
 
 
-def _write_file(path: Path, content: bytes) -> tuple[str]:
+def _write_file(path: Path, content: bytes) -> None:
     with path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return (path.name,)
 
 
-def _steps(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> Callable[[Slot], Iterator[Step]]:
+def _tasks(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> Callable[[Slot], Iterator[Task]]:
     """Tells what becomes of each tensor. The vectors that are multiplied in are in memory."""
 
     def read(name: str) -> torch.Tensor:
@@ -352,15 +401,16 @@ def _steps(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> Callable[[Slot]
     none = Given()
     values = {name: given(edit, read) if edit.needs else none for name, edit in edits.items()}
 
-    def steps(slot: Slot) -> Iterator[Step]:
-        return steps_of(slot, edits.get(slot.name, Edit()), values.get(slot.name, none))
+    def tasks(slot: Slot) -> Iterator[Task]:
+        steps = steps_of(slot, edits.get(slot.name, Edit()), values.get(slot.name, none))
+        return (partial(run, step=step) for step in steps)
 
-    return steps
+    return tasks
 
 
-def _portions(steps: tuple[Step, ...], positioned: bool) -> Iterator[tuple[Step, ...]]:
-    """Steps that one worker takes together: one, or all of a tensor that has to be loaded whole."""
-    return iter(zip(steps, strict=True)) if positioned else iter((steps,))
+def _portions(tasks: tuple[Task, ...], positioned: bool) -> Iterator[tuple[Task, ...]]:
+    """Tasks that one worker takes together: one, or all of a tensor that has to be loaded whole."""
+    return iter(zip(tasks, strict=True)) if positioned else iter((tasks,))
 
 
 def _alternating(queues: list[list[T]], many: int) -> Iterator[T]:

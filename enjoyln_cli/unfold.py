@@ -1,0 +1,209 @@
+"""The way back: from a converted directory to the original, bit for bit.
+
+Where the fold has kept what it takes (``kept.py``), every tensor is restored into the file and the
+place that it came from, and checked by digest on the way; config and index come back as they were
+read. Where it has not, the result already is a LayerNorm checkpoint that computes the original's
+function, and what goes is the marker. In both cases recipe, verification and kept folder stay
+behind, and the other files come along. The directory appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from enjoyln_cli.blocks import Ends, Lane, outgoing, predicted, read, write
+from enjoyln_cli.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+    open_source,
+    other_files,
+    pipeline_files,
+    raw_config,
+    staged_output,
+)
+from enjoyln_cli.config import CONFIG, MARKER
+from enjoyln_cli.corrections import correct
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.fold import copy_files, is_own
+from enjoyln_cli.kept import FOLDER, Kept, Piece, open_kept, read_corrections
+from enjoyln_cli.shards import DTYPES, Stored, tensors_of_header
+from enjoyln_cli.steps import Slot
+from enjoyln_cli.stream import Shard, Task, summed, write_tensors
+from enjoyln_cli.undo import Undo
+
+WITHOUT = f"remove its folder {FOLDER} to unfold without what was kept"
+
+
+@dataclass(frozen=True)
+class Unfolded:
+    """What an unfold has written."""
+
+    back: Path
+    restored: bool
+    """Whether it is the original; otherwise it is the result without its marker."""
+    tensors: int
+    bytes_written: int
+    seconds: float
+
+
+def unfold(
+    out: str | Path,
+    back: str | Path,
+    *,
+    jobs: int | None = None,
+    force: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Unfolded:
+    """Write what the converted directory ``out`` was made from to the new directory ``back``.
+
+    It is the original bit for bit, in its files and their layout, where ``out`` was folded with
+    ``keep_means``; otherwise ``out`` without its marker. ``jobs`` is the number of cores to keep
+    busy, ``on_progress`` receives bytes done and bytes in all, ``force`` replaces ``back``.
+
+    Raises ``BadCheckpoint`` where ``out`` is no result of a fold, where what was kept is damaged
+    or belongs to another result, and where a tensor is not what the fold wrote; ``OutputError``.
+    """
+    begin = perf_counter()
+    source = open_source(str(out), weights=True)
+    config = raw_config(source)
+    if MARKER not in config:
+        raise BadCheckpoint(f"{out} has no enjoyln entry in its {CONFIG}: it was not folded")
+    folded = open_checkpoint(source)
+    kept = None
+    if (source.path / FOLDER).exists():
+        kept = open_kept(source.path / FOLDER, config[MARKER])
+    with staged_output(Path(back), source=source.root, force=force) as staged:
+        inner = staged / source.folder
+        inner.mkdir(parents=True, exist_ok=True)
+        names = [name for name in other_files(folded) if not is_own(name)]
+        copy_files(names, source.path, inner)
+        copy_files(pipeline_files(folded), source.root, staged)
+        if kept:
+            restore(folded, kept, inner, jobs, on_progress)
+        else:
+            index = () if folded.index is None else (folded.index,)
+            copy_files((*folded.shards, *index), source.path, inner)
+            text = json.dumps({k: v for k, v in config.items() if k != MARKER}, indent=2) + "\n"
+            (inner / CONFIG).write_text(text, encoding="utf-8")
+        size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
+    tensors = kept.undo if kept else folded.tensors
+    return Unfolded(Path(back), kept is not None, len(tensors), size, perf_counter() - begin)
+
+
+def restore(
+    folded: Checkpoint,
+    kept: Kept,
+    into: Path,
+    jobs: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the weight files and the rewritten files of the original into ``into``."""
+    shards = _shards(folded, kept)
+    for name, text in kept.files.items():
+        (into / _plain_name(name)).write_bytes(text)
+    total = sum(slot.nbytes for shard in shards for slot in shard.slots)
+    with ExitStack() as stack:
+        file = os.open(kept.path, os.O_RDONLY)
+        stack.callback(os.close, file)
+
+        def tasks(slot: Slot) -> Iterator[Task]:
+            undo = kept.undo[slot.name]
+            return (partial(_restore, file, undo, piece) for piece in kept.pieces[slot.name])
+
+        progress = summed(total, on_progress)
+        write_tensors(folded, tasks, shards, into, jobs=jobs, progress=progress)
+
+
+def _shards(folded: Checkpoint, kept: Kept) -> list[Shard]:
+    """The original's files, each tensor with the written one that it is told from.
+
+    Raises ``BadCheckpoint`` where they are not those that the fold wrote.
+    """
+    shards = []
+    for file, header in kept.headers.items():
+        slots = [_slot(folded, kept, one) for one in tensors_of_header(file, header)]
+        shards.append(Shard(_plain_name(file), header, tuple(slots)))
+    found = [slot.name for shard in shards for slot in shard.slots]
+    if sorted(found) != sorted(kept.undo):
+        raise BadCheckpoint(f"{kept.path} contradicts itself: it does not hold what its files list")
+    return shards
+
+
+def _slot(folded: Checkpoint, kept: Kept, one: Stored) -> Slot:
+    undo = kept.undo.get(one.name)
+    if undo is None or (undo.dtype, undo.shape) != (DTYPES[one.dtype], one.shape):
+        raise BadCheckpoint(f"{kept.path} contradicts itself about {one.name}")
+    written = folded.tensors.get(kept.written[one.name])
+    if written is None:
+        raise BadCheckpoint(
+            f"{kept.written[one.name]} is not stored, which {one.name} has to be restored from: "
+            f"the weights were changed since the fold; {WITHOUT}"
+        )
+    if written.dtype != one.dtype or not _holds(written.shape, one.shape):
+        raise BadCheckpoint(
+            f"{written.name} is stored as {written.dtype} of shape {list(written.shape)}, not as "
+            f"the fold wrote it: the weights were changed since; {WITHOUT}"
+        )
+    return Slot(one.name, written, one.dtype, one.shape, one.offset)
+
+
+def _holds(written: tuple[int, ...], original: tuple[int, ...]) -> bool:
+    """Whether one shape begins with the other: the same, but longer in one dimension at most."""
+    if len(written) != len(original):
+        return False
+    pairs = [(a, b) for a, b in zip(written, original, strict=True) if a != b]
+    return len(pairs) <= 1 and all(a > b for a, b in pairs)
+
+
+def _plain_name(name: str) -> str:
+    if not re.fullmatch(r"[^/\\\0]+", name) or name in (".", ".."):
+        raise BadCheckpoint(f"{name!r:.99} is no file of its own directory; do not use this result")
+    return name
+
+
+def _restore(file: int, undo: Undo, piece: Piece, lane: Lane, ends: Ends) -> Iterator[None]:
+    """Predict a piece from what was written, correct it, check it, write it."""
+    data = outgoing(lane, ends, piece.start, piece.nbytes)
+    _read_cut(ends, piece.start, data)
+    if undo.axes or undo.dims or any(size for _, size in piece.runs):
+        x = torch.frombuffer(data, dtype=undo.dtype)
+        found = predicted(lane, undo, piece.start // undo.dtype.itemsize, x)
+        correct(found, read_corrections(file, piece, undo.dtype))
+        x.copy_(found)
+    if hashlib.sha256(data).digest() != piece.digest:
+        stored = ends.slot.stored
+        raise BadCheckpoint(
+            f"{stored.name} in {stored.file} is not what the fold wrote, so that {ends.slot.name} "
+            f"cannot be restored: the weights were changed since; {WITHOUT}"
+        )
+    write(lane, ends, piece.start, data)
+    yield
+
+
+def _read_cut(ends: Ends, start: int, data: memoryview) -> None:
+    """The bytes from ``start`` of what was written, without what was appended to its slices."""
+    shape, wider = ends.slot.shape, ends.slot.stored.shape
+    dim = next((d for d, (a, b) in enumerate(zip(shape, wider, strict=True)) if a != b), 0)
+    if not shape or prod(shape[:dim]) == 1:
+        read(ends, start, data)
+        return
+    size = DTYPES[ends.slot.dtype].itemsize * prod(shape[dim + 1 :])
+    row, stored = shape[dim] * size, wider[dim] * size
+    first, last = start // row, -(-(start + len(data)) // row)
+    rows = np.empty((last - first, stored), dtype=np.uint8)
+    read(ends, first * stored, rows.reshape(-1).data)
+    kept = rows[:, :row].reshape(-1)
+    data[:] = kept[start - first * row :][: len(data)].data
