@@ -103,7 +103,8 @@ def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
             for first, size in spans(start, count, 1, TRANSFER):
                 data = outgoing(lane, ends, first, size)
                 read(ends, first, data)
-                _remember_copy(lane, ends, first, data)
+                if ends.kept:
+                    keep(ends.kept, first, data)
                 write(lane, ends, first, data)
                 yield
         case Convert(start, count, unit):
@@ -203,15 +204,6 @@ def _remember(lane: Lane, ends: Ends, start: int, x: torch.Tensor, y: torch.Tens
         found = corrections(x, predicted(lane, ends.kept.undo, start, y.reshape(-1)))
         data = x.view(torch.uint8).numpy().data
         keep(ends.kept, start * x.dtype.itemsize, data, found)
-
-
-def _remember_copy(lane: Lane, ends: Ends, start: int, data: memoryview) -> None:
-    """The same for bytes that are copied, of a tensor that is edited elsewhere or not at all."""
-    if ends.kept and ends.kept.undo.axes:
-        x = torch.frombuffer(data, dtype=ends.kept.undo.dtype)
-        _remember(lane, ends, start // x.dtype.itemsize, x, x)
-    elif ends.kept:
-        keep(ends.kept, start, data)
 
 
 def predicted(lane: Lane, undo: Undo, start: int, written: torch.Tensor) -> torch.Tensor:

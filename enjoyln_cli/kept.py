@@ -1,11 +1,12 @@
 """What is kept of an original beside its folded form, so that it can be restored bit for bit.
 
-``original = correct(take_back(written), corrections)`` for every tensor, edited or not, piece by
-piece; a piece is what was read at once. One safetensors file holds
+``original = correct(take_back(written), corrections)`` for every tensor, piece by piece; a piece is
+what was read at once. What was copied is the original. One safetensors file holds
 
-    pieces     I64 (n, 6)   number of the tensor; first byte and bytes of the piece in the original;
+    pieces     I64 (n, 7)   number of the tensor; first byte and bytes of the piece in the original;
+                            whether it is told from what was written, or else the same;
                             bytes of its gaps, its steps and its exact elements
-    digests    U8 (n, 32)   SHA-256 of the piece in the original
+    digests    U8 (n, 32)   of the piece in the original: SHA-256, or where it is copied CRC-32
     gaps, steps, exact      U8, the corrections of all pieces, one after the other
     means/I/NAME            added back, for the axis number I of the tensor
     factor/I/NAME           divided by
@@ -23,6 +24,7 @@ import hashlib
 import json
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from itertools import chain
@@ -91,16 +93,25 @@ def keeping(keeper: Keeper, written: str) -> Keeping | None:
 
 
 def keep(kept: Keeping, start: int, data: memoryview, found: Corrections | None = None) -> None:
-    """One piece of the original: the bytes from ``start`` on, and what its prediction misses."""
-    keeper, digest = kept.keeper, hashlib.sha256(data).digest()
-    runs = [] if found is None else [found.gaps, found.steps, found.exact]
+    """One piece of the original: the bytes from ``start`` on, and what its prediction misses.
+
+    Without ``found`` it is written as it is.
+    """
+    keeper, told = kept.keeper, found is not None
+    runs = [found.gaps, found.steps, found.exact] if found else []
     sizes = [run.nbytes for run in runs] or [0, 0, 0]
+    digest = digest_of_piece(data, told)
     with keeper.lock:
-        at = sum(keeper.pieces[-1][3:]) if keeper.pieces else 0
-        keeper.pieces.append((keeper.numbers[kept.name], start, len(data), *sizes, at))
+        at = sum(keeper.pieces[-1][4:]) if keeper.pieces else 0
+        keeper.pieces.append((keeper.numbers[kept.name], start, len(data), told, *sizes, at))
         keeper.digests.append(digest)
     for run in runs:
         at += os.pwrite(keeper.spool, run.view(np.uint8).data, at)
+
+
+def digest_of_piece(data: memoryview, told: bool) -> bytes:
+    """What is computed anew has to prove itself; of a copy it is enough to see that it changed."""
+    return hashlib.sha256(data).digest() if told else zlib.crc32(data).to_bytes(32, "little")
 
 
 def save(
@@ -115,9 +126,9 @@ def save(
     ``marker`` is the entry of the config that the result is recognised by.
     """
     order = sorted(range(len(keeper.pieces)), key=lambda i: keeper.pieces[i])
-    pieces = np.array([keeper.pieces[i] for i in order], dtype=np.int64).reshape(-1, 7)
+    pieces = np.array([keeper.pieces[i] for i in order], dtype=np.int64).reshape(-1, 8)
     digests = np.frombuffer(b"".join(keeper.digests[i] for i in order), dtype=np.uint8)
-    small = {"pieces": torch.from_numpy(pieces[:, :6].copy())}
+    small = {"pieces": torch.from_numpy(pieces[:, :7].copy())}
     for name, undo in keeper.undo.items():
         small |= {f"means/{i}/{name}": means for i, means in enumerate(undo.means)}
         small |= {f"factor/{i}/{name}": factor for i, factor in enumerate(undo.factors)}
@@ -126,7 +137,7 @@ def save(
     for kind, texts in (("header", headers), ("file", files)):
         for name, text in texts.items():
             small[f"{kind}/{name}"] = torch.from_numpy(np.frombuffer(text, np.uint8).copy())
-    sizes = dict(zip(_RUNS, pieces[:, 3:6].sum(0).tolist(), strict=True))
+    sizes = dict(zip(_RUNS, pieces[:, 4:7].sum(0).tolist(), strict=True))
     metadata = {"version": VERSION, "marker": digest_of(marker), "tensors": _described(keeper)}
     with (folder / FILE).open("xb") as file:
         file.write(_header(small, sizes, {**metadata, "sha256": "0" * 64}))
@@ -179,8 +190,8 @@ def _blocks_of(small: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
 def _corrections_of(keeper: Keeper, pieces: Any) -> Iterator[bytes]:
     """All gaps in the order of the pieces, then all steps, then all exact elements."""
     for run in range(3):
-        starts = pieces[:, 6] + pieces[:, 3 : 3 + run].sum(1)
-        for start, size in zip(starts.tolist(), pieces[:, 3 + run].tolist(), strict=True):
+        starts = pieces[:, 7] + pieces[:, 4 : 4 + run].sum(1)
+        for start, size in zip(starts.tolist(), pieces[:, 4 + run].tolist(), strict=True):
             for first in range(start, start + size, _COPIED):
                 yield os.pread(keeper.spool, min(_COPIED, start + size - first), first)
 
@@ -194,6 +205,8 @@ class Piece:
 
     start: int
     nbytes: int
+    told: bool
+    """Whether it is told from what was written, or else the same."""
     digest: bytes
     runs: tuple[tuple[int, int], ...]
     """First byte and number of bytes of the gaps, the steps and the exact elements."""
@@ -267,9 +280,9 @@ def _kept(path: Path, stored: dict[str, Stored], tensors: dict[str, Any]) -> Kep
     at = [stored[run].offset for run in _RUNS]
     pieces: dict[str, list[Piece]] = {name: [] for name in undo}
     names = list(undo)
-    for (number, start, nbytes, *sizes), digest in zip(table, digests, strict=True):
+    for (number, start, nbytes, told, *sizes), digest in zip(table, digests, strict=True):
         runs = tuple(zip(at, sizes, strict=True))
-        pieces[names[number]].append(Piece(start, nbytes, digest.tobytes(), runs))
+        pieces[names[number]].append(Piece(start, nbytes, bool(told), digest.tobytes(), runs))
         at = [first + size for first, size in runs]
     if at != [stored[run].offset + stored[run].nbytes for run in _RUNS]:
         raise ValueError("pieces")

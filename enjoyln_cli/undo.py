@@ -1,9 +1,10 @@
 """What a tensor was before an edit, as well as it can be told from what was written.
 
-An edit is ``round(append(P diag(f) W))``, in that order and rounded once. Taken back in float64 and
-rounded once to the old dtype it is ``W ~ (cut(written) + means) / f``, which misses some elements
-by the first rounding (``corrections.py`` says which). Everything works on a run of elements in
-row-major order, so that no tensor has to be in memory.
+An edit is ``round(append(P diag(f) W))``, in that order and rounded once. Taken back it is
+``W ~ round((cut(written) + means) / f)``, which misses some elements by the first rounding
+(``corrections.py`` says which). It is computed in float64, in float32 where half precision is
+stored, an operation at a time, so that every machine gets the same bits. Everything works on a run
+of elements in row-major order, so that no tensor has to be in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ class Undo:
     dims: tuple[int, ...] = ()
     """Multiplied along, in this order and before the centring."""
     factors: tuple[torch.Tensor, ...] = ()
-    """For each of ``dims``: float64, one element for each slice."""
+    """For each of ``dims``: one element for each slice, finite and not 0."""
+
+
+def kind_of(dtype: torch.dtype) -> torch.dtype:
+    """What is computed in for a tensor of ``dtype``, and what means and factors are kept in."""
+    return torch.float32 if dtype.itemsize == 2 else torch.float64
 
 
 def undo_of(edit: Edit, values: Given, dtype: torch.dtype, shape: tuple[int, ...]) -> Undo:
@@ -45,18 +51,20 @@ def undo_of(edit: Edit, values: Given, dtype: torch.dtype, shape: tuple[int, ...
     means = tuple(no_means(shape, dtype, axis) for axis in edit.axes)
     known = ((edit.times, values.times), (edit.scale, values.scale))
     both = [(at.dim, value) for at, value in known if at is not None and value is not None]
-    dims, factors = zip(*both, strict=True) if both else ((), ())
-    return Undo(dtype, shape, edit.axes, means, tuple(dims), tuple(factors))
+    dims = tuple(dim for dim, _ in both)
+    return Undo(dtype, shape, edit.axes, means, dims, tuple(_divisor(v, dtype) for _, v in both))
+
+
+def _divisor(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``values`` but for those that nothing can be divided by."""
+    values = values.to(kind_of(dtype))
+    return torch.where((values == 0) | ~values.isfinite(), torch.ones_like(values), values)
 
 
 def no_means(shape: tuple[int, ...], dtype: torch.dtype, axis: Axis) -> torch.Tensor:
-    """Room for the means over ``axis`` of a tensor that is stored in ``dtype``.
-
-    Half precision is told as well from float32, in half the space.
-    """
+    """Room for the means over ``axis`` of a tensor that is stored in ``dtype``."""
     lead, width = prod(shape[: axis.dim]), prod(shape[axis.dim + 1 :])
-    kind = torch.float32 if dtype.itemsize == 2 else torch.float64
-    return torch.zeros(lead, axis.outer, axis.inner, width, dtype=kind)
+    return torch.zeros(lead, axis.outer, axis.inner, width, dtype=kind_of(dtype))
 
 
 def fits(undo: Undo) -> bool:
@@ -69,9 +77,11 @@ def fits(undo: Undo) -> bool:
         and min(axis.start, axis.outer - 1, axis.size - 1, axis.inner - 1) >= 0
         and axis.stop <= shape[axis.dim]
         and means.shape == no_means(shape, undo.dtype, axis).shape
+        and means.dtype == kind_of(undo.dtype)
         for axis, means in zip(undo.axes, undo.means, strict=True)
     ) and all(
-        0 <= dim < len(shape) and factor.shape == (shape[dim],)
+        0 <= dim < len(shape)
+        and (factor.shape, factor.dtype) == ((shape[dim],), kind_of(undo.dtype))
         for dim, factor in zip(undo.dims, undo.factors, strict=True)
     )
 
@@ -82,13 +92,13 @@ def predict(
     """The original's elements from ``start``, of the old dtype, into ``into``.
 
     ``written`` holds as many, cut to the old shape and flat, in whole groups; ``wide`` is room for
-    a block in float64.
+    a block, in float64.
     """
-    unit = _unit(undo, start, written.numel())
-    step = max(1, wide.numel() // unit) * unit
+    unit, kind = _unit(undo, start, written.numel()), kind_of(undo.dtype)
+    step, room = max(1, wide.numel() // unit) * unit, wide.view(kind)
     for at in range(0, written.numel(), step):
         some = written[at : at + step]
-        block = wide[: some.numel()] if some.numel() <= wide.numel() else some.double()
+        block = room[: some.numel()] if some.numel() <= room.numel() else some.to(kind)
         take_back(undo, block.copy_(some), start + at)
         into[at : at + step].copy_(block)
 
@@ -107,10 +117,10 @@ def _unit(undo: Undo, start: int, count: int) -> int:
 
 
 def take_back(undo: Undo, block: torch.Tensor, start: int) -> None:
-    """Undo the edit on ``block``, in place: float64, elements from ``start``, in whole groups.
+    """Undo the edit on ``block``, in place: elements from ``start``, in the wider dtype.
 
-    "Whole" means as ``blocks`` cuts them: whole slices along the dimension of each axis, or rows of
-    one slice that do not divide ``inner * width`` elements.
+    They are whole slices along the dimension of each axis, or whole runs of ``inner * width`` in
+    one of its groups, as ``blocks`` cuts them.
     """
     for axis, means in zip(reversed(undo.axes), reversed(undo.means), strict=True):
         _add(undo.shape, axis, means, block, start)
@@ -126,11 +136,11 @@ def _add(
     if start % item == 0 and block.numel() % item == 0:
         part = block.view(-1, length, width).narrow(1, axis.start, axis.length)
         some = means.narrow(0, start // item, block.numel() // item)
-        part.unflatten(1, (axis.outer, axis.size, axis.inner)).add_(some.double().unsqueeze(2))
+        part.unflatten(1, (axis.outer, axis.size, axis.inner)).add_(some.unsqueeze(2))
         return
     for i, o, low, high in _runs(shape, axis, start, block.numel()):
         part = block[max(low - start, 0) : min(high - start, block.numel())]
-        part.view(-1, axis.inner * width).add_(means[i, o].double().flatten())
+        part.view(-1, axis.inner * width).add_(means[i, o].flatten())
 
 
 def heads(undo: Undo, block: torch.Tensor, start: int) -> Iterator[Heads]:
@@ -155,7 +165,7 @@ def heads(undo: Undo, block: torch.Tensor, start: int) -> Iterator[Heads]:
 def learn(undo: Undo, x: torch.Tensor) -> None:
     """The means of ``x``, a whole tensor in float64, one axis after the other."""
     for dim, factor in zip(undo.dims, undo.factors, strict=True):
-        x = scaled(x, factor, dim)
+        x = scaled(x, factor.double(), dim)
     for axis, means in zip(undo.axes, undo.means, strict=True):
         means.copy_(group_means(x, axis).reshape(means.shape))
         x = centre(x, axis)

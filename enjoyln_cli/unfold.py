@@ -9,7 +9,6 @@ behind, and the other files come along. The directory appears whole or not at al
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -38,7 +37,7 @@ from enjoyln_cli.config import CONFIG, MARKER
 from enjoyln_cli.corrections import correct
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fold import copy_files, is_own
-from enjoyln_cli.kept import FOLDER, Kept, Piece, open_kept, read_corrections
+from enjoyln_cli.kept import FOLDER, Kept, Piece, digest_of_piece, open_kept, read_corrections
 from enjoyln_cli.shards import DTYPES, Stored, tensors_of_header
 from enjoyln_cli.steps import Slot
 from enjoyln_cli.stream import Shard, Task, summed, write_tensors
@@ -175,15 +174,15 @@ def _plain_name(name: str) -> str:
 
 
 def _restore(file: int, undo: Undo, piece: Piece, lane: Lane, ends: Ends) -> Iterator[None]:
-    """Predict a piece from what was written, correct it, check it, write it."""
+    """Tell a piece from what was written, correct it, check it, write it."""
     data = outgoing(lane, ends, piece.start, piece.nbytes)
     _read_cut(ends, piece.start, data)
-    if undo.axes or undo.dims or any(size for _, size in piece.runs):
+    if piece.told:
         x = torch.frombuffer(data, dtype=undo.dtype)
         found = predicted(lane, undo, piece.start // undo.dtype.itemsize, x)
         correct(found, read_corrections(file, piece, undo.dtype))
         x.copy_(found)
-    if hashlib.sha256(data).digest() != piece.digest:
+    if digest_of_piece(data, piece.told) != piece.digest:
         stored = ends.slot.stored
         raise BadCheckpoint(
             f"{stored.name} in {stored.file} is not what the fold wrote, so that {ends.slot.name} "
