@@ -3,6 +3,7 @@
     python scripts/bench_fold.py                     everything, on generated checkpoints
     python scripts/bench_fold.py DIR --repeats 7     the fold of one checkpoint against copying it
     python scripts/bench_fold.py --only report       the reports alone
+    python scripts/bench_fold.py --keep-means        what it costs to keep the way back, and that
 
 Decides what is compared with what. A fold is timed by what ``enjoyln fold --no-verify --json``
 itself states (reading, centring, writing, syncing, publishing; not imports and tracing, which have
@@ -147,6 +148,44 @@ def fold_against_copy(source: Path, repeats: int, jobs: int | None) -> dict[str,
     }
 
 
+def kept_against_plain(source: Path, repeats: int, jobs: int | None) -> dict[str, Any]:
+    """Medians of a fold that keeps the means and of one that does not, in turns; and of unfold."""
+    out, back = (source.parent / f"{source.name}.{end}" for end in ("bench", "back"))
+    torch_alone = run([sys.executable, "-c", "import torch"]).anonymous
+    options = ["--jobs", str(jobs)] if jobs else []
+    fold = [*ENJOYLN, "fold", source, "-o", out, "--no-verify", "--json", *options]
+    runs: dict[str, list[Run]] = {"plain": [], "kept": [], "back": []}
+
+    def kept_and_back() -> None:
+        runs["kept"].append(run([*fold, "--keep-means"]))
+        os.sync()
+        command = [*ENJOYLN, "unfold", out, "-o", back, "--json", *options]
+        runs["back"].append(_fresh(back, lambda: run(command)))
+
+    for _ in range(repeats):
+        runs["plain"].append(_fresh(out, lambda: run(fold)))
+        _fresh(out, kept_and_back)
+    stated = {what: [json.loads(r.output) for r in done] for what, done in runs.items()}
+    seconds = {what: median(s["seconds"] for s in found) for what, found in stated.items()}
+    memory = {what: max(r.anonymous for r in done) - torch_alone for what, done in runs.items()}
+    return {
+        "what": f"fold --keep-means {source.name}",
+        "gigabytes": round(stated["kept"][0]["bytes_written"] / 1e9, 2),
+        "kept_mb": round(stated["kept"][0]["bytes_kept"] / 1e6, 1),
+        "fold_s": round(seconds["kept"], 2),
+        "plain_s": round(seconds["plain"], 2),
+        "ratio": round(seconds["kept"] / seconds["plain"], 2),
+        "ratios": [
+            round(kept["seconds"] / plain["seconds"], 2)
+            for kept, plain in zip(stated["kept"], stated["plain"], strict=True)
+        ],
+        "unfold_s": round(seconds["back"], 2),
+        "memory_mb": round(memory["kept"]),
+        "plain_memory_mb": round(memory["plain"]),
+        "unfold_memory_mb": round(memory["back"]),
+    }
+
+
 def _fresh(out: Path, action: Any) -> Any:
     """``action`` with nothing at ``out`` before and after, and nothing waiting for the disk."""
     shutil.rmtree(out, ignore_errors=True)
@@ -189,7 +228,9 @@ def commands(repeats: int, folder: Path) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as aligned text; what a row does not have stays empty."""
-    keys = ("what", "gigabytes", "fold_s", "copy_s", "ratio", "command_s", "memory_mb")
+    known = ("what", "gigabytes", "kept_mb", "fold_s", "copy_s", "plain_s", "ratio", "unfold_s")
+    known += ("command_s", "memory_mb", "plain_memory_mb", "unfold_memory_mb")
+    keys = tuple(key for key in known if any(key in row for row in rows))
     lines = [keys, *(tuple(str(row.get(key, "")) for key in keys) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(keys))]
     return "\n".join(
@@ -206,20 +247,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--only", choices=["fold", "report"])
+    parser.add_argument("--keep-means", action="store_true", help="against a fold without, only")
     parser.add_argument("--work", type=Path, help="where to generate; a temporary directory if not")
     parser.add_argument("--json", action="store_true", help="print one JSON array")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    against = kept_against_plain if args.keep_means else fold_against_copy
     with tempfile.TemporaryDirectory(dir=args.work) as name:
         folder = Path(name)
         if args.directory:
-            rows.append(fold_against_copy(args.directory, args.repeats, args.jobs))
+            rows.append(against(args.directory, args.repeats, args.jobs))
         elif args.only != "report":
             for size in args.sizes:
                 source = generated(size, args.model_type, folder)
-                rows.append(fold_against_copy(source, args.repeats, args.jobs))
+                rows.append(against(source, args.repeats, args.jobs))
                 shutil.rmtree(source)
-        if args.only != "fold" and not args.directory:
+        if args.only != "fold" and not args.directory and not args.keep_means:
             rows += commands(args.repeats, folder)
     print(json.dumps(rows) if args.json else table(rows))
 

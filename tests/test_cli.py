@@ -85,7 +85,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Help, usage.
 
 
-@pytest.mark.parametrize("arguments", [[], ["report"], ["fold"], ["verify"], ["push"]])
+@pytest.mark.parametrize("arguments", [[], ["report"], ["fold"], ["unfold"], ["verify"], ["push"]])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_is_everywhere(arguments: list[str], flag: str) -> None:
     assert good(*arguments, flag).startswith("Usage: ")
@@ -106,6 +106,8 @@ def test_version() -> None:
         (["fold", GPT2, "-o", "x", "--max-shard-size", "0"], "5GB"),
         (["fold", GPT2, "-o", "x", "--jobs", "0"], "--jobs"),
         (["fold", GPT2], "--out"),
+        (["fold", GPT2, "-o", "x", "--keep-means", "--dtype", "float16"], "--dtype"),
+        (["unfold", GPT2], "--out"),
         (["report"], "MODEL"),
         (["report", GPT2, "--model-type", "gpt2"], "--model-type"),
         (["report", GPT2, BERT, "--why", "x"], "--why"),
