@@ -234,7 +234,7 @@ def open_kept(folder: Path, marker: Any) -> Kept:
     try:
         found, texts = read_safetensors_header(path)
         stored = {one.name: one for one in found}
-        metadata = json.loads(texts["kept"])
+        metadata = _mapping(json.loads(texts["kept"]))
         if metadata["version"] != VERSION:
             raise BadCheckpoint(
                 f"{path} has version {metadata['version']!r:.40}, this program reads {VERSION}; "
@@ -247,8 +247,14 @@ def open_kept(folder: Path, marker: Any) -> Kept:
         return _kept(path, stored, metadata["tensors"])
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing; {_ADVICE}") from error
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise BadCheckpoint(f"{path} is damaged: {type(error).__name__}; {_ADVICE}") from error
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return value
 
 
 def _digest(path: Path, found: list[Stored], metadata: dict[str, Any]) -> str:
@@ -274,7 +280,7 @@ def _kept(path: Path, stored: dict[str, Stored], tensors: dict[str, Any]) -> Kep
         names = [name for name in stored if name.startswith(f"{kind}/")]
         return {name.partition("/")[2]: read(name).numpy().tobytes() for name in names}
 
-    undo = {name: _undo(name, entry, read) for name, entry in tensors.items()}
+    undo = {name: _undo(name, _mapping(one), read) for name, one in _mapping(tensors).items()}
     written = {name: str(entry["written"]) for name, entry in tensors.items()}
     table, digests = read("pieces").tolist(), read("digests").numpy()
     at = [stored[run].offset for run in _RUNS]

@@ -112,7 +112,7 @@ def restore(
     """Write the weight files and the rewritten files of the original into ``into``."""
     shards = _shards(folded, kept)
     for name, text in kept.files.items():
-        (into / _plain_name(name)).write_bytes(text)
+        (into / _plain_name(name, CONFIG, ".index.json")).write_bytes(text)
     total = sum(slot.nbytes for shard in shards for slot in shard.slots)
     with ExitStack() as stack:
         file = os.open(kept.path, os.O_RDONLY)
@@ -134,7 +134,7 @@ def _shards(folded: Checkpoint, kept: Kept) -> list[Shard]:
     shards = []
     for file, header in kept.headers.items():
         slots = [_slot(folded, kept, one) for one in tensors_of_header(file, header)]
-        shards.append(Shard(_plain_name(file), header, tuple(slots)))
+        shards.append(Shard(_plain_name(file, ".safetensors"), header, tuple(slots)))
     found = [slot.name for shard in shards for slot in shard.slots]
     if sorted(found) != sorted(kept.undo):
         raise BadCheckpoint(f"{kept.path} contradicts itself: it does not hold what its files list")
@@ -167,8 +167,8 @@ def _holds(written: tuple[int, ...], original: tuple[int, ...]) -> bool:
     return len(pairs) <= 1 and all(a > b for a, b in pairs)
 
 
-def _plain_name(name: str) -> str:
-    if not re.fullmatch(r"[^/\\\0]+", name) or name in (".", ".."):
+def _plain_name(name: str, *ends: str) -> str:
+    if not re.fullmatch(r"[^/\\\0]+", name) or not name.endswith(ends):
         raise BadCheckpoint(f"{name!r:.99} is no file of its own directory; do not use this result")
     return name
 
@@ -178,9 +178,14 @@ def _restore(file: int, undo: Undo, piece: Piece, lane: Lane, ends: Ends) -> Ite
     data = outgoing(lane, ends, piece.start, piece.nbytes)
     _read_cut(ends, piece.start, data)
     if piece.told:
-        x = torch.frombuffer(data, dtype=undo.dtype)
-        found = predicted(lane, undo, piece.start // undo.dtype.itemsize, x)
-        correct(found, read_corrections(file, piece, undo.dtype))
+        try:
+            x = torch.frombuffer(data, dtype=undo.dtype)
+            found = predicted(lane, undo, piece.start // undo.dtype.itemsize, x)
+            correct(found, read_corrections(file, piece, undo.dtype))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise BadCheckpoint(
+                f"what was kept of {ends.slot.name} contradicts itself; {WITHOUT}"
+            ) from error
         x.copy_(found)
     if digest_of_piece(data, piece.told) != piece.digest:
         stored = ends.slot.stored

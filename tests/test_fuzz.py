@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -23,9 +24,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stored_files import opened
 
-from enjoyln_cli import convert
+from enjoyln_cli import convert, unfold
 from enjoyln_cli.checkpoint import read_tensor
 from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.kept import FILE, FOLDER
 from enjoyln_cli.marker import Marker, read_marker
 from enjoyln_cli.recipe import parse_recipe, to_plan
 
@@ -243,3 +245,42 @@ def folder_of_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("cases")
     yield folder
     shutil.rmtree(folder)
+
+
+# What a fold has kept, by somebody who makes its digest right again.
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("kept") / "out"
+    convert.convert(CHECKPOINTS / "opt", out, keep_means=True, verify=False)
+    return out
+
+
+@cases(60)
+@given(data=st.data())
+def test_what_a_fold_has_kept(
+    kept: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path, good = kept / FOLDER / FILE, (kept / FOLDER / FILE).read_bytes()
+    start = 8 + int.from_bytes(good[:8], "little")
+    header, body = json.loads(good[8:start]), bytearray(good[start:])
+    told = json.loads(header["__metadata__"]["kept"])
+    marker, version = told["marker"], told["version"]
+    if data.draw(st.booleans()):
+        told = {**data.draw(damaged(told)), "marker": marker, "version": version}
+    begin, end = header["pieces"]["data_offsets"]
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(begin // 8, end // 8 - 1)) * 8
+        number = data.draw(st.sampled_from([-1, 0, 1, 7, 8, 2**20, 2**62]))
+        body[at : at + 8] = number.to_bytes(8, "little", signed=True)
+    told.pop("sha256", None)
+    digest = hashlib.sha256(json.dumps(told).encode() + body).hexdigest()
+    header["__metadata__"]["kept"] = json.dumps({**told, "sha256": digest})
+    text = json.dumps(header).encode()
+    try:
+        path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+        with refused_at_most():
+            unfold(kept, tmp_path_factory.mktemp("back") / "back")
+    finally:
+        path.write_bytes(good)

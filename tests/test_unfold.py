@@ -345,9 +345,11 @@ def test_names_that_lead_out_of_the_directory(out: Path, back: Path, tmp_path: P
         keeper = keeper_of(checkpoint, {}, spool.fileno())
         (tmp_path / "other").mkdir()
         write_shards(checkpoint, {}, tmp_path / "other", keeper=keeper)
-        save(keeper, out / FOLDER, config["enjoyln"], headers, {"../evil": b"x", **index})
+        save(
+            keeper, out / FOLDER, config["enjoyln"], headers, {"../evil.index.json": b"x", **index}
+        )
     refused("no file of its own directory", out, back)
-    assert not (tmp_path / "evil").exists()
+    assert not (tmp_path / "evil.index.json").exists()
 
 
 def test_another_dtype_is_not_kept(source: Path, tmp_path: Path) -> None:
