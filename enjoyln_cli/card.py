@@ -58,6 +58,11 @@ MOST = 1000
 Values = dict[str, Any]
 
 
+def is_card(path: Path) -> bool:
+    """Whether there is a card of a converted checkpoint at ``path``."""
+    return path.is_file() and BEGIN.encode() in path.read_bytes()
+
+
 def template(name: str) -> str:
     """A Jinja template of this package: ``card`` or ``state``."""
     return resources.files("enjoyln_cli").joinpath("templates", f"{name}.md").read_text("utf-8")

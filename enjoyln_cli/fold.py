@@ -132,6 +132,8 @@ def fold_checkpoint(
         if keeper:
             headers, index = plain_layout(checkpoint)
             files = {CONFIG: (source.path / CONFIG).read_bytes(), **index}
+            if (source.root / CARD_FILE).is_file():
+                files[CARD_FILE] = (source.root / CARD_FILE).read_bytes()
             save(keeper, inner / FOLDER, config[MARKER], headers, files)
         verification = check(staged) if check else None
         if verification is not None and not verification.passed:

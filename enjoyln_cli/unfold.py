@@ -1,10 +1,11 @@
 """The way back: from a converted directory to the original, bit for bit.
 
 Where the fold has kept what it takes (``kept.py``), every tensor is restored into the file and the
-place that it came from, and checked by digest on the way; config and index come back as they were
-read. Where it has not, the result already is a LayerNorm checkpoint that computes the original's
-function, and what goes is the marker. In both cases recipe, verification and kept folder stay
-behind, and the other files come along. The directory appears whole or not at all.
+place that it came from, and checked by digest on the way; config, index and model card come back as
+they were read. Where it has not, the result already is a LayerNorm checkpoint that computes the
+original's function, and what goes is the marker. In both cases recipe, verification, the card that
+tells of them and the kept folder stay behind, and the other files come along. The directory appears
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 
 from enjoyln_cli.blocks import Ends, Lane, outgoing, predicted, read, write
+from enjoyln_cli.card import is_card
 from enjoyln_cli.checkpoint import (
     Checkpoint,
     open_checkpoint,
@@ -36,7 +38,7 @@ from enjoyln_cli.checkpoint import (
 from enjoyln_cli.config import CONFIG, MARKER
 from enjoyln_cli.corrections import correct
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.fold import copy_files, is_own
+from enjoyln_cli.fold import CARD_FILE, copy_files, is_own
 from enjoyln_cli.kept import FOLDER, Kept, Piece, digest_of_piece, open_kept, read_corrections
 from enjoyln_cli.shards import DTYPES, Stored, tensors_of_header
 from enjoyln_cli.steps import Slot
@@ -90,8 +92,12 @@ def unfold(
         names = [name for name in other_files(folded) if not is_own(name)]
         copy_files(names, source.path, inner)
         copy_files(pipeline_files(folded), source.root, staged)
+        if is_card(staged / CARD_FILE):
+            (staged / CARD_FILE).unlink()
         if kept:
             restore(folded, kept, inner, jobs, on_progress)
+            if card := kept.files.get(CARD_FILE):
+                (staged / CARD_FILE).write_bytes(card)
         else:
             index = () if folded.index is None else (folded.index,)
             copy_files((*folded.shards, *index), source.path, inner)
@@ -112,6 +118,8 @@ def restore(
     """Write the weight files and the rewritten files of the original into ``into``."""
     shards = _shards(folded, kept)
     for name, text in kept.files.items():
+        if name == CARD_FILE:  # that of a pipeline lies above
+            continue
         (into / _plain_name(name, CONFIG, ".index.json")).write_bytes(text)
     total = sum(slot.nbytes for shard in shards for slot in shard.slots)
     with ExitStack() as stack:

@@ -233,6 +233,7 @@ def test_an_unfolded_result_loads_as_what_it_is(outs: dict[str, Path], tmp_path:
             for path in (CHECKPOINTS / "gpt2", tmp_path / "back")
         )
     torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert not (tmp_path / "back" / "README.md").exists(), "a card that tells of the fold"
     fold(tmp_path / "back", tmp_path / "again", verify=False)
 
 
@@ -240,7 +241,9 @@ def test_an_unfolded_result_loads_as_what_it_is(outs: dict[str, Path], tmp_path:
 
 
 def test_a_trained_checkpoint_by_command(tmp_path: Path, back: Path) -> None:
-    source, out = CHECKPOINTS / "opt", tmp_path / "out"
+    source, out = tmp_path / "opt", tmp_path / "out"
+    shutil.copytree(CHECKPOINTS / "opt", source)
+    (source / "README.md").write_bytes(b"---\nlicense: mit\n---\r\n# Of the original\xff\n")
     run = CliRunner()
     dry = run.invoke(main, ["fold", str(source), "--keep-means", "--dry-run"])
     assert dry.exit_code == 0 and " for the way back (an estimate)" in dry.stdout
@@ -263,6 +266,7 @@ def test_the_transformer_of_a_pipeline(tmp_path: Path, back: Path) -> None:
     (whole / "modules.json").write_text(json.dumps(modules))
     (whole / "1_Pooling").mkdir()
     (whole / "1_Pooling" / "config.json").write_text("{}")
+    (whole / "README.md").write_text("# An encoder\n")
     fold(whole, tmp_path / "out", keep_means=True, verify=False)
     assert (tmp_path / "out" / "0_Transformer" / FOLDER / FILE).is_file()
     assert unfold(tmp_path / "out", back).restored
