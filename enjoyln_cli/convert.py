@@ -272,9 +272,9 @@ def write(
     def finish(folded: Path) -> None:
         from enjoyln_cli.hub import write_card
 
-        options = {**ready.opening.asked, "dtype": dtype, "max_shard_size": max_shard_size}
-        final = Path(out).expanduser().absolute()
-        write_card(folded, ready.plan, ready.source, {**options, "no_verify": not verify}, final)
+        own = {"dtype": dtype, "max_shard_size": max_shard_size, "keep_means": keep_means}
+        options = {**ready.opening.asked, **own, "no_verify": not verify}
+        write_card(folded, ready.plan, ready.source, options, Path(out).expanduser().absolute())
 
     event("stage", f"writing {out}")
     return fold_checkpoint(
