@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -30,18 +30,22 @@ from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, Unsuppo
 from enjoyln_cli.flow import Flow
 from enjoyln_cli.gains import Gain, gains
 from enjoyln_cli.layout import Conversion
+from enjoyln_cli.merge import find_merges
 from enjoyln_cli.nodes import Opaque
 from enjoyln_cli.paper import algorithm_1
 from enjoyln_cli.plan import (
     PLAIN,
     Centring,
+    Merge,
     Options,
     Plan,
     Scale,
     Setting,
+    Unmerged,
     Verdict,
     Writer,
 )
+from enjoyln_cli.probe import LayerNormForm
 from enjoyln_cli.resize import Built, resizing, widenings_for
 from enjoyln_cli.returned import named_by, require_named, returning
 from enjoyln_cli.scales import find_scales
@@ -274,7 +278,8 @@ def _analysis(
     scales = find_scales(traces, groups, single)
     required = _required(traces, found.name, outputs) if outputs else None
     flow = Flow(traces, required, scales.products, scales.refused)
-    norms, refused = norm_calls(flow, *layer_norms(found.model))
+    forms, other_forms = layer_norms(found.model)
+    norms, refused = norm_calls(flow, forms, other_forms)
     widenings = Widenings()
     if options.widen_mlp:
         search = resizing([(found.model, str), *beside], groups, options.widen_to)
@@ -289,6 +294,7 @@ def _analysis(
     unread = [name for name in held if flow.traces and name not in read]
     subtracting = {mlp for support in cut.folded.values() for mlp in support.mlps}
     widened = widenings_for(subtracting, widenings.resizes, found.stored)
+    merged, unmerged = _merges(problem, cut, found, forms, single, options)
     plan = Plan(
         model_type=model_type,
         model_class=found.name,
@@ -302,11 +308,31 @@ def _analysis(
         outputs=outputs,
         by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_example)),
         widened=widened,
+        merged=merged,
+        unmerged=unmerged,
         settings=tuple(dict.fromkeys(Setting(one.attribute, one.to) for one in widened)),
     )
     paper = algorithm_1(flow.traces[0]) if flow.traces else ()
     under = partial(_analysis, found, traces, proven, model_type, unproven, outputs, beside=beside)
     return Analysis(plan, problem, cut, paper, lambda other: under(options=other))
+
+
+def _merges(
+    problem: Problem,
+    cut: Cut,
+    found: Candidate,
+    forms: Mapping[str, LayerNormForm],
+    single: Callable[[str], bool],
+    options: Options,
+) -> tuple[tuple[Merge, ...], tuple[Unmerged, ...]]:
+    if options.merge is None:
+        return (), ()
+    folded = {norm: form for norm, form in forms.items() if norm in cut.folded}
+    stored = {name: tensors[0] for name, tensors in found.stored.items() if single(name)}
+    ops = {op for support in cut.folded.values() for op in support.ops if op.place != "entry"}
+    centred = {node for op in ops for _, node in problem.carried(op)}
+    affine = options.merge == "affine"
+    return find_merges(problem.flow, folded, problem.groups, stored, centred, affine)
 
 
 def _required(

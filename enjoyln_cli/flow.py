@@ -117,7 +117,7 @@ class Flow:
 
     def _steps(self, value: Value) -> Iterator[Value | Observer]:
         for consumer in consumers(value.node):
-            if consumer.op == "output" and not self._is_required(value):
+            if consumer.op == "output" and not self.is_required(value):
                 continue
             found = push(consumer, value.node, value.axis)
             if self.products.get(consumer) is value.node:
@@ -127,7 +127,7 @@ class Flow:
             elif isinstance(found, Axis):
                 yield Value(value.trace, consumer, found)
 
-    def _is_required(self, value: Value) -> bool:
+    def is_required(self, value: Value) -> bool:
         """Whether a value that the model returns is one that has to stay the same."""
         fields = self.traces[value.trace].returned.get(value.node)
         return self.required is None or fields is None or not self.required.isdisjoint(fields)
@@ -167,7 +167,7 @@ def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
     if _absorbs(node, operand, axis) or node.meta.get("unread"):
         return Absorbed()
     reasons = []
-    for candidate in _candidates(node, operand, axis):
+    for candidate in candidates(node, operand, axis):
         pairs = pull(node, candidate)
         if isinstance(pairs, Opaque):
             reasons.append(pairs.reason)
@@ -189,7 +189,7 @@ SHAPE_ONLY = {
     aten.sym_size,
     aten.zeros_like,
 }
-_LIKE = {aten.type_as, aten.view_as, aten.expand_as, aten.reshape_as}
+LIKE = {aten.type_as, aten.view_as, aten.expand_as, aten.reshape_as}
 """Ops that read the dtype or shape of their second operand, not its values."""
 _SOFTMAX = {aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax}
 
@@ -201,7 +201,7 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
         return True
     if shape is None or occurrences(node, operand) != 1:
         return False
-    if op in _LIKE and node.args[0] is not operand:
+    if op in LIKE and node.args[0] is not operand:
         return True
     if op is aten.layer_norm:
         over_last = len(node.args[1]) == 1 and axis.dim == len(shape) - 1  # type: ignore[arg-type]
@@ -240,7 +240,7 @@ def _hides_values(node: Node) -> bool:
     return tensors and not schema.is_mutable and not decided
 
 
-def _candidates(node: Node, operand: Node, axis: Axis) -> list[Axis]:
+def candidates(node: Node, operand: Node, axis: Axis) -> list[Axis]:
     """Output axes that could hold the shift; ``pull`` decides, so a wrong guess is harmless."""
     shape, into = shape_of(node), shape_of(operand)
     if shape is None or into is None:

@@ -181,6 +181,10 @@ def checked_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
             found = stored.shape if stored else ()
             shape = (*found[: part.dim], mlp.size, *found[part.dim + 1 :])
             _require_stored(checkpoint, plan, part.tensor, part.parameter, shape)
+    for named in (name for one in plan.merged for name in one.names):
+        stored = checkpoint.tensors.get(named.tensor)
+        shape = stored.shape if stored else ()
+        _require_stored(checkpoint, plan, named.tensor, named.parameter, shape)
     return edits_of(plan)
 
 
@@ -231,6 +235,12 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
                     f"{part.parameter}: the plan adds to {mlp.size} hidden units, "
                     f"{type(model).__name__} has another number; pass the model that was analysed"
                 )
+    for named in (name for one in plan.merged for name in one.names):
+        if named.parameter not in tensors:
+            raise BadCheckpoint(
+                f"{named.parameter}: the plan merges a norm into it, {type(model).__name__} has "
+                "none; pass the model that was analysed"
+            )
     edits: dict[int, tuple[torch.Tensor, Edit]] = {}
     for name, edit in edits_of(plan, held=True).items():
         tensor = tensors[edit.source or name]

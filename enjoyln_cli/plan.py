@@ -130,8 +130,59 @@ class Widening:
 
 
 @dataclass(frozen=True)
+class Named:
+    """A parameter that is one stored tensor of its own layout."""
+
+    parameter: str
+    """Name in the model class of the plan."""
+    tensor: str
+    """Name of the stored tensor."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A linear layer that reads a norm: ``W <- W diag(g)``, ``b <- b + W v``."""
+
+    weight: Named
+    dim: int
+    """Of the inputs in the weight: 0 for a Conv1D."""
+    bias: Named | None = None
+
+
+@dataclass(frozen=True)
 class Merge:
-    """A folded norm of which something moves into the linears that read it."""
+    """A folded norm of which something moves into all that reads it, each a linear layer."""
+
+    norm: str
+    """Its parameters are ``norm.weight`` and ``norm.bias`` in the model class."""
+    weight: str
+    """Name of the stored tensor that it multiplies by; empty where that stays."""
+    bias: str
+    """Name of the stored tensor that it adds, and that becomes zeros; empty where it has none."""
+    readers: tuple[Reader, ...]
+    offset: float = 0.0
+    """1 where the class multiplies by ``1 + weight``: the weight then becomes zeros, else ones."""
+
+    @property
+    def names(self) -> tuple[Named, ...]:
+        """All parameters that change."""
+        own = (("weight", self.weight), ("bias", self.bias))
+        found = [Named(f"{self.norm}.{name}", tensor) for name, tensor in own if tensor]
+        for reader in self.readers:
+            found += [reader.weight] if self.weight else []
+            found += [reader.bias] if self.bias and reader.bias else []
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Unmerged:
+    """A folded norm that keeps what was to move into its readers."""
+
+    norm: str
+    reason: str
+    """In words that norms with the same obstacle share."""
+    culprit: str = ""
+    """The module path or parameter that forbids it."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +234,7 @@ class Plan:
     """The calls whose shapes depend on values, so that they are proven for inputs of this kind."""
     widened: tuple[Widening, ...] = ()
     merged: tuple[Merge, ...] = ()
+    unmerged: tuple[Unmerged, ...] = ()
     untied: tuple[Untied, ...] = ()
     settings: tuple[Setting, ...] = ()
 

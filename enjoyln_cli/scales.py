@@ -32,9 +32,9 @@ from enjoyln_cli.nodes import (
 from enjoyln_cli.trace import Trace
 
 _PRODUCTS = {aten.mul, aten.multiply}
-_MOVES = rules.VIEWS | {
+MOVES = rules.VIEWS | {
     aten.alias, aten.clone, aten.contiguous, aten.detach, aten.dropout, aten.permute,
-    aten.transpose, aten.to, aten._to_copy,
+    aten.t, aten.transpose, aten.to, aten._to_copy,
 }  # fmt: skip
 """Ops that keep every feature's values together, and do not tell features apart."""
 _LINEAR = {
@@ -82,7 +82,7 @@ def find_scales(
     for trace in traces:
         named = {node: groups[names[0]] for node, names in trace.parameters.items()}
         for node, name in named.items():
-            readers.setdefault(name, set()).update(_readers(node))
+            readers.setdefault(name, set()).update(readers_of(node))
         for node in trace.graph.nodes:
             if product := _product(node, named):
                 found.setdefault(product.scale, []).append(product)
@@ -129,12 +129,12 @@ def _product(node: Node, named: dict[Node, str]) -> _Product | None:
         axis = _scaled_axis(factor, shape)
         if axis is None or shape_of(rest) != shape:
             continue
-        given = _origin(factor, broadcast(factor, axis, len(shape)), node)
-        written = _origin(rest, axis, node)
+        given = origin(factor, broadcast(factor, axis, len(shape)), node)
+        written = origin(rest, axis, node)
         if given is None or given[0] not in named or written is None:
             continue
         writers = _writers(written[0], written[1], named)
-        if writers and _readers(written[0]) == {written[2]}:
+        if writers and readers_of(written[0]) == {written[2]}:
             return _Product(node, rest, named[given[0]], writers, given[2], written[0])
     return None
 
@@ -148,11 +148,11 @@ def _scaled_axis(factor: Any, shape: tuple[int, ...]) -> Axis | None:
     return feature_axis(shape, varying[0])
 
 
-def _origin(node: Any, axis: Axis, reader: Node) -> tuple[Node, Axis, Node] | None:
+def origin(node: Any, axis: Axis, reader: Node) -> tuple[Node, Axis, Node] | None:
     """Back over ops that move whole features and have one reader: the value, and who reads it."""
-    while packet(node) in _MOVES:
+    while packet(node) in MOVES:
         pairs = pull(node, axis)
-        if isinstance(pairs, Opaque) or len(pairs) != 1 or _readers(node) != {reader}:
+        if isinstance(pairs, Opaque) or len(pairs) != 1 or readers_of(node) != {reader}:
             return None
         reader, (node, axis) = node, pairs[0]
         if not is_whole(axis, shape_of(node) or ()):
@@ -172,6 +172,6 @@ def _writers(linear: Node, axis: Axis, named: dict[Node, str]) -> frozenset[str]
     return frozenset(named[operand] for operand, _ in pairs)
 
 
-def _readers(node: Node) -> set[Node]:
+def readers_of(node: Node) -> set[Node]:
     """The nodes that read the values of another, not just its shape."""
     return {user for user in node.users if packet(user) not in SHAPE_ONLY}
