@@ -12,6 +12,7 @@ from itertools import islice
 
 from enjoyln_cli.draft import Line, NormLine, Variant, WidenLine, WriterLine
 from enjoyln_cli.errors import RecipeError
+from enjoyln_cli.merging import MergeLine
 from enjoyln_cli.plan import Place, Scale
 from enjoyln_cli.template import Span, expanded, filled, placeholders
 
@@ -43,6 +44,8 @@ class Asked:
     ops: Mapping[tuple[str, Place], tuple[Span, str]]
     widened: Mapping[str, WidenLine]
     """By ``WidenLine.name``."""
+    merged: Mapping[str, MergeLine]
+    """By norm."""
 
 
 def asked_for(variant: Variant, layers: Mapping[str, int], where: str) -> Asked:
@@ -64,7 +67,11 @@ def asked_for(variant: Variant, layers: Mapping[str, int], where: str) -> Asked:
     for name, lines in _deciding(variant.widened, lambda line: line.name, layers, where).items():
         mlp, numbers = _only(lines, name, where)
         widened[name] = mlp.renamed(partial(filled, numbers=numbers))
-    return Asked(norms, writers, left, ops_asked, widened)
+    merged: dict[str, MergeLine] = {}
+    for name, some in _deciding(variant.merged, lambda line: line.norm, layers, where).items():
+        norm, numbers = _only(some, name, where)
+        merged[name] = norm.renamed(partial(filled, numbers=numbers))
+    return Asked(norms, writers, left, ops_asked, widened, merged)
 
 
 def _edits(

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
 
 from enjoyln_cli.errors import RecipeError
+from enjoyln_cli.merging import MergeLine, lines_of
 from enjoyln_cli.plan import PLAIN, Centring, Options, Place, Plan, Scale, Verdict, Widening, Writer
 from enjoyln_cli.template import (
     Span,
@@ -82,6 +83,7 @@ class Variant:
     outputs: tuple[str, ...] = ()
     """Those that stay the same, as in ``Plan``; empty for all."""
     widened: tuple[WidenLine, ...] = ()
+    merged: tuple[MergeLine, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Recipe:
     """For messages."""
 
 
-Line = TypeVar("Line", NormLine, WriterLine, OpLine, WidenLine)
+Line = TypeVar("Line", NormLine, WriterLine, OpLine, WidenLine, MergeLine)
 
 
 # A plan as a recipe.
@@ -133,6 +135,7 @@ def recipe_of(
     writers = [_writer_item(w, layers, values, known[w.parameter]) for w in plan.writers]
     ops = [_op_item(op, layers, values) for op in plan.ops]
     mlps = [_widen_item(one, layers) for one in plan.widened]
+    merges = [_merge_item(line, layers) for line in lines_of(plan.merged, plan.unmerged)]
     spans = [span for w in writers for span in (w.line.span, w.line.held) if span]
     spans += [op.line.span for op in ops]
     numbers = numbers_of(values)
@@ -147,6 +150,7 @@ def recipe_of(
         plan.unproven,
         plan.outputs,
         _collapsed(mlps, layers),
+        _collapsed(merges, layers),
     )
     used = sorted({name for span in spans for name in attributes(span)})
     record = Record(
@@ -243,6 +247,18 @@ def _widen_item(one: Widening, layers: Mapping[str, int]) -> _Item[WidenLine]:
     same = all(templated(name, layers)[1] == numbers for name in names)
     forms = (line.renamed(lambda name: templated(name, layers)[0]),) if same else ()
     return _Item(line.name, line, forms, (template,), template)
+
+
+def _merge_item(line: MergeLine, layers: Mapping[str, int]) -> _Item[MergeLine]:
+    template, numbers = templated(line.norm, layers)
+    if line.merge is None:
+        plain = replace(line, norm=template)
+        reason, culprit = (_near(text, line.norm, layers) for text in (line.reason, line.culprit))
+        forms = (replace(plain, reason=reason, culprit=culprit), plain)
+        return _Item(line.norm, line, forms, (template,), template)
+    same = all(templated(name, layers)[1] == numbers for name in line.names)
+    general = (line.renamed(lambda name: templated(name, layers)[0]),) if same else ()
+    return _Item(line.norm, line, general, (template,), template)
 
 
 def _near(text: str, to: str, layers: Mapping[str, int]) -> str:
@@ -369,6 +385,7 @@ def plan_layers(plan: Plan) -> dict[str, int]:
     names += [name for scale in scales for name in (scale.parameter, scale.tensor)]
     parts = [part for one in plan.widened for part in one.parts]
     names += [name for part in parts for name in (part.parameter, part.tensor)]
+    names += [name for line in lines_of(plan.merged, ()) for name in line.names]
     return layers_of(names)
 
 

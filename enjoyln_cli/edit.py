@@ -197,7 +197,7 @@ def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:
         before = found.get(matrix, Edit())
         if norm.weight:
             found[matrix] = replace(before, times=Vector(weight, reader.dim, norm.offset))
-        if norm.bias and added:
+        if added:
             product = Product(before.source or matrix, reader.dim, bias)
             found[added] = replace(found.get(added, Edit()), plus=product)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
+from enjoyln_cli import merging
 from enjoyln_cli.asked import PLACES, Asked, Edit, asked_for
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.draft import (
@@ -56,19 +57,29 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
     writers = tuple(w for w in plan.writers if w.parameter in asked.writers)
     ops = tuple(op for op in plan.ops if (op.module, op.place) in asked.ops)
     widened = asked_of(plan.widened, asked.widened, where)
+    folded = {verdict.norm for verdict in norms if verdict.status != "kept"}
+    merged, unmerged = merging.asked_of(plan.merged, plan.unmerged, asked.merged, folded, where)
     for problem in _wrong_axes(asked, plan, values):
         raise RecipeError(f"{where}: {problem}; take the proven axis")
     _require_complete(norms, writers, ops, widened, where)
     _require_scales(plan, asked, where)
-    folds = any(v.status != "kept" for v in norms)
-    if folds and set(variant.entry_inputs) != set(plan.entry_inputs):
+    if folded and set(variant.entry_inputs) != set(plan.entry_inputs):
         raise RecipeError(
             f"{where}: centres {_listed(variant.entry_inputs)} on entry, and the proof needs "
             f"{_listed(plan.entry_inputs)}; write that under entry_inputs"
         )
     left = {one.attribute for one in plan.widened} - {one.attribute for one in widened}
     settings = tuple(setting for setting in plan.settings if setting.name not in left)
-    return replace(plan, norms=norms, writers=writers, ops=ops, widened=widened, settings=settings)
+    return replace(
+        plan,
+        norms=norms,
+        writers=writers,
+        ops=ops,
+        widened=widened,
+        merged=merged,
+        unmerged=unmerged,
+        settings=settings,
+    )
 
 
 def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str, ...]:
@@ -95,6 +106,13 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
         {line.name: in_words(line) for line in map(line_of, plan.widened)},
         "does not widen its MLP",
         "does not widen its MLP",
+    )
+    known = {one.norm: merging.in_words(one) for one in merging.lines_of(plan.merged, ())}
+    found += _unequal(
+        {norm: merging.in_words(line) for norm, line in asked.merged.items() if line.merge},
+        known,
+        "does not merge it",
+        "does not merge it",
     )
     for place in PLACES:
         text = f"centres its {place}"
@@ -129,6 +147,7 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
     variant, layers, values = recipe.variants[0], recipe.record.layers, _sizes(recipe, config)
     asked = asked_for(variant, layers, where)
     widened = tuple(recorded(line, shapes, where) for line in asked.widened.values())
+    merged, unmerged = merging.recorded(asked.merged.values(), shapes, where)
     shapes = {**shapes, **before(widened, shapes)}
     writers = [
         _stored_writer(parameter, tensor, edit, shapes, values, where)
@@ -152,6 +171,8 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
         tuple(recipe.record.other_norms.items()),
         variant.outputs,
         widened=widened,
+        merged=merged,
+        unmerged=unmerged,
         settings=tuple(dict.fromkeys(Setting(one.attribute, one.to) for one in widened)),
     )
 

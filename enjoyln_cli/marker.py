@@ -19,12 +19,15 @@ for which classes and inputs, and on which centred parameters that rests. Versio
      "units": [{"first": weight, "bias": bias | null, "second": weight,
                 "dim": of hidden units in the second weight, "start": the first of them}],
                                        those of MLPs that subtract a mean, and so write one
+     "merged": {"weight": [...], "bias": [...]},
+                                       norms whose weight is ones (or 1 + weight is), or bias zeros,
+                                       since it moved into what reads them: RMSNorm without
      "entry_inputs": [...],            inputs of forward that have to be centred
      "unproven": [...],                inputs with which the folded norms have to compute LayerNorm
      "proof": "5d41402abc...",         SHA-256 of all that is proven: not of source and tool
      "tool": "enjoyln 0.1.0"}
 
-Version 2 has no ``units``. Version 1 has no ``centered``, ``scales`` and ``proof`` either: nobody
+Version 2 has no ``units`` and ``merged``. Version 1 has no ``centered``, ``scales`` and ``proof`` either: nobody
 can tell whether the weights of such a result are still centred, so it is read, and not run as
 RMSNorm without asking for it.
 """
@@ -80,6 +83,10 @@ class Marker:
     centred: tuple[Centred, ...] | None = None
     """``None`` for a result of version 1, which does not say."""
     units: tuple[Units, ...] = ()
+    weightless: tuple[str, ...] = ()
+    """Norms that multiply by ones."""
+    biasless: tuple[str, ...] = ()
+    """Norms that add zeros."""
 
 
 def marker(plan: Plan, source: Source) -> dict[str, Any]:
@@ -111,6 +118,10 @@ def marker(plan: Plan, source: Source) -> dict[str, Any]:
             for one in plan.widened
             if one.subtracts
         ],
+        "merged": {
+            "weight": [one.norm for one in plan.merged if one.weight],
+            "bias": [one.norm for one in plan.merged if one.bias],
+        },
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
     }
@@ -163,6 +174,8 @@ def read_marker(config: Mapping[str, Any]) -> Marker:
         outputs=_texts(entry, "outputs") if "outputs" in entry else (),
         centred=_centred(entry) if version > 1 else None,
         units=tuple(_units(one) for one in _list(entry, "units")) if version > 2 else (),
+        weightless=_texts(_merged(entry), "weight") if version > 2 else (),
+        biasless=_texts(_merged(entry), "bias") if version > 2 else (),
     )
     if version > 1 and _text(entry, "proof") != proof_of(entry):
         raise BadCheckpoint(
@@ -185,6 +198,13 @@ def _centred(entry: dict[str, Any]) -> tuple[Centred, ...]:
             raise _malformed("axis", group["axis"])
         found += [Centred(name, axis, scales.get(name)) for name in _texts(group, "parameters")]
     return tuple(found)
+
+
+def _merged(entry: dict[str, Any]) -> dict[str, Any]:
+    found = entry.get("merged")
+    if not isinstance(found, dict):
+        raise _malformed("merged", found)
+    return found
 
 
 def _units(entry: Any) -> Units:

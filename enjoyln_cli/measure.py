@@ -83,6 +83,9 @@ class Subject:
                 writers=tuple(w for w in plan.writers if w.parameter in names),
                 untied=tuple(one for one in plan.untied if one.parameter in names),
                 widened=tuple(one for one in plan.widened if one.second.parameter in names),
+                merged=tuple(
+                    one for one in plan.merged if {n.parameter for n in one.names} <= names
+                ),
             )
         centre_parameters(model, plan)
 

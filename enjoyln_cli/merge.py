@@ -112,11 +112,11 @@ def find_merges(
             continue
         layers = dict.fromkeys((one.weight, one.dim, one.bias) for one in found)
         made = tuple(
-            Reader(Named(w, stored[w]), dim, Named(b, stored[b]) if b else None)
+            Reader(Named(w, stored[w]), dim, Named(b, stored[b]) if b and form.biased else None)
             for w, dim, b in layers
         )
         weight, bias = (stored[name] if name in moving else "" for name in own)
-        offset = 1.0 if form.gain == "1 + weight" else 0.0
+        offset = 1.0 if weight and form.gain == "1 + weight" else 0.0
         merged.append(Merge(norm, weight, bias, made, offset))
     return tuple(merged), tuple(unmerged)
 

@@ -147,6 +147,7 @@ class Reader:
     dim: int
     """Of the inputs in the weight: 0 for a Conv1D."""
     bias: Named | None = None
+    """Where the norm adds something that moves."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class Merge:
         found = [Named(f"{self.norm}.{name}", tensor) for name, tensor in own if tensor]
         for reader in self.readers:
             found += [reader.weight] if self.weight else []
-            found += [reader.bias] if self.bias and reader.bias else []
+            found += [reader.bias] if reader.bias else []
         return tuple(found)
 
 

@@ -15,6 +15,12 @@
         transformer.h.{i}.attn.c_proj.weight: {dim: 1}
       centring_ops:
       - {module: transformer.wte, place: output, dim: -1, size: n_embd, reason: why}
+      merge:                                     # what norms hand on to the linears that read them
+        transformer.h.{i}.ln_2:                  # which it becomes ones and zeros: keep, keep: reason
+          weight: transformer.h.{i}.ln_2.weight
+          bias: transformer.h.{i}.ln_2.bias
+          into:
+          - {weight: transformer.h.{i}.mlp.c_fc.weight, dim: 0, bias: transformer.h.{i}.mlp.c_fc.bias}
       widen:                                     # MLPs with new hidden units, by what reads them
         encoder.layer.{i}.output.dense.weight: {dim: 1, first: encoder.layer.{i}.inter.weight,
           bias: encoder.layer.{i}.inter.bias, attribute: intermediate_size, from: 3072, to: 3080}
@@ -42,7 +48,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from enjoyln_cli import schema, wider
+from enjoyln_cli import merging, schema, wider
 from enjoyln_cli.draft import (
     NormLine,
     OpLine,
@@ -59,6 +65,7 @@ from enjoyln_cli.draft import (
 )
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.follow import differences, follow, to_plan
+from enjoyln_cli.merging import MergeLine
 from enjoyln_cli.plan import Plan, Scale
 from enjoyln_cli.template import Span, parted, written
 
@@ -151,11 +158,19 @@ def _variant_data(variant: Variant) -> dict[str, Any]:
             {"module": op.module, "place": op.place, **written(op.span), "reason": op.reason}
             for op in variant.ops
         ],
+        "merge": {line.norm: _merge_data(line) for line in variant.merged},
         "widen": {line.second.tensor: _Inline(wider.written(line)) for line in variant.widened},
         "entry_inputs": _Row(variant.entry_inputs),
         "unproven": _Row(variant.unproven),
     }
     return {key: value for key, value in data.items() if value or key == "norms"}
+
+
+def _merge_data(line: MergeLine) -> Any:
+    data = merging.written(line)
+    if line.merge is not None:
+        data["into"] = [_Inline(reader) for reader in data["into"]]
+    return data
 
 
 def _norm_data(line: NormLine) -> Any:
@@ -304,6 +319,7 @@ def _variant(value: Any, at: str) -> Variant:
             "when",
             "centre",
             "centring_ops",
+            "merge",
             "widen",
             "entry_inputs",
             "unproven",
@@ -325,6 +341,7 @@ def _variant(value: Any, at: str) -> Variant:
         schema.items(data.get("unproven", []), f"{at}.unproven", schema.text),
         schema.items(data.get("outputs", []), f"{at}.outputs", schema.text),
         tuple(schema.entries(data.get("widen", {}), f"{at}.widen", wider.read).values()),
+        tuple(schema.entries(data.get("merge", {}), f"{at}.merge", merging.read).values()),
     )
 
 
