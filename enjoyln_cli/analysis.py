@@ -10,7 +10,7 @@ import difflib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -76,7 +76,11 @@ class Analysis:
             raise EnjoyLNError(f"no LayerNorm is called {norm}; there is {', '.join(near)}")
         if norm not in self.problem.norms:
             return Tree(f"{norm} stays a LayerNorm: {verdict.reason}", False)
-        return explain.tree(self.problem, self.cut, norm)
+        found, handed_on = (
+            explain.tree(self.problem, self.cut, norm),
+            explain.handed_on(self.plan, norm),
+        )
+        return replace(found, children=(*found.children, handed_on)) if handed_on else found
 
     def gains(self) -> tuple[Gain, ...]:
         """How many kept norms would fold if an output of ``plan.model_class`` might change."""

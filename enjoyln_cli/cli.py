@@ -51,7 +51,7 @@ OPENING = (
     "outputs",
     "recipe",
 )
-ALLOWING = ("widen_mlp", "widen_to")
+ALLOWING = ("widen_mlp", "widen_to", "merge")
 """What a plan may change besides centring: the fields of ``plan.Options``."""
 
 
@@ -181,6 +181,11 @@ def allowing(widen_mlp: bool, widen_to: int | None, **others: Any) -> Any:
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What a plan may change besides centring."""
     for option in (
+        click.option(
+            "--merge",
+            type=click.Choice(["bias", "affine"]),
+            help="Move what folded norms add, or all of their affine, into the linears after them.",
+        ),
         click.option(
             "--widen-to",
             type=click.IntRange(min=1),

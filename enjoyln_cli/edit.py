@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from enjoyln_cli.axis import Axis, centre
-from enjoyln_cli.plan import Grown, Merge, Plan, Widening
+from enjoyln_cli.plan import Grown, Merge, Named, Plan, Widening
 from enjoyln_cli.units import UNITS, read_by_units, written_by_units
 
 ROWS = 1 << 22
@@ -183,23 +183,26 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
 
 def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:
     """Add what one norm hands on to the edits of its readers."""
-    weight, bias = (f"{norm.norm}.weight", f"{norm.norm}.bias") if held else (norm.weight, norm.bias)
+
+    def known(named: Named) -> str:
+        return named.parameter if held else named.tensor
+
+    weight = f"{norm.norm}.weight" if held else norm.weight
+    bias = f"{norm.norm}.bias" if held else norm.bias
     if norm.weight:
         found[weight] = Edit(fill=1.0 - norm.offset)
     if norm.bias:
         found[bias] = Edit(fill=0.0)
     for reader in norm.readers:
-        matrix, added = (
-            named and (named.parameter if held else named.tensor)
-            for named in (reader.weight, reader.bias)
-        )
-        assert matrix is not None
+        matrix = known(reader.weight)
         before = found.get(matrix, Edit())
         if norm.weight:
-            found[matrix] = replace(before, times=Vector(weight, reader.dim, norm.offset))
-        if added:
-            product = Product(before.source or matrix, reader.dim, bias)
-            found[added] = replace(found.get(added, Edit()), plus=product)
+            times = Vector(weight, reader.dim, norm.offset)
+            found[matrix] = replace(before, times=times)
+        if reader.bias:
+            added = known(reader.bias)
+            plus = Product(before.source or matrix, reader.dim, bias)
+            found[added] = replace(found.get(added, Edit()), plus=plus)
 
 
 def _new_units(one: Widening) -> Iterator[tuple[Grown, tuple[float, ...]]]:

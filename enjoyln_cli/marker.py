@@ -27,9 +27,9 @@ for which classes and inputs, and on which centred parameters that rests. Versio
      "proof": "5d41402abc...",         SHA-256 of all that is proven: not of source and tool
      "tool": "enjoyln 0.1.0"}
 
-Version 2 has no ``units`` and ``merged``. Version 1 has no ``centered``, ``scales`` and ``proof`` either: nobody
-can tell whether the weights of such a result are still centred, so it is read, and not run as
-RMSNorm without asking for it.
+Version 2 has no ``units`` and ``merged``. Version 1 has no ``centered``, ``scales`` and ``proof``
+either: nobody can tell whether the weights of such a result are still centred, so it is read, and
+not run as RMSNorm without asking for it.
 """
 
 from __future__ import annotations

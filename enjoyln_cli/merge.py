@@ -21,7 +21,6 @@ from torch.fx import Node
 from enjoyln_cli.axis import Axis, feature_axis
 from enjoyln_cli.flow import LIKE, SHAPE_ONLY, Flow, Value, candidates, consumers
 from enjoyln_cli.nodes import (
-    Opaque,
     argument,
     aten,
     is_part,
@@ -268,9 +267,7 @@ def _parameter(
     return (named[node], below, first) if rank_of(node) == rank_of(operand) else None
 
 
-def _layers_obstacle(
-    search: _Search, linears: list[_Linear], biased: bool
-) -> _Obstacle | None:
+def _layers_obstacle(search: _Search, linears: list[_Linear], biased: bool) -> _Obstacle | None:
     """Why the parameters of linear layers cannot change, where they cannot."""
     own: dict[str, set[tuple[int, Node]]] = {}
     for one in linears:
@@ -280,16 +277,15 @@ def _layers_obstacle(
         if biased and one.bias is None:
             reason = "a linear layer that reads it has no bias for what it adds"
             return _Obstacle(reason, one.weight)
-        for name in (one.weight, one.bias):
-            if name and not search.readers[name] <= own[name]:
+        for name in filter(None, (one.weight, one.bias)):
+            if not search.readers[name] <= own[name]:
                 reason = "a linear layer that reads it has a parameter that is read elsewhere, too"
                 return _Obstacle(reason, name)
-            if name and not search.single(name):
+            if not search.single(name):
                 reason = "a linear layer that reads it is tied, or stored in another layout"
                 return _Obstacle(reason, name)
-    pairs = {(one.weight, one.dim, one.bias) for one in linears}
-    for i in (0, 2):
-        names = [pair[i] for pair in pairs if pair[i]]
-        if twice := {name for name in names if names.count(name) > 1}:
-            return _Obstacle("linear layers that read it share a parameter", str(min(twice)))
+    layers = {(one.weight, one.dim, one.bias) for one in linears}
+    names = [name for weight, _, bias in layers for name in (weight, bias) if name]
+    if twice := sorted(name for name in names if names.count(name) > 1):
+        return _Obstacle("linear layers that read it share a parameter", twice[0])
     return None

@@ -6,7 +6,7 @@ A line stands for one norm or for that of every layer, and says what moves where
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from enjoyln_cli import schema
@@ -90,14 +90,13 @@ def asked_of(
                 f"{where}: merges {norm}, which it does not fold; write keep for it under merge, "
                 "too"
             )
-    found = tuple(
-        one for one in merged if one.norm in asked and asked[one.norm].merge is not None
-    )
+    found = tuple(one for one in merged if one.norm in asked and asked[one.norm].merge is not None)
     kept = [one for one in unmerged if one.norm in folded]
     for norm in (name for name in proven if name in folded and name not in {m.norm for m in found}):
-        line = asked.get(norm)
-        reason = (line.reason or BY_RECIPE) if line else NOT_ASKED
-        kept.append(Unmerged(norm, reason, line.culprit if line else ""))
+        if norm in asked:
+            kept.append(Unmerged(norm, asked[norm].reason or BY_RECIPE, asked[norm].culprit))
+        else:
+            kept.append(Unmerged(norm, NOT_ASKED))
     return found, tuple(kept)
 
 
@@ -159,7 +158,9 @@ def read(name: str, value: Any, at: str) -> MergeLine:
     )
     readers = schema.items(data["into"], f"{at}.into", _reader)
     if not readers or any(bool(reader.bias) != bool(bias) for reader in readers):
-        raise RecipeError(f"{at}.into: names no linear layer, or not a bias for each where one moves")
+        raise RecipeError(
+            f"{at}.into: names no linear layer, or not a bias for each where one moves"
+        )
     merge = Merge(name, weight, bias, readers, 1.0 if "one_plus" in data else 0.0)
     return MergeLine(name, merge)
 

@@ -15,12 +15,12 @@
         transformer.h.{i}.attn.c_proj.weight: {dim: 1}
       centring_ops:
       - {module: transformer.wte, place: output, dim: -1, size: n_embd, reason: why}
-      merge:                                     # what norms hand on to the linears that read them
-        transformer.h.{i}.ln_2:                  # which it becomes ones and zeros: keep, keep: reason
+      merge:                                     # what norms hand on to linears; or keep: reason
+        transformer.h.{i}.ln_2:                  # its weight becomes ones, its bias zeros
           weight: transformer.h.{i}.ln_2.weight
           bias: transformer.h.{i}.ln_2.bias
           into:
-          - {weight: transformer.h.{i}.mlp.c_fc.weight, dim: 0, bias: transformer.h.{i}.mlp.c_fc.bias}
+          - {weight: transformer.h.{i}.mlp.fc.weight, dim: 0, bias: transformer.h.{i}.mlp.fc.bias}
       widen:                                     # MLPs with new hidden units, by what reads them
         encoder.layer.{i}.output.dense.weight: {dim: 1, first: encoder.layer.{i}.inter.weight,
           bias: encoder.layer.{i}.inter.bias, attribute: intermediate_size, from: 3072, to: 3080}

@@ -66,6 +66,19 @@ def row(
             }
             for one in plan.widened
         ],
+        "merged_norms": [
+            {
+                "name": one.norm,
+                "weight": bool(one.weight),
+                "bias": bool(one.bias),
+                "into": [reader.weight.tensor for reader in one.readers],
+            }
+            for one in plan.merged
+        ],
+        "unmerged_norms": [
+            {"name": one.norm, "reason": one.reason, "culprit": one.culprit}
+            for one in plan.unmerged
+        ],
         "merged": list(dict.fromkeys(w.scale.tensor for w in plan.writers if w.scale)),
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
@@ -202,6 +215,7 @@ def notes(found: Row) -> list[str]:
     for op in found["ops"]:
         lines.append(f"  centre the {op['place']} of {op['module']}: {op['reason']}")
     lines += _widened(found["widened"])
+    lines += _merged(found)
     for reason, kept in reasons(found):
         names = ", ".join(compact(k["name"] for k in kept))
         lines.append(f"  keep {len(kept)}: {reason}: {names}")
@@ -232,6 +246,28 @@ def _widened(mlps: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _merged(found: Row) -> list[str]:
+    """What moves out of the norms into what reads them, and which keep it why."""
+    groups: dict[str, list[Row]] = {}
+    for one in found["merged_norms"]:
+        moving = " and ".join(name for name in ("weight", "bias") if one[name])
+        groups.setdefault(moving, []).append(one)
+    lines = []
+    for moving, here in groups.items():
+        norms = ", ".join(compact(one["name"] for one in here))
+        into = ", ".join(compact(dict.fromkeys(name for one in here for name in one["into"])))
+        lines.append(f"  merge the {moving} of {norms} into {into}")
+    kept: dict[str, list[Row]] = {}
+    for one in found["unmerged_norms"]:
+        kept.setdefault(one["reason"], []).append(one)
+    for reason, here in kept.items():
+        norms = ", ".join(compact(one["name"] for one in here))
+        lines.append(f"  not merged: {norms}: {reason}")
+        culprits = compact(dict.fromkeys(one["culprit"] for one in here if one["culprit"]))
+        lines += [f"    because of {culprit}" for culprit in culprits]
+    return lines
+
+
 def _gain(gain: Row, found: Row) -> str:
     norms = f"{gain['norms']} more LayerNorm" + ("s fold" if gain["norms"] != 1 else " folds")
     alone = f"; for {found['model_class']} alone" if len(found["classes"]) > 1 else ""
@@ -246,6 +282,8 @@ def counts(found: Row) -> str:
     tensors = f"{found['writers']} tensors centred ({found['parameters']:,} parameters)"
     many = len(found["merged"])
     merged = f", {many} scale{'s' * (many != 1)} merged into them" if many else ""
+    handed = len(found["merged_norms"])
+    merged += f", {handed} norm{'s' * (handed != 1)} merged into what reads them" if handed else ""
     many = len(found["widened"])
     merged += f", {many} MLP{'s' * (many != 1)} widened" if many else ""
     return f"{norms} ({found['folded_static']} in the weights alone), {ops}, {tensors}{merged}"

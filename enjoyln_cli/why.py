@@ -13,6 +13,7 @@ from enjoyln_cli.axis import moved
 from enjoyln_cli.cut import Carrier, Cut, Item, Parameter, Problem
 from enjoyln_cli.flow import Value
 from enjoyln_cli.nodes import Opaque, aten, op_name, packet, rank_of
+from enjoyln_cli.plan import Plan
 from enjoyln_cli.widen import Mlp
 
 
@@ -132,6 +133,20 @@ def tree(problem: Problem, cut: Cut, norm: str) -> Tree:
         return Tree(f"{norm} {verdict}", folded, tuple(found))
     calls = (Tree(f"called with {text}", t.zero_mean, (t,)) for t, text in found.items())
     return Tree(f"{norm} {verdict}", folded, tuple(calls))
+
+
+def handed_on(plan: Plan, norm: str) -> Tree | None:
+    """What moves out of a folded norm, or why not; ``None`` where nobody asked for that."""
+    for one in plan.merged:
+        if one.norm == norm:
+            moving = " and ".join(["weight"] * bool(one.weight) + ["bias"] * bool(one.bias))
+            into = tuple(Tree(reader.weight.parameter, True) for reader in one.readers)
+            return Tree(f"its {moving} can be merged: all that reads it is linear", True, into)
+    for kept in plan.unmerged:
+        if kept.norm == norm:
+            where = f" ({kept.culprit})" if kept.culprit else ""
+            return Tree(f"nothing of it is merged: {kept.reason}{where}", False)
+    return None
 
 
 def _branch(problem: Problem, cut: Cut, item: Item) -> Tree:
