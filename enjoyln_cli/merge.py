@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Node
@@ -35,7 +35,7 @@ from enjoyln_cli.nodes import (
 from enjoyln_cli.plan import Merge, Named, Reader, Unmerged
 from enjoyln_cli.probe import LayerNormForm
 from enjoyln_cli.scales import MOVES, origin
-from enjoyln_cli.trace import Trace
+from enjoyln_cli.trace import Trace, uncast
 
 _TRANSPARENT = MOVES | {
     aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.broadcast_to, aten.expand,
@@ -111,7 +111,7 @@ def find_merges(
             continue
         layers = dict.fromkeys((one.weight, one.dim, one.bias) for one in found)
         made = tuple(
-            Reader(Named(w, stored[w]), dim, Named(b, stored[b]) if b and form.biased else None)
+            Reader(Named(w, stored[w]), dim, Named(b, stored[b]) if b else None)
             for w, dim, b in layers
         )
         weight, bias = (stored[name] if name in moving else "" for name in own)
@@ -144,9 +144,21 @@ def _results(
                 if call not in calls:
                     calls[call] = []
                     found.setdefault(path, []).append((position, calls[call]))
-                if any(call not in dict(trace.calls_of(user)) for user in _reads(node)):
+                outside = [u for u in _reads(node) if call not in dict(trace.calls_of(u))]
+                if outside and not _brought(trace, node, call, path, outside):
                     calls[call].append(node)
     return found
+
+
+def _brought(trace: Trace, node: Node, call: str, path: str, readers: list[Node]) -> bool:
+    """Whether a value is one from outside of the call, cast: a cast that changes nothing may stand
+    for the value itself from there on. One of the norm's own parameters is read by the norm alone.
+    """
+    given = uncast(node)
+    if call in dict(trace.calls_of(given)):
+        return False
+    own = any(name.rpartition(".")[0] == path for name in trace.parameters.get(given, ()))
+    return not own or all(path in dict(trace.calls_of(user)).values() for user in readers)
 
 
 def _own_obstacle(search: _Search, norm: str, moving: Iterable[str]) -> _Obstacle | None:
@@ -175,7 +187,7 @@ def _linears(search: _Search, norm: str, form: LayerNormForm) -> list[_Linear] |
             found = _read(search, Value(position, node, feature_axis(shape, form.dim)))
             if isinstance(found, _Obstacle):
                 return found
-            linears += found
+            linears += found if form.biased else [replace(one, bias=None) for one in found]
     if not linears:
         return _Obstacle("no traced call reads its result", norm)
     for named in search.named:
@@ -242,18 +254,32 @@ def _linear(search: _Search, node: Node, value: Value) -> _Linear | None:
         return None
     if read is not value.node or rank_of(weight) != 2:
         return None
-    named = search.named[value.trace]
+    named, reader = search.named[value.trace], node
+    if bias is None:
+        bias, reader = _added(named, node)
     matrix = _parameter(named, weight, feature_axis(shape_of(weight) or (), dim), node)
     if matrix is None:
         return None
     added = None
     if bias is not None:
         into = (shape_of(weight) or ())[1 - dim]
-        added = _parameter(named, bias, feature_axis(shape_of(bias) or (0,)), node)
+        added = _parameter(named, bias, feature_axis(shape_of(bias) or (0,)), reader)
         if added is None or shape_of(bias) != (into,):
             return None
     reading = frozenset((name, first) for name, _, first in (matrix, added or matrix))
     return _Linear(value.trace, matrix[0], matrix[1].dim, added[0] if added else None, reading)
+
+
+def _added(named: Mapping[Node, str], node: Node) -> tuple[Node | None, Node]:
+    """A parameter that is added to a product, if that is all that reads it, and the sum."""
+    sums = list(_reads(node))
+    if len(sums) != 1 or packet(sums[0]) is not aten.add or sums[0].kwargs:
+        return None, node
+    terms = [term for term in sums[0].args if term is not node]
+    written = node.meta.get("written") or len(sums[0].args) != 2
+    if written or len(terms) != 1 or rank_of(terms[0]) != 1 or terms[0] not in named:
+        return None, node
+    return terms[0], sums[0]  # type: ignore[return-value]
 
 
 def _parameter(

@@ -34,7 +34,7 @@ from enjoyln_cli.trace import Trace
 _PRODUCTS = {aten.mul, aten.multiply}
 MOVES = rules.VIEWS | {
     aten.alias, aten.clone, aten.contiguous, aten.detach, aten.dropout, aten.permute,
-    aten.t, aten.transpose, aten.to, aten._to_copy,
+    aten.numpy_T, aten.t, aten.transpose, aten.to, aten._to_copy,
 }  # fmt: skip
 """Ops that keep every feature's values together, and do not tell features apart."""
 _LINEAR = {
