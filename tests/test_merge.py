@@ -133,7 +133,6 @@ class Block(nn.Module):
             nn.Linear(D, 9, bias=False),
         )
         self.other, self.down, self.heads = nn.Linear(D, 9), nn.Linear(9, D), nn.Linear(D, D)
-        self.other.bias = self.gate.bias
         self.conv = transformers.pytorch_utils.Conv1D(9, D)
         self.matrix, self.added = nn.Parameter(torch.zeros(D, 9)), nn.Parameter(torch.zeros(9))
         self.drop = nn.Dropout(0.5)
@@ -160,7 +159,7 @@ READ: dict[str, Callable[[Block, torch.Tensor], Any]] = {
     "picked tokens": lambda m, y: m.up(y[torch.tensor([1, 0])].flip(1)),
     "the mean of the tokens": lambda m, y: m.up(y.mean(1)),
     "dropout and a cast": lambda m, y: m.up(m.drop(y).to(torch.float64)),
-    "channels first and back": lambda m, y: m.up(y.transpose(1, 2).flatten(2).mT.unsqueeze(0)),
+    "channels first and back": lambda m, y: m.up(y.transpose(1, 2).contiguous().permute(0, 2, 1)),
     "a pool over channels first": lambda m, y: m.up(
         F.adaptive_avg_pool1d(y.transpose(1, 2), 1).flatten(1)
     ),
@@ -192,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
     "the caller": (lambda m, y: (m.up(y), y), "the model returns its result", ""),
     "another norm": (lambda m, y: m.up(m.again(y)), NO_LINEAR.format("layer_norm"), "again"),
     "some of the features": (lambda m, y: m.down(y[..., :9]), NO_LINEAR.format("slice"), ""),
-    "heads": (lambda m, y: m.up(y.unflatten(-1, (3, 4)).flatten(-2)), NO_LINEAR.format("view"), ""),
+    "heads": (lambda m, y: m.up(y.unflatten(-1, (3, 4)).flatten(-2)), NO_LINEAR.format("unflatten"), ""),
     "a mask": (lambda m, y: m.up(y * torch.tensor([[[0.0]], [[1]]])), NO_LINEAR.format("mul"), ""),
     "a sum of the tokens": (lambda m, y: m.up(y.sum(1)), NO_LINEAR.format("sum"), ""),
     "tokens beside others": (
@@ -203,16 +202,17 @@ REFUSED: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
         lambda m, y: m.up(y).sum() + y @ y.transpose(1, 2), NO_LINEAR.format("matmul"), "",
     ),
     "a layer that reads something else, too": (
-        lambda m, y: m.up(y) + m.up(m.down(m.heads.weight[:5, :9])), ELSEWHERE, "up.bias",
+        lambda m, y: m.up(y) + m.up(m.down(m.heads.weight[:5, :9])), ELSEWHERE, "up.weight",
     ),
     "a layer of another norm": (lambda m, y: m.up(y) + m.up(m.again(m.bare.weight[:5])), ELSEWHERE,
-        "up.bias"),
+        "up.weight"),
     "a weight that is looked up": (
         lambda m, y: m.up(y) + F.embedding(torch.tensor([0]), m.up.weight).sum(), ELSEWHERE,
         "up.weight",
     ),
     "two layers with one bias": (
-        lambda m, y: m.gate(y) + m.other(y), "linear layers that read it share a parameter",
+        lambda m, y: m.gate(y) + F.linear(y, m.bare.weight, m.gate.bias),
+        "linear layers that read it share a parameter",
         "gate.bias",
     ),
     "somebody who reads its weight": (
@@ -375,10 +375,10 @@ def test_a_recipe_chooses_and_is_followed_or_refused(
     ("line", "words"),
     [
         ("{into: []}", "says neither weight nor bias"),
-        ("{weight: a.b, into: []}", "names no layer"),
+        ("{weight: a.b, into: []}", "names no linear layer"),
         ("{weight: a.b, into: [{weight: c.d}]}", "the key dim is missing"),
         ("{weight: a.b, into: [{weight: c.d, dim: 3}]}", "dim"),
-        ("{bias: a.b, into: [{weight: c.d, dim: 1}]}", "not one bias each"),
+        ("{bias: a.b, into: [{weight: c.d, dim: 1}]}", "or not a bias for each"),
         ("{weight: a.b, one_plus: 3, into: [{weight: c.d, dim: 1}]}", "one_plus"),
         ("{weight: a.b, to: [{weight: c.d, dim: 1}]}", "unknown key 'to'"),
         ("{keep: why, into: []}", "unknown key 'into'"),
