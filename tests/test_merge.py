@@ -191,7 +191,9 @@ REFUSED: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
     "the caller": (lambda m, y: (m.up(y), y), "the model returns its result", ""),
     "another norm": (lambda m, y: m.up(m.again(y)), NO_LINEAR.format("layer_norm"), "again"),
     "some of the features": (lambda m, y: m.down(y[..., :9]), NO_LINEAR.format("slice"), ""),
-    "heads": (lambda m, y: m.up(y.unflatten(-1, (3, 4)).flatten(-2)), NO_LINEAR.format("unflatten"), ""),
+    "heads": (
+        lambda m, y: m.up(y.unflatten(-1, (3, 4)).flatten(-2)), NO_LINEAR.format("unflatten"), "",
+    ),
     "a mask": (lambda m, y: m.up(y * torch.tensor([[[0.0]], [[1]]])), NO_LINEAR.format("mul"), ""),
     "a sum of the tokens": (lambda m, y: m.up(y.sum(1)), NO_LINEAR.format("sum"), ""),
     "tokens beside others": (
