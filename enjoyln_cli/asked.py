@@ -68,8 +68,12 @@ def asked_for(variant: Variant, layers: Mapping[str, int], where: str) -> Asked:
         mlp, numbers = _only(lines, name, where)
         widened[name] = mlp.renamed(partial(filled, numbers=numbers))
     merged: dict[str, MergeLine] = {}
+    total = 0
     for name, some in _deciding(variant.merged, lambda line: line.norm, layers, where).items():
         norm, numbers = _only(some, name, where)
+        total += len(norm.names)
+        if total > MOST_NAMES:
+            raise RecipeError(f"{where}: merges into more than {MOST_NAMES} names; leave some out")
         merged[name] = norm.renamed(partial(filled, numbers=numbers))
     return Asked(norms, writers, left, ops_asked, widened, merged)
 

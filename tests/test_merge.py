@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from fold_cases import written
 from live_models import CHECKPOINTS, moved
 from safetensors.torch import save_file
@@ -24,6 +25,7 @@ from transformers import CONFIG_MAPPING
 from enjoyln_cli import fold, from_pretrained, refold
 from enjoyln_cli.analysis import analyze_config, analyze_module
 from enjoyln_cli.checkpoint import open_checkpoint, open_source
+from enjoyln_cli.cli import main
 from enjoyln_cli.errors import BadCheckpoint, RecipeError, VerificationFailed
 from enjoyln_cli.fold import centre_parameters, fold_checkpoint
 from enjoyln_cli.marker import read_marker
@@ -31,7 +33,7 @@ from enjoyln_cli.merging import in_words, lines_of
 from enjoyln_cli.norms import RMSNorm
 from enjoyln_cli.plan import Options, Plan
 from enjoyln_cli.recipe import dump_recipe, load_recipe, parse_recipe, recipe_of, to_plan
-from enjoyln_cli.rows import notes, row
+from enjoyln_cli.rows import counts, notes, row
 from enjoyln_cli.verify import verify
 
 AFFINE, BIAS = Options(merge="affine"), Options(merge="bias")
@@ -395,6 +397,45 @@ def test_what_is_no_line_is_refused(line: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words) as caught:
         parse_recipe(text, where="here")
     assert "here: variants[0].merge.a" in str(caught.value)
+
+
+def test_endless_lines_are_refused() -> None:
+    readers = ", ".join(["{weight: 'h.{i}.a', dim: 0}"] * 1000)
+    text = (
+        "version: 1\nmodel_type: a\nvariants:\n- model_class: A\n  norms: {}\n  merge:\n"
+        f"    h.{{i}}.n: {{weight: 'h.{{i}}.n.weight', into: [{readers}]}}\n"
+        "record: {layers: {h: 250000}}\n"
+    )
+    with pytest.raises(RecipeError, match="merges into more than"):
+        to_plan(parse_recipe(text, where="here"), {})
+
+
+def test_the_proof_says_where_things_go() -> None:
+    model = tiny(lambda m, y: (m.up(y), m.conv(y)))
+    found = analyze_module(model, rows(), options=AFFINE).why("norm")
+    last = found.children[-1]
+    assert last.text == "its weight and bias can be merged: all that reads it is linear"
+    assert [child.text for child in last.children] == ["up.weight", "conv.weight"]
+    model = tiny(lambda m, y: m.bare(y))
+    last = analyze_module(model, rows(), options=BIAS).why("norm").children[-1]
+    assert last.text == f"nothing of it is merged: {NO_BIAS} (bare.weight)" and not last.zero_mean
+    assert "merged" not in str(analyze_module(model, rows()).why("norm"))
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    command = ["fold", str(CHECKPOINTS / "phi"), "--merge", "bias", "--dry-run", "--json"]
+    done = CliRunner().invoke(main, command)
+    found = json.loads(done.stdout)
+    assert [one["name"] for one in found["merged_norms"]] == [
+        f"model.layers.{i}.input_layernorm" for i in range(4)
+    ]
+    assert all((one["weight"], one["bias"]) == (False, True) for one in found["merged_norms"])
+    assert "model.final_layernorm" in {one["name"] for one in found["unmerged_norms"]}
+    text = "\n".join(notes(found))
+    assert "merge the bias of model.layers.0-3.input_layernorm into model.layers.0-3.self" in text
+    assert "4 norms merged into what reads them" in counts(found)
+    wrong = CliRunner().invoke(main, ["fold", "x", "-o", str(tmp_path / "o"), "--merge", "gamma"])
+    assert wrong.exit_code == 2 and "affine" in wrong.output
 
 
 def test_a_line_for_every_layer_with_other_names_on_disk() -> None:
