@@ -19,6 +19,7 @@ from torch import nn
 
 from enjoyln_cli import classes as families
 from enjoyln_cli import cut as cuts
+from enjoyln_cli import ties
 from enjoyln_cli import why as explain
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.calls import Call, optional_inputs, ways_to_call
@@ -40,15 +41,16 @@ from enjoyln_cli.plan import (
     Options,
     Plan,
     Scale,
-    Setting,
     Unmerged,
     Verdict,
     Writer,
+    sized,
 )
 from enjoyln_cli.probe import LayerNormForm
 from enjoyln_cli.resize import Built, resizing, widenings_for
 from enjoyln_cli.returned import named_by, require_named, returning
 from enjoyln_cli.scales import find_scales
+from enjoyln_cli.ties import Apart
 from enjoyln_cli.trace import Naming, Trace, accepts, capture
 from enjoyln_cli.weightless import without_weights
 from enjoyln_cli.why import Tree
@@ -115,31 +117,66 @@ def analyze_config(
     if not any(layer_norms(reference)):
         return _analysis(first, [], (first.name,), config.model_type, [], (), options)
     siblings = (_loading(other, config, shapes, checkpoint) for other in listed[1:])
+    loading = chain([first], (found for found in siblings if found))
+    if not options.untie:
+        found = _analysis_of_classes(loading, config.model_type, tuple(outputs), options)
+        again = partial(
+            analyze_config, config, model_class=model_class, checkpoint=checkpoint, outputs=outputs
+        )
+        same = found.under
+        return replace(found, under=lambda o: again(options=o) if o.untie else same(o))
+    tied = list(loading)
+    apart = ties.apart(config, tied, shapes, checkpoint)
+    after = apart.after.values() if apart else tied
+    found = _analysis_of_classes(after, config.model_type, tuple(outputs), options, apart)
+    return found if apart is None else _untied(found, apart)
+
+
+def _untied(found: Analysis, apart: Apart) -> Analysis:
+    """The plan of what was set ``apart``, with the copies that it takes, whatever the options."""
+
+    def under(options: Options) -> Analysis:
+        return _untied(found.under(options), apart)
+
+    return replace(found, plan=ties.untied(found.plan, apart), under=under)
+
+
+def _analysis_of_classes(
+    loading: Iterable[Candidate],
+    model_type: str,
+    outputs: tuple[str, ...],
+    options: Options,
+    apart: Apart | None = None,
+) -> Analysis:
+    """The plan for all classes that load a checkpoint, the one that it is named after first."""
     if outputs:
-        loading = chain([first], (found for found in siblings if found))
-        return _analysis_of_outputs(loading, config.model_type, tuple(outputs), options)
-    others = [found for found in siblings if found]
-    inner = families.base_path(reference)
-    held = [other for other in others if inner and type(other.model) is _type_at(reference, inner)]
-    traces, unproven = _traces(first, first, inner if held else None)
+        return _analysis_of_outputs(loading, model_type, outputs, options, apart)
+    first, *others = loading
+    inner = families.base_path(first.model)
+    held = [o for o in others if inner and type(o.model) is _type_at(first.model, inner)]
+    traces, unproven = _traces(first, first, inner if held else None, apart)
     proven = [first.name, *(other.name for other in held)]
     beside: list[Built] = []
     for other in others:
         if other in held:
             continue
         try:
-            more, more_unproven = _traces(other, first)
+            more, more_unproven = _traces(other, first, apart=apart)
         except (TraceFailed, UnsupportedModel):
             continue
         traces, unproven = traces + more, unproven | more_unproven
         proven.append(other.name)
-        beside.append((other.model, families.naming_between(other.model, reference)))
-    kind, left = config.model_type, sorted(unproven)
-    return _analysis(first, traces, tuple(proven), kind, left, (), options, beside)
+        beside.append((other.model, families.naming_between(other.model, first.model)))
+    left = sorted(unproven)
+    return _analysis(first, traces, tuple(proven), model_type, left, (), options, beside)
 
 
 def _analysis_of_outputs(
-    candidates: Iterable[Candidate], model_type: str, outputs: tuple[str, ...], options: Options
+    candidates: Iterable[Candidate],
+    model_type: str,
+    outputs: tuple[str, ...],
+    options: Options,
+    apart: Apart | None,
 ) -> Analysis:
     """The plan for the first class that has all of ``outputs``, and for no other.
 
@@ -149,7 +186,7 @@ def _analysis_of_outputs(
     refused: EnjoyLNError | None = None
     for found in candidates:
         try:
-            traces, unproven = _traces(found, found)
+            traces, unproven = _traces(found, found, apart=apart)
             left = sorted(unproven)
             return _analysis(found, traces, (found.name,), model_type, left, outputs, options)
         except EnjoyLNError as error:
@@ -184,8 +221,10 @@ def analyze_calls(
     """The plan for any live module that holds in all of ``calls`` at once.
 
     Raises ``TraceFailed`` where a call that is ``required`` cannot be traced, ``EnjoyLNError``
-    where none returns one of ``outputs``.
+    where none returns one of ``outputs``, or where it is to be untied.
     """
+    if options.untie:
+        raise EnjoyLNError("a model in memory is not untied; pass its config, or its checkpoint")
     tensors = dict(model.named_parameters(remove_duplicate=False))
     own = Candidate(model, {name: (name,) for name in tensors}, {}, ())
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -216,12 +255,18 @@ def _type_at(model: nn.Module, path: str) -> type:
 
 
 def _traces(
-    found: Candidate, reference: Candidate, inner: str | None = None
+    found: Candidate, reference: Candidate, inner: str | None = None, apart: Apart | None = None
 ) -> tuple[list[Trace], set[str]]:
-    """All graphs of one class, and the optional inputs that none of them reads."""
+    """All graphs of one class, and the optional inputs that none of them reads.
+
+    Raises ``UnsupportedModel`` where it computes something else since it was set ``apart``.
+    """
     model, naming = found.model, families.naming_between(found.model, reference.model)
     calls = _likely_calls(model)
     traces, given = _captured(model, calls, naming, inner)
+    if apart is not None:
+        tied = apart.before[found.name].model
+        ties.require_same(capture(tied, calls[0], naming, inner), traces[0])
     return traces, set(optional_inputs(model)) - given
 
 
@@ -314,7 +359,7 @@ def _analysis(
         widened=widened,
         merged=merged,
         unmerged=unmerged,
-        settings=tuple(dict.fromkeys(Setting(one.attribute, one.to) for one in widened)),
+        settings=sized(widened),
     )
     paper = algorithm_1(flow.traces[0]) if flow.traces else ()
     under = partial(_analysis, found, traces, proven, model_type, unproven, outputs, beside=beside)

@@ -51,7 +51,7 @@ OPENING = (
     "outputs",
     "recipe",
 )
-ALLOWING = ("widen_mlp", "widen_to", "merge")
+ALLOWING = ("widen_mlp", "widen_to", "merge", "untie")
 """What a plan may change besides centring: the fields of ``plan.Options``."""
 
 
@@ -181,6 +181,7 @@ def allowing(widen_mlp: bool, widen_to: int | None, **others: Any) -> Any:
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What a plan may change besides centring."""
     for option in (
+        click.option("--untie", is_flag=True, help="Give what is tied, as a head, its own copy."),
         click.option(
             "--merge",
             type=click.Choice(["bias", "affine"]),

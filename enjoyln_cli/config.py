@@ -177,3 +177,16 @@ def require_unfolded(config: Mapping[str, Any] | PretrainedConfig) -> None:
             f"the model is the result of an earlier fold; fold its source ({origin or 'unknown'}) "
             "instead"
         )
+
+
+def changed(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a parsed ``config.json`` with other ``entries``, by name.
+
+    A name has dots where the entry lies in a nested config: ``text_config.hidden_size``.
+    """
+    found = dict(config)
+    for name, value in entries.items():
+        first, _, rest = name.partition(".")
+        inner = found.get(first)
+        found[first] = changed(inner or {}, {rest: value}) if rest else value
+    return found

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.recipe import Recipe
     from enjoyln_cli.verify import Verification
 
-OPTIONS: dict[str, dict[str, Any]] = {"widen-mlp": {"widen_mlp": True}}
+OPTIONS: dict[str, dict[str, Any]] = {"widen-mlp": {"widen_mlp": True}, "untie": {"untie": True}}
 """What a report can set beside the plan: the name of a column to what it allows."""
 
 Event = Callable[[str, str], None]
@@ -82,11 +82,19 @@ class Inspected:
         """The report's row; where asked for with the paper's criterion, or each option's plan."""
         found = self.analysis
         allowed = {
-            name: found.under(replace(self.options, **setting)).plan
+            name: _allowing(found, replace(self.options, **setting))
             for name, setting in (OPTIONS if options else {}).items()
         }
         paper_norms = found.paper if paper else None
         return row(self.name, found.plan, paper_norms, found.gains(), allowed)
+
+
+def _allowing(found: Analysis, options: Options) -> Plan:
+    """The plan with other options; as it is where the model does not allow them."""
+    try:
+        return found.under(options).plan
+    except UnsupportedModel:
+        return found.plan
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,10 @@ class Prepared:
     def bytes_to_keep(self) -> int:
         """About how many bytes ``keep_means`` takes besides, told from samples of the weights."""
         return bytes_to_keep(self.checkpoint, edits_of(self.plan))
+
+    def bytes_added(self, dtype: torch.dtype | str | None = None) -> int:
+        """How many of them are there because tensors grow, or appear."""
+        return self.bytes_to_write(dtype) - bytes_to_write(self.checkpoint, {}, _dtype(dtype))
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -228,6 +240,8 @@ def prepare(
             f"the result is proven for {', '.join(plan.classes)}; loaded as "
             f"{', '.join(sorted(unproven))}, its saved class, it may compute something else",
         )
+    if options.untie and not plan.untied:
+        event("warning", "nothing is untied: no LayerNorm rests on a weight that is tied")
     if not plan.folded:
         raise NothingToFold(_nothing(str(model), plan))
     text = recipe_text([Inspected(str(model), config, replace(found, plan=plan), options)])

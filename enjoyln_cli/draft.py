@@ -15,7 +15,19 @@ from typing import Any, Generic, TypeVar
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.merging import MergeLine, lines_of
-from enjoyln_cli.plan import PLAIN, Centring, Options, Place, Plan, Scale, Verdict, Widening, Writer
+from enjoyln_cli.plan import (
+    PLAIN,
+    Centring,
+    Options,
+    Place,
+    Plan,
+    Scale,
+    Setting,
+    Verdict,
+    Widening,
+    Writer,
+    sized,
+)
 from enjoyln_cli.template import (
     Span,
     attributes,
@@ -69,6 +81,18 @@ class OpLine:
 
 
 @dataclass(frozen=True)
+class CopyLine:
+    """One tensor that is stored anew, as a copy of what it was tied to."""
+
+    tensor: str
+    parameter: str
+    stored: str
+    """The stored tensor that is copied."""
+    source: str
+    """Its parameter."""
+
+
+@dataclass(frozen=True)
 class Variant:
     """The edits for one model class under some config attributes."""
 
@@ -84,6 +108,9 @@ class Variant:
     """Those that stay the same, as in ``Plan``; empty for all."""
     widened: tuple[WidenLine, ...] = ()
     merged: tuple[MergeLine, ...] = ()
+    untied: tuple[CopyLine, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of ``config.json`` that change, by name."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +178,25 @@ def recipe_of(
         plan.outputs,
         _collapsed(mlps, layers),
         _collapsed(merges, layers),
+        copy_lines(plan),
+        {one.name: one.value for one in other_settings(plan)},
     )
     used = sorted({name for span in spans for name in attributes(span)})
     record = Record(
         layers, {name: numbers[name] for name in used}, dict(plan.other_norms), _versions()
     )
     return Recipe(plan.model_type, (variant,), dict(options or {}), record)
+
+
+def other_settings(plan: Plan) -> tuple[Setting, ...]:
+    """What changes in ``config.json`` besides the sizes of MLPs, which their own lines tell."""
+    sizes = sized(plan.widened)
+    return tuple(setting for setting in plan.settings if setting not in sizes)
+
+
+def copy_lines(plan: Plan) -> tuple[CopyLine, ...]:
+    """One line for each copy."""
+    return tuple(CopyLine(u.tensor, u.parameter, u.stored, u.source) for u in plan.untied)
 
 
 def merged(recipes: Iterable[Recipe]) -> Recipe:

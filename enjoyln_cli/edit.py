@@ -158,7 +158,10 @@ class _Draft:
 
 
 def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
-    """The edits of a plan, by stored tensor; with ``held`` by parameter, for a model in memory."""
+    """The edits of a plan, by stored tensor; with ``held`` by parameter, for a model in memory.
+
+    There the copies of what was tied are parameters already.
+    """
     drafts: dict[str, _Draft] = {}
     scales: dict[str, None] = {}
     for writer in plan.writers:
@@ -172,10 +175,12 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
         axes = tuple(draft.axes)
         scale = Vector(draft.scale, axes[0].dim) if draft.scale else None
         found[name] = Edit(scale=scale, axes=axes)
-    for one in plan.widened:
-        for part, values in _new_units(one):
+    for mlp in plan.widened:
+        for part, values in _new_units(mlp):
             name, append = part.parameter if held else part.tensor, Append(part.dim, values)
             found[name] = replace(found.get(name, Edit()), append=append)
+    for one in () if held else plan.untied:
+        found[one.tensor] = replace(found.get(one.tensor, Edit()), source=one.stored)
     for norm in plan.merged:
         _merge(found, norm, held)
     return found

@@ -32,14 +32,14 @@ from enjoyln_cli.checkpoint import (
     require_unfolded,
     staged_output,
 )
-from enjoyln_cli.config import CONFIG, MARKER
+from enjoyln_cli.config import CONFIG, MARKER, changed
 from enjoyln_cli.edit import Edit, edited, edits_of, given
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold, OutputError, VerificationFailed
 from enjoyln_cli.files import housekeeping
 from enjoyln_cli.keeping import keeper_of
 from enjoyln_cli.kept import FILE, FOLDER, save
 from enjoyln_cli.marker import marker
-from enjoyln_cli.plan import Plan, Setting
+from enjoyln_cli.plan import Plan
 from enjoyln_cli.stream import plain_layout, write_shards
 
 RECIPE_FILE = "enjoyln_recipe.yaml"
@@ -124,7 +124,8 @@ def fold_checkpoint(
         names = [name for name in other_files(checkpoint) if not is_own(name)]
         copy_files(names, source.path, inner)
         copy_files(pipeline_files(checkpoint), source.root, staged)
-        config = config_with_marker(with_settings(config, plan), plan, source)
+        config = changed(config, {one.name: one.value for one in plan.settings})
+        config = config_with_marker(config, plan, source)
         if dtype is not None:
             config = _with_dtype(config, str(dtype).removeprefix("torch."))
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -171,20 +172,20 @@ def checked_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
     """
     if not plan.folded:
         raise NothingToFold(_nothing_to_fold(plan, checkpoint.source))
-    for writer in plan.writers:
-        _require_stored(checkpoint, plan, writer.tensor, writer.parameter, writer.shape)
-    for one in plan.untied:
-        _require_stored(checkpoint, plan, one.stored, one.source, one.shape)
-    for mlp in plan.widened:
-        for part in mlp.parts:
-            stored = checkpoint.tensors.get(part.tensor)
-            found = stored.shape if stored else ()
-            shape = (*found[: part.dim], mlp.size, *found[part.dim + 1 :])
-            _require_stored(checkpoint, plan, part.tensor, part.parameter, shape)
+    copies = {one.tensor: one.stored for one in plan.untied}
+    needed = [(one.stored, one.source, one.shape) for one in plan.untied]
+    needed += [(copies.get(w.tensor, w.tensor), w.parameter, w.shape) for w in plan.writers]
+    for part, size in ((part, mlp.size) for mlp in plan.widened for part in mlp.parts):
+        stored = checkpoint.tensors.get(part.tensor)
+        found = stored.shape if stored else ()
+        shape = (*found[: part.dim], size, *found[part.dim + 1 :])
+        needed.append((part.tensor, part.parameter, shape))
     for named in (name for one in plan.merged for name in one.names):
-        stored = checkpoint.tensors.get(named.tensor)
-        shape = stored.shape if stored else ()
-        _require_stored(checkpoint, plan, named.tensor, named.parameter, shape)
+        tensor = copies.get(named.tensor, named.tensor)
+        stored = checkpoint.tensors.get(tensor)
+        needed.append((tensor, named.parameter, stored.shape if stored else ()))
+    for tensor, parameter, shape in needed:
+        _require_stored(checkpoint, plan, tensor, parameter, shape)
     return edits_of(plan)
 
 
@@ -241,9 +242,11 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
                 f"{named.parameter}: the plan merges a norm into it, {type(model).__name__} has "
                 "none; pass the model that was analysed"
             )
+    _untie(model, plan)
+    tensors = _tensors(model)
     edits: dict[int, tuple[torch.Tensor, Edit]] = {}
     for name, edit in edits_of(plan, held=True).items():
-        tensor = tensors[edit.source or name]
+        tensor = tensors[name]
         known = edits.get(id(tensor), (tensor, edit))[1]
         axes = tuple(dict.fromkeys((*known.axes, *edit.axes)))
         edits[id(tensor)] = tensor, replace(edit, axes=axes)
@@ -271,6 +274,26 @@ def _tell_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
             setattr(owner, name, to)
 
 
+def _untie(model: nn.Module, plan: Plan) -> None:
+    """A copy of its own for everything that the plan unties and that the model has."""
+    tensors = _tensors(model)
+    for one in plan.untied:
+        if one.parameter not in tensors:
+            continue  # the head of another class
+        owner, _, name = one.parameter.rpartition(".")
+        shared = tensors[one.source]
+        copied = nn.Parameter(shared.detach().clone(), shared.requires_grad)
+        setattr(model.get_submodule(owner), name, copied)
+        getattr(model, "all_tied_weights_keys", {}).pop(one.parameter, None)
+    for setting in plan.settings:
+        path, _, name = setting.name.rpartition(".")
+        config = getattr(model, "config", None)
+        for part in path.split(".") if path else ():
+            config = getattr(config, part, None)
+        if config is not None:
+            setattr(config, name, setting.value)
+
+
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer, under each of its names."""
     held: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
@@ -281,18 +304,6 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def config_with_marker(config: dict[str, Any], plan: Plan, source: Source) -> dict[str, Any]:
     """A copy of ``config`` with the marker as its last entry."""
     return {**config, MARKER: marker(plan, source)}
-
-
-def with_settings(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """A copy of ``config`` with the entries that the plan changes."""
-    for setting in plan.settings:
-        first, _, rest = setting.name.partition(".")
-        value: Any = setting.value
-        if rest:
-            inner = replace(plan, settings=(Setting(rest, setting.value),))
-            value = with_settings(config.get(first) or {}, inner)
-        config = {**config, first: value}
-    return config
 
 
 def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:

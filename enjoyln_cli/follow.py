@@ -8,7 +8,7 @@ shift is absorbed, which is proven for each edit by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -17,14 +17,28 @@ from enjoyln_cli import merging
 from enjoyln_cli.asked import PLACES, Asked, Edit, asked_for
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.draft import (
+    CopyLine,
     NormLine,
     Recipe,
+    Variant,
     as_mapping,
+    copy_lines,
+    other_settings,
     plan_layers,
     variant_for,
 )
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import Centring, Plan, Scale, Setting, Verdict, Widening, Writer
+from enjoyln_cli.plan import (
+    Centring,
+    Plan,
+    Scale,
+    Setting,
+    Untied,
+    Verdict,
+    Widening,
+    Writer,
+    sized,
+)
 from enjoyln_cli.template import Span, concrete, templated
 from enjoyln_cli.wider import asked_of, before, in_words, line_of, recorded
 
@@ -51,6 +65,12 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
             f"{where}: keeps {_outputs(variant.outputs)} the same, and the proof is for "
             f"{_outputs(plan.outputs)}; write that under outputs, or pass --outputs accordingly"
         )
+    for what, ours, theirs in _beside(variant, plan):
+        if ours != theirs:
+            raise RecipeError(
+                f"{where}: {what} {_listed(ours)}, and the proof {_listed(theirs)}; take that, or "
+                "leave it and the option out"
+            )
     asked = asked_for(variant, plan_layers(plan), where)
     _require_known(asked, plan, where)
     norms = tuple(_verdict(v, asked.norms.get(v.norm), where) for v in plan.norms)
@@ -129,10 +149,25 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
         ("outputs", variant.outputs, plan.outputs),
         ("entry_inputs", variant.entry_inputs, plan.entry_inputs),
         ("unproven", variant.unproven, plan.unproven),
+        *_beside(variant, plan),
     ):
         if set(ours) != set(theirs):
             lines.append(f"{what}: the recipe has {_listed(ours)}, the proof {_listed(theirs)}")
     return tuple(lines)
+
+
+def _beside(variant: Variant, plan: Plan) -> Iterator[tuple[str, set[str], set[str]]]:
+    """What a recipe and a proof change besides what they centre: the kind of it, and both."""
+    yield (
+        "unties",
+        {f"{u.tensor} from {u.stored}" for u in variant.untied},
+        {f"{u.tensor} from {u.stored}" for u in copy_lines(plan)},
+    )
+    yield (
+        "sets",
+        {f"{name}: {value}" for name, value in variant.settings.items()},
+        {f"{one.name}: {one.value}" for one in other_settings(plan)},
+    )
 
 
 def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any = None) -> Plan:
@@ -173,7 +208,8 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
         widened=widened,
         merged=merged,
         unmerged=unmerged,
-        settings=tuple(dict.fromkeys(Setting(one.attribute, one.to) for one in widened)),
+        untied=tuple(_stored_copy(line, shapes, where) for line in variant.untied),
+        settings=(*sized(widened), *(Setting(n, v) for n, v in variant.settings.items())),
     )
 
 
@@ -324,6 +360,14 @@ def _stored_writer(
     axis = _axis(edit.span, shape[edit.span.dim], config, f"{where}: {tensor}")
     held = _axis(edit.held, None, config, f"{where}: {parameter}") if edit.held else None
     return Writer(parameter, tensor, axis, shape, held, edit.scale)
+
+
+def _stored_copy(line: CopyLine, shapes: Mapping[str, Sequence[int]], where: str) -> Untied:
+    for name in (line.tensor, line.stored):
+        if name not in shapes:
+            raise RecipeError(f"{where}: no stored tensor is named {name}{_close(name, shapes)}")
+    shape = tuple(int(size) for size in shapes[line.stored])
+    return Untied(line.parameter, line.tensor, line.source, line.stored, shape)
 
 
 def _recorded(line: NormLine) -> Verdict:

@@ -26,7 +26,7 @@ from enjoyln_cli.classes import class_named
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.marker import Centred, Marker, read_marker
-from enjoyln_cli.norms import encoder_of, install
+from enjoyln_cli.norms import encoder_of, install, locate
 from enjoyln_cli.plan import Plan, Scale, Writer
 from enjoyln_cli.units import intact, moved_on, room, set_units
 
@@ -138,6 +138,7 @@ def marker_of(model: nn.Module) -> Marker:
         )
     found = read_marker(config.to_dict())
     _require_proven(found, type(model).__name__)
+    _require_untied(model, found)
     return found
 
 
@@ -147,6 +148,22 @@ def _require_proven(found: Marker, name: str) -> None:
             f"the fold is proven for {', '.join(found.classes)}, and not for {name}; load it as "
             f"one of them, or convert {found.source} with --model-class {name}"
         )
+
+
+def _require_untied(model: nn.Module, found: Marker) -> None:
+    """Raises ``NotCentred`` where two parameters that the fold has untied are one again."""
+    names = tuple(name for pair in found.untied for name in pair)
+    for pair in found.untied:
+        try:
+            paths = [locate(model, name, names, tensor_at) for name in pair]
+        except UnsupportedModel:
+            continue  # a layer that was replaced, which is looked at where it was centred
+        tensors = [None if path is None else tensor_at(model, path) for path in paths]
+        if tensors[0] is not None and tensors[0] is tensors[1]:
+            raise NotCentred(
+                f"{pair[0]} and {pair[1]} are one parameter again, so the model computes something "
+                "else; load it with the config that it was converted with"
+            )
 
 
 def _weights(found: Marker) -> tuple[Centred, ...]:

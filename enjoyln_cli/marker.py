@@ -22,14 +22,15 @@ for which classes and inputs, and on which centred parameters that rests. Versio
      "merged": {"weight": [...], "bias": [...]},
                                        norms whose weight is ones (or 1 + weight is), or bias zeros,
                                        since it moved into what reads them: RMSNorm without
+     "untied": {parameter: parameter}, what was tied, and is stored and loaded as two
      "entry_inputs": [...],            inputs of forward that have to be centred
      "unproven": [...],                inputs with which the folded norms have to compute LayerNorm
      "proof": "5d41402abc...",         SHA-256 of all that is proven: not of source and tool
      "tool": "enjoyln 0.1.0"}
 
-Version 2 has no ``units`` and ``merged``. Version 1 has no ``centered``, ``scales`` and ``proof``
-either: nobody can tell whether the weights of such a result are still centred, so it is read, and
-not run as RMSNorm without asking for it.
+Version 2 has no ``units``, ``merged`` and ``untied``. Version 1 has no ``centered``, ``scales`` and
+``proof`` either: nobody can tell whether the weights of such a result are still centred, so it is
+read, and not run as RMSNorm without asking for it.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class Marker:
     """Norms that multiply by ones."""
     biasless: tuple[str, ...] = ()
     """Norms that add zeros."""
+    untied: tuple[tuple[str, str], ...] = ()
+    """Parameters that have to be two, and would be one in the original."""
 
 
 def marker(plan: Plan, source: Source) -> dict[str, Any]:
@@ -122,6 +125,7 @@ def marker(plan: Plan, source: Source) -> dict[str, Any]:
             "weight": [one.norm for one in plan.merged if one.weight],
             "bias": [one.norm for one in plan.merged if one.bias],
         },
+        "untied": {one.parameter: one.source for one in plan.untied},
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
     }
@@ -176,6 +180,7 @@ def read_marker(config: Mapping[str, Any]) -> Marker:
         units=tuple(_units(one) for one in _list(entry, "units")) if version > 2 else (),
         weightless=_texts(_merged(entry), "weight") if version > 2 else (),
         biasless=_texts(_merged(entry), "bias") if version > 2 else (),
+        untied=tuple(_names(entry, "untied").items()) if version > 2 else (),
     )
     if version > 1 and _text(entry, "proof") != proof_of(entry):
         raise BadCheckpoint(
@@ -186,9 +191,7 @@ def read_marker(config: Mapping[str, Any]) -> Marker:
 
 
 def _centred(entry: dict[str, Any]) -> tuple[Centred, ...]:
-    scales = entry.get("scales")
-    if not isinstance(scales, dict) or not all(isinstance(v, str) for v in scales.values()):
-        raise _malformed("scales", scales)
+    scales = _names(entry, "scales")
     found = []
     for group in _list(entry, "centered"):
         if not isinstance(group, dict):
@@ -233,6 +236,13 @@ def _axis(entry: dict[str, Any]) -> Axis:
     if len(numbers) != 5 or not all(type(number) is int for number in numbers):
         raise _malformed("axis", numbers)
     return Axis(*numbers)
+
+
+def _names(entry: dict[str, Any], key: str) -> dict[str, str]:
+    names = entry.get(key)
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise _malformed(key, names)
+    return names
 
 
 def _text(entry: dict[str, Any], key: str) -> str:

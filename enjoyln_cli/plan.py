@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -209,6 +210,11 @@ class Setting:
     name: str
     """With dots where it lies in a nested config: ``text_config.tie_word_embeddings``."""
     value: bool | int
+
+
+def sized(widened: Iterable[Widening]) -> tuple[Setting, ...]:
+    """The entries that wider MLPs change."""
+    return tuple(dict.fromkeys(Setting(one.attribute, one.to) for one in widened))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@
       widen:                                     # MLPs with new hidden units, by what reads them
         encoder.layer.{i}.output.dense.weight: {dim: 1, first: encoder.layer.{i}.inter.weight,
           bias: encoder.layer.{i}.inter.bias, attribute: intermediate_size, from: 3072, to: 3080}
+      untie:                                     # stored anew, as copies of what they shared
+        lm_head.weight: {copy_of: transformer.wte.weight}
+      config: {tie_word_embeddings: false}       # entries of config.json that change
       entry_inputs: [inputs_embeds]
       unproven: [cross_attn_head_mask]
     options: {}
@@ -33,8 +36,9 @@ Names with ``{i}`` hold for every layer, a name with a number goes before them, 
 of an axis takes one tensor out. ``parameter`` gives the name in the model class where a tensor is
 stored under another, ``held`` the axis there where the class holds it in another layout, ``scale``
 a stored vector that is merged in before and becomes ones (``scale_parameter`` its name in the
-class). An axis has the fields of ``template.Span``; a tensor of which several parts are centred has
-a list of these. All else in a file is refused.
+class), ``source`` the name in the class of what a tensor is a ``copy_of``. An axis has the fields
+of ``template.Span``; a tensor of which several parts are centred has a list of these. ``options``
+are those of ``plan.Options``. All else in a file is refused.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ import yaml
 
 from enjoyln_cli import merging, schema, wider
 from enjoyln_cli.draft import (
+    CopyLine,
     NormLine,
     OpLine,
     Recipe,
@@ -160,6 +165,8 @@ def _variant_data(variant: Variant) -> dict[str, Any]:
         ],
         "merge": {line.norm: _merge_data(line) for line in variant.merged},
         "widen": {line.second.tensor: _Inline(wider.written(line)) for line in variant.widened},
+        "untie": {line.tensor: _copy_data(line) for line in variant.untied},
+        "config": _Inline(sorted(variant.settings.items())),
         "entry_inputs": _Row(variant.entry_inputs),
         "unproven": _Row(variant.unproven),
     }
@@ -171,6 +178,12 @@ def _merge_data(line: MergeLine) -> Any:
     if line.merge is not None:
         data["into"] = [_Inline(reader) for reader in data["into"]]
     return data
+
+
+def _copy_data(line: CopyLine) -> Any:
+    name = {} if line.parameter == line.tensor else {"parameter": line.parameter}
+    source = {} if line.source == line.stored else {"source": line.source}
+    return _Inline({"copy_of": line.stored} | name | source)
 
 
 def _norm_data(line: NormLine) -> Any:
@@ -321,6 +334,8 @@ def _variant(value: Any, at: str) -> Variant:
             "centring_ops",
             "merge",
             "widen",
+            "untie",
+            "config",
             "entry_inputs",
             "unproven",
         ),
@@ -342,7 +357,24 @@ def _variant(value: Any, at: str) -> Variant:
         schema.items(data.get("outputs", []), f"{at}.outputs", schema.text),
         tuple(schema.entries(data.get("widen", {}), f"{at}.widen", wider.read).values()),
         tuple(schema.entries(data.get("merge", {}), f"{at}.merge", merging.read).values()),
+        tuple(schema.entries(data.get("untie", {}), f"{at}.untie", _copy).values()),
+        schema.entries(data.get("config", {}), f"{at}.config", _entry),
     )
+
+
+def _copy(name: str, value: Any, at: str) -> CopyLine:
+    schema.name(name, at)
+    data = schema.mapping(value, at, ("copy_of",), ("parameter", "source"))
+    stored = schema.name(data["copy_of"], f"{at}.copy_of")
+    parameter = schema.name(data.get("parameter", name), f"{at}.parameter")
+    return CopyLine(
+        name, parameter, stored, schema.name(data.get("source", stored), f"{at}.source")
+    )
+
+
+def _entry(name: str, value: Any, at: str) -> bool | int:
+    schema.name(name, at)
+    return value if isinstance(value, bool) else schema.number(value, at, 1)
 
 
 def _norm(name: str, value: Any, at: str) -> NormLine:

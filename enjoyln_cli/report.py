@@ -94,7 +94,7 @@ def _write_table(rows: Sequence[Row]) -> None:
 
 def _legend(paper: bool, options: Sequence[str]) -> str:
     text = "in weights: LayerNorms that fold with no operation added; in all: with the ops too"
-    text += f"; {', '.join(options)}: in all with that option" if options else ""
+    text += f"; {', '.join(options)}: in weights with that option" if options else ""
     return text + "; paper: its Algorithm 1 as printed, never used to convert" * paper
 
 

@@ -80,6 +80,11 @@ def row(
             for one in plan.unmerged
         ],
         "merged": list(dict.fromkeys(w.scale.tensor for w in plan.writers if w.scale)),
+        "untied": [
+            {"tensor": u.tensor, "copy_of": u.stored, "parameters": prod(u.shape)}
+            for u in plan.untied
+        ],
+        "settings": {setting.name: setting.value for setting in plan.settings},
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
         "by_example": list(plan.by_example),
@@ -93,7 +98,11 @@ def row(
         found["paper"] = list(paper)
     if options:
         found["options"] = {
-            name: {"folded": len(other.folded), "centering_ops": len(other.ops)}
+            name: {
+                "folded_static": sum(v.status == "static" for v in other.norms),
+                "folded": len(other.folded),
+                "centering_ops": len(other.ops),
+            }
             for name, other in options.items()
         }
     return found
@@ -117,6 +126,9 @@ def fold_row(
     found["tensors"] = len(ready.checkpoint.tensors)
     if keep_means:
         found["bytes_kept"] = result.bytes_kept if result else ready.bytes_to_keep()
+    copies = {one["tensor"] for one in found["untied"]}
+    found["tensors"] = len(copies | ready.checkpoint.tensors.keys())
+    found["bytes_added"] = ready.bytes_added(dtype)
     if result is None:
         return found | {"bytes_written": ready.bytes_to_write(dtype)}
     checked = result.verification.to_json() if result.verification else None
@@ -187,7 +199,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     for found in rows:
         texts = [str(found[key]) for key in keys]
         texts += [str(len(found["kept"])), str(found["writers"]), str(found["parameters"])]
-        texts += [str(found["options"][name]["folded"]) for name in options]
+        texts += [str(found["options"][name]["folded_static"]) for name in options]
         if paper:
             texts.append(str(len(found["paper"])))
         body.append(texts)
@@ -216,6 +228,10 @@ def notes(found: Row) -> list[str]:
         lines.append(f"  centre the {op['place']} of {op['module']}: {op['reason']}")
     lines += _widened(found["widened"])
     lines += _merged(found)
+    for copy in found["untied"]:
+        lines.append(f"  untie {copy['tensor']}: a copy of {copy['copy_of']}")
+    if more := _more(found):
+        lines.append(f"  {more} more than the original")
     for reason, kept in reasons(found):
         names = ", ".join(compact(k["name"] for k in kept))
         lines.append(f"  keep {len(kept)}: {reason}: {names}")
@@ -266,6 +282,14 @@ def _merged(found: Row) -> list[str]:
         culprits = compact(dict.fromkeys(one["culprit"] for one in here if one["culprit"]))
         lines += [f"    because of {culprit}" for culprit in culprits]
     return lines
+
+
+def _more(found: Row) -> str:
+    """What a result has more than the original: bytes where they are known."""
+    if "bytes_added" in found:
+        return size(found["bytes_added"]) if found["bytes_added"] else ""
+    parameters = sum(copy["parameters"] for copy in found["untied"])
+    return f"{parameters:,} parameters" if parameters else ""
 
 
 def _gain(gain: Row, found: Row) -> str:

@@ -32,6 +32,7 @@ LAYERS = (
     ("template",),
     ("analysis",),
     ("resize",),
+    ("ties",),
     ("why", "paper", "classes", "gains", "detect", "merge"),
     ("cut", "layout"),
     ("scales", "widen"),

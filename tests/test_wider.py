@@ -488,10 +488,14 @@ def test_a_report_of_what_options_gain() -> None:
     head, body = (line.split(",") for line in table[:2])
     assert body[head.index("in all")] == "1" and body[head.index("widen-mlp")] == "4"
     found = json.loads(enjoyln(*alone, "--options", "--format", "json").stdout)
-    assert found["options"]["widen-mlp"] == {"folded": 4, "centering_ops": 0}
+    assert found["options"]["widen-mlp"] == {
+        "folded_static": 4,
+        "folded": 4,
+        "centering_ops": 0,
+    }
     assert "options" not in json.loads(enjoyln(*alone, "--format", "json").stdout)
     shown = enjoyln(*alone, "--options").stdout
-    assert "widen-mlp: in all with that option" in " ".join(shown.split())
+    assert "widen-mlp, untie: in weights with that option" in " ".join(shown.split())
 
 
 def test_a_report_with_the_option() -> None:

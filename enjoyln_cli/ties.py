@@ -1,0 +1,222 @@
+"""What a model ties, and what it takes to store it untied.
+
+transformers ties where ``tie_word_embeddings`` of a config is true, and loads as many tensors as
+there are names where it is false. Decides whether that entry, in the config or in one nested in it,
+can be changed so that nothing but the tying changes, in which tensors the copies are stored, and
+under what names. A tie that is made in another way cannot be undone by a checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from enjoyln_cli import classes as families
+from enjoyln_cli.checkpoint import Checkpoint, raw_config
+from enjoyln_cli.classes import Candidate, Shape
+from enjoyln_cli.config import changed
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.plan import Plan, Setting, Untied
+from enjoyln_cli.trace import Trace
+
+FLAG = "tie_word_embeddings"
+
+
+@dataclass(frozen=True, eq=False)
+class Apart:
+    """The classes that load a checkpoint, as they are and as they will be with nothing tied."""
+
+    before: dict[str, Candidate]
+    after: dict[str, Candidate]
+    """By name, the plan's own class first."""
+    untied: tuple[Untied, ...]
+    """With the names of the first class."""
+    settings: tuple[Setting, ...]
+
+
+def apart(
+    config: Any,
+    tied: Sequence[Candidate],
+    shapes: dict[str, Shape],
+    checkpoint: Checkpoint | None,
+) -> Apart | None:
+    """How to store untied what ``tied`` classes, the plan's own first, load from one checkpoint.
+
+    ``None`` where nothing is tied. Raises ``UnsupportedModel`` where something is, and no entry of
+    the config decides that.
+    """
+    if not any(_shared(found.model) for found in tied):
+        return None
+    settings, models = _flags_off(config, tied, checkpoint)
+    wanted = [_names(found, model) for found, model in zip(tied, models, strict=True)]
+    for own in (False, True):
+        untied = _copies(tied, wanted, own=own)
+        more = shapes | {one.tensor: one.shape for one in untied}
+        held = checkpoint and _with_copies(checkpoint, untied)
+        after = [families.candidate(model, more, held) for model in models]
+        if all(map(_loads, tied, after, wanted)):
+            before, new = ({found.name: found for found in these} for these in (tied, after))
+            return Apart(before, new, untied, settings)
+    raise UnsupportedModel(
+        f"no name is known under which {tied[0].name} would load a copy of {untied[0].stored}, so "
+        "it stays tied; fold it without untying"
+    )
+
+
+def _shared(model: Any) -> list[tuple[str, ...]]:
+    """Names of one parameter, wherever there are several."""
+    together: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        together.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in together.values() if len(names) > 1]
+
+
+def _flags_off(
+    config: Any, tied: Sequence[Candidate], checkpoint: Checkpoint | None
+) -> tuple[tuple[Setting, ...], list[Any]]:
+    """The fewest entries that have to become false, and the classes built with them."""
+    names = [name for name, part in _parts(config) if getattr(part, FLAG, None)]
+    models = _built(config, names, tied)
+    left = [_shared(model) for model in models]
+    together = next(iter([names for found in tied for names in _shared(found.model)]))
+    if left == [_shared(found.model) for found in tied]:
+        raise UnsupportedModel(
+            f"{tied[0].name} ties {together[1]} to {together[0]} whatever {FLAG} of its config "
+            "says, so a checkpoint cannot untie them; fold it without untying"
+        )
+    for name in tuple(names) if len(names) > 1 else ():
+        fewer = [other for other in names if other != name]
+        built = _built(config, fewer, tied)
+        if [_shared(model) for model in built] == left and not _comes_back(
+            config, fewer, checkpoint
+        ):
+            names, models = fewer, built
+    if back := _comes_back(config, names, checkpoint):
+        raise UnsupportedModel(
+            f"{back} of {type(config).__name__} is true again when it is loaded, whatever "
+            f"config.json says, so a checkpoint cannot untie {together[1]}; fold it without untying"
+        )
+    return tuple(Setting(name, False) for name in names), models
+
+
+def _built(config: Any, names: Iterable[str], tied: Sequence[Candidate]) -> list[Any]:
+    off = _set(config, (Setting(name, False) for name in names))
+    return [families.build(type(found.model), off) for found in tied]
+
+
+def _comes_back(config: Any, names: Iterable[str], checkpoint: Checkpoint | None) -> str:
+    """The first of these entries that is true when a ``config.json`` with false is loaded."""
+    raw = raw_config(checkpoint.source) if checkpoint else config.to_dict()
+    loaded = type(config).from_dict(changed(raw, dict.fromkeys(names, False)))
+    on = [name for name, part in _parts(loaded) if getattr(part, FLAG, None)]
+    return next((name for name in names if name in on), "")
+
+
+def _parts(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """The config and those nested in it, each with the name of its entry that ties."""
+    found = [(prefix + FLAG, config)]
+    for name in getattr(config, "sub_configs", ()):
+        inner = getattr(config, name, None)
+        if hasattr(inner, "to_dict"):
+            found += _parts(inner, f"{prefix}{name}.")
+    return found
+
+
+def _set(config: Any, settings: Iterable[Setting]) -> Any:
+    config = copy.deepcopy(config)
+    parts = dict(_parts(config))
+    for setting in settings:
+        setattr(parts[setting.name], FLAG, setting.value)
+    return config
+
+
+def _names(found: Candidate, model: Any) -> dict[str, str]:
+    """Every parameter that ``model`` holds for itself, to a stored one that it was tied to.
+
+    Raises ``UnsupportedModel`` where that is stored in another layout.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names: dict[str, str] = {}
+    for together in _shared(found.model):
+        own = next((name for name in together if name in found.stored), None)
+        if own is None and any(name in found.converted for name in together):
+            raise UnsupportedModel(
+                f"{together[0]} is tied to {together[1]} and stored in another layout, so no copy "
+                "of it can be stored; fold it without untying"
+            )
+        if own is None:
+            continue
+        known = {id(parameters[own])}
+        for name in together:
+            if id(parameters[name]) not in known:
+                names[name] = own
+            known.add(id(parameters[name]))
+    return names
+
+
+def _copies(
+    tied: Sequence[Candidate], wanted: Sequence[dict[str, str]], *, own: bool
+) -> tuple[Untied, ...]:
+    """A copy for each name, stored under the name in the first class or in its own class."""
+    copies: dict[str, Untied] = {}
+    for found, names in zip(tied, wanted, strict=True):
+        naming = families.naming_between(found.model, tied[0].model)
+        for name, source in names.items():
+            parameter, stored = naming(name), found.stored[source][0]
+            tensor = next(iter(found.stored.get(name, ())), name if own else parameter)
+            shape = tuple(found.model.get_parameter(source).shape)
+            copies.setdefault(tensor, Untied(parameter, tensor, naming(source), stored, shape))
+    return tuple(copies.values())
+
+
+def _with_copies(checkpoint: Checkpoint, untied: Iterable[Untied]) -> Checkpoint:
+    copies = {one.tensor: checkpoint.tensors[one.stored] for one in untied}
+    return replace(checkpoint, tensors=copies | checkpoint.tensors)
+
+
+def _loads(before: Candidate, after: Candidate, names: Iterable[str]) -> bool:
+    """Whether nothing is missing that was not before, and every copy is found."""
+    return {*after.missing} <= {*before.missing} and all(name in after.stored for name in names)
+
+
+def untied(plan: Plan, apart: Apart) -> Plan:
+    """The plan with its copies; without any where it centres nothing that was tied."""
+    concerned = {name for one in apart.untied for name in (one.parameter, one.source)}
+    if concerned.isdisjoint(writer.parameter for writer in plan.writers):
+        return plan
+    return replace(plan, untied=apart.untied, settings=(*plan.settings, *apart.settings))
+
+
+def require_same(before: Trace, after: Trace) -> None:
+    """Raises ``UnsupportedModel`` where a model computes something else once it is untied.
+
+    Some classes scale what they feed to a tied head.
+    """
+    groups = {name: names[0] for names in before.parameters.values() for name in names}
+    if _ops(before, groups) != _ops(after, groups):
+        raise UnsupportedModel(
+            f"{before.model_class} computes something else where {FLAG} is false, so it cannot be "
+            "untied; fold it without untying"
+        )
+
+
+def _ops(trace: Trace, groups: dict[str, str]) -> list[str]:
+    """Every op with its operands; a parameter goes by the first name of those it was tied to."""
+    names: dict[Node, str] = {}
+    found: list[str] = []
+    for node in trace.graph.nodes:
+        if node in trace.parameters:
+            first = trace.parameters[node][0]
+            names[node] = f"parameter {groups.get(first, first)}"
+        elif node.op in ("placeholder", "get_attr"):
+            names[node] = str(trace.inputs.get(node, node.target))
+        else:
+            names[node] = f"op {len(found)}"
+            given = map_arg((node.args, node.kwargs), lambda operand: names[operand])
+            found.append(f"{node.target} {given}")
+    return found
