@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from enjoyln_cli.checkpoint import Checkpoint, same_values
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.layout import Conversion, conversion
+from enjoyln_cli.weightless import KeepWhole, forget_stored
 
 Shape = tuple[int, ...]
 
@@ -48,7 +49,7 @@ class Candidate:
 def build(model_class: type, config: Any) -> nn.Module:
     """An instance without weights; ``UnsupportedModel`` if the config does not describe one."""
     try:
-        with torch.device("meta"), _countable():
+        with torch.device("meta"), KeepWhole(), _countable():
             model: Any = model_class(copy.deepcopy(config)).eval()
     except Exception as error:  # a config can be wrong in as many ways as there are models
         first = str(error).strip().split("\n")[0][:200]
@@ -56,6 +57,7 @@ def build(model_class: type, config: Any) -> nn.Module:
             f"{model_class.__name__} cannot be built from this config: "
             f"{type(error).__name__}: {first}"
         ) from error
+    forget_stored(model)
     use_batched_experts(model)
     return model
 

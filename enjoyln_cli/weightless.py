@@ -3,8 +3,10 @@
 Weights, and all that is computed with them, have shapes only: they live on the meta device. What is
 given (token ids, masks, grids of patches, pixels), and what is computed from that alone, has
 values: it lives on the CPU. So a model of any size runs in a moment, and whatever Python reads of a
-tensor (``item``, ``tolist``, ``nonzero``) cannot have come from a weight or an activation: those
-have no values to read, and asking for one raises.
+tensor (``item``, ``tolist``) cannot have come from a weight or an activation: those have no values
+to read, and asking for one raises. Where an activation chooses positions (``nonzero``: the tokens
+of an expert, the pixels of a mask), all of them are taken to be chosen, so that a loop over the
+experts that were chosen runs through every one.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as symbolic
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,12 +39,15 @@ def weightless() -> Iterator[None]:
 
     Raises ``RuntimeError`` where a value is asked for that depends on a weight.
     """
-    with _KeepWritten(), _KeepGiven():
+    with _KeepWritten(), _KeepGiven(), symbolic.patch(meta_nonzero_assume_all_nonzero=True):
         yield
 
 
 class _KeepWritten(TorchFunctionMode):
-    """Numbers that stand in the code keep their values, whatever device they are meant for."""
+    """Numbers that stand in the code keep their values, whatever device they are meant for.
+
+    An index that an activation gives stays a tensor, where Python would read its number.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -49,7 +55,32 @@ class _KeepWritten(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor):
             kwargs["device"] = "cpu"
+        if func is torch.Tensor.__getitem__ and _is_unknown_place(args[1]):
+            return args[0].index_select(0, args[1].reshape(1)).squeeze(0)
         return func(*args, **kwargs)
+
+
+class KeepWhole(TorchFunctionMode):
+    """While a model is built without weights: a whole number that its code writes has a value.
+
+    Such is the stride of a convolution, kept as a tensor. What a checkpoint fills is none.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.tensor and type(args[0]) is int:
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+def forget_stored(model: nn.Module) -> None:
+    """Buffers that a checkpoint fills lose their values."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                setattr(module, name, buffer.to("meta"))
 
 
 class _KeepGiven(TorchDispatchMode):
@@ -81,6 +112,11 @@ class _KeepGiven(TorchDispatchMode):
 
 def _known(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "meta"
+
+
+def _is_unknown_place(index: Any) -> bool:
+    unknown = isinstance(index, torch.Tensor) and index.is_meta
+    return unknown and not index.dim() and index.dtype in (torch.int64, torch.int32)
 
 
 def _forgotten(tensor: torch.Tensor) -> torch.Tensor:

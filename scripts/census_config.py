@@ -18,10 +18,10 @@ LAYERS = re.compile(
 )
 WIDTHS = re.compile(
     r"hidden|embed|dim|width|channels|inner|ffn|intermediate|d_model|d_ff|d_kv|n_embd|rank|proj|size"
-    r"|channel_list|d_latents"
+    r"|channel_list|d_latents|filters$"
 )
 FIXED = re.compile(
-    r"vocab|image|patch|kernel|window|position|num_channels|batch|pad|group|type|stride|tile|crop"
+    r"vocab|image|patch(?!_embeds_hidden)|kernel|window|position|pos_emb|num_channels|batch|pad|group|type|stride|tile|crop"
     r"|max_|token|dilation|pool_size|_id|scale|spec|bins|input_size|in_channels|n_mels|(?<!down)sample"
 )
 WIDTH = ("hidden_size", "d_model", "embed_dim", "hidden_dim")
@@ -31,6 +31,7 @@ HEADS_OF = (
 )  # fmt: skip
 INDICES = re.compile(r"((?<!out_)indices|indexes|feature_layers?|cross_attention_layers)$")
 DEPTHS = ("depth", "num_hidden_layers", "encoder_layers")
+EXPERTS = re.compile(r"(num|routed)_experts$|expert_num$")
 TEXT_IDS = re.compile(r"_token_id$|_token_index$")
 VOCABULARY = 131
 SIDE = 128
@@ -45,7 +46,18 @@ GIVEN = {
     },
 }  # fmt: skip
 """What a config leaves open, and the model needs."""
-ABSENT = {"rope_theta": {"rope_theta": 10000.0, "clip_qkv": 8.0}}
+BEGUN = {
+    "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+    "indexer_compress_ratio": 2, "indexer_budget": 4, "indexer_heads": 2, "index_topk": 4,
+    "deepstack_layer_map": [[-2, 0], [-1, 1]], "spatial_target_layers": [0, 1, 0, 1],
+    "projector_scale_factors": [1.0], "is_decoder": True, "top_k_experts": 2,
+}  # fmt: skip
+"""What a config leaves open or empty, of models that cannot be built or run without."""
+ABSENT = {
+    "rope_theta": {"rope_theta": 10000.0, "clip_qkv": 8.0},
+    "num_key_value_heads": {"num_key_value_heads": 8},
+    "dropout_rate": {"dropout_rate": 0.0},
+}
 """What some default configs have no attribute for, although their models read it, and more that
 those do not say."""
 CORRECTED = {
@@ -60,6 +72,7 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
 
     Images larger than ``side`` get ``SIDE`` pixels or a few less, a power of two of patches.
     """
+    stages = vars(config).get("num_hidden_layers") if "stage_names" in vars(config) else None
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
             shrink(value, factor, side)
@@ -86,11 +99,22 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
     if isinstance(kinds, (list, tuple)) and kinds and isinstance(kinds[0], str):
         depth = max(2, *(1 + list(kinds).index(kind) for kind in kinds))
         config.layer_types, config.num_hidden_layers = list(kinds[:depth]), depth
+        if vars(config).get("rope_parameters") == {}:
+            turned = {"rope_type": "default", "rope_theta": 10000.0}
+            config.rope_parameters = {kind: dict(turned) for kind in config.layer_types}
+    if isinstance(stages, int) and max(config.out_indices or [0]) > config.num_hidden_layers:
+        config.num_hidden_layers = stages  # of a backbone of which later stages are read
+    if {"vision_config", "audio_config"} <= vars(config).keys():
+        for name in {"vision_start_token_id", "audio_start_token_id"} - set(dir(config)):
+            setattr(config, name, 73)
     _link(config)
     _divide(config)
     _choose(config)
     _turn(config)
-    heads = getattr(config, "num_attention_heads", None)
+    own = vars(config)
+    if own.get("sliding_window", 0) is None and "sliding_attention" in (kinds or ()):
+        config.sliding_window = BEGUN["sliding_window"]
+    heads = own.get("num_attention_heads")
     if heads and vars(config).get("num_key_value_heads", heads) is None:
         config.num_key_value_heads = heads
     if heads and vars(config).get("head_dim", heads) is None and hasattr(config, "hidden_size"):
@@ -141,6 +165,9 @@ def _link(config: Any) -> None:
             setattr(part, output, read)
         if encoder and name not in towers and "encoder_hidden_size" in vars(part):
             part.encoder_hidden_size = encoder
+        if "downsample_channels" in own and (behind := getattr(config, "encoder_config", None)):
+            behind.hidden_size = own["downsample_channels"][-1]
+            _divide(behind)
     prompts, levels = parts.get("prompt_encoder_config"), "backbone_feature_sizes"
     for part in parts.values() if prompts else ():
         if levels in vars(part):  # each level has twice the grid of the next
@@ -157,7 +184,9 @@ def _turn(config: Any) -> None:
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
     if sum(rope.get("mrope_section") or ()) != half:
-        rope["mrope_section"] = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+        time, side = half - 2 * (3 * half // 8), 3 * half // 8
+        first = "moe_num_experts" in vars(text)  # they come in the other order
+        rope["mrope_section"] = [side, side, time] if first else [time, side, side]
 
 
 def _choose(config: Any) -> None:
@@ -197,6 +226,10 @@ def _smaller(name: str, value: Any, factor: int, layers: int = 2) -> Any:
         return VOCABULARY - 1 - sum(name.encode()) % 64
     if name in ("num_queries", "num_select"):
         return min(value, 8)
+    if name == "patch_size" and value > 2 * SIDE:  # of a model whose patches are images
+        return SIDE
+    if EXPERTS.search(name) and value > 128:
+        return 16
     if LAYERS.search(name):
         return min(value, max(layers, 2))
     if WIDTHS.search(name) and not FIXED.search(name) and value >= 4 * factor:
@@ -216,10 +249,14 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     failures: list[Exception] = []
     absent: dict[type, dict[str, Any]] = {}
     found: dict[bool, tuple[Any, Any, bool]] = {}
-    sizes = [(factor, side) for side in (224, 0, None) for factor in (16, 8, 4, 2, 1)]
-    for factor, side in sizes:
+    factors = (16, 8, 4, 2, 1)
+    sizes = [(factor, side, {}) for side in (224, 0, None) for factor in factors]
+    sizes += [(factor, 224, BEGUN) for factor in factors]
+    for factor, side, more in sizes:
+        if more and True in found:
+            break
         try:
-            config = _default(getattr(transformers, model_class), model_type, absent)
+            config = _default(getattr(transformers, model_class), model_type, absent, more)
             shrink(config, factor, side)
             sketch = build(getattr(transformers, model_class), config)
             saved_shapes(sketch)  # some sizes build, and cannot be stored
@@ -244,11 +281,21 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     return found.get(True) or found[False]
 
 
-def _default(model_class: Any, model_type: str, absent: Mapping[type, Mapping[str, Any]]) -> Any:
-    """The default config of a class, of the part that it is for, with what the default lacks."""
+def _default(
+    model_class: Any,
+    model_type: str,
+    absent: Mapping[type, Mapping[str, Any]],
+    more: Mapping[str, Any],
+) -> Any:
+    """The default config of a class, of the part that it is for, with what the default lacks.
+
+    ``more`` fills what the default leaves empty.
+    """
     import transformers
 
-    config = transformers.CONFIG_MAPPING[model_type]()
+    made = transformers.CONFIG_MAPPING[model_type]
+    empty = {n for n, v in vars(made()).items() if not v and n in more} if more else set()
+    config = made(**{name: more[name] for name in empty})
     wanted = getattr(model_class, "config_class", None)
     parts = [part for part in vars(config).values() if hasattr(part, "to_dict")]
     if wanted and not isinstance(config, wanted):
@@ -256,4 +303,6 @@ def _default(model_class: Any, model_type: str, absent: Mapping[type, Mapping[st
     for part in (config, *parts):
         for name, value in absent.get(type(part), {}).items():
             setattr(part, name, value)
+        for name in [name for name, value in vars(part).items() if name in more and value is None]:
+            setattr(part, name, more[name])
     return config
