@@ -77,7 +77,7 @@ def _with_placeholders(model: Any, given: Inputs) -> Inputs:
     if "input_ids" not in given:
         return given
     leading: tuple[int, ...] = ()
-    rows, tokens = given["input_ids"].shape
+    rows, tokens = given["input_ids"].shape[:2]
     for kind in ("image", "video", "audio"):
         ids_of = (getattr(model.config, f"{kind}_token_{end}", None) for end in ("id", "index"))
         marked = 0 if f"{kind}_embeds_position_mask" in accepted_by(model) else None
@@ -128,8 +128,8 @@ def main_call(model: Any, given: Inputs) -> Call:
         return Call(label, (_step(model, given, 0),))
     following = dict(given)
     advancing = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
-    rows, seen = given[advancing].shape
-    following[advancing] = Spec((rows, 1), given[advancing].below)
+    rows, seen, *books = given[advancing].shape
+    following[advancing] = Spec((rows, 1, *books), given[advancing].below)
     if advancing == "input_ids":  # what is not text has been read with the first tokens
         following = {n: s for n, s in following.items() if n == "input_ids" or "encoder_" in n}
     steps = (_step(model, given, 0), _step(model, following, seen))
@@ -147,7 +147,7 @@ def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[s
     """One call, with a mask over its tokens and, for a decoder alone, those ``seen`` before."""
     inputs = {name: example(model, spec) for name, spec in given.items()}
     if "input_ids" in given and "attention_mask" in accepted_by(model) - given.keys():
-        rows, tokens = given["input_ids"].shape
+        rows, tokens = given["input_ids"].shape[:2]
         before = 0 if "decoder_input_ids" in given else seen
         inputs["attention_mask"] = example(model, ones(rows, tokens + before))
     return (), inputs
@@ -199,7 +199,7 @@ def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
 
 def _spoken(model: Any, given: Inputs) -> Iterator[Call]:
     """With sound in place of the text, where a model takes either of the two."""
-    for form in spoken_inputs(model, *given["input_ids"].shape):
+    for form in spoken_inputs(model, *given["input_ids"].shape[:2]):
         if form.keys().isdisjoint(given):
             with_decoder = {n: s for n, s in given.items() if n == "decoder_input_ids"}
             call = main_call(model, form | with_decoder)

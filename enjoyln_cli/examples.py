@@ -121,5 +121,5 @@ _COMPANIONS = frozenset({
     "grid_thw", "image_grid_thw", "image_grid_hw", "pixel_attention_mask", "spatial_shapes",
     "image_sizes", "merge_sizes", "input_features_mask", "audio_mel_mask", "past_time_features",
     "past_observed_mask", "target_sizes", "image_merge_sizes", "future_time_features",
-    "entity_position_ids",
+    "entity_position_ids", "prompt_pixel_values", "prompt_masks", "past_values_padding", "freq",
 })  # fmt: skip

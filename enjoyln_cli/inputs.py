@@ -93,7 +93,7 @@ def _rows_at_once(model: Any) -> int:
 
 def _tokens(model: Any, spec: Spec, generator: torch.Generator) -> Batch:
     """Token ids with padding at the end of the last row, its mask, and token types."""
-    accepted, (rows, length) = accepted_by(model), spec.shape
+    accepted, (rows, length, *books) = accepted_by(model), spec.shape
     vocabulary = spec.below or 2
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     ids = whole_numbers(replace(spec, leading=()), generator)
@@ -101,8 +101,8 @@ def _tokens(model: Any, spec: Spec, generator: torch.Generator) -> Batch:
     free = next((t for t in range(vocabulary) if t not in reserved), 0)
     ids[torch.isin(ids, reserved)] = free
     ids[:, : len(spec.leading)] = whole_numbers(spec)[:, : len(spec.leading)]
-    mask = torch.ones_like(ids)
-    if rows > 1:
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    if rows > 1 and not books:
         mask[-1, length - (length - len(spec.leading)) // 4 :] = 0
         if padding is not None:
             ids = torch.where(mask == 0, padding, ids)

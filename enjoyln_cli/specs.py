@@ -91,6 +91,9 @@ def _ids(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     if books := int(getattr(config, "num_codebooks", 0) or 0):  # a row for each of them
         codes = Spec((rows * books, tokens), vocabulary(config))
         yield {"input_ids": codes, "attention_mask": ones(rows, tokens)}
+        below = int(getattr(config, "codebook_vocab_size", 0) or vocabulary(config))
+        codes = Spec((rows, tokens, books + 1), min(below, vocabulary(config)))
+        yield {"input_ids": codes, "attention_mask": ones(rows, tokens)}  # text and sound at once
 
 
 def image_size(config: Any) -> tuple[int, int]:
@@ -99,6 +102,8 @@ def image_size(config: Any) -> tuple[int, int]:
         side = getattr(part, "image_size", None) or getattr(part, "max_img_size", None)
         if side or (hasattr(part, "patch_size") and (side := getattr(part, "input_size", None))):
             return pair(side)
+    if ratios := getattr(config, "scaled_images_ratios", None):  # the smallest is one patch
+        return pair(int(config.patch_size / min(ratios)))
     return pair(SIDE)
 
 
@@ -146,6 +151,8 @@ def _pixels(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     if frames := _number(config, "num_frames", default=0):
         yield {"pixel_values": Spec((rows, frames, *image))}
     yield from _patches(config, rows, channels)
+    prompted = dict.fromkeys(("pixel_values", "prompt_pixel_values", "prompt_masks"))
+    yield dict.fromkeys(prompted, Spec((rows, channels, height // 2, width)))  # stacked on another
     tile = Spec((rows, 1, *image))
     yield {"pixel_values": tile, "pixel_attention_mask": ones(rows, 1, *image[1:])}
     yield {"pixel_values": tile, "pixel_attention_mask": replace(ones(rows, 1), truth=True)}
@@ -156,7 +163,7 @@ def _pixels(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
         "aspect_ratio_mask": ones(rows, 1, tiles),
         "cross_attention_mask": ones(rows, tokens, 1, tiles),
     }
-    for crops in (2, 3, 5):
+    for crops in (2, 3, 5, 7):
         yield {"pixel_values": Spec((rows, crops, *image)), "image_sizes": sizes}
     yield {"pixel_values": Spec((rows, 1, *image)), "image_attention_mask": ones(rows, tokens, 1)}
     yield {"pixel_values": Spec((rows, 2, *image))}
@@ -178,6 +185,8 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
             for sizes in ("merge_sizes", "image_merge_sizes"):
                 yield {"pixel_values": Spec(shape), name: grid, sizes: merges}
             yield {"pixel_values": Spec(shape), name: grid}
+    merged = (rows * GRID * GRID, merge * side, merge * side, channels)  # of those put together
+    yield {"pixel_values": Spec(merged), "image_grid_thw": grid}
     for name in ("spatial_shapes", "image_grid_hw", "image_position_ids"):
         yield {
             "pixel_values": Spec((rows, GRID * GRID, width)),
@@ -213,7 +222,10 @@ def _features(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 
 def _feature_shapes(config: Any, rows: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    parts = ("audio_config", "encoder_config", "audio_encoder_config", "decoder_config")
+    parts = (
+        "audio_config", "encoder_config", "audio_encoder_config", "decoder_config",
+        "semantic_model_config",
+    )  # fmt: skip
     named = [part for n in parts if hasattr(part := getattr(config, n, None), "to_dict")]
     owners = _with_parts(_with_parts([config, *named]))
     for owner in owners:
@@ -236,6 +248,16 @@ def _feature_shapes(config: Any, rows: int) -> Iterator[tuple[tuple[int, ...], i
                 yield (rows, width, FRAMES), FRAMES
                 yield (rows, 1, FRAMES, width), FRAMES
                 yield (rows, 1, int(getattr(owner, "spec_size", FRAMES)), width), FRAMES
+    for owner in owners:
+        if channels := getattr(owner, "subsampling_conv_channels", None):  # a bin for each of them
+            yield (rows, FRAMES, int(channels[0])), FRAMES
+        if bins := getattr(owner, "num_mel_bins", None):
+            yield (rows, FRAMES, 4 * int(bins)), FRAMES  # of frames in fours
+    if hop := getattr(config, "hop_length", None):  # beside the sound that they were made of
+        frames = SAMPLES // int(hop)
+        for width in (getattr(owner, "feature_projection_input_dim", None) for owner in owners):
+            if isinstance(width, int):
+                yield (rows, frames, width), frames
 
 
 def _samples(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
@@ -268,7 +290,19 @@ def _past_values(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
         "future_time_features": Spec((rows, ahead, times)),
     }
     yield past
+    patch = int(getattr(config, "patch_length", 0) or 1)
+    series = Spec((rows, patch * GRID))
+    padding = replace(series, below=1)
+    yield {"past_values": series, "past_values_padding": padding, "freq": Spec((rows, 1), 2)}
     yield {"past_values": Spec(shape)}
+
+
+def _latents(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """Of a decoder by itself; channels before frames, or after them."""
+    for name in ("latent_dim", "hidden_size"):
+        if width := getattr(config, name, None):
+            yield {"latents": Spec((rows, int(width), tokens))}
+            yield {"latents": Spec((rows, tokens, int(width)))}
 
 
 def _trajectory(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
@@ -317,6 +351,7 @@ MAKERS: dict[str, Callable[..., Iterator[Inputs]]] = {
     "input_values": _samples,
     "hidden_states": _states,
     "past_values": _past_values,
+    "latents": _latents,
     "states": _trajectory,
     "inputs_embeds": _hidden("inputs_embeds"),
     "query_embeds": _queries,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,13 +35,15 @@ DEPTHS = ("depth", "num_hidden_layers", "encoder_layers")
 EXPERTS = re.compile(r"(num|routed)_experts$|expert_num$")
 TEXT_IDS = re.compile(r"_token_id$|_token_index$")
 VOCABULARY = 131
+PATIENCE = 60
+"""Seconds after which a model that accepts no inputs in one size is not tried in others."""
 SIDE = 128
 """Of images that are made smaller: where it is a power of two, patches can be put together."""
 GIVEN = {
     "vocab_size": VOCABULARY, "image_token_id": 70, "image_token_index": 70, "pad_token_id": 1,
     "video_token_id": 71, "video_token_index": 71, "audio_token_id": 72, "audio_token_index": 72,
     "prediction_length": 6, "context_length": 12, "mlp_layer_types": ["dense", "sparse"],
-    "default_language": "en_XX", "vocabulary_map": {"<image>": 70} | {
+    "default_language": "en_XX", "yes_token_index": 80, "no_token_index": 81, "vocabulary_map": {"<image>": 70} | {
         "IMGIMG" + "".join(chr(ord("A") + int(digit)) for digit in str(code)) + "Z": code % 64
         for code in range(8192)  # of an image, spelled as Chameleon's vocabulary does
     },
@@ -48,7 +51,9 @@ GIVEN = {
 """What a config leaves open, and the model needs."""
 BEGUN = {
     "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
-    "indexer_compress_ratio": 2, "indexer_budget": 4, "indexer_heads": 2, "index_topk": 4,
+    "indexer_compress_ratio": 2, "indexer_budget": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+    "indexer_head_dim": 16, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "layer_types": ["conv", "full_attention"], "downsample_rate": "1/7",
     "deepstack_layer_map": [[-2, 0], [-1, 1]], "spatial_target_layers": [0, 1, 0, 1],
     "projector_scale_factors": [1.0], "is_decoder": True, "top_k_experts": 2,
 }  # fmt: skip
@@ -80,7 +85,12 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
             patch = getattr(config, "patch_size", 1)
             patch = patch if isinstance(patch, int) and 0 < patch <= SIDE else 1
             smaller = patch * 2 ** int(math.log2(SIDE // patch))
-            config.image_size = smaller if isinstance(value, int) else [smaller] * len(value)
+            if isinstance(value, int):
+                config.image_size = smaller
+            else:  # two images one above the other stay that
+                times = [length // min(value) for length in value]
+                whole = all(length % min(value) == 0 for length in value)
+                config.image_size = [smaller * n if whole else smaller for n in times]
             if "image_embedding_size" in vars(config):
                 config.image_embedding_size = smaller // patch
         elif isinstance(value, dict) and (sections := value.get("mrope_section")):
@@ -159,6 +169,8 @@ def _link(config: Any) -> None:
     for name, part in parts.items():
         own, read = vars(part), widths.get("text_config")
         written = {"out_hidden_size", "output_dim", "projection_dim"} & own.keys()
+        if "projection_dim" in vars(parts.get("text_config", config)):
+            written.discard("projection_dim")  # both are projected to one size
         if name == "vision_config" and {"embed_dim", "hidden_size"} <= own.keys():
             written.add("hidden_size")
         for output in written if read and name in towers else ():
@@ -184,9 +196,9 @@ def _turn(config: Any) -> None:
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
     if sum(rope.get("mrope_section") or ()) != half:
-        time, side = half - 2 * (3 * half // 8), 3 * half // 8
+        frame, side = half - 2 * (3 * half // 8), 3 * half // 8
         first = "moe_num_experts" in vars(text)  # they come in the other order
-        rope["mrope_section"] = [side, side, time] if first else [time, side, side]
+        rope["mrope_section"] = [side, side, frame] if first else [frame, side, side]
 
 
 def _choose(config: Any) -> None:
@@ -252,8 +264,9 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     factors = (16, 8, 4, 2, 1)
     sizes = [(factor, side, {}) for side in (224, 0, None) for factor in factors]
     sizes += [(factor, 224, BEGUN) for factor in factors]
+    begin = time.monotonic()
     for factor, side, more in sizes:
-        if more and True in found:
+        if more and True in found or found and time.monotonic() - begin > PATIENCE:
             break
         try:
             config = _default(getattr(transformers, model_class), model_type, absent, more)
@@ -277,7 +290,7 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
             return config, sketch, True
         found.setdefault(calls is not None, (config, sketch, calls is not None))
     if not found:
-        raise failures[0]
+        raise failures[-1]
     return found.get(True) or found[False]
 
 
@@ -295,7 +308,10 @@ def _default(
 
     made = transformers.CONFIG_MAPPING[model_type]
     empty = {n for n, v in vars(made()).items() if not v and n in more} if more else set()
-    config = made(**{name: more[name] for name in empty})
+    try:
+        config = made(**{name: more[name] for name in empty})
+    except Exception:  # what fits the default only once it is shrunken
+        config = made()
     wanted = getattr(model_class, "config_class", None)
     parts = [part for part in vars(config).values() if hasattr(part, "to_dict")]
     if wanted and not isinstance(config, wanted):
