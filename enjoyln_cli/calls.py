@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.examples import accepted_by, main_inputs, spoken_inputs
+from enjoyln_cli.examples import accepted_by, further_inputs, main_inputs, spoken_inputs
 from enjoyln_cli.returned import tensors_in
 from enjoyln_cli.specs import (
     Inputs,
@@ -93,6 +94,8 @@ def _with_placeholders(model: Any, given: Inputs) -> Inputs:
     return given | {"input_ids": ids} | {name: places for name in named if name in accepted}
 
 
+_TOLD = re.compile(r"do not match, tokens: \d+, features:? (\d+)")
+"""How transformers' models say that there are more or fewer placeholders than features."""
 _GIVEN_AS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 
 
@@ -113,8 +116,9 @@ def _features(model: Any, kind: str, given: Inputs, rows: int) -> int:
     try:
         with torch.no_grad(), weightless():
             found = encode(**examples)
-    except Exception:  # the form is not the one that the model takes
-        return 0
+    except Exception as error:  # most often, the form is not the one that the model takes
+        told = _TOLD.search(str(error))
+        return int(told[1]) // rows if told else 0
     vectors = tensors_in(getattr(found, "pooler_output", found))
     return sum(math.prod(vector.shape[:-1]) for vector in vectors) // rows
 
@@ -193,7 +197,9 @@ def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
         yield from _optional_text(model, given, rows)
         yield from _cross_attention(model, given, rows)
         yield from _spoken(model, given)
-    elif set(given) == {"pixel_values"} and len(given["pixel_values"].shape) == 4:
+    if "pixel_values" in given:
+        yield from _further(model, given, rows)
+    if set(given) == {"pixel_values"} and len(given["pixel_values"].shape) == 4:
         yield from _optional_images(model, given["pixel_values"])
 
 
@@ -204,6 +210,20 @@ def _spoken(model: Any, given: Inputs) -> Iterator[Call]:
             with_decoder = {n: s for n, s in given.items() if n == "decoder_input_ids"}
             call = main_call(model, form | with_decoder)
             yield replace(call, label=f"{next(iter(form))} alone", required=False)
+
+
+def _further(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
+    """With a film in place of the images, with prompts for what is to be found in them."""
+    for form in further_inputs(model, given, rows, TOKENS):
+        films = "pixel_values_videos" in form
+        if films and "input_ids" not in given:
+            continue
+        inputs = given | form
+        if films:
+            text = replace(given["input_ids"], shape=(rows, TOKENS), leading=())
+            inputs = _with_placeholders(model, {"input_ids": text} | form)
+        call = main_call(model, inputs)
+        yield replace(call, label=f"with {next(iter(form))}", required=False)
 
 
 def _decoder_alone(model: Any, read: str, ids: Spec, rows: int) -> Iterator[Call]:

@@ -51,6 +51,13 @@ def spoken_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
         yield from _forms(model, "input_features", rows, tokens)
 
 
+def further_inputs(model: Any, given: Inputs, rows: int, tokens: int) -> Iterator[Inputs]:
+    """What ``forward`` takes beside ``given``, one kind of input at a time, in all of its forms."""
+    for name in ("pixel_values_videos", "input_boxes", "input_masks", "tile_fine_mask"):
+        if name in accepted_by(model) and name not in given:
+            yield from _forms(model, name, rows, tokens)
+
+
 def _required(model: Any) -> list[str]:
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -187,6 +187,7 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
             yield {"pixel_values": Spec(shape), name: grid}
     merged = (rows * GRID * GRID, merge * side, merge * side, channels)  # of those put together
     yield {"pixel_values": Spec(merged), "image_grid_thw": grid}
+    yield {"pixel_values": Spec((count, width))}
     for name in ("spatial_shapes", "image_grid_hw", "image_position_ids"):
         yield {
             "pixel_values": Spec((rows, GRID * GRID, width)),
@@ -211,6 +212,27 @@ def _videos(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
     frames = _number(config, "num_frames", "frames_per_clip", default=4)
     yield {"pixel_values_videos": Spec((rows, frames, channels, *image_size(config)))}
+
+
+def _boxes(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """Prompts for a segmentation; the labels tell those inside from those outside."""
+    boxes = {"input_boxes": Spec((rows, GRID, 4))}
+    yield {**boxes, "input_boxes_labels": Spec((rows, GRID), 2)}
+    yield boxes
+
+
+def _masks(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """An earlier mask, four times as fine as the grid of patches, or as the config says."""
+    for part in _vision(getattr(config, "prompt_encoder_config", config)):
+        if isinstance(size := getattr(part, "mask_input_size", None), (list, tuple)):
+            yield {"input_masks": Spec((rows, 1, *pair(size)))}
+        if (side := getattr(part, "image_size", 0)) and (patch := getattr(part, "patch_size", 0)):
+            sides = (4 * (length // patch) for length in pair(side))
+            yield {"input_masks": Spec((rows, 1, *sides))}
+
+
+def _tiles(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    yield {"tile_fine_mask": Spec((rows, 1), 2, (1,), truth=True)}
 
 
 def _features(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
@@ -352,6 +374,9 @@ MAKERS: dict[str, Callable[..., Iterator[Inputs]]] = {
     "hidden_states": _states,
     "past_values": _past_values,
     "latents": _latents,
+    "input_boxes": _boxes,
+    "input_masks": _masks,
+    "tile_fine_mask": _tiles,
     "states": _trajectory,
     "inputs_embeds": _hidden("inputs_embeds"),
     "query_embeds": _queries,

@@ -100,7 +100,7 @@ class Trace:
             operand
             for operand in node.all_input_nodes
             if isinstance(operand.meta.get("val"), torch.Tensor)
-            and call not in dict(self.calls_of(operand))
+            and (operand in self.parameters or call not in dict(self.calls_of(operand)))
             and not self._held_by(uncast(operand), path)
         ]
 

@@ -1,7 +1,7 @@
 """Is the reason that a LayerNorm is kept for true? Decided by experiment, never by reading.
 
 A reason names a source whose mean cannot be removed. Where somebody is said to observe a weight,
-the weight is shifted, and an output has to change. Where an op is said to lose a zero mean, the op
+the weight is shifted, a little or a lot, and an output has to change. Where an op is said to lose a zero mean, the op
 is run on random numbers: it must not commute with centring, ``f(P x) = P f(x)``, whichever of its
 operands are centred. If it does, a rule is missing.
 """
@@ -23,6 +23,8 @@ from enjoyln_cli.flow import Value
 
 SEEN = 1e-9
 """Relative change of an output from which on a shift is taken to be seen."""
+SHIFTS = (1.0, 1e3)
+"""By how much a weight is shifted: what is small can be lost behind a clamp or a softmax."""
 ELEMENTS = 1 << 22
 """Above which an op is not run."""
 
@@ -66,10 +68,14 @@ def _is_seen(model: torch.nn.Module, runs: Runs, source: Parameter) -> bool:
     parameter = model.get_parameter(source.name)
     before = parameter.detach().clone()
     random = torch.randn(before.shape, dtype=before.dtype)
+    shift = random - centre(random, source.axis)
     with torch.no_grad():
-        parameter.add_(random - centre(random, source.axis))
-        seen = any(_changed(outputs(), expected) for outputs, expected in runs)
-        parameter.copy_(before)
+        for size in SHIFTS:
+            parameter.copy_(before + size * shift)
+            seen = any(_changed(outputs(), expected) for outputs, expected in runs)
+            parameter.copy_(before)
+            if seen:
+                break
     return seen
 
 

@@ -79,7 +79,7 @@ def built(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 inputs = parameter.numel() // max(parameter.shape[:1], default=1)
-                spread = 0.3 if parameter.dim() < 2 else inputs**-0.5
+                spread = 0.3 if parameter.dim() < 2 else max(inputs, 1) ** -0.5
                 start = 1.0 if parameter.dim() < 2 else 0.3 * spread
                 parameter.copy_(start + spread * torch.randn_like(parameter))
     return model.double(), config, accepted

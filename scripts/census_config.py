@@ -177,6 +177,12 @@ def _link(config: Any) -> None:
             setattr(part, output, read)
         if encoder and name not in towers and "encoder_hidden_size" in vars(part):
             part.encoder_hidden_size = encoder
+        if deep := own.get("deepstack_visual_indexes") or own.get("deepstack_layers"):
+            _deepen(parts.get("text_config"), len(deep))  # each goes into a layer of the text
+        if (ratio := own.get("pixel_shuffle_ratio")) and "intermediate_size" in own:
+            part.intermediate_size = round(own["hidden_size"] / ratio**2)
+        if {"vision_output_dim", "projector_output_dim"} <= own.keys():
+            part.vision_output_dim = own["projector_output_dim"]
         if "downsample_channels" in own and (behind := getattr(config, "encoder_config", None)):
             behind.hidden_size = own["downsample_channels"][-1]
             _divide(behind)
@@ -185,6 +191,16 @@ def _link(config: Any) -> None:
         if levels in vars(part):  # each level has twice the grid of the next
             grid, count = prompts.image_size // prompts.patch_size, len(getattr(part, levels))
             setattr(part, levels, [[grid << level] * 2 for level in reversed(range(count))])
+
+
+def _deepen(text: Any, layers: int) -> None:
+    """At least so many layers, each of the kind of the last."""
+    own = vars(text) if text is not None else {}
+    missing = layers - own.get("num_hidden_layers", layers)
+    if missing > 0:
+        if kinds := own.get("layer_types"):
+            text.layer_types = [*kinds, *kinds[-1:] * missing]
+        text.num_hidden_layers = layers
 
 
 def _turn(config: Any) -> None:
@@ -263,7 +279,8 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     found: dict[bool, tuple[Any, Any, bool]] = {}
     factors = (16, 8, 4, 2, 1)
     sizes = [(factor, side, {}) for side in (224, 0, None) for factor in factors]
-    sizes += [(factor, 224, BEGUN) for factor in factors]
+    sizes[1:1] = [(16, 224, BEGUN)]
+    sizes += [(factor, 224, BEGUN) for factor in factors[1:]]
     begin = time.monotonic()
     for factor, side, more in sizes:
         if more and True in found or found and time.monotonic() - begin > PATIENCE:

@@ -134,8 +134,8 @@ def test_codes_come_in_a_row_for_each_book_under_one_mask() -> None:
 
 def test_an_unknown_main_input_is_refused_by_name() -> None:
     model = model_of("GPT2Model", "gpt2", n_layer=1)
-    model.main_input_name = "latents"
-    with pytest.raises(UnsupportedModel, match="takes latents, which cannot be made up"):
+    model.main_input_name = "waveform"
+    with pytest.raises(UnsupportedModel, match="takes waveform, which cannot be made up"):
         next(ways_to_call(model))
 
 
