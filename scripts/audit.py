@@ -1,9 +1,9 @@
 """Is the reason that a LayerNorm is kept for true? Decided by experiment, never by reading.
 
 A reason names a source whose mean cannot be removed. Where somebody is said to observe a weight,
-the weight is shifted, a little or a lot, and an output has to change. Where an op is said to lose a zero mean, the op
-is run on random numbers: it must not commute with centring, ``f(P x) = P f(x)``, whichever of its
-operands are centred. If it does, a rule is missing.
+the weight is shifted, a little or a lot, and an output has to change. Where an op is said to lose a
+zero mean, the op is run on random numbers: it must not commute with centring, ``f(P x) = P f(x)``,
+whichever of its operands are centred. If it does, a rule is missing.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ GIVEN = {
     "vocab_size": VOCABULARY, "image_token_id": 70, "image_token_index": 70, "pad_token_id": 1,
     "video_token_id": 71, "video_token_index": 71, "audio_token_id": 72, "audio_token_index": 72,
     "prediction_length": 6, "context_length": 12, "mlp_layer_types": ["dense", "sparse"],
-    "default_language": "en_XX", "yes_token_index": 80, "no_token_index": 81, "vocabulary_map": {"<image>": 70} | {
+    "default_language": "en_XX", "vocabulary_map": {"<image>": 70} | {
         "IMGIMG" + "".join(chr(ord("A") + int(digit)) for digit in str(code)) + "Z": code % 64
         for code in range(8192)  # of an image, spelled as Chameleon's vocabulary does
     },
@@ -117,6 +117,8 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
     if {"vision_config", "audio_config"} <= vars(config).keys():
         for name in {"vision_start_token_id", "audio_start_token_id"} - set(dir(config)):
             setattr(config, name, 73)
+    if "mm_tokens_per_image" in vars(config):
+        config.yes_token_index, config.no_token_index = 80, 81  # of a classifier of such images
     _link(config)
     _divide(config)
     _choose(config)
@@ -256,8 +258,10 @@ def _smaller(name: str, value: Any, factor: int, layers: int = 2) -> Any:
         return min(value, 8)
     if name == "patch_size" and value > 2 * SIDE:  # of a model whose patches are images
         return SIDE
-    if EXPERTS.search(name) and value > 128:
+    if EXPERTS.search(name) and value > 32:
         return 16
+    if name == "moe_intermediate_size":
+        return max(8, value // factor)
     if LAYERS.search(name):
         return min(value, max(layers, 2))
     if WIDTHS.search(name) and not FIXED.search(name) and value >= 4 * factor:
