@@ -82,6 +82,11 @@ def built(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
                 spread = 0.3 if parameter.dim() < 2 else max(inputs, 1) ** -0.5
                 start = 1.0 if parameter.dim() < 2 else 0.3 * spread
                 parameter.copy_(start + spread * torch.randn_like(parameter))
+        stored = model.state_dict().keys()
+        for name, buffer in model.named_buffers():  # codebooks, before anything was learnt
+            if name in stored and buffer.is_floating_point() and buffer.dim() > 1:
+                if not buffer.any():
+                    buffer.copy_(torch.randn_like(buffer))
     return model.double(), config, accepted
 
 

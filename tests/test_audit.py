@@ -63,3 +63,18 @@ def test_an_observer_has_to_observe(read: float) -> None:
     reason, found = answer(Stream(nn.Identity(), read), torch.randn(3, 5).double())
     assert reason.startswith("a weight that it rests on is read elsewhere")
     assert found == ("true" if read else "unseen: write.weight")
+
+
+def test_an_observer_behind_a_clamp_is_seen_by_a_large_shift() -> None:
+    model = Stream(lambda x: x, read=1e-5)
+    reader = model.reader
+    model.reader = nn.Sequential(reader, Beyond())  # type: ignore[assignment]
+    reason, found = answer(model, torch.randn(3, 5).double())
+    assert reason.endswith("centring it would show") and found == "true"
+
+
+class Beyond(nn.Module):
+    """Shows nothing of what is below a threshold."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.abs().clamp(min=1e-2)

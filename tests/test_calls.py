@@ -86,6 +86,54 @@ def test_each_feature_of_audio_has_its_token_also_in_a_class_with_a_head() -> No
     assert form["input_ids"].shape == (2, TOKENS + len(leading))
 
 
+def test_a_model_that_asks_for_more_placeholders_tells_how_many() -> None:
+    """Its method that counts them reads the text too, and compares the two."""
+    config = CONFIG_MAPPING["musicflamingo"](audio_token_id=9)
+    config.audio_config.num_hidden_layers = config.text_config.num_hidden_layers = 1
+    form = next(forms(build(transformers.MusicFlamingoModel, config), 2, TOKENS))
+    assert form["input_ids"].leading == (9,) * 750  # of 3000 frames: by 2, and by 2
+
+
+def test_a_film_takes_the_place_of_the_images_in_a_call_of_its_own() -> None:
+    vision = {"num_hidden_layers": 1, "image_size": 56, "patch_size": 28}
+    settings = {"vision_config": vision, "text_config": {"num_hidden_layers": 1}}
+    model = model_of("VideoLlavaModel", "video_llava", video_token_index=8, **settings)
+    calls = accepted_calls(model) or []
+    (film,) = [call for call in calls if call.label == "with pixel_values_videos"]
+    given = film.steps[0][1]
+    assert not film.required and "pixel_values" not in given
+    frames = given["pixel_values_videos"].shape[1]
+    assert (given["input_ids"] == 8).sum(1).tolist() == [frames * 5] * BATCH  # 4 patches, 1 class
+    assert all(call.label != film.label for call in accepted_calls(model_of("CLIPModel", "clip")))
+
+
+def test_prompts_of_a_segmentation_are_given_beside_the_image() -> None:
+    sam = CONFIG_MAPPING["sam"]()
+    sam.vision_config.num_hidden_layers, sam.vision_config.image_size = 1, 64
+    sam.vision_config.global_attn_indexes = [0]
+    sam.prompt_encoder_config.image_size = 64
+    sam.prompt_encoder_config.image_embedding_size = 4
+    calls = {call.label: call for call in accepted_calls(build(transformers.SamModel, sam)) or []}
+    given = calls["with input_masks"].steps[0][1]
+    assert given["input_masks"].shape == (BATCH, 1, 16, 16) and "pixel_values" in given
+    assert calls["with input_boxes"].steps[0][1]["input_boxes"].shape[-1] == 4
+
+
+def test_inputs_that_belong_to_others() -> None:
+    times = model_of("TimesFmModel", "timesfm", num_hidden_layers=1, patch_length=8)
+    assert first(times).keys() == {"past_values", "past_values_padding", "freq"}
+    assert first(times)["past_values"].shape[1] % 8 == 0
+    assert accepted_calls(times) is not None
+    painted = model_of("SegGptModel", "seggpt", num_hidden_layers=2, image_size=[64, 32])
+    half = Spec((2, 3, 32, 32))
+    assert first(painted) == dict.fromkeys(
+        ("pixel_values", "prompt_pixel_values", "prompt_masks"), half
+    )
+    decoder = model_of("MimiDecoderModel", "mimi_decoder", num_hidden_layers=1)
+    assert first(decoder) == {"latents": Spec((2, decoder.config.hidden_size, 7))}
+    assert accepted_calls(decoder) is not None
+
+
 def test_a_mask_can_be_of_truth_values() -> None:
     assert whole_numbers(Spec((2, 1), 2, (1,), truth=True)).tolist() == [[True], [True]]
     assert whole_numbers(ones(2, 1)).tolist() == [[1], [1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
 from enjoyln_cli.analysis import accepted_calls, analyze_module
 from enjoyln_cli.calls import forms
+from enjoyln_cli.classes import build
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.inputs import seeded
@@ -97,6 +99,56 @@ class Unpadded(nn.Module):
         return self.out(self.norm(self.own(x[mask])))
 
 
+class Experts(nn.Module):
+    """Each token goes to the expert that an activation chooses; only those chosen are run."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.embed, self.gate = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.experts = nn.Parameter(torch.empty(3, WIDTH, WIDTH))
+        self.out, self.reads = nn.Linear(WIDTH, 2), reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stream = self.embed(x)
+        chosen = nn.functional.one_hot(self.gate(self.norm(stream)).argmax(-1), 3)
+        result = torch.zeros(len(x), WIDTH, dtype=x.dtype)
+        for expert in chosen.sum(0).gt(0).nonzero():
+            (tokens,) = torch.where(chosen.T[expert[0]])
+            if self.reads and int(expert[0]) == 1:
+                continue
+            given = self.norm(stream)[tokens] @ self.experts[expert[0]]
+            result.index_add_(0, tokens, given)
+        return self.out(self.last(result))
+
+
+class Strided(nn.Module):
+    """Keeps a number that Python reads as a tensor, another in a stored buffer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.own, self.norm = nn.Linear(5, WIDTH), nn.LayerNorm(WIDTH)
+        self.register_buffer("stride", torch.tensor(config.stride), persistent=False)
+        self.register_buffer("stored", torch.tensor(config.stride))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stream = self.own(x)
+        extra = torch.ceil(torch.tensor(len(x)) / self.stride) * self.stride - len(x)
+        return self.norm(nn.functional.pad(stream, (0, 0, 0, int(extra))))
+
+
+class Table(Images):
+    """A table of its own is normalised, which no other op reads before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.of_table = nn.Embedding(4, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(x, sizes)
+        return scores + self.out(self.of_table(self.table.weight)).sum(0)
+
+
 def random(module: nn.Module) -> Any:
     torch.manual_seed(0)
     for parameter in module.parameters():
@@ -147,6 +199,38 @@ def test_rows_that_values_choose_are_followed_for_the_example() -> None:
 def test_a_model_that_reads_an_activation_is_refused() -> None:
     with pytest.raises(TraceFailed, match="Judged could not be traced"):
         analyze_module(random(Judged()), *example(3, 4))
+
+
+def test_an_expert_that_an_activation_chooses_is_followed_and_so_are_the_others() -> None:
+    model, x = random(Experts()), torch.randn(7, 5, dtype=torch.float64)
+    found = analyze_module(model, x)
+    assert found.problem.flow.traces[0].by_example
+    reasons = {verdict.norm: verdict.reason for verdict in found.plan.kept}
+    assert [verdict.norm for verdict in found.plan.folded] == ["norm"]
+    assert reasons == {"last": "its memory is written in place"}
+    folded = converted(model, found.plan)
+    for rows in (1, 2, 30):  # of one row, two experts are not run
+        assert error(folded, model, torch.randn(rows, 5, dtype=torch.float64)) <= 1e-12
+
+
+def test_the_number_of_an_expert_is_not_read() -> None:
+    with pytest.raises(TraceFailed, match="Experts could not be traced"):
+        analyze_module(random(Experts(reads=True)), torch.randn(7, 5, dtype=torch.float64))
+
+
+def test_a_number_that_code_writes_is_known_and_one_that_is_stored_is_not() -> None:
+    bare = build(Strided, SimpleNamespace(stride=4))
+    assert not bare.stride.is_meta and int(bare.stride) == 4
+    assert bare.stored.is_meta and all(parameter.is_meta for parameter in bare.parameters())
+    found = analyze_module(bare, torch.randn(6, 5))
+    assert [verdict.norm for verdict in found.plan.folded] == ["norm"]
+
+
+def test_a_norm_that_is_the_first_to_read_a_parameter_has_it_for_its_input() -> None:
+    model = random(Table())
+    plan = analyze_module(model, *example(3, 4)).plan
+    assert "of_table" in [verdict.norm for verdict in plan.folded]
+    assert error(converted(model, plan), model, *example(2, 5)) <= 1e-12
 
 
 def test_a_value_written_in_place_keeps_its_norm_and_no_other() -> None:
