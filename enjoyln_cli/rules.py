@@ -264,6 +264,15 @@ def _reorder(node: Node, axis: Axis) -> Pull:
     return ((node.args[0], axis),)
 
 
+@rule(aten.unfold)
+def _unfold(node: Node, axis: Axis) -> Pull:
+    """Windows along another dimension; a new last one counts their elements."""
+    source = node.args[0]
+    if axis.dim in (node.args[1] % rank_of(source), rank_of(source)):
+        return Opaque("windows along the mean")
+    return ((source, axis),)
+
+
 @rule(aten.index)
 def _index(node: Node, axis: Axis) -> Pull:
     """Advanced indexing of dimensions before the mean's own picks whole groups."""

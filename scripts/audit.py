@@ -36,16 +36,16 @@ Runs = Sequence[tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor]]]
 def audited(analysis: Analysis, model: torch.nn.Module, runs: Runs) -> dict[str, str]:
     """For each kept norm what the experiment says of its reason.
 
-    ``true``, ``not exercised``, ``missing rule: OP``, ``unseen: PARAMETER`` (nothing changes where
-    somebody should observe), ``given`` (an input or a constant), or the reason itself where it is
-    about the program and not about numbers.
+    ``true``, ``not exercised``, that it runs for nothing, ``missing rule: OP``,
+    ``unseen: PARAMETER`` (nothing changes where somebody should observe), ``given`` (an input or a
+    constant), or the reason itself where it is about the program and not about numbers.
     """
     found: dict[str, str] = {}
     answers: dict[Any, str] = {}
     for verdict in analysis.plan.kept:
         if verdict.norm not in analysis.problem.norms:
             unread = verdict.reason == "no traced call runs it"
-            found[verdict.norm] = "not exercised" if unread else verdict.reason
+            found[verdict.norm] = _unread(model, runs, verdict.norm) if unread else verdict.reason
             continue
         source = why.obstacle(analysis.problem, analysis.cut, verdict.norm).source
         if source not in answers:
@@ -77,6 +77,24 @@ def _is_seen(model: torch.nn.Module, runs: Runs, source: Parameter) -> bool:
             if seen:
                 break
     return seen
+
+
+def _unread(model: torch.nn.Module, runs: Runs, norm: str) -> str:
+    """Of a norm in no graph: whether it runs at all, and if so, whether an output depends on it."""
+    called: list[str] = []
+    module = model.get_submodule(norm)
+    hook = module.register_forward_hook(lambda *_: called.append(norm))
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter))
+        seen = any(_changed(outputs(), expected) for outputs, expected in runs)
+        for parameter, value in zip(module.parameters(), before, strict=True):
+            parameter.copy_(value)
+    hook.remove()
+    if not called:
+        return "not exercised"
+    return "untraced: an output depends on it" if seen else "it runs, and no output depends on it"
 
 
 def _changed(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

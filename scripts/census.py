@@ -84,9 +84,9 @@ def built(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
                 parameter.copy_(start + spread * torch.randn_like(parameter))
         stored = model.state_dict().keys()
         for name, buffer in model.named_buffers():  # codebooks, before anything was learnt
-            if name in stored and buffer.is_floating_point() and buffer.dim() > 1:
-                if not buffer.any():
-                    buffer.copy_(torch.randn_like(buffer))
+            table = name in stored and buffer.is_floating_point() and buffer.dim() > 1
+            if table and not buffer.any():
+                buffer.copy_(torch.randn_like(buffer))
     return model.double(), config, accepted
 
 

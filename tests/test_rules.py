@@ -91,6 +91,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "gather": (lambda x: x.gather(1, PICKED.expand(2, 3, 12)), (X,)),
     "gather by a repeated index": (lambda x: x.gather(1, PICKED.repeat(1, 1, 12)), (X,)),
     "repeat_interleave": (lambda x: aten.repeat_interleave.self_int(x, 3, 1), (X,)),
+    "windows": (lambda x: x.unfold(1, 2, 1).transpose(2, 3), (X,)),
     "copy": (lambda x, y: aten.copy(x, y), (values(2, 5, 12, seed=6), X)),
     "sum": (lambda x: x.sum(1), (X,)),
     "mean": (lambda x: x.mean(1, keepdim=True), (X,)),
@@ -314,6 +315,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
     ),
     "elements repeated one by one": (
         lambda x: aten.repeat_interleave.self_int(x, 3, 2), (X,), Axis(2, 0, 1, 36, 1), "repeated",
+    ),
+    "windows along the mean": (
+        lambda x: x.unfold(2, 4, 2), (X,), Axis(3, 0, 1, 4, 1), "windows along the mean",
     ),
     "a copy of another shape": (
         lambda x, y: aten.copy(x, y), (X, values(12)), Axis(2, 0, 1, 12, 1), "another shape",
