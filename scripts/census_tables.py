@@ -10,7 +10,8 @@ Written by `scripts/census.py` with torch {torch} and transformers {transformers
 model type of the auto mappings with its usual heads, from a shrunken config, with random weights
 (γ, β and biases moved, means of weights not zero). The error is the largest difference of any
 returned tensor, relative to its largest element, over three seeded inputs and every call of the
-proof (prefill and decoding with the cache, optional inputs); in float64 unless marked.
+proof (prefill and decoding with the cache, optional inputs); in float64 unless marked. The rows
+come from several runs of the script while it grew, for each class the latest that examined it.
 """
 LEGEND = """\
 Of the *LNs*, those *in weights* fold by editing weights alone, those *with ops* need an explicit
