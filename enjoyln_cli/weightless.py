@@ -39,7 +39,8 @@ def weightless() -> Iterator[None]:
 
     Raises ``RuntimeError`` where a value is asked for that depends on a weight.
     """
-    with _KeepWritten(), _KeepGiven(), symbolic.patch(meta_nonzero_assume_all_nonzero=True):
+    all_chosen = symbolic.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+    with _KeepWritten(), _KeepGiven(), all_chosen:
         yield
 
 
