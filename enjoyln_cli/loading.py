@@ -11,6 +11,7 @@ import inspect
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from enjoyln_cli.centred import (
@@ -122,7 +123,10 @@ def refold(model: Model) -> Model:
             )
     for layers, some in trained:
         moved_on(layers, some)
-    centre_parameters(model, Plan("", found.model_class, (), (), tuple(writers), ()))
+    plan = Plan("", found.model_class, (), (), tuple(writers), ())
+    centre_parameters(model, plan)
+    if any(tensor_at(model, path).dtype == torch.float64 for path in watch.tensors):
+        centre_parameters(model, plan)  # a mean's own rounding, where it was far above the rest
     for layers, some in units:
         set_units(layers, some)
     return optimize(model)

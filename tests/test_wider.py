@@ -404,6 +404,15 @@ def test_training_and_refolding(outs: dict[str, Path], tmp_path: Path) -> None:
     assert far(logits(model), exact) < 1e-5
 
 
+def test_units_trained_in_float64_are_centred_to_its_rounding(outs: dict[str, Path]) -> None:
+    """Their mean is far above the rest of them."""
+    model = trained(from_pretrained(outs["float32"], dtype=torch.float64), 0)
+    with pytest.warns(UserWarning, match="computing LayerNorm"):
+        exact = logits(model)
+    assert shifted(refold(model)) == {False}
+    assert far(logits(model), exact) < 1e-12
+
+
 def test_there_is_no_place_for_units_trained_twice(outs: dict[str, Path]) -> None:
     model = trained(refold(trained(from_pretrained(outs["float32"]), 0)), 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
