@@ -154,20 +154,22 @@ def _analysis_of_classes(
     first, *others = loading
     inner = families.base_path(first.model)
     held = [o for o in others if inner and type(o.model) is _type_at(first.model, inner)]
-    traces, unproven = _traces(first, first, inner if held else None, apart)
+    traces, given = _traces(first, first, inner if held else None, apart)
+    read = [(first.model, given)]
     proven = [first.name, *(other.name for other in held)]
     beside: list[Built] = []
     for other in others:
         if other in held:
             continue
         try:
-            more, more_unproven = _traces(other, first, apart=apart)
+            more, given = _traces(other, first, apart=apart)
         except (TraceFailed, UnsupportedModel):
             continue
-        traces, unproven = traces + more, unproven | more_unproven
+        traces = traces + more
+        read.append((other.model, given))
         proven.append(other.name)
         beside.append((other.model, families.naming_between(other.model, first.model)))
-    left = sorted(unproven)
+    left = _unproven(read)
     return _analysis(first, traces, tuple(proven), model_type, left, (), options, beside)
 
 
@@ -186,8 +188,8 @@ def _analysis_of_outputs(
     refused: EnjoyLNError | None = None
     for found in candidates:
         try:
-            traces, unproven = _traces(found, found, apart=apart)
-            left = sorted(unproven)
+            traces, given = _traces(found, found, apart=apart)
+            left = _unproven([(found.model, given)])
             return _analysis(found, traces, (found.name,), model_type, left, outputs, options)
         except EnjoyLNError as error:
             refused = refused or error
@@ -229,8 +231,8 @@ def analyze_calls(
     own = Candidate(model, {name: (name,) for name in tensors}, {}, ())
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     traces, given = _captured(model, calls)
-    unproven = set(optional_inputs(model)) - given
-    return _analysis(own, traces, (own.name,), kind, sorted(unproven), tuple(outputs), options)
+    left = _unproven([(model, given)])
+    return _analysis(own, traces, (own.name,), kind, left, tuple(outputs), options)
 
 
 def _loading(
@@ -257,7 +259,7 @@ def _type_at(model: nn.Module, path: str) -> type:
 def _traces(
     found: Candidate, reference: Candidate, inner: str | None = None, apart: Apart | None = None
 ) -> tuple[list[Trace], set[str]]:
-    """All graphs of one class, and the optional inputs that none of them reads.
+    """All graphs of one class, and the names of the inputs that they are given.
 
     Raises ``UnsupportedModel`` where it computes something else since it was set ``apart``.
     """
@@ -267,7 +269,7 @@ def _traces(
     if apart is not None:
         tied = apart.before[found.name].model
         ties.require_same(capture(tied, calls[0], naming, inner), traces[0])
-    return traces, set(optional_inputs(model)) - given
+    return traces, given
 
 
 def _likely_calls(model: nn.Module) -> list[Call]:
@@ -281,6 +283,21 @@ def _likely_calls(model: nn.Module) -> list[Call]:
 def accepted_calls(model: nn.Module) -> list[Call] | None:
     """The calls in the first form that the model accepts; ``None`` if it accepts none."""
     return next((calls for calls in ways_to_call(model) if accepts(model, calls[0])), None)
+
+
+def _unproven(read: Sequence[tuple[nn.Module, set[str]]]) -> list[str]:
+    """Optional inputs that no trace covers, of classes with what their traces were given.
+
+    A class hands keywords that it does not know on to its base model. What that makes of them is
+    proven where any class has been given them.
+    """
+    left: set[str] = set()
+    reached: set[str] = set()
+    for model, given in read:
+        left |= set(optional_inputs(model)) - given
+        if inner := families.base_path(model):
+            reached |= set(optional_inputs(model.get_submodule(inner)))
+    return sorted(left | reached.difference(*(given for _, given in read)))
 
 
 def _captured(
