@@ -387,6 +387,26 @@ def read_part(checkpoint: Checkpoint, name: str, dim: int, start: int, count: in
     return torch.from_numpy(part.copy()).view(dtype)
 
 
+def read_rows(checkpoint: Checkpoint, name: str, elements: int) -> Iterator[torch.Tensor]:
+    """The slices of one tensor along its first dimension, about so many elements at a time.
+
+    Raises as ``read_tensor`` does.
+    """
+    stored = _stored(checkpoint, name)
+    if checkpoint.format == "bin" or stored.nbytes == 0:
+        yield read_tensor(checkpoint, name)
+        return
+    dtype, (length, *rest) = DTYPES[stored.dtype], stored.shape
+    size = stored.nbytes // length
+    count = max(1, elements * length * dtype.itemsize // stored.nbytes)
+    with (checkpoint.source.path / stored.file).open("rb", buffering=0) as file:
+        for first in range(0, length, count):
+            some = min(count, length - first)
+            data = bytearray(some * size)
+            _read_into(file.fileno(), memoryview(data), stored, first * size)
+            yield torch.frombuffer(data, dtype=dtype).reshape(some, *rest)
+
+
 def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
     """Whether two stored tensors have the same dtype and shape and are equal bit for bit."""
     one, two = _stored(checkpoint, a), _stored(checkpoint, b)

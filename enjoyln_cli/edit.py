@@ -15,7 +15,7 @@ block at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,8 +24,8 @@ from enjoyln_cli.axis import Axis, centre
 from enjoyln_cli.plan import Grown, Merge, Named, Plan, Widening
 from enjoyln_cli.units import UNITS, read_by_units, written_by_units
 
-ROWS = 1 << 22
-"""Elements of a matrix that are held in float64 at once."""
+ROWS = 1 << 18
+"""Elements of a matrix that are held in float64 at once: 2 MB, which stays in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -99,21 +99,51 @@ class Given:
     scale: torch.Tensor | None = None
 
 
-def given(edit: Edit, read: Callable[[str], torch.Tensor]) -> Given:
-    """What ``edit`` takes from the tensors that ``read`` returns by name, all unedited."""
+def given(
+    edit: Edit,
+    read: Callable[[str], torch.Tensor],
+    rows: Callable[[str], Iterable[torch.Tensor]] | None = None,
+) -> Given:
+    """What ``edit`` takes from the tensors that ``read`` returns by name, all unedited.
+
+    ``rows`` gives the same tensors in slices along their first dimension, for large ones.
+    """
 
     def vector(found: Vector | None) -> torch.Tensor | None:
         return None if found is None else read(found.tensor).double().flatten() + found.offset
 
-    plus = None if edit.plus is None else _product(edit.plus, read)
+    plus = None
+    if edit.plus is not None:
+        by = read(edit.plus.by).double().flatten()
+        parts = in_rows(read(edit.plus.matrix)) if rows is None else rows(edit.plus.matrix)
+        plus = _product(parts, edit.plus.dim, by)
     return Given(vector(edit.times), plus, vector(edit.scale))
 
 
-def _product(found: Product, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    by = read(found.by).double().flatten()
-    rows = read(found.matrix).movedim(found.dim, -1).flatten(0, -2)
-    parts = rows.split(max(1, ROWS // max(by.numel(), 1)))
-    return torch.cat([part.double() @ by for part in parts])
+def in_rows(x: torch.Tensor) -> Iterable[torch.Tensor]:
+    """``x`` in slices along its first dimension, of bounded size."""
+    return x.split(max(1, ROWS * len(x) // max(x.numel(), 1)))
+
+
+def _product(parts: Iterable[torch.Tensor], dim: int, by: torch.Tensor) -> torch.Tensor:
+    """The sum over ``dim`` of a matrix times a vector; ``parts`` are its rows, a few at a time.
+
+    Nothing small is kept from one part to the next, which would keep the large ones' memory.
+    """
+    at, total = 0, torch.zeros(() if dim == 0 else 0, dtype=torch.float64)
+    for part in parts:
+        wide = (part.float() if _narrow(part) else part).double()
+        if dim == 0:
+            total = total + by[at : at + len(part)] @ wide.flatten(1)
+        else:
+            total = torch.cat([total, wide.movedim(dim, -1).flatten(0, -2) @ by])
+        at += len(part)
+    return total
+
+
+def _narrow(x: torch.Tensor) -> bool:
+    """Whether the way to float64 is shorter through float32."""
+    return x.dtype in (torch.float16, torch.bfloat16)
 
 
 def edited(x: torch.Tensor, edit: Edit, values: Given) -> torch.Tensor:

@@ -78,10 +78,15 @@ class Before:
     def __call__(self, block: torch.Tensor, first: int) -> None:
         """On the elements from ``first``, which are whole runs of ``inner``, in place."""
         if self.by is not None:
-            rows = block.view(-1, self.inner)
-            at = first // self.inner
-            each = torch.arange(at, at + len(rows)).remainder_(self.by.numel())
-            rows.mul_(self.by[each].unsqueeze(1))
+            rows, many = block.view(-1, self.inner), self.by.numel()
+            at = first // self.inner % many
+            begun = min(-at % many, len(rows))
+            rounds = (len(rows) - begun) // many * many
+            last = len(rows) - begun - rounds
+            rows[:begun].mul_(self.by[at : at + begun].unsqueeze(1))
+            whole = rows[begun : begun + rounds].view(-1, many, self.inner)
+            whole.mul_(self.by.view(1, many, 1))
+            rows[begun + rounds :].mul_(self.by[:last].unsqueeze(1))
         if self.add is not None:
             block.add_(self.add[first : first + block.numel()])
 

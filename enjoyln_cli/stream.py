@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import torch
 
 from enjoyln_cli.blocks import Ends, Lane, Target, run
-from enjoyln_cli.checkpoint import Checkpoint, read_tensor
-from enjoyln_cli.edit import Edit, Given, given
+from enjoyln_cli.checkpoint import Checkpoint, read_rows, read_tensor
+from enjoyln_cli.edit import ROWS, Edit, Given, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.kept import Keeper, keeping
 from enjoyln_cli.shards import Stored
@@ -83,7 +83,7 @@ def write_shards(
     """
     _check_edits(checkpoint, edits)
     shards = _layout(checkpoint, edits, dtype, max_shard_size)
-    tasks = _tasks(checkpoint, edits)
+    tasks = _tasks(checkpoint, edits, jobs or _cores())
     write_tensors(checkpoint, tasks, shards, into, jobs=jobs, progress=progress, keeper=keeper)
     index = _index(checkpoint, shards)
     for name, text in index.items():
@@ -392,14 +392,22 @@ def _write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _tasks(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> Callable[[Slot], Iterator[Task]]:
+def _tasks(
+    checkpoint: Checkpoint, edits: Mapping[str, Edit], jobs: int
+) -> Callable[[Slot], Iterator[Task]]:
     """Tells what becomes of each tensor. The vectors that are multiplied in are in memory."""
 
     def read(name: str) -> torch.Tensor:
         return read_tensor(checkpoint, name)
 
+    def rows(name: str) -> Iterator[torch.Tensor]:
+        return read_rows(checkpoint, name, ROWS)
+
     none = Given()
-    values = {name: given(edit, read) if edit.needs else none for name, edit in edits.items()}
+    needing = {name: edit for name, edit in edits.items() if edit.needs}
+    with ThreadPoolExecutor(jobs) as pool:
+        found = pool.map(lambda edit: given(edit, read, rows), needing.values())
+        values = dict(zip(needing, found, strict=True))
 
     def tasks(slot: Slot) -> Iterator[Task]:
         steps = steps_of(slot, edits.get(slot.name, Edit()), values.get(slot.name, none))
