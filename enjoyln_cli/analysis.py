@@ -267,8 +267,7 @@ def _traces(
     calls = _likely_calls(model)
     traces, given = _captured(model, calls, naming, inner)
     if apart is not None:
-        tied = apart.before[found.name].model
-        ties.require_same(capture(tied, calls[0], naming, inner), traces[0])
+        ties.require_same(apart.before[found.name].model, model, calls[0])
     return traces, given
 
 

@@ -13,16 +13,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.fx import Node
-from torch.fx.node import map_arg
+from torch import nn
 
 from enjoyln_cli import classes as families
+from enjoyln_cli.calls import Call
 from enjoyln_cli.checkpoint import Checkpoint, raw_config
 from enjoyln_cli.classes import Candidate, Shape
 from enjoyln_cli.config import changed
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan import Plan, Setting, Untied
-from enjoyln_cli.trace import Trace
+from enjoyln_cli.trace import ops_of
 
 FLAG = "tie_word_embeddings"
 
@@ -192,31 +192,21 @@ def untied(plan: Plan, apart: Apart) -> Plan:
     return replace(plan, untied=apart.untied, settings=(*plan.settings, *apart.settings))
 
 
-def require_same(before: Trace, after: Trace) -> None:
-    """Raises ``UnsupportedModel`` where a model computes something else once it is untied.
+def require_same(tied: nn.Module, model: nn.Module, call: Call) -> None:
+    """Raises ``UnsupportedModel`` where a class computes something else when nothing is tied.
 
-    Some classes scale what they feed to a tied head.
+    Some scale what they feed to a tied head. The ops of both are compared in a run of ``call``.
     """
-    groups = {name: names[0] for names in before.parameters.values() for name in names}
-    if _ops(before, groups) != _ops(after, groups):
+    groups = {name: names[0] for names in _shared(tied) for name in names}
+    try:
+        same = ops_of(tied, call, groups) == ops_of(model, call, groups)
+    except Exception as error:  # whatever a model raises
         raise UnsupportedModel(
-            f"{before.model_class} computes something else where {FLAG} is false, so it cannot be "
+            f"{type(tied).__name__} does not run without its weights ({type(error).__name__}), so "
+            "nobody can tell what else it computes when it is untied; fold it without untying"
+        ) from error
+    if not same:
+        raise UnsupportedModel(
+            f"{type(tied).__name__} computes something else where {FLAG} is false, so it cannot be "
             "untied; fold it without untying"
         )
-
-
-def _ops(trace: Trace, groups: dict[str, str]) -> list[str]:
-    """Every op with its operands; a parameter goes by the first name of those it was tied to."""
-    names: dict[Node, str] = {}
-    found: list[str] = []
-    for node in trace.graph.nodes:
-        if node in trace.parameters:
-            first = trace.parameters[node][0]
-            names[node] = f"parameter {groups.get(first, first)}"
-        elif node.op in ("placeholder", "get_attr"):
-            names[node] = str(trace.inputs.get(node, node.target))
-        else:
-            names[node] = f"op {len(found)}"
-            given = map_arg((node.args, node.kwargs), lambda operand: names[operand])
-            found.append(f"{node.target} {given}")
-    return found

@@ -34,7 +34,6 @@ from enjoyln_cli.plan import Options, Plan
 from enjoyln_cli.recipe import differences, follow, recipe_of
 from enjoyln_cli.rows import row
 from enjoyln_cli.ties import apart, require_same
-from enjoyln_cli.trace import capture
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -279,6 +278,23 @@ def test_a_copy_that_is_not_one_is_found(tmp_path: Path) -> None:
     assert found.runtime_error > 1e-3
 
 
+def test_untied_and_wider_at_once(tmp_path: Path) -> None:
+    both = Options(untie=True, widen_mlp=True)
+    result = convert(CHECKPOINTS / "bert", tmp_path / "out", options=both)
+    assert result.verification.passed and result.verification.identity_error < 1e-12
+    first = ("bert.embeddings.LayerNorm", *(f"bert.encoder.layer.{i}.output" for i in range(3)))
+    assert [v.norm.removesuffix(".LayerNorm") for v in result.plan.folded] == [
+        name.removesuffix(".LayerNorm") for name in first
+    ]
+    names = {setting.name for setting in result.plan.settings}
+    assert names == {"tie_word_embeddings", "intermediate_size"}
+    repeated = prepare(
+        CHECKPOINTS / "bert", None, Opening(recipe=tmp_path / "out" / "enjoyln_recipe.yaml")
+    )
+    assert repeated.plan == result.plan
+    from_pretrained(tmp_path / "out")
+
+
 # What is refused, and what is not needed
 
 
@@ -326,10 +342,19 @@ def test_a_class_that_computes_something_else_is_refused() -> None:
     ids = Call("ids", (((torch.zeros(2, 3, dtype=torch.long),), {}),))
     tied = Scaled(0.5)
     tied.head.weight = tied.embed.weight
-    before = capture(tied, ids)
-    require_same(before, capture(Scaled(0.5), ids))
+    require_same(tied, Scaled(0.5), ids)
     with pytest.raises(UnsupportedModel, match="Scaled computes something else"):
-        require_same(before, capture(Scaled(1.0), ids))
+        require_same(tied, Scaled(1.0), ids)
+    swapped = Scaled(0.5)
+    swapped.head, swapped.embed = nn.Linear(5, 7, bias=False), nn.Embedding(7, 5)
+    require_same(tied, swapped, ids)
+    apart_before, other = Scaled(0.5), Scaled(0.5)
+    other.embed.weight = other.head.weight
+    with pytest.raises(UnsupportedModel, match="Scaled computes something else"):
+        require_same(apart_before, other, ids)
+    other.head.weight = nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(UnsupportedModel, match="does not run without its weights"):
+        require_same(tied, other, ids)
 
 
 def test_a_model_in_memory_is_not_untied() -> None:
