@@ -21,6 +21,7 @@ from enjoyln_cli import classes as families
 from enjoyln_cli import cut as cuts
 from enjoyln_cli import ties
 from enjoyln_cli import why as explain
+from enjoyln_cli.alike import require_same
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.calls import Call, optional_inputs, ways_to_call
 from enjoyln_cli.checkpoint import Checkpoint
@@ -267,7 +268,7 @@ def _traces(
     calls = _likely_calls(model)
     traces, given = _captured(model, calls, naming, inner)
     if apart is not None:
-        ties.require_same(apart.before[found.name].model, model, calls[0])
+        require_same(apart.before[found.name].model, model, calls[0])
     return traces, given
 
 

@@ -2,8 +2,9 @@
 
 transformers ties where ``tie_word_embeddings`` of a config is true, and loads as many tensors as
 there are names where it is false. Decides whether that entry, in the config or in one nested in it,
-can be changed so that nothing but the tying changes, in which tensors the copies are stored, and
-under what names. A tie that is made in another way cannot be undone by a checkpoint.
+can be changed so that the result loads untied (``alike`` tells whether all else stays), in which
+tensors the copies are stored, and under what names. A tie that is made in another way cannot be
+undone by a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,16 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from enjoyln_cli import classes as families
-from enjoyln_cli.calls import Call
 from enjoyln_cli.checkpoint import Checkpoint, raw_config
 from enjoyln_cli.classes import Candidate, Shape
 from enjoyln_cli.config import changed
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan import Plan, Setting, Untied
-from enjoyln_cli.trace import ops_of
 
 FLAG = "tie_word_embeddings"
 
@@ -190,23 +187,3 @@ def untied(plan: Plan, apart: Apart) -> Plan:
     if concerned.isdisjoint(writer.parameter for writer in plan.writers):
         return plan
     return replace(plan, untied=apart.untied, settings=(*plan.settings, *apart.settings))
-
-
-def require_same(tied: nn.Module, model: nn.Module, call: Call) -> None:
-    """Raises ``UnsupportedModel`` where a class computes something else when nothing is tied.
-
-    Some scale what they feed to a tied head. The ops of both are compared in a run of ``call``.
-    """
-    groups = {name: names[0] for names in _shared(tied) for name in names}
-    try:
-        same = ops_of(tied, call, groups) == ops_of(model, call, groups)
-    except Exception as error:  # whatever a model raises
-        raise UnsupportedModel(
-            f"{type(tied).__name__} does not run without its weights ({type(error).__name__}), so "
-            "nobody can tell what else it computes when it is untied; fold it without untying"
-        ) from error
-    if not same:
-        raise UnsupportedModel(
-            f"{type(tied).__name__} computes something else where {FLAG} is false, so it cannot be "
-            "untied; fold it without untying"
-        )

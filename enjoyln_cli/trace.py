@@ -18,7 +18,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from io import StringIO
-from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from torch.fx import config as fx_config
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from enjoyln_cli.calls import Call
 from enjoyln_cli.errors import TraceFailed
@@ -164,7 +162,7 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
     """
     exported, exporting = None, None
     try:
-        with _ready(model):
+        with ready(model):
             exported = _exported(model, call, naming, inner)
     except Exception as error:  # torch.export raises what it meets, of any class
         exporting = error
@@ -172,7 +170,7 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
         return exported
     try:
         bare = without_weights(model)
-        with _ready(bare):
+        with ready(bare):
             return _recorded(bare, call, naming, inner)
     except Exception as error:
         if exported is not None:
@@ -194,53 +192,15 @@ def accepts(model: nn.Module, call: Call) -> bool:
     """Whether the model takes inputs of this form, tried without weights."""
     bare = without_weights(model)
     try:
-        with _ready(bare), weightless():
+        with ready(bare), weightless():
             Steps(bare, call.flags, None)(*on_cpu(call.steps))
     except Exception:  # whatever a model raises at inputs of a wrong form
         return False
     return True
 
 
-def ops_of(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:
-    """Every op of one run without weights, with its operands, in words that two models share.
-
-    ``groups`` gives the names under which some parameters go. Raises what the model raises.
-    """
-    bare = without_weights(model)
-    held = chain(bare.named_buffers(), bare.named_parameters(remove_duplicate=False))
-    with _ready(bare), weightless(), _Listing({id(t): groups.get(n, n) for n, t in held}) as found:
-        Steps(bare, call.flags, None)(*on_cpu(call.steps))
-    return found.ops
-
-
-class _Listing(TorchDispatchMode):
-    """Writes down every op; a tensor goes by its name, or by the op that made it."""
-
-    def __init__(self, names: dict[int, str]) -> None:
-        super().__init__()
-        self.names = names
-        self.ops: list[str] = []
-        self.made: list[Any] = []
-        """So that no two tensors have one address."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given = pytree.tree_map_only(torch.Tensor, self._name, (args, kwargs or {}))
-        results = func(*args, **(kwargs or {}))
-        for i, result in enumerate(pytree.tree_leaves(results)):
-            if isinstance(result, torch.Tensor) and id(result) not in self.names:
-                self.names[id(result)] = f"result {i} of op {len(self.ops)}"
-        self.made.append(results)
-        self.ops.append(f"{func} {given}")
-        return results
-
-    def _name(self, tensor: torch.Tensor) -> str:
-        return self.names.get(id(tensor), f"given {tuple(tensor.shape)}")
-
-
 @contextmanager
-def _ready(model: nn.Module) -> Iterator[None]:
+def ready(model: nn.Module) -> Iterator[None]:
     """In eval mode, without gradients, without warnings, with the inputs of blocks marked."""
     training = [module for module in model.modules() if module.training]
     model.eval()

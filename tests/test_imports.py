@@ -33,7 +33,7 @@ LAYERS = (
     ("analysis",),
     ("resize",),
     ("ties",),
-    ("why", "paper", "classes", "gains", "detect", "merge"),
+    ("why", "paper", "classes", "gains", "detect", "merge", "alike"),
     ("cut", "layout"),
     ("scales", "widen"),
     ("flow",),

@@ -1,0 +1,75 @@
+"""Does a class still compute the same once its config says that nothing is tied?
+
+Some classes scale what they feed to a tied head. Each is run once without its weights; every op of
+the two runs has to be the same, on the same operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from enjoyln_cli.calls import Call
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.trace import Steps, ready
+from enjoyln_cli.weightless import on_cpu, weightless, without_weights
+
+
+def require_same(tied: nn.Module, model: nn.Module, call: Call) -> None:
+    """Raises ``UnsupportedModel`` where ``model``, with nothing tied, computes something else."""
+    first: dict[int, str] = {}
+    named = tied.named_parameters(remove_duplicate=False)
+    groups = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    try:
+        same = _ops(tied, call, groups) == _ops(model, call, groups)
+    except Exception as error:  # whatever a model raises
+        raise UnsupportedModel(
+            f"{type(tied).__name__} does not run without its weights ({type(error).__name__}), so "
+            "nobody can tell what else it computes when it is untied; fold it without untying"
+        ) from error
+    if not same:
+        raise UnsupportedModel(
+            f"{type(tied).__name__} computes something else when nothing is tied, so it cannot be "
+            "untied; fold it without untying"
+        )
+
+
+def _ops(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:
+    """Every op of one run, with its operands; parameters go by the names that ``groups`` gives."""
+    bare = without_weights(model)
+    held = chain(bare.named_buffers(), bare.named_parameters(remove_duplicate=False))
+    with ready(bare), weightless(), _Listing({id(t): groups.get(n, n) for n, t in held}) as found:
+        Steps(bare, call.flags, None)(*on_cpu(call.steps))
+    return found.ops
+
+
+class _Listing(TorchDispatchMode):
+    """Writes down every op; a tensor goes by its name, or by the op that made it."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.ops: list[str] = []
+        self.made: list[Any] = []
+        """So that no two tensors have one address."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = pytree.tree_map_only(torch.Tensor, self._name, (args, kwargs or {}))
+        results = func(*args, **(kwargs or {}))
+        for i, result in enumerate(pytree.tree_leaves(results)):
+            if isinstance(result, torch.Tensor) and id(result) not in self.names:
+                self.names[id(result)] = f"result {i} of op {len(self.ops)}"
+        self.made.append(results)
+        self.ops.append(f"{func} {given}")
+        return results
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        return self.names.get(id(tensor), f"given {tuple(tensor.shape)}")
