@@ -21,7 +21,6 @@ from enjoyln_cli import classes as families
 from enjoyln_cli import cut as cuts
 from enjoyln_cli import ties
 from enjoyln_cli import why as explain
-from enjoyln_cli.alike import require_same
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.calls import Call, optional_inputs, ways_to_call
 from enjoyln_cli.checkpoint import Checkpoint
@@ -50,6 +49,7 @@ from enjoyln_cli.plan import (
 from enjoyln_cli.probe import LayerNormForm
 from enjoyln_cli.resize import Built, resizing, widenings_for
 from enjoyln_cli.returned import named_by, require_named, returning
+from enjoyln_cli.same import require_same
 from enjoyln_cli.scales import find_scales
 from enjoyln_cli.ties import Apart
 from enjoyln_cli.trace import Naming, Trace, accepts, capture

@@ -33,7 +33,7 @@ LAYERS = (
     ("analysis",),
     ("resize",),
     ("ties",),
-    ("why", "paper", "classes", "gains", "detect", "merge", "alike"),
+    ("why", "paper", "classes", "gains", "detect", "merge", "same"),
     ("cut", "layout"),
     ("scales", "widen"),
     ("flow",),

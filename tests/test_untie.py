@@ -21,7 +21,6 @@ from stored_files import opened
 from torch import nn
 
 from enjoyln_cli import analyze, from_pretrained, load_recipe, optimize, verify
-from enjoyln_cli.alike import require_same
 from enjoyln_cli.analysis import analyze_config
 from enjoyln_cli.calls import Call
 from enjoyln_cli.classes import Candidate
@@ -34,6 +33,7 @@ from enjoyln_cli.norms import install
 from enjoyln_cli.plan import Options, Plan
 from enjoyln_cli.recipe import differences, follow, recipe_of
 from enjoyln_cli.rows import row
+from enjoyln_cli.same import require_same
 from enjoyln_cli.ties import apart
 
 pytestmark = pytest.mark.usefixtures("one_thread")
