@@ -240,6 +240,7 @@ def main() -> None:
 @click.option(
     "--write-recipe", "save", type=NEW_FILE, metavar="FILE", help="Save the plan as YAML."
 )
+@click.option("--save", "picture", type=NEW_FILE, metavar="FILE", help="Draw: .svg, .html, .png.")
 @click.option("--format", "form", type=FORMATS, default="table", show_default=True)
 @hub_options
 def report(
@@ -250,11 +251,15 @@ def report(
         raise click.UsageError("name one MODEL or more, or a --model-type instead.")
     if why and len(models or types) > 1:
         raise click.UsageError("--why takes one model at a time.")
+    if show["picture"]:
+        _check_picture(models or types, show["picture"])
     from enjoyln_cli.convert import recipe_text
     from enjoyln_cli.report import write_rows, write_tree
 
     found, failed = _inspected(models or types, bool(types), opening)
-    if why:
+    if show["picture"]:
+        _draw((models or types)[0], found[0].analysis, show["picture"], why)
+    elif why:
         write_tree(found[0].analysis.why(why))
     elif save and not failed:
         save.write_text(recipe_text(found), encoding="utf-8")
@@ -262,6 +267,28 @@ def report(
         write_rows([one.row(show["paper"], show["options"]) for one in found], show["form"])
     if failed:
         raise click.exceptions.Exit(1)
+
+
+def _check_picture(names: Names, file: Path) -> None:
+    """Refuse what cannot be drawn before anything is computed."""
+    if len(names) > 1:
+        raise click.UsageError("--save draws one model at a time.")
+    from enjoyln_cli import draw
+
+    draw.check(file)
+
+
+def _draw(name: str, analysis: Any, file: Path, norm: str | None) -> None:
+    """Save the picture of a model, or of what one of its norms rests on."""
+    from enjoyln_cli import draw, sketch
+    from enjoyln_cli.report import say
+
+    if norm:
+        picture = sketch.norm_picture(name, norm, analysis.why(norm))
+    else:
+        picture = sketch.model_picture(name, analysis)
+    draw.save(picture, file)
+    say(f"drew {file}")
 
 
 def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[Any], bool]:

@@ -15,7 +15,7 @@ LAYERS = (
     ("cli",),
     ("convert",),
     ("quantizer",),
-    ("report", "unfold", "hub", "bench", "verify", "loading"),
+    ("report", "unfold", "hub", "bench", "verify", "loading", "sketch", "draw"),
     ("card",),
     ("rows", "measure"),
     ("weights", "memory", "centred", "fusion"),
@@ -44,7 +44,7 @@ LAYERS = (
     ("checkpoint",),
     ("config", "files", "shards", "output"),
     ("pipeline",),
-    ("axis", "units", "corrections"),
+    ("axis", "units", "corrections", "pictures"),
     ("errors",),
 )
 """A module imports modules of later rows only. ``__init__`` and ``__main__`` stand above all."""
@@ -57,6 +57,8 @@ OWNERS = {
     "huggingface_hub": {"checkpoint", "hub"},
     "yaml": {"recipe"},
     "networkx": {"cut"},
+    "grandalf": {"pictures"},
+    "PIL": {"draw", "inputs"},
 }
 
 

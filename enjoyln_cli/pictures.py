@@ -1,0 +1,227 @@
+"""A picture as data, and where its parts go: boxes within boxes, with links between them.
+
+What a box means is decided in ``sketch``, what it looks like in a file in ``draw``. Links run from
+top to bottom. The layers and the order inside of them come from a layout library (Sugiyama's
+method), once for each box that holds others, so that a block is a box like any other outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Tone = Literal[
+    "static",
+    "centred",
+    "kept",
+    "op",
+    "writer",
+    "left",
+    "observer",
+    "zero",
+    "mean",
+    "plain",
+    "group",
+]
+Point = tuple[float, float]
+
+FONT, LINE, CHARACTER = 12, 16, 7.0
+"""Size of text, height of a line and an upper estimate of a character's width, in pixels."""
+MARGIN, DOT, SPACE_X, SPACE_Y = 12.0, 18.0, 26.0, 22.0
+LONGEST = 44
+"""Characters of a line in a box."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """One thing in a picture. The first of its lines is its name."""
+
+    key: str
+    lines: tuple[str, ...]
+    tone: Tone = "plain"
+    title: str = ""
+    """What is shown where the pointer rests on it."""
+    shape: Literal["box", "dot"] = "box"
+    inside: Graph | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """From one box of a graph to another of the same graph, by key."""
+
+    start: str
+    end: str
+    seen: bool = False
+    """Whether this is how somebody sees a mean, and no step of the computation that is drawn."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Boxes in the order of computation, and links between them."""
+
+    boxes: tuple[Box, ...]
+    links: tuple[Link, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A graph with what stands above it."""
+
+    title: str
+    notes: tuple[str, ...]
+    graph: Graph
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A box with its upper left corner and its size."""
+
+    box: Box
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True)
+class Route:
+    """A link as points, in pairs that are joined by straight lines, with curves between pairs."""
+
+    link: Link
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All parts of a graph and of the graphs inside of it, outermost first."""
+
+    width: float
+    height: float
+    boxes: tuple[Placed, ...]
+    routes: tuple[Route, ...]
+
+
+def shortened(text: str, most: int = LONGEST) -> str:
+    """Text that fits a line: its middle left out where it is longer."""
+    return text if len(text) <= most else f"{text[: most // 2 - 2]}...{text[-(most // 2 - 1) :]}"
+
+
+def tones(graph: Graph) -> set[Tone]:
+    """The tones that occur in a graph."""
+    inner = (tones(box.inside) for box in graph.boxes if box.inside)
+    return {box.tone for box in graph.boxes}.union(*inner)
+
+
+def layout(graph: Graph) -> Layout:
+    """Where everything goes."""
+    inner = {box.key: layout(box.inside) for box in graph.boxes if box.inside}
+    sizes = {box.key: _size(box, inner.get(box.key)) for box in graph.boxes}
+    at, routes, width, height = _arranged(graph, sizes)
+    boxes: list[Placed] = []
+    for box in graph.boxes:
+        x, y = at[box.key]
+        boxes.append(Placed(box, x, y, *sizes[box.key]))
+        if box.key in inner:
+            part = inner[box.key]
+            left, top = x + (sizes[box.key][0] - part.width) / 2, y + LINE * len(box.lines) + MARGIN
+            boxes += [replace(p, x=p.x + left, y=p.y + top) for p in part.boxes]
+            routes += [_shifted(route, left, top) for route in part.routes]
+    return Layout(width, height, tuple(boxes), tuple(routes))
+
+
+def _size(box: Box, inner: Layout | None) -> tuple[float, float]:
+    if box.shape == "dot" and not box.lines:
+        return DOT / 2, DOT / 2
+    text = CHARACTER * max((len(line) for line in box.lines), default=0)
+    if box.shape == "dot":
+        return max(DOT, text + MARGIN), DOT
+    width, height = text + 2 * MARGIN, LINE * len(box.lines) + MARGIN
+    if inner is None:
+        return width, height
+    return max(width, inner.width + 2 * MARGIN), height + inner.height + MARGIN
+
+
+def _shifted(route: Route, x: float, y: float) -> Route:
+    return Route(route.link, tuple((px + x, py + y) for px, py in route.points))
+
+
+@dataclass
+class _View:
+    """What the layout library asks of a vertex."""
+
+    w: float
+    h: float
+    xy: Point = (0.0, 0.0)
+
+
+@dataclass
+class _Part:
+    """The connected parts laid out so far, side by side."""
+
+    at: dict[str, Point] = field(default_factory=dict)
+    routes: list[Route] = field(default_factory=list)
+    width: float = 0.0
+    height: float = 0.0
+
+
+def _arranged(
+    graph: Graph, sizes: dict[str, tuple[float, float]]
+) -> tuple[dict[str, Point], list[Route], float, float]:
+    """Corners of boxes and routes of links, from nought, with the size of all."""
+    from grandalf.graphs import Edge, Vertex
+    from grandalf.graphs import Graph as Vertices
+    from grandalf.layouts import SugiyamaLayout
+
+    order = {box.key: place for place, box in enumerate(graph.boxes)}
+    vertices = {key: Vertex(key) for key in order}
+    for key, vertex in vertices.items():
+        vertex.view = _View(*sizes[key])
+    links: dict[tuple[str, str], list[Link]] = {}
+    for link in graph.links:
+        if link.start != link.end:
+            first, second = sorted((link.start, link.end), key=order.__getitem__)
+            links.setdefault((first, second), []).append(link)
+    edges = [Edge(vertices[a], vertices[b], data=(a, b)) for a, b in links]
+    whole = _Part()
+    for component in Vertices(list(vertices.values()), edges).C:
+        found = SugiyamaLayout(component)
+        found.xspace, found.yspace = SPACE_X, SPACE_Y
+        found.dw = DOT
+        roots = [vertex for vertex in component.sV if not vertex.e_in()]
+        found.init_all(roots=roots, inverted_edges=[], optimize=True)
+        found.draw(3)
+        _add_component(whole, found, links, sizes)
+    return whole.at, whole.routes, whole.width, whole.height
+
+
+def _add_component(
+    whole: _Part, found: Any, links: dict[tuple[str, str], list[Link]], sizes: dict[str, Point]
+) -> None:
+    """Take the library's layers and its x; heights follow from the tallest box of each layer."""
+    heights = [
+        max([v.view.h for v in layer if not found.grx[v].dummy] or [0]) for layer in found.layers
+    ]
+    tops = [sum(heights[:rank]) + SPACE_Y * rank for rank in range(len(heights))]
+    ends = [(v.view.xy[0], v.view.w / 2) for layer in found.layers for v in layer]
+    shift = whole.width + (SPACE_X if whole.width else 0) - min(x - half for x, half in ends)
+    for vertex in found.g.sV:
+        (width, height), rank = sizes[vertex.data], found.grx[vertex].rank
+        y = tops[rank] + (heights[rank] - height) / 2
+        whole.at[vertex.data] = (vertex.view.xy[0] + shift - width / 2, y)
+    for edge in found.g.sE:
+        start, end = edge.data
+        first, last = found.grx[edge.v[0]].rank, found.grx[edge.v[1]].rank
+        between = found.ctrls.get(edge, {})
+        points: list[Point] = []
+        for rank in range(first, last + 1):
+            x = (
+                edge.v[0] if rank == first else edge.v[1] if rank == last else between[rank]
+            ).view.xy[0]
+            points += [(x + shift, tops[rank]), (x + shift, tops[rank] + heights[rank])]
+        points[0] = (points[0][0], whole.at[start][1] + sizes[start][1])
+        points[-1] = (points[-1][0], whole.at[end][1])
+        for link in links[start, end]:
+            back = link.start != start
+            whole.routes.append(Route(link, tuple(reversed(points) if back else points)))
+    whole.width = shift + max(x + half for x, half in ends)
+    whole.height = max(whole.height, tops[-1] + heights[-1])

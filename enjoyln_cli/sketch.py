@@ -1,0 +1,454 @@
+"""What a picture of a model shows, and what of it is one box.
+
+Of the first graph that was traced: the values that the zero mean of the norms rests on (the
+residual stream), what writes them, the norms, the operations that are put in, whoever sees a mean
+that would have to go, and the model's outputs. What lies between two of these is left out, and a
+link says that one is computed from the other. Layers that look alike are drawn once, with their
+number. For one norm: its zero-mean graph (Enjoy-LN, Definition 4 and Figure 3), where a mark says
+of every value whether it is zero-mean.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from enjoyln_cli.analysis import Analysis
+from enjoyln_cli.cut import Item, Parameter
+from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.flow import Value
+from enjoyln_cli.nodes import Opaque, op_name, packet
+from enjoyln_cli.pictures import LONGEST, Box, Graph, Link, Picture, Tone, shortened
+from enjoyln_cli.rows import compact, counts, row
+from enjoyln_cli.template import layers_of
+from enjoyln_cli.trace import Trace
+from enjoyln_cli.why import Tree, label
+
+VERDICTS: dict[str, tuple[Tone, str]] = {
+    "static": ("static", "folds"),
+    "centred": ("centred", "folds with an op"),
+    "kept": ("kept", "stays"),
+}
+MOST_LINES = 3
+"""Of a reason in a box; all of it is shown where the pointer rests."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing of the model: its dotted name, what it is shown as, and why."""
+
+    kind: str
+    path: str
+    tone: Tone
+    lines: tuple[str, ...] = ()
+    """Beneath its name."""
+    why: str = ""
+
+
+@dataclass
+class Sketch:
+    """The parts of one traced graph by name, and what they are computed from."""
+
+    trace: Trace
+    parts: dict[tuple[str, str], Part] = field(default_factory=dict)
+    of_node: dict[Node, Part] = field(default_factory=dict)
+    after: dict[Node, Part] = field(default_factory=dict)
+    """Operations on what a node hands out."""
+    links: dict[tuple[Part, Part], bool] = field(default_factory=dict)
+    """With whether one sees the mean of the other."""
+
+    def add(self, part: Part) -> Part:
+        return self.parts.setdefault((part.kind, part.path), part)
+
+
+def model_picture(name: str, analysis: Analysis) -> Picture:
+    """The residual stream of a model. Raises ``EnjoyLNError`` where there is no LayerNorm."""
+    plan = analysis.plan
+    if not analysis.problem.flow.traces:
+        raise EnjoyLNError(f"{name}: no LayerNorm in this model, so there is nothing to draw")
+    found = Sketch(analysis.problem.flow.traces[0])
+    _add_norms(found, analysis)
+    _add_stream(found, analysis)
+    _add_ops(found, analysis)
+    _add_links(found)
+    title = f"{name} ({plan.model_class})"
+    return Picture(title, ("folds " + counts(row(name, plan)),), _collapsed(found))
+
+
+# The parts.
+
+
+def _add_norms(found: Sketch, analysis: Analysis) -> None:
+    verdicts = {v.norm: v for v in analysis.plan.norms}
+    for node in found.trace.graph.nodes:
+        path = next((p for _, p in found.trace.calls_of(node) if p in verdicts), None)
+        if path is None:
+            continue
+        verdict = verdicts[path]
+        tone, word = VERDICTS[verdict.status]
+        why = verdict.reason + (f": {verdict.culprit}" if verdict.culprit else "")
+        why = f"with the operation at {', '.join(verdict.ops)}" if verdict.ops else why
+        found.of_node[node] = found.add(Part("norm", path, tone, (word,), why))
+
+
+def _add_stream(found: Sketch, analysis: Analysis) -> None:
+    """Writers, sums and what keeps a mean, in the zero-mean graphs of all norms together."""
+    problem, impure = analysis.problem, analysis.cut.impure
+    starts = (v for values in problem.norms.values() for v in values if v.trace == 0)
+    items = _reached(analysis, [problem.item(value) for value in starts])
+    numbers: Counter[str] = Counter()
+    place = {node: at for at, node in enumerate(found.trace.graph.nodes)}
+    values = sorted((i for i in items if isinstance(i, Value)), key=lambda v: place[v.node])
+    for value in values:
+        node, sources = value.node, items[value]
+        if node in found.of_node or node in found.trace.inputs:
+            continue
+        if isinstance(sources, Opaque):
+            lines = (op_name(node),)
+            part = Part("source", label(problem, value), "left", lines, sources.reason)
+            found.of_node[node] = found.add(part)
+            continue
+        weights = [source for source in sources if isinstance(source, Parameter)]
+        if weights and len(weights) == len(sources):
+            found.of_node[node] = _writer(found, analysis, weights)
+        elif len(sources) > 1:
+            calls = found.trace.calls_of(node)
+            call, module = calls[-1] if calls else ("", "")
+            path = f"{module}.({op_name(node)} {numbers[call]})".lstrip(".")
+            numbers[call] += 1
+            tone: Tone = "mean" if value in impure else "zero"
+            found.of_node[node] = found.add(Part("sum", path, tone, (), "the residual stream"))
+            for weight in weights:
+                part = _writer(found, analysis, [weight])
+                for held, names in found.trace.parameters.items():
+                    if problem.groups[names[0]] == weight.name:
+                        found.of_node[held] = part
+
+
+def _reached(analysis: Analysis, starts: Iterable[Item]) -> dict[Item, Opaque | tuple[Item, ...]]:
+    found: dict[Item, Opaque | tuple[Item, ...]] = {}
+    waiting = list(starts)
+    while waiting:
+        item = waiting.pop()
+        if item not in found:
+            found[item] = sources = analysis.problem.sources(item)
+            waiting += () if isinstance(sources, Opaque) else sources
+    return found
+
+
+def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> Part:
+    problem, cut = analysis.problem, analysis.cut
+    modules = dict.fromkeys(weight.name.rpartition(".")[0] for weight in weights)
+    alone = len(weights) == 1 and weights[0].name.rpartition(".")[2] not in ("weight", "bias")
+    path = weights[0].name if alone else ", ".join(modules)
+    used = {w for support in cut.folded.values() for w in support.writers}
+    blocked = [w for w in weights if w in cut.impure and problem.obstacle(w)]
+    tone: Tone
+    lines: tuple[str, ...]
+    if blocked:
+        tone, lines = "left", ("keeps its mean",)
+        why = "; ".join(f"{w.name}: {problem.obstacle(w)}" for w in blocked)
+    elif any(weight in used for weight in weights):
+        tone, lines = "writer", ("centred",)
+        why = "centred in the weights: " + ", ".join(weight.name for weight in weights)
+    else:
+        tone, lines = "plain", ()
+        why = "could be centred in the weights, which would fold no norm"
+    part = found.add(Part("writer", path, tone, lines, why))
+    for weight in blocked:
+        seen = problem.observer(weight)
+        if seen and seen.trace == 0 and seen.node.op != "output" and seen.node not in found.of_node:
+            module = found.trace.module_of(seen.node) or op_name(seen.node)
+            lines = ("sees its mean",)
+            eye = found.add(Part("observer", module, "observer", lines, f"{module}: {seen.reason}"))
+            for node in found.trace.graph.nodes:
+                if node is seen.node or (
+                    packet(node) is packet(seen.node) and found.trace.module_of(node) == module
+                ):
+                    found.of_node[node] = eye
+            found.links[part, eye] = True
+    return part
+
+
+def _add_ops(found: Sketch, analysis: Analysis) -> None:
+    whys = {(op.module, op.place): op.reason for op in analysis.plan.ops}
+    carriers = {op for support in analysis.cut.folded.values() for op in support.ops}
+    for carrier in carriers:
+        if carrier.place == "entry":
+            continue
+        why = whys.get((carrier.module, carrier.place), "")
+        words = f"{carrier.module}.(centre {carrier.place})"
+        part = found.add(Part("op", words, "op", (), f"one operation is added here: {why}"))
+        for trace, node in analysis.problem.carried(carrier):
+            if trace == 0:
+                found.after[node] = part
+
+
+def _add_links(found: Sketch) -> None:
+    """From every part to the next ones; an input only to what is computed from nothing else."""
+    trace = found.trace
+    reach: dict[Node, dict[Part, None]] = {}
+    given: dict[Part, dict[Part, None]] = {}
+    for node in trace.graph.nodes:
+        if node.op == "output":
+            continue
+        before: dict[Part, None] = {}
+        for operand in node.all_input_nodes:
+            before |= reach[operand]
+        if node in trace.inputs:
+            before = {Part("input", trace.inputs[node], "plain", (), "an input"): None}
+        part = found.of_node.get(node)
+        if part:
+            given.setdefault(part, {}).update(before)
+            before = {part: None}
+        if (op := found.after.get(node)) is not None:
+            given.setdefault(op, {}).update(before)
+            before = {op: None}
+        reach[node] = before
+    for node, fields in trace.returned.items():
+        names = [name for name in fields if name not in trace.fed_back]
+        if names and node in reach:
+            out = Part("output", names[0], "plain", (), "the model returns it")
+            given.setdefault(out, {}).update(reach[node])
+    for part, before in given.items():
+        computed = [p for p in before if p.kind != "input" and p is not part]
+        for start in computed or before:
+            found.add(start)
+            if start is not part:
+                found.links.setdefault((start, part), False)
+        found.add(part)
+
+
+# Layers that look alike.
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a part is drawn: the layers that hold it, outermost first, and its own name."""
+
+    layers: tuple[tuple[str, int], ...]
+    """Each as it is drawn (``transformer.h.0-11``), with the number that it is of itself."""
+    path: str
+
+
+def _collapsed(found: Sketch) -> Graph:
+    addresses = _addresses(list(found.parts.values()))
+    order: dict[Part, int] = {}
+    for at, node in enumerate(found.trace.graph.nodes):
+        for part in (found.of_node.get(node), found.after.get(node)):
+            if part:
+                order.setdefault(part, at)
+    shown: dict[tuple[str, str], list[Part]] = {}
+    for part in sorted(found.parts.values(), key=lambda p: (_rank(p), order.get(p, 0))):
+        shown.setdefault((part.kind, addresses[part].path), []).append(part)
+    tree = _Level("")
+    for (kind, path), parts in shown.items():
+        address = addresses[parts[0]]
+        level = tree
+        for drawn, _ in address.layers:
+            level = level.child(drawn)
+        level.boxes[kind + " " + path] = _box(kind, path, level.path, parts)
+    for (start, end), seen in found.links.items():
+        _connect(tree, start, end, addresses, seen)
+    return tree.graph()
+
+
+def _rank(part: Part) -> int:
+    return {"input": 0, "output": 2}.get(part.kind, 1)
+
+
+def _addresses(parts: list[Part]) -> dict[Part, Address]:
+    """Layers next to each other that hold parts of the same names, kinds and tones are one."""
+    words = {part: part.path.split(".") for part in parts}
+    original = {part: tuple(w) for part, w in words.items()}
+    layers = layers_of(part.path for part in parts)
+    for prefix in sorted(layers, key=lambda p: -p.count(".")):
+        at = prefix.count(".") + 1
+        under: dict[int, set[Part]] = {}
+        for part, found in original.items():
+            if len(found) > at and ".".join(found[:at]) == prefix and found[at].isdigit():
+                under.setdefault(int(found[at]), set()).add(part)
+        alike: list[list[int]] = []
+        looks: list[frozenset[tuple[str, str, Tone]]] = []
+        for number in sorted(under):
+            look = frozenset((p.kind, ".".join(words[p][at + 1 :]), p.tone) for p in under[number])
+            if looks and look == looks[-1]:
+                alike[-1].append(number)
+            else:
+                alike.append([number])
+                looks.append(look)
+        for run in alike:
+            shown = str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+            for part in (part for number in run for part in under[number]):
+                words[part][at] = shown
+    held = Counter(
+        (".".join(words[p][: at + 1]))
+        for p in {(p.kind, *words[p]): p for p in parts}.values()
+        for at in _levels(original[p], layers)
+    )
+    found_addresses = {}
+    for part in parts:
+        levels = [
+            (".".join(words[part][: at + 1]), int(original[part][at]))
+            for at in _levels(original[part], layers)
+        ]
+        chain = tuple((name, number) for name, number in levels if held[name] > 1)
+        found_addresses[part] = Address(chain, ".".join(words[part]))
+    return found_addresses
+
+
+def _levels(words: Sequence[str], layers: dict[str, int]) -> list[int]:
+    return [
+        at for at in range(1, len(words)) if words[at].isdigit() and ".".join(words[:at]) in layers
+    ]
+
+
+def _box(kind: str, path: str, inside: str, parts: list[Part]) -> Box:
+    part = parts[0]
+    name = path.removeprefix(inside).lstrip(".")
+    if kind == "sum":
+        op = name.rpartition("(")[2].split(" ")[0]
+        lines: tuple[str, ...] = ("+",) if op == "add" else (op,)
+    elif kind == "op":
+        lines = ("centre", shortened(name.rpartition(".(")[0] or inside))
+    elif kind == "source":
+        lines = (shortened(name.partition(" (")[0] or name), *part.lines)
+    else:
+        lines = (shortened(name), *part.lines)
+    times = f" ({len(parts)} times)" if len(parts) > 1 and kind not in ("sum", "op") else ""
+    names = [p.path for p in parts] if kind not in ("sum", "op") else []
+    whys = compact(dict.fromkeys(p.why for p in parts if p.why))
+    title = "\n".join([*(name + times for name in compact(names)), *whys[:4]])
+    return Box(f"{kind} {path}", lines, part.tone, title, "dot" if kind == "sum" else "box")
+
+
+@dataclass
+class _Level:
+    """One graph in the making: a layer's, or the whole model's."""
+
+    path: str
+    boxes: dict[str, Box] = field(default_factory=dict)
+    inner: dict[str, _Level] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    links: dict[Link, None] = field(default_factory=dict)
+    entries: dict[str, dict[str, None]] = field(default_factory=dict)
+    """What comes from outside: by whom, and what is computed from it."""
+    exits: dict[str, None] = field(default_factory=dict)
+
+    def child(self, path: str) -> _Level:
+        if path not in self.inner:
+            self.inner[path] = _Level(path)
+            self.boxes[path] = Box(path, (), "group")
+        return self.inner[path]
+
+    def graph(self) -> Graph:
+        """With a dot for each way in and one for the way out."""
+        ways: dict[tuple[str, ...], list[str]] = {}
+        for name, ends in self.entries.items():
+            ways.setdefault(tuple(sorted(ends)), []).append(name)
+        boxes, links = [], dict(self.links)
+        for following, names in ways.items():
+            title = "from " + ", ".join(names)
+            lines = (shortened(names[0]),) if len(ways) > 1 else ()
+            boxes.append(Box(f"in {names[0]}", lines, "plain", title, "dot"))
+            links |= {Link(boxes[-1].key, end): None for end in following}
+        for key, box in self.boxes.items():
+            boxes.append(self.inner[key].box(self.path) if key in self.inner else box)
+        if self.exits:
+            boxes.append(Box("out", (), "plain", "to what follows", "dot"))
+            links |= {Link(start, "out"): None for start in self.exits}
+        return Graph(tuple(boxes), tuple(links))
+
+    def box(self, outside: str) -> Box:
+        name = self.path.removeprefix(outside).lstrip(".")
+        first, _, last = self.path.rpartition(".")[2].partition("-")
+        times = int(last) - int(first) + 1 if last else 1
+        name += f" ({times} layers)" if times > 1 else ""
+        return Box(
+            self.path,
+            (name,),
+            "group",
+            f"{times} layers that look alike" * (times > 1),
+            inside=self.graph(),
+        )
+
+
+def _connect(
+    tree: _Level, start: Part, end: Part, addresses: dict[Part, Address], seen: bool
+) -> None:
+    """A link at the level where the two part, with ways out of and into what holds them."""
+    here, there = addresses[start], addresses[end]
+    depth = 0
+    while depth < min(len(here.layers), len(there.layers)) and (
+        here.layers[depth] == there.layers[depth]
+    ):
+        depth += 1
+    level = tree
+    for name, _ in here.layers[:depth]:
+        level = level.inner[name]
+    starts = [*(name for name, _ in here.layers[depth:]), f"{start.kind} {here.path}"]
+    ends = [*(name for name, _ in there.layers[depth:]), f"{end.kind} {there.path}"]
+    if starts[0] != ends[0]:
+        level.links[Link(starts[0], ends[0], seen)] = None
+    inside = level
+    for name, following in zip(starts, starts[1:], strict=False):
+        inside = inside.inner[name]
+        inside.exits[following] = None
+    inside, source = level, "the stream" if start.kind == "sum" else here.path
+    for name, following in zip(ends, ends[1:], strict=False):
+        inside = inside.inner[name]
+        inside.entries.setdefault(source, {})[following] = None
+
+
+# The zero-mean graph of one norm.
+
+
+def norm_picture(name: str, norm: str, tree: Tree) -> Picture:
+    """The zero-mean graph of one norm, from its sources down to it; each value once."""
+    boxes: dict[Tree, Box] = {}
+    links: dict[Link, None] = {}
+
+    def visit(node: Tree) -> str:
+        if node not in boxes:
+            keys = [visit(child) for child in map(_merged, _alike(node.children))]
+            boxes[node] = _vertex(f"{len(boxes)}", node)
+            links.update({Link(key, boxes[node].key): None for key in keys})
+        return boxes[node].key
+
+    visit(tree)
+    return Picture(f"{name}: {norm}", (tree.text,), Graph(tuple(boxes.values()), tuple(links)))
+
+
+def _vertex(key: str, node: Tree) -> Box:
+    name, _, rest = node.text.partition(": ")
+    said = textwrap.wrap(rest, LONGEST)[:MOST_LINES]
+    lines = (shortened(name.partition(" (dimension")[0]), *said)
+    return Box(key, lines, "zero" if node.zero_mean else "mean", node.text)
+
+
+def _alike(trees: Iterable[Tree]) -> list[list[Tree]]:
+    """Trees that differ in the numbers of layers only, together."""
+    groups: dict[object, list[Tree]] = {}
+    for tree in trees:
+        groups.setdefault(_form(tree), []).append(tree)
+    return list(groups.values())
+
+
+def _form(tree: Tree) -> object:
+    pattern = re.sub(r"\d+", "0", tree.text)
+    return pattern, tree.zero_mean, tuple(map(_form, tree.children))
+
+
+def _merged(trees: list[Tree]) -> Tree:
+    """One tree for several of the same form."""
+    first = trees[0]
+    if len(trees) == 1:
+        return first
+    children = tuple(map(_merged, map(list, zip(*(t.children for t in trees), strict=True))))
+    text = compact(tree.text for tree in trees)[0]
+    return Tree(text, first.zero_mean, children)
