@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from enjoyln_cli import __version__
+from enjoyln_cli import __version__, usage
 from enjoyln_cli.errors import EnjoyLNError
 
 QUIET = {
@@ -89,6 +89,8 @@ def complain(message: str) -> None:
 
 class Commands(click.Group):
     """A group that turns every refusal into one line and an exit status."""
+
+    command_class = usage.Command
 
     def invoke(self, ctx: click.Context) -> Any:
         if debugging():
@@ -223,7 +225,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("models", nargs=-1, metavar="MODEL...")
+@click.argument("models", nargs=-1, metavar="MODEL...", shell_complete=usage.folders)
 @click.option("--why", metavar="NORM", help="Show why this norm folds or stays, as a tree.")
 @click.option("--paper", is_flag=True, help="Add the count of the paper's Algorithm 1 as printed.")
 @click.option("--options", is_flag=True, help="Add what each option of fold would gain.")
@@ -308,7 +310,7 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 
 
 @main.command()
-@click.argument("model")
+@click.argument("model", shell_complete=usage.folders)
 @click.option("-o", "--out", type=FOLDER, help="New directory for the result.")
 @click.option("--recipe", type=FILE, help="Make these edits only; refused where unproven.")
 @model_class_option
@@ -484,3 +486,10 @@ def env(as_json: bool) -> None:
         write_json(found)
     else:
         write_environment(found)
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(usage.SHELLS))
+def completion(shell: str) -> None:
+    """Print the script that makes SHELL complete enjoyln's commands and options."""
+    click.echo(usage.completion_script(main, shell, "enjoyln"))

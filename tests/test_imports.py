@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "enjoyln_cli"
 
 LAYERS = (
     ("cli",),
-    ("convert",),
+    ("convert", "usage"),
     ("quantizer",),
     ("report", "unfold", "hub", "bench", "verify", "loading", "sketch", "draw"),
     ("card",),
@@ -50,7 +50,7 @@ LAYERS = (
 """A module imports modules of later rows only. ``__init__`` and ``__main__`` stand above all."""
 
 OWNERS = {
-    "click": {"cli"},
+    "click": {"cli", "usage"},
     "rich": {"report"},
     "torch.export": {"trace"},
     "safetensors": {"checkpoint"},
@@ -58,7 +58,7 @@ OWNERS = {
     "yaml": {"recipe"},
     "networkx": {"cut"},
     "grandalf": {"pictures"},
-    "PIL": {"draw", "inputs"},
+    "PIL": {"draw"},
 }
 
 

@@ -1,0 +1,99 @@
+"""How the command explains itself: help in groups with examples, and completion in shells.
+
+Suggestions for a mistyped option or command are Click's own.
+"""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+SHELLS = ("bash", "zsh", "fish")
+
+GROUPS = {
+    "The plan": (
+        "model_class",
+        "outputs",
+        "recipe",
+        "widen_mlp",
+        "widen_to",
+        "merge",
+        "untie",
+        "dtype",
+    ),
+    "The Hub": (
+        "revision",
+        "token",
+        "cache_dir",
+        "trust_remote_code",
+        "repo_id",
+        "private",
+        "create_pr",
+        "commit_message",
+        "yes",
+    ),
+    "Printing": ("form", "as_json", "quiet", "paper", "options", "why", "picture", "save"),
+}
+"""Sections of the options by the names of their parameters, below those that are in none."""
+
+EXAMPLES = {
+    "report": (
+        "enjoyln report gpt2",
+        "enjoyln report gpt2 --why transformer.ln_f",
+        "enjoyln report gpt2 --save gpt2.html",
+        "enjoyln report --model-type bert --options",
+    ),
+    "fold": (
+        "enjoyln fold gpt2 -o gpt2-rms",
+        "enjoyln fold gpt2 --dry-run",
+        "enjoyln fold google-bert/bert-base-uncased -o bert-rms --widen-mlp",
+    ),
+    "verify": ("enjoyln verify gpt2-rms", "enjoyln verify gpt2-rms --against gpt2 --json"),
+    "push": ("enjoyln push gpt2-rms me/gpt2-rms --dry-run", "enjoyln push gpt2-rms me/gpt2-rms"),
+    "env": ("enjoyln env",),
+    "completion": (
+        "enjoyln completion bash >> ~/.bashrc",
+        "enjoyln completion zsh >> ~/.zshrc",
+        "enjoyln completion fish > ~/.config/fish/completions/enjoyln.fish",
+    ),
+}
+
+
+class Command(click.Command):
+    """A command whose help shows options in groups, and examples at its end."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Each group of ``GROUPS`` that the command has options of."""
+        group_of = {name: group for group, names in GROUPS.items() for name in names}
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Options", *GROUPS)}
+        for parameter in self.get_params(ctx):
+            shown = parameter.get_help_record(ctx)
+            if shown and isinstance(parameter, click.Option):
+                sections[group_of.get(parameter.name or "", "Options")].append(shown)
+        for name, options in sections.items():
+            if options:
+                with formatter.section(name):
+                    formatter.write_dl(options)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The examples, as they are typed."""
+        examples = EXAMPLES.get(self.name or "", ())
+        if examples:
+            with formatter.section("Examples"):
+                for example in examples:
+                    formatter.write(f"  {example}\n")
+
+
+def folders(
+    ctx: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """For an argument that may be a directory: leave its completion to the shell."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def completion_script(command: click.Command, shell: str, name: str) -> str:
+    """What a shell has to read to complete ``command``, called ``name``."""
+    found = get_completion_class(shell)
+    if found is None:
+        raise click.UsageError(f"no completion is known for {shell}; take {', '.join(SHELLS)}.")
+    return found(command, {}, name, f"_{name}_COMPLETE".upper()).source()
