@@ -196,6 +196,8 @@ def _lines(placed: Placed) -> Iterable[tuple[str, Point, bool]]:
 def _svg_route(route: Route) -> str:
     path = ""
     for number, (x, y) in enumerate(route.points):
+        if number and route.points[number - 1] == (x, y):
+            continue
         if number % 2 or not number:
             path += f"{'L' if number else 'M'}{x:.1f} {y:.1f}"
         else:

@@ -25,7 +25,7 @@ Tone = Literal[
 ]
 Point = tuple[float, float]
 
-FONT, LINE, CHARACTER = 12, 16, 7.0
+FONT, LINE, CHARACTER = 12, 16, 7.8
 """Size of text, height of a line and an upper estimate of a character's width, in pixels."""
 MARGIN, DOT, SPACE_X, SPACE_Y = 12.0, 18.0, 26.0, 22.0
 LONGEST = 44

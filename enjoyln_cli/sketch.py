@@ -161,18 +161,24 @@ def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> 
         why = "could be centred in the weights, which would fold no norm"
     part = found.add(Part("writer", path, tone, lines, why))
     for weight in blocked:
-        seen = problem.observer(weight)
-        if seen and seen.trace == 0 and seen.node.op != "output" and seen.node not in found.of_node:
-            module = found.trace.module_of(seen.node) or op_name(seen.node)
-            lines = ("sees its mean",)
-            eye = found.add(Part("observer", module, "observer", lines, f"{module}: {seen.reason}"))
-            for node in found.trace.graph.nodes:
-                if node is seen.node or (
-                    packet(node) is packet(seen.node) and found.trace.module_of(node) == module
-                ):
-                    found.of_node[node] = eye
-            found.links[part, eye] = True
+        _add_observer(found, analysis, weight, part)
     return part
+
+
+def _add_observer(found: Sketch, analysis: Analysis, weight: Parameter, part: Part) -> None:
+    """Who would see the mean of a weight go; where it is of another class, that box alone."""
+    seen = analysis.problem.observer(weight)
+    if seen is None or seen.node.op == "output" or seen.node in found.of_node:
+        return
+    trace = analysis.problem.flow.traces[seen.trace]
+    module = trace.module_of(seen.node) or op_name(seen.node)
+    why = f"{module} of {trace.model_class}: {seen.reason}"
+    eye = found.add(Part("observer", module, "observer", ("sees its mean",), why))
+    found.links[part, eye] = True
+    for node in found.trace.graph.nodes:
+        same = packet(node) is packet(seen.node) and found.trace.module_of(node) == module
+        if node is seen.node or same:
+            found.of_node.setdefault(node, eye)
 
 
 def _add_ops(found: Sketch, analysis: Analysis) -> None:
@@ -239,12 +245,13 @@ class Address:
 def _collapsed(found: Sketch) -> Graph:
     addresses = _addresses(list(found.parts.values()))
     order: dict[Part, int] = {}
+    last = len(found.trace.graph.nodes)
     for at, node in enumerate(found.trace.graph.nodes):
         for part in (found.of_node.get(node), found.after.get(node)):
             if part:
                 order.setdefault(part, at)
     shown: dict[tuple[str, str], list[Part]] = {}
-    for part in sorted(found.parts.values(), key=lambda p: (_rank(p), order.get(p, 0))):
+    for part in sorted(found.parts.values(), key=lambda p: (_rank(p), order.get(p, last))):
         shown.setdefault((part.kind, addresses[part].path), []).append(part)
     tree = _Level("")
     for (kind, path), parts in shown.items():

@@ -1,0 +1,220 @@
+"""Pictures: what they show of a model, where boxes go, and files of every kind."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from enjoyln_cli.analysis import Analysis
+from enjoyln_cli.cli import main
+from enjoyln_cli.convert import Opening, inspect
+from enjoyln_cli.draw import COLOURS, as_html, as_png, as_svg
+from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.pictures import Box, Graph, Link, Picture, layout
+from enjoyln_cli.sketch import Part, _addresses, model_picture, norm_picture
+from enjoyln_cli.why import Tree
+
+pytest.importorskip("grandalf")
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+SVG = "{http://www.w3.org/2000/svg}"
+RUDE = 'a<script>alert("&")</script>\x00\ud800\u202e'
+
+
+def analysis_of(name: str) -> Analysis:
+    return inspect(str(CHECKPOINTS / name), Opening()).analysis
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Analysis:
+    return analysis_of("gpt2")
+
+
+def drawn(picture: Picture) -> dict[str, list[tuple[list[str], str]]]:
+    """Texts and title of every box of an SVG, by tone."""
+    found: dict[str, list[tuple[list[str], str]]] = {}
+    for group in ET.fromstring(as_svg(picture)).iter(f"{SVG}g"):
+        kind, _, tone = group.get("class", "").partition(" ")
+        if kind == "box":
+            texts = [text.text or "" for text in group.findall(f"{SVG}text")]
+            found.setdefault(tone, []).append((texts, group.findtext(f"{SVG}title") or ""))
+    return found
+
+
+def names(boxes: list[tuple[list[str], str]]) -> list[str]:
+    return [texts[0] for texts, _ in boxes]
+
+
+# What is shown.
+
+
+def test_a_model_is_its_stream_with_layers_once(gpt2: Analysis) -> None:
+    found = drawn(model_picture("gpt2", gpt2))
+    assert names(found["group"]) == ["transformer.h.0-2 (3 layers)"]
+    assert names(found["centred"]) == ["ln_1", "ln_2", "transformer.ln_f"]
+    assert names(found["writer"]) == ["transformer.wpe", "attn.c_proj", "mlp.c_proj"]
+    assert names(found["left"]) == ["transformer.wte"]
+    assert names(found["observer"]) == ["lm_head"]
+    assert found["op"][0][0] == ["centre", "transformer.wte"]
+    assert len(found["zero"]) == 3, "one sum of embeddings, two in each layer"
+    assert {"input_ids", "logits"} <= {texts[0] for texts, _ in found["plain"] if texts}
+
+
+def test_every_norm_is_in_some_box(gpt2: Analysis) -> None:
+    titles = [title.split("\n")[0] for _, title in drawn(model_picture("m", gpt2))["centred"]]
+    times = [int(m[1]) if (m := re.search(r"\((\d+) times\)", t)) else 1 for t in titles]
+    assert sum(times) == len(gpt2.plan.norms) == 7
+
+
+def test_the_stream_goes_from_the_input_through_the_op_to_the_output(gpt2: Analysis) -> None:
+    links = {(link.start, link.end) for link in model_picture("m", gpt2).graph.links}
+    layers = "transformer.h.0-2"
+    assert ("op transformer.wte.(centre output)", "sum transformer.(add 0)") in links
+    assert ("sum transformer.(add 0)", layers) in links
+    assert (layers, "norm transformer.ln_f") in links
+    assert ("writer transformer.wte", "sum transformer.(add 0)") not in links
+    assert [link for link in model_picture("m", gpt2).graph.links if link.seen] == [
+        Link("writer transformer.wte", "observer lm_head", True)
+    ]
+
+
+def test_a_kept_norm_says_why() -> None:
+    bert = analysis_of("bert")
+    kept = drawn(model_picture("bert", bert))["kept"]
+    assert all(texts[1] == "stays" for texts, _ in kept)
+    reasons = {verdict.reason for verdict in bert.plan.kept}
+    assert all(any(reason in title for reason in reasons) for _, title in kept)
+
+
+def test_layers_that_differ_are_not_one() -> None:
+    parts = [Part("norm", f"h.{i}.ln", "kept" if i == 1 else "static") for i in range(4)]
+    parts += [Part("writer", f"h.{i}.proj", "writer") for i in range(4)]
+    shown = _addresses(parts)
+    assert {shown[part].path for part in parts if part.kind == "norm"} == {
+        "h.0.ln",
+        "h.1.ln",
+        "h.2-3.ln",
+    }
+    assert shown[parts[3]].layers == (("h.2-3", 3),)
+
+
+def test_a_model_without_norms_has_no_picture() -> None:
+    from transformers import LlamaConfig
+
+    from enjoyln_cli.analysis import analyze_config
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 9}
+    llama = analyze_config(LlamaConfig(num_hidden_layers=1, **sizes))
+    with pytest.raises(EnjoyLNError, match="nothing to draw"):
+        model_picture("llama", llama)
+
+
+def test_a_norm_is_its_zero_mean_graph_with_shared_values_once() -> None:
+    shared = Tree("wte.weight: keeps", False)
+    terms = [
+        Tree(f"h.{i}.proj (linear): if", True, (Tree(f"h.{i}.proj.weight: in", True),))
+        for i in (0, 1, 9, 10)
+    ]
+    tree = Tree("ln stays", False, (Tree("one", False, (shared, *terms)), shared))
+    found = drawn(norm_picture("m", "ln", tree))
+    assert sorted(names(found["mean"])) == ["ln stays", "one", "wte.weight"]
+    assert sorted(names(found["zero"])) == ["h.0-1,9-10.proj (linear)", "h.0-1,9-10.proj.weight"]
+
+
+# Where boxes go.
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_boxes_do_not_overlap_and_links_touch_them(seed: int) -> None:
+    chance = random.Random(seed)
+    keys = [str(n) for n in range(chance.randint(1, 14))]
+    inside = Graph((Box("x", ("x" * 30,)), Box("y", ("y",))), (Link("x", "y"),))
+    boxes = tuple(
+        Box(
+            key,
+            ("n" * chance.randint(1, 30),) * chance.randint(1, 3),
+            inside=None if n % 4 else inside,
+        )
+        for n, key in enumerate(keys)
+    )
+    links = {Link(chance.choice(keys), chance.choice(keys)) for _ in range(chance.randint(0, 24))}
+    found = layout(Graph(boxes, tuple(sorted(links, key=repr))))
+    outer = {p.box.key: p for p in found.boxes if p.box.key in keys}
+    for a in outer.values():
+        assert a.x >= -0.01 and a.x + a.width <= found.width + 0.01
+        assert a.y >= -0.01 and a.y + a.height <= found.height + 0.01
+        for b in outer.values():
+            apart = a.x + a.width <= b.x or b.x + b.width <= a.x
+            assert a is b or apart or a.y + a.height <= b.y or b.y + b.height <= a.y
+    routes = [route for route in found.routes if route.link.start in outer]
+    assert {route.link for route in routes} == {link for link in links if link.start != link.end}
+    for route in routes:
+        for key, (x, y) in (
+            (route.link.start, route.points[0]),
+            (route.link.end, route.points[-1]),
+        ):
+            box = outer[key]
+            assert box.x <= x <= box.x + box.width
+            assert y == pytest.approx(box.y) or y == pytest.approx(box.y + box.height)
+
+
+# Files.
+
+
+def test_names_of_strangers_are_text() -> None:
+    picture = Picture(RUDE, (RUDE,), Graph((Box("1", (RUDE,), "kept", RUDE),), ()))
+    texts, title = drawn(picture)["kept"][0]
+    assert texts == [title] == ['a<script>alert("&")</script>???']
+    assert "<script" not in as_html(picture)
+    as_png(picture)
+
+
+def test_a_page_needs_nothing_from_elsewhere(gpt2: Analysis) -> None:
+    page = as_html(model_picture("gpt2", gpt2)).replace("http://www.w3.org/2000/svg", "")
+    assert "<svg" in page and not re.search(r"https?:|src=|@import|url\((?!#)", page)
+
+
+def test_a_png_has_the_colours_of_the_verdicts(gpt2: Analysis) -> None:
+    image = pytest.importorskip("PIL.Image")
+    found = image.open(io.BytesIO(as_png(model_picture("gpt2", gpt2)))).convert("RGB")
+    pixels = {colour for _, colour in found.getcolors(1 << 20)}
+    assert tuple(bytes.fromhex(COLOURS["centred"][0][1:])) in pixels
+    assert tuple(bytes.fromhex(COLOURS["kept"][0][1:])) not in pixels
+
+
+def said(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["report", str(CHECKPOINTS / "gpt2"), *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("extra", [(), ("--why", "transformer.h.1.ln_2")])
+def test_report_saves(extra: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "it.SVG"
+    assert said("--save", file, *extra) == (0, f"drew {file}\n")
+    assert ET.parse(file).getroot().tag == f"{SVG}svg"
+
+
+def test_what_cannot_be_saved_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "is.svg").mkdir()
+    for name, hint in (("it.pdf", ".svg, .html, .png"), ("none/it.svg", "is no directory")):
+        status, text = said("--save", tmp_path / name)
+        assert status == 1 and hint in text and text.count("\n") == 1
+    assert said("--save", tmp_path / "is.svg")[0] == 2
+    assert said("--save", tmp_path / "it.svg", CHECKPOINTS / "bert")[0] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["is.svg"]
+
+
+@pytest.mark.parametrize(("library", "kind"), [("PIL", ".png"), ("grandalf", ".svg")])
+def test_a_missing_library_is_a_hint(
+    library: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    status, text = said("--save", tmp_path / f"it{kind}")
+    assert status == 1 and "pip install 'enjoyln[pictures]'" in text and text.count("\n") == 1
