@@ -17,6 +17,7 @@ LAYERS = (
     ("quantizer",),
     ("report", "unfold", "hub", "bench", "verify", "loading", "sketch", "draw"),
     ("card",),
+    ("alike",),
     ("rows", "measure"),
     ("weights", "memory", "centred", "fusion"),
     ("compare",),

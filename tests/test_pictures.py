@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from enjoyln_cli.alike import Part, addresses_of
 from enjoyln_cli.analysis import Analysis
 from enjoyln_cli.cli import main
 from enjoyln_cli.convert import Opening, inspect
 from enjoyln_cli.draw import COLOURS, as_html, as_png, as_svg
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.pictures import Box, Graph, Link, Picture, layout
-from enjoyln_cli.sketch import Part, _addresses, model_picture, norm_picture
+from enjoyln_cli.sketch import model_picture, norm_picture
 from enjoyln_cli.why import Tree
 
 pytest.importorskip("grandalf")
@@ -96,7 +97,7 @@ def test_a_kept_norm_says_why() -> None:
 def test_layers_that_differ_are_not_one() -> None:
     parts = [Part("norm", f"h.{i}.ln", "kept" if i == 1 else "static") for i in range(4)]
     parts += [Part("writer", f"h.{i}.proj", "writer") for i in range(4)]
-    shown = _addresses(parts)
+    shown = addresses_of(parts)
     assert {shown[part].path for part in parts if part.kind == "norm"} == {
         "h.0.ln",
         "h.1.ln",
