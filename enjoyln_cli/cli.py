@@ -281,15 +281,10 @@ def _check_picture(names: Names, file: Path) -> None:
 
 
 def _draw(name: str, analysis: Any, file: Path, norm: str | None) -> None:
-    """Save the picture of a model, or of what one of its norms rests on."""
     from enjoyln_cli import draw, sketch
     from enjoyln_cli.report import say
 
-    if norm:
-        picture = sketch.norm_picture(name, norm, analysis.why(norm))
-    else:
-        picture = sketch.model_picture(name, analysis)
-    draw.save(picture, file)
+    draw.save(sketch.picture(name, analysis, norm), file)
     say(f"drew {file}")
 
 

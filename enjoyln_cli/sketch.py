@@ -54,6 +54,13 @@ class Sketch:
         return self.parts.setdefault((part.kind, part.path), part)
 
 
+def picture(name: str, analysis: Analysis, norm: str | None = None) -> Picture:
+    """A model's picture, or one of its norms'. Raises ``EnjoyLNError`` without such a norm."""
+    if norm is None:
+        return model_picture(name, analysis)
+    return norm_picture(name, norm, analysis.why(norm))
+
+
 def model_picture(name: str, analysis: Analysis) -> Picture:
     """The residual stream of a model. Raises ``EnjoyLNError`` where there is no LayerNorm."""
     plan = analysis.plan
