@@ -151,7 +151,9 @@ def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> 
         tone, lines = "left", ("keeps its mean",)
         why = "; ".join(f"{w.name}: {problem.obstacle(w)}" for w in blocked)
     elif any(weight in used for weight in weights):
-        tone, lines = "writer", ("centred",)
+        wider = {one.second.parameter for one in analysis.plan.widened if one.subtracts}
+        subtracts = any(weight.name in wider for weight in weights)
+        tone, lines = "writer", ("centred, subtracts a mean" if subtracts else "centred",)
         why = "centred in the weights: " + ", ".join(weight.name for weight in weights)
     else:
         tone, lines = "plain", ()

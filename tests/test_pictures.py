@@ -19,6 +19,7 @@ from enjoyln_cli.convert import Opening, inspect
 from enjoyln_cli.draw import COLOURS, as_html, as_png, as_svg
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.pictures import Box, Graph, Link, Picture, layout
+from enjoyln_cli.plan import Options
 from enjoyln_cli.sketch import model_picture, norm_picture
 from enjoyln_cli.why import Tree
 
@@ -92,6 +93,16 @@ def test_a_kept_norm_says_why() -> None:
     assert all(texts[1] == "stays" for texts, _ in kept)
     reasons = {verdict.reason for verdict in bert.plan.kept}
     assert all(any(reason in title for reason in reasons) for _, title in kept)
+
+
+def test_a_widened_mlp_says_that_it_subtracts() -> None:
+    opening = Opening(options=Options(widen_mlp=True))
+    wide = inspect(str(CHECKPOINTS / "bert"), opening).analysis
+    found = drawn(model_picture("bert", wide))
+    assert [texts for texts, _ in found["writer"]] == [
+        ["output.dense", "centred, subtracts a mean"]
+    ]
+    assert names(found["static"]) == ["output.LayerNorm"]
 
 
 def test_layers_that_differ_are_not_one() -> None:
