@@ -2,7 +2,7 @@
 
 transformers ties where ``tie_word_embeddings`` of a config is true, and loads as many tensors as
 there are names where it is false. Decides whether that entry, in the config or in one nested in it,
-can be changed so that the result loads untied (``alike`` tells whether all else stays), in which
+can be changed so that the result loads untied (``same`` tells whether all else stays), in which
 tensors the copies are stored, and under what names. A tie that is made in another way cannot be
 undone by a checkpoint.
 """
