@@ -7,9 +7,7 @@ Every refusal is one line on standard error and exit status 1; usage errors are 
 from __future__ import annotations
 
 import errno
-import functools
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,6 +17,22 @@ from typing import Any
 import click
 
 from enjoyln_cli import __version__, usage
+from enjoyln_cli.arguments import (
+    DTYPES,
+    FILE,
+    FOLDER,
+    FORMATS,
+    NEW_FILE,
+    Names,
+    Options,
+    hub_options,
+    json_option,
+    model_class_option,
+    outputs_option,
+    parse_size,
+    plan_options,
+    push_options,
+)
 from enjoyln_cli.errors import EnjoyLNError
 
 QUIET = {
@@ -31,48 +45,6 @@ QUIET = {
 """The libraries' own chatter, off unless the user has set otherwise or ``ENJOYLN_DEBUG=1``."""
 
 BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
-
-Names = tuple[str, ...]
-Options = dict[str, Any]
-
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-FOLDER = click.Path(file_okay=False, path_type=Path)
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-NEW_FILE = click.Path(dir_okay=False, path_type=Path)
-DTYPES = click.Choice(["float32", "float16", "bfloat16"])
-FORMATS = click.Choice(["table", "json", "markdown", "csv"])
-OPENING = (
-    "revision",
-    "token",
-    "cache_dir",
-    "trust_remote_code",
-    "model_class",
-    "outputs",
-    "recipe",
-)
-ALLOWING = ("widen_mlp", "widen_to", "merge", "untie")
-"""What a plan may change besides centring: the fields of ``plan.Options``."""
-
-
-def parse_names(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Names:
-    """``a,b`` as a tuple of names, each once."""
-    names = tuple(dict.fromkeys(name.strip() for name in (value or "").split(",") if name.strip()))
-    if value is not None and not names:
-        raise click.BadParameter("names nothing; write logits or logits,*_embeds", ctx, parameter)
-    return names
-
-
-model_class_option = click.option(
-    "--model-class", metavar="CLASS", help="Plan for this class only, e.g. GPT2Model."
-)
-outputs_option = click.option(
-    "--outputs",
-    callback=parse_names,
-    metavar="NAMES",
-    help="Keep these outputs the same, not all: logits,*_embeds.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 def debugging() -> bool:
@@ -136,83 +108,6 @@ def ask(question: str, yes: bool) -> None:
     if not sys.stdin.isatty():
         raise click.UsageError(f"{question} Pass --yes to answer in advance.")
     click.confirm(question, abort=True, err=True)
-
-
-def parse_size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """``5GB``, ``500MB`` or plain bytes as a number of bytes (decimal units)."""
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", value.strip(), re.IGNORECASE)
-    nbytes = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
-    if nbytes <= 0:
-        raise click.BadParameter(f"{value!r} is not a size; write 5GB or 500MB", ctx, parameter)
-    return nbytes
-
-
-def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The Hub's options; all that say how a model is opened arrive as one ``opening`` argument."""
-
-    @functools.wraps(command)
-    def gathered(**options: Any) -> Any:
-        opening = {name: options.pop(name) for name in OPENING if name in options}
-        allowed = {name: options.pop(name) for name in ALLOWING if name in options}
-        if allowed:
-            opening["options"] = allowing(**allowed)
-        return command(opening=opening, **options)
-
-    wrapped: Callable[..., Any] = gathered
-    for option in (
-        click.option("--trust-remote-code", is_flag=True, help="Run code that comes with MODEL."),
-        click.option("--cache-dir", type=FOLDER, metavar="DIR", help="Cache of the Hub's files."),
-        click.option("--token", metavar="TOKEN", help="Hub token, for gated and private models."),
-        click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub."),
-    ):
-        wrapped = option(wrapped)
-    return wrapped
-
-
-def allowing(widen_mlp: bool, widen_to: int | None, **others: Any) -> Any:
-    """The ``plan.Options`` that were asked for."""
-    from enjoyln_cli.plan import PLAIN, Options
-
-    if widen_to and not widen_mlp:
-        raise click.UsageError("--widen-to goes with --widen-mlp.")
-    return Options(widen_mlp=widen_mlp, widen_to=widen_to or PLAIN.widen_to, **others)
-
-
-def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What a plan may change besides centring."""
-    for option in (
-        click.option("--untie", is_flag=True, help="Give what is tied, as a head, its own copy."),
-        click.option(
-            "--merge",
-            type=click.Choice(["bias", "affine"]),
-            help="Move what folded norms add, or all of their affine, into the linears after them.",
-        ),
-        click.option(
-            "--widen-to",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Hidden units become a multiple of N, by default 8.",
-        ),
-        click.option("--widen-mlp", is_flag=True, help="Let MLPs subtract a mean: a few units."),
-    ):
-        command = option(command)
-    return command
-
-
-def push_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """How a repository is made and committed to, as ``hf upload`` has it."""
-    for option in (
-        click.option("--yes", "-y", is_flag=True, help="Push without asking."),
-        click.option("--commit-message", metavar="TEXT", help="First line of the commit."),
-        click.option("--create-pr", is_flag=True, help="Push as a pull request."),
-        click.option(
-            "--private/--no-private", default=None, help="A new repository; public by default."
-        ),
-    ):
-        command = option(command)
-    return command
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "enjoyln_cli"
 
 LAYERS = (
     ("cli",),
-    ("convert", "usage"),
+    ("convert", "usage", "arguments"),
     ("quantizer",),
     ("report", "unfold", "hub", "bench", "verify", "loading", "sketch", "draw"),
     ("card",),
@@ -51,7 +51,7 @@ LAYERS = (
 """A module imports modules of later rows only. ``__init__`` and ``__main__`` stand above all."""
 
 OWNERS = {
-    "click": {"cli", "usage"},
+    "click": {"cli", "usage", "arguments"},
     "rich": {"report"},
     "torch.export": {"trace"},
     "safetensors": {"checkpoint"},
