@@ -123,7 +123,6 @@ def fold_row(
     back takes, estimated from samples of the weights in a dry run.
     """
     found = row(model, ready.plan) | {"dry_run": result is None, "warnings": list(warnings)}
-    found["tensors"] = len(ready.checkpoint.tensors)
     if keep_means:
         found["bytes_kept"] = result.bytes_kept if result else ready.bytes_to_keep()
     copies = {one["tensor"] for one in found["untied"]}

@@ -138,6 +138,7 @@ def test_the_plan_takes_what_was_tied_for_two(case: str) -> None:
     centred = {writer.parameter for writer in plan.writers}
     assert centred.isdisjoint({"lm_head.weight", "decoder.lm_head.weight"})
     tied = analyze_config(config, model_class=name).plan
+    assert set(plan.unproven) == set(tied.unproven)
     assert (tied.untied, tied.settings) == ((), ())
     static = [sum(v.status == "static" for v in p.norms) for p in (plan, tied)]
     assert static[0] > static[1]
