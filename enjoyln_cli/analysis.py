@@ -19,9 +19,8 @@ from torch import nn
 
 from enjoyln_cli import classes as families
 from enjoyln_cli import cut as cuts
-from enjoyln_cli import ties
+from enjoyln_cli import outcome, ties
 from enjoyln_cli import why as explain
-from enjoyln_cli.axis import Axis
 from enjoyln_cli.calls import Call, optional_inputs, ways_to_call
 from enjoyln_cli.checkpoint import Checkpoint
 from enjoyln_cli.classes import Candidate
@@ -30,20 +29,15 @@ from enjoyln_cli.detect import layer_norms, norm_calls, rms_norms
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, UnsupportedModel
 from enjoyln_cli.flow import Flow
 from enjoyln_cli.gains import Gain, gains
-from enjoyln_cli.layout import Conversion
 from enjoyln_cli.merge import find_merges
 from enjoyln_cli.nodes import Opaque
 from enjoyln_cli.paper import algorithm_1
 from enjoyln_cli.plan import (
     PLAIN,
-    Centring,
     Merge,
     Options,
     Plan,
-    Scale,
     Unmerged,
-    Verdict,
-    Writer,
     sized,
 )
 from enjoyln_cli.probe import LayerNormForm
@@ -79,10 +73,8 @@ class Analysis:
             raise EnjoyLNError(f"no LayerNorm is called {norm}; there is {', '.join(near)}")
         if norm not in self.problem.norms:
             return Tree(f"{norm} stays a LayerNorm: {verdict.reason}", False)
-        found, handed_on = (
-            explain.tree(self.problem, self.cut, norm),
-            explain.handed_on(self.plan, norm),
-        )
+        found = explain.tree(self.problem, self.cut, norm)
+        handed_on = explain.handed_on(self.plan, norm)
         return replace(found, children=(*found.children, handed_on)) if handed_on else found
 
     def gains(self) -> tuple[Gain, ...]:
@@ -353,7 +345,7 @@ def _analysis(
     problem = Problem(flow, norms, _locked(found, groups), groups, scales.into, widenings)
     cut = cuts.solve(problem)
     places = [path for path, _ in found.model.named_modules() if path in norms or path in refused]
-    verdicts = [_verdict(problem, cut, path, refused) for path in places]
+    verdicts = [outcome.verdict_on(problem, cut, path, refused) for path in places]
     used = (names for t in flow.traces for node, names in t.parameters.items() if node.users)
     read = {name for names in used for name in names}
     held = [name for name in (*found.stored, *found.converted) if name in groups]
@@ -366,8 +358,8 @@ def _analysis(
         model_class=found.name,
         classes=proven,
         norms=tuple(verdicts),
-        writers=_writers(problem, cut, found),
-        ops=_ops(problem, cut),
+        writers=outcome.writers_of(problem, cut, found),
+        ops=outcome.ops_of(problem, cut),
         entry_inputs=tuple(dict.fromkeys(e for s in cut.folded.values() for e in s.entries)),
         unproven=(*unproven, *unread),
         other_norms=rms_norms(found.model),
@@ -425,7 +417,7 @@ def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
 
 def _locked(found: Candidate, groups: dict[str, str]) -> Callable[[Parameter], str | None]:
     """Tells why the stored tensors behind a parameter cannot be centred, where they cannot."""
-    names = _stored_names(found, groups)
+    names = outcome.stored_names(found, groups)
 
     def locked(parameter: Parameter) -> str | None:
         if parameter.name not in names:
@@ -444,58 +436,3 @@ def _single(found: Candidate, groups: dict[str, str]) -> Callable[[str], bool]:
     """Tells whether a parameter is tied to no other, and is one stored tensor of its own layout."""
     tied = Counter(groups.values())
     return lambda name: tied[name] == 1 and len(found.stored.get(name, ())) == 1
-
-
-def _stored_names(found: Candidate, groups: dict[str, str]) -> dict[str, list[str]]:
-    """The first name of each tied group to those of its names that the checkpoint stores."""
-    names: dict[str, list[str]] = {}
-    for name, group in groups.items():
-        if name in found.stored or name in found.converted:
-            names.setdefault(group, []).append(name)
-    return names
-
-
-def _verdict(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -> Verdict:
-    if norm in refused:
-        return Verdict(norm, "kept", reason=refused[norm], culprit=norm)
-    if norm not in cut.folded:
-        found = explain.obstacle(problem, cut, norm)
-        return Verdict(norm, "kept", reason=found.reason, culprit=found.culprit, path=found.path)
-    support = cut.folded[norm]
-    needs = tuple(dict.fromkeys(writer.name for writer in support.writers))
-    ops = tuple(dict.fromkeys(op.module for op in support.ops))
-    mlps = tuple(mlp.second for mlp in support.mlps)
-    return Verdict(norm, "centred" if ops else "static", ops=ops, needs=needs, mlps=mlps)
-
-
-def _writers(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ...]:
-    """One writer for each stored tensor behind each centred parameter, in the model's order."""
-    wanted = {p for support in cut.folded.values() for p in support.writers}
-    shapes = dict(found.model.named_parameters(remove_duplicate=False))
-    names = _stored_names(found, problem.groups)
-    writers: list[Writer] = []
-    for parameter, name in ((p, name) for p in wanted for name in names[p.name]):
-        axis, shape = parameter.axis, tuple(shapes[name].shape)
-        by = problem.scales.get(parameter.name)
-        scale = Scale(by, found.stored[by][0]) if by else None
-        tensors = found.stored.get(name, ())
-        writers += [Writer(name, tensor, axis, shape, scale=scale) for tensor in tensors]
-        if name in found.converted:
-            writers += _converted_writers(found.converted[name], name, axis)
-    order = {name: position for position, name in enumerate(shapes)}
-    return tuple(sorted(writers, key=lambda w: (order[w.parameter], w.tensor, w.axis)))
-
-
-def _converted_writers(made: Conversion, name: str, axis: Axis) -> list[Writer]:
-    stored = made.stored(name, axis)
-    pairs = () if isinstance(stored, Opaque) else stored
-    return [Writer(name, tensor, on_disk, made.sources[tensor], axis) for tensor, on_disk in pairs]
-
-
-def _ops(problem: Problem, cut: Cut) -> tuple[Centring, ...]:
-    carriers = dict.fromkeys(op for support in cut.folded.values() for op in support.ops)
-    return tuple(
-        Centring(c.module, c.place, c.axis, explain.own_mean(problem, c))
-        for c in carriers
-        if c.place != "entry"
-    )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,9 @@ from enjoyln_cli.errors import EnjoyLNError, NotCentred
 from enjoyln_cli.marker import Centred
 from enjoyln_cli.norms import MOVED, Folded, encoder_of, locate, set_shifted
 from enjoyln_cli.units import UNITS, Layers, Units, intact
+
+Naming = Callable[[str], str | None]
+"""From a path to another one of the same thing, if it has one."""
 
 SLICE = 1 << 24
 """Elements of a tensor that are looked at at once."""
@@ -69,26 +72,33 @@ def watched(
     """
     weights, ops, units = tuple(weights), tuple(ops), tuple(units)
     names = (*(one.parameter for one in weights), *ops)
-    found, placed = [], []
     try:
-        for one in weights:
-            path = locate(model, one.parameter, names, tensor_at)
-            scale = one.scale and locate(model, one.scale, names, tensor_at)
-            if path is not None:
-                found.append(Centred(path, one.axis, scale))
-        for some in units:
-            paths = [locate(model, n, names, tensor_at) for n in (some.first, some.second)]
-            bias = some.bias and locate(model, some.bias, names, tensor_at)
-            if paths[0] is not None and paths[1] is not None:
-                placed.append(Units(paths[0], bias, paths[1], some.dim, some.start))
-        places = [locate(model, name, names) for name in ops]
+        return _renamed(
+            Watched(weights, ops, units),
+            lambda name: locate(model, name, names, tensor_at),
+            lambda name: locate(model, name, names),
+        )
     except EnjoyLNError as error:
         raise NotCentred(
             f"{error}, or a layer has been replaced (by an adapter or a quantised one): what it "
             "writes cannot be known to have zero mean; merge the adapter, or go on with LayerNorm"
         ) from None
+
+
+def _renamed(watch: Watched, tensor: Naming, module: Naming) -> Watched:
+    """``watch`` by other names of tensors and modules, without what has none."""
+    weights, units = [], []
+    for one in watch.weights:
+        path, scale = tensor(one.parameter), one.scale and tensor(one.scale)
+        if path is not None:
+            weights.append(Centred(path, one.axis, scale))
+    for some in watch.units:
+        first, second, bias = tensor(some.first), tensor(some.second), some.bias
+        if first is not None and second is not None:
+            units.append(Units(first, bias and tensor(bias), second, some.dim, some.start))
+    places = map(module, watch.ops)
     held = tuple(place for place in places if place is not None)
-    return Watched(tuple(found), held, tuple(placed))
+    return Watched(tuple(weights), held, tuple(units))
 
 
 def tensor_at(model: nn.Module, path: str) -> torch.Tensor:
@@ -391,21 +401,11 @@ def _part_in(inner: nn.Module, model: nn.Module, watch: Watched) -> Watched:
     """What of ``watch`` is in ``inner``, under whatever names: it may share with the rest."""
     tensors = {id(t): name for name, t in _held(inner)}
     modules = {id(m): name for name, m in inner.named_modules(remove_duplicate=False)}
-    weights = []
-    for one in watch.weights:
-        path = tensors.get(id(tensor_at(model, one.parameter)))
-        scale = one.scale and tensors.get(id(tensor_at(model, one.scale)))
-        if path is not None:
-            weights.append(Centred(path, one.axis, scale))
-    units = []
-    for some in watch.units:
-        paths = [tensors.get(id(tensor_at(model, name))) for name in (some.first, some.second)]
-        bias = some.bias and tensors.get(id(tensor_at(model, some.bias)))
-        if paths[0] is not None and paths[1] is not None:
-            units.append(Units(paths[0], bias, paths[1], some.dim, some.start))
-    places = (modules.get(id(model.get_submodule(path))) for path in watch.ops)
-    held = tuple(place for place in places if place is not None)
-    return Watched(tuple(weights), held, tuple(units))
+    return _renamed(
+        watch,
+        lambda name: tensors.get(id(tensor_at(model, name))),
+        lambda path: modules.get(id(model.get_submodule(path))),
+    )
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

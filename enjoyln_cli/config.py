@@ -179,6 +179,20 @@ def require_unfolded(config: Mapping[str, Any] | PretrainedConfig) -> None:
         )
 
 
+def set_entry(config: Any, name: str, value: Any) -> None:
+    """Set an entry of a configuration in memory, where the part that ``name`` lies in is there.
+
+    A name has dots where the entry lies in a nested config, as in ``changed``.
+    """
+    *path, last = name.split(".")
+    for part in path:
+        config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
+    if isinstance(config, dict):
+        config[last] = value
+    elif config is not None:
+        setattr(config, last, value)
+
+
 def changed(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a parsed ``config.json`` with other ``entries``, by name.
 

@@ -32,7 +32,7 @@ from enjoyln_cli.checkpoint import (
     require_unfolded,
     staged_output,
 )
-from enjoyln_cli.config import CONFIG, MARKER, changed
+from enjoyln_cli.config import CONFIG, MARKER, changed, set_entry
 from enjoyln_cli.edit import Edit, edited, edits_of, given
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold, OutputError, VerificationFailed
 from enjoyln_cli.files import housekeeping
@@ -243,6 +243,8 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
                 "none; pass the model that was analysed"
             )
     _untie(model, plan)
+    for setting in plan.settings:
+        set_entry(getattr(model, "config", None), setting.name, setting.value)
     tensors = _tensors(model)
     edits: dict[int, tuple[torch.Tensor, Edit]] = {}
     for name, edit in edits_of(plan, held=True).items():
@@ -285,13 +287,6 @@ def _untie(model: nn.Module, plan: Plan) -> None:
         copied = nn.Parameter(shared.detach().clone(), shared.requires_grad)
         setattr(model.get_submodule(owner), name, copied)
         getattr(model, "all_tied_weights_keys", {}).pop(one.parameter, None)
-    for setting in plan.settings:
-        path, _, name = setting.name.rpartition(".")
-        config = getattr(model, "config", None)
-        for part in path.split(".") if path else ():
-            config = getattr(config, part, None)
-        if config is not None:
-            setattr(config, name, setting.value)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from enjoyln_cli.classes import build
+from enjoyln_cli.config import set_entry
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan import Grown, Widening
 from enjoyln_cli.trace import Naming
@@ -134,12 +135,6 @@ def _equal(numbers: Iterable[tuple[str, int]], size: int) -> list[str]:
 
 def _changed(config: Any, name: str, value: int) -> Any:
     """A copy of ``config`` with one number changed."""
-    changed = inner = copy.deepcopy(config)
-    *path, last = name.split(".")
-    for step in path:
-        inner = inner[step] if isinstance(inner, Mapping) else getattr(inner, step)
-    if isinstance(inner, dict):
-        inner[last] = value
-    else:
-        setattr(inner, last, value)
+    changed = copy.deepcopy(config)
+    set_entry(changed, name, value)
     return changed

@@ -252,7 +252,7 @@ def _widened(mlps: Sequence[Row]) -> list[str]:
         groups.setdefault((one["attribute"], one["from"], one["to"]), []).append(one)
     lines = []
     for (attribute, size, to), here in groups.items():
-        many = f"{len(here)} MLP" + "s" * (len(here) != 1)
+        many = counted(len(here), "MLP")
         names = ", ".join(compact(one["tensor"] for one in here if one["subtracts"]))
         text = (
             f"  widen {many} from {size} to {to} hidden units ({attribute}), to subtract the mean"
@@ -300,16 +300,22 @@ def _gain(gain: Row, found: Row) -> str:
 
 def counts(found: Row) -> str:
     """``25 of 25 LayerNorms (0 in the weights alone), 1 centring op, 49 tensors centred``."""
-    ops = f"{found['centering_ops']} centring op" + "s" * (found["centering_ops"] != 1)
+    ops = counted(found["centering_ops"], "centring op")
     norms = f"{found['folded']} of {found['norms']} LayerNorms"
     tensors = f"{found['writers']} tensors centred ({found['parameters']:,} parameters)"
-    many = len(found["merged"])
-    merged = f", {many} scale{'s' * (many != 1)} merged into them" if many else ""
-    handed = len(found["merged_norms"])
-    merged += f", {handed} norm{'s' * (handed != 1)} merged into what reads them" if handed else ""
-    many = len(found["widened"])
-    merged += f", {many} MLP{'s' * (many != 1)} widened" if many else ""
-    return f"{norms} ({found['folded_static']} in the weights alone), {ops}, {tensors}{merged}"
+    more = (
+        ("merged", "scale", "merged into them"),
+        ("merged_norms", "norm", "merged into what reads them"),
+        ("widened", "MLP", "widened"),
+    )
+    shown = [f"{counted(len(found[key]), noun)} {what}" for key, noun, what in more if found[key]]
+    first = f"{norms} ({found['folded_static']} in the weights alone)"
+    return ", ".join([first, ops, tensors, *shown])
+
+
+def counted(many: int, noun: str) -> str:
+    """``1 op``, ``2 ops``."""
+    return f"{many} {noun}" + "s" * (many != 1)
 
 
 def as_csv(rows: Sequence[Row]) -> str:

@@ -69,11 +69,11 @@ def write_shards(
     """Write every tensor of ``checkpoint`` to safetensors files in the directory ``into``.
 
     ``edits`` says what becomes of some of them, by the name that each gets: one that is not stored
-    appears in the file of the tensor that it is made from. ``dtype``
-    converts all floating tensors. ``max_shard_size`` (bytes) cuts the shards anew; otherwise the
-    layout stays, and without ``dtype`` so does every header. ``jobs`` is the number of cores to
-    keep busy, all by default. ``progress`` is called in the calling thread with the number of bytes
-    written since the last call.
+    appears in the file of the tensor that it is made from. ``dtype`` converts all floating tensors.
+    ``max_shard_size`` (bytes) cuts the shards anew; otherwise the layout stays, and without
+    ``dtype`` so does every header. ``jobs`` is the number of cores to keep busy, all by default.
+    ``progress`` is called in the calling thread with the number of bytes written since the last
+    call; ``keeper`` receives what it takes to restore the tensors.
 
     Returns the names of the files written, the index among them, all of them synced to the disk.
     Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating or does not

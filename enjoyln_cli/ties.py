@@ -17,7 +17,7 @@ from typing import Any
 from enjoyln_cli import classes as families
 from enjoyln_cli.checkpoint import Checkpoint, raw_config
 from enjoyln_cli.classes import Candidate, Shape
-from enjoyln_cli.config import changed
+from enjoyln_cli.config import changed, set_entry
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan import Plan, Setting, Untied
 
@@ -102,7 +102,9 @@ def _flags_off(
 
 
 def _built(config: Any, names: Iterable[str], tied: Sequence[Candidate]) -> list[Any]:
-    off = _set(config, (Setting(name, False) for name in names))
+    off = copy.deepcopy(config)
+    for name in names:
+        set_entry(off, name, False)
     return [families.build(type(found.model), off) for found in tied]
 
 
@@ -122,14 +124,6 @@ def _parts(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
         if hasattr(inner, "to_dict"):
             found += _parts(inner, f"{prefix}{name}.")
     return found
-
-
-def _set(config: Any, settings: Iterable[Setting]) -> Any:
-    config = copy.deepcopy(config)
-    parts = dict(_parts(config))
-    for setting in settings:
-        setattr(parts[setting.name], FLAG, setting.value)
-    return config
 
 
 def _names(found: Candidate, model: Any) -> dict[str, str]:

@@ -95,9 +95,12 @@ def unfold(
         if is_card(staged / CARD_FILE):
             (staged / CARD_FILE).unlink()
         if kept:
+            for name, content in kept.files.items():
+                if name == CARD_FILE:
+                    (staged / name).write_bytes(content)
+                else:
+                    (inner / _plain_name(name, CONFIG, ".index.json")).write_bytes(content)
             restore(folded, kept, inner, jobs, on_progress)
-            if card := kept.files.get(CARD_FILE):
-                (staged / CARD_FILE).write_bytes(card)
         else:
             index = () if folded.index is None else (folded.index,)
             copy_files((*folded.shards, *index), source.path, inner)
@@ -115,12 +118,8 @@ def restore(
     jobs: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the weight files and the rewritten files of the original into ``into``."""
+    """Write the weight files of the original into ``into``."""
     shards = _shards(folded, kept)
-    for name, text in kept.files.items():
-        if name == CARD_FILE:  # that of a pipeline lies above
-            continue
-        (into / _plain_name(name, CONFIG, ".index.json")).write_bytes(text)
     total = sum(slot.nbytes for shard in shards for slot in shard.slots)
     with ExitStack() as stack:
         file = os.open(kept.path, os.O_RDONLY)

@@ -32,6 +32,7 @@ LAYERS = (
     ("schema",),
     ("template",),
     ("analysis",),
+    ("outcome",),
     ("resize",),
     ("ties",),
     ("why", "paper", "classes", "gains", "detect", "merge", "same"),

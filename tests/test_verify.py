@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from stored_files import changed
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -122,15 +122,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def outs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("outs")
     return {dtype: folded(sources[dtype], root / dtype, right_plan()) for dtype in DTYPES}
-
-
-def changed(out: Path, into: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """A copy of a folded checkpoint with some of its tensors edited."""
-    shutil.copytree(out, into)
-    tensors = load_file(into / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
-    return into
 
 
 # Right folds.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_detection import BERT, TOKENS
 from torch import nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING
@@ -341,15 +342,6 @@ def test_a_nested_config() -> None:
 
 # On the post-LN family.
 
-TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-BERT = {
-    **TOKENS,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "hidden_size": 21,
-    "intermediate_size": 33,
-    "max_position_embeddings": 31,
-}
 DISTIL = {**TOKENS, "n_layers": 2, "n_heads": 3, "dim": 21, "hidden_dim": 33}
 BART = {
     **TOKENS,

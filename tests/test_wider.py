@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +15,8 @@ import torch
 import transformers
 from click.testing import CliRunner, Result
 from live_models import CHECKPOINTS
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from stored_files import changed
 from test_detection import calls, converted, live
 from test_widen import BART, BERT, DISTIL, FAMILY, WIDEN
 from transformers import CONFIG_MAPPING, AutoConfig, BertConfig, BertForMaskedLM, BertModel
@@ -201,14 +201,6 @@ def test_an_attribute_that_config_json_leaves_out_is_written(tmp_path: Path) -> 
 
 
 # What verify has to see.
-
-
-def changed(out: Path, into: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    shutil.copytree(out, into)
-    tensors = load_file(into / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
-    return into
 
 
 @pytest.mark.parametrize("column", [320, 321, 323, 326])
