@@ -194,7 +194,7 @@ def _restore(file: int, undo: Undo, piece: Piece, lane: Lane, ends: Ends) -> Ite
                 f"what was kept of {ends.slot.name} contradicts itself; {WITHOUT}"
             ) from error
         x.copy_(found)
-    if digest_of_piece(data, piece.told) != piece.digest:
+    if digest_of_piece(data) != piece.digest:
         stored = ends.slot.stored
         raise BadCheckpoint(
             f"{stored.name} in {stored.file} is not what the fold wrote, so that {ends.slot.name} "

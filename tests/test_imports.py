@@ -59,6 +59,7 @@ OWNERS = {
     "huggingface_hub": {"checkpoint", "hub"},
     "yaml": {"recipe"},
     "networkx": {"cut"},
+    "xxhash": {"kept"},
     "grandalf": {"pictures"},
     "PIL": {"draw"},
 }
