@@ -34,7 +34,7 @@ from enjoyln_cli.steps import (
     Wider,
     spans,
 )
-from enjoyln_cli.undo import Undo, heads, learn, predict
+from enjoyln_cli.undo import heads, learn, predicted
 
 TRANSFER = 1 << 22
 """Bytes read or written at once."""
@@ -78,7 +78,6 @@ class Lane:
     read: mmap = field(default_factory=lambda: pages(PAGE))
     rounded: mmap = field(default_factory=lambda: pages(PAGE))
     wide: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
-    predicted: mmap = field(default_factory=lambda: pages(PAGE))
 
 
 @dataclass(frozen=True)
@@ -201,21 +200,9 @@ def _remember(lane: Lane, ends: Ends, start: int, x: torch.Tensor, y: torch.Tens
     ``start`` is the first of them in the original, ``y`` has no elements besides.
     """
     if ends.kept:
-        found = corrections(x, predicted(lane, ends.kept.undo, start, y.reshape(-1)))
+        found = corrections(x, predicted(ends.kept.undo, y.reshape(-1), start, room(lane)))
         data = x.view(torch.uint8).numpy().data
         keep(ends.kept, start * x.dtype.itemsize, data, found)
-
-
-def predicted(lane: Lane, undo: Undo, start: int, written: torch.Tensor) -> torch.Tensor:
-    """The original's elements from ``start`` as they are predicted, in the lane's buffer."""
-    if lane.wide.numel() < steps.BLOCK:
-        lane.wide = torch.empty(steps.BLOCK, dtype=torch.float64)
-    size = written.numel() * undo.dtype.itemsize
-    if len(lane.predicted) < size:
-        lane.predicted = pages(size)
-    found = torch.frombuffer(memoryview(lane.predicted)[:size], dtype=undo.dtype)
-    predict(undo, written, start, lane.wide, found)
-    return found
 
 
 def _place(wider: Wider | None, first: int, many: int) -> tuple[int, int]:
@@ -276,11 +263,16 @@ def pages(size: int) -> mmap:
     return mmap(-1, size, access=ACCESS_COPY)
 
 
+def room(lane: Lane, count: int = steps.BLOCK) -> torch.Tensor:
+    """The lane's buffer for ``count`` elements or more in float64."""
+    if lane.wide.numel() < count:
+        lane.wide = torch.empty(count, dtype=torch.float64)
+    return lane.wide
+
+
 def _wide(lane: Lane, x: torch.Tensor) -> torch.Tensor:
     """``x`` as float64, in the lane's buffer."""
-    if lane.wide.numel() < x.numel():
-        lane.wide = torch.empty(x.numel(), dtype=torch.float64)
-    return lane.wide[: x.numel()].copy_(x)
+    return room(lane, x.numel())[: x.numel()].copy_(x)
 
 
 def outgoing(lane: Lane, ends: Ends, start: int, size: int) -> memoryview:

@@ -390,7 +390,7 @@ def read_part(checkpoint: Checkpoint, name: str, dim: int, start: int, count: in
 def read_rows(checkpoint: Checkpoint, name: str, elements: int) -> Iterator[torch.Tensor]:
     """The slices of one tensor along its first dimension, about so many elements at a time.
 
-    Raises as ``read_tensor`` does.
+    A slice is there until the next is asked for. Raises as ``read_tensor`` does.
     """
     stored = _stored(checkpoint, name)
     if checkpoint.format == "bin" or stored.nbytes == 0:
@@ -398,13 +398,15 @@ def read_rows(checkpoint: Checkpoint, name: str, elements: int) -> Iterator[torc
         return
     dtype, (length, *rest) = DTYPES[stored.dtype], stored.shape
     size = stored.nbytes // length
-    count = max(1, elements * length * dtype.itemsize // stored.nbytes)
+    count = min(length, max(1, elements * length * dtype.itemsize // stored.nbytes))
+    data = bytearray(count * size)
     with (checkpoint.source.path / stored.file).open("rb", buffering=0) as file:
         for first in range(0, length, count):
             some = min(count, length - first)
-            data = bytearray(some * size)
-            _read_into(file.fileno(), memoryview(data), stored, first * size)
-            yield torch.frombuffer(data, dtype=dtype).reshape(some, *rest)
+            _read_into(file.fileno(), memoryview(data)[: some * size], stored, first * size)
+            yield torch.frombuffer(data, dtype=dtype)[: some * size // dtype.itemsize].reshape(
+                some, *rest
+            )
 
 
 def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:

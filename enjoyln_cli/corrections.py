@@ -15,6 +15,7 @@ compared as a number, only as bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +28,6 @@ Ints = NDArray[np.signedinteger]
 
 _FAR = -128
 _ON = 255
-_BLOCK = 1 << 19
-"""Elements compared at once: few enough for the caches."""
 _INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -46,15 +45,30 @@ class Corrections:
         return self.gaps.nbytes + self.steps.nbytes + self.exact.nbytes
 
 
-def corrections(original: torch.Tensor, predicted: torch.Tensor) -> Corrections:
-    """What makes ``predicted`` the same bits as ``original``: flat, of one floating dtype."""
-    right, guess = _bits(original), _bits(predicted)
-    missed = _different(right, guess)
-    found = right[missed]
-    off = _ordered(found) - _ordered(guess[missed])
-    near = (off > _FAR) & (off < -_FAR)
-    steps = np.where(near, off, _FAR).astype(np.int8)
-    return Corrections(_gaps(missed), steps, found[~near])
+def corrections(original: torch.Tensor, predicted: Iterable[torch.Tensor]) -> Corrections:
+    """What makes ``predicted`` the same bits as ``original``, which is flat.
+
+    It comes in flat blocks that follow each other, of any floating dtype, and is rounded to that
+    of ``original``.
+    """
+    bits = _bits(original)
+    at = since = 0
+    gaps = [np.empty(0, dtype=np.uint8)]
+    steps = [np.empty(0, dtype=np.int8)]
+    exact = [bits[:0]]
+    for block in predicted:
+        guess = _bits(block.to(original.dtype))
+        right = bits[at : at + guess.size]
+        missed = _different(right, guess)
+        found = right[missed]
+        off = _ordered(found) - _ordered(guess[missed])
+        near = (off > _FAR) & (off < -_FAR)
+        gaps.append(_gaps(missed, since))
+        steps.append(np.where(near, off, _FAR).astype(np.int8))
+        exact.append(found[~near])
+        at += guess.size
+        since = guess.size - 1 - int(missed[-1]) if missed.size else since + guess.size
+    return Corrections(np.concatenate(gaps), np.concatenate(steps), np.concatenate(exact))
 
 
 def correct(predicted: torch.Tensor, found: Corrections) -> None:
@@ -75,17 +89,11 @@ def correct(predicted: torch.Tensor, found: Corrections) -> None:
 
 def _different(a: Ints, b: Ints) -> NDArray[np.intp]:
     """Where ``a`` and ``b`` differ: first by eights, since a search is slow that is hit often."""
-    found = [np.empty(0, dtype=np.intp)]
-    unlike = np.empty(min(a.size + 7, _BLOCK) // 8 * 8, dtype=bool)
-    eights = unlike.view(np.uint64)
-    for at in range(0, a.size, _BLOCK):
-        some = min(_BLOCK, a.size - at)
-        np.not_equal(a[at : at + some], b[at : at + some], out=unlike[:some])
-        unlike[some:] = False
-        hit = np.flatnonzero(eights != 0)
-        within = np.flatnonzero(eights[hit].view(bool))
-        found.append((hit[within >> 3] << 3) + (within & 7) + at)
-    return np.concatenate(found)
+    unlike = np.zeros(-(-a.size // 8) * 8, dtype=bool)
+    np.not_equal(a, b, out=unlike[: a.size])
+    hit = np.flatnonzero(unlike.view(np.uint64) != 0)
+    within = np.flatnonzero(unlike.view(np.uint64)[hit].view(bool))
+    return (hit[within >> 3] << 3) + (within & 7)
 
 
 def _bits(x: torch.Tensor) -> Ints:
@@ -100,8 +108,9 @@ def _ordered(bits: Ints) -> Ints:
     return ordered
 
 
-def _gaps(positions: NDArray[np.intp]) -> NDArray[np.uint8]:
-    between = np.diff(positions, prepend=-1) - 1
+def _gaps(positions: NDArray[np.intp], since: int) -> NDArray[np.uint8]:
+    """Of the misses in a block, when the last one before lies ``since`` elements before it."""
+    between = np.diff(positions, prepend=-1 - since) - 1
     if not between.size or between.max() < _ON:
         return between.astype(np.uint8)
     whole, rest = np.divmod(between, _ON)

@@ -128,11 +128,16 @@ def in_rows(x: torch.Tensor) -> Iterable[torch.Tensor]:
 def _product(parts: Iterable[torch.Tensor], dim: int, by: torch.Tensor) -> torch.Tensor:
     """The sum over ``dim`` of a matrix times a vector; ``parts`` are its rows, a few at a time.
 
-    Nothing small is kept from one part to the next, which would keep the large ones' memory.
+    They are converted in the same memory, one after the other.
     """
     at, total = 0, torch.zeros(() if dim == 0 else 0, dtype=torch.float64)
+    room: dict[torch.dtype, torch.Tensor] = {}
     for part in parts:
-        wide = (part.float() if _narrow(part) else part).double()
+        wide = part
+        for dtype in (torch.float32, torch.float64) if _narrow(part) else (torch.float64,):
+            if dtype not in room:
+                room[dtype] = torch.empty(part.shape, dtype=dtype)
+            wide = room[dtype][: len(part)].copy_(wide)
         if dim == 0:
             total = total + by[at : at + len(part)] @ wide.flatten(1)
         else:

@@ -8,14 +8,14 @@ from math import prod
 
 import torch
 
-from enjoyln_cli.blocks import TRANSFER, Lane, predicted
+from enjoyln_cli.blocks import TRANSFER
 from enjoyln_cli.checkpoint import Checkpoint, read_part, read_tensor
 from enjoyln_cli.corrections import corrections
 from enjoyln_cli.edit import Edit, Vector, edited, given
 from enjoyln_cli.kept import Keeper
 from enjoyln_cli.shards import DTYPES
 from enjoyln_cli.steps import FLOATS
-from enjoyln_cli.undo import Undo, learn, undo_of
+from enjoyln_cli.undo import Undo, learn, predicted, undo_of
 
 SAMPLE = 1 << 16
 """Elements of a tensor that an estimate is made from."""
@@ -74,7 +74,9 @@ def _bytes_each(checkpoint: Checkpoint, name: str, edit: Edit) -> float:
     undo = undo_of(edit, values, x.dtype, tuple(x.shape))
     learn(undo, x.double())
     written = edited(x.double(), edit, values).to(x.dtype).flatten()
-    found = corrections(x.flatten(), predicted(Lane(), undo, 0, written))
+    found = corrections(
+        x.flatten(), predicted(undo, written, 0, torch.empty(0, dtype=torch.float64))
+    )
     return found.nbytes / max(x.numel(), 1)
 
 

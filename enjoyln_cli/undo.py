@@ -86,30 +86,32 @@ def fits(undo: Undo) -> bool:
     )
 
 
-def predict(
-    undo: Undo, written: torch.Tensor, start: int, wide: torch.Tensor, into: torch.Tensor
-) -> None:
-    """The original's elements from ``start``, of the old dtype, into ``into``.
+def predicted(
+    undo: Undo, written: torch.Tensor, start: int, room: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """The original's elements from ``start``, a block after the other, in the wider dtype.
 
-    ``written`` holds as many, cut to the old shape and flat, in whole groups; ``wide`` is room for
-    a block, in float64.
+    ``written`` holds as many, cut to the old shape and flat, in whole groups. A block lies in
+    ``room``, of float64, until the next is asked for.
     """
-    unit, kind = _unit(undo, start, written.numel()), kind_of(undo.dtype)
-    step, room = max(1, wide.numel() // unit) * unit, wide.view(kind)
+    unit = _unit(undo, start, written.numel(), room.numel())
+    kind = kind_of(undo.dtype)
+    step, wide = max(1, room.numel() // unit) * unit, room.view(kind)
     for at in range(0, written.numel(), step):
         some = written[at : at + step]
-        block = room[: some.numel()] if some.numel() <= room.numel() else some.to(kind)
+        block = wide[: some.numel()] if some.numel() <= wide.numel() else some.to(kind)
         take_back(undo, block.copy_(some), start + at)
-        into[at : at + step].copy_(block)
+        yield block
 
 
-def _unit(undo: Undo, start: int, count: int) -> int:
-    """What a block has to hold a whole number of."""
+def _unit(undo: Undo, start: int, count: int, most: int) -> int:
+    """What a block has to hold a whole number of: ``most`` at the most where that is possible."""
     units = [1]
     for axis in undo.axes:
         width = prod(undo.shape[axis.dim + 1 :])
         item = undo.shape[axis.dim] * width
-        if start % item == 0 and count % item == 0:
+        whole = start % item == 0 and count % item == 0
+        if whole and (item <= most or axis.inner > 1):
             units.append(item)
         elif any(True for _ in _runs(undo.shape, axis, start, count)):
             units.append(axis.inner * width)

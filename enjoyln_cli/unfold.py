@@ -24,7 +24,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from enjoyln_cli.blocks import Ends, Lane, outgoing, predicted, read, write
+from enjoyln_cli.blocks import Ends, Lane, outgoing, read, room, write
 from enjoyln_cli.card import is_card
 from enjoyln_cli.checkpoint import (
     Checkpoint,
@@ -43,7 +43,7 @@ from enjoyln_cli.kept import FOLDER, Kept, Piece, digest_of_piece, open_kept, re
 from enjoyln_cli.shards import DTYPES, Stored, tensors_of_header
 from enjoyln_cli.steps import Slot
 from enjoyln_cli.stream import Shard, Task, summed, write_tensors
-from enjoyln_cli.undo import Undo
+from enjoyln_cli.undo import Undo, predicted
 
 WITHOUT = f"remove its folder {FOLDER} to unfold without what was kept"
 
@@ -186,14 +186,15 @@ def _restore(file: int, undo: Undo, piece: Piece, lane: Lane, ends: Ends) -> Ite
     _read_cut(ends, piece.start, data)
     if piece.told:
         try:
-            x = torch.frombuffer(data, dtype=undo.dtype)
-            found = predicted(lane, undo, piece.start // undo.dtype.itemsize, x)
-            correct(found, read_corrections(file, piece, undo.dtype))
+            x, at = torch.frombuffer(data, dtype=undo.dtype), 0
+            for block in predicted(undo, x, piece.start // undo.dtype.itemsize, room(lane)):
+                x[at : at + block.numel()].copy_(block)
+                at += block.numel()
+            correct(x, read_corrections(file, piece, undo.dtype))
         except (RuntimeError, ValueError, KeyError) as error:
             raise BadCheckpoint(
                 f"what was kept of {ends.slot.name} contradicts itself; {WITHOUT}"
             ) from error
-        x.copy_(found)
     if digest_of_piece(data) != piece.digest:
         stored = ends.slot.stored
         raise BadCheckpoint(

@@ -3,7 +3,7 @@
     python scripts/bench_fold.py                     everything, on generated checkpoints
     python scripts/bench_fold.py DIR --repeats 7     the fold of one checkpoint against copying it
     python scripts/bench_fold.py --only report       the reports alone
-    python scripts/bench_fold.py --keep-means        what it costs to keep the way back, and that
+    python scripts/bench_fold.py --options=--merge=affine    a fold with options against one without
 
 Decides what is compared with what. A fold is timed by what ``enjoyln fold --no-verify --json``
 itself states (reading, centring, writing, syncing, publishing; not imports and tracing, which have
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -148,42 +148,50 @@ def fold_against_copy(source: Path, repeats: int, jobs: int | None) -> dict[str,
     }
 
 
-def kept_against_plain(source: Path, repeats: int, jobs: int | None) -> dict[str, Any]:
-    """Medians of a fold that keeps the means and of one that does not, in turns; and of unfold."""
+def options_against_plain(
+    source: Path, repeats: int, jobs: int | None, options: Sequence[str]
+) -> dict[str, Any]:
+    """Medians of a fold with ``options`` and of one without, in turns.
+
+    Where the options keep the means, of unfold as well.
+    """
     out, back = (source.parent / f"{source.name}.{end}" for end in ("bench", "back"))
     torch_alone = run([sys.executable, "-c", "import torch"]).anonymous
-    options = ["--jobs", str(jobs)] if jobs else []
-    fold = [*ENJOYLN, "fold", source, "-o", out, "--no-verify", "--json", *options]
-    runs: dict[str, list[Run]] = {"plain": [], "kept": [], "back": []}
+    workers = ["--jobs", str(jobs)] if jobs else []
+    fold = [*ENJOYLN, "fold", source, "-o", out, "--no-verify", "--json", *workers]
+    runs: dict[str, list[Run]] = {"plain": [], "with": [], "back": []}
 
-    def kept_and_back() -> None:
-        runs["kept"].append(run([*fold, "--keep-means"]))
-        os.sync()
-        command = [*ENJOYLN, "unfold", out, "-o", back, "--json", *options]
-        runs["back"].append(_fresh(back, lambda: run(command)))
+    def with_options() -> None:
+        runs["with"].append(run([*fold, *options]))
+        if "--keep-means" in options:
+            os.sync()
+            command = [*ENJOYLN, "unfold", out, "-o", back, "--json", *workers]
+            runs["back"].append(_fresh(back, lambda: run(command)))
 
     for _ in range(repeats):
         runs["plain"].append(_fresh(out, lambda: run(fold)))
-        _fresh(out, kept_and_back)
+        _fresh(out, with_options)
     stated = {what: [json.loads(r.output) for r in done] for what, done in runs.items()}
-    seconds = {what: median(s["seconds"] for s in found) for what, found in stated.items()}
-    memory = {what: max(r.anonymous for r in done) - torch_alone for what, done in runs.items()}
-    return {
-        "what": f"fold --keep-means {source.name}",
-        "gigabytes": round(stated["kept"][0]["bytes_written"] / 1e9, 2),
-        "kept_mb": round(stated["kept"][0]["bytes_kept"] / 1e6, 1),
-        "fold_s": round(seconds["kept"], 2),
-        "plain_s": round(seconds["plain"], 2),
-        "ratio": round(seconds["kept"] / seconds["plain"], 2),
-        "ratios": [
-            round(kept["seconds"] / plain["seconds"], 2)
-            for kept, plain in zip(stated["kept"], stated["plain"], strict=True)
-        ],
-        "unfold_s": round(seconds["back"], 2),
-        "memory_mb": round(memory["kept"]),
-        "plain_memory_mb": round(memory["plain"]),
-        "unfold_memory_mb": round(memory["back"]),
+    pairs = list(zip(stated["with"], stated["plain"], strict=True))
+    row = {
+        "what": " ".join(("fold", source.name, *options)),
+        "gigabytes": round(stated["with"][0]["bytes_written"] / 1e9, 2),
+        "fold_s": round(median(a["seconds"] for a, _ in pairs), 2),
+        "plain_s": round(median(b["seconds"] for _, b in pairs), 2),
+        "ratio": round(median(a["seconds"] / b["seconds"] for a, b in pairs), 2),
+        "ratios": [round(a["seconds"] / b["seconds"], 2) for a, b in pairs],
+        "command_s": round(median(r.seconds for r in runs["with"]), 2),
+        "plain_command_s": round(median(r.seconds for r in runs["plain"]), 2),
+        "memory_mb": round(max(r.anonymous for r in runs["with"]) - torch_alone),
+        "plain_memory_mb": round(max(r.anonymous for r in runs["plain"]) - torch_alone),
     }
+    if runs["back"]:
+        row |= {
+            "kept_mb": round(stated["with"][0]["bytes_kept"] / 1e6, 1),
+            "unfold_s": round(median(s["seconds"] for s in stated["back"]), 2),
+            "unfold_memory_mb": round(max(r.anonymous for r in runs["back"]) - torch_alone),
+        }
+    return row
 
 
 def _fresh(out: Path, action: Any) -> Any:
@@ -229,7 +237,7 @@ def commands(repeats: int, folder: Path) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as aligned text; what a row does not have stays empty."""
     known = ("what", "gigabytes", "kept_mb", "fold_s", "copy_s", "plain_s", "ratio", "unfold_s")
-    known += ("command_s", "memory_mb", "plain_memory_mb", "unfold_memory_mb")
+    known += ("command_s", "plain_command_s", "memory_mb", "plain_memory_mb", "unfold_memory_mb")
     keys = tuple(key for key in known if any(key in row for row in rows))
     lines = [keys, *(tuple(str(row.get(key, "")) for key in keys) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(keys))]
@@ -247,22 +255,30 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--only", choices=["fold", "report"])
-    parser.add_argument("--keep-means", action="store_true", help="against a fold without, only")
+    parser.add_argument(
+        "--options", action="append", help="against a fold without, only; may be given again"
+    )
     parser.add_argument("--work", type=Path, help="where to generate; a temporary directory if not")
     parser.add_argument("--json", action="store_true", help="print one JSON array")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    against = kept_against_plain if args.keep_means else fold_against_copy
+
+    def measured(source: Path) -> Iterator[dict[str, Any]]:
+        for options in args.options or ():
+            yield options_against_plain(source, args.repeats, args.jobs, options.split())
+        if not args.options:
+            yield fold_against_copy(source, args.repeats, args.jobs)
+
     with tempfile.TemporaryDirectory(dir=args.work) as name:
         folder = Path(name)
         if args.directory:
-            rows.append(against(args.directory, args.repeats, args.jobs))
+            rows += measured(args.directory)
         elif args.only != "report":
             for size in args.sizes:
                 source = generated(size, args.model_type, folder)
-                rows.append(against(source, args.repeats, args.jobs))
+                rows += measured(source)
                 shutil.rmtree(source)
-        if args.only != "fold" and not args.directory and not args.keep_means:
+        if args.only != "fold" and not args.directory and not args.options:
             rows += commands(args.repeats, folder)
     print(json.dumps(rows) if args.json else table(rows))
 

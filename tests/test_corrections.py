@@ -37,7 +37,7 @@ def test_near_and_far_misses(dtype: torch.dtype, share: float) -> None:
     off = torch.randint(-300, 301, (int(missed.sum()),), generator=made)
     bits = predicted.view(INTS[dtype.itemsize])
     bits[missed] += off.to(bits.dtype)
-    found = corrections(original, predicted)
+    found = corrections(original, [predicted])
     different = original.view(bits.dtype) != bits
     assert (found.gaps != 255).sum() == found.steps.size == different.sum()
     assert same_bits(predicted, original) == (not different.any())
@@ -48,7 +48,7 @@ def test_near_and_far_misses(dtype: torch.dtype, share: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_prediction_of_nothing_but_rubbish(dtype: torch.dtype) -> None:
     original, predicted = any_bits(dtype, 5_000), any_bits(dtype, 5_001)[:5_000].clone()
-    correct(predicted, corrections(original, predicted))
+    correct(predicted, corrections(original, [predicted]))
     assert same_bits(predicted, original)
 
 
@@ -56,7 +56,7 @@ def test_one_step_takes_two_bytes_and_crosses_zero() -> None:
     tiny = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
     original = torch.tensor([0.0, -0.0, tiny, 1.0, float("inf")])
     predicted = torch.tensor([-0.0, 0.0, -tiny, 1.0, torch.finfo(torch.float32).max])
-    found = corrections(original, predicted)
+    found = corrections(original, [predicted])
     assert found.steps.tolist() == [1, -1, 3, 1]
     assert (found.gaps.tolist(), found.exact.size, found.nbytes) == ([0, 0, 0, 1], 0, 8)
 
@@ -66,7 +66,7 @@ def test_long_gaps(positions: list[int]) -> None:
     original = torch.arange(3_000, dtype=torch.float32)
     predicted = original.clone()
     predicted[positions] += 0.5
-    found = corrections(original, predicted)
+    found = corrections(original, [predicted])
     correct(predicted, found)
     assert torch.equal(predicted, original)
     assert (found.gaps != 255).sum() == len(positions)
@@ -74,7 +74,7 @@ def test_long_gaps(positions: list[int]) -> None:
 
 def test_runs_that_do_not_fit() -> None:
     original, predicted = torch.arange(600.0), torch.arange(600.0).neg()
-    good = corrections(original, predicted)
+    good = corrections(original, [predicted])
     assert good.exact.size > 0
     for bad in (
         replace(good, gaps=good.gaps[:-1]),
