@@ -22,7 +22,6 @@ from click.testing import CliRunner, Result
 import enjoyln_cli
 from enjoyln_cli.cli import explain, main
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.norms import RMSNorm
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 GPT2 = str(CHECKPOINTS / "gpt2")
@@ -419,18 +418,6 @@ def test_the_library_takes_a_config_and_a_path() -> None:
     config = AutoConfig.from_pretrained(GPT2)
     one = enjoyln_cli.analyze(config, model_class="GPT2Model").plan
     assert one == enjoyln_cli.analyze(GPT2, model_class="GPT2Model").plan
-
-
-def test_the_examples_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "some.txt").write_text("A text to run on. " * 40)
-    readme = (CHECKPOINTS.parent.parent / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    code = "\n".join(blocks).replace('("gpt2"', f"({GPT2!r}")
-    names: dict[str, Any] = {}
-    exec(code, names)
-    assert isinstance(names["model"].transformer.h[0].ln_1, RMSNorm)
-    assert names["result"].verification.passed
 
 
 def test_example_inputs_without_a_module_are_refused() -> None:

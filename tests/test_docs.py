@@ -1,0 +1,215 @@
+"""The README and the pages under docs: every example runs, and prints what its page says.
+
+The blocks of a page run in order, in a new directory that holds the checkpoints under ``tests``:
+
+    ```python      is executed; the blocks of a page share their names
+    ```text        straight after one is what it prints
+    ```console     runs what stands behind each ``$``; below it is what that prints
+
+``...`` stands for any text. A number with a decimal point may be another one, and one with an
+exponent is an error: it may be smaller, or up to a hundred times as large. All else has to be the
+same, but for the width of tables. A command has to succeed, unless ``; echo $?`` shows how it
+ended. ``<!-- needs: peft -->`` before a block names a library without which it is
+skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hub_server import Hub, serving
+
+from enjoyln_cli.cli import main
+from enjoyln_cli.norms import RMSNorm
+
+ROOT = Path(__file__).parent.parent
+CHECKPOINTS = ROOT / "tests" / "checkpoints"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+BLOCK = re.compile(
+    r"^(?:<!-- needs: (?P<needs>[\w ]+) -->\n)?"
+    r"```(?P<kind>python|console)\n(?P<code>.*?)^```$"
+    r"(?:\n+```text\n(?P<printed>.*?)^```$)?",
+    re.DOTALL | re.MULTILINE,
+)
+VARIES = re.compile(r"(\d+(?:\.\d+)?e[+-]\d+)|(\d+(?:\.\d+)+)|(\.\.\.)")
+A_NUMBER = r"(-?\d+(?:\.\d+)*(?:e[+-]\d+)?)"
+LARGER = 100
+"""How many times as large an error may be as on the page."""
+
+HUB = "https://huggingface.co"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One example of a page."""
+
+    place: str
+    """Page and line."""
+    kind: str
+    code: str
+    printed: str | None
+    needs: tuple[str, ...]
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, found.start('code'))}",
+            found["kind"],
+            found["code"],
+            found["printed"],
+            tuple((found["needs"] or "").split()),
+        )
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def same(expected: str, printed: str) -> bool:
+    """Whether a page's text and what was printed are the same, but for what may vary."""
+    expected, printed = (_narrow(text) for text in (expected, printed))
+    pattern, errors, end = "", [], 0
+    for found in VARIES.finditer(expected):
+        pattern += re.escape(expected[end : found.start()])
+        pattern += "(.*?)" if found[3] else A_NUMBER
+        errors.append(float(found[1]) if found[1] else None)
+        end = found.end()
+    match = re.fullmatch(pattern + re.escape(expected[end:]), printed, re.DOTALL)
+    if match is None:
+        return False
+    pairs = zip(errors, match.groups(), strict=True)
+    return all(bound is None or float(text) <= LARGER * bound for bound, text in pairs)
+
+
+def _narrow(text: str) -> str:
+    """Without the width of tables and the space at the ends of lines."""
+    text = re.sub(r"([━─═])\1+", r"\1", text.strip())
+    return re.sub(r" +", " ", re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+
+def run(page: Path, subtests: pytest.Subtests, hub: str = HUB) -> dict[str, Any]:
+    """Run each block of a page in this directory. Returns the names that its code has left."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page):
+        with subtests.test(block.place):
+            for library in block.needs:
+                if importlib.util.find_spec(library) is None:
+                    pytest.skip(f"{library} is not installed")
+            if block.kind == "python":
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    exec(compile(block.code, block.place, "exec"), names)
+                if block.printed is not None:
+                    check(block.printed, out.getvalue())
+                continue
+            commands = re.split(r"^\$ ", block.code, flags=re.MULTILINE)
+            assert commands[0] == "", "text before the first command"
+            for text in commands[1:]:
+                line, _, printed = text.partition("\n")
+                check(printed, shell(line).replace(hub, HUB))
+    return names
+
+
+def check(expected: str, printed: str) -> None:
+    assert same(expected, printed), f"it prints:\n{printed}"
+
+
+def shell(line: str) -> str:
+    """What a command prints; that of the project runs in this process, where all is imported."""
+    command, show, _ = line.partition("; echo $?")
+    if command.startswith("enjoyln "):
+        result = CliRunner().invoke(main, command.split()[1:])
+        status, printed = result.exit_code, result.output
+    else:
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        status, printed = done.returncode, done.stdout + done.stderr
+    if show:
+        return f"{printed}{status}\n"
+    assert status == 0, printed
+    return printed
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Path:
+    """A new directory with the checkpoints, where the commands run as in a terminal."""
+    shutil.copytree(CHECKPOINTS, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("ENJOYLN_DEBUG", raising=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with serving() as server:
+        server.tokens["hf_a_token_of_mine"] = "me"
+        yield server
+
+
+@pytest.fixture
+def online(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The Hub is the one of this machine, and who asks it is ``me``."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_TOKEN", "hf_a_token_of_mine")
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return hub.url
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_examples_of_a_page_run(page: Path, online: str, subtests: pytest.Subtests) -> None:
+    run(page, subtests, online)
+
+
+def test_the_examples_of_the_readme_run(place: Path, subtests: pytest.Subtests) -> None:
+    (place / "some.txt").write_text("A text to run on. " * 40)
+    names = run(ROOT / "README.md", subtests)
+    assert isinstance(names["model"].transformer.h[0].ln_1, RMSNorm)
+    assert names["result"].verification.passed
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", link):
+            continue
+        path, _, heading = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in found}
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "good"),
+    [
+        ("ratio 0.95, error 4.4e-16", "ratio 1, error 1e-15", True),
+        ("error 4.4e-16", "error 4.4e-13", False),
+        ("folded 7 of 7", "folded 6 of 7", False),
+        ("┏━━━┓\n┃ a ┃", "┏━━━━━┓\n┃  a  ┃  ", True),
+        ("one\n...\nlast", "one\ntwo\nthree\nlast", True),
+        ("one\n...", "two\nthree", False),
+        ("", "something", False),
+    ],
+)
+def test_what_may_vary_on_a_page_and_what_may_not(expected: str, printed: str, good: bool) -> None:
+    assert same(expected, printed) is good
