@@ -10,26 +10,32 @@ The blocks of a page run in order, in a new directory that holds the checkpoints
 exponent is an error: it may be smaller, or up to a hundred times as large. All else has to be the
 same, but for the width of tables. A command has to succeed, unless ``; echo $?`` shows how it
 ended. ``<!-- needs: peft -->`` before a block names a library without which it is
-skipped.
+skipped, and after ``<!-- varies -->`` comes one whose output is another on each machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import io
+import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from hub_server import Hub, serving
 
+import enjoyln_cli
 from enjoyln_cli.cli import main
 from enjoyln_cli.norms import RMSNorm
 
@@ -38,7 +44,7 @@ CHECKPOINTS = ROOT / "tests" / "checkpoints"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 BLOCK = re.compile(
-    r"^(?:<!-- needs: (?P<needs>[\w ]+) -->\n)?"
+    r"^(?:<!-- needs: (?P<needs>[\w ]+) -->\n)?(?P<varies><!-- varies -->\n)?"
     r"```(?P<kind>python|console)\n(?P<code>.*?)^```$"
     r"(?:\n+```text\n(?P<printed>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
@@ -49,6 +55,9 @@ LARGER = 100
 """How many times as large an error may be as on the page."""
 
 HUB = "https://huggingface.co"
+FILE = "{repo_id}/resolve/{revision}/{filename}"
+HERE = "/home/me"
+"""What stands on a page for the Hub of this machine, and for the directory of a test."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class Block:
     code: str
     printed: str | None
     needs: tuple[str, ...]
+    varies: bool
 
 
 def blocks(page: Path) -> list[Block]:
@@ -72,6 +82,7 @@ def blocks(page: Path) -> list[Block]:
             found["code"],
             found["printed"],
             tuple((found["needs"] or "").split()),
+            bool(found["varies"]),
         )
         for found in BLOCK.finditer(text)
     ]
@@ -117,7 +128,9 @@ def run(page: Path, subtests: pytest.Subtests, hub: str = HUB) -> dict[str, Any]
             assert commands[0] == "", "text before the first command"
             for text in commands[1:]:
                 line, _, printed = text.partition("\n")
-                check(printed, shell(line).replace(hub, HUB))
+                found = shell(line)
+                if not block.varies:
+                    check(printed, found.replace(hub, HUB).replace(str(Path.cwd()), HERE))
     return names
 
 
@@ -129,10 +142,16 @@ def shell(line: str) -> str:
     """What a command prints; that of the project runs in this process, where all is imported."""
     command, show, _ = line.partition("; echo $?")
     if command.startswith("enjoyln "):
-        result = CliRunner().invoke(main, command.split()[1:])
-        status, printed = result.exit_code, result.output
+        command, _, file = command.partition(" > ")
+        words = shlex.split(command, comments=True)[1:]
+        result = CliRunner().invoke(main, words, prog_name="enjoyln")
+        status, printed = result.exit_code, result.stderr if file else result.output
+        if file:
+            Path(file).write_text(result.stdout)
     else:
-        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path}
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment)
         status, printed = done.returncode, done.stdout + done.stderr
     if show:
         return f"{printed}{status}\n"
@@ -161,9 +180,12 @@ def hub() -> Iterator[Hub]:
 def online(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> str:
     """The Hub is the one of this machine, and who asks it is ``me``."""
     from huggingface_hub import constants
+    from huggingface_hub.utils import disable_progress_bars
 
+    disable_progress_bars()
     monkeypatch.setenv("HF_TOKEN", "hf_a_token_of_mine")
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}/{FILE}")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     return hub.url
@@ -179,6 +201,54 @@ def test_the_examples_of_the_readme_run(place: Path, subtests: pytest.Subtests) 
     names = run(ROOT / "README.md", subtests)
     assert isinstance(names["model"].transformer.h[0].ln_1, RMSNorm)
     assert names["result"].verification.passed
+
+
+@pytest.mark.parametrize("page", (ROOT / "docs" / "commands").iterdir(), ids=lambda page: page.stem)
+def test_the_page_of_a_command_has_its_options(page: Path) -> None:
+    found = {name for param in main.commands[page.stem].params for name in names_of(param)}
+    table = page.read_text(encoding="utf-8").rpartition("| option |")[2]
+    first = "\n".join(row.split("|")[1] for row in table.splitlines() if row.count("|") > 2)
+    assert set(re.findall(r"`(--[a-z-]+)`", first)) == found - {"--help"}
+
+
+def names_of(param: click.Parameter) -> list[str]:
+    return [name for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
+
+
+def test_the_page_for_library_users_names_what_there_is() -> None:
+    text = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", text)) | set(re.findall(r"^## (\w+)$", text, re.MULTILINE))
+    assert set(enjoyln_cli.__all__) - {"EnjoyLNError"} <= named
+
+
+@pytest.mark.parametrize("name", ["analyze", "fold", "verify", "unfold", "push"])
+def test_the_page_for_library_users_names_arguments_that_exist(name: str) -> None:
+    text = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    section = re.search(rf"^## {name}$(.*?)^## ", text, re.DOTALL | re.MULTILINE)
+    assert section
+    cells = re.findall(r"^\|(.*?)\|", section[1].rpartition("| argument |")[2], re.MULTILINE)
+    named = {word for cell in cells for word in re.findall(r"`(\w+)`", cell)}
+    taken = inspect.signature(getattr(enjoyln_cli, name)).parameters
+    assert named and named <= set(taken)
+
+
+def test_the_counts_of_models_are_those_of_the_census() -> None:
+    text = (ROOT / "docs" / "which_models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [\w-]+ \| \w+\*? \| \d.*$", text, re.MULTILINE)
+    census = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    assert rows and [row for row in rows if f"\n{row}" not in census] == []
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2_ln_2"])
+def test_the_pictures_are_those_that_are_drawn(name: str) -> None:
+    pytest.importorskip("grandalf")
+    why = ["--why", "transformer.h.0.ln_2"] if name == "gpt2_ln_2" else []
+    shell(" ".join(["enjoyln report gpt2 --save drawn.svg", *why]))
+    drawn, shown = (
+        sorted(re.findall(r">([^<>]+)<", file.read_text(encoding="utf-8")))
+        for file in (Path("drawn.svg"), ROOT / "docs" / "pictures" / f"{name}.svg")
+    )
+    assert drawn == shown
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
