@@ -4,6 +4,7 @@
     fold(model, out)   write the converted checkpoint
     verify(out)        measure that it computes the original function
     push(out, "me/x")  upload it to the Hub
+    bench(out)         time it beside the original
     unfold(out, back)  the way back, to the original bit for bit where its means were kept
     load_recipe(file)  read what was done, or what to do
 
@@ -39,6 +40,7 @@ from enjoyln_cli.errors import (
 )
 
 if TYPE_CHECKING:
+    from enjoyln_cli.bench import bench
     from enjoyln_cli.convert import analyze
     from enjoyln_cli.convert import convert as fold
     from enjoyln_cli.hub import push
@@ -65,6 +67,7 @@ __all__ = [
     "UnsupportedModel",
     "VerificationFailed",
     "analyze",
+    "bench",
     "fold",
     "from_pretrained",
     "load_recipe",
@@ -78,6 +81,7 @@ __all__ = [
 _LAZY = {
     "EnjoyLNConfig": ("enjoyln_cli.quantizer", "EnjoyLNConfig"),
     "analyze": ("enjoyln_cli.convert", "analyze"),
+    "bench": ("enjoyln_cli.bench", "bench"),
     "fold": ("enjoyln_cli.convert", "convert"),
     "from_pretrained": ("enjoyln_cli.loading", "from_pretrained"),
     "load_recipe": ("enjoyln_cli.recipe", "load_recipe"),
@@ -97,7 +101,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """``fold``, ``unfold`` and ``verify`` are functions, whichever module is imported when."""
+    """``fold``, ``verify`` and their like are functions, whichever module is imported when."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _LAZY and isinstance(value, ModuleType)):

@@ -34,6 +34,10 @@ OPENING = (
     "recipe",
 )
 """How a model is opened: fields of ``convert.Opening``."""
+ASKING = ("batch_sizes", "seq_lens", "modes", "repeats")
+"""What ``bench`` is to measure: fields of ``bench.Asked``."""
+MODES = ("eager", "fused", "compile", "cudagraphs")
+"""As in ``variants``, which imports torch."""
 ALLOWING = ("widen_mlp", "widen_to", "merge", "untie")
 """What a plan may change besides centring: the fields of ``plan.Options``."""
 
@@ -119,6 +123,77 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         command = option(command)
     return command
+
+
+def parse_numbers(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """``1,8`` as whole numbers from 1 on, each once."""
+    try:
+        found = tuple(dict.fromkeys(int(number) for number in value.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise click.BadParameter(f"{value!r} is no list of numbers; write 1,8", ctx, parameter)
+    return found
+
+
+def parse_modes(ctx: click.Context, parameter: click.Parameter, value: str) -> Names:
+    """``eager,compile`` as a tuple of modes, each once."""
+    found = parse_names(ctx, parameter, value)
+    for name in found:
+        if name not in MODES:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(MODES)}.", ctx, parameter)
+    return found
+
+
+def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What is measured; all of it arrives as one ``asked`` argument, a ``bench.Asked``."""
+
+    @functools.wraps(command)
+    def gathered(**options: Any) -> Any:
+        from enjoyln_cli.bench import Asked
+
+        asked = Asked(**{name: options.pop(name) for name in ASKING})
+        return command(asked=asked, **options)
+
+    wrapped: Callable[..., Any] = gathered
+    for option in (
+        click.option(
+            "--repeats",
+            type=click.IntRange(min=3),
+            default=15,
+            show_default=True,
+            help="Turns, in each of which every model has a go.",
+        ),
+        click.option(
+            "--mode",
+            "modes",
+            callback=parse_modes,
+            default="eager",
+            show_default=True,
+            metavar="MODES",
+            help=f"How the models are run: {', '.join(MODES)}.",
+        ),
+        click.option(
+            "--seq-len",
+            "seq_lens",
+            callback=parse_numbers,
+            default="128,512,1024",
+            show_default=True,
+            metavar="NUMBERS",
+            help="Tokens of each row.",
+        ),
+        click.option(
+            "--batch-size",
+            "batch_sizes",
+            callback=parse_numbers,
+            default="1,8",
+            show_default=True,
+            metavar="NUMBERS",
+            help="Rows of one run.",
+        ),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
 
 
 def push_options(command: Callable[..., Any]) -> Callable[..., Any]:

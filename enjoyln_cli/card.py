@@ -12,8 +12,8 @@ fine-tune.
 One section, between ``BEGIN`` and ``END``, holds what may change once the fold is done: where the
 model lies, its verification, its speed. ``enjoyln push`` writes it anew; the rest is the owner's.
 
-``enjoyln_bench.json`` is read as ``{"hardware": str, "rows": [{"case": str, "original_ms": number,
-"folded_ms": number}]}``; whatever else is in it is left out.
+Of ``enjoyln_bench.json`` it reads ``{"hardware": str, "rows": [{"case": str, "original_ms": number,
+"folded_ms": number, "verdict": str}]}``; a gain that is none is shown as such.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from enjoyln_cli.fold import BENCH_FILE, RECIPE_FILE, VERIFY_FILE
 from enjoyln_cli.pipeline import MODULES
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.rows import counts, notes, number, row
+from enjoyln_cli.timing import NO_GAIN
 
 BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
 END = "<!-- enjoyln: end of the section -->"
@@ -234,7 +235,9 @@ def _speeds(found: Any) -> list[tuple[str, str, str, str]]:
         before, after = entry.get("original_ms"), entry.get("folded_ms")
         if isinstance(before, int | float) and isinstance(after, int | float) and after > 0:
             case = str(entry.get("case", "")).replace("|", "\\|")
-            lines.append((case, f"{before:.4g} ms", f"{after:.4g} ms", f"{before / after:.3f}"))
+            verdict = f", {NO_GAIN}" * (entry.get("verdict") == NO_GAIN)
+            speedup = f"{before / after:.3f}{verdict}"
+            lines.append((case, f"{before:.4g} ms", f"{after:.4g} ms", speedup))
     return lines
 
 

@@ -25,6 +25,7 @@ from enjoyln_cli.arguments import (
     NEW_FILE,
     Names,
     Options,
+    bench_options,
     hub_options,
     json_option,
     model_class_option,
@@ -329,6 +330,35 @@ def verify(out: Path, as_json: bool, opening: Options, **options: Any) -> None:
         write_verification(found)
     if not found.passed:
         raise click.exceptions.Exit(1)
+
+
+@main.command()
+@click.argument("out", type=FOLDER)
+@click.option(
+    "--original", "--against", "against", metavar="MODEL", help="If not the one OUT remembers."
+)
+@bench_options
+@click.option("--dtype", type=DTYPES, help="Run in this dtype instead of OUT's.")
+@click.option("--device", metavar="DEVICE", help="cpu or cuda; a GPU where there is one.")
+@click.option("--plot", "picture", type=NEW_FILE, metavar="FILE", help="Draw: .png, .svg.")
+@json_option
+@hub_options
+def bench(out: Path, picture: Path | None, as_json: bool, opening: Options, **options: Any) -> None:
+    """Time OUT beside its original on this machine, and what is left to gain."""
+    from enjoyln_cli import bench as measure
+    from enjoyln_cli import plot
+    from enjoyln_cli.report import watching, write_bench, write_json
+
+    if picture:
+        plot.check(picture)
+    with watching(as_json) as watch:
+        found = measure(out, on_event=watch.stage, **options, **opening)
+    if picture:
+        plot.save(found.to_json(), picture)
+    if as_json:
+        write_json(found.to_json())
+    else:
+        write_bench(found)
 
 
 @main.command()

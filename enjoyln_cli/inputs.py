@@ -49,6 +49,21 @@ def seeded(model: nn.Module, rows: int, seed: int, dtype: torch.dtype) -> list[B
     return [_batch(model, made[n], generator, dtype) for n in sizes]
 
 
+def unpadded(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
+    """One seeded example of ``rows`` rows with ``tokens`` tokens of text each, and no mask.
+
+    Inputs other than text have the size that the config says. Raises as ``seeded`` does.
+    """
+    bare, generator = without_weights(model), torch.Generator().manual_seed(0)
+    form = next(islice(forms(bare, rows, tokens), _accepted_form(model, bare), None))
+    return {
+        name: torch.randn(spec.shape, generator=generator).to(dtype)
+        if spec.below is None
+        else whole_numbers(spec, generator)
+        for name, spec in form.items()
+    }
+
+
 def _accepted_form(model: Any, bare: nn.Module) -> int:
     """Which of the forms that its inputs could have the model runs with; they are tried in turn."""
     found = list(forms(bare, 1, _length(model)))
@@ -121,9 +136,15 @@ def _length(model: Any) -> int:
 
 def _positions(config: Any) -> int:
     """Tokens that the position table has room for, past the rows that some tables reserve."""
+    limit = most_tokens(config)
+    return max(1, limit - 2) if limit else WINDOW
+
+
+def most_tokens(config: Any) -> int | None:
+    """How many positions a text config names; ``None`` where it does not say."""
     names = ("max_position_embeddings", "max_target_positions")
-    limits = [limit for name in names if (limit := getattr(config, name, None))]
-    return max(1, int(min(limits)) - 2) if limits else WINDOW
+    limits = [int(limit) for name in names if (limit := getattr(config, name, None))]
+    return min(limits, default=None)
 
 
 def with_masked_patches(model: Any, batch: Batch, seed: int) -> Batch | None:

@@ -31,6 +31,7 @@ from enjoyln_cli.rows import Row, as_csv, as_markdown, cells, compact, counts, n
 
 if TYPE_CHECKING:
     from enjoyln_cli.hub import Upload
+    from enjoyln_cli.speeds import Bench
     from enjoyln_cli.verify import Verification
     from enjoyln_cli.why import Tree
 
@@ -120,6 +121,10 @@ class Watch:
     event: Callable[[str, str], None]
     progress: Callable[[int, int], None]
     warnings: list[str] = field(default_factory=list)
+
+    def stage(self, text: str) -> None:
+        """News of a job that warns of nothing."""
+        self.event("stage", text)
 
 
 @contextmanager
@@ -240,6 +245,40 @@ def write_verification(found: Verification) -> None:
     for name, mean in list(found.norm_input_mean.items())[:WORST]:
         say(f"  {name} saw a mean of {number(mean)} of its input's rms")
     say(found.summary, "green" if found.passed else "red")
+
+
+def write_bench(found: Bench) -> None:
+    """Times of every case with what they say, then what it cost and what was left out."""
+    table = Table("", "original", "folded", "rms_norm", "no norm", "speed-up", "", "tax", "saved")
+    table.add_column("per second")
+    table.add_column("pays after")
+    for column in (*table.columns[1:6], *table.columns[7:]):
+        column.justify = "right"
+    for row in found.rows:
+        spread = f"({row.speedup_spread.low:.3f} to {row.speedup_spread.high:.3f})"
+        runs = row.break_even(found.fold_seconds)
+        table.add_row(
+            row.case,
+            *(f"{row.ms[name].median:.4g} ms" for name in ("original", "folded", "stock", "bare")),
+            f"{row.speedup:.3f} {spread}",
+            row.verdict,
+            f"{row.norm_tax:.1%}",
+            "-" if row.recovered is None else f"{row.recovered:.0%}",
+            f"{row.throughput('original'):.4g} > {row.throughput('folded'):.4g}",
+            "-" if runs is None else f"{runs:,.0f} runs",
+        )
+    console().print(table)
+    say(
+        "rms_norm: with torch's own RMSNorm; no norm: with norms that do nothing, the most there "
+        "is to gain; tax: the norms' share of the original's time; saved: of that tax; quartiles "
+        "over the turns in brackets",
+        "dim",
+    )
+    before, after = (size(found.weight_bytes[name]) for name in ("original", "folded"))
+    folding = "" if found.fold_seconds is None else f"; folded in {found.fold_seconds:.2f} s"
+    say(f"{found.dtype} on {found.hardware}; weights {before} before, {after} after{folding}")
+    for line in found.left_out:
+        say(f"left out: {line}")
 
 
 def write_push(found: Upload) -> None:

@@ -32,6 +32,7 @@ GROUPS = {
         "commit_message",
         "yes",
     ),
+    "Measuring": ("batch_sizes", "seq_lens", "modes", "repeats", "device"),
     "Printing": ("form", "as_json", "quiet", "paper", "options", "why", "picture", "save"),
 }
 """Sections of the options by the names of their parameters, below those that are in none."""
@@ -51,6 +52,11 @@ EXAMPLES = {
     ),
     "unfold": ("enjoyln unfold gpt2-rms -o gpt2-again",),
     "verify": ("enjoyln verify gpt2-rms", "enjoyln verify gpt2-rms --against gpt2 --json"),
+    "bench": (
+        "enjoyln bench gpt2-rms",
+        "enjoyln bench gpt2-rms --batch-size 1,4 --seq-len 128,512 --mode eager,fused",
+        "enjoyln bench gpt2-rms --plot gpt2.png",
+    ),
     "push": ("enjoyln push gpt2-rms me/gpt2-rms --dry-run", "enjoyln push gpt2-rms me/gpt2-rms"),
     "env": ("enjoyln env",),
     "completion": (

@@ -143,7 +143,7 @@ def verify(
     """
     folded = open_checkpoint(open_source(str(out), weights=True))
     marker = read_marker(raw_config(folded.source))
-    original = _original(marker, against, revision, {"token": token, "cache_dir": cache_dir})
+    original = original_of(marker, against, revision, {"token": token, "cache_dir": cache_dir})
     stored = _stored_dtype(folded)
     compute = stored if dtype is None else _as_dtype(dtype)
     plan = plan or _plan_of(folded, trust_remote_code)
@@ -174,9 +174,13 @@ def verify(
     return result
 
 
-def _original(
+def original_of(
     marker: Marker, against: str | Path | None, revision: str | None, hub: dict[str, Any]
 ) -> Checkpoint:
+    """The checkpoint that was converted: ``against``, or the one that the marker remembers.
+
+    ``hub`` holds the other keywords of ``open_source``. Raises ``ModelNotFound`` where it is gone.
+    """
     name = marker.source if against is None else str(against)
     if against is None and revision is None:
         revision = marker.revision
@@ -202,6 +206,11 @@ def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UnsupportedModel(f"{dtype!r} is no floating dtype: float32, float16 or bfloat16")
     return found
+
+
+def compute_dtype(checkpoint: Checkpoint, dtype: str | torch.dtype | None) -> torch.dtype:
+    """``dtype``, by default the one that most of ``checkpoint`` is stored in."""
+    return _stored_dtype(checkpoint) if dtype is None else _as_dtype(dtype)
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -84,7 +84,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Help, usage.
 
 
-@pytest.mark.parametrize("arguments", [[], ["report"], ["fold"], ["unfold"], ["verify"], ["push"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["report"], ["fold"], ["unfold"], ["verify"], ["bench"], ["push"]]
+)
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_is_everywhere(arguments: list[str], flag: str) -> None:
     assert good(*arguments, flag).startswith("Usage: ")

@@ -14,11 +14,12 @@ PACKAGE = Path(__file__).parent.parent / "enjoyln_cli"
 LAYERS = (
     ("cli",),
     ("convert", "usage", "arguments"),
-    ("quantizer",),
-    ("report", "unfold", "hub", "bench", "verify", "loading", "sketch", "draw"),
+    ("quantizer", "bench"),
+    ("report", "unfold", "hub", "verify", "loading", "sketch", "draw", "plot"),
     ("card",),
     ("alike",),
-    ("rows", "measure"),
+    ("rows", "measure", "speeds", "variants", "workload"),
+    ("timing",),
     ("weights", "memory", "centred", "fusion"),
     ("compare",),
     ("norms", "fold", "inputs"),
@@ -62,6 +63,7 @@ OWNERS = {
     "xxhash": {"kept"},
     "grandalf": {"pictures"},
     "PIL": {"draw"},
+    "matplotlib": {"plot"},
 }
 
 

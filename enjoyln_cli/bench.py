@@ -1,0 +1,241 @@
+"""Times a folded checkpoint beside its original, on this machine.
+
+Decides what is run: the original, the folded model, and two that bound it (``variants``), turn by
+turn (``timing``), for every size and phase that the model has (``workload``) and every mode that
+is asked for. What the times say is decided in ``speeds``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.analysis import analyze_config
+from enjoyln_cli.checkpoint import Checkpoint, load_config, open_checkpoint, open_source, raw_config
+from enjoyln_cli.compare import load
+from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.fold import BENCH_FILE, RECIPE_FILE, centre_parameters
+from enjoyln_cli.loading import optimize
+from enjoyln_cli.marker import Marker, read_marker
+from enjoyln_cli.plan import PLAIN, Options, Plan
+from enjoyln_cli.recipe import load_recipe, options_asked, to_plan
+from enjoyln_cli.speeds import Bench, Row
+from enjoyln_cli.timing import FEWEST, quartiles, ratios, turns, waiting_for
+from enjoyln_cli.variants import COLUMNS, compiling, in_mode, require, variants
+from enjoyln_cli.verify import compute_dtype, original_of
+from enjoyln_cli.workload import PHASES, Size, decode, moved, prefill, prompt, sizes
+
+Event = Callable[[str], None]
+
+
+def _unheard(text: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured."""
+
+    batch_sizes: tuple[int, ...] = (1, 8)
+    seq_lens: tuple[int, ...] = (128, 512, 1024)
+    modes: tuple[str, ...] = ("eager",)
+    phases: tuple[str, ...] = PHASES
+    repeats: int = 15
+    """Turns, in each of which every model has a go."""
+
+
+def bench(
+    out: str | Path,
+    *,
+    against: str | Path | None = None,
+    asked: Asked = Asked(),  # noqa: B008  (frozen)
+    dtype: str | torch.dtype | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    trust_remote_code: bool = False,
+    write: bool = True,
+    on_event: Event = _unheard,
+) -> Bench:
+    """Time the converted checkpoint ``out`` beside its original, on this machine.
+
+    ``against`` is the original, by default the one that ``out`` remembers. ``dtype`` is what both
+    are run in, by default what most of ``out`` is stored in; ``device`` is a GPU where there is
+    one. With ``write``, ``enjoyln_bench.json`` in ``out`` holds the result. ``on_event`` is told
+    what is being done.
+
+    Raises ``BadCheckpoint`` where ``out`` was not converted, ``ModelNotFound`` where the original
+    is gone, ``UnsupportedModel`` for what this machine or this model does not have.
+    """
+    place = device_named(device)
+    for mode in asked.modes:
+        require(mode, place)
+    folded = open_checkpoint(open_source(str(out), weights=True))
+    marker = read_marker(raw_config(folded.source))
+    hub = {"token": token, "cache_dir": cache_dir}
+    original = original_of(marker, against, revision, hub)
+    chosen = compute_dtype(folded, dtype)
+    on_event(f"loading {original.source.model} and {folded.source.model}")
+    begin = time.perf_counter()
+    before = _loaded(original, marker, chosen, trust_remote_code)
+    load_seconds = time.perf_counter() - begin
+    after = optimize(_loaded(folded, marker, chosen, trust_remote_code))
+    norms = (*marker.rmsnorm, *marker.layernorm)
+    rows, left_out = compared(before, after, norms, asked, place, on_event)
+    weights = {"original": weight_bytes(before), "folded": weight_bytes(after)}
+    on_event("folding once more, to know how long it takes")
+    result = Bench(
+        rows=tuple(rows),
+        left_out=tuple(left_out),
+        source=original.source.model,
+        model_class=marker.model_class,
+        dtype=str(chosen).removeprefix("torch."),
+        device=str(place),
+        repeats=asked.repeats,
+        fold_seconds=_refolded(before.to("cpu"), original, folded, marker, trust_remote_code),
+        load_seconds=load_seconds,
+        weight_bytes=weights,
+    )
+    if write:
+        text = json.dumps(result.to_json(), indent=2)
+        (folded.source.path / BENCH_FILE).write_text(text + "\n", encoding="utf-8")
+    return result
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device of that name, by default a GPU if there is one; ``UnsupportedModel`` if not."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise UnsupportedModel(f"--device {name} is not there: {first}") from error
+    return device
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Memory of all parameters and buffers, those that are tied counted once."""
+    held = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in held.values())
+
+
+def _loaded(of: Checkpoint, marker: Marker, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    config = load_config(of.source, trust_remote_code)
+    model = load(of.source.path, marker.model_class, config, dtype, trust_remote_code)
+    return model.requires_grad_(False)
+
+
+def _refolded(
+    model: Any, original: Checkpoint, folded: Checkpoint, marker: Marker, trust_remote_code: bool
+) -> float | None:
+    """Seconds to find the plan of ``folded`` and to centre ``model``, the original, by it.
+
+    ``None`` where the recipe of ``folded`` is gone.
+    """
+    try:
+        recipe = load_recipe(folded.source.path / RECIPE_FILE)
+        shapes = {name: stored.shape for name, stored in folded.tensors.items()}
+        plan = to_plan(recipe, shapes, config=load_config(folded.source, trust_remote_code))
+    except EnjoyLNError:
+        return None
+    config = load_config(original.source, trust_remote_code)
+    only = marker.model_class if len(marker.classes) == 1 else None
+    outputs, options = marker.outputs, options_asked(recipe)
+    return fold_seconds(model, config, plan, only, outputs, options)
+
+
+def fold_seconds(
+    model: Any,
+    config: Any,
+    plan: Plan,
+    model_class: str | None,
+    outputs: Sequence[str] = (),
+    options: Options = PLAIN,
+) -> float:
+    """Seconds to analyse ``config`` and then to centre ``model`` by ``plan``, in place."""
+    begin = time.perf_counter()
+    analyze_config(config, model_class=model_class, outputs=outputs, options=options)
+    centre_parameters(model, plan)
+    return time.perf_counter() - begin
+
+
+def compared(
+    original: Any,
+    folded: Any,
+    norms: Sequence[str],
+    asked: Asked,
+    device: torch.device,
+    on_event: Event = _unheard,
+) -> tuple[list[Row], list[str]]:
+    """Both models, in memory and on the CPU, timed on ``device`` with the two that bound them.
+
+    ``norms`` are the paths of all LayerNorms. Also returns what was left out, a sentence each.
+    """
+    found, left_out = sizes(original, asked.batch_sizes, asked.seq_lens)
+    models = variants(original.to(device), folded.to(device), norms)
+    rows = []
+    with torch.no_grad():
+        for mode in asked.modes:
+            for size in moved(found, device):
+                for phase in asked.phases:
+                    row = _timed(models, size, phase, mode, asked.repeats, device)
+                    if isinstance(row, str):
+                        left_out.append(row)
+                        continue
+                    before, after = (row.ms[name].median for name in COLUMNS[:2])
+                    on_event(f"{row.case}: {before:.4g} ms, folded {after:.4g} ms")
+                    rows.append(row)
+    return rows, list(dict.fromkeys(left_out))
+
+
+def _timed(
+    models: dict[str, Any], size: Size, phase: str, mode: str, repeats: int, device: torch.device
+) -> Row | str:
+    """One row, or why there is none."""
+    name = type(models["original"]).__name__
+    wait = waiting_for(device)
+    with compiling(mode):
+        if phase == "decode":
+            if mode == "cudagraphs":
+                return "decode with cudagraphs: a cache that grows cannot be replayed"
+            text = prompt(models["original"], size)
+            if text is None:
+                return f"decode: {name} keeps no cache"
+            tasks = {n: decode(m, text) for n, m in in_mode(models, mode).items()}
+        else:
+            tasks = {n: prefill(m, size.given) for n, m in in_mode(models, mode).items()}
+        times = turns(tasks, max(repeats, FEWEST), wait)
+        peaks = None
+        if device.type == "cuda":
+            peaks = {n: _peak(lambda task=task: task.run(task.prepare()), device)  # type: ignore
+                     for n, task in tasks.items()}  # fmt: skip
+    return Row(
+        size=str(size),
+        batch_size=size.rows,
+        seq_len=size.tokens,
+        phase=phase,
+        mode=mode,
+        items=size.rows if phase == "decode" else size.items,
+        ms={n: quartiles(values).times(1e3) for n, values in times.items()},
+        speedup_spread=ratios(times, "original", "folded"),
+        tax_spread=ratios(times, "original", "bare"),
+        peak_bytes=peaks,
+    )
+
+
+def _peak(run: Callable[[], Any], device: torch.device) -> int:
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before

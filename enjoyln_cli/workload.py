@@ -1,0 +1,134 @@
+"""What a model is timed on: sizes of inputs, and the two phases that a text model has.
+
+    prefill  one call on whole rows, without a cache
+    decode   single tokens behind what a cache holds, the last ``STEPS`` of ``seq_len``
+
+Decides which of the sizes asked for a model has: a length is passed over where its table of
+positions is shorter, or where the inputs have no length to choose (images), and decoding where
+no cache comes back that the next call would take.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from enjoyln_cli.calls import dtype_of, keeps_cache
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.inputs import Batch, most_tokens, unpadded
+from enjoyln_cli.timing import Task
+
+PHASES = ("prefill", "decode")
+STEPS = 16
+"""Tokens of one go of decoding, fewer in a text of less than twice as many."""
+TEXT = ("decoder_input_ids", "input_ids")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Inputs of one size."""
+
+    given: Batch
+    rows: int
+    tokens: int | None
+    """``None`` where the inputs have no length to choose."""
+
+    @property
+    def items(self) -> int:
+        """What a throughput counts: tokens, or rows where there are none."""
+        return self.rows * (self.tokens or 1)
+
+    def __str__(self) -> str:
+        if self.tokens:
+            return f"{self.rows} x {self.tokens} tokens"
+        name, value = next(iter(self.given.items()))
+        return f"{name} {' x '.join(map(str, value.shape))}"
+
+
+def sizes(
+    model: Any, batch_sizes: Sequence[int], seq_lens: Sequence[int]
+) -> tuple[list[Size], list[str]]:
+    """The different inputs of these sizes on the CPU, and a sentence for each that is left out.
+
+    Raises ``UnsupportedModel`` where none is left, or no inputs can be made up.
+    """
+    limit = most_tokens(model.config.get_text_config())
+    fitting = [n for n in seq_lens if limit is None or n <= limit]
+    found: dict[Any, Size] = {}
+    for rows in batch_sizes:
+        for tokens in fitting or seq_lens:
+            given = unpadded(model, rows, tokens, dtype_of(model))
+            read = next((given[name] for name in TEXT if name in given), None)
+            size = Size(given, rows, None if read is None else read.shape[1])
+            found.setdefault(tuple((n, v.shape) for n, v in given.items()), size)
+    has_text = any(size.tokens for size in found.values())
+    left_out = [
+        f"{n} tokens: {type(model).__name__} has positions for {limit}"
+        for n in seq_lens
+        if n not in fitting and has_text
+    ]
+    if has_text and not fitting:
+        raise UnsupportedModel(f"nothing to measure: {'; '.join(left_out)}; shorten --seq-len")
+    return list(found.values()), left_out
+
+
+def prefill(model: Any, given: Batch) -> Task:
+    """One call of ``model`` on ``given``."""
+    caching = getattr(model.config, "use_cache", None) is not None
+    flags = {"use_cache": False} if caching else {}
+    return Task(lambda _: model(**given, **flags))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text that has been read, all but its end: what decoding goes on from."""
+
+    cache: Any
+    following: dict[str, Any]
+    """What each further call is given besides the cache."""
+    steps: int
+
+
+def prompt(model: Any, size: Size) -> Prompt | None:
+    """The inputs of ``size`` read by ``model``; ``None`` where no cache comes back."""
+    if not size.tokens or size.tokens < 2 or not keeps_cache(model):
+        return None
+    steps = min(STEPS, size.tokens // 2)
+    advancing = next(name for name in TEXT if name in size.given)
+    long = {name for name, v in size.given.items() if v.ndim > 1 and v.shape[1] == size.tokens}
+    if advancing == "decoder_input_ids":
+        long = {advancing}
+    start = {n: v[:, : size.tokens - steps] if n in long else v for n, v in size.given.items()}
+    try:
+        read = model(**start, use_cache=True)
+    except TypeError:  # of a class that hands on a keyword which nobody takes
+        return None
+    cache = getattr(read, "past_key_values", None)
+    if cache is None:
+        return None
+    following: dict[str, Any] = {advancing: size.given[advancing][:, -1:]}
+    encoded = getattr(read, "encoder_last_hidden_state", None)
+    if advancing == "decoder_input_ids" and encoded is not None:
+        following["encoder_outputs"] = (encoded,)
+    return Prompt(cache, following, steps)
+
+
+def decode(model: Any, text: Prompt) -> Task:
+    """Single tokens, one after the other, from the same cache every time."""
+
+    def run(cache: Any) -> None:
+        for _ in range(text.steps):
+            model(**text.following, past_key_values=cache, use_cache=True)
+
+    return Task(run, lambda: copy.deepcopy(text.cache), text.steps)
+
+
+def moved(found: Sequence[Size], device: torch.device) -> Iterator[Size]:
+    """The same inputs on another device."""
+    for size in found:
+        given = {name: value.to(device) for name, value in size.given.items()}
+        yield Size(given, size.rows, size.tokens)
