@@ -264,7 +264,7 @@ def write_bench(found: Bench) -> None:
             row.verdict,
             f"{row.norm_tax:.1%}",
             "-" if row.recovered is None else f"{row.recovered:.0%}",
-            f"{row.throughput('original'):.4g} > {row.throughput('folded'):.4g}",
+            f"{row.throughput('original'):,.0f} to {row.throughput('folded'):,.0f}",
             "-" if runs is None else f"{runs:,.0f} runs",
         )
     console().print(table)
