@@ -28,6 +28,7 @@ from enjoyln_cli.compare import load
 from enjoyln_cli.errors import ModelNotFound, OutputError, UnsupportedModel
 from enjoyln_cli.loading import optimize
 from enjoyln_cli.norms import Folded
+from enjoyln_cli.report import write_bench
 from enjoyln_cli.speeds import Bench, Row
 from enjoyln_cli.timing import FEWEST, SHORTEST, Quartiles, Task, quartiles, ratios, turns
 from enjoyln_cli.variants import COLUMNS, MODES, in_mode, variants
@@ -357,8 +358,42 @@ def test_the_command_prints_a_table(out: Path) -> None:
     assert result.exit_code == 0, result.output
     for words in ("1 x 8 tokens, prefill, eager", "1 x 8 tokens, decode, eager", "no norm"):
         assert words in result.stdout
-    assert "bfloat16 on " in result.stdout and "folded in " in result.stdout
+    assert "bfloat16 on " in result.stdout and "folding takes " in result.stdout
     assert "1 x 8 tokens, prefill, eager: " in result.stderr
+
+
+def test_the_lines_below_say_what_the_times_do(capsys: pytest.CaptureFixture[str]) -> None:
+    none = row(speedup_spread=Quartiles(0.9, 1.25, 1.3), phase="decode", items=2)
+    lost = row(folded=22.0, speedup_spread=Quartiles(0.8, 0.9, 0.95), seq_len=None, items=2)
+    noisy = row(tax_spread=Quartiles(0.9, 1.1, 1.2))
+    weights = {"original": 5 * 10**8, "folded": 5 * 10**8}
+    write_bench(
+        Bench(
+            (row(), none, lost, noisy),
+            ("one thing",),
+            "m",
+            "M",
+            "bfloat16",
+            "cpu",
+            9,
+            2.0,
+            1.0,
+            weights,
+        )  # fmt: skip
+    )
+    lines = capsys.readouterr().out.splitlines()[-6:]
+    assert lines[:4] == [
+        "2 x 512 tokens, prefill, eager: 1.250 times as fast (1.200 to 1.300); norms cost 25.0%, "
+        "of which 80% is saved; 51,200 to 64,000 tokens a second; pays after 500 runs",
+        "2 x 512 tokens, decode, eager: no gain here, 1.250 times as fast (0.900 to 1.300); norms "
+        "cost 25.0%, of which 80% is saved; 100 to 125 tokens a second",
+        "2 x 512 tokens, prefill, eager: slower, 0.909 times as fast (0.800 to 0.950); norms cost "
+        "25.0%, of which -40% is saved; 100 to 91 rows a second",
+        "2 x 512 tokens, prefill, eager: 1.250 times as fast (1.200 to 1.300); what norms cost is "
+        "within the spread; 51,200 to 64,000 tokens a second; pays after 500 runs",
+    ]
+    assert "500.0 MB before, 500.0 MB after; folding takes 2.0 s" in lines[4]
+    assert lines[5] == "left out: one thing"
 
 
 def test_json_is_one_object_and_nothing_else(out: Path) -> None:
