@@ -198,6 +198,27 @@ def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def placing_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Where a model is while it runs, as ``from_pretrained`` has it."""
+    for option in (
+        click.option(
+            "--max-memory",
+            callback=parse_size,
+            metavar="SIZE",
+            help="Of the process: 8GB. All there is by default.",
+        ),
+        click.option(
+            "--device-map",
+            type=click.Choice(["auto", "cpu", "disk"]),
+            default="auto",
+            show_default=True,
+            help="Weights: in memory as far as they fit, all of them, none.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 def push_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """How a repository is made and committed to, as ``hf upload`` has it."""
     for option in (

@@ -31,6 +31,7 @@ from enjoyln_cli.arguments import (
     model_class_option,
     outputs_option,
     parse_size,
+    placing_options,
     plan_options,
     push_options,
 )
@@ -310,20 +311,17 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
 @click.option("--image", "images", type=FILE, multiple=True, help="Images to run on.")
 @click.option("--compute-dtype", "dtype", type=DTYPES, help="Run in this dtype instead of OUT's.")
 @click.option("--max-ratio", type=float, default=1.25, show_default=True, help="Pass up to this.")
-@click.option(
-    "--max-memory",
-    callback=parse_size,
-    metavar="SIZE",
-    help="Run the first blocks that fit; all there is by default.",
-)
+@placing_options
+@click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Run N first blocks only.")
 @json_option
 @hub_options
 def verify(out: Path, as_json: bool, opening: Options, **options: Any) -> None:
     """Prove that OUT computes the original function. Exit status 0 if so, 1 if not."""
     from enjoyln_cli import verify as check
-    from enjoyln_cli.report import write_json, write_verification
+    from enjoyln_cli.report import watching, write_json, write_verification
 
-    found = check(out, **options, **opening)
+    with watching(as_json) as watch:
+        found = check(out, on_event=watch.event, **options, **opening)
     if as_json:
         write_json(found.to_json())
     else:

@@ -281,7 +281,7 @@ def write(
         from enjoyln_cli.verify import verify as measure
 
         event("stage", "verifying")
-        return measure(folded, plan=ready.plan, **ready.opening.hub)
+        return measure(folded, plan=ready.plan, on_event=event, **ready.opening.hub)
 
     def finish(folded: Path) -> None:
         from enjoyln_cli.hub import write_card

@@ -23,7 +23,7 @@ LAYERS = (
     ("weights", "memory", "centred", "fusion"),
     ("compare",),
     ("norms", "fold", "inputs"),
-    ("stream", "keeping", "marker"),
+    ("stream", "keeping", "marker", "offload"),
     ("blocks", "recipe"),
     ("kept", "follow", "steps"),
     ("undo",),
