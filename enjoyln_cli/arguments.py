@@ -33,6 +33,7 @@ OPENING = (
     "model_class",
     "outputs",
     "recipe",
+    "stream",
 )
 """How a model is opened: fields of ``convert.Opening``."""
 ASKING = ("modes", "repeats")

@@ -212,6 +212,7 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 @click.option("--max-shard-size", callback=parse_size, metavar="SIZE", help="Cut shards anew: 5GB.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers; as many as cores by default.")
 @click.option("--keep-means", is_flag=True, help="Keep what `enjoyln unfold` restores MODEL from.")
+@click.option("--stream", is_flag=True, help="Fetch, fold and drop file by file; not verified.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and the sizes, write nothing.")
 @click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
@@ -228,6 +229,10 @@ def fold(
         raise click.UsageError("Missing option '-o' / '--out'.")
     if options["keep_means"] and options["dtype"]:
         raise click.UsageError("--keep-means keeps what centring loses, not what --dtype does.")
+    if options["opening"]["stream"]:
+        if options["max_shard_size"]:
+            raise click.UsageError("--stream keeps the files as they are; drop --max-shard-size.")
+        options["verify"] = False
     out = None if dry_run else out
     if not quiet and not as_json:
         show_transfers()
@@ -255,7 +260,9 @@ def _push_after(options: Options, dry_run: bool) -> Callable[[Path], Options]:
     if not repo_id:
         return lambda out: {}
     if not options["verify"]:
-        raise click.UsageError("--push-to-hub takes verified results only; drop --no-verify.")
+        raise click.UsageError(
+            "--push-to-hub takes verified results only; drop --no-verify and --stream."
+        )
     from enjoyln_cli import hub
 
     to: Options = {"private": private, "create_pr": create_pr, "token": options["opening"]["token"]}

@@ -52,6 +52,8 @@ class Opening:
     outputs: Sequence[str] = ()
     options: Options = PLAIN
     recipe: str | Path | None = None
+    stream: bool = False
+    """Fetch files of weights from the Hub one by one, and drop them when they are folded."""
 
     @property
     def hub(self) -> dict[str, Any]:
@@ -255,6 +257,7 @@ def _source(name: str, opening: Opening, weights: bool = False) -> store.Source:
         token=opening.token,
         cache_dir=opening.cache_dir,
         weights=weights,
+        stream=weights and opening.stream,
     )
 
 
@@ -275,6 +278,7 @@ def write(
     from enjoyln_cli.fold import fold_checkpoint
 
     event = on_event or _warn
+    verify = verify and not ready.opening.stream
     dtype = _dtype(dtype)
 
     def check(folded: Path) -> Verification:
@@ -327,6 +331,7 @@ def convert(
     force: bool = False,
     verify: bool = True,
     keep_means: bool = False,
+    stream: bool = False,
 ) -> FoldResult:
     """Fold ``model`` (a Hub id or a directory) into the new directory ``out``.
 
@@ -337,7 +342,10 @@ def convert(
     With ``keep_means`` the result can be undone bit for bit (``unfold``), at the price of some more
     bytes and not together with ``dtype``.
     With ``verify`` a result that does not compute the original function is not kept:
-    ``VerificationFailed``. Raises ``EnjoyLNError`` in every case that leaves no ``out``.
+    ``VerificationFailed``. With ``stream`` the files of weights are fetched from the Hub one by
+    one, and each is dropped from the cache when it is folded if it was not there before; nothing is
+    verified then, as that takes the whole original. Raises ``EnjoyLNError`` in every case that
+    leaves no ``out``.
     """
     opening = Opening(
         revision=revision,
@@ -348,6 +356,7 @@ def convert(
         outputs=outputs,
         options=options,
         recipe=recipe,
+        stream=stream,
     )
     ready = prepare(model, out, opening, force=force, on_event=on_event)
     return write(

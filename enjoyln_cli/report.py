@@ -205,7 +205,12 @@ def write_fold(found: Row) -> None:
     wrote = f"{size(found['bytes_written'])} to {found['out']}"
     say(f"wrote {wrote} in {found['seconds']:.1f} s{kept}")
     checked = found["verification"]
-    say(f"verified: {checked['summary']}" if checked else "not verified (--no-verify)")
+    unchecked = "not verified (--no-verify)"
+    if found["streamed"]:
+        unchecked = (
+            "not verified (--stream): that takes the whole original; the next command does it"
+        )
+    say(f"verified: {checked['summary']}" if checked else unchecked)
     if "pushed" in found:
         say(f"pushed to {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
     else:

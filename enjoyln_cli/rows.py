@@ -132,6 +132,7 @@ def fold_row(
         return found | {"bytes_written": ready.bytes_to_write(dtype)}
     checked = result.verification.to_json() if result.verification else None
     found |= {"out": str(result.out), "bytes_written": result.bytes_written}
+    found["streamed"] = ready.opening.stream
     return found | {"seconds": result.seconds, "verification": checked}
 
 

@@ -14,7 +14,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise, zip_longest
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from enjoyln_cli.blocks import Ends, Lane, Target, run
-from enjoyln_cli.checkpoint import Checkpoint, read_rows, read_tensor
+from enjoyln_cli.checkpoint import Checkpoint, file_of, header_of, read_rows, read_tensor
 from enjoyln_cli.edit import ROWS, Edit, Given, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.kept import Keeper, keeping
@@ -82,13 +82,36 @@ def write_shards(
     has too little space.
     """
     _check_edits(checkpoint, edits)
+    if checkpoint.source.remote and max_shard_size is not None:
+        raise OutputError(
+            "files that are fetched one by one keep their layout: leave --max-shard-size or "
+            "--stream out"
+        )
     shards = _layout(checkpoint, edits, dtype, max_shard_size)
     tasks = _tasks(checkpoint, edits, jobs or _cores())
-    write_tensors(checkpoint, tasks, shards, into, jobs=jobs, progress=progress, keeper=keeper)
+    _check_space(shards, into)
+    for some, at_hand in _turns(checkpoint, shards):
+        with at_hand:
+            write_tensors(
+                checkpoint, tasks, some, into, jobs=jobs, progress=progress, keeper=keeper
+            )
     index = _index(checkpoint, shards)
     for name, text in index.items():
         _write_file(into / name, text)
     return (*(shard.name for shard in shards), *index)
+
+
+def _turns(
+    checkpoint: Checkpoint, shards: list[Shard]
+) -> Iterator[tuple[list[Shard], AbstractContextManager[None]]]:
+    """What is written together: all, or where files are fetched, what is made from one of them."""
+    remote = checkpoint.source.remote
+    if remote is None:
+        yield shards, nullcontext()
+        return
+    for shard in shards:
+        file = next((slot.stored.file for slot in shard.slots), None)
+        yield [shard], remote.at_hand(file) if file else nullcontext()
 
 
 def plain_layout(checkpoint: Checkpoint) -> tuple[dict[str, bytes], dict[str, bytes]]:
@@ -129,9 +152,9 @@ def _work(
     keeper: Keeper | None,
 ) -> None:
     positioned = checkpoint.format == "safetensors"
+    needed = {slot.stored.file for shard in shards for slot in shard.slots if positioned}
     sources = {
-        name: _open(checkpoint.source.path / name, os.O_RDONLY, stack)
-        for name in (checkpoint.shards if positioned else ())
+        name: _open(file_of(checkpoint, name), os.O_RDONLY, stack) for name in sorted(needed)
     }
     targets = {shard.name: _create(shard, into, stack) for shard in shards}
     portions = [
@@ -296,7 +319,7 @@ def _layout(
         here = [slot for slot in slots if slot.stored.file == file]
         same = all(slot.stays for slot in here)
         if checkpoint.format == "safetensors" and same:
-            header = _header_bytes(checkpoint.source.path / file)
+            header = header_of(checkpoint, file)
             shards.append(Shard(file, header, tuple(sorted(here, key=lambda s: s.offset))))
         else:
             metadata = checkpoint.metadata.get(file) or {"format": "pt"}
@@ -341,12 +364,6 @@ def _packed(name: str, slots: list[Slot], metadata: dict[str, str]) -> Shard:
         for slot, begin in zip(ordered, ends, strict=False)
     ]
     return Shard(name, header, tuple(moved))
-
-
-def _header_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        length = file.read(8)
-        return length + file.read(int.from_bytes(length, "little"))
 
 
 def _safetensors_name(file: str) -> str:
