@@ -20,8 +20,8 @@ from enjoyln_cli.errors import UnsupportedModel
 
 HEADROOM = 1.3
 """Memory of a model that runs over that of its parameters: the loader's copies and activations."""
-COPIES = 2.5
-"""Of a tensor while it is read: converted, edited, and as it is stored."""
+COPIES = 2
+"""Of a tensor while it is read: converted, and edited. What is stored is mapped from its file."""
 DEVICE_MAPS = ("auto", "cpu", "disk")
 """Where weights are: in memory as far as they fit, all in memory, all on the disk."""
 

@@ -187,7 +187,7 @@ def test_the_room_for_weights() -> None:
     assert room_for_weights(sizes, wide, "auto", used + 2 * 10**9) is None
     assert room_for_weights(sizes, wide, "cpu", 1) is None
     assert room_for_weights(sizes, wide, "disk", None) == 0
-    some = room_for_weights({**sizes, "more": 10**8}, wide, "auto", used + 2050 * 10**6)
+    some = room_for_weights({**sizes, "more": 10**8}, wide, "auto", used + 1650 * 10**6)
     assert some is not None and 0 < some < 50 * 10**6
     with pytest.raises(UnsupportedModel, match=r"large alone takes 0\.8 GB.*--max-memory \d"):
         room_for_weights(sizes, wide, "auto", used + 10**8)
