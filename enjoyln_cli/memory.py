@@ -10,7 +10,9 @@ of those layers alone.
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ HEADROOM = 1.3
 """Memory of a model that runs over that of its parameters: the loader's copies and activations."""
 COPIES = 2
 """Of a tensor while it is read: converted, and edited. What is stored is mapped from its file."""
+M_MMAP_THRESHOLD, LARGE = -3, 1 << 20
+"""The name of a setting in ``malloc.h``: from how many bytes on a block is a mapping of its own."""
 DEVICE_MAPS = ("auto", "cpu", "disk")
 """Where weights are: in memory as far as they fit, all in memory, all on the disk."""
 
@@ -53,6 +57,18 @@ def available_memory() -> int | None:
     return min(found) if found else None
 
 
+def give_back() -> None:
+    """Have the C library return what is freed: now, and from now on at once where it is large.
+
+    Left to itself, glibc keeps blocks of up to 32 MB for later, which is most weights, and holes
+    between those that stay.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # another library, or another system
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
+        libc.malloc_trim(0)
+
+
 def used_memory() -> int:
     """Bytes of this process that no file backs; 0 where the system does not tell."""
     status = Path("/proc/self/status")
@@ -72,10 +88,13 @@ def room_for_weights(
     """
     if device_map not in DEVICE_MAPS:
         raise UnsupportedModel(f"device_map is {device_map!r}, not one of {', '.join(DEVICE_MAPS)}")
+    if max_memory is not None:
+        give_back()
     room = available_memory() if max_memory is None else max_memory - used_memory()
     need = sum(sizes.values()) * dtype.itemsize * HEADROOM
     if device_map == "cpu" or (device_map == "auto" and (room is None or need <= room)):
         return None
+    give_back()
     name = max(sizes, key=lambda found: sizes[found])
     one = COPIES * sizes[name] * dtype.itemsize
     if room is not None and room < one:
