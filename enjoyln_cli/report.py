@@ -27,7 +27,18 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as RichTree
 
-from enjoyln_cli.rows import Row, as_csv, as_markdown, cells, compact, counts, notes, number, size
+from enjoyln_cli.rows import (
+    Row,
+    as_csv,
+    as_markdown,
+    cells,
+    compact,
+    counted,
+    counts,
+    notes,
+    number,
+    size,
+)
 
 if TYPE_CHECKING:
     from enjoyln_cli.hub import Upload
@@ -321,7 +332,7 @@ def upload_line(found: Upload) -> str:
 
 def write_environment(found: dict[str, Any]) -> None:
     """What ``kernels.environment`` found: one paragraph for every device."""
-    say(f"torch {found['torch']}, {found['threads']} threads")
+    say(f"torch {found['torch']}, {counted(found['threads'], 'thread')}")
     for kind, name in (("cpu", "C++"), ("cuda", "CUDA")):
         say(f"{name} compiler: {found['compilers'][kind]}")
     say(f"compiled libraries: {found['cache']}")
