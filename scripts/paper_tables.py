@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -370,6 +371,8 @@ def page(found: Measured, command: str, dtype: str, device: torch.device, scale:
 Written by `{command}` on {date.today().isoformat()}.
 
 * {hardware(device)}, {dtype}, kernels: {kernels.native.status(device.type).what}
+* load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; far above the threads
+  of the run, other programs were running, and small differences are lost in the spread
 * enjoyln {__version__}, torch {torch.__version__}, transformers {transformers.__version__}
 * Weights are random, of the sizes that the papers name; classes without a head.
 * Norms that fold: {norms}. The papers fold all of them; in BERT, a post-LN model, that would change
