@@ -18,6 +18,7 @@ mode runs all four in the same way, so that what compiling saves by itself is no
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -111,6 +112,9 @@ def compiling(mode: str) -> Iterator[None]:
         yield
         return
     torch._dynamo.reset()
+    chatter = logging.getLogger("torch._dynamo")  # of what it does not compile, and runs as it is
+    level = chatter.level
+    chatter.setLevel(logging.ERROR)
     try:
         with torch._dynamo.config.patch(recompile_limit=RECOMPILED):
             yield
@@ -118,4 +122,5 @@ def compiling(mode: str) -> Iterator[None]:
         first = str(error).strip().split("\n")[0]
         raise UnsupportedModel(f"--mode {mode} does not work for this model: {first}") from error
     finally:
+        chatter.setLevel(level)
         torch._dynamo.reset()
