@@ -18,7 +18,8 @@ from enjoyln_cli import steps
 from enjoyln_cli.corrections import corrections
 from enjoyln_cli.edit import edited
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.kept import Keeping, keep
+from enjoyln_cli.journal import Piece
+from enjoyln_cli.kept import Keeping, digest_of_piece, keep
 from enjoyln_cli.shards import DTYPES
 from enjoyln_cli.steps import (
     FLOATS,
@@ -48,9 +49,13 @@ class Target:
 
     cached: int
     direct: int | None
+    pieces: list[Piece] | None = None
+    """Each write with its digest, where that is wanted."""
 
     def write(self, data: memoryview, at: int) -> None:
         """Write ``data`` from byte ``at``: whole pages past the cache, what is left through it."""
+        if self.pieces is not None and data:
+            self.pieces.append((at, len(data), digest_of_piece(data).hex()))
         first = min(-at % PAGE, len(data))
         last = first + (len(data) - first) // PAGE * PAGE
         _write_all(self.cached, data[:first], at)

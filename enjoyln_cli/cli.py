@@ -73,8 +73,8 @@ class Commands(click.Group):
         warnings.simplefilter("ignore")
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            complain("interrupted; nothing half-written was left behind")
+        except KeyboardInterrupt as error:
+            complain(f"interrupted; {str(error) or 'nothing half-written was left behind'}")
             ctx.exit(130)
         except (click.exceptions.Exit, click.Abort, click.ClickException):
             raise
@@ -214,6 +214,7 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 @click.option("--dry-run", is_flag=True, help="Show the plan and the sizes, write nothing.")
 @click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--resume", is_flag=True, help="Go on where a killed run stopped, if there was one.")
 @click.option("--push-to-hub", "repo_id", metavar="REPO_ID", help="Then push OUT there.")
 @push_options
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
@@ -234,9 +235,10 @@ def fold(
     from enjoyln_cli import convert, rows
     from enjoyln_cli.report import watching, write_fold, write_json
 
-    opening, force = convert.Opening(**options.pop("opening")), options["force"]
+    opening = convert.Opening(**options.pop("opening"))
+    place = {name: options[name] for name in ("force", "resume")}
     with watching(quiet or as_json) as watch:
-        ready = convert.prepare(model, out, opening, force=force, on_event=watch.event)
+        ready = convert.prepare(model, out, opening, **place, on_event=watch.event)
         result = convert.write(ready, out, watch.event, watch.progress, **options) if out else None
     shown = {name: options[name] for name in ("dtype", "keep_means")}
     found = rows.fold_row(model, ready, result, watch.warnings, **shown)

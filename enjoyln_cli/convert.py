@@ -19,10 +19,11 @@ from enjoyln_cli import checkpoint as store
 from enjoyln_cli.edit import edits_of
 from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
 from enjoyln_cli.keeping import bytes_to_keep
-from enjoyln_cli.output import check_place
+from enjoyln_cli.output import check_place, finished, work_of
+from enjoyln_cli.placing import bytes_to_write
 from enjoyln_cli.plan import PLAIN, Options
 from enjoyln_cli.rows import Row, row
-from enjoyln_cli.stream import bytes_to_write, summed
+from enjoyln_cli.stream import summed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -201,6 +202,7 @@ def prepare(
     opening: Opening,
     *,
     force: bool = False,
+    resume: bool = False,
     on_event: Event | None = None,
 ) -> Prepared:
     """Open and analyse ``model``, and settle which proven edits will be made.
@@ -219,7 +221,7 @@ def prepare(
     config = store.load_config(source, opening.trust_remote_code)
     store.require_unfolded(config)
     if out is not None:
-        check_place(Path(out), source=source.root, force=force)
+        check_place(Path(out), source=source.root, force=force, resume=resume)
     source = _source(str(model), replace(opening, revision=source.revision), weights=True)
     checkpoint = store.open_checkpoint(source)
     config = store.load_config(source, opening.trust_remote_code)  # with a pipeline's settings
@@ -268,6 +270,7 @@ def write(
     max_shard_size: int | None = None,
     jobs: int | None = None,
     force: bool = False,
+    resume: bool = False,
     verify: bool = True,
     keep_means: bool = False,
 ) -> FoldResult:
@@ -290,7 +293,9 @@ def write(
         options = {**ready.opening.asked, **own, "no_verify": not verify}
         write_card(folded, ready.plan, ready.source, options, Path(out).expanduser().absolute())
 
-    event("stage", f"writing {out}")
+    left = finished(work_of(Path(out).expanduser().absolute())) if resume else 0
+    before = f", {left} files of it were finished by an earlier run" if left else ""
+    event("stage", f"writing {out}{before}")
     return fold_checkpoint(
         ready.checkpoint,
         ready.plan,
@@ -300,6 +305,7 @@ def write(
         max_shard_size=max_shard_size,
         jobs=jobs,
         force=force,
+        resume=resume,
         keep_means=keep_means,
         progress=summed(ready.bytes_to_write(dtype), on_progress),
         check=check if verify else None,
@@ -325,6 +331,7 @@ def convert(
     max_shard_size: int | None = None,
     jobs: int | None = None,
     force: bool = False,
+    resume: bool = False,
     verify: bool = True,
     keep_means: bool = False,
 ) -> FoldResult:
@@ -335,7 +342,8 @@ def convert(
     ``outputs`` are those of ``analyze``: what has to stay the same, where that is not everything;
     ``options`` what may be changed besides centring.
     With ``keep_means`` the result can be undone bit for bit (``unfold``), at the price of some more
-    bytes and not together with ``dtype``.
+    bytes and not together with ``dtype``. With ``resume`` it goes on where a run that was killed or
+    interrupted has stopped; without, and without ``force``, what that has left is refused.
     With ``verify`` a result that does not compute the original function is not kept:
     ``VerificationFailed``. Raises ``EnjoyLNError`` in every case that leaves no ``out``.
     """
@@ -349,7 +357,7 @@ def convert(
         options=options,
         recipe=recipe,
     )
-    ready = prepare(model, out, opening, force=force, on_event=on_event)
+    ready = prepare(model, out, opening, force=force, resume=resume, on_event=on_event)
     return write(
         ready,
         out,
@@ -359,6 +367,7 @@ def convert(
         max_shard_size=max_shard_size,
         jobs=jobs,
         force=force,
+        resume=resume,
         verify=verify,
         keep_means=keep_means,
     )

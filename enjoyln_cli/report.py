@@ -203,6 +203,8 @@ def write_fold(found: Row) -> None:
     kept = f", {size(found['bytes_kept'])} of it for the way back" if "bytes_kept" in found else ""
     wrote = f"{size(found['bytes_written'])} to {found['out']}"
     say(f"wrote {wrote} in {found['seconds']:.1f} s{kept}")
+    if found["resumed"]:
+        say(f"an earlier run had finished {found['resumed']} of the weight files")
     checked = found["verification"]
     say(f"verified: {checked['summary']}" if checked else "not verified (--no-verify)")
     if "pushed" in found:

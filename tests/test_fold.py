@@ -243,12 +243,12 @@ def test_a_failed_check_publishes_nothing(source: Path, out: Path) -> None:
     refused(VerificationFailed, "differ by 3e-1", source, out, check=lambda folded: failed)
 
 
-def test_an_interrupt_leaves_nothing(source: Path, out: Path) -> None:
+def test_an_interrupt_leaves_nothing_to_keep(source: Path, out: Path) -> None:
     def interrupt(nbytes: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fold(source, out, progress=interrupt)
+        fold(source, out, progress=interrupt, keep_means=True)
     assert not out.exists()
 
 

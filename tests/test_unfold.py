@@ -28,8 +28,9 @@ from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
 from enjoyln_cli.fold import fold_checkpoint
 from enjoyln_cli.keeping import bytes_to_keep, keeper_of
 from enjoyln_cli.kept import FILE, FOLDER, open_kept, save
+from enjoyln_cli.placing import plain_layout
 from enjoyln_cli.plan import Plan, Scale, Verdict, Writer
-from enjoyln_cli.stream import plain_layout, write_shards
+from enjoyln_cli.stream import write_shards
 from enjoyln_cli.unfold import restore
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
