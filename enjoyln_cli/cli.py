@@ -11,12 +11,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from enjoyln_cli import __version__, usage
+from enjoyln_cli import __version__, team, usage
 from enjoyln_cli.arguments import (
     DTYPES,
     FILE,
@@ -56,6 +57,8 @@ def debugging() -> bool:
 def complain(message: str) -> None:
     """One line on standard error, red where colours are wanted."""
     line = " ".join(message.split())
+    if rank := team.present().rank:
+        line = f"process {rank}: {line}"
     colour = False if os.environ.get("NO_COLOR") else None
     click.secho(f"error: {line}", fg="red", err=True, color=colour)
 
@@ -74,7 +77,8 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            complain(f"interrupted; {str(error) or 'nothing half-written was left behind'}")
+            if not team.present().rank:
+                complain(f"interrupted; {str(error) or 'nothing half-written was left behind'}")
             ctx.exit(130)
         except (click.exceptions.Exit, click.Abort, click.ClickException):
             raise
@@ -229,17 +233,21 @@ def fold(
     if options["keep_means"] and options["dtype"]:
         raise click.UsageError("--keep-means keeps what centring loses, not what --dtype does.")
     out = None if dry_run else out
-    if not quiet and not as_json:
+    helps = team.present().rank > 0
+    if not quiet and not as_json and not helps:
         show_transfers()
-    push_it = _push_after(options, dry_run)
+    push_it = _push_after(options, dry_run or helps)
     from enjoyln_cli import convert, rows
     from enjoyln_cli.report import watching, write_fold, write_json
 
     opening = convert.Opening(**options.pop("opening"))
     place = {name: options[name] for name in ("force", "resume")}
-    with watching(quiet or as_json) as watch:
-        ready = convert.prepare(model, out, opening, **place, on_event=watch.event)
-        result = convert.write(ready, out, watch.event, watch.progress, **options) if out else None
+    with watching(quiet or as_json or helps) as watch, team.joined(watch.event) as us:
+        begin = partial(convert.prepare, model, out, opening, **place, on_event=watch.event)
+        ready, last = team.agree(us, begin), (watch.event, watch.progress)
+        result = convert.write(ready, out, *last, **options, team=us) if out else None
+    if helps:
+        return
     shown = {name: options[name] for name in ("dtype", "keep_means")}
     found = rows.fold_row(model, ready, result, watch.warnings, **shown)
     found |= push_it(out) if out else {}

@@ -24,6 +24,7 @@ from enjoyln_cli.placing import bytes_to_write
 from enjoyln_cli.plan import PLAIN, Options
 from enjoyln_cli.rows import Row, row
 from enjoyln_cli.stream import summed
+from enjoyln_cli.team import ALONE, Team
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -273,8 +274,9 @@ def write(
     resume: bool = False,
     verify: bool = True,
     keep_means: bool = False,
+    team: Team = ALONE,
 ) -> FoldResult:
-    """Carry out what ``prepare`` settled. See ``convert``."""
+    """Carry out what ``prepare`` settled. See ``convert``; of a ``team`` all call this."""
     from enjoyln_cli.fold import fold_checkpoint
 
     event = on_event or _warn
@@ -310,6 +312,7 @@ def write(
         progress=summed(ready.bytes_to_write(dtype), on_progress),
         check=check if verify else None,
         finish=finish,
+        team=team,
     )
 
 

@@ -11,6 +11,7 @@ The directory appears whole, after the check has passed, or not at all.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -45,9 +46,11 @@ from enjoyln_cli.journal import Journal
 from enjoyln_cli.keeping import keeper_of
 from enjoyln_cli.kept import FILE, FOLDER, digest_of, save
 from enjoyln_cli.marker import marker
+from enjoyln_cli.output import RESULT, work_of
 from enjoyln_cli.placing import plain_layout
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.stream import write_shards
+from enjoyln_cli.team import ALONE, Team
 
 RECIPE_FILE = "enjoyln_recipe.yaml"
 VERIFY_FILE = "enjoyln_verify.json"
@@ -90,6 +93,7 @@ def fold_checkpoint(
     progress: Callable[[int], None] | None = None,
     check: Callable[[Path], Any] | None = None,
     finish: Callable[[Path], None] | None = None,
+    team: Team = ALONE,
 ) -> FoldResult:
     """Write ``checkpoint`` with the edits of ``plan`` to the new directory ``out``.
 
@@ -100,7 +104,8 @@ def fold_checkpoint(
     interrupted run has finished are not written again, if it was made from the same source, plan
     and options (``journal.py``); with ``keep_means`` all are. ``check`` sees the finished directory
     before it gets its name; a result whose ``passed`` is false raises ``VerificationFailed`` with
-    its ``summary``. ``finish`` then adds the files that tell of it (``REPORTS``).
+    its ``summary``. ``finish`` then adds the files that tell of it (``REPORTS``). Of a ``team`` all
+    call this; the weight files are shared out, and all else is the first one's.
 
     Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing
     or of another shape, or holds NaN or Inf; a file changes while it is read) and ``OutputError``;
@@ -116,13 +121,21 @@ def fold_checkpoint(
             f"what rounding to {dtype} loses is not kept, it is as large as the source; fold "
             "without --dtype to keep the means, and convert the result"
         )
+    if keep_means and team.size > 1:
+        raise OutputError("--keep-means takes one process; start it alone")
     names = [name for name in other_files(checkpoint) if not is_own(name)]
     around = pipeline_files(checkpoint)
     others = states_of(source.path, names), states_of(source.root, around)
-    place = staged_output(out, source=source.root, force=force, resume=resume and not keep_means)
-    with place as staged, ExitStack() as stack:
+    with ExitStack() as stack:
+        if team.rank:
+            staged = work_of(Path(os.path.abspath(out.expanduser()))) / RESULT
+        else:
+            again = resume and not keep_means
+            place = staged_output(out, source=source.root, force=force, resume=again)
+            staged = stack.enter_context(place)
         inner = staged / source.folder
-        inner.mkdir(parents=True, exist_ok=True)
+        if not team.rank:
+            inner.mkdir(parents=True, exist_ok=True)
         keeper = journal = None
         if keep_means:
             (inner / FOLDER).mkdir()
@@ -131,7 +144,8 @@ def fold_checkpoint(
         else:
             asked = {"dtype": str(dtype), "size of the shards": str(max_shard_size)}
             asked["recipe"] = digest_of(recipe_text)
-            journal = Journal(staged.parent, _made_from(checkpoint, edits, others, asked))
+            made_from = _made_from(checkpoint, edits, others, asked)
+            journal = Journal(staged.parent, made_from, team)
         write_shards(
             checkpoint,
             edits,
@@ -143,6 +157,8 @@ def fold_checkpoint(
             keeper=keeper,
             journal=journal,
         )
+        if team.rank:
+            return FoldResult(out, plan, 0, perf_counter() - begin, None)
         copy_files(names, source.path, inner)
         copy_files(around, source.root, staged)
         require_unchanged(source.path, {**checkpoint.states, **others[0]})

@@ -21,6 +21,7 @@ from enjoyln_cli.errors import OutputError
 from enjoyln_cli.kept import digest_of_piece
 from enjoyln_cli.output import FINISHED, RESULT, clear, finished, sync
 from enjoyln_cli.placing import Shard
+from enjoyln_cli.team import ALONE, Team, gathered, shared_out
 
 MADE_FROM = "made-from.json"
 
@@ -35,12 +36,56 @@ class Journal:
     work: Path
     made_from: Mapping[str, str]
     """What the result depends on, by name: digests, sizes, options."""
+    team: Team = ALONE
     taken_over: list[str] = field(default_factory=list)
     """The files that an earlier run has finished."""
 
     @property
     def result(self) -> Path:
         return self.work / RESULT
+
+
+def share(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:
+    """Those of ``shards`` that this process has to write into ``into``, which is ready for it.
+
+    The first process looks at what an earlier run has finished, which nobody writes again; what is
+    left is shared out by bytes. Raises as ``resumed`` does, and ``OutputError`` where the processes
+    differ in what the result is made from, or in what they see in its directory.
+    """
+    team = journal.team
+    done = [] if team.rank else resumed(journal, into, shards)
+    answers = gathered(team, (dict(journal.made_from), done))
+    first, done = answers[0]
+    for rank, (made_from, _) in enumerate(answers):
+        for name in (*first, *made_from):
+            if made_from.get(name) != first.get(name):
+                if team.rank:
+                    raise SystemExit(1)  # the first says why
+                there, here = (str(found.get(name))[:40] for found in (made_from, first))
+                raise OutputError(
+                    f"process {rank} starts from something else: {name} is {there} there and "
+                    f"{here} here; give all of them the same source, options and versions"
+                )
+    if _read(journal.work / MADE_FROM) != journal.made_from:
+        raise OutputError(
+            f"process {team.rank} does not see what the first has put into {journal.work}; choose "
+            "a directory that all machines share"
+        )
+    left = [shard for shard in shards if shard.name not in done]
+    items = shared_out([shard.size for shard in left], team.size)[team.rank]
+    return [left[item] for item in items]
+
+
+def together(journal: Journal, into: Path, shards: Sequence[Shard]) -> None:
+    """Return once every process has written its share.
+
+    Raises ``OutputError`` where one has not, or where its files do not arrive.
+    """
+    gathered(journal.team, True)
+    for shard in shards:
+        path = into / shard.name
+        if not path.is_file() or path.stat().st_size != shard.size:
+            raise OutputError(f"{path} is not there as a whole, although it was written")
 
 
 def resumed(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:

@@ -23,10 +23,10 @@ from typing import TypeVar
 import torch
 
 from enjoyln_cli.blocks import Ends, Lane, Target, run
-from enjoyln_cli.checkpoint import Checkpoint, read_rows, read_tensor
+from enjoyln_cli.checkpoint import Checkpoint, read_rows, read_tensor, require_unchanged
 from enjoyln_cli.edit import ROWS, Edit, Given, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError
-from enjoyln_cli.journal import Journal, note, resumed
+from enjoyln_cli.journal import Journal, note, share, together
 from enjoyln_cli.kept import Keeper, keeping
 from enjoyln_cli.placing import Shard, index, layout
 from enjoyln_cli.shards import Stored
@@ -62,9 +62,11 @@ def write_shards(
     ``dtype`` so does every header. ``jobs`` is the number of cores to keep busy, all by default.
     ``progress`` is called in the calling thread with the number of bytes written since the last
     call; ``keeper`` receives what it takes to restore the tensors. ``journal`` notes each file that
-    is finished; one that it has noted and that still is what it was is not written again.
+    is finished; one that it has noted and that still is what it was is not written again. Of
+    several processes each writes its share, and all return when the last of them is done.
 
-    Returns the names of the files written, the index among them, all of them synced to the disk.
+    Returns the names of the files written, the index among them, all of them synced to the disk; in
+    another process than the first nothing.
     Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating or does not
     hold the axis, for a vector of another length, for NaN or Inf in an edited tensor, for values
     out of the range of the dtype, and for a file that ends early; ``OutputError`` where the disk
@@ -72,20 +74,26 @@ def write_shards(
     """
     _check_edits(checkpoint, edits)
     shards = layout(checkpoint, edits, dtype, max_shard_size)
-    done = set(resumed(journal, into, shards)) if journal else set()
-    left = [shard for shard in shards if shard.name not in done]
-    if progress and done:
-        progress(sum(slot.nbytes for s in shards if s.name in done for slot in s.slots))
+    mine = share(journal, into, shards) if journal else shards
+    jobs = jobs or max(1, _cores() // (journal.team.local if journal else 1))
+    if progress and len(mine) < len(shards):
+        names = {shard.name for shard in mine}
+        progress(sum(slot.nbytes for s in shards if s.name not in names for slot in s.slots))
     write_tensors(
         checkpoint,
-        _tasks(checkpoint, edits, jobs or _cores()),
-        left,
+        _tasks(checkpoint, edits, jobs),
+        mine,
         into,
         jobs=jobs,
         progress=progress,
         keeper=keeper,
         journal=journal,
     )
+    if journal:
+        require_unchanged(checkpoint.source.path, checkpoint.states)
+        together(journal, into, shards)
+        if journal.team.rank:
+            return ()
     texts = index(checkpoint, shards)
     for name, text in texts.items():
         _write_file(into / name, text)

@@ -50,7 +50,7 @@ LAYERS = (
     ("checkpoint",),
     ("config", "files", "shards", "output"),
     ("pipeline",),
-    ("axis", "units", "corrections", "pictures"),
+    ("axis", "units", "corrections", "pictures", "team"),
     ("errors",),
 )
 """A module imports modules of later rows only. ``__init__`` and ``__main__`` stand above all."""
