@@ -11,7 +11,6 @@ the disk. Nothing is taken over from a run that was made from anything else.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.kept import digest_of_piece
-from enjoyln_cli.output import FINISHED, RESULT, clear, finished, sync
+from enjoyln_cli.output import FINISHED, RESULT, clear, finished
 from enjoyln_cli.placing import Shard
 from enjoyln_cli.team import ALONE, Team, gathered, shared_out
 
@@ -110,7 +109,6 @@ def resumed(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
 
 def note(journal: Journal, file: Path, pieces: Sequence[Piece]) -> None:
     """``file`` is finished, and synced to the disk; from here on no run has to write it again."""
-    sync(file.parent)
     content = {"size": file.stat().st_size, "pieces": sorted(pieces)}
     _write(_note(journal, file.name), content)
 
@@ -160,11 +158,10 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """A file that is there as a whole or not at all."""
+    """A file that is there as a whole or not at all, whoever is killed.
+
+    It is not synced: what the power takes with it costs work and misleads nobody.
+    """
     begun = path.with_suffix(".begun")
-    with begun.open("wb") as file:
-        file.write(json.dumps(content).encode())
-        file.flush()
-        os.fsync(file.fileno())
+    begun.write_text(json.dumps(content))
     begun.replace(path)
-    sync(path.parent)

@@ -227,7 +227,7 @@ def _publish(staged: Path, out: Path, aside: Path, force: bool) -> None:
             if os.path.lexists(out):
                 out.rename(aside)
             staged.rename(out)
-            sync(out.parent)
+            _sync(out.parent)
         finally:
             if os.path.lexists(aside) and not os.path.lexists(out):
                 aside.rename(out)
@@ -247,12 +247,11 @@ def _sync_tree(root: Path) -> None:
     """Every file, then every directory from the innermost outwards."""
     for folder, _, files in os.walk(root, topdown=False):
         for name in files:
-            sync(Path(folder, name))
-        sync(Path(folder))
+            _sync(Path(folder, name))
+        _sync(Path(folder))
 
 
-def sync(path: Path) -> None:
-    """What is at ``path`` is on the disk."""
+def _sync(path: Path) -> None:
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
