@@ -215,6 +215,7 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 @click.option("--max-shard-size", callback=parse_size, metavar="SIZE", help="Cut shards anew: 5GB.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers; as many as cores by default.")
 @click.option("--keep-means", is_flag=True, help="Keep what `enjoyln unfold` restores MODEL from.")
+@click.option("--allow-nonfinite", is_flag=True, help="Let NaN and Inf spread over their groups.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and the sizes, write nothing.")
 @click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")

@@ -274,6 +274,7 @@ def write(
     resume: bool = False,
     verify: bool = True,
     keep_means: bool = False,
+    allow_nonfinite: bool = False,
     team: Team = ALONE,
 ) -> FoldResult:
     """Carry out what ``prepare`` settled. See ``convert``; of a ``team`` all call this."""
@@ -292,7 +293,8 @@ def write(
         from enjoyln_cli.hub import write_card
 
         own = {"dtype": dtype, "max_shard_size": max_shard_size, "keep_means": keep_means}
-        options = {**ready.opening.asked, **own, "no_verify": not verify}
+        own |= {"allow_nonfinite": allow_nonfinite, "no_verify": not verify}
+        options = {**ready.opening.asked, **own}
         write_card(folded, ready.plan, ready.source, options, Path(out).expanduser().absolute())
 
     left = finished(work_of(Path(out).expanduser().absolute())) if resume else 0
@@ -309,6 +311,7 @@ def write(
         force=force,
         resume=resume,
         keep_means=keep_means,
+        allow_nonfinite=allow_nonfinite,
         progress=summed(ready.bytes_to_write(dtype), on_progress),
         check=check if verify else None,
         finish=finish,
@@ -337,6 +340,7 @@ def convert(
     resume: bool = False,
     verify: bool = True,
     keep_means: bool = False,
+    allow_nonfinite: bool = False,
 ) -> FoldResult:
     """Fold ``model`` (a Hub id or a directory) into the new directory ``out``.
 
@@ -345,8 +349,10 @@ def convert(
     ``outputs`` are those of ``analyze``: what has to stay the same, where that is not everything;
     ``options`` what may be changed besides centring.
     With ``keep_means`` the result can be undone bit for bit (``unfold``), at the price of some more
-    bytes and not together with ``dtype``. With ``resume`` it goes on where a run that was killed or
-    interrupted has stopped; without, and without ``force``, what that has left is refused.
+    bytes and not together with ``dtype``. NaN and Inf in weights that are edited are refused, and
+    with ``allow_nonfinite`` spread over what is centred with them. With ``resume`` it goes on where
+    a run that was killed or interrupted has stopped; without, and without ``force``, what that has
+    left is refused.
     With ``verify`` a result that does not compute the original function is not kept:
     ``VerificationFailed``. Raises ``EnjoyLNError`` in every case that leaves no ``out``.
     """
@@ -373,6 +379,7 @@ def convert(
         resume=resume,
         verify=verify,
         keep_means=keep_means,
+        allow_nonfinite=allow_nonfinite,
     )
 
 

@@ -90,6 +90,7 @@ def fold_checkpoint(
     force: bool = False,
     resume: bool = False,
     keep_means: bool = False,
+    allow_nonfinite: bool = False,
     progress: Callable[[int], None] | None = None,
     check: Callable[[Path], Any] | None = None,
     finish: Callable[[Path], None] | None = None,
@@ -97,15 +98,16 @@ def fold_checkpoint(
 ) -> FoldResult:
     """Write ``checkpoint`` with the edits of ``plan`` to the new directory ``out``.
 
-    ``dtype``, ``max_shard_size`` (bytes), ``jobs`` and ``progress`` (bytes since the last call) are
-    those of ``write_shards``. With ``keep_means`` the folder ``enjoyln`` of the result holds what
-    it takes to restore the source bit for bit (``kept.py``); ``dtype`` is refused then: what it
-    rounds away would take as much space as the source. With ``resume`` the weight files that an
-    interrupted run has finished are not written again, if it was made from the same source, plan
-    and options (``journal.py``); with ``keep_means`` all are. ``check`` sees the finished directory
-    before it gets its name; a result whose ``passed`` is false raises ``VerificationFailed`` with
-    its ``summary``. ``finish`` then adds the files that tell of it (``REPORTS``). Of a ``team`` all
-    call this; the weight files are shared out, and all else is the first one's.
+    ``dtype``, ``max_shard_size`` (bytes), ``jobs``, ``allow_nonfinite`` and ``progress`` (bytes
+    since the last call) are those of ``write_shards``. With ``keep_means`` the folder ``enjoyln``
+    of the result holds what it takes to restore the source bit for bit (``kept.py``); ``dtype`` is
+    refused then: what it rounds away would take as much space as the source. With ``resume`` the
+    weight files that an interrupted run has finished are not written again, if it was made from the
+    same source, plan and options (``journal.py``); with ``keep_means`` all are. ``check`` sees the
+    finished directory before it gets its name; a result whose ``passed`` is false raises
+    ``VerificationFailed`` with its ``summary``. ``finish`` then adds the files that tell of it
+    (``REPORTS``). Of a ``team`` all call this; the weight files are shared out, and all else is the
+    first one's.
 
     Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing
     or of another shape, or holds NaN or Inf; a file changes while it is read) and ``OutputError``;
@@ -156,6 +158,7 @@ def fold_checkpoint(
             progress=progress,
             keeper=keeper,
             journal=journal,
+            allow_nonfinite=allow_nonfinite,
         )
         if team.rank:
             return FoldResult(out, plan, 0, perf_counter() - begin, None)

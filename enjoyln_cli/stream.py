@@ -53,6 +53,7 @@ def write_shards(
     progress: Callable[[int], None] | None = None,
     keeper: Keeper | None = None,
     journal: Journal | None = None,
+    allow_nonfinite: bool = False,
 ) -> tuple[str, ...]:
     """Write every tensor of ``checkpoint`` to safetensors files in the directory ``into``.
 
@@ -68,7 +69,8 @@ def write_shards(
     Returns the names of the files written, the index among them, all of them synced to the disk; in
     another process than the first nothing.
     Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating or does not
-    hold the axis, for a vector of another length, for NaN or Inf in an edited tensor, for values
+    hold the axis, for a vector of another length, for NaN or Inf in an edited tensor (unless
+    ``allow_nonfinite``: they spread over what is centred with them then), for values
     out of the range of the dtype, and for a file that ends early; ``OutputError`` where the disk
     has too little space.
     """
@@ -81,7 +83,7 @@ def write_shards(
         progress(sum(slot.nbytes for s in shards if s.name not in names for slot in s.slots))
     write_tensors(
         checkpoint,
-        _tasks(checkpoint, edits, jobs),
+        _tasks(checkpoint, edits, jobs, allow_nonfinite),
         mine,
         into,
         jobs=jobs,
@@ -278,7 +280,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _tasks(
-    checkpoint: Checkpoint, edits: Mapping[str, Edit], jobs: int
+    checkpoint: Checkpoint, edits: Mapping[str, Edit], jobs: int, nonfinite: bool
 ) -> Callable[[Slot], Iterator[Task]]:
     """Tells what becomes of each tensor. The vectors that are multiplied in are in memory."""
 
@@ -296,7 +298,7 @@ def _tasks(
 
     def tasks(slot: Slot) -> Iterator[Task]:
         steps = steps_of(slot, edits.get(slot.name, Edit()), values.get(slot.name, none))
-        return (partial(run, step=step) for step in steps)
+        return (partial(run, step=step, nonfinite=nonfinite) for step in steps)
 
     return tasks
 

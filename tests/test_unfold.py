@@ -179,6 +179,15 @@ def test_values_that_no_arithmetic_keeps(tmp_path: Path, back: Path) -> None:
     assert files(back) == files(tmp_path / "model")
 
 
+def test_nan_and_infinity_that_were_let_through_come_back(tmp_path: Path, back: Path) -> None:
+    held = state(torch.float16)
+    for name, value in (("qkv.weight", 0x7C00), ("big.weight", 0x7D0F), ("wte.weight", -0x400)):
+        held[name].view(torch.int16)[1, 7] = value
+    store(tmp_path / "model", held, "single")
+    unfold(folded(tmp_path / "model", tmp_path / "out", allow_nonfinite=True), back)
+    assert files(back) == files(tmp_path / "model")
+
+
 def test_what_is_kept_does_not_depend_on_the_number_of_workers(
     source: Path, tmp_path: Path
 ) -> None:
