@@ -63,10 +63,22 @@ def complain(message: str) -> None:
     click.secho(f"error: {line}", fg="red", err=True, color=colour)
 
 
+def open_streams() -> None:
+    """Streams that the caller has closed lead nowhere: no other file may get their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
+
+
 class Commands(click.Group):
     """A group that turns every refusal into one line and an exit status."""
 
     command_class = usage.Command
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """As Click has it, with something behind every standard stream."""
+        open_streams()
+        return super().main(*args, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
         if debugging():
