@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ OPENING = (
     "model_class",
     "outputs",
     "recipe",
+    "stream",
 )
 """How a model is opened: fields of ``convert.Opening``."""
-ASKING = ("batch_sizes", "seq_lens", "modes", "repeats")
-"""What ``bench`` is to measure: fields of ``bench.Asked``."""
+ASKING = ("modes", "repeats")
+"""What ``bench`` is to measure, the sizes apart: fields of ``bench.Asked``."""
 MODES = ("eager", "fused", "compile", "cudagraphs")
 """As in ``variants``, which imports torch."""
 ALLOWING = ("widen_mlp", "widen_to", "merge", "untie")
@@ -152,8 +154,9 @@ def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def gathered(**options: Any) -> Any:
         from enjoyln_cli.bench import Asked
 
-        asked = Asked(**{name: options.pop(name) for name in ASKING})
-        return command(asked=asked, **options)
+        asked = {name: options.pop(name) for name in ASKING}
+        asked["pairs"] = tuple(product(options.pop("batch_sizes"), options.pop("seq_lens")))
+        return command(asked=Asked(**asked), **options)
 
     wrapped: Callable[..., Any] = gathered
     for option in (
@@ -194,6 +197,27 @@ def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         wrapped = option(wrapped)
     return wrapped
+
+
+def placing_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Where a model is while it runs, as ``from_pretrained`` has it."""
+    for option in (
+        click.option(
+            "--max-memory",
+            callback=parse_size,
+            metavar="SIZE",
+            help="Of the process: 8GB. All there is by default.",
+        ),
+        click.option(
+            "--device-map",
+            type=click.Choice(["auto", "cpu", "disk"]),
+            default="auto",
+            show_default=True,
+            help="Weights: in memory as far as they fit, all of them, none.",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def push_options(command: Callable[..., Any]) -> Callable[..., Any]:

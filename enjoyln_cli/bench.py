@@ -8,9 +8,11 @@ is asked for. What the times say is decided in ``speeds``.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +45,14 @@ def _unheard(text: str) -> None:
 class Asked:
     """What is to be measured."""
 
-    batch_sizes: tuple[int, ...] = (1, 8)
-    seq_lens: tuple[int, ...] = (128, 512, 1024)
+    pairs: tuple[tuple[int, int], ...] = tuple(product((1, 8), (128, 512, 1024)))
+    """Rows and tokens of each."""
     modes: tuple[str, ...] = ("eager",)
     phases: tuple[str, ...] = PHASES
     repeats: int = 15
     """Turns, in each of which every model has a go."""
+    seconds: float = math.inf
+    """Of one case, after which fewer turns have to do."""
 
 
 def bench(
@@ -181,14 +185,14 @@ def compared(
 
     ``norms`` are the paths of all LayerNorms. Also returns what was left out, a sentence each.
     """
-    found, left_out = sizes(original, asked.batch_sizes, asked.seq_lens)
+    found, left_out = sizes(original, asked.pairs)
     models = variants(original.to(device), folded.to(device), norms)
     rows = []
     with torch.no_grad():
         for mode in asked.modes:
             for size in moved(found, device):
                 for phase in asked.phases:
-                    row = _timed(models, size, phase, mode, asked.repeats, device)
+                    row = _timed(models, size, phase, mode, asked, device)
                     if isinstance(row, str):
                         left_out.append(row)
                         continue
@@ -199,9 +203,18 @@ def compared(
 
 
 def _timed(
-    models: dict[str, Any], size: Size, phase: str, mode: str, repeats: int, device: torch.device
+    models: dict[str, Any], size: Size, phase: str, mode: str, asked: Asked, device: torch.device
 ) -> Row | str:
     """One row, or why there is none."""
+    try:
+        return _row(models, size, phase, mode, asked, device)
+    except torch.OutOfMemoryError:
+        return f"{size}, {phase}, {mode}: does not fit in the memory of {device}"
+
+
+def _row(
+    models: dict[str, Any], size: Size, phase: str, mode: str, asked: Asked, device: torch.device
+) -> Row | str:
     name = type(models["original"]).__name__
     wait = waiting_for(device)
     with compiling(mode):
@@ -214,7 +227,7 @@ def _timed(
             tasks = {n: decode(m, text) for n, m in in_mode(models, mode).items()}
         else:
             tasks = {n: prefill(m, size.given) for n, m in in_mode(models, mode).items()}
-        times = turns(tasks, max(repeats, FEWEST), wait)
+        times = turns(tasks, max(asked.repeats, FEWEST), wait, asked.seconds)
         peaks = None
         if device.type == "cuda":
             peaks = {n: _peak(lambda task=task: task.run(task.prepare()), device)  # type: ignore

@@ -10,14 +10,12 @@ of), and only at the places that its checked header gives.
 
 from __future__ import annotations
 
-import difflib
-import glob
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,10 +27,11 @@ from enjoyln_cli.config import (
     require_unfolded,
     require_unquantised,
 )
-from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
-from enjoyln_cli.files import WEIGHTS, comes_along, digest, shards_in_index, weights_among
+from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+from enjoyln_cli.files import comes_along, shards_in_index, weights_among
 from enjoyln_cli.output import staged_output
 from enjoyln_cli.pipeline import transformer_folder
+from enjoyln_cli.remote import Remote, require_token, similar, snapshot
 from enjoyln_cli.shards import (
     DTYPES,
     Stored,
@@ -40,6 +39,7 @@ from enjoyln_cli.shards import (
     read_bin_header,
     read_safetensors_header,
     require_unpacked,
+    tensors_in,
 )
 
 __all__ = [
@@ -47,6 +47,8 @@ __all__ = [
     "Source",
     "State",
     "Stored",
+    "file_of",
+    "header_of",
     "load_config",
     "open_checkpoint",
     "open_source",
@@ -55,6 +57,7 @@ __all__ = [
     "raw_config",
     "read_part",
     "read_tensor",
+    "require_token",
     "require_unchanged",
     "require_unfolded",
     "same_values",
@@ -65,7 +68,6 @@ __all__ = [
 BLOCK = 1 << 22
 """Bytes compared at once."""
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 
 
@@ -85,6 +87,8 @@ class Source:
     """The commit of a Hub id, ``None`` for a directory."""
     folder: str = ""
     """Where ``path`` lies in the directory that ``model`` names: of a pipeline, the transformer."""
+    remote: Remote | None = None
+    """The files of weights, where they are not in ``path`` but fetched one by one."""
 
     @property
     def root(self) -> Path:
@@ -115,15 +119,22 @@ def open_source(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     weights: bool = False,
+    stream: bool = False,
 ) -> Source:
     """Find ``model``: a directory if there is one of that name, otherwise a Hub id.
 
     Of a Hub id only ``config.json`` (and code that it names) is fetched; with ``weights`` also the
-    weights, safetensors if there are any, and all files that come along. Raises ``ModelNotFound``
-    where it does not exist or cannot be reached, ``UnsupportedModel`` without config or weights.
+    weights, safetensors if there are any, and all files that come along; with ``stream`` each file
+    of weights not before its turn comes (``Remote``). Raises ``ModelNotFound`` where it does not
+    exist or cannot be reached, ``UnsupportedModel`` without config or weights, and for a directory
+    or pickles with ``stream``.
     """
     local = os.path.expanduser(model)
     if model and os.path.isdir(local):
+        if stream:
+            raise UnsupportedModel(
+                f"{model} is a directory, of which nothing has to be fetched: leave --stream out"
+            )
         if revision is not None:
             raise ModelNotFound(f"{model} is a directory and has no revision {revision!r}; drop it")
         folder = transformer_folder(Path(local))
@@ -131,166 +142,11 @@ def open_source(
     if model and os.path.exists(local):
         raise ModelNotFound(f"{model} is a file; pass the directory that holds it")
     if not _HUB_ID.fullmatch(model):
-        advice = _similar(local) or "; pass a directory, or a Hub id such as owner/name"
+        advice = similar(local) or "; pass a directory, or a Hub id such as owner/name"
         raise ModelNotFound(f"there is no directory {model!r}{advice}")
     require_token(token)
-    try:
-        path = _snapshot(model, revision, token, cache_dir, weights)
-    except EnjoyLNError:
-        raise
-    except Exception as error:  # of huggingface_hub, its HTTP library, or the disk of the cache
-        raise _hub_error(error, model, revision) from error
-    return Source(model, path, path.name)
-
-
-def require_token(token: str | None) -> None:
-    """Raises ``ModelNotFound`` for a token that is none, before a library can quote it in an error.
-
-    A token is printable ASCII without spaces: one that ends in a line break cannot be sent.
-    """
-    if token is not None and not re.fullmatch(r"[!-~]+", token):
-        what = "has characters that no token has, such as a line break" if token else "is empty"
-        raise ModelNotFound(f"the --token {what}; copy it anew, or run `hf auth login` instead")
-
-
-def _similar(path: str) -> str:
-    parent, name = os.path.split(path.rstrip("/"))
-    try:
-        names = [entry.name for entry in os.scandir(parent or ".") if entry.is_dir()]
-    except (OSError, ValueError):
-        return ""
-    close = difflib.get_close_matches(name, names, n=2)
-    return f"; did you mean {' or '.join(os.path.join(parent, c) for c in close)}?" if close else ""
-
-
-def _snapshot(
-    model: str,
-    revision: str | None,
-    token: str | None,
-    cache_dir: str | Path | None,
-    weights: bool,
-) -> Path:
-    """The directory in the cache, named after the commit, with what is needed in it."""
-    from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
-
-    unreachable = _unreachable(model, revision, token)
-    place: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
-    place["local_files_only"] = unreachable is not None
-    what = "is not in the cache"
-    try:
-        path = Path(hf_hub_download(model, CONFIG, revision=revision, **place)).parent
-        if b'"auto_map"' in (path / CONFIG).read_bytes():
-            snapshot_download(model, revision=path.name, allow_patterns=["*.py"], **place)
-        if not weights:
-            return path
-        what = "is in the cache without its weights"
-        if unreachable is None:
-            names = HfApi(token=token).list_repo_files(model, revision=path.name)
-        else:
-            names = [found.name for found in path.iterdir()]
-            if not set(names) & set(WEIGHTS):
-                raise errors.LocalEntryNotFoundError(what)
-        first = weights_among(names, model)
-        shards: tuple[str, ...] = ()
-        if first.endswith(".json"):
-            index = hf_hub_download(model, first, revision=path.name, **place)
-            shards = shards_in_index(Path(index))[0]
-        wanted = {first, *shards, *(name for name in names if comes_along(name))}
-        patterns = [glob.escape(name) for name in sorted(wanted)]
-        cached = _blobs(path)
-        snapshot_download(model, revision=path.name, allow_patterns=patterns, **place)
-        _require_digests(path, {first, *shards}, cached, model)
-        return path
-    except errors.LocalEntryNotFoundError as error:
-        if isinstance(error.__cause__, errors.HfHubHTTPError):
-            raise error.__cause__ from None
-        raise _not_cached(model, what, unreachable or error) from error
-
-
-def _blobs(path: Path) -> set[str]:
-    """Names in the cache of what a snapshot's files are links to."""
-    blobs = path.parent.parent / "blobs"
-    return {entry.name for entry in os.scandir(blobs)} if blobs.is_dir() else set()
-
-
-def _require_digests(path: Path, names: Iterable[str], cached: set[str], model: str) -> None:
-    """Raises ``BadCheckpoint`` for weights that arrived as other bytes than the Hub has.
-
-    The cache names a large file after its SHA-256, and ``huggingface_hub`` looks at the size alone.
-    What was there before is not read again, nor what Xet has stored, which checks by itself.
-    """
-    for name in sorted(names):
-        blob = path / os.readlink(path / name) if (path / name).is_symlink() else path / name
-        if blob.name in cached or blob.is_symlink() or not _SHA256.fullmatch(blob.name):
-            continue
-        found = digest(blob)
-        if found != blob.name:
-            (path / name).unlink()
-            blob.unlink()
-            raise BadCheckpoint(
-                f"{name} of {model} did not arrive as the Hub has it: its SHA-256 is {found[:12]}, "
-                f"not {blob.name[:12]}; it was removed from the cache, fetch it again"
-            )
-
-
-def _unreachable(model: str, revision: str | None, token: str | None) -> Exception | None:
-    """Why the Hub gives no answer, asked once; ``None`` if it gives one, whatever it says."""
-    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
-
-    try:
-        get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), token=token)
-    except errors.HfHubHTTPError:
-        return None
-    except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
-        return error
-    return None
-
-
-def _not_cached(model: str, what: str, error: Exception) -> ModelNotFound:
-    from huggingface_hub import constants, errors
-
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        why = "HF_HUB_OFFLINE is set"
-    else:
-        cause = error.__cause__ or error
-        first = str(cause).strip().split("\n")[0][:120]
-        why = f"{constants.ENDPOINT} cannot be reached ({type(cause).__name__}: {first})"
-    return ModelNotFound(
-        f"{model} {what}, and {why}; go online, or pass a directory{_similar(model)}"
-    )
-
-
-def _hub_error(error: Exception, model: str, revision: str | None) -> EnjoyLNError:
-    from huggingface_hub import constants, errors
-
-    page = f"{constants.ENDPOINT}/{model}"
-    first = str(error).strip().split("\n")[0][:200]
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    match error:
-        case errors.GatedRepoError():
-            return ModelNotFound(
-                f"{model} is gated: accept its terms at {page}, then run `hf auth login` or pass "
-                "--token"
-            )
-        case errors.RevisionNotFoundError():
-            return ModelNotFound(f"{model} has no revision {revision!r}; see {page}/tree/main")
-        case errors.DisabledRepoError():
-            return ModelNotFound(f"access to {model} is disabled by the Hub; see {page}")
-        case errors.RepositoryNotFoundError():
-            return ModelNotFound(
-                f"there is no directory {model} and no such model on the Hub; for a "
-                f"private model run `hf auth login` or pass --token{_similar(model)}"
-            )
-        case errors.HfHubHTTPError() if status in (401, 403):
-            return ModelNotFound(
-                f"the Hub refuses access to {model} ({status}); run `hf auth login` or pass a "
-                "--token that may read it"
-            )
-        case errors.EntryNotFoundError():
-            return UnsupportedModel(f"{model} has no {CONFIG} on the Hub; see {page}/tree/main")
-        case errors.HFValidationError():
-            return ModelNotFound(f"there is no directory {model}, and it is no Hub id: {first}")
-    return ModelNotFound(f"{model} cannot be fetched: {type(error).__name__}: {first}")
+    path, remote = snapshot(model, revision, token, cache_dir, weights, stream)
+    return Source(model, path, path.name, remote=remote)
 
 
 def open_checkpoint(source: Source) -> Checkpoint:
@@ -307,21 +163,23 @@ def open_checkpoint(source: Source) -> Checkpoint:
             f"the config of {source.model} names its own weight file (transformers_weights); load "
             "it and save it with save_pretrained first"
         )
-    first = weights_among(sorted(entry.name for entry in os.scandir(source.path)), source.model)
-    path = _located(source, first)
+    remote = source.remote
+    names = {entry.name for entry in os.scandir(source.path)}
+    first = weights_among(sorted(names.union(remote.headers if remote else ())), source.model)
     states |= states_of(source.path, (first,))
     index = first if first.endswith(".json") else None
-    shards, promised = shards_in_index(path) if index else ((first,), {})
+    shards, promised = shards_in_index(_located(source, first)) if index else ((first,), {})
     safetensors = ".safetensors" in first
     tensors: dict[str, Stored] = {}
     metadata: dict[str, dict[str, str]] = {}
     for shard in shards:
-        file = _located(source, shard)
         states |= states_of(source.path, (shard,))
-        if safetensors:
-            found, metadata[shard] = read_safetensors_header(file)
+        if remote:
+            found, metadata[shard] = tensors_in(shard, remote.headers[shard], remote.sizes[shard])
+        elif safetensors:
+            found, metadata[shard] = read_safetensors_header(_located(source, shard))
         else:
-            found = read_bin_header(file)
+            found = read_bin_header(_located(source, shard))
         for stored in found:
             if stored.name in tensors:
                 other = tensors[stored.name].file
@@ -384,9 +242,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
         return load_bin(path)[name].clone()
     if stored.nbytes == 0:
         return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-    data = bytearray(stored.nbytes)
-    with path.open("rb", buffering=0) as file:
-        _read_into(file.fileno(), memoryview(data), stored, 0)
+    data = _bytes(checkpoint, stored, 0, stored.nbytes)
     return torch.frombuffer(data, dtype=DTYPES[stored.dtype]).reshape(stored.shape)
 
 
@@ -396,10 +252,8 @@ def read_part(checkpoint: Checkpoint, name: str, dim: int, start: int, count: in
     Raises as ``read_tensor`` does.
     """
     stored = _stored(checkpoint, name)
-    if checkpoint.format == "bin":
-        return (
-            load_bin(checkpoint.source.path / stored.file)[name].narrow(dim, start, count).clone()
-        )
+    if checkpoint.format == "bin" or checkpoint.source.remote:
+        return read_tensor(checkpoint, name).narrow(dim, start, count).clone()
     dtype = DTYPES[stored.dtype]
     try:
         mapped = np.memmap(
@@ -428,13 +282,12 @@ def read_rows(checkpoint: Checkpoint, name: str, elements: int) -> Iterator[torc
     size = stored.nbytes // length
     count = min(length, max(1, elements * length * dtype.itemsize // stored.nbytes))
     data = bytearray(count * size)
-    with (checkpoint.source.path / stored.file).open("rb", buffering=0) as file:
-        for first in range(0, length, count):
-            some = min(count, length - first)
-            _read_into(file.fileno(), memoryview(data)[: some * size], stored, first * size)
-            yield torch.frombuffer(data, dtype=dtype)[: some * size // dtype.itemsize].reshape(
-                some, *rest
-            )
+    for first in range(0, length, count):
+        some = min(count, length - first)
+        _read_into(memoryview(data)[: some * size], checkpoint, stored, first * size)
+        yield torch.frombuffer(data, dtype=dtype)[: some * size // dtype.itemsize].reshape(
+            some, *rest
+        )
 
 
 def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
@@ -460,21 +313,44 @@ def _blocks(checkpoint: Checkpoint, stored: Stored) -> Iterator[bytes]:
         flat = load_bin(path)[stored.name].contiguous().reshape(-1).view(torch.uint8)
         yield from (block.numpy().tobytes() for block in flat.split(BLOCK))
         return
-    with path.open("rb", buffering=0) as file:
-        for start in range(0, stored.nbytes, BLOCK):
-            data = bytearray(min(BLOCK, stored.nbytes - start))
-            _read_into(file.fileno(), memoryview(data), stored, start)
-            yield bytes(data)
+    for start in range(0, stored.nbytes, BLOCK):
+        yield bytes(_bytes(checkpoint, stored, start, min(BLOCK, stored.nbytes - start)))
 
 
-def _read_into(file: int, data: memoryview, stored: Stored, start: int) -> None:
+def _bytes(checkpoint: Checkpoint, stored: Stored, start: int, count: int) -> bytearray:
+    """``count`` bytes of a tensor from its byte ``start`` on."""
+    data = bytearray(count)
+    _read_into(memoryview(data), checkpoint, stored, start)
+    return data
+
+
+def _read_into(data: memoryview, checkpoint: Checkpoint, stored: Stored, start: int) -> None:
     """Fill ``data`` from byte ``start`` of the tensor."""
+    if remote := checkpoint.source.remote:
+        data[:] = remote.read(stored.file, stored.offset + start, len(data))
+        return
     done = 0
-    while done < len(data):
-        got = os.preadv(file, [data[done:]], stored.offset + start + done)
-        if got == 0:
-            raise BadCheckpoint(f"{stored.file} ends inside {stored.name}; fetch it again")
-        done += got
+    with (checkpoint.source.path / stored.file).open("rb", buffering=0) as file:
+        while done < len(data):
+            got = os.preadv(file.fileno(), [data[done:]], stored.offset + start + done)
+            if got == 0:
+                raise BadCheckpoint(f"{stored.file} ends inside {stored.name}; fetch it again")
+            done += got
+
+
+def file_of(checkpoint: Checkpoint, name: str) -> Path:
+    """Where a file of weights lies; one that is fetched has to be at hand."""
+    remote = checkpoint.source.remote
+    return remote.here[name] if remote else checkpoint.source.path / name
+
+
+def header_of(checkpoint: Checkpoint, name: str) -> bytes:
+    """The first bytes of a safetensors file: the length of its header, and the header."""
+    if checkpoint.source.remote:
+        return checkpoint.source.remote.headers[name]
+    with (checkpoint.source.path / name).open("rb") as file:
+        length = file.read(8)
+        return length + file.read(int.from_bytes(length, "little"))
 
 
 def other_files(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from enjoyln_cli.arguments import (
     model_class_option,
     outputs_option,
     parse_size,
+    placing_options,
     plan_options,
     push_options,
 )
@@ -228,6 +229,7 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers; as many as cores by default.")
 @click.option("--keep-means", is_flag=True, help="Keep what `enjoyln unfold` restores MODEL from.")
 @click.option("--allow-nonfinite", is_flag=True, help="Let NaN and Inf spread over their groups.")
+@click.option("--stream", is_flag=True, help="Fetch, fold and drop file by file; not verified.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and the sizes, write nothing.")
 @click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
@@ -245,6 +247,10 @@ def fold(
         raise click.UsageError("Missing option '-o' / '--out'.")
     if options["keep_means"] and options["dtype"]:
         raise click.UsageError("--keep-means keeps what centring loses, not what --dtype does.")
+    if options["opening"]["stream"]:
+        if options["max_shard_size"]:
+            raise click.UsageError("--stream keeps the files as they are; drop --max-shard-size.")
+        options["verify"] = False
     out = None if dry_run else out
     helps = team.present().rank > 0
     if not quiet and not as_json and not helps:
@@ -277,7 +283,9 @@ def _push_after(options: Options, dry_run: bool) -> Callable[[Path], Options]:
     if not repo_id:
         return lambda out: {}
     if not options["verify"]:
-        raise click.UsageError("--push-to-hub takes verified results only; drop --no-verify.")
+        raise click.UsageError(
+            "--push-to-hub takes verified results only; drop --no-verify and --stream."
+        )
     from enjoyln_cli import hub
 
     to: Options = {"private": private, "create_pr": create_pr, "token": options["opening"]["token"]}
@@ -333,20 +341,17 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
 @click.option("--image", "images", type=FILE, multiple=True, help="Images to run on.")
 @click.option("--compute-dtype", "dtype", type=DTYPES, help="Run in this dtype instead of OUT's.")
 @click.option("--max-ratio", type=float, default=1.25, show_default=True, help="Pass up to this.")
-@click.option(
-    "--max-memory",
-    callback=parse_size,
-    metavar="SIZE",
-    help="Run the first blocks that fit; all there is by default.",
-)
+@placing_options
+@click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Run N first blocks only.")
 @json_option
 @hub_options
 def verify(out: Path, as_json: bool, opening: Options, **options: Any) -> None:
     """Prove that OUT computes the original function. Exit status 0 if so, 1 if not."""
     from enjoyln_cli import verify as check
-    from enjoyln_cli.report import write_json, write_verification
+    from enjoyln_cli.report import watching, write_json, write_verification
 
-    found = check(out, **options, **opening)
+    with watching(as_json) as watch:
+        found = check(out, on_event=watch.event, **options, **opening)
     if as_json:
         write_json(found.to_json())
     else:

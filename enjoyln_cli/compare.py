@@ -12,10 +12,12 @@ import gc
 import logging
 import math
 import os
+import shutil
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from enjoyln_cli.calls import dtype_of
-from enjoyln_cli.classes import class_named
+from enjoyln_cli.classes import build, class_named
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.inputs import Batch, masked
 from enjoyln_cli.kernels import literally
+from enjoyln_cli.offload import Offload, on_disk, read_when_needed
 from enjoyln_cli.returned import CACHE, by_field, named_by
 
 Outputs = list[dict[str, torch.Tensor]]
-"""One dict per batch: the name of an output to its values on the CPU."""
+"""One dict per batch: the name of an output to its values, on the CPU or mapped from the disk."""
 
 ROUNDED_AT_LEAST = 0.5
 """No result in a dtype is nearer to the exact one than about half its eps."""
@@ -59,29 +62,55 @@ def load(
     config: Any,
     dtype: torch.dtype,
     trust_remote_code: bool = False,
+    offload: Offload | None = None,
 ) -> Any:
     """The checkpoint in ``folder`` as ``model_class``, in eval mode on the CPU.
 
     In float64 everything is float64; otherwise transformers decides what stays in float32. Weights
     that the checkpoint does not hold get values that depend on their name alone and are exact in
-    every dtype. Raises ``BadCheckpoint`` where transformers cannot load the directory.
+    every dtype. With ``offload`` weights stay on the disk until they are needed. Raises
+    ``BadCheckpoint`` where transformers cannot load the directory.
     """
     cls: Any = _class(folder, model_class, config, trust_remote_code)
+    where: dict[str, Any] = {}
+    if offload:
+        again = offload.folder / "weights"
+        shutil.rmtree(again, ignore_errors=True)
+        where = {"device_map": {"": "disk"}, "offload_folder": again}
     with silent():
         try:
             model, info = cls.from_pretrained(
-                folder, config=config, dtype=dtype, output_loading_info=True, local_files_only=True
+                folder,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+                local_files_only=True,
+                **where,
             )
         except (OSError, RuntimeError, ValueError) as error:
             first = str(error).strip().split("\n")[0]
             raise BadCheckpoint(f"{folder}: {model_class} cannot be loaded: {first}") from error
+    reader = read_when_needed(model, offload.room) if offload else None
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in info["missing_keys"]:
-        if name in values and values[name].is_floating_point():
-            _fill(values[name], name)
+        if name not in values or not values[name].is_floating_point():
+            continue
+        if reader and values[name].is_meta:
+            reader.make(name, partial(_filling, name, values[name].shape))
+        else:
+            with torch.no_grad():
+                values[name].copy_(_filling(name, values[name].shape))
     if dtype == torch.float64:
         model = _in_float64(model)
     return model.eval()
+
+
+def elements(
+    folder: Path, model_class: str, config: Any, trust_remote_code: bool = False
+) -> dict[str, int]:
+    """How many each parameter of ``model_class`` has, by name. No weights are read."""
+    model = build(_class(folder, model_class, config, trust_remote_code), config)
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
 def _in_float64(model: Any) -> Any:
@@ -101,37 +130,45 @@ def _class(folder: Path, name: str, config: Any, trust_remote_code: bool) -> typ
     return class_named(name)
 
 
-def _fill(parameter: torch.Tensor, name: str) -> None:
+def _filling(name: str, shape: Sequence[int]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    values = 0.02 * torch.randn(parameter.shape, generator=generator)
-    with torch.no_grad():
-        parameter.copy_(values.to(torch.bfloat16).to(torch.float16))
+    values = 0.02 * torch.randn(tuple(shape), generator=generator)
+    return values.to(torch.bfloat16).to(torch.float16)
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """transformers without its progress bars and notes on the weights it loads."""
+    """transformers and accelerate without progress bars and notes on the weights they load."""
     if os.environ.get("ENJOYLN_DEBUG"):
         yield
         return
     from transformers.utils import logging as chatter
 
     level, bars = chatter.get_verbosity(), chatter.is_progress_bar_enabled()
+    placing = logging.getLogger("accelerate")
+    before = placing.level
+    placing.setLevel(logging.CRITICAL)
     chatter.set_verbosity(logging.CRITICAL)
     chatter.disable_progress_bar()
     try:
         yield
     finally:
         chatter.set_verbosity(level)
+        placing.setLevel(before)
         if bars:
             chatter.enable_progress_bar()
 
 
-def run(model: nn.Module, batches: Sequence[Batch]) -> Outputs:
+def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) -> Outputs:
     """What ``model`` returns for every batch, in the dtype in which it returns it.
 
-    Floating inputs are cast to the model's dtype. A float64 model runs exactly (``Float64``).
+    Floating inputs are cast to the model's dtype. A float64 model runs exactly (``Float64``). With
+    a ``folder`` outputs are kept on its disk.
     """
+
+    def kept(value: torch.Tensor) -> torch.Tensor:
+        return on_disk(value, folder) if folder else value.cpu()
+
     dtype = dtype_of(model)
     outputs: Outputs = []
     with torch.no_grad(), silent(), literally():
@@ -142,7 +179,7 @@ def run(model: nn.Module, batches: Sequence[Batch]) -> Outputs:
                     output = model(**given, **_flags(model))
             else:
                 output = model(**given, **_flags(model))
-            outputs.append({name: value.cpu() for name, value in tensors(output)})
+            outputs.append({name: kept(value) for name, value in tensors(output)})
             del output
     return outputs
 

@@ -54,6 +54,8 @@ class Opening:
     outputs: Sequence[str] = ()
     options: Options = PLAIN
     recipe: str | Path | None = None
+    stream: bool = False
+    """Fetch files of weights from the Hub one by one, and drop them when they are folded."""
 
     @property
     def hub(self) -> dict[str, Any]:
@@ -258,6 +260,7 @@ def _source(name: str, opening: Opening, weights: bool = False) -> store.Source:
         token=opening.token,
         cache_dir=opening.cache_dir,
         weights=weights,
+        stream=weights and opening.stream,
     )
 
 
@@ -281,13 +284,14 @@ def write(
     from enjoyln_cli.fold import fold_checkpoint
 
     event = on_event or _warn
+    verify = verify and not ready.opening.stream
     dtype = _dtype(dtype)
 
     def check(folded: Path) -> Verification:
         from enjoyln_cli.verify import verify as measure
 
         event("stage", "verifying")
-        return measure(folded, plan=ready.plan, **ready.opening.hub)
+        return measure(folded, plan=ready.plan, on_event=event, **ready.opening.hub)
 
     def finish(folded: Path) -> None:
         from enjoyln_cli.hub import write_card
@@ -341,6 +345,7 @@ def convert(
     verify: bool = True,
     keep_means: bool = False,
     allow_nonfinite: bool = False,
+    stream: bool = False,
 ) -> FoldResult:
     """Fold ``model`` (a Hub id or a directory) into the new directory ``out``.
 
@@ -354,7 +359,10 @@ def convert(
     a run that was killed or interrupted has stopped; without, and without ``force``, what that has
     left is refused.
     With ``verify`` a result that does not compute the original function is not kept:
-    ``VerificationFailed``. Raises ``EnjoyLNError`` in every case that leaves no ``out``.
+    ``VerificationFailed``. With ``stream`` the files of weights are fetched from the Hub one by
+    one, and each is dropped from the cache when it is folded if it was not there before; nothing is
+    verified then, as that takes the whole original. Raises ``EnjoyLNError`` in every case that
+    leaves no ``out``.
     """
     opening = Opening(
         revision=revision,
@@ -365,6 +373,7 @@ def convert(
         outputs=outputs,
         options=options,
         recipe=recipe,
+        stream=stream,
     )
     ready = prepare(model, out, opening, force=force, resume=resume, on_event=on_event)
     return write(

@@ -39,13 +39,14 @@ from enjoyln_cli.checkpoint import (
     states_of,
 )
 from enjoyln_cli.config import CONFIG, MARKER, changed, set_entry
-from enjoyln_cli.edit import Edit, edited, edits_of, given
+from enjoyln_cli.edit import Edit, Given, edited, edits_of, given
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold, OutputError, VerificationFailed
 from enjoyln_cli.files import housekeeping
 from enjoyln_cli.journal import Journal
 from enjoyln_cli.keeping import keeper_of
 from enjoyln_cli.kept import FILE, FOLDER, digest_of, save
 from enjoyln_cli.marker import marker
+from enjoyln_cli.offload import Reader, Value, reader_of
 from enjoyln_cli.output import RESULT, work_of
 from enjoyln_cli.placing import plain_layout
 from enjoyln_cli.plan import Plan
@@ -308,7 +309,8 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
                 f"{named.parameter}: the plan merges a norm into it, {type(model).__name__} has "
                 "none; pass the model that was analysed"
             )
-    _untie(model, plan)
+    reader = reader_of(model)
+    _untie(model, plan, reader)
     for setting in plan.settings:
         set_entry(getattr(model, "config", None), setting.name, setting.value)
     tensors = _tensors(model)
@@ -318,9 +320,21 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
         known = edits.get(id(tensor), (tensor, edit))[1]
         axes = tuple(dict.fromkeys((*known.axes, *edit.axes)))
         edits[id(tensor)] = tensor, replace(edit, axes=axes)
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+
+    def read(name: str) -> torch.Tensor:
+        return reader[name] if reader and tensors[name].is_meta else tensors[name]
+
     with torch.no_grad():
-        values = {key: given(edit, tensors.__getitem__) for key, (_, edit) in edits.items()}
+        values = {key: given(edit, read) for key, (_, edit) in edits.items()}
         for key, (tensor, edit) in edits.items():
+            if reader and tensor.is_meta:
+                for name in names[key]:
+                    reader.make(name, _made(reader.source(name), edit, values[key]))
+                tensor.data = tensor.new_empty(edit.shape(tuple(tensor.shape)))
+                continue
             wide = edited(tensor.double(), edit, values[key])
             if wide.shape == tensor.shape:
                 tensor.copy_(wide)
@@ -329,6 +343,11 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
     for mlp in plan.widened:
         for part in mlp.parts:
             _tell_size(model, part.parameter, mlp.size, mlp.to)
+
+
+def _made(source: Value, edit: Edit, values: Given) -> Value:
+    """What gives a weight edited, once it is asked for."""
+    return lambda: edited(source().double(), edit, values)
 
 
 def _tell_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
@@ -342,7 +361,7 @@ def _tell_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
             setattr(owner, name, to)
 
 
-def _untie(model: nn.Module, plan: Plan) -> None:
+def _untie(model: nn.Module, plan: Plan, reader: Reader | None) -> None:
     """A copy of its own for everything that the plan unties and that the model has."""
     tensors = _tensors(model)
     for one in plan.untied:
@@ -352,6 +371,8 @@ def _untie(model: nn.Module, plan: Plan) -> None:
         shared = tensors[one.source]
         copied = nn.Parameter(shared.detach().clone(), shared.requires_grad)
         setattr(model.get_submodule(owner), name, copied)
+        if reader and shared.is_meta:
+            reader.make(one.parameter, reader.source(one.source))
         getattr(model, "all_tied_weights_keys", {}).pop(one.parameter, None)
 
 

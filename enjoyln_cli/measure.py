@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from enjoyln_cli.compare import (
     Outputs,
     chosen,
     divergence,
+    elements,
     head_kind,
     load,
     perplexity,
@@ -32,8 +33,9 @@ from enjoyln_cli.compare import (
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.marker import Marker
-from enjoyln_cli.memory import first_blocks
+from enjoyln_cli.memory import first_blocks, room_for_weights
 from enjoyln_cli.norms import input_means, install
+from enjoyln_cli.offload import Offload, reader_of
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.returned import returning
 
@@ -42,6 +44,13 @@ ENTRIES = 1 << 14
 row err together, so this takes more than their number suggests."""
 MOST_ENTRIES = 1 << 25
 FEWEST_ROWS, MOST_ROWS, TEXT_ROWS = 16, 128, 64
+
+Event = Callable[[str, str], None]
+"""Receives ``("stage", text)``."""
+
+
+def no_event(level: str, text: str) -> None:
+    """For a caller that wants no news."""
 
 
 @dataclass(frozen=True)
@@ -54,28 +63,53 @@ class Subject:
     plan: Plan
     dtype: torch.dtype
     trust_remote_code: bool
-    blocks: int | None = None
-
-    def config(self, checkpoint: Checkpoint) -> Any:
-        config = load_config(checkpoint.source, self.trust_remote_code)
-        config = returning(config, self.marker.outputs)
-        return config if self.blocks is None else first_blocks(config, self.blocks)
+    layers: int | None = None
+    """Run a model cut to its first so many blocks."""
+    device_map: str = "auto"
+    max_memory: int | None = None
+    folder: Path | None = None
+    """A directory for what is on the disk while models run."""
+    event: Event = no_event
 
     def load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-        name, config = self.marker.model_class, self.config(checkpoint)
-        return load(checkpoint.source.path, name, config, dtype, self.trust_remote_code)
+        folder, name = checkpoint.source.path, self.marker.model_class
+        config = returning(
+            load_config(checkpoint.source, self.trust_remote_code), self.marker.outputs
+        )
+        sizes = elements(folder, name, config, self.trust_remote_code)
+        if self.layers is not None:
+            config, whole = first_blocks(config, self.layers), sizes
+            sizes = elements(folder, name, config, self.trust_remote_code)
+            if sizes.keys() == whole.keys():
+                raise UnsupportedModel(
+                    f"{name} has the same weights with a config of {self.layers} blocks, so it "
+                    "cannot be cut: leave --layers out"
+                )
+        room = room_for_weights(sizes, dtype, self.device_map, self.max_memory)
+        offload = None
+        if room is not None and self.folder:
+            offload = Offload(self.folder, room)
+            total = sum(sizes.values()) * dtype.itemsize / 1e9
+            what = f"{total:.1f} GB in {str(dtype).removeprefix('torch.')}"
+            kept = f"{min(room / 1e9, total):.1f} GB of it stay in memory"
+            self.event("stage", f"reading weights from the disk as layers run: {what}, {kept}")
+        return load(folder, name, config, dtype, self.trust_remote_code, offload)
+
+    def run(self, model: Any, batches: list[inputs.Batch]) -> Outputs:
+        folder = self.folder if reader_of(model) or self.max_memory else None
+        return chosen(run(model, batches, folder), self.marker.outputs)
 
     def install(self, model: Any) -> None:
         modules = {name for name, _ in model.named_modules()}
         norms, ops = self.marker.rmsnorm, self.marker.centering
-        if self.blocks is not None:
+        if self.layers is not None:
             norms = tuple(name for name in norms if name in modules)
             ops = tuple(op for op in ops if op.module in modules)
         install(model, norms, ops, self.marker.entry_inputs, self.marker.unproven)
 
     def centre(self, model: Any) -> None:
         plan = self.plan
-        if self.blocks is not None:
+        if self.layers is not None:
             names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
             plan = replace(
@@ -94,13 +128,13 @@ class Subject:
 class Measured:
     """What running the models gives; errors are the worst over the outputs."""
 
-    identity_error: float | None = None
-    storage_error: float | None = None
-    runtime_error: float | None = None
-    original_error: float | None = None
-    stock_error: float | None = None
-    ratio: float | None = None
-    stock_ratio: float | None = None
+    identity_error: float = math.nan
+    storage_error: float = math.nan
+    runtime_error: float = math.nan
+    original_error: float = math.nan
+    stock_error: float = math.nan
+    ratio: float = math.nan
+    stock_ratio: float = math.nan
     kl: float | None = None
     top1_agreement: float | None = None
     norm_input_mean: dict[str, float] = field(default_factory=dict)
@@ -128,7 +162,7 @@ def measure(
     done = Measured()
 
     def returned(model: Any) -> Outputs:
-        return chosen(run(model, examples.batches), subject.marker.outputs)
+        return subject.run(model, examples.batches)
 
     model = subject.load(subject.original, torch.float64)
     try:
@@ -206,7 +240,7 @@ def _examples(
         mask_token = tokenizer.mask_token_id
     first = given or inputs.seeded(model, 2, seed, dtype)
     two_rows = [{name: value[:2] for name, value in first[0].items()}]
-    rows = samples or _rows(chosen(run(model, two_rows), subject.marker.outputs))
+    rows = samples or _rows(subject.run(model, two_rows))
     batches = _first_rows(given, rows)
     missing = rows - sum(map(_length, batches))
     if missing > 0:

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from enjoyln_cli.checkpoint import Checkpoint
+from enjoyln_cli.checkpoint import Checkpoint, header_of
 from enjoyln_cli.edit import Edit
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.steps import FLOATS, Slot
@@ -82,7 +81,7 @@ def layout(
         here = [slot for slot in slots if slot.stored.file == file]
         same = all(slot.stays for slot in here)
         if checkpoint.format == "safetensors" and same:
-            header = _header_bytes(checkpoint.source.path / file)
+            header = header_of(checkpoint, file)
             shards.append(Shard(file, header, tuple(sorted(here, key=lambda s: s.offset))))
         else:
             metadata = checkpoint.metadata.get(file) or {"format": "pt"}
@@ -127,12 +126,6 @@ def _packed(name: str, slots: list[Slot], metadata: dict[str, str]) -> Shard:
         for slot, begin in zip(ordered, ends, strict=False)
     ]
     return Shard(name, header, tuple(moved))
-
-
-def _header_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        length = file.read(8)
-        return length + file.read(int.from_bytes(length, "little"))
 
 
 def _safetensors_name(file: str) -> str:

@@ -32,6 +32,7 @@ from enjoyln_cli.rows import Row, as_csv, as_markdown, cells, compact, counts, n
 if TYPE_CHECKING:
     from enjoyln_cli.hub import Upload
     from enjoyln_cli.speeds import Bench
+    from enjoyln_cli.speeds import Row as SpeedRow
     from enjoyln_cli.verify import Verification
     from enjoyln_cli.why import Tree
 
@@ -228,7 +229,12 @@ def write_fold(found: Row) -> None:
     if found["resumed"]:
         say(f"an earlier run had finished {found['resumed']} of the weight files")
     checked = found["verification"]
-    say(f"verified: {checked['summary']}" if checked else "not verified (--no-verify)")
+    unchecked = "not verified (--no-verify)"
+    if found["streamed"]:
+        unchecked = (
+            "not verified (--stream): that takes the whole original; the next command does it"
+        )
+    say(f"verified: {checked['summary']}" if checked else unchecked)
     if "pushed" in found:
         say(f"pushed to {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
     else:
@@ -272,37 +278,37 @@ def write_verification(found: Verification) -> None:
 
 
 def write_bench(found: Bench) -> None:
-    """Times of every case with what they say, then what it cost and what was left out."""
-    table = Table("", "original", "folded", "rms_norm", "no norm", "speed-up", "", "tax", "saved")
-    table.add_column("per second")
-    table.add_column("pays after")
-    for column in (*table.columns[1:6], *table.columns[7:]):
+    """Times of every case, what they say, what it cost, and what was left out."""
+    table = Table("median time", "original", "folded", "rms_norm", "no norm")
+    for column in table.columns[1:]:
         column.justify = "right"
     for row in found.rows:
-        spread = f"({row.speedup_spread.low:.3f} to {row.speedup_spread.high:.3f})"
-        runs = row.break_even(found.fold_seconds)
-        table.add_row(
-            row.case,
-            *(f"{row.ms[name].median:.4g} ms" for name in ("original", "folded", "stock", "bare")),
-            f"{row.speedup:.3f} {spread}",
-            row.verdict,
-            f"{row.norm_tax:.1%}",
-            "-" if row.recovered is None else f"{row.recovered:.0%}",
-            f"{row.throughput('original'):.4g} > {row.throughput('folded'):.4g}",
-            "-" if runs is None else f"{runs:,.0f} runs",
-        )
+        times = (row.ms[name].median for name in ("original", "folded", "stock", "bare"))
+        table.add_row(row.case, *(f"{time:.4g} ms" for time in times))
     _show(table)
-    say(
-        "rms_norm: with torch's own RMSNorm; no norm: with norms that do nothing, the most there "
-        "is to gain; tax: the norms' share of the original's time; saved: of that tax; quartiles "
-        "over the turns in brackets",
-        "dim",
-    )
+    say("rms_norm: with torch's own RMSNorm; no norm: with norms that do nothing", "dim")
+    for row in found.rows:
+        say(_bench_line(row, found.fold_seconds), "green" if row.verdict == "faster" else "")
     before, after = (size(found.weight_bytes[name]) for name in ("original", "folded"))
-    folding = "" if found.fold_seconds is None else f"; folded in {found.fold_seconds:.2f} s"
+    folding = "" if found.fold_seconds is None else f"; folding takes {found.fold_seconds:.1f} s"
     say(f"{found.dtype} on {found.hardware}; weights {before} before, {after} after{folding}")
     for line in found.left_out:
         say(f"left out: {line}")
+
+
+def _bench_line(row: SpeedRow, fold_seconds: float | None) -> str:
+    """One case in words; the brackets hold the quartiles of the ratio within a turn."""
+    between = f"({row.speedup_spread.low:.3f} to {row.speedup_spread.high:.3f})"
+    gain = f"{row.speedup:.3f} times as fast {between}"
+    text = f"{row.case}: {gain if row.verdict == 'faster' else f'{row.verdict}, {gain}'}"
+    if row.recovered is None:
+        text += "; what norms cost is within the spread"
+    else:
+        text += f"; norms cost {row.norm_tax:.1%}, of which {row.recovered:.0%} is saved"
+    rates = (f"{row.throughput(name):,.0f}" for name in ("original", "folded"))
+    text += f"; {' to '.join(rates)} {'tokens' if row.seq_len else 'rows'} a second"
+    runs = row.break_even(fold_seconds)
+    return text if runs is None else f"{text}; pays after {runs:,.0f} runs"
 
 
 def write_push(found: Upload) -> None:

@@ -134,6 +134,7 @@ def fold_row(
     checked = result.verification.to_json() if result.verification else None
     found |= {"out": str(result.out), "bytes_written": result.bytes_written}
     found["resumed"] = result.resumed
+    found["streamed"] = ready.opening.stream
     return found | {"seconds": result.seconds, "verification": checked}
 
 

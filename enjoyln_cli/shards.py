@@ -10,7 +10,7 @@ overlap, each with ``bytes == elements * size(dtype)``. A ``.bin`` file is a pic
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -23,6 +23,9 @@ from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 
 MAX_HEADER = 100_000_000
 """Bytes. The safetensors format forbids longer headers."""
+
+FIRST = 1 << 17
+"""Bytes read of a file at first: most headers are shorter."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -70,19 +73,41 @@ def read_safetensors_header(path: Path) -> tuple[list[Stored], dict[str, str]]:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        prefix = file.read(8)
-        if prefix == b"version ":
-            raise _pointer(path)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > MAX_HEADER or 8 + length > size:
-            raise BadCheckpoint(
-                f"{path.name} says its header takes {length} bytes, but the file has {size}; "
-                "it is truncated or no safetensors file, fetch it again"
-            )
-        text = file.read(length)
-    found, metadata, end = _listed(path.name, text)
+
+        def read(start: int, count: int) -> bytes:
+            file.seek(start)
+            return file.read(count)
+
+        header = header_bytes(path.name, size, read)
+    return tensors_in(path.name, header, size)
+
+
+def header_bytes(file: str, size: int, read: Callable[[int, int], bytes]) -> bytes:
+    """The first bytes of a file of ``size`` bytes: the length of its header, and the header.
+
+    ``read`` gives so many bytes from a position on. Raises ``BadCheckpoint`` for a length that
+    cannot be.
+    """
+    first = read(0, FIRST)
+    prefix = first[:8]
+    if prefix == b"version ":
+        raise _pointer(file)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > MAX_HEADER or 8 + length > size:
+        raise BadCheckpoint(
+            f"{file} says its header takes {length} bytes, but the file has {size}; "
+            "it is truncated or no safetensors file, fetch it again"
+        )
+    if len(first) < 8 + length:
+        first += read(len(first), 8 + length - len(first))
+    return first[: 8 + length]
+
+
+def tensors_in(file: str, header: bytes, size: int) -> tuple[list[Stored], dict[str, str]]:
+    """As ``read_safetensors_header``, from the first bytes of a file of ``size`` bytes."""
+    found, metadata, end = _listed(file, header[8:])
     if end != size:
-        _refuse_size(path.name, end, size)
+        _refuse_size(file, end, size)
     return found, metadata
 
 
@@ -222,7 +247,7 @@ def _load_bin(path: Path, _changed: int, _size: int) -> dict[str, torch.Tensor]:
 
     with path.open("rb") as file:
         if file.read(8) == b"version ":
-            raise _pointer(path)
+            raise _pointer(path.name)
     try:
         mapped = zipfile.is_zipfile(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -264,8 +289,8 @@ def _damaged(path: Path, error: Exception) -> BadCheckpoint:
     )
 
 
-def _pointer(path: Path) -> BadCheckpoint:
-    return BadCheckpoint(f"{path.name} is a Git LFS pointer, not the file; run `git lfs pull`")
+def _pointer(file: str) -> BadCheckpoint:
+    return BadCheckpoint(f"{file} is a Git LFS pointer, not the file; run `git lfs pull`")
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import zip_longest
 from math import prod
@@ -23,7 +23,13 @@ from typing import TypeVar
 import torch
 
 from enjoyln_cli.blocks import Ends, Lane, Target, run
-from enjoyln_cli.checkpoint import Checkpoint, read_rows, read_tensor, require_unchanged
+from enjoyln_cli.checkpoint import (
+    Checkpoint,
+    file_of,
+    read_rows,
+    read_tensor,
+    require_unchanged,
+)
 from enjoyln_cli.edit import ROWS, Edit, Given, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.journal import Journal, note, share, together
@@ -75,22 +81,31 @@ def write_shards(
     has too little space.
     """
     _check_edits(checkpoint, edits)
+    if checkpoint.source.remote and max_shard_size is not None:
+        raise OutputError(
+            "files that are fetched one by one keep their layout: leave --max-shard-size or "
+            "--stream out"
+        )
     shards = layout(checkpoint, edits, dtype, max_shard_size)
     mine = share(journal, into, shards) if journal else shards
     jobs = jobs or max(1, _cores() // (journal.team.local if journal else 1))
     if progress and len(mine) < len(shards):
         names = {shard.name for shard in mine}
         progress(sum(slot.nbytes for s in shards if s.name not in names for slot in s.slots))
-    write_tensors(
-        checkpoint,
-        _tasks(checkpoint, edits, jobs, allow_nonfinite),
-        mine,
-        into,
-        jobs=jobs,
-        progress=progress,
-        keeper=keeper,
-        journal=journal,
-    )
+    tasks = _tasks(checkpoint, edits, jobs, allow_nonfinite)
+    _check_space(mine, into)
+    for some, at_hand in _turns(checkpoint, mine):
+        with at_hand:
+            write_tensors(
+                checkpoint,
+                tasks,
+                some,
+                into,
+                jobs=jobs,
+                progress=progress,
+                keeper=keeper,
+                journal=journal,
+            )
     if journal:
         require_unchanged(checkpoint.source.path, checkpoint.states)
         together(journal, into, shards)
@@ -100,6 +115,19 @@ def write_shards(
     for name, text in texts.items():
         _write_file(into / name, text)
     return (*(shard.name for shard in shards), *texts)
+
+
+def _turns(
+    checkpoint: Checkpoint, shards: list[Shard]
+) -> Iterator[tuple[list[Shard], AbstractContextManager[None]]]:
+    """What is written together: all, or where files are fetched, what is made from one of them."""
+    remote = checkpoint.source.remote
+    if remote is None:
+        yield shards, nullcontext()
+        return
+    for shard in shards:
+        file = next((slot.stored.file for slot in shard.slots), None)
+        yield [shard], remote.at_hand(file) if file else nullcontext()
 
 
 def write_tensors(
@@ -137,9 +165,9 @@ def _work(
     journal: Journal | None,
 ) -> None:
     positioned = checkpoint.format == "safetensors"
+    needed = {slot.stored.file for shard in shards for slot in shard.slots if positioned}
     sources = {
-        name: _open(checkpoint.source.path / name, os.O_RDONLY, stack)
-        for name in (checkpoint.shards if positioned else ())
+        name: _open(file_of(checkpoint, name), os.O_RDONLY, stack) for name in sorted(needed)
     }
     targets = {shard.name: _create(shard, into, stack, journal is not None) for shard in shards}
 

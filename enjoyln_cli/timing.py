@@ -8,11 +8,11 @@ takes ``SHORTEST``. Two calls are compared by the ratios within the turns: where
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch
 SHORTEST = 0.01
 """Seconds that a go should take."""
 WARM_UP = 3
-"""Goes before the first that counts."""
+"""Goes before the first that counts; one where even that takes long."""
 NO_GAIN = "no gain here"
 """The verdict on a difference that is within the spread."""
 FEWEST = 3
@@ -79,15 +79,23 @@ def turns(
     tasks: Mapping[str, Task],
     repeats: int,
     wait: Callable[[], None] = nothing,
-    warm_up: int = WARM_UP,
+    seconds: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Seconds of one step of every task, for each of ``repeats`` turns."""
+    """Seconds of one step of every task, for each of ``repeats`` turns.
+
+    With ``seconds``, for fewer turns if they take longer in all, but at least ``FEWEST``.
+    """
     number = {}
+    end = time.perf_counter() + seconds
     for name, task in tasks.items():
-        taken = [_go(task, 1, wait) for _ in range(warm_up)]
-        number[name] = max(1, ceil(SHORTEST / (taken[-1] * task.steps)))
+        taken = _go(task, 1, wait)
+        for _ in range(WARM_UP - 1 if time.perf_counter() < end else 0):
+            taken = _go(task, 1, wait)
+        number[name] = max(1, math.ceil(SHORTEST / (taken * task.steps)))
     found: dict[str, list[float]] = {name: [] for name in tasks}
     for turn in range(repeats):
+        if turn >= FEWEST and time.perf_counter() > end:
+            break
         for name in list(tasks)[:: -1 if turn % 2 else 1]:
             found[name].append(_go(tasks[name], number[name], wait))
     return found

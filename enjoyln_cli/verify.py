@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +43,7 @@ from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
 from enjoyln_cli.files import digest
 from enjoyln_cli.fold import RECIPE_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.marker import Marker, read_marker
-from enjoyln_cli.measure import Measured, Subject, measure, worst_first
-from enjoyln_cli.memory import available_memory, blocks_that_fit
+from enjoyln_cli.measure import Event, Measured, Subject, measure, no_event, worst_first
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.weights import check_tensors
 
@@ -55,15 +57,14 @@ class Verification:
     passed: bool
     failures: tuple[str, ...]
     """What failed, one sentence each."""
-    identity_error: float | None
-    """``None``, as the other errors, where not even one block fits in memory in float64."""
-    storage_error: float | None
-    runtime_error: float | None
-    original_error: float | None
-    stock_error: float | None
-    ratio: float | None
+    identity_error: float
+    storage_error: float
+    runtime_error: float
+    original_error: float
+    stock_error: float
+    ratio: float
     """Runtime error over the original's own, for the worst output."""
-    stock_ratio: float | None
+    stock_ratio: float
     max_ratio: float
     kl: float | None
     top1_agreement: float | None
@@ -79,7 +80,7 @@ class Verification:
     rows: int
     seed: int
     blocks_checked: int | None
-    """Number of first blocks that were run, where the whole model does not fit in memory."""
+    """Number of first blocks that were run, where a user asked for a model cut to them."""
     outputs: tuple[str, ...] = ()
     """The outputs that were compared, where the fold left it to others to change."""
 
@@ -90,8 +91,6 @@ class Verification:
         part += "" if self.blocks_checked is None else f", first {self.blocks_checked} blocks only"
         if not self.passed:
             return f"not verified{part}: {'; '.join(self.failures)}"
-        if self.ratio is None:
-            return "stored tensors are right; no block fits in memory, so nothing was run"
         return (
             f"as close to the exact function as the original in {self.compute_dtype}{part} "
             f"(ratio {self.ratio:.3f}, identity error {self.identity_error:.1e})"
@@ -125,7 +124,10 @@ def verify(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
+    device_map: str = "auto",
     max_memory: int | None = None,
+    layers: int | None = None,
+    on_event: Event | None = None,
     write: bool = True,
 ) -> Verification:
     """Measure whether the converted checkpoint ``out`` computes the original's function.
@@ -134,9 +136,16 @@ def verify(
     ``out`` was made by, by default its recipe. The outputs compared are those that the marker of
     ``out`` names, by default all. ``text`` is a UTF-8 file, ``images`` image files;
     seeded inputs make them up to ``samples`` rows, by default as many as a stable ratio needs.
-    ``dtype`` is what users compute in, by default what most of ``out`` is stored in. ``max_memory``
-    is in bytes. With ``write``, ``enjoyln_verify.json`` in ``out`` holds the result and the
-    SHA-256 digests of all files but those that tell of it (``fold.REPORTS``).
+    ``dtype`` is what users compute in, by default what most of ``out`` is stored in.
+
+    A model that does not fit in ``max_memory`` (bytes for this process, by default what the machine
+    has left) is run with its weights read from the disk when a layer needs them, as far as there is
+    no room for them: the ``device_map`` ``auto``. ``cpu`` asks for all in memory, ``disk`` for
+    none. ``layers`` cuts both models to so many first blocks, and the result says so; all stored
+    tensors are looked at nevertheless. ``on_event`` receives stages.
+
+    With ``write``, ``enjoyln_verify.json`` in ``out`` holds the result and the SHA-256 digests of
+    all files but those that tell of it (``fold.REPORTS``).
 
     Raises ``BadCheckpoint`` where ``out`` was not converted, ``ModelNotFound`` where the original
     is gone, ``UnsupportedModel`` for inputs that cannot be made.
@@ -148,14 +157,12 @@ def verify(
     compute = stored if dtype is None else _as_dtype(dtype)
     plan = plan or _plan_of(folded, trust_remote_code)
     drift, failures = check_tensors(original, folded, edits_of(plan))
-    subject = Subject(original, folded, marker, plan, compute, trust_remote_code)
-    budget = available_memory() if max_memory is None else max_memory
-    fits = blocks_that_fit(folded, subject.config(original), budget)
-    subject = replace(subject, blocks=fits)
-    measured = Measured()
-    if subject.blocks != 0:
+    subject = Subject(original, folded, marker, plan, compute, trust_remote_code, layers)
+    subject = replace(subject, device_map=device_map, max_memory=max_memory)
+    with _room_on_disk(folded.source.root.parent) as folder:
+        subject = replace(subject, folder=folder, event=on_event or no_event)
         measured = measure(subject, text, images, seed, samples)
-        failures += _judge(measured, max_ratio, compute, stored)
+    failures += _judge(measured, max_ratio, compute, stored)
     result = Verification(
         passed=not failures,
         failures=tuple(failures),
@@ -165,13 +172,21 @@ def verify(
         source=original.source.model,
         compute_dtype=str(compute).removeprefix("torch."),
         seed=seed,
-        blocks_checked=subject.blocks,
+        blocks_checked=layers,
         outputs=marker.outputs,
         **vars(measured),
     )
     if write:
         _write(result, folded.source.path)
     return result
+
+
+@contextmanager
+def _room_on_disk(beside: Path) -> Iterator[Path]:
+    """A directory beside the result, where there is room; elsewhere if nobody may write there."""
+    place = beside if os.access(beside, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=".enjoyln.", dir=place) as name:
+        yield Path(name)
 
 
 def original_of(
@@ -243,12 +258,12 @@ def _judge(
     done: Measured, max_ratio: float, compute: torch.dtype, stored: torch.dtype
 ) -> list[str]:
     failures = []
-    if not (done.identity_error or 0.0) <= IDENTITY_BOUND:
+    if not done.identity_error <= IDENTITY_BOUND:
         failures.append(
             f"the edits change the function: identity error {done.identity_error:.1e} in float64, "
             f"at most {IDENTITY_BOUND:.0e} is rounding"
         )
-    if not math.isfinite(done.original_error or 0.0):
+    if not math.isfinite(done.original_error):
         failures.append(f"the original itself overflows in {compute}; pass another --compute-dtype")
     wider = torch.finfo(compute).eps < torch.finfo(stored).eps
     hint = f"; storing the weights in {stored} costs {done.storage_error:.1e}" if wider else ""
@@ -256,7 +271,7 @@ def _judge(
         ("as RMSNorm", done.runtime_error, done.ratio),
         ("in the stock class", done.stock_error, done.stock_ratio),
     ):
-        if not (value or 0.0) <= max_ratio:
+        if not value <= max_ratio:
             failures.append(
                 f"{what} it is {value:.2f} times as far from the exact function as the original "
                 f"({error:.1e} against {done.original_error:.1e}, at most {max_ratio} times "

@@ -160,13 +160,22 @@ def _whole_indices(indices: Any) -> list[Any]:
 
 
 def without_weights(model: nn.Module) -> nn.Module:
-    """``model`` itself if its weights are on the meta device, else a copy with weights there."""
-    if all(parameter.is_meta for parameter in model.parameters()):
+    """``model`` itself if its weights are on the meta device, else a copy with weights there.
+
+    Those that accelerate's hooks would bring there are not: the copy has no such hooks.
+    """
+    hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
+    if not hooked and all(parameter.is_meta for parameter in model.parameters()):
         return model
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
     }
-    return copy.deepcopy(model, memo)
+    memo |= {id(module._hf_hook): None for module in hooked}
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules() if hooked else ():
+        for name in ("forward", "_old_forward", "_hf_hook"):
+            module.__dict__.pop(name, None)
+    return copied
 
 
 def beside(model: nn.Module, value: Any) -> Any:

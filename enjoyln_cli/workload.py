@@ -49,31 +49,26 @@ class Size:
         return f"{name} {' x '.join(map(str, value.shape))}"
 
 
-def sizes(
-    model: Any, batch_sizes: Sequence[int], seq_lens: Sequence[int]
-) -> tuple[list[Size], list[str]]:
-    """The different inputs of these sizes on the CPU, and a sentence for each that is left out.
+def sizes(model: Any, pairs: Sequence[tuple[int, int]]) -> tuple[list[Size], list[str]]:
+    """The different inputs of these rows and tokens on the CPU, and a line for each left out.
 
     Raises ``UnsupportedModel`` where none is left, or no inputs can be made up.
     """
     limit = most_tokens(model.config.get_text_config())
-    fitting = [n for n in seq_lens if limit is None or n <= limit]
     found: dict[Any, Size] = {}
-    for rows in batch_sizes:
-        for tokens in fitting or seq_lens:
-            given = unpadded(model, rows, tokens, dtype_of(model))
-            read = next((given[name] for name in TEXT if name in given), None)
+    left_out: dict[str, None] = {}
+    for rows, tokens in pairs:
+        fits = limit is None or tokens <= limit
+        given = unpadded(model, rows, tokens if fits else 1, dtype_of(model))
+        read = next((given[name] for name in TEXT if name in given), None)
+        if read is None or fits:
             size = Size(given, rows, None if read is None else read.shape[1])
             found.setdefault(tuple((n, v.shape) for n, v in given.items()), size)
-    has_text = any(size.tokens for size in found.values())
-    left_out = [
-        f"{n} tokens: {type(model).__name__} has positions for {limit}"
-        for n in seq_lens
-        if n not in fitting and has_text
-    ]
-    if has_text and not fitting:
+        else:
+            left_out[f"{tokens} tokens: {type(model).__name__} has positions for {limit}"] = None
+    if not found:
         raise UnsupportedModel(f"nothing to measure: {'; '.join(left_out)}; shorten --seq-len")
-    return list(found.values()), left_out
+    return list(found.values()), list(left_out)
 
 
 def prefill(model: Any, given: Batch) -> Task:

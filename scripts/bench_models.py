@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from datetime import date
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,13 +51,15 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def pair(
-    kind: str, cls: str, settings: dict[str, Any], dtype: torch.dtype
+    kind: str, cls: str, settings: dict[str, Any], dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[Any, Any, Plan]:
     """An original, the folded model, which share their centred weights, and the plan."""
     config = transformers.CONFIG_MAPPING[kind](**settings)
     plan = analyze(config, model_class=cls).plan
     torch.manual_seed(0)
-    original = getattr(transformers, cls)(config).to(dtype).eval().requires_grad_(False)
+    with torch.device(device):
+        original = getattr(transformers, cls)(config)
+    original = original.to(dtype).eval().requires_grad_(False)
     return original, folded_of(original, plan), plan
 
 
@@ -82,7 +85,7 @@ def norms_alone(
     original: Any, norms: list[str], row: Row, repeats: int, device: torch.device
 ) -> dict[str, Any]:
     """Milliseconds of all norms of ``row`` one after the other, each with an addition before it."""
-    (size, *_), _ = sizes(original.cpu(), [row.batch_size], [row.seq_len or 1])
+    (size,), _ = sizes(original.cpu(), [(row.batch_size, row.seq_len or 1)])
     shapes: list[tuple[Any, tuple[int, ...]]] = []
     modules = [original.get_submodule(path) for path in norms]
     hooks = [m.register_forward_hook(lambda m, a, _: shapes.append((m, tuple(a[0].shape))))
@@ -129,7 +132,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     device, modes = torch.device(args.device), tuple(args.mode.split(","))
-    asked = Asked(args.batch_size, args.seq_len, modes, repeats=args.repeats)
+    pairs = tuple(product(args.batch_size, args.seq_len))
+    asked = Asked(pairs, modes, repeats=args.repeats)
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
         "torch": torch.__version__,

@@ -314,14 +314,14 @@ def stored(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 
 def content(data: bytes, headers: dict[str, str], request: Request) -> Reply:
-    """All of the bytes, or from where a ``Range`` asks to go on."""
-    asked = re.fullmatch(r"bytes=(\d+)-", request.headers.get("range", ""))
+    """All of the bytes, or those that a ``Range`` asks for."""
+    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
     headers = {**headers, "Accept-Ranges": "bytes"}
     if not asked:
         return 200, data, headers
-    start = int(asked[1])
-    span = f"bytes {start}-{len(data) - 1}/{len(data)}"
-    return 206, data[start:], {**headers, "Content-Range": span}
+    start, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
+    span = f"bytes {start}-{last}/{len(data)}"
+    return 206, data[start : last + 1], {**headers, "Content-Range": span}
 
 
 # Writing.

@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import sys
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from importlib.util import find_spec
@@ -27,14 +28,15 @@ from enjoyln_cli.compare import load
 from enjoyln_cli.errors import ModelNotFound, OutputError, UnsupportedModel
 from enjoyln_cli.loading import optimize
 from enjoyln_cli.norms import Folded
+from enjoyln_cli.report import write_bench
 from enjoyln_cli.speeds import Bench, Row
-from enjoyln_cli.timing import Quartiles, Task, quartiles, ratios, turns
+from enjoyln_cli.timing import FEWEST, SHORTEST, Quartiles, Task, quartiles, ratios, turns
 from enjoyln_cli.variants import COLUMNS, MODES, in_mode, variants
 from enjoyln_cli.workload import decode, prompt, sizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SMALL = Asked(batch_sizes=(1, 2), seq_lens=(8, 12), repeats=3)
+SMALL = Asked(((1, 8), (2, 8), (2, 12)), repeats=3)
 
 
 def row(original: float = 20.0, folded: float = 16.0, bare: float = 15.0, **changed: Any) -> Row:
@@ -111,16 +113,27 @@ def test_every_task_has_a_go_in_every_turn_and_the_order_changes() -> None:
         def run(given: str) -> None:
             assert given == f"for {name}"
             calls.append(name)
-            torch.randn(1 << 20).sort()  # long enough to be run once a go
+            time.sleep(1.1 * SHORTEST)  # so that it is run once a go
 
         return Task(run, lambda: f"for {name}", steps=1)
 
-    times = turns({name: task(name) for name in "abc"}, repeats=4, warm_up=2)
+    times = turns({name: task(name) for name in "abc"}, repeats=4)
     assert {name: len(values) for name, values in times.items()} == {"a": 4, "b": 4, "c": 4}
     assert all(value > 0 for values in times.values() for value in values)
-    assert "".join(dict.fromkeys(calls[:6])) == "abc", "warmed up in their order"
-    goes = [name for name, _ in itertools.groupby(calls[6:])]
+    assert "".join(dict.fromkeys(calls[:9])) == "abc", "warmed up in their order"
+    goes = [name for name, _ in itertools.groupby(calls[9:])]
     assert "".join(goes) == "abcbabcba", "an even turn ends with what the next begins with"
+
+
+def test_a_limit_in_seconds_leaves_the_fewest_turns() -> None:
+    calls: list[str] = []
+
+    def run(given: Any) -> None:
+        calls.append("x")
+        time.sleep(1.1 * SHORTEST)
+
+    times = turns({"x": Task(run)}, repeats=50, seconds=0.0)
+    assert len(times["x"]) == FEWEST and len(calls) == 1 + FEWEST
 
 
 def parts(name: str, **settings: Any) -> tuple[Any, Any, list[str]]:
@@ -178,7 +191,7 @@ def test_the_modes_run_the_same_models() -> None:
 
 def test_decoding_goes_on_from_the_same_cache_every_time() -> None:
     original, _, _ = parts("gpt2", **GPT2)
-    (size,), _ = sizes(original, [2], [10])
+    (size,), _ = sizes(original, [(2, 10)])
     assert (size.rows, size.tokens, size.items) == (2, 10, 20)
     with torch.no_grad():
         text = prompt(original, size)
@@ -197,7 +210,7 @@ def test_an_encoder_is_not_run_again_for_every_token() -> None:
         decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
     )  # fmt: skip
     model = moved(transformers.BartForConditionalGeneration(config))
-    (size,), _ = sizes(model, [1], [8])
+    (size,), _ = sizes(model, [(1, 8)])
     calls: list[int] = []
     with torch.no_grad():
         text = prompt(model, size)
@@ -210,16 +223,15 @@ def test_an_encoder_is_not_run_again_for_every_token() -> None:
 
 def test_a_size_that_a_model_does_not_have_is_left_out() -> None:
     original, _, _ = parts("gpt2", **GPT2)
-    found, left_out = sizes(original, [1, 3], [16, 33, 32])
+    found, left_out = sizes(original, [(1, 16), (1, 33), (3, 16), (3, 33), (3, 32)])
     assert [str(size) for size in found] == [
         "1 x 16 tokens",
-        "1 x 32 tokens",
         "3 x 16 tokens",
         "3 x 32 tokens",
     ]
     assert left_out == ["33 tokens: GPT2LMHeadModel has positions for 32"]
     with pytest.raises(UnsupportedModel, match="positions for 32; shorten --seq-len"):
-        sizes(original, [1], [64, 128])
+        sizes(original, [(1, 64), (1, 128)])
 
 
 # From a checkpoint.
@@ -228,23 +240,18 @@ def test_a_size_that_a_model_does_not_have_is_left_out() -> None:
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench") / "gpt2-rms"
-    fold(CHECKPOINTS / "gpt2", folder)
+    fold(CHECKPOINTS / "gpt2", folder, model_class="GPT2LMHeadModel")
     return folder
 
 
 @pytest.fixture(scope="module")
 def measured(out: Path) -> Bench:
-    return bench(out, asked=replace(SMALL, modes=("eager", "fused")), device="cpu")
+    return bench(out, asked=SMALL, device="cpu")
 
 
 def test_every_case_is_measured(measured: Bench) -> None:
-    cases = [(r.mode, r.batch_size, r.seq_len, r.phase) for r in measured.rows]
-    assert cases == [
-        (mode, rows, tokens, phase)
-        for mode in ("eager", "fused")
-        for rows in (1, 2)
-        for tokens in (8, 12)
-        for phase in ("prefill", "decode")
+    assert [(r.batch_size, r.seq_len, r.phase, r.mode) for r in measured.rows] == [
+        (*pair, phase, "eager") for pair in SMALL.pairs for phase in ("prefill", "decode")
     ]
     assert all(tuple(r.ms) == COLUMNS for r in measured.rows)
     items = {(r.batch_size, r.seq_len, r.phase): r.items for r in measured.rows}
@@ -285,7 +292,7 @@ def test_a_result_stays_fit_to_be_pushed(out: Path, measured: Bench) -> None:
     assert hub.standing_against(out) == ""
     section = hub.section(out, "", "me/x", ["GPT2LMHeadModel"])
     assert f"## Measured speed\n\n{measured.hardware}:" in section
-    assert section.count("tokens, prefill, eager |") == 4
+    assert section.count("tokens, prefill, eager |") == 3
 
 
 def test_the_card_admits_that_there_is_no_gain(tmp_path: Path) -> None:
@@ -297,30 +304,32 @@ def test_the_card_admits_that_there_is_no_gain(tmp_path: Path) -> None:
     assert [line[-1] for line in speeds] == ["1.250, no gain here", "1.250"]
 
 
-def test_a_model_without_a_cache_or_a_length_is_measured_as_it_is(outs: dict[str, Path]) -> None:
-    found = bench(outs["vit"], asked=SMALL, device="cpu", write=False)
+def test_a_model_without_a_cache_or_a_length_is_measured_as_it_is(tmp_path: Path) -> None:
+    vit = tmp_path / "vit"
+    fold(CHECKPOINTS / "vit", vit, model_class="ViTForImageClassification", verify=False)
+    found = bench(vit, asked=SMALL, device="cpu", write=False)
     assert [r.case for r in found.rows] == [
         "pixel_values 1 x 3 x 32 x 32, prefill, eager",
         "pixel_values 2 x 3 x 32 x 32, prefill, eager",
     ]
     assert [(r.seq_len, r.items) for r in found.rows] == [(None, 1), (None, 2)]
     assert found.left_out == ("decode: ViTForImageClassification keeps no cache",)
-    assert not (outs["vit"] / "enjoyln_bench.json").exists()
+    assert not (vit / "enjoyln_bench.json").exists()
 
 
 def test_an_encoder_has_no_decoding(tmp_path: Path) -> None:
     """BERT's class takes a cache, for those who make a decoder of it."""
     fold(CHECKPOINTS / "bert", tmp_path / "out", model_class="BertModel", verify=False)
-    found = bench(tmp_path / "out", asked=replace(SMALL, batch_sizes=(1,)), device="cpu")
+    found = bench(tmp_path / "out", asked=replace(SMALL, pairs=((1, 8),)), device="cpu")
     assert {r.phase for r in found.rows} == {"prefill"}
     assert found.left_out == ("decode: BertModel keeps no cache",)
 
 
 def test_the_original_may_have_moved(tmp_path: Path) -> None:
     shutil.copytree(CHECKPOINTS / "gpt2", tmp_path / "here")
-    fold(tmp_path / "here", tmp_path / "out", verify=False)
+    fold(tmp_path / "here", tmp_path / "out", model_class="GPT2LMHeadModel", verify=False)
     (tmp_path / "here").rename(tmp_path / "there")
-    asked = Asked((1,), (8,), phases=("prefill",), repeats=3)
+    asked = Asked(((1, 8),), phases=("prefill",), repeats=3)
     with pytest.raises(ModelNotFound, match="name the original with --against"):
         bench(tmp_path / "out", asked=asked)
     found = bench(tmp_path / "out", against=tmp_path / "there", asked=asked, device="cpu")
@@ -349,8 +358,42 @@ def test_the_command_prints_a_table(out: Path) -> None:
     assert result.exit_code == 0, result.output
     for words in ("1 x 8 tokens, prefill, eager", "1 x 8 tokens, decode, eager", "no norm"):
         assert words in result.stdout
-    assert "bfloat16 on " in result.stdout and "folded in " in result.stdout
+    assert "bfloat16 on " in result.stdout and "folding takes " in result.stdout
     assert "1 x 8 tokens, prefill, eager: " in result.stderr
+
+
+def test_the_lines_below_say_what_the_times_do(capsys: pytest.CaptureFixture[str]) -> None:
+    none = row(speedup_spread=Quartiles(0.9, 1.25, 1.3), phase="decode", items=2)
+    lost = row(folded=22.0, speedup_spread=Quartiles(0.8, 0.9, 0.95), seq_len=None, items=2)
+    noisy = row(tax_spread=Quartiles(0.9, 1.1, 1.2))
+    weights = {"original": 5 * 10**8, "folded": 5 * 10**8}
+    write_bench(
+        Bench(
+            (row(), none, lost, noisy),
+            ("one thing",),
+            "m",
+            "M",
+            "bfloat16",
+            "cpu",
+            9,
+            2.0,
+            1.0,
+            weights,
+        )  # fmt: skip
+    )
+    lines = capsys.readouterr().out.splitlines()[-6:]
+    assert lines[:4] == [
+        "2 x 512 tokens, prefill, eager: 1.250 times as fast (1.200 to 1.300); norms cost 25.0%, "
+        "of which 80% is saved; 51,200 to 64,000 tokens a second; pays after 500 runs",
+        "2 x 512 tokens, decode, eager: no gain here, 1.250 times as fast (0.900 to 1.300); norms "
+        "cost 25.0%, of which 80% is saved; 100 to 125 tokens a second",
+        "2 x 512 tokens, prefill, eager: slower, 0.909 times as fast (0.800 to 0.950); norms cost "
+        "25.0%, of which -40% is saved; 100 to 91 rows a second",
+        "2 x 512 tokens, prefill, eager: 1.250 times as fast (1.200 to 1.300); what norms cost is "
+        "within the spread; 51,200 to 64,000 tokens a second; pays after 500 runs",
+    ]
+    assert "500.0 MB before, 500.0 MB after; folding takes 2.0 s" in lines[4]
+    assert lines[5] == "left out: one thing"
 
 
 def test_json_is_one_object_and_nothing_else(out: Path) -> None:

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -315,11 +314,22 @@ def test_verify_shows_a_table(folded: Path) -> None:
     assert "identity error" in out and "in bfloat16" in out
 
 
-def test_verify_runs_the_blocks_that_fit_and_says_so(folded: Path) -> None:
-    count = (folded / "model.safetensors").stat().st_size // 4
-    out = good("verify", folded, "--max-memory", f"{count * 8}")
-    assert re.search(r"first \d blocks only", " ".join(out.split()))
+def test_verify_of_the_first_blocks_says_so(folded: Path) -> None:
+    out = good("verify", folded, "--layers", "2")
+    assert "first 2 blocks only" in " ".join(out.split())
+    stored = json.loads((folded / "enjoyln_verify.json").read_text())
+    assert stored["blocks_checked"] == 2 and "first 2 blocks only" in stored["summary"]
+    assert "no more than 90 blocks" in refused("verify", folded, "--layers", "90")
+
+
+def test_verify_with_the_weights_on_the_disk(folded: Path) -> None:
+    found, other = (
+        json.loads(good("verify", folded, "--device-map", where, "--json"))
+        for where in ("disk", "cpu")
+    )
+    assert found == other
     refused("verify", folded, "--max-memory", "much", status=2)
+    assert "give --max-memory" in refused("verify", folded, "--max-memory", "1MB")
 
 
 def test_verify_fails_on_a_writer_that_moved(folded: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.table import Table
@@ -209,13 +208,11 @@ def test_a_failed_verification_says_what_failed(capsys: pytest.CaptureFixture[st
     assert "wte is not centred" in capsys.readouterr().out
 
 
-def test_a_verification_without_a_run_is_shown_too(capsys: pytest.CaptureFixture[str]) -> None:
-    nothing: Any = dict.fromkeys(
-        ("identity_error", "storage_error", "runtime_error", "original_error", "stock_error")
-    )
-    empty = replace(CHECKED, **nothing, ratio=None, kl=None, top1_agreement=None, perplexity=None)
-    report.write_verification(replace(empty, norm_input_mean={}))
-    assert "nothing was run" in capsys.readouterr().out
+def test_a_verification_of_the_first_blocks_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    report.write_verification(replace(CHECKED, blocks_checked=2, kl=None, top1_agreement=None))
+    shown = capsys.readouterr().out
+    assert "first 2 blocks only" in shown
+    assert replace(CHECKED, blocks_checked=2).to_json()["blocks_checked"] == 2
 
 
 def test_progress_is_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,6 @@ from enjoyln_cli.compare import Float64, divergence, perplexity, ratio, relative
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.fold import fold_checkpoint
 from enjoyln_cli.marker import proof_of
-from enjoyln_cli.memory import blocks_that_fit, first_blocks
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
 from enjoyln_cli.recipe import dump_recipe, recipe_of
 from enjoyln_cli.verify import IDENTITY_BOUND, Verification, verify
@@ -313,41 +312,6 @@ def test_the_original_is_gone(tmp_path: Path) -> None:
 def test_no_such_dtype(outs: dict[str, Path]) -> None:
     with pytest.raises(UnsupportedModel, match="int8"):
         verify(outs["float32"], dtype="int8")
-
-
-# Memory.
-
-
-def test_the_first_blocks_where_not_all_fit(outs: dict[str, Path], tmp_path: Path) -> None:
-    tensors = load_file(outs["float32"] / "model.safetensors")
-    count = sum(t.numel() for t in tensors.values())
-    found = verify(outs["float32"], max_memory=int(count * 8 * 1.3) - 1, write=False)
-    assert found.passed, found.summary
-    assert found.blocks_checked == 1
-    assert "first 1 blocks only" in found.summary
-    assert len(found.norm_input_mean) == 3
-    assert len(found.writer_drift) == 1 + 4 * LAYERS
-    wrong = changed(outs["float32"], tmp_path / "o", lambda t: t[f"{LAST}.bias"].add_(0.01))
-    assert f"{LAST}.bias" in verify(wrong, max_memory=count * 8, write=False).summary
-
-
-def test_tensors_are_checked_where_no_block_fits(outs: dict[str, Path], tmp_path: Path) -> None:
-    found = verify(outs["float32"], max_memory=1000, write=False)
-    assert found.passed and found.blocks_checked == 0 and found.ratio is None
-    assert "nothing was run" in found.summary
-    wrong = changed(outs["float32"], tmp_path / "o", lambda t: t[f"{LAST}.bias"].add_(0.01))
-    assert not verify(wrong, max_memory=1000, write=False).passed
-
-
-def test_lists_with_an_entry_per_layer_are_cut(outs: dict[str, Path]) -> None:
-    config = GPT2Config(n_layer=3)
-    config.layer_types = ["a", "b", "c"]
-    cut = first_blocks(config, 2)
-    assert (cut.num_hidden_layers, cut.n_layer, cut.layer_types) == (2, 2, ["a", "b"])
-    assert config.num_hidden_layers == 3
-    checkpoint = open_checkpoint(open_source(str(outs["float32"])))
-    assert blocks_that_fit(checkpoint, config, None) is None
-    assert blocks_that_fit(checkpoint, config, 10) == 0
 
 
 # Distances.

@@ -1,0 +1,223 @@
+"""How the commands scale: with the size of a checkpoint, and beyond the memory and the disk.
+
+    python scripts/bench_scale.py                    everything, one after the other
+    python scripts/bench_scale.py --only fold        folds of 4, 8 and 16 GB against copying them
+    python scripts/bench_scale.py --only bloom       all tensors of BLOOM-176B, 64 times smaller
+    python scripts/bench_scale.py --only verify      8 GB verified within 3 GB of memory
+
+Decides sizes and what is projected; times and memory are taken by ``bench_fold``. The checkpoint
+of 176 billion parameters has BLOOM's names, its 72 files, its index and its shapes, except that
+each matrix is 64 times smaller in a dimension that no mean is taken over. Its plan is made for the
+real shapes. What that costs per tensor is measured; hours for the whole are a projection, from the
+bytes at 1 GB/s and from the bytes at the rate measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from bench_fold import ENJOYLN, LARGE, fold_against_copy, generated, run, table
+
+SHRINK = 64
+"""How many times smaller a matrix of the simulated checkpoint is."""
+FLAT = 20
+"""MB that the memory of folds of different sizes may differ by."""
+
+
+def folds(sizes: list[float], model_type: str, repeats: int, folder: Path) -> list[dict[str, Any]]:
+    """A fold of each size against copying it; one checkpoint on the disk at a time."""
+    rows = []
+    for size in sizes:
+        source = generated(size, model_type, folder)
+        rows.append(fold_against_copy(source, repeats, None))
+        shutil.rmtree(source)
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def bloom() -> tuple[Any, dict[str, tuple[int, ...]], dict[str, str]]:
+    """The configuration of BLOOM-176B, its stored shapes, and the file of each tensor.
+
+    The names are those of the base model, as they are published: the embedding is in the first of
+    72 files, a block in each of the next 70, the last norm in the last.
+    """
+    from make_checkpoint import on_meta, stored_tensors
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(**LARGE["bloom-176b"])
+    stored = stored_tensors(on_meta(BloomForCausalLM, config), "bfloat16")
+    shapes = {one.name.removeprefix("transformer."): one.shape for one in stored}
+
+    def file(name: str) -> str:
+        number = int(name.split(".")[1]) + 2 if name.startswith("h.") else 1
+        number = 72 if name.startswith("ln_f") else number
+        return f"model_{number:05d}-of-00072.safetensors"
+
+    return config, shapes, {name: file(name) for name in shapes}
+
+
+def planned(config: Any, shapes: dict[str, tuple[int, ...]], places: dict[str, str]) -> Any:
+    """The edits of the plan for the whole model, by stored tensor: of headers alone."""
+    from enjoyln_cli.analysis import analyze_config
+    from enjoyln_cli.checkpoint import Checkpoint, Source, Stored
+    from enjoyln_cli.fold import checked_edits
+
+    tensors = {
+        name: Stored(name, places[name], "BF16", shape, 8, 2 * prod(shape))
+        for name, shape in shapes.items()
+    }
+    source = Source("bloom-176b", Path(), None)
+    files = tuple(sorted(set(places.values())))
+    whole = Checkpoint(source, "safetensors", files, tensors, {}, "model.safetensors.index.json")
+    return checked_edits(analyze_config(config, checkpoint=whole).plan, whole)
+
+
+def shrunken(shape: tuple[int, ...], centred: set[int]) -> tuple[int, ...]:
+    """A matrix, smaller in its largest dimension that no mean is taken over."""
+    free = [dim for dim in range(len(shape)) if dim not in centred]
+    if len(shape) < 2 or not free:
+        return shape
+    at = max(free, key=lambda dim: shape[dim])
+    return (*shape[:at], -(-shape[at] // SHRINK), *shape[at + 1 :])
+
+
+def write_bloom(out: Path) -> None:
+    """The simulated checkpoint: random values, real names, files and index."""
+    from make_checkpoint import Stored, blocks, cuts, header_of
+
+    config, shapes, places = bloom()
+    edits = planned(config, shapes, places)
+    out.mkdir()
+    config.architectures = ["BloomForCausalLM"]
+    config.save_pretrained(out)
+    source, start = blocks("bfloat16", 0), 0
+    for file in sorted(set(places.values())):
+        group = []
+        for name in (name for name, place in places.items() if place == file):
+            axes = edits[name].axes if name in edits else ()
+            shape = shrunken(shapes[name], {axis.dim for axis in axes})
+            group.append(Stored(name, shape, "BF16", 2 * prod(shape)))
+        with (out / file).open("wb") as opened:
+            opened.write(header_of(group))
+            for tensor in group:
+                start += 7919
+                for part in cuts(tensor, source, start):
+                    opened.write(part)
+    index = {"metadata": {}, "weight_map": places}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def fold_bloom(source: Path, out: Path) -> None:
+    """Print what folding the simulated checkpoint took: it is edited as the whole would be."""
+    from enjoyln_cli.checkpoint import open_checkpoint, open_source
+    from enjoyln_cli.stream import write_shards
+
+    begin = time.perf_counter()
+    edits = planned(*bloom())
+    settled = time.perf_counter()
+    checkpoint = open_checkpoint(open_source(str(source), weights=True))
+    out.mkdir()
+    write_shards(checkpoint, edits, out)
+    print(json.dumps({"plan_s": settled - begin, "fold_s": time.perf_counter() - settled}))
+
+
+def simulated(folder: Path, repeats: int) -> dict[str, Any]:
+    """Seconds per tensor, and hours of the whole as a projection."""
+    source, out = folder / "bloom", folder / "bloom.folded"
+    write_bloom(source)
+    _, shapes, _ = bloom()
+    torch_alone = run([sys.executable, "-c", "import torch"]).anonymous
+    done = []
+    for _ in range(repeats):
+        done.append(run([sys.executable, __file__, "--fold-bloom", source, out]))
+        shutil.rmtree(out)
+    stated = sorted((json.loads(one.output) for one in done), key=lambda one: one["fold_s"])
+    took = stated[len(stated) // 2]
+    small = sum(path.stat().st_size for path in source.glob("*.safetensors")) / 1e9
+    whole = sum(2 * prod(shape) for shape in shapes.values()) / 1e9
+    shutil.rmtree(source)
+    return {
+        "what": "fold bloom-176b / 64",
+        "gigabytes": round(small, 2),
+        "fold_s": round(took["fold_s"], 2),
+        "plan_s": round(took["plan_s"], 2),
+        "memory_mb": round(max(one.anonymous for one in done) - torch_alone),
+        "tensors": len(shapes),
+        "ms_per_tensor": round(1000 * took["fold_s"] / len(shapes), 1),
+        "whole_gb": round(whole, 1),
+        "projected_hours_at_1_GB_per_s": round(whole / 3600, 2),
+        "projected_hours_at_the_rate_measured": round(whole / small * took["fold_s"] / 3600, 2),
+    }
+
+
+def verified(gigabytes: float, limit: str, model_type: str, folder: Path) -> dict[str, Any]:
+    """A fold of a random checkpoint, verified in less memory than the model takes."""
+    source = generated(gigabytes, model_type, folder)
+    out = folder / "folded"
+    run([*ENJOYLN, "fold", source, "-o", out, "--no-verify", "--quiet"])
+    command = [*ENJOYLN, "verify", out, "--device-map", "auto", "--max-memory", limit, "--json"]
+    done = run(command)
+    found = json.loads(done.output)
+    shutil.rmtree(source)
+    shutil.rmtree(out)
+    kept = ("passed", "identity_error", "ratio", "stock_ratio", "rows", "blocks_checked")
+    return {
+        "what": f"verify {source.name} --max-memory {limit}",
+        "gigabytes": gigabytes,
+        "command_s": round(done.seconds),
+        "memory_mb": round(done.anonymous * 1.048576),
+        **{name: found[name] for name in kept},
+    }
+
+
+def results(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    if args.only in (None, "fold"):
+        rows = folds(args.sizes, args.model_type, args.repeats, folder)
+        yield from rows
+        spread = max(r["memory_mb"] for r in rows) - min(r["memory_mb"] for r in rows)
+        flat = "flat" if spread <= FLAT else f"not flat: more than {FLAT} MB"
+        yield {"what": f"memory of the folds differs by {spread} MB ({flat})"}
+    if args.only in (None, "bloom"):
+        yield simulated(folder, args.repeats)
+    if args.only in (None, "verify"):
+        yield verified(args.verify_size, args.max_memory, args.model_type, folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How the enjoyln commands scale.")
+    parser.add_argument("--only", choices=["fold", "bloom", "verify"])
+    parser.add_argument("--sizes", type=float, nargs="+", default=[4, 8, 16], metavar="GB")
+    parser.add_argument("--verify-size", type=float, default=8, metavar="GB")
+    parser.add_argument("--max-memory", default="3GB", help="of the verification")
+    parser.add_argument("--model-type", default="opt", help="of the generated checkpoints")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--work", type=Path, help="where to generate; a temporary directory if not")
+    parser.add_argument("--json", action="store_true", help="print one JSON array")
+    parser.add_argument("--fold-bloom", type=Path, nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.fold_bloom:
+        fold_bloom(*args.fold_bloom)
+        return
+    with tempfile.TemporaryDirectory(dir=args.work) as name:
+        rows = list(results(args, Path(name)))
+    if args.json:
+        print(json.dumps(rows))
+        return
+    print(table(rows))
+    for row in rows:
+        rest = {name: value for name, value in row.items() if name not in table([row])}
+        if rest:
+            print(f"{row['what']}: {json.dumps(rest)}")
+
+
+if __name__ == "__main__":
+    main()
