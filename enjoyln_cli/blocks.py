@@ -18,7 +18,8 @@ from enjoyln_cli import steps
 from enjoyln_cli.corrections import corrections
 from enjoyln_cli.edit import edited
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.kept import Keeping, keep
+from enjoyln_cli.journal import Piece
+from enjoyln_cli.kept import Keeping, digest_of_piece, keep
 from enjoyln_cli.shards import DTYPES
 from enjoyln_cli.steps import (
     FLOATS,
@@ -48,9 +49,13 @@ class Target:
 
     cached: int
     direct: int | None
+    pieces: list[Piece] | None = None
+    """Each write with its digest, where that is wanted."""
 
     def write(self, data: memoryview, at: int) -> None:
         """Write ``data`` from byte ``at``: whole pages past the cache, what is left through it."""
+        if self.pieces is not None and data:
+            self.pieces.append((at, len(data), digest_of_piece(data).hex()))
         first = min(-at % PAGE, len(data))
         last = first + (len(data) - first) // PAGE * PAGE
         _write_all(self.cached, data[:first], at)
@@ -91,12 +96,15 @@ class Ends:
     """The tensor of the original that is told from this one, where that is wanted."""
 
 
-def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
+def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator[None]:
     """Do ``step``, pausing after each transfer so that the caller can stop it.
 
-    Raises ``BadCheckpoint`` for a source that ends early, for NaN or Inf in a tensor that is
-    centred, and for values out of the range of the new dtype.
+    Raises ``BadCheckpoint`` for a source that ends early, for NaN or Inf in a tensor that is edited
+    (unless ``nonfinite``: then they spread over their group, which is what the LayerNorm after it
+    makes of them), and for values out of the range of the new dtype. What is copied is not looked
+    at.
     """
+    rewrite = partial(_rewrite, nonfinite=nonfinite)
     match step:
         case Copy(start, count):
             for first, size in spans(start, count, 1, TRANSFER):
@@ -107,11 +115,11 @@ def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
                 write(lane, ends, first, data)
                 yield
         case Convert(start, count, unit):
-            yield from _rewrite(lane, ends, start, count, unit, step, None)
+            yield from rewrite(lane, ends, start, count, unit, step, None)
         case Rows(start, count, length, width):
             item = length * width
             centred = partial(_centre_rows, step)
-            yield from _rewrite(lane, ends, start, count * item, item, step, centred)
+            yield from rewrite(lane, ends, start, count * item, item, step, centred)
         case Columns(start, size, width, before):
             means = torch.zeros(width, dtype=torch.float64)
             for first, count in spans(start, size * width, width, _elements_at_once(ends)):
@@ -124,7 +132,7 @@ def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
                 yield
             means /= size
             centred = partial(_subtract, means)
-            yield from _rewrite(lane, ends, start, size * width, width, step, centred)
+            yield from rewrite(lane, ends, start, size * width, width, step, centred)
         case Fill(start, count, value):
             size = DTYPES[ends.slot.dtype].itemsize
             for first, many in spans(start, count, 1, TRANSFER // size):
@@ -145,7 +153,10 @@ def run(lane: Lane, ends: Ends, step: Step) -> Iterator[None]:
             kept = y.view(wide.shape)
             if edit.append:
                 kept = kept.narrow(edit.append.dim, 0, ends.slot.stored.shape[edit.append.dim])
-            _check_range(ends.slot, x.view(kept.shape), kept, edited=True)
+            if nonfinite:
+                _check_rounded(ends.slot, wide, y.view(wide.shape))
+            else:
+                _check_range(ends.slot, x.view(kept.shape), kept, edited=True)
             if ends.kept:
                 learn(ends.kept.undo, x.double().view(ends.slot.stored.shape))
             _remember(lane, ends, 0, x, kept)
@@ -161,6 +172,7 @@ def _rewrite(
     unit: int,
     step: Edited,
     centred: Callable[[torch.Tensor], object] | None,
+    nonfinite: bool,
 ) -> Iterator[None]:
     """Read, edit in float64, round once and write ``count`` elements from element ``start``.
 
@@ -185,10 +197,14 @@ def _rewrite(
                     means.copy_(old.sub_(head))
             if step.wider:
                 rows = block.view(-1, step.wider.width)
-                y[at // step.wider.width :][: len(rows)].copy_(rows)
+                part = y[at // step.wider.width :][: len(rows)]
             else:
-                y[at : at + some].copy_(block)
-        _check_range(ends.slot, x.view(y.shape), y, edited=edits)
+                rows, part = block, y[at : at + some]
+            part.copy_(rows)
+            if nonfinite:
+                _check_rounded(ends.slot, rows, part)
+        if not nonfinite:
+            _check_range(ends.slot, x.view(y.shape), y, edited=edits)
         _remember(lane, ends, first, x, y)
         write(lane, ends, begin * dtype.itemsize, data)
         yield
@@ -238,11 +254,24 @@ def _check_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) 
     low, high = y.aminmax()
     if low.isfinite() and high.isfinite():
         return
-    where = f"{slot.name} in {slot.stored.file}"
     if (y.isinf() & x.isfinite()).any() and (x.isfinite().all() or not edited):
-        raise BadCheckpoint(f"{where} has values beyond {slot.dtype}; choose a wider dtype")
+        raise _beyond(slot)
     if edited:
-        raise BadCheckpoint(f"{where} holds NaN or Inf and cannot be centred; repair it")
+        raise BadCheckpoint(
+            f"{slot.name} in {slot.stored.file} holds NaN or Inf and cannot be centred; repair it, "
+            "or pass --allow-nonfinite"
+        )
+
+
+def _check_rounded(slot: Slot, wide: torch.Tensor, y: torch.Tensor) -> None:
+    """What was finite before it was rounded still is."""
+    if (y.isinf() & wide.isfinite()).any():
+        raise _beyond(slot)
+
+
+def _beyond(slot: Slot) -> BadCheckpoint:
+    where = f"{slot.name} in {slot.stored.file}"
+    return BadCheckpoint(f"{where} has values beyond {slot.dtype}; choose a wider dtype")
 
 
 def _elements_at_once(ends: Ends) -> int:

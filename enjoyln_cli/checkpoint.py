@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from enjoyln_cli.config import (
+    CONFIG,
     load_config,
     raw_config,
     require_unfolded,
@@ -44,6 +45,7 @@ from enjoyln_cli.shards import (
 __all__ = [
     "Checkpoint",
     "Source",
+    "State",
     "Stored",
     "file_of",
     "header_of",
@@ -56,15 +58,21 @@ __all__ = [
     "read_part",
     "read_tensor",
     "require_token",
+    "require_unchanged",
     "require_unfolded",
     "same_values",
     "staged_output",
+    "states_of",
 ]
 
 BLOCK = 1 << 22
 """Bytes compared at once."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
+
+
+State = tuple[int, int]
+"""Size of a file, and the time of its last change in nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,8 @@ class Checkpoint:
     """Shard to the ``__metadata__`` of its header."""
     index: str | None
     """Name of the index file, if there is one."""
+    states: Mapping[str, State] = field(default_factory=dict)
+    """What the config and the weight files were before anything was read."""
 
 
 def open_source(
@@ -145,6 +155,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
     Raises ``UnsupportedModel`` where there are no weights for PyTorch or only quantised ones,
     ``BadCheckpoint`` for files that are missing, damaged, or contradict each other.
     """
+    states = states_of(source.path, (CONFIG,))
     config = raw_config(source)
     require_unquantised(config, source.model)
     if config.get("transformers_weights"):
@@ -155,12 +166,14 @@ def open_checkpoint(source: Source) -> Checkpoint:
     remote = source.remote
     names = {entry.name for entry in os.scandir(source.path)}
     first = weights_among(sorted(names.union(remote.headers if remote else ())), source.model)
+    states |= states_of(source.path, (first,))
     index = first if first.endswith(".json") else None
     shards, promised = shards_in_index(_located(source, first)) if index else ((first,), {})
     safetensors = ".safetensors" in first
     tensors: dict[str, Stored] = {}
     metadata: dict[str, dict[str, str]] = {}
     for shard in shards:
+        states |= states_of(source.path, (shard,))
         if remote:
             found, metadata[shard] = tensors_in(shard, remote.headers[shard], remote.sizes[shard])
         elif safetensors:
@@ -178,9 +191,25 @@ def open_checkpoint(source: Source) -> Checkpoint:
     if not tensors:
         raise BadCheckpoint(f"{first} of {source.model} holds no tensors; fetch it again")
     require_unpacked(tensors)
-    return Checkpoint(
-        source, "safetensors" if safetensors else "bin", shards, tensors, metadata, index
-    )
+    kind: Literal["safetensors", "bin"] = "safetensors" if safetensors else "bin"
+    return Checkpoint(source, kind, shards, tensors, metadata, index, states)
+
+
+def states_of(folder: Path, names: Iterable[str]) -> dict[str, State]:
+    """What some files are now, by which a change can be told without reading them."""
+    found = {name: (folder / name).stat() for name in names if (folder / name).is_file()}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+
+
+def require_unchanged(folder: Path, before: Mapping[str, State]) -> None:
+    """Raises ``BadCheckpoint`` for a file that is not what it was ``before``."""
+    now = states_of(folder, before)
+    for name, state in before.items():
+        if now.get(name) != state:
+            what = "has vanished" if name not in now else "has changed"
+            raise BadCheckpoint(
+                f"{name} {what} in {folder} while it was read; start again once nobody writes there"
+            )
 
 
 def _located(source: Source, name: str) -> Path:

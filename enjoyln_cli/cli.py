@@ -11,12 +11,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from enjoyln_cli import __version__, usage
+from enjoyln_cli import __version__, team, usage
 from enjoyln_cli.arguments import (
     DTYPES,
     FILE,
@@ -57,14 +58,28 @@ def debugging() -> bool:
 def complain(message: str) -> None:
     """One line on standard error, red where colours are wanted."""
     line = " ".join(message.split())
+    if rank := team.present().rank:
+        line = f"process {rank}: {line}"
     colour = False if os.environ.get("NO_COLOR") else None
     click.secho(f"error: {line}", fg="red", err=True, color=colour)
+
+
+def open_streams() -> None:
+    """Streams that the caller has closed lead nowhere: no other file may get their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
 class Commands(click.Group):
     """A group that turns every refusal into one line and an exit status."""
 
     command_class = usage.Command
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """As Click has it, with something behind every standard stream."""
+        open_streams()
+        return super().main(*args, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
         if debugging():
@@ -74,8 +89,9 @@ class Commands(click.Group):
         warnings.simplefilter("ignore")
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            complain("interrupted; nothing half-written was left behind")
+        except KeyboardInterrupt as error:
+            if not team.present().rank:
+                complain(f"interrupted; {str(error) or 'nothing half-written was left behind'}")
             ctx.exit(130)
         except (click.exceptions.Exit, click.Abort, click.ClickException):
             raise
@@ -212,10 +228,12 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 @click.option("--max-shard-size", callback=parse_size, metavar="SIZE", help="Cut shards anew: 5GB.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers; as many as cores by default.")
 @click.option("--keep-means", is_flag=True, help="Keep what `enjoyln unfold` restores MODEL from.")
+@click.option("--allow-nonfinite", is_flag=True, help="Let NaN and Inf spread over their groups.")
 @click.option("--stream", is_flag=True, help="Fetch, fold and drop file by file; not verified.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and the sizes, write nothing.")
 @click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--resume", is_flag=True, help="Go on where a killed run stopped, if there was one.")
 @click.option("--push-to-hub", "repo_id", metavar="REPO_ID", help="Then push OUT there.")
 @push_options
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
@@ -234,16 +252,21 @@ def fold(
             raise click.UsageError("--stream keeps the files as they are; drop --max-shard-size.")
         options["verify"] = False
     out = None if dry_run else out
-    if not quiet and not as_json:
+    helps = team.present().rank > 0
+    if not quiet and not as_json and not helps:
         show_transfers()
-    push_it = _push_after(options, dry_run)
+    push_it = _push_after(options, dry_run or helps)
     from enjoyln_cli import convert, rows
     from enjoyln_cli.report import watching, write_fold, write_json
 
-    opening, force = convert.Opening(**options.pop("opening")), options["force"]
-    with watching(quiet or as_json) as watch:
-        ready = convert.prepare(model, out, opening, force=force, on_event=watch.event)
-        result = convert.write(ready, out, watch.event, watch.progress, **options) if out else None
+    opening = convert.Opening(**options.pop("opening"))
+    place = {name: options[name] for name in ("force", "resume")}
+    with watching(quiet or as_json or helps) as watch, team.joined(watch.event) as us:
+        begin = partial(convert.prepare, model, out, opening, **place, on_event=watch.event)
+        ready, last = team.agree(us, begin), (watch.event, watch.progress)
+        result = convert.write(ready, out, *last, **options, team=us) if out else None
+    if helps:
+        return
     shown = {name: options[name] for name in ("dtype", "keep_means")}
     found = rows.fold_row(model, ready, result, watch.warnings, **shown)
     found |= push_it(out) if out else {}

@@ -19,10 +19,12 @@ from enjoyln_cli import checkpoint as store
 from enjoyln_cli.edit import edits_of
 from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
 from enjoyln_cli.keeping import bytes_to_keep
-from enjoyln_cli.output import check_place
+from enjoyln_cli.output import check_place, finished, work_of
+from enjoyln_cli.placing import bytes_to_write
 from enjoyln_cli.plan import PLAIN, Options
 from enjoyln_cli.rows import Row, row
-from enjoyln_cli.stream import bytes_to_write, summed
+from enjoyln_cli.stream import summed
+from enjoyln_cli.team import ALONE, Team
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -203,6 +205,7 @@ def prepare(
     opening: Opening,
     *,
     force: bool = False,
+    resume: bool = False,
     on_event: Event | None = None,
 ) -> Prepared:
     """Open and analyse ``model``, and settle which proven edits will be made.
@@ -221,7 +224,7 @@ def prepare(
     config = store.load_config(source, opening.trust_remote_code)
     store.require_unfolded(config)
     if out is not None:
-        check_place(Path(out), source=source.root, force=force)
+        check_place(Path(out), source=source.root, force=force, resume=resume)
     source = _source(str(model), replace(opening, revision=source.revision), weights=True)
     checkpoint = store.open_checkpoint(source)
     config = store.load_config(source, opening.trust_remote_code)  # with a pipeline's settings
@@ -271,10 +274,13 @@ def write(
     max_shard_size: int | None = None,
     jobs: int | None = None,
     force: bool = False,
+    resume: bool = False,
     verify: bool = True,
     keep_means: bool = False,
+    allow_nonfinite: bool = False,
+    team: Team = ALONE,
 ) -> FoldResult:
-    """Carry out what ``prepare`` settled. See ``convert``."""
+    """Carry out what ``prepare`` settled. See ``convert``; of a ``team`` all call this."""
     from enjoyln_cli.fold import fold_checkpoint
 
     event = on_event or _warn
@@ -291,10 +297,13 @@ def write(
         from enjoyln_cli.hub import write_card
 
         own = {"dtype": dtype, "max_shard_size": max_shard_size, "keep_means": keep_means}
-        options = {**ready.opening.asked, **own, "no_verify": not verify}
+        own |= {"allow_nonfinite": allow_nonfinite, "no_verify": not verify}
+        options = {**ready.opening.asked, **own}
         write_card(folded, ready.plan, ready.source, options, Path(out).expanduser().absolute())
 
-    event("stage", f"writing {out}")
+    left = finished(work_of(Path(out).expanduser().absolute())) if resume else 0
+    before = f", {left} files of it were finished by an earlier run" if left else ""
+    event("stage", f"writing {out}{before}")
     return fold_checkpoint(
         ready.checkpoint,
         ready.plan,
@@ -304,10 +313,13 @@ def write(
         max_shard_size=max_shard_size,
         jobs=jobs,
         force=force,
+        resume=resume,
         keep_means=keep_means,
+        allow_nonfinite=allow_nonfinite,
         progress=summed(ready.bytes_to_write(dtype), on_progress),
         check=check if verify else None,
         finish=finish,
+        team=team,
     )
 
 
@@ -329,8 +341,10 @@ def convert(
     max_shard_size: int | None = None,
     jobs: int | None = None,
     force: bool = False,
+    resume: bool = False,
     verify: bool = True,
     keep_means: bool = False,
+    allow_nonfinite: bool = False,
     stream: bool = False,
 ) -> FoldResult:
     """Fold ``model`` (a Hub id or a directory) into the new directory ``out``.
@@ -340,7 +354,10 @@ def convert(
     ``outputs`` are those of ``analyze``: what has to stay the same, where that is not everything;
     ``options`` what may be changed besides centring.
     With ``keep_means`` the result can be undone bit for bit (``unfold``), at the price of some more
-    bytes and not together with ``dtype``.
+    bytes and not together with ``dtype``. NaN and Inf in weights that are edited are refused, and
+    with ``allow_nonfinite`` spread over what is centred with them. With ``resume`` it goes on where
+    a run that was killed or interrupted has stopped; without, and without ``force``, what that has
+    left is refused.
     With ``verify`` a result that does not compute the original function is not kept:
     ``VerificationFailed``. With ``stream`` the files of weights are fetched from the Hub one by
     one, and each is dropped from the cache when it is folded if it was not there before; nothing is
@@ -358,7 +375,7 @@ def convert(
         recipe=recipe,
         stream=stream,
     )
-    ready = prepare(model, out, opening, force=force, on_event=on_event)
+    ready = prepare(model, out, opening, force=force, resume=resume, on_event=on_event)
     return write(
         ready,
         out,
@@ -368,8 +385,10 @@ def convert(
         max_shard_size=max_shard_size,
         jobs=jobs,
         force=force,
+        resume=resume,
         verify=verify,
         keep_means=keep_means,
+        allow_nonfinite=allow_nonfinite,
     )
 
 

@@ -11,10 +11,12 @@ The directory appears whole, after the check has passed, or not at all.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import perf_counter
@@ -23,25 +25,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from enjoyln_cli import __version__
 from enjoyln_cli.checkpoint import (
     Checkpoint,
     Source,
+    State,
     other_files,
     pipeline_files,
     raw_config,
+    require_unchanged,
     require_unfolded,
     staged_output,
+    states_of,
 )
 from enjoyln_cli.config import CONFIG, MARKER, changed, set_entry
 from enjoyln_cli.edit import Edit, Given, edited, edits_of, given
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold, OutputError, VerificationFailed
 from enjoyln_cli.files import housekeeping
+from enjoyln_cli.journal import Journal
 from enjoyln_cli.keeping import keeper_of
-from enjoyln_cli.kept import FILE, FOLDER, save
+from enjoyln_cli.kept import FILE, FOLDER, digest_of, save
 from enjoyln_cli.marker import marker
 from enjoyln_cli.offload import Reader, Value, reader_of
+from enjoyln_cli.output import RESULT, work_of
+from enjoyln_cli.placing import plain_layout
 from enjoyln_cli.plan import Plan
-from enjoyln_cli.stream import plain_layout, write_shards
+from enjoyln_cli.stream import write_shards
+from enjoyln_cli.team import ALONE, Team
 
 RECIPE_FILE = "enjoyln_recipe.yaml"
 VERIFY_FILE = "enjoyln_verify.json"
@@ -65,6 +75,8 @@ class FoldResult:
     verification: Any | None
     bytes_kept: int = 0
     """Of those written: what it takes to restore the source."""
+    resumed: int = 0
+    """Weight files that an earlier run had finished."""
 
 
 def fold_checkpoint(
@@ -77,22 +89,30 @@ def fold_checkpoint(
     max_shard_size: int | None = None,
     jobs: int | None = None,
     force: bool = False,
+    resume: bool = False,
     keep_means: bool = False,
+    allow_nonfinite: bool = False,
     progress: Callable[[int], None] | None = None,
     check: Callable[[Path], Any] | None = None,
     finish: Callable[[Path], None] | None = None,
+    team: Team = ALONE,
 ) -> FoldResult:
     """Write ``checkpoint`` with the edits of ``plan`` to the new directory ``out``.
 
-    ``dtype``, ``max_shard_size`` (bytes), ``jobs`` and ``progress`` (bytes since the last call) are
-    those of ``write_shards``. With ``keep_means`` the folder ``enjoyln`` of the result holds what
-    it takes to restore the source bit for bit (``kept.py``); ``dtype`` is refused then: what it
-    rounds away would take as much space as the source. ``check`` sees the finished directory before
-    it gets its name; a result whose ``passed`` is false raises ``VerificationFailed`` with its
-    ``summary``. ``finish`` then adds the files that tell of it (``REPORTS``).
+    ``dtype``, ``max_shard_size`` (bytes), ``jobs``, ``allow_nonfinite`` and ``progress`` (bytes
+    since the last call) are those of ``write_shards``. With ``keep_means`` the folder ``enjoyln``
+    of the result holds what it takes to restore the source bit for bit (``kept.py``); ``dtype`` is
+    refused then: what it rounds away would take as much space as the source. With ``resume`` the
+    weight files that an interrupted run has finished are not written again, if it was made from the
+    same source, plan and options (``journal.py``); with ``keep_means`` all are. ``check`` sees the
+    finished directory before it gets its name; a result whose ``passed`` is false raises
+    ``VerificationFailed`` with its ``summary``. ``finish`` then adds the files that tell of it
+    (``REPORTS``). Of a ``team`` all call this; the weight files are shared out, and all else is the
+    first one's.
 
     Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing
-    or of another shape, or holds NaN or Inf) and ``OutputError``; ``out`` is then as it was before.
+    or of another shape, or holds NaN or Inf; a file changes while it is read) and ``OutputError``;
+    ``out`` is then as it was before.
     """
     begin = perf_counter()
     source = checkpoint.source
@@ -104,14 +124,31 @@ def fold_checkpoint(
             f"what rounding to {dtype} loses is not kept, it is as large as the source; fold "
             "without --dtype to keep the means, and convert the result"
         )
-    with staged_output(out, source=source.root, force=force) as staged, ExitStack() as stack:
+    if keep_means and team.size > 1:
+        raise OutputError("--keep-means takes one process; start it alone")
+    names = [name for name in other_files(checkpoint) if not is_own(name)]
+    around = pipeline_files(checkpoint)
+    others = states_of(source.path, names), states_of(source.root, around)
+    with ExitStack() as stack:
+        if team.rank:
+            staged = work_of(Path(os.path.abspath(out.expanduser()))) / RESULT
+        else:
+            again = resume and not keep_means
+            place = staged_output(out, source=source.root, force=force, resume=again)
+            staged = stack.enter_context(place)
         inner = staged / source.folder
-        inner.mkdir(parents=True, exist_ok=True)
-        keeper = None
+        if not team.rank:
+            inner.mkdir(parents=True, exist_ok=True)
+        keeper = journal = None
         if keep_means:
             (inner / FOLDER).mkdir()
             spool = stack.enter_context(TemporaryFile(dir=inner / FOLDER))
             keeper = keeper_of(checkpoint, edits, spool.fileno())
+        else:
+            asked = {"dtype": str(dtype), "size of the shards": str(max_shard_size)}
+            asked["recipe"] = digest_of(recipe_text)
+            made_from = _made_from(checkpoint, edits, others, asked)
+            journal = Journal(staged.parent, made_from, team)
         write_shards(
             checkpoint,
             edits,
@@ -121,10 +158,15 @@ def fold_checkpoint(
             jobs=jobs,
             progress=progress,
             keeper=keeper,
+            journal=journal,
+            allow_nonfinite=allow_nonfinite,
         )
-        names = [name for name in other_files(checkpoint) if not is_own(name)]
+        if team.rank:
+            return FoldResult(out, plan, 0, perf_counter() - begin, None)
         copy_files(names, source.path, inner)
-        copy_files(pipeline_files(checkpoint), source.root, staged)
+        copy_files(around, source.root, staged)
+        require_unchanged(source.path, {**checkpoint.states, **others[0]})
+        require_unchanged(source.root, others[1])
         config = changed(config, {one.name: one.value for one in plan.settings})
         config = config_with_marker(config, plan, source)
         if dtype is not None:
@@ -144,7 +186,31 @@ def fold_checkpoint(
             finish(staged)
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
         kept = (inner / FOLDER / FILE).stat().st_size if keeper else 0
-    return FoldResult(out, plan, size, perf_counter() - begin, verification, kept)
+    seconds, taken_over = perf_counter() - begin, len(journal.taken_over) if journal else 0
+    return FoldResult(out, plan, size, seconds, verification, kept, taken_over)
+
+
+def _made_from(
+    checkpoint: Checkpoint,
+    edits: Mapping[str, Edit],
+    others: tuple[Mapping[str, State], Mapping[str, State]],
+    asked: Mapping[str, str],
+) -> dict[str, str]:
+    """What decides the bytes of a result, by the name that a user knows it by.
+
+    A file of the Hub's cache is known by its name there, which is that of its content.
+    """
+    source, cached = checkpoint.source, checkpoint.source.revision is not None
+    found = {"enjoyln": __version__, "the source": f"{source.path} {source.revision}"}
+    inner = {**checkpoint.states, **others[0]}
+    for folder, states in ((source.path, inner), (source.root, others[1])):
+        for name, (size, changed_at) in states.items():
+            what = (folder / name).resolve().name if cached else f"changed at {changed_at}"
+            found[f"the file {name}"] = f"{size} bytes, {what}"
+    headers, _ = plain_layout(checkpoint)
+    found |= {f"the header of {name}": sha256(head).hexdigest() for name, head in headers.items()}
+    found["the plan"] = digest_of([[name, repr(edits[name])] for name in sorted(edits)])
+    return found | {f"the {name}": value for name, value in asked.items()}
 
 
 def verified_files(folder: Path) -> list[str]:

@@ -124,7 +124,7 @@ def write_card(
         template_str=card.template("card"),
         **card.values(plan, source, final, options, text, checked),
     )
-    (out / CARD_FILE).write_text(f"{made}\n", encoding="utf-8")
+    (out / CARD_FILE).write_text(f"{made}\n", encoding="utf-8", errors="replace")
 
 
 def section(root: Path, folder: str, place: str, names: Sequence[str], complaint: str = "") -> str:
@@ -236,7 +236,7 @@ def _files(out: Path, there: Mapping[str, tuple[str, str]], text: str | None) ->
             continue
         if not path.resolve().is_relative_to(out.resolve()):
             raise BadCheckpoint(f"{name} is a link out of {out}; put the file itself there")
-        written = text.encode() if text is not None and name == CARD_FILE else None
+        written = text.encode(errors="replace") if text is not None and name == CARD_FILE else None
         size = path.stat().st_size if written is None else len(written)
         found.append(File(name, size, _change(path, size, written, there.get(name))))
     return tuple(found)
@@ -316,7 +316,7 @@ def send(upload: Upload, *, commit_message: str | None = None, token: str | None
     Raises ``PushRefused``; what the Hub has then taken it need not be sent again.
     """
     if upload.card is not None:
-        (upload.out / CARD_FILE).write_text(upload.card, encoding="utf-8")
+        (upload.out / CARD_FILE).write_text(upload.card, encoding="utf-8", errors="replace")
     try:
         return _send(upload, commit_message, token)
     except EnjoyLNError:

@@ -1,21 +1,37 @@
 """A new directory appears whole or not at all.
 
-It is written under a temporary name beside its final one (so that a rename suffices), synced file
-by file, and renamed. Whatever goes wrong before, the temporary directory is removed and what stood
-in the place of the new one still stands there.
+It is made in a work directory beside its final place, so that a rename suffices:
+
+    .OUT.partial/lock        locked while a run is at work there
+    .OUT.partial/result/     what becomes OUT, synced file by file before it is renamed
+    .OUT.partial/finished/   one file for each of the result's that a later run need not write again
+    .OUT.partial/replaced    what stood at OUT, until the new one stands there
+
+At every instant there is the old one at OUT, or nothing, or the new one as a whole. Whatever goes
+wrong before, the work directory is removed and what stood at OUT still stands there; only where a
+run was stopped from outside, and has finished something, it stays and a later one can go on with
+it. A run that was killed leaves it as it is.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import os
-import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from enjoyln_cli.errors import OutputError
+from enjoyln_cli.errors import EnjoyLNError, ModelNotFound, OutputError
+
+RESULT = "result"
+FINISHED = "finished"
+_REPLACED = "replaced"
+_LOCK = "lock"
+_LONGEST = 200
+"""Bytes of a name that still is a name with what is put around it."""
 
 _FULL = {
     errno.ENOSPC: "the disk is full; free some space",
@@ -24,43 +40,84 @@ _FULL = {
     "--max-shard-size",
     errno.EROFS: "the file system is read-only; choose another place",
 }
+_STOPPED = (KeyboardInterrupt, OSError, OutputError, ModelNotFound)
+"""What stops a run and says nothing against what it has written."""
+
+
+def work_of(out: Path) -> Path:
+    """The directory in which ``out`` is made: the same one for every run."""
+    name = out.name
+    if len(os.fsencode(name)) > _LONGEST:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return out.parent / f".{name}.partial"
 
 
 @contextmanager
-def staged_output(out: Path, *, source: Path, force: bool) -> Iterator[Path]:
-    """A temporary directory beside ``out`` that becomes ``out`` when the block ends well.
+def staged_output(out: Path, *, source: Path, force: bool, resume: bool = False) -> Iterator[Path]:
+    """A directory on the file system of ``out`` that becomes ``out`` when the block ends well.
 
-    With ``force`` an existing ``out`` is replaced. Raises ``OutputError``, before the block where
-    ``out`` exists (without ``force``), holds ``source`` or the working directory, lies in
-    ``source``, or has no parent that can be written to; after it where the disk is full or the
-    directory cannot be renamed. Any exception of the block leaves ``out`` as it was.
+    It is empty, except with ``resume``: then it holds whatever an earlier run has left, which the
+    block has to judge. With ``force`` an existing ``out`` is replaced. Raises ``OutputError``,
+    before the block where ``check_place`` does and while another run is at work; after it where the
+    disk is full or the directory cannot be renamed. Any exception of the block leaves ``out`` as it
+    was; one that comes from outside names the work directory if that is kept.
     """
-    out = check_place(out, source=source, force=force)
-    tag = secrets.token_hex(4)
-    staged = out.parent / f".{out.name[:200]}.{tag}.partial"
+    out = check_place(out, source=source, force=force, resume=resume)
+    work = work_of(out)
+    staged = work / RESULT
+    lock = _locked(work, out)
     try:
-        try:
-            staged.mkdir()
-        except OSError as error:
-            raise OutputError(f"{out.parent} cannot be written to: {error.strerror}") from error
-        try:
-            yield staged
-        except OSError as error:
-            if error.errno in _FULL:
-                raise OutputError(f"cannot write {out}: {_FULL[error.errno]}") from error
+        _recover(work, out, force)
+        if not resume:
+            clear(work)
+        staged.mkdir(exist_ok=True)
+        yield staged
+        _publish(staged, out, work / _REPLACED, force)
+    except BaseException as error:
+        kept = isinstance(error, _STOPPED) and finished(work) > 0
+        if not kept:
+            shutil.rmtree(work, ignore_errors=True)
+        told = _told(error, out, work if kept else None)
+        if told is error:
             raise
-        try:
-            _sync_tree(staged)
-            _rename(staged, out, staged.with_suffix(".old"), force)
-        except OSError as error:
-            why = _FULL.get(error.errno or 0, error.strerror)
-            raise OutputError(f"cannot write {out}: {why}") from error
+        raise told from error
+    else:
+        shutil.rmtree(work, ignore_errors=True)
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        os.close(lock)
 
 
-def check_place(out: Path, *, source: Path, force: bool) -> Path:
-    """``out`` as an absolute path; ``OutputError`` where no directory can be made or replaced."""
+def _told(error: BaseException, out: Path, kept: Path | None) -> BaseException:
+    """What the user has to read of ``error``, and of what is ``kept``."""
+    advice = "" if kept is None else f"{_left(kept)}; go on with --resume, or remove that directory"
+    if isinstance(error, KeyboardInterrupt):
+        return KeyboardInterrupt(advice) if kept else error
+    if isinstance(error, OSError) and (kept or error.errno in _FULL):
+        why = _FULL.get(error.errno or 0, f"{error.strerror or error}")
+        return OutputError(f"cannot write {out}: {why}" + f"; {advice}" * bool(kept))
+    if isinstance(error, EnjoyLNError) and kept and "--resume" not in str(error):
+        return type(error)(f"{error}; {advice}")
+    return error
+
+
+def _left(work: Path) -> str:
+    return f"{finished(work)} finished files are kept in {work}"
+
+
+def finished(work: Path) -> int:
+    """How many files of an unfinished result need not be written again."""
+    try:
+        return sum(entry.name.endswith(".json") for entry in os.scandir(work / FINISHED))
+    except OSError:
+        return 0
+
+
+def check_place(out: Path, *, source: Path, force: bool, resume: bool = False) -> Path:
+    """``out`` as an absolute path; ``OutputError`` where no directory can be made or replaced.
+
+    What an unfinished run has left is a reason to refuse, unless ``resume`` goes on with it or
+    ``force`` gives it up.
+    """
     out = Path(os.path.abspath(out.expanduser()))
     real, origin, here = out.resolve(), source.resolve(), Path.cwd().resolve()
     if real == origin or out == origin:
@@ -70,8 +127,7 @@ def check_place(out: Path, *, source: Path, force: bool) -> Path:
     if real in origin.parents:
         raise OutputError(f"{out} holds the source {source}; choose another directory")
     if os.path.lexists(out):
-        if not force:
-            raise OutputError(f"{out} exists; choose another directory, or replace it with --force")
+        _require_free(out, force, resume)
         if real == here or real in here.parents:
             raise OutputError(f"{out} holds the working directory; choose another directory")
     if not out.parent.is_dir():
@@ -79,22 +135,105 @@ def check_place(out: Path, *, source: Path, force: bool) -> Path:
         raise OutputError(f"{out.parent} {missing}; create it first")
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise OutputError(f"{out.parent} cannot be written to; choose another place")
+    work = work_of(out)
+    if finished(work) and not (force or resume):
+        if _busy(work):
+            raise _taken(out)
+        raise OutputError(
+            f"{out} was begun by a run that did not end, {_left(work)}; go on with --resume, or "
+            "start anew with --force"
+        )
     return out
 
 
-def _rename(staged: Path, out: Path, aside: Path, force: bool) -> None:
+def _require_free(out: Path, force: bool, resume: bool = False) -> None:
+    if resume and not force:
+        raise OutputError(f"{out} exists, as a whole; there is nothing to resume")
+    if not force:
+        raise OutputError(f"{out} exists; choose another directory, or replace it with --force")
+
+
+def _locked(work: Path, out: Path) -> int:
+    """Make ``work`` and lock it: an open file. A file system without locks lets every run pass."""
+    while True:
+        try:
+            work.mkdir(exist_ok=True)
+            file = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # removed in between by the run that was at work
+            continue
+        except OSError as error:
+            raise OutputError(f"{out.parent} cannot be written to: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(file)
+            raise _taken(out) from error
+        except OSError:
+            pass
+        try:
+            if os.path.samestat(os.fstat(file), os.stat(work / _LOCK)):
+                return file
+        except FileNotFoundError:
+            pass
+        os.close(file)
+
+
+def _busy(work: Path) -> bool:
+    """Whether a run is at work there."""
+    try:
+        with (work / _LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _taken(out: Path) -> OutputError:
+    return OutputError(f"another run is writing {out}; wait for it, or choose another directory")
+
+
+def clear(folder: Path, keep: Collection[Path] = ()) -> None:
+    """Remove everything below ``folder`` but the lock and the files to keep."""
+    for path, folders, files in os.walk(folder, topdown=False):
+        for found in (Path(path, name) for name in files):
+            if found not in keep and found != folder / _LOCK:
+                found.unlink()
+        for found in (Path(path, name) for name in folders):
+            if found.is_symlink():
+                found.unlink()
+            elif not any(os.scandir(found)):
+                found.rmdir()
+
+
+def _recover(work: Path, out: Path, force: bool) -> None:
+    """Put back what a killed run had already moved aside."""
+    replaced = work / _REPLACED
+    if os.path.lexists(replaced):
+        if os.path.lexists(out):
+            _remove(replaced)
+        else:
+            replaced.rename(out)
+            _require_free(out, force)
+
+
+def _publish(staged: Path, out: Path, aside: Path, force: bool) -> None:
     if not force and os.path.lexists(out):
         raise OutputError(f"{out} appeared in the meantime; choose another directory")
     try:
-        if os.path.lexists(out):
-            out.rename(aside)
-        staged.rename(out)
-        _sync(out.parent)
-    finally:
-        if os.path.lexists(aside) and not os.path.lexists(out):
-            aside.rename(out)
-        elif os.path.lexists(aside):
-            _remove(aside)
+        _sync_tree(staged)
+        try:
+            if os.path.lexists(out):
+                out.rename(aside)
+            staged.rename(out)
+            _sync(out.parent)
+        finally:
+            if os.path.lexists(aside) and not os.path.lexists(out):
+                aside.rename(out)
+    except OSError as error:
+        why = _FULL.get(error.errno or 0, error.strerror)
+        raise OutputError(f"cannot write {out}: {why}") from error
 
 
 def _remove(path: Path) -> None:

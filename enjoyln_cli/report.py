@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 PIPED_WIDTH = 200
 """Columns for tables that do not go to a terminal, so that nothing is cut off in a file."""
 
+NARROW = 12
+"""Columns in which the first entry of a row may be folded."""
+
 LINE_SECONDS = 5.0
 """At most one progress line in this time, where no bar can be drawn."""
 
@@ -69,6 +72,25 @@ def console(stderr: bool = False) -> Console:
 def say(text: str, style: str = "", stderr: bool = False) -> None:
     """One line, never hard-wrapped."""
     console(stderr).print(Text(text, style=style), soft_wrap=True)
+
+
+def _show(table: Table) -> None:
+    """A table; where a terminal is too narrow for its words, every row as lines of its own."""
+    out = console()
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    heads = [str(column.header) for column in table.columns]
+    words = [
+        max((len(word) for text in (head, *cells) for word in text.split()), default=0)
+        for head, cells in zip(heads, columns, strict=True)
+    ]
+    if out.width >= min(words[0], NARROW) + sum(words[1:]) + 3 * len(words) + 1:
+        out.print(table)
+        return
+    for first, *rest in zip(*columns, strict=True):
+        say(f"{heads[0]} {first}".strip())
+        for head, cell in zip(heads[1:], rest, strict=True):
+            if cell:
+                say(f"  {head} {cell}".rstrip() if head else f"  {cell}")
 
 
 def write_json(found: Any) -> None:
@@ -97,7 +119,7 @@ def _write_table(rows: Sequence[Row]) -> None:
             table.add_column(name, justify="right", overflow="fold")
         for texts in body:
             table.add_row(texts[0], *(f"{int(text):,}" for text in texts[1:]))
-        console().print(table)
+        _show(table)
         options = [name for found in shown[:1] for name in found.get("options", ())]
         say(_legend("paper" in head, options), "dim")
     for found in rows:
@@ -215,6 +237,8 @@ def write_fold(found: Row) -> None:
     kept = f", {size(found['bytes_kept'])} of it for the way back" if "bytes_kept" in found else ""
     wrote = f"{size(found['bytes_written'])} to {found['out']}"
     say(f"wrote {wrote} in {found['seconds']:.1f} s{kept}")
+    if found["resumed"]:
+        say(f"an earlier run had finished {found['resumed']} of the weight files")
     checked = found["verification"]
     unchecked = "not verified (--no-verify)"
     if found["streamed"]:
@@ -257,7 +281,7 @@ def write_verification(found: Verification) -> None:
         before, after = found.perplexity["original"], found.perplexity["folded"]
         tokens = f"over {found.perplexity['tokens']:.0f} tokens"
         table.add_row("perplexity", f"{after:.4f}", f"{before:.4f}", tokens)
-    console().print(table)
+    _show(table)
     say(f"{found.rows} inputs; errors are relative to the original in float64", "dim")
     for name, mean in list(found.norm_input_mean.items())[:WORST]:
         say(f"  {name} saw a mean of {number(mean)} of its input's rms")
@@ -272,7 +296,7 @@ def write_bench(found: Bench) -> None:
     for row in found.rows:
         times = (row.ms[name].median for name in ("original", "folded", "stock", "bare"))
         table.add_row(row.case, *(f"{time:.4g} ms" for time in times))
-    console().print(table)
+    _show(table)
     say("rms_norm: with torch's own RMSNorm; no norm: with norms that do nothing", "dim")
     for row in found.rows:
         say(_bench_line(row, found.fold_seconds), "green" if row.verdict == "faster" else "")
@@ -308,7 +332,7 @@ def write_push(found: Upload) -> None:
     table.columns[1].justify = "right"
     for file in found.files:
         table.add_row(file.name, size(file.size), file.change)
-    console().print(table)
+    _show(table)
     say(f"would push {upload_line(found)}; nothing was sent (dry run)")
 
 

@@ -120,7 +120,8 @@ def fold_row(
 
     Without a ``result`` it is a dry run, and ``bytes_written`` is what would be written, with the
     floating weights in ``dtype``. With ``keep_means`` there is ``bytes_kept`` besides: what the way
-    back takes, estimated from samples of the weights in a dry run.
+    back takes, estimated from samples of the weights in a dry run. ``resumed`` is how many weight
+    files an earlier run had finished.
     """
     found = row(model, ready.plan) | {"dry_run": result is None, "warnings": list(warnings)}
     if keep_means:
@@ -132,6 +133,7 @@ def fold_row(
         return found | {"bytes_written": ready.bytes_to_write(dtype)}
     checked = result.verification.to_json() if result.verification else None
     found |= {"out": str(result.out), "bytes_written": result.bytes_written}
+    found["resumed"] = result.resumed
     found["streamed"] = ready.opening.stream
     return found | {"seconds": result.seconds, "verification": checked}
 

@@ -1,13 +1,12 @@
 """Write a checkpoint's shards anew, with some tensors edited, in memory that does not grow.
 
-Decides the files of the result, the place of every tensor in them, and who writes what: workers are
-threads, with positioned reads and writes on shared files (torch and the system calls let go of the
-interpreter lock). It knows neither which tensors have to change nor why.
+Decides who writes what: processes take whole files, workers of a process are threads, with
+positioned reads and writes on shared files (torch and the system calls let go of the interpreter
+lock). It knows neither which tensors have to change nor why.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -15,20 +14,27 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise, zip_longest
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from enjoyln_cli.blocks import Ends, Lane, Target, run
-from enjoyln_cli.checkpoint import Checkpoint, file_of, header_of, read_rows, read_tensor
+from enjoyln_cli.checkpoint import (
+    Checkpoint,
+    file_of,
+    read_rows,
+    read_tensor,
+    require_unchanged,
+)
 from enjoyln_cli.edit import ROWS, Edit, Given, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError
+from enjoyln_cli.journal import Journal, note, share, together
 from enjoyln_cli.kept import Keeper, keeping
+from enjoyln_cli.placing import Shard, index, layout
 from enjoyln_cli.shards import Stored
 from enjoyln_cli.steps import FLOATS, Slot, steps_of
 
@@ -42,19 +48,6 @@ LANES = 2
 """Threads for each job: while one waits for the disk, the other computes."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One file of the result: its header, then the tensors."""
-
-    name: str
-    header: bytes
-    slots: tuple[Slot, ...]
-
-    @property
-    def size(self) -> int:
-        return max((s.offset + s.nbytes for s in self.slots), default=len(self.header))
-
-
 def write_shards(
     checkpoint: Checkpoint,
     edits: Mapping[str, Edit],
@@ -65,6 +58,8 @@ def write_shards(
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
     keeper: Keeper | None = None,
+    journal: Journal | None = None,
+    allow_nonfinite: bool = False,
 ) -> tuple[str, ...]:
     """Write every tensor of ``checkpoint`` to safetensors files in the directory ``into``.
 
@@ -73,11 +68,15 @@ def write_shards(
     ``max_shard_size`` (bytes) cuts the shards anew; otherwise the layout stays, and without
     ``dtype`` so does every header. ``jobs`` is the number of cores to keep busy, all by default.
     ``progress`` is called in the calling thread with the number of bytes written since the last
-    call; ``keeper`` receives what it takes to restore the tensors.
+    call; ``keeper`` receives what it takes to restore the tensors. ``journal`` notes each file that
+    is finished; one that it has noted and that still is what it was is not written again. Of
+    several processes each writes its share, and all return when the last of them is done.
 
-    Returns the names of the files written, the index among them, all of them synced to the disk.
+    Returns the names of the files written, the index among them, all of them synced to the disk; in
+    another process than the first nothing.
     Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating or does not
-    hold the axis, for a vector of another length, for NaN or Inf in an edited tensor, for values
+    hold the axis, for a vector of another length, for NaN or Inf in an edited tensor (unless
+    ``allow_nonfinite``: they spread over what is centred with them then), for values
     out of the range of the dtype, and for a file that ends early; ``OutputError`` where the disk
     has too little space.
     """
@@ -87,18 +86,35 @@ def write_shards(
             "files that are fetched one by one keep their layout: leave --max-shard-size or "
             "--stream out"
         )
-    shards = _layout(checkpoint, edits, dtype, max_shard_size)
-    tasks = _tasks(checkpoint, edits, jobs or _cores())
-    _check_space(shards, into)
-    for some, at_hand in _turns(checkpoint, shards):
+    shards = layout(checkpoint, edits, dtype, max_shard_size)
+    mine = share(journal, into, shards) if journal else shards
+    jobs = jobs or max(1, _cores() // (journal.team.local if journal else 1))
+    if progress and len(mine) < len(shards):
+        names = {shard.name for shard in mine}
+        progress(sum(slot.nbytes for s in shards if s.name not in names for slot in s.slots))
+    tasks = _tasks(checkpoint, edits, jobs, allow_nonfinite)
+    _check_space(mine, into)
+    for some, at_hand in _turns(checkpoint, mine):
         with at_hand:
             write_tensors(
-                checkpoint, tasks, some, into, jobs=jobs, progress=progress, keeper=keeper
+                checkpoint,
+                tasks,
+                some,
+                into,
+                jobs=jobs,
+                progress=progress,
+                keeper=keeper,
+                journal=journal,
             )
-    index = _index(checkpoint, shards)
-    for name, text in index.items():
+    if journal:
+        require_unchanged(checkpoint.source.path, checkpoint.states)
+        together(journal, into, shards)
+        if journal.team.rank:
+            return ()
+    texts = index(checkpoint, shards)
+    for name, text in texts.items():
         _write_file(into / name, text)
-    return (*(shard.name for shard in shards), *index)
+    return (*(shard.name for shard in shards), *texts)
 
 
 def _turns(
@@ -114,12 +130,6 @@ def _turns(
         yield [shard], remote.at_hand(file) if file else nullcontext()
 
 
-def plain_layout(checkpoint: Checkpoint) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """What a copy of ``checkpoint`` consists of besides tensors: headers by file, and the index."""
-    shards = _layout(checkpoint, {}, None, None)
-    return {shard.name: shard.header for shard in shards}, _index(checkpoint, shards)
-
-
 def write_tensors(
     checkpoint: Checkpoint,
     tasks_for: Callable[[Slot], Iterator[Task]],
@@ -129,16 +139,18 @@ def write_tensors(
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
     keeper: Keeper | None = None,
+    journal: Journal | None = None,
 ) -> None:
     """Write the files of ``shards`` from the tensors of ``checkpoint``, and sync them to the disk.
 
     ``tasks_for`` gives what writes a slot, in any order and by any worker; ``keeper`` receives what
-    it takes to restore the tensors. Raises what the tasks do, and ``OutputError`` where the disk
-    has too little space.
+    it takes to restore the tensors, ``journal`` notes each file that is finished. Raises what the
+    tasks do, and ``OutputError`` where the disk has too little space.
     """
     _check_space(shards, into)
     with ExitStack() as stack:
-        _work(checkpoint, tasks_for, shards, into, stack, jobs or _cores(), progress, keeper)
+        jobs = jobs or _cores()
+        _work(checkpoint, tasks_for, shards, into, stack, jobs, progress, keeper, journal)
 
 
 def _work(
@@ -150,13 +162,20 @@ def _work(
     jobs: int,
     progress: Callable[[int], None] | None,
     keeper: Keeper | None,
+    journal: Journal | None,
 ) -> None:
     positioned = checkpoint.format == "safetensors"
     needed = {slot.stored.file for shard in shards for slot in shard.slots if positioned}
     sources = {
         name: _open(file_of(checkpoint, name), os.O_RDONLY, stack) for name in sorted(needed)
     }
-    targets = {shard.name: _create(shard, into, stack) for shard in shards}
+    targets = {shard.name: _create(shard, into, stack, journal is not None) for shard in shards}
+
+    def finish(name: str) -> None:
+        os.fsync(targets[name].cached)
+        if journal:
+            note(journal, into / name, targets[name].pieces or ())
+
     portions = [
         [
             (shard.name, slot, tasks)
@@ -187,8 +206,11 @@ def _work(
                 left[name] -= 1
                 last = left[name] == 0
             if last:
-                os.fsync(targets[name].cached)
+                finish(name)
 
+    for shard in shards:
+        if not left[shard.name]:
+            finish(shard.name)
     _with_workers(drain, lanes, stop, progress)
 
 
@@ -278,130 +300,6 @@ def _floating(checkpoint: Checkpoint, name: str, what: str) -> Stored:
     return stored
 
 
-def bytes_to_write(
-    checkpoint: Checkpoint, edits: Mapping[str, Edit], dtype: torch.dtype | None = None
-) -> int:
-    """Bytes of all tensors that ``write_shards`` would write."""
-    return sum(slot.nbytes for slot in _slots(checkpoint, edits, _code(dtype)))
-
-
-def _code(dtype: torch.dtype | None) -> str | None:
-    code = next((c for c, d in FLOATS.items() if d == dtype), None)
-    if dtype is not None and code is None:
-        raise OutputError(f"cannot store weights as {dtype}; choose one of {sorted(FLOATS)}")
-    return code
-
-
-def _slots(checkpoint: Checkpoint, edits: Mapping[str, Edit], code: str | None) -> list[Slot]:
-    """Every tensor to write, those that are new after all others."""
-    made = {name: Edit() for name in checkpoint.tensors} | dict(edits)
-    slots = []
-    for name, edit in made.items():
-        stored = checkpoint.tensors[edit.source or name]
-        dtype = code if code and stored.dtype in FLOATS else stored.dtype
-        slots.append(Slot(name, stored, dtype, edit.shape(stored.shape), stored.offset))
-    return slots
-
-
-def _layout(
-    checkpoint: Checkpoint,
-    edits: Mapping[str, Edit],
-    dtype: torch.dtype | None,
-    max_shard_size: int | None,
-) -> list[Shard]:
-    """The files of the result and the place of every tensor in them."""
-    slots = _slots(checkpoint, edits, _code(dtype))
-    if max_shard_size is not None:
-        ordered = [s for f in checkpoint.shards for s in slots if s.stored.file == f]
-        return _cut(ordered, _common_metadata(checkpoint), max_shard_size)
-    shards = []
-    for file in checkpoint.shards:
-        here = [slot for slot in slots if slot.stored.file == file]
-        same = all(slot.stays for slot in here)
-        if checkpoint.format == "safetensors" and same:
-            header = header_of(checkpoint, file)
-            shards.append(Shard(file, header, tuple(sorted(here, key=lambda s: s.offset))))
-        else:
-            metadata = checkpoint.metadata.get(file) or {"format": "pt"}
-            shards.append(_packed(_safetensors_name(file), here, metadata))
-    return shards
-
-
-def _cut(slots: list[Slot], metadata: dict[str, str], limit: int) -> list[Shard]:
-    """Consecutive tensors in files of at most ``limit`` bytes of tensors (one at the least)."""
-    groups: list[list[Slot]] = [[]]
-    size = 0
-    for slot in slots:
-        if groups[-1] and size + slot.nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(slot)
-        size += slot.nbytes
-    if len(groups) == 1:
-        return [_packed("model.safetensors", groups[0], metadata)]
-    return [
-        _packed(f"model-{i:05d}-of-{len(groups):05d}.safetensors", group, metadata)
-        for i, group in enumerate(groups, 1)
-    ]
-
-
-def _packed(name: str, slots: list[Slot], metadata: dict[str, str]) -> Shard:
-    """A shard with a new header; wide dtypes first, so that every tensor is aligned."""
-    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    ordered = sorted(slots, key=lambda s: -(s.nbytes // max(prod(s.shape), 1)))
-    ends = [0, *accumulate(slot.nbytes for slot in ordered)]
-    for slot, (begin, end) in zip(ordered, pairwise(ends), strict=True):
-        entries[slot.name] = {
-            "dtype": slot.dtype,
-            "shape": list(slot.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    moved = [
-        replace(slot, offset=len(header) + begin)
-        for slot, begin in zip(ordered, ends, strict=False)
-    ]
-    return Shard(name, header, tuple(moved))
-
-
-def _safetensors_name(file: str) -> str:
-    if not file.endswith(".bin"):
-        return file
-    return file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
-
-
-def _common_metadata(checkpoint: Checkpoint) -> dict[str, str]:
-    merged = {k: v for d in checkpoint.metadata.values() for k, v in (d or {}).items()}
-    return merged or {"format": "pt"}
-
-
-def _index(checkpoint: Checkpoint, shards: list[Shard]) -> dict[str, bytes]:
-    """The shard index: the source's own where nothing in it changes; none for a single file."""
-    slots = {slot.name: slot for shard in shards for slot in shard.slots}
-    files = {slot.name: shard.name for shard in shards for slot in shard.slots}
-    content: dict[str, Any] = {"metadata": {}, "weight_map": files}
-    stays = all(files[slot.name] == slot.stored.file for slot in slots.values())
-    if checkpoint.index and stays:
-        text = (checkpoint.source.path / checkpoint.index).read_bytes()
-        new = any(slot.nbytes != slot.stored.nbytes for slot in slots.values())
-        if not new and slots.keys() == checkpoint.tensors.keys():
-            return {checkpoint.index: text}
-        content = {"metadata": {}, **json.loads(text)}
-        content["weight_map"] = {**content["weight_map"], **files}
-    elif [shard.name for shard in shards] == ["model.safetensors"]:
-        return {}
-    metadata = dict(content["metadata"] or {})
-    if type(known := metadata.get("total_parameters")) is int:
-        more = sum(prod(slot.shape) for slot in slots.values())
-        more -= sum(prod(stored.shape) for stored in checkpoint.tensors.values())
-        metadata["total_parameters"] = known + more
-    metadata["total_size"] = sum(slot.nbytes for slot in slots.values())
-    text = json.dumps({**content, "metadata": metadata}, indent=2).encode() + b"\n"
-    return {"model.safetensors.index.json": text}
-
-
 def _write_file(path: Path, content: bytes) -> None:
     with path.open("xb") as file:
         file.write(content)
@@ -410,7 +308,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _tasks(
-    checkpoint: Checkpoint, edits: Mapping[str, Edit], jobs: int
+    checkpoint: Checkpoint, edits: Mapping[str, Edit], jobs: int, nonfinite: bool
 ) -> Callable[[Slot], Iterator[Task]]:
     """Tells what becomes of each tensor. The vectors that are multiplied in are in memory."""
 
@@ -428,7 +326,7 @@ def _tasks(
 
     def tasks(slot: Slot) -> Iterator[Task]:
         steps = steps_of(slot, edits.get(slot.name, Edit()), values.get(slot.name, none))
-        return (partial(run, step=step) for step in steps)
+        return (partial(run, step=step, nonfinite=nonfinite) for step in steps)
 
     return tasks
 
@@ -451,7 +349,7 @@ def _open(path: Path, flags: int, stack: ExitStack) -> int:
     return file
 
 
-def _create(shard: Shard, into: Path, stack: ExitStack) -> Target:
+def _create(shard: Shard, into: Path, stack: ExitStack, noted: bool) -> Target:
     """A new file of its final size that holds the header, on the disk if there is nothing else."""
     path = into / shard.name
     file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stack)
@@ -460,10 +358,8 @@ def _create(shard: Shard, into: Path, stack: ExitStack) -> Target:
         direct = _open(path, os.O_WRONLY | os.O_DIRECT, stack)
     except (AttributeError, OSError):  # a system or a file system that knows no such thing
         direct = None
-    target = Target(file, direct)
+    target = Target(file, direct, [] if noted else None)
     target.write(memoryview(shard.header), 0)
-    if not shard.slots:
-        os.fsync(file)
     return target
 
 

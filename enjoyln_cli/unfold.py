@@ -40,9 +40,10 @@ from enjoyln_cli.corrections import correct
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fold import CARD_FILE, copy_files, is_own
 from enjoyln_cli.kept import FOLDER, Kept, Piece, digest_of_piece, open_kept, read_corrections
+from enjoyln_cli.placing import Shard
 from enjoyln_cli.shards import DTYPES, Stored, tensors_of_header
 from enjoyln_cli.steps import Slot
-from enjoyln_cli.stream import Shard, Task, summed, write_tensors
+from enjoyln_cli.stream import Task, summed, write_tensors
 from enjoyln_cli.undo import Undo, predicted
 
 WITHOUT = f"remove its folder {FOLDER} to unfold without what was kept"

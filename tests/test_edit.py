@@ -15,9 +15,10 @@ from enjoyln_cli import blocks, steps
 from enjoyln_cli.axis import Axis, feature_axis
 from enjoyln_cli.edit import Append, Edit, Given, Product, Vector, edited, given
 from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.placing import bytes_to_write
 from enjoyln_cli.shards import Stored
 from enjoyln_cli.steps import Slot, Whole, steps_of
-from enjoyln_cli.stream import bytes_to_write, write_shards
+from enjoyln_cli.stream import write_shards
 from enjoyln_cli.weights import check_tensors
 
 ROWS, IN, DEEP = 37, 26, 3

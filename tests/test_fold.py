@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fold_cases import CONFIG, EDITS, centred, same, sharded, state, store
+from fold_cases import CONFIG, EDITS, centred, same, sharded, state, store, written
 from stored_files import opened
 from torch import nn
 
@@ -206,7 +206,77 @@ def test_nan_and_infinity_in_an_edited_tensor(
     tensors = state(torch.bfloat16)
     tensors[name][1, 7] = value
     store(tmp_path / "model", tensors, "sharded")
-    refused(BadCheckpoint, f"{name} in .* holds NaN or Inf", tmp_path / "model", out)
+    refused(
+        BadCheckpoint, f"{name} in .* holds NaN or Inf .*--allow-nonfinite", tmp_path / "model", out
+    )
+
+
+@pytest.mark.parametrize("name", ["out.weight", "big.weight", "qkv.weight", "wte.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinity_spread_over_their_group_where_they_may(
+    tmp_path: Path, out: Path, name: str, value: float
+) -> None:
+    """And a LayerNorm over that group makes the same of both."""
+    tensors = state(torch.float32)
+    clean = {key: tensor.clone() for key, tensor in tensors.items()}
+    tensors[name][1, 7] = value
+    tensors["ln.weight"][3] = value
+    store(tmp_path / "model", tensors, "sharded")
+    fold(tmp_path / "model", out, allow_nonfinite=True)
+    found = written(out)
+    spoilt = ~same_elements(found[name], centred(clean[name], EDITS[name]))
+    expected = torch.zeros_like(clean[name], dtype=torch.bool)
+    expected[1, 7] = True
+    for axis in EDITS[name]:
+        expected |= touched(expected, axis)
+    assert torch.equal(spoilt, expected)
+    assert not found[name][spoilt].isfinite().any()
+    assert torch.equal(found["ln.weight"].view(torch.int32), tensors["ln.weight"].view(torch.int32))
+    lost = [[spoilt_norms(w, axis) for axis in EDITS[name]] for w in (tensors[name], found[name])]
+    assert all(torch.equal(*pair) for pair in zip(*lost, strict=True))
+    assert sum(int(norms.sum()) for norms in lost[0]) == 1
+
+
+def spoilt_norms(weight: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Which groups a LayerNorm over them makes NaN, each of them as a whole."""
+    groups = weight.narrow(axis.dim, axis.start, axis.length).double()
+    groups = groups.unflatten(axis.dim, (axis.outer, axis.size, axis.inner))
+    apart = groups - groups.mean(axis.dim + 1, keepdim=True)
+    lost = (apart / apart.pow(2).mean(axis.dim + 1, keepdim=True).sqrt()).isnan()
+    assert torch.equal(lost.any(axis.dim + 1), lost.all(axis.dim + 1))
+    return lost.any(axis.dim + 1)
+
+
+def same_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.view(torch.int32) == b.view(torch.int32)
+
+
+def touched(spoilt: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """All elements of each group that holds one of ``spoilt``."""
+    found = spoilt.clone()
+    part = found.narrow(axis.dim, axis.start, axis.length)
+    groups = part.unflatten(axis.dim, (axis.outer, axis.size, axis.inner))
+    groups.copy_(groups.any(axis.dim + 1, keepdim=True).expand_as(groups))
+    return found
+
+
+def test_an_overflow_beside_nan_is_no_nan(tmp_path: Path, out: Path) -> None:
+    tensors = state(torch.float32)
+    tensors["out.weight"][1, 7] = float("inf")
+    tensors["out.weight"][3, 4] = 1e6
+    store(tmp_path / "model", tensors, "single")
+    words = r"out\.weight in model\.safetensors has values beyond F16"
+    options = {"dtype": torch.float16, "allow_nonfinite": True}
+    refused(BadCheckpoint, words, tmp_path / "model", out, **options)
+    fold(tmp_path / "model", out, dtype=torch.bfloat16, allow_nonfinite=True)
+
+
+def test_what_is_copied_may_hold_anything(tmp_path: Path, out: Path) -> None:
+    tensors = state(torch.float32)
+    tensors["ln.weight"][:2] = torch.tensor([float("-inf"), float("nan")])
+    store(tmp_path / "model", tensors, "single")
+    fold(tmp_path / "model", out)
+    assert same_elements(written(out)["ln.weight"], tensors["ln.weight"]).all()
 
 
 @pytest.mark.parametrize("edits", [{}, EDITS], ids=["copied", "centred"])
@@ -243,12 +313,12 @@ def test_a_failed_check_publishes_nothing(source: Path, out: Path) -> None:
     refused(VerificationFailed, "differ by 3e-1", source, out, check=lambda folded: failed)
 
 
-def test_an_interrupt_leaves_nothing(source: Path, out: Path) -> None:
+def test_an_interrupt_leaves_nothing_to_keep(source: Path, out: Path) -> None:
     def interrupt(nbytes: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fold(source, out, progress=interrupt)
+        fold(source, out, progress=interrupt, keep_means=True)
     assert not out.exists()
 
 

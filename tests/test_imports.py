@@ -25,7 +25,10 @@ LAYERS = (
     ("norms", "fold", "inputs"),
     ("stream", "keeping", "marker", "offload"),
     ("blocks", "recipe"),
-    ("kept", "follow", "steps"),
+    ("journal",),
+    ("kept", "follow"),
+    ("placing",),
+    ("steps",),
     ("undo",),
     ("asked",),
     ("draft",),
@@ -48,7 +51,7 @@ LAYERS = (
     ("remote",),
     ("config", "files", "shards", "output"),
     ("pipeline",),
-    ("axis", "units", "corrections", "pictures"),
+    ("axis", "units", "corrections", "pictures", "team"),
     ("errors",),
 )
 """A module imports modules of later rows only. ``__init__`` and ``__main__`` stand above all."""

@@ -40,7 +40,7 @@ def test_appears_at_the_end_and_not_before(tmp_path: Path, source: Path) -> None
         (staged / "inner" / "a.txt").write_text("a")
         (staged / "b.txt").write_text("b")
         assert not out.exists()
-        assert staged.parent == out.parent
+        assert staged.parent.parent == out.parent
     assert contents(out) == {"inner/a.txt": "a", "b.txt": "b"}
     assert names(tmp_path) == ["out", "source"]
 

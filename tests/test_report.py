@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from enjoyln_cli import report, rows
 from enjoyln_cli.axis import Axis
@@ -299,6 +300,21 @@ def on_a_terminal(width: int, **environment: str) -> str:
 def test_terminals_of_any_width_do(width: int) -> None:
     text = on_a_terminal(width)
     assert "\x1b[" in text and "LLaMA" in text
+
+
+@pytest.mark.parametrize(("width", "lines"), [(1, True), (20, True), (79, False), (200, False)])
+def test_nothing_of_a_table_is_lost(
+    width: int, lines: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("enjoyln_cli.report.PIPED_WIDTH", width)
+    table = Table("model", "LNs", "in weights", "")
+    table.add_row("an/owner/and/a/name", "1,234", "1,200", "most of them")
+    table.add_row("gpt2", "25", "", "[red]")
+    report._show(table)
+    text = capsys.readouterr().out
+    assert (text.splitlines()[0] == "model an/owner/and/a/name") is lines
+    for word in ("1,234", "1,200", "in weights", "25", "most of them", "gpt2", "[red]"):
+        assert word in text
 
 
 def test_no_color_is_respected() -> None:

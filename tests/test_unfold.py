@@ -28,8 +28,9 @@ from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
 from enjoyln_cli.fold import fold_checkpoint
 from enjoyln_cli.keeping import bytes_to_keep, keeper_of
 from enjoyln_cli.kept import FILE, FOLDER, open_kept, save
+from enjoyln_cli.placing import plain_layout
 from enjoyln_cli.plan import Plan, Scale, Verdict, Writer
-from enjoyln_cli.stream import plain_layout, write_shards
+from enjoyln_cli.stream import write_shards
 from enjoyln_cli.unfold import restore
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -175,6 +176,15 @@ def test_values_that_no_arithmetic_keeps(tmp_path: Path, back: Path) -> None:
     held["out.weight"][:, 3] = torch.tensor([0.0, -0.0, 1e-40, 1.0] * 6)
     store(tmp_path / "model", held, "single")
     unfold(folded(tmp_path / "model", tmp_path / "out"), back)
+    assert files(back) == files(tmp_path / "model")
+
+
+def test_nan_and_infinity_that_were_let_through_come_back(tmp_path: Path, back: Path) -> None:
+    held = state(torch.float16)
+    for name, value in (("qkv.weight", 0x7C00), ("big.weight", 0x7D0F), ("wte.weight", -0x400)):
+        held[name].view(torch.int16)[1, 7] = value
+    store(tmp_path / "model", held, "single")
+    unfold(folded(tmp_path / "model", tmp_path / "out", allow_nonfinite=True), back)
     assert files(back) == files(tmp_path / "model")
 
 

@@ -1,0 +1,167 @@
+"""What of an unfinished result a later run can go on with: told from content, not from names.
+
+    .OUT.partial/made-from.json          what decides every byte of the result, by name
+    .OUT.partial/finished/SHARD.json     {"size": bytes, "pieces": [[first byte, bytes, XXH3]]}
+
+A shard is finished if it has its size, begins with its header, and every byte of it lies in a piece
+that has its digest: one for each write, taken of the data on its way. It is noted once it is on
+the disk. Nothing is taken over from a run that was made from anything else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from enjoyln_cli.errors import OutputError
+from enjoyln_cli.kept import digest_of_piece
+from enjoyln_cli.output import FINISHED, RESULT, clear, finished
+from enjoyln_cli.placing import Shard
+from enjoyln_cli.team import ALONE, Team, gathered, shared_out
+
+MADE_FROM = "made-from.json"
+
+Piece = tuple[int, int, str]
+"""First byte, number of bytes, digest."""
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The work directory of one result."""
+
+    work: Path
+    made_from: Mapping[str, str]
+    """What the result depends on, by name: digests, sizes, options."""
+    team: Team = ALONE
+    taken_over: list[str] = field(default_factory=list)
+    """The files that an earlier run has finished."""
+
+    @property
+    def result(self) -> Path:
+        return self.work / RESULT
+
+
+def share(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:
+    """Those of ``shards`` that this process has to write into ``into``, which is ready for it.
+
+    The first process looks at what an earlier run has finished, which nobody writes again; what is
+    left is shared out by bytes. Raises as ``resumed`` does, and ``OutputError`` where the processes
+    differ in what the result is made from, or in what they see in its directory.
+    """
+    team = journal.team
+    done = [] if team.rank else resumed(journal, into, shards)
+    answers = gathered(team, (dict(journal.made_from), done))
+    first, done = answers[0]
+    for rank, (made_from, _) in enumerate(answers):
+        for name in (*first, *made_from):
+            if made_from.get(name) != first.get(name):
+                if team.rank:
+                    raise SystemExit(1)  # the first says why
+                there, here = (str(found.get(name))[:40] for found in (made_from, first))
+                raise OutputError(
+                    f"process {rank} starts from something else: {name} is {there} there and "
+                    f"{here} here; give all of them the same source, options and versions"
+                )
+    if _read(journal.work / MADE_FROM) != journal.made_from:
+        raise OutputError(
+            f"process {team.rank} does not see what the first has put into {journal.work}; choose "
+            "a directory that all machines share"
+        )
+    left = [shard for shard in shards if shard.name not in done]
+    items = shared_out([shard.size for shard in left], team.size)[team.rank]
+    return [left[item] for item in items]
+
+
+def together(journal: Journal, into: Path, shards: Sequence[Shard]) -> None:
+    """Return once every process has written its share.
+
+    Raises ``OutputError`` where one has not, or where its files do not arrive.
+    """
+    gathered(journal.team, True)
+    for shard in shards:
+        path = into / shard.name
+        if not path.is_file() or path.stat().st_size != shard.size:
+            raise OutputError(f"{path} is not there as a whole, although it was written")
+
+
+def resumed(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
+    """The names of those ``shards`` that are finished in ``into``; all else there is removed.
+
+    Raises ``OutputError`` where an earlier run has finished some and was made from something else.
+    """
+    notes = {shard.name: _read(_note(journal, shard.name)) for shard in shards}
+    before = _read(journal.work / MADE_FROM)
+    done: list[str] = []
+    if finished(journal.work) and before is not None:
+        _require_same(journal, before)
+        done = [shard.name for shard in shards if _intact(into / shard.name, shard, notes)]
+    keep = {*(into / name for name in done), *(_note(journal, name) for name in done)}
+    clear(journal.work, keep)
+    into.mkdir(parents=True, exist_ok=True)
+    (journal.work / FINISHED).mkdir(exist_ok=True)
+    _write(journal.work / MADE_FROM, dict(journal.made_from))
+    journal.taken_over.extend(done)
+    return done
+
+
+def note(journal: Journal, file: Path, pieces: Sequence[Piece]) -> None:
+    """``file`` is finished, and synced to the disk; from here on no run has to write it again."""
+    content = {"size": file.stat().st_size, "pieces": sorted(pieces)}
+    _write(_note(journal, file.name), content)
+
+
+def _require_same(journal: Journal, before: Mapping[str, Any]) -> None:
+    now = journal.made_from
+    for name in (*now, *before):
+        if before.get(name) != now.get(name):
+            old, new = (str(found.get(name, "nothing"))[:40] for found in (before, now))
+            raise OutputError(
+                f"what {journal.work} holds cannot be gone on with: {name} was {old} then and is "
+                f"{new} now; start anew with --force"
+            )
+
+
+def _intact(path: Path, shard: Shard, notes: Mapping[str, Any]) -> bool:
+    try:
+        found = notes[shard.name]
+        size, pieces = found["size"], [(int(a), int(b), str(c)) for a, b, c in found["pieces"]]
+        if size != shard.size or path.is_symlink() or path.stat().st_size != size:
+            return False
+        with path.open("rb") as file:
+            if file.read(len(shard.header)) != shard.header:
+                return False
+            at = 0
+            for first, nbytes, digest in pieces:
+                file.seek(at)
+                data = memoryview(file.read(min(max(nbytes, 0), size)))
+                if (first, nbytes, digest) != (at, len(data), digest_of_piece(data).hex()):
+                    return False
+                at += nbytes
+        return at == size
+    except (OSError, KeyError, TypeError, ValueError):
+        return False
+
+
+def _note(journal: Journal, name: str) -> Path:
+    return journal.work / FINISHED / f"{name}.json"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """A file that is there as a whole or not at all, whoever is killed.
+
+    It is not synced: what the power takes with it costs work and misleads nobody.
+    """
+    begun = path.with_suffix(".begun")
+    begun.write_text(json.dumps(content))
+    begun.replace(path)
