@@ -145,6 +145,8 @@ def silent() -> Iterator[None]:
     from transformers.utils import logging as chatter
 
     level, bars = chatter.get_verbosity(), chatter.is_progress_bar_enabled()
+    hub = chatter.hf_hub_utils  # whose bars transformers switches along with its own
+    hidden = hub.are_progress_bars_disabled()
     placing = logging.getLogger("accelerate")
     before = placing.level
     placing.setLevel(logging.CRITICAL)
@@ -157,6 +159,8 @@ def silent() -> Iterator[None]:
         placing.setLevel(before)
         if bars:
             chatter.enable_progress_bar()
+        if hidden:
+            hub.disable_progress_bars()
 
 
 def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) -> Outputs:

@@ -34,7 +34,7 @@ from enjoyln_cli import inputs
 from enjoyln_cli.analysis import analyze_config
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.checkpoint import load_config, open_checkpoint, open_source
-from enjoyln_cli.compare import Float64, divergence, perplexity, ratio, relative_errors, run
+from enjoyln_cli.compare import Float64, divergence, perplexity, ratio, relative_errors, run, silent
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.fold import fold_checkpoint
 from enjoyln_cli.marker import proof_of
@@ -572,3 +572,18 @@ def test_a_text_without_a_language_head(tmp_path: Path) -> None:
     out = folded(source, tmp_path / "out", proven(source, "BertModel"))
     with pytest.raises(UnsupportedModel, match="no language head"):
         verify(out, text=Path(__file__))
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_progress_bars_of_the_hub_are_left_as_they_were(hidden: bool) -> None:
+    from huggingface_hub import utils
+
+    before = utils.are_progress_bars_disabled()
+    switch = {True: utils.disable_progress_bars, False: utils.enable_progress_bars}
+    try:
+        switch[hidden]()
+        with silent():
+            assert utils.are_progress_bars_disabled()
+        assert utils.are_progress_bars_disabled() == hidden
+    finally:
+        switch[before]()
