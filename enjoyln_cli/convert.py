@@ -301,7 +301,7 @@ def write(
         options = {**ready.opening.asked, **own}
         write_card(folded, ready.plan, ready.source, options, Path(out).expanduser().absolute())
 
-    left = finished(work_of(Path(out).expanduser().absolute())) if resume else 0
+    left = finished(work_of(Path(out))) if resume else 0
     before = f", {left} files of it were finished by an earlier run" if left else ""
     event("stage", f"writing {out}{before}")
     return fold_checkpoint(

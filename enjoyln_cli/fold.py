@@ -11,7 +11,6 @@ The directory appears whole, after the check has passed, or not at all.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -131,7 +130,7 @@ def fold_checkpoint(
     others = states_of(source.path, names), states_of(source.root, around)
     with ExitStack() as stack:
         if team.rank:
-            staged = work_of(Path(os.path.abspath(out.expanduser()))) / RESULT
+            staged = work_of(out) / RESULT
         else:
             again = resume and not keep_means
             place = staged_output(out, source=source.root, force=force, resume=again)

@@ -46,10 +46,15 @@ _STOPPED = (KeyboardInterrupt, OSError, OutputError, ModelNotFound)
 
 def work_of(out: Path) -> Path:
     """The directory in which ``out`` is made: the same one for every run."""
+    out = _absolute(out)
     name = out.name
     if len(os.fsencode(name)) > _LONGEST:
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return out.parent / f".{name}.partial"
+
+
+def _absolute(out: Path) -> Path:
+    return Path(os.path.abspath(out.expanduser()))
 
 
 @contextmanager
@@ -118,7 +123,7 @@ def check_place(out: Path, *, source: Path, force: bool, resume: bool = False) -
     What an unfinished run has left is a reason to refuse, unless ``resume`` goes on with it or
     ``force`` gives it up.
     """
-    out = Path(os.path.abspath(out.expanduser()))
+    out = _absolute(out)
     real, origin, here = out.resolve(), source.resolve(), Path.cwd().resolve()
     if real == origin or out == origin:
         raise OutputError(f"{out} is the source itself; choose another directory")

@@ -173,29 +173,13 @@ def snapshot(
     With ``weights`` that is all that a checkpoint consists of; with ``stream`` all but the files of
     weights, which the ``Remote`` then gives. Raises what ``open_source`` does.
     """
-    try:
-        return _snapshot(model, revision, token, cache_dir, weights, stream)
-    except EnjoyLNError:
-        raise
-    except Exception as error:  # of huggingface_hub, its HTTP library, or the disk of the cache
-        raise _hub_error(error, model, revision) from error
-
-
-def _snapshot(
-    model: str,
-    revision: str | None,
-    token: str | None,
-    cache_dir: str | Path | None,
-    weights: bool,
-    stream: bool,
-) -> tuple[Path, Remote | None]:
     from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
 
-    unreachable = _unreachable(model, revision, token)
-    place: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
-    place["local_files_only"] = unreachable is not None
-    what = "is not in the cache"
+    unreachable, what = None, "is not in the cache"
     try:
+        unreachable = _unreachable(model, revision, token)
+        place: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
+        place["local_files_only"] = unreachable is not None
         path = Path(hf_hub_download(model, CONFIG, revision=revision, **place)).parent
         if b'"auto_map"' in (path / CONFIG).read_bytes():
             snapshot_download(model, revision=path.name, allow_patterns=["*.py"], **place)
@@ -221,10 +205,14 @@ def _snapshot(
             snapshot_download(model, revision=path.name, allow_patterns=patterns, **place)
         require_digests(path, {first, *shards} - later, cached, model)
         return path, remote(model, path, sorted(later), place) if stream else None
+    except EnjoyLNError:
+        raise
     except errors.LocalEntryNotFoundError as error:
-        if isinstance(error.__cause__, errors.HfHubHTTPError):
-            raise error.__cause__ from None
+        if isinstance(answer := error.__cause__, errors.HfHubHTTPError):
+            raise _hub_error(answer, model, revision) from answer
         raise _not_cached(model, what, unreachable or error) from error
+    except Exception as error:  # of huggingface_hub, its HTTP library, or the disk of the cache
+        raise _hub_error(error, model, revision) from error
 
 
 def blobs(path: Path) -> set[str]:
