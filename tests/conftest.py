@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_server import Hub
 from live_models import CHECKPOINTS, FOLDED
 
 from enjoyln_cli import fold
@@ -37,3 +38,16 @@ def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in FOLDED:
         fold(CHECKPOINTS / name, folder / name, verify=False)
     return {name: folder / name for name in FOLDED}
+
+
+@pytest.fixture
+def quiet_hub(hub: Hub) -> None:
+    """The module's ``hub`` begins each test without requests and faults."""
+    hub.requests.clear()
+    hub.faults.clear()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``HF_HOME`` is for the commands of a module."""
+    return tmp_path_factory.mktemp("home")

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_clients import CHECKPOINTS, GPT2, TOKEN, Done, clients, enjoyln, python
 from hub_server import Hub, serving, sha256
 from safetensors.torch import load_file, save
-from test_hub import CHECKPOINTS, CLIENTS, GPT2, TOKEN, Done, enjoyln, python
 from transformers import GPT2Config, GPT2LMHeadModel
+
+pytestmark = pytest.mark.usefixtures("quiet_hub")
 
 SHARDS = 3
 
@@ -48,7 +50,7 @@ def large() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
-    with serving() as server:
+    with serving() as server, clients():
         server.tokens[TOKEN] = "me"
         server.add("org/gpt2", sharded("gpt2"))
         server.add("org/phi", sharded("phi"))
@@ -58,22 +60,6 @@ def hub() -> Iterator[Hub]:
         del single["model.safetensors"]
         server.add("org/pickle", {**single, "pytorch_model.bin": b"a pickle"})
         yield server
-        for client in CLIENTS.values():
-            client.kill()
-            client.wait(timeout=60)
-        CLIENTS.clear()
-
-
-@pytest.fixture(autouse=True)
-def quiet_hub(hub: Hub) -> None:
-    """Each test begins without requests and faults."""
-    hub.requests.clear()
-    hub.faults.clear()
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(scope="module")
