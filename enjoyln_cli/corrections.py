@@ -62,10 +62,12 @@ def corrections(original: torch.Tensor, predicted: Iterable[torch.Tensor]) -> Co
         missed = _different(right, guess)
         found = right[missed]
         off = _ordered(found) - _ordered(guess[missed])
-        near = (off > _FAR) & (off < -_FAR)
+        step = off.astype(np.int8)
+        far = np.flatnonzero((step != off) | (step == _FAR))
+        step[far] = _FAR
         gaps.append(_gaps(missed, since))
-        steps.append(np.where(near, off, _FAR).astype(np.int8))
-        exact.append(found[~near])
+        steps.append(step)
+        exact.append(found[far])
         at += guess.size
         since = guess.size - 1 - int(missed[-1]) if missed.size else since + guess.size
     return Corrections(np.concatenate(gaps), np.concatenate(steps), np.concatenate(exact))
@@ -111,13 +113,10 @@ def _ordered(bits: Ints) -> Ints:
 def _gaps(positions: NDArray[np.intp], since: int) -> NDArray[np.uint8]:
     """Of the misses in a block, when the last one before lies ``since`` elements before it."""
     between = np.diff(positions, prepend=-1 - since) - 1
-    if not between.size or between.max() < _ON:
-        return between.astype(np.uint8)
-    whole, rest = np.divmod(between, _ON)
-    last = np.cumsum(whole + 1) - 1
-    gaps = np.full(last[-1] + 1, _ON, dtype=np.uint8)
-    gaps[last] = rest
-    return gaps
+    long = np.flatnonzero(between >= _ON)
+    whole, between[long] = np.divmod(between[long], _ON)
+    gaps = between.astype(np.uint8)
+    return np.insert(gaps, np.repeat(long, whole), _ON) if long.size else gaps
 
 
 def _positions(gaps: NDArray[np.uint8]) -> NDArray[np.intp]:

@@ -34,6 +34,7 @@ from enjoyln_cli.edit import ROWS, Edit, Given, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.journal import Journal, note, share, together
 from enjoyln_cli.kept import Keeper, keeping
+from enjoyln_cli.memory import give_back
 from enjoyln_cli.placing import Shard, index, layout
 from enjoyln_cli.shards import Stored
 from enjoyln_cli.steps import FLOATS, Slot, steps_of
@@ -45,7 +46,8 @@ Task = Callable[[Lane, Ends], Iterator[None]]
 TICK = 0.1
 """Seconds between two reports of progress."""
 LANES = 2
-"""Threads for each job: while one waits for the disk, the other computes."""
+"""Threads for each job: while one waits for the disk, the other computes. Where what is kept of the
+original has to be computed too, one is enough."""
 
 
 def write_shards(
@@ -147,6 +149,7 @@ def write_tensors(
     it takes to restore the tensors, ``journal`` notes each file that is finished. Raises what the
     tasks do, and ``OutputError`` where the disk has too little space.
     """
+    give_back()
     _check_space(shards, into)
     with ExitStack() as stack:
         jobs = jobs or _cores()
@@ -184,7 +187,7 @@ def _work(
         ]
         for shard in shards
     ]
-    lanes = LANES * jobs if positioned else jobs
+    lanes = LANES * jobs if positioned and keeper is None else jobs
     queue = deque(_alternating(portions, lanes))
     left = Counter(name for name, _, _ in queue)
     lock, stop = threading.Lock(), threading.Event()
@@ -320,7 +323,7 @@ def _tasks(
 
     none = Given()
     needing = {name: edit for name, edit in edits.items() if edit.needs}
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         found = pool.map(lambda edit: given(edit, read, rows), needing.values())
         values = dict(zip(needing, found, strict=True))
 
