@@ -119,7 +119,8 @@ def _features(model: Any, kind: str, given: Inputs, rows: int) -> int:
     except Exception as error:  # most often, the form is not the one that the model takes
         told = _TOLD.search(str(error))
         return int(told[1]) // rows if told else 0
-    vectors = tensors_in(getattr(found, "pooler_output", found))
+    pooled = getattr(found, "pooler_output", None)
+    vectors = tensors_in(found if pooled is None else pooled)
     return sum(math.prod(vector.shape[:-1]) for vector in vectors) // rows
 
 
@@ -218,10 +219,10 @@ def _further(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
         films = "pixel_values_videos" in form
         if films and "input_ids" not in given:
             continue
-        inputs = given | form
-        if films:
+        inputs = form if films else given | form
+        if "input_ids" in given:
             text = replace(given["input_ids"], shape=(rows, TOKENS), leading=())
-            inputs = _with_placeholders(model, {"input_ids": text} | form)
+            inputs = _with_placeholders(model, inputs | {"input_ids": text})
         call = main_call(model, inputs)
         yield replace(call, label=f"with {next(iter(form))}", required=False)
 

@@ -175,6 +175,7 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
     frames = _number(config, "temporal_patch_size", "patch_temporal", default=1)
     count, width = rows * GRID * GRID, channels * side * side
     grid = Spec((rows, 3), GRID + 1, (1, GRID, GRID))
+    sides = Spec((rows, 2), GRID + 1, (GRID, GRID))
     merge = _number(config, "spatial_merge_size", default=2)
     for shape in (
         (count, width * frames), (count, channels, side, side), (1, count, width * frames),
@@ -187,16 +188,17 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
             yield {"pixel_values": Spec(shape), name: grid}
     merged = (rows * GRID * GRID, merge * side, merge * side, channels)  # of those put together
     yield {"pixel_values": Spec(merged), "image_grid_thw": grid}
+    yield {"pixel_values": Spec((count, width)), "image_grid_hw": sides}
     yield {"pixel_values": Spec((count, width))}
     for name in ("spatial_shapes", "image_grid_hw", "image_position_ids"):
         yield {
             "pixel_values": Spec((rows, GRID * GRID, width)),
             "pixel_attention_mask": ones(rows, GRID * GRID),
-            name: Spec((rows, 2), GRID + 1, (GRID, GRID)),
+            name: sides,
         }
     yield {  # one row of all patches of all images
         "pixel_values": Spec((1, channels, side, count * side)),
-        "target_sizes": Spec((rows, 2), GRID + 1, (GRID, GRID)),
+        "target_sizes": sides,
     }
 
 

@@ -3,12 +3,14 @@
     python scripts/census.py --out census.jsonl            every type that is not in the file yet
     python scripts/census.py --out census.jsonl --types gpt2,whisper --again
     python scripts/census.py --out census.jsonl --fast      one type for each mechanism
+    python scripts/census.py --out options.jsonl --options  with all that a fold can be asked for
     python scripts/census.py --out census.jsonl --markdown docs/architectures.md
 
 For each class of a type: a shrunken config, random weights in float64 (γ, β and biases moved, means
 of weights not zero), the plan that ``analyze`` proves, the live model folded by it, and the largest
 difference of any returned tensor over three inputs, relative to that tensor's largest element.
-Every type runs in a process of its own, with limits on time and memory.
+Every type runs in a process of its own, with limits on time and memory. With ``--options`` the plan
+may also widen MLPs, untie, and merge: the reasons of what is kept even then are audited as well.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,7 +188,16 @@ def rounded(model: Any) -> Any:
     return copied
 
 
-def examine(model_class: str, model_type: str) -> dict[str, Any]:
+def untied(model: Any, plan: Any) -> Any:
+    """A copy in which what ``plan`` unties are parameters of their own; nothing else differs."""
+    from enjoyln_cli.fold import centre_parameters
+
+    copied = copy.deepcopy(model)
+    centre_parameters(copied, replace(plan, writers=(), widened=(), merged=(), settings=()))
+    return copied
+
+
+def examine(model_class: str, model_type: str, every_option: bool = False) -> dict[str, Any]:
     """One class, as a row of the census."""
     import torch
     from audit import audited
@@ -194,13 +206,15 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
     from enjoyln_cli.errors import UnsupportedModel
     from enjoyln_cli.fold import centre_parameters
     from enjoyln_cli.norms import input_means, install
+    from enjoyln_cli.plan import Options
 
+    options = Options(widen_mlp=True, untie=True, merge="affine") if every_option else Options()
     row: dict[str, Any] = {"type": model_type, "class": model_class, "status": "not built"}
     begin = time.perf_counter()
     try:
         model, config, accepted = built(model_class, model_type)
         row["status"] = "not analysed" if accepted else "no inputs"
-        analysis = analyze_config(config, model_class=model_class)
+        analysis = analyze_config(config, model_class=model_class, options=options)
         plan = analysis.plan
         row |= {
             "norms": len(plan.norms),
@@ -211,6 +225,9 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
             "rms_norms": sum(count for _, count in plan.other_norms),
             "by_example": any(t.by_example for t in analysis.problem.flow.traces),
             "seconds_of_analysis": round(time.perf_counter() - begin, 1),
+            "widened": len(plan.widened),
+            "untied": len(plan.untied),
+            "merged": len(plan.merged),
             "status": "not run",
         }
         if not plan.norms:
@@ -250,22 +267,25 @@ def examine(model_class: str, model_type: str) -> dict[str, Any]:
             bound = 10 * row["own_rounding"]
         row["status"] = "random" if same > 0 else "ok" if row["error"] <= bound else "wrong"
         shown = [first, *(run for run in expected if run not in seeds)]
-        runs = [(partial(outputs_of, run, model, dtype), expected[run]) for run in shown]
-        row["audit"] = audited(analysis, model, runs)
+        audit_on = untied(model, plan) if plan.untied else model
+        runs = [(partial(outputs_of, run, audit_on, dtype), expected[run]) for run in shown]
+        row["audit"] = audited(analysis, audit_on, runs)
     except Exception as error:  # the row says what it was
         row["failure"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
     row["seconds"] = round(time.perf_counter() - begin, 1)
     return row
 
 
-def child(model_type: str, memory: int, connection: Any) -> None:
+def child(model_type: str, memory: int, every_option: bool, connection: Any) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     for model_class in classes_of(model_type):
-        connection.send(examine(model_class, model_type))
+        connection.send(examine(model_class, model_type, every_option))
     connection.close()
 
 
-def parents(types: list[str], jobs: int, seconds: int, memory: int) -> Iterator[dict[str, Any]]:
+def parents(
+    types: list[str], jobs: int, seconds: int, memory: int, every_option: bool = False
+) -> Iterator[dict[str, Any]]:
     """The rows of all types; of a process that was stopped, what it had not said is a row too.
 
     The processes are forks of this one, which has imported what they need.
@@ -283,7 +303,7 @@ def parents(types: list[str], jobs: int, seconds: int, memory: int) -> Iterator[
     while waiting or running:
         while waiting and len(running) < jobs:
             model_type, (receiving, sending) = waiting.pop(), fork.Pipe(duplex=False)
-            process = fork.Process(target=child, args=(model_type, memory, sending))
+            process = fork.Process(target=child, args=(model_type, memory, every_option, sending))
             process.start()
             sending.close()
             running[receiving] = (model_type, process, time.monotonic() + seconds, set())
@@ -319,6 +339,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("census.jsonl"))
     parser.add_argument("--types", help="comma-separated; all of them by default")
     parser.add_argument("--fast", action="store_true", help="about 40 types, one per mechanism")
+    parser.add_argument("--options", action="store_true", help="widen MLPs, untie, and merge")
     parser.add_argument("--again", action="store_true", help="also those in the file")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=180, help="limit for a type")
@@ -339,7 +360,8 @@ def main() -> None:
     todo = [name for name in types if name not in seen]
     begin = time.perf_counter()
     with args.out.open("a") as file:
-        for row in parents(todo, args.jobs, args.seconds, int(args.memory * 1e9)):
+        memory = int(args.memory * 1e9)
+        for row in parents(todo, args.jobs, args.seconds, memory, args.options):
             print(json.dumps(row), file=file, flush=True)
     used, minutes = resource.getrusage(resource.RUSAGE_CHILDREN), (time.perf_counter() - begin) / 60
     busy = (used.ru_utime + used.ru_stime) / 60

@@ -19,7 +19,7 @@ LAYERS = re.compile(
 )
 WIDTHS = re.compile(
     r"hidden|embed|dim|width|channels|inner|ffn|intermediate|d_model|d_ff|d_kv|n_embd|rank|proj|size"
-    r"|channel_list|d_latents|filters$"
+    r"|channel_list|out_channel$|d_latents|filters$"
 )
 FIXED = re.compile(
     r"vocab|image|patch(?!_embeds_hidden)|kernel|window|position|pos_emb|num_channels|batch|pad|group|type|stride|tile|crop"
@@ -283,7 +283,7 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     found: dict[bool, tuple[Any, Any, bool]] = {}
     factors = (16, 8, 4, 2, 1)
     sizes = [(factor, side, {}) for side in (224, 0, None) for factor in factors]
-    sizes[1:1] = [(16, 224, BEGUN)]
+    sizes[1:1] = [(16, 0, {}), (16, 224, BEGUN)]
     sizes += [(factor, 224, BEGUN) for factor in factors[1:]]
     begin = time.monotonic()
     for factor, side, more in sizes:

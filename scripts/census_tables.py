@@ -23,7 +23,10 @@ that is read elsewhere, **n** not exercised by these inputs, **o** others.
 NEVER_RUN = {
     "blip": "the text model of `BlipModel` is never given what its cross attention reads",
     "csm": "the codec is run by `generate`, and to make labels of sound",
+    "kyutai_speech_to_text": "the codec is run by `generate`, before `forward`",
+    "lw_detr": "all of `enc_output_norm` but the first are for training",
     "nemo_speechlm": "`word_timestamp_encoder` is run by a method of its own, not by `forward`",
+    "rf_detr": "all of `enc_output_norm` but the first are for training",
     "seamless_m4t": "`t2u_model` and `vocoder` are run by `generate`, not by `forward`",
     "seamless_m4t_v2": "`t2u_model` and `vocoder` are run by `generate`, not by `forward`",
     "vits": "`post_flows` run in training, and inference leaves out the second of `flows`",
