@@ -176,13 +176,16 @@ def _loads(before: Candidate, after: Candidate, names: Iterable[str]) -> bool:
 
 
 def untied(plan: Plan, apart: Apart) -> Plan:
-    """The plan with its copies; without any where it centres nothing that was tied.
+    """The plan with its copies; without any where it changes nothing that was tied.
 
     A name that nobody reads any more, since all read the other one, is nothing that is unproven.
     """
     concerned = {name for one in apart.untied for name in (one.parameter, one.source)}
     left = tuple(name for name in plan.unproven if name not in concerned)
     plan = replace(plan, unproven=left)
-    if concerned.isdisjoint(writer.parameter for writer in plan.writers):
+    edited = {writer.parameter for writer in plan.writers}
+    edited |= {part.parameter for mlp in plan.widened for part in mlp.parts}
+    edited |= {named.parameter for merge in plan.merged for named in merge.names}
+    if concerned.isdisjoint(edited):
         return plan
     return replace(plan, untied=apart.untied, settings=(*plan.settings, *apart.settings))

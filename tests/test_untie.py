@@ -297,6 +297,20 @@ def test_untied_and_wider_at_once(tmp_path: Path) -> None:
     from_pretrained(tmp_path / "out")
 
 
+def test_a_head_that_a_norm_is_merged_into_is_untied_although_its_embedding_stays(
+    tmp_path: Path,
+) -> None:
+    config = tf.CTRLConfig(vocab_size=31, n_positions=12, n_embd=12, dff=20, n_layer=2, n_head=3)
+    source = stored(config, "CTRLLMHeadModel", tmp_path / "model")
+    only, merging = {"model_class": "CTRLLMHeadModel"}, Options(untie=True, merge="affine")
+    alone = convert(source, tmp_path / "alone", options=UNTIE, **only)
+    assert alone.plan.untied == ()
+    result = convert(source, tmp_path / "out", options=merging, **only)
+    assert [one.tensor for one in result.plan.untied] == ["lm_head.weight"]
+    assert "lm_head.weight" in {named.tensor for m in result.plan.merged for named in m.names}
+    assert result.verification.passed and result.verification.identity_error < 1e-12
+
+
 # What is refused, and what is not needed
 
 
