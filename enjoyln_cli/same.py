@@ -41,8 +41,13 @@ def require_same(tied: nn.Module, model: nn.Module, call: Call) -> None:
 
 
 def _ops(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:
-    """Every op of one run, with its operands; parameters go by the names that ``groups`` gives."""
+    """Every op of one run, with its operands; parameters go by the names that ``groups`` gives.
+
+    It is the second run: in its first a model may settle what it is made of (BigBird's attention).
+    """
     bare = without_weights(model)
+    with ready(bare), weightless():
+        Steps(bare, call.flags, None)(*on_cpu(call.steps))
     held = chain(bare.named_buffers(), bare.named_parameters(remove_duplicate=False))
     with ready(bare), weightless(), _Listing({id(t): groups.get(n, n) for n, t in held}) as found:
         Steps(bare, call.flags, None)(*on_cpu(call.steps))

@@ -3,14 +3,15 @@
     python scripts/census.py --out census.jsonl            every type that is not in the file yet
     python scripts/census.py --out census.jsonl --types gpt2,whisper --again
     python scripts/census.py --out census.jsonl --fast      one type for each mechanism
-    python scripts/census.py --out options.jsonl --options  with all that a fold can be asked for
+    python scripts/census.py --out census.jsonl --options   with all that a fold can be asked for
     python scripts/census.py --out census.jsonl --markdown docs/architectures.md
 
 For each class of a type: a shrunken config, random weights in float64 (γ, β and biases moved, means
 of weights not zero), the plan that ``analyze`` proves, the live model folded by it, and the largest
 difference of any returned tensor over three inputs, relative to that tensor's largest element.
 Every type runs in a process of its own, with limits on time and memory. With ``--options`` the plan
-may also widen MLPs, untie, and merge: the reasons of what is kept even then are audited as well.
+may also widen MLPs, untie, and merge: the reasons of what is kept even then are audited as well, in
+rows of their own in the same file.
 """
 
 from __future__ import annotations
@@ -356,13 +357,14 @@ def main() -> None:
 
     chosen = args.types.split(",") if args.types else FAST if args.fast else ()
     types = chosen or list(CONFIG_MAPPING)
-    seen = set() if args.again else {row["type"] for row in rows}
+    asked = {"options": True} if args.options else {}
+    seen = {row["type"] for row in rows if ("options" in row) == args.options and not args.again}
     todo = [name for name in types if name not in seen]
     begin = time.perf_counter()
     with args.out.open("a") as file:
         memory = int(args.memory * 1e9)
         for row in parents(todo, args.jobs, args.seconds, memory, args.options):
-            print(json.dumps(row), file=file, flush=True)
+            print(json.dumps(row | asked), file=file, flush=True)
     used, minutes = resource.getrusage(resource.RUSAGE_CHILDREN), (time.perf_counter() - begin) / 60
     busy = (used.ru_utime + used.ru_stime) / 60
     print(

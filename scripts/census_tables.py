@@ -63,7 +63,9 @@ def summary(rows: list[dict[str, Any]]) -> str:
     import torch
     import transformers
 
-    rows = list({(row["type"], row["class"]): row for row in rows}.values())
+    latest = {(row["type"], row["class"], "options" in row): row for row in rows}
+    rows = [row for row in latest.values() if "options" not in row]
+    optional = [row for row in latest.values() if "options" in row]
     with_norms = [row for row in rows if row["status"] not in ("no class", "no LayerNorm")]
     done = [row for row in with_norms if "audit" in row]
     lines = [
@@ -73,6 +75,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         *_totals(rows, with_norms, done),
         *_reasons(done),
         *_answers(done),
+        *(_with_options(optional, done) if optional else []),
         "## Every class",
         "",
         LEGEND,
@@ -165,6 +168,34 @@ def _reasons(done: list[dict[str, Any]]) -> list[str]:
     for reason, types in sorted(found.items(), key=lambda item: -len(set(item[1]))):
         lines.append(f"| {reason} | {len(types)} | {len(set(types))} |")
     return [*lines, ""]
+
+
+def _with_options(optional: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
+    """What becomes of the classes that were examined again, with all that a fold can be asked."""
+    done = [row for row in optional if "audit" in row]
+    before = {row["class"]: row["folded"] for row in plain}
+    both = [row for row in done if row["class"] in before]
+    counts = {k: sum(row[k] for row in both) for k in ("norms", "folded", "merged", "widened")}
+    tied = [row for row in optional if "without untying" in row.get("failure", "")]
+    wrong = [row for row in done if row["status"] == "wrong"]
+    exact = [row["error"] for row in done if row["dtype"] == "float64" and row not in wrong]
+    answers = Counter(answer for row in done for answer in row["audit"].values())
+    return [
+        "## With every option",
+        "",
+        f"{len(both)} of these classes ({len({row['type'] for row in both})} types) once more, "
+        "with `--widen-mlp`, `--untie` and `--merge affine` together:",
+        "",
+        f"* Of {counts['norms']} LayerNorms {counts['folded']} fold, without options "
+        f"{sum(before[row['class']] for row in both)}; {counts['widened']} MLPs are widened, "
+        f"{counts['merged']} norms merged into what reads them.",
+        f"* Wrong folds: {len(wrong)}. Largest error in float64 {max(exact, default=0):.0e}.",
+        "* The reasons of those that stay even then: "
+        + ", ".join(f"{count} {answer}" for answer, count in answers.most_common())
+        + ".",
+        f"* {len(tied)} classes compute something else when nothing is tied, and say so.",
+        "",
+    ]
 
 
 def _answers(done: list[dict[str, Any]]) -> list[str]:

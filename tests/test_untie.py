@@ -373,6 +373,15 @@ def test_a_class_that_computes_something_else_is_refused() -> None:
         require_same(tied, other, ids)
 
 
+def test_a_class_that_settles_its_attention_in_its_first_call_is_the_same_afterwards() -> None:
+    config = tf.BigBirdConfig(
+        vocab_size=31, hidden_size=12, num_hidden_layers=1, num_attention_heads=3,
+        intermediate_size=20, max_position_embeddings=64,
+    )  # fmt: skip
+    plan = analyze_config(config, model_class="BigBirdForMaskedLM", options=UNTIE).plan
+    assert "cls.predictions.decoder.weight" in {one.tensor for one in plan.untied}
+
+
 def test_a_model_in_memory_is_not_untied() -> None:
     with pytest.raises(EnjoyLNError, match="pass its config"):
         analyze(tf.GPT2LMHeadModel(GPT2), options=UNTIE)
