@@ -207,6 +207,23 @@ def test_a_download_that_is_cut_goes_on(hub: Hub, home: Path, tmp_path: Path) ->
     assert cached_weights(tmp_path / "again") == []
 
 
+def test_a_run_that_failed_goes_on_with_the_files_that_are_missing(
+    hub: Hub, home: Path, plain: Path, tmp_path: Path
+) -> None:
+    files = hub.repositories["org/gpt2"].files()
+    first, *_, last = (sha256(files[name]) for name in sorted(files) if "-of-00003" in name)
+    hub.fault("GET", last)  # the header, as it is
+    hub.fault("GET", last, status=404)
+    done = stream(hub, home, "org/gpt2", tmp_path / "out")
+    assert "org/gpt2" in done.error and not (tmp_path / "out").exists()
+    hub.requests.clear()
+    done = stream(hub, home, "org/gpt2", tmp_path / "out", "--resume")
+    assert done.status == 0, done.err
+    assert asked(hub, first) == [] and asked(hub, last) == [""]
+    assert weights(tmp_path / "out") == weights(plain)
+    assert cached_weights(tmp_path / "out") == []
+
+
 def test_a_file_that_arrives_changed_is_refused(
     hub: Hub, home: Path, plain: Path, tmp_path: Path
 ) -> None:
