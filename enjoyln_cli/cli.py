@@ -255,7 +255,7 @@ def fold(
     helps = team.present().rank > 0
     if not quiet and not as_json and not helps:
         show_transfers()
-    push_it = _push_after(options, dry_run or helps)
+    push_it = _push_after(options, dry_run, helps)
     from enjoyln_cli import convert, rows
     from enjoyln_cli.report import watching, write_fold, write_json
 
@@ -269,15 +269,18 @@ def fold(
         return
     shown = {name: options[name] for name in ("dtype", "keep_means")}
     found = rows.fold_row(model, ready, result, watch.warnings, **shown)
-    found |= push_it(out) if out else {}
+    found |= push_it(out)
     if as_json:
         write_json(found)
     elif not quiet:
         write_fold(found)
 
 
-def _push_after(options: Options, dry_run: bool) -> Callable[[Path], Options]:
-    """What is to be done with a finished fold; asks the user and the Hub before it begins."""
+def _push_after(options: Options, dry_run: bool, helps: bool) -> Callable[[Path | None], Options]:
+    """What is to be done with a finished fold; asks the user and the Hub before it begins.
+
+    Of a dry run, which has no output, it tells where that would go.
+    """
     names = ("repo_id", "private", "create_pr", "commit_message", "yes")
     repo_id, private, create_pr, message, yes = (options.pop(name) for name in names)
     if not repo_id:
@@ -286,15 +289,19 @@ def _push_after(options: Options, dry_run: bool) -> Callable[[Path], Options]:
         raise click.UsageError(
             "--push-to-hub takes verified results only; drop --no-verify and --stream."
         )
+    if helps:
+        return lambda out: {}
     from enjoyln_cli import hub
 
     to: Options = {"private": private, "create_pr": create_pr, "token": options["opening"]["token"]}
+    target = hub.target(repo_id, **to)
+    kind = ("" if target.exists else "new, ") + ("private" if target.private else "public")
     if not dry_run:
-        target = hub.target(repo_id, **to)
-        kind = ("" if target.exists else "new, ") + ("private" if target.private else "public")
         ask(f"Push the result to {target.repo_id} ({kind})?", yes)
 
-    def push_it(out: Path) -> Options:
+    def push_it(out: Path | None) -> Options:
+        if out is None:
+            return {"would_push_to": f"{target.repo_id} ({kind})"}
         try:
             return {"pushed": hub.push(out, repo_id, commit_message=message, **to).to_json()}
         except EnjoyLNError as error:

@@ -233,6 +233,8 @@ def write_fold(found: Row) -> None:
         if "bytes_kept" in found:
             wrote += f", and about {size(found['bytes_kept'])} for the way back (an estimate)"
         say(f"would write {wrote}; nothing was written (dry run)")
+        if "would_push_to" in found:
+            say(f"would then push to {found['would_push_to']}")
         return
     kept = f", {size(found['bytes_kept'])} of it for the way back" if "bytes_kept" in found else ""
     wrote = f"{size(found['bytes_written'])} to {found['out']}"

@@ -269,6 +269,9 @@ def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
     calls += [["fold", GPT2, "-o", out.parent / "other", "--push-to-hub", "me/unasked"]]
     for done in enjoyln(hub, home, *calls, HF_TOKEN=TOKEN):
         assert done.status == 2 and "--yes" in done.err
+    call = ["fold", GPT2, "--dry-run", "--push-to-hub", "me/unasked"]
+    (tried,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert "would then push to me/unasked (new, public)" in tried.out
     assert "me/unasked" not in hub.repositories and not (out.parent / "other").exists()
 
 
