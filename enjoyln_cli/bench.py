@@ -23,6 +23,7 @@ from enjoyln_cli.analysis import analyze_config
 from enjoyln_cli.checkpoint import Checkpoint, load_config, open_checkpoint, open_source, raw_config
 from enjoyln_cli.compare import load
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.files import write_whole
 from enjoyln_cli.fold import BENCH_FILE, RECIPE_FILE, centre_parameters
 from enjoyln_cli.loading import optimize
 from enjoyln_cli.marker import Marker, read_marker
@@ -108,9 +109,9 @@ def bench(
         load_seconds=load_seconds,
         weight_bytes=weights,
     )
-    if write:
+    if write and folded.source.revision is None:
         text = json.dumps(result.to_json(), indent=2)
-        (folded.source.path / BENCH_FILE).write_text(text + "\n", encoding="utf-8")
+        write_whole(folded.source.path / BENCH_FILE, text + "\n")
     return result
 
 

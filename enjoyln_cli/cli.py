@@ -125,7 +125,12 @@ def ask(question: str, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise click.UsageError(f"{question} Pass --yes to answer in advance.")
-    click.confirm(question, abort=True, err=True)
+    try:
+        click.confirm(question, abort=True, err=True)
+    except click.Abort as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -253,15 +258,16 @@ def fold(
         options["verify"] = False
     out = None if dry_run else out
     helps = team.present().rank > 0
-    if not quiet and not as_json and not helps:
+    chatty = not (quiet or as_json or helps)
+    if chatty:
         show_transfers()
-    push_it = _push_after(options, dry_run, helps)
+    push_it = _push_after(options, dry_run, helps, chatty)
     from enjoyln_cli import convert, rows
     from enjoyln_cli.report import watching, write_fold, write_json
 
     opening = convert.Opening(**options.pop("opening"))
     place = {name: options[name] for name in ("force", "resume")}
-    with watching(quiet or as_json or helps) as watch, team.joined(watch.event) as us:
+    with watching(not chatty) as watch, team.joined(watch.event) as us:
         begin = partial(convert.prepare, model, out, opening, **place, on_event=watch.event)
         ready, last = team.agree(us, begin), (watch.event, watch.progress)
         result = convert.write(ready, out, *last, **options, team=us) if out else None
@@ -276,7 +282,9 @@ def fold(
         write_fold(found)
 
 
-def _push_after(options: Options, dry_run: bool, helps: bool) -> Callable[[Path | None], Options]:
+def _push_after(
+    options: Options, dry_run: bool, helps: bool, chatty: bool
+) -> Callable[[Path | None], Options]:
     """What is to be done with a finished fold; asks the user and the Hub before it begins.
 
     Of a dry run, which has no output, it tells where that would go.
@@ -292,6 +300,7 @@ def _push_after(options: Options, dry_run: bool, helps: bool) -> Callable[[Path 
     if helps:
         return lambda out: {}
     from enjoyln_cli import hub
+    from enjoyln_cli.report import write_doubts
 
     to: Options = {"private": private, "create_pr": create_pr, "token": options["opening"]["token"]}
     target = hub.target(repo_id, **to)
@@ -303,7 +312,11 @@ def _push_after(options: Options, dry_run: bool, helps: bool) -> Callable[[Path 
         if out is None:
             return {"would_push_to": f"{target.repo_id} ({kind})"}
         try:
-            return {"pushed": hub.push(out, repo_id, commit_message=message, **to).to_json()}
+            upload = hub.prepare(out, repo_id, **to)
+            if chatty:
+                write_doubts(upload)
+            sent = hub.send(upload, commit_message=message, token=to["token"])
+            return {"pushed": sent.to_json()}
         except EnjoyLNError as error:
             raise type(error)(f"{out} is written and not pushed: {error}") from error
 

@@ -215,7 +215,8 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
             name, append = part.parameter if held else part.tensor, Append(part.dim, values)
             found[name] = replace(found.get(name, Edit()), append=append)
     for one in () if held else plan.untied:
-        found[one.tensor] = replace(found.get(one.tensor, Edit()), source=one.stored)
+        if one.stored != one.tensor:
+            found[one.tensor] = replace(found.get(one.tensor, Edit()), source=one.stored)
     for norm in plan.merged:
         _merge(found, norm, held)
     return found

@@ -92,6 +92,19 @@ def comes_along(name: str) -> bool:
     return not any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """A file that holds all of ``text`` or what it held before, whoever is killed.
+
+    It is not synced: what the power takes with it costs work and misleads nobody.
+    """
+    begun = path.with_name(f"{path.name}.begun")
+    try:
+        begun.write_text(text, encoding="utf-8", errors="replace")
+        begun.replace(path)
+    finally:
+        begun.unlink(missing_ok=True)
+
+
 def digest(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits."""
     found = hashlib.sha256()

@@ -46,7 +46,7 @@ from enjoyln_cli.keeping import keeper_of
 from enjoyln_cli.kept import FILE, FOLDER, digest_of, save
 from enjoyln_cli.marker import marker
 from enjoyln_cli.offload import Reader, Value, reader_of
-from enjoyln_cli.output import RESULT, work_of
+from enjoyln_cli.output import RESULT, clear, work_of
 from enjoyln_cli.placing import plain_layout
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.stream import write_shards
@@ -132,9 +132,10 @@ def fold_checkpoint(
         if team.rank:
             staged = work_of(out) / RESULT
         else:
-            again = resume and not keep_means
-            place = staged_output(out, source=source.root, force=force, resume=again)
+            place = staged_output(out, source=source.root, force=force, resume=resume)
             staged = stack.enter_context(place)
+            if keep_means:
+                clear(staged.parent)
         inner = staged / source.folder
         if not team.rank:
             inner.mkdir(parents=True, exist_ok=True)
@@ -147,7 +148,7 @@ def fold_checkpoint(
             asked = {"dtype": str(dtype), "size of the shards": str(max_shard_size)}
             asked["recipe"] = digest_of(recipe_text)
             made_from = _made_from(checkpoint, edits, others, asked)
-            journal = Journal(staged.parent, made_from, team)
+            journal = Journal(staged.parent, made_from, team, anew=force)
         write_shards(
             checkpoint,
             edits,
@@ -212,11 +213,15 @@ def _made_from(
     return found | {f"the {name}": value for name, value in asked.items()}
 
 
-def verified_files(folder: Path) -> list[str]:
-    """The files that a verification holds for, relative to ``folder``: all but ``REPORTS``."""
-    found = (path for path in folder.rglob("*") if path.is_file())
-    names = [path.relative_to(folder).as_posix() for path in found]
-    return sorted(name for name in names if not housekeeping(name) and name not in REPORTS)
+def verified_files(result: Source) -> list[str]:
+    """The files that a verification of ``result`` holds for: all but ``REPORTS``.
+
+    Relative to the directory of the whole pipeline, where ``result`` is part of one.
+    """
+    found = (path for path in result.root.rglob("*") if path.is_file())
+    names = [path.relative_to(result.root).as_posix() for path in found]
+    reports = {*REPORTS, *(f"{result.folder}/{name}" for name in REPORTS)}
+    return sorted(name for name in names if not housekeeping(name) and name not in reports)
 
 
 def is_own(name: str) -> bool:

@@ -23,8 +23,8 @@ from typing import Any, Literal
 from enjoyln_cli import card
 from enjoyln_cli.checkpoint import Source, open_source, raw_config, require_token
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, PushRefused
-from enjoyln_cli.files import digest, housekeeping
-from enjoyln_cli.fold import CARD_FILE, REPORTS, VERIFY_FILE, verified_files
+from enjoyln_cli.files import digest, housekeeping, write_whole
+from enjoyln_cli.fold import CARD_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.marker import read_marker
 from enjoyln_cli.plan import Plan
 
@@ -124,7 +124,7 @@ def write_card(
         template_str=card.template("card"),
         **card.values(plan, source, final, options, text, checked),
     )
-    (out / CARD_FILE).write_text(f"{made}\n", encoding="utf-8", errors="replace")
+    write_whole(out / CARD_FILE, f"{made}\n")
 
 
 def section(root: Path, folder: str, place: str, names: Sequence[str], complaint: str = "") -> str:
@@ -160,9 +160,9 @@ def _parsed(path: Path) -> tuple[dict[str, Any], str]:
 # What may go.
 
 
-def standing_against(inner: Path) -> str:
-    """Why the result in ``inner`` should not be published: never verified, failed, or changed."""
-    path = inner / VERIFY_FILE
+def standing_against(result: Source) -> str:
+    """Why ``result`` should not be published: never verified, failed, or changed."""
+    path = result.path / VERIFY_FILE
     if not path.is_file():
         return f"it was never verified (there is no {VERIFY_FILE})"
     try:
@@ -172,13 +172,13 @@ def standing_against(inner: Path) -> str:
         return f"its {VERIFY_FILE} cannot be read"
     if passed is not True:
         return f"its verification failed: {summary}"
-    here = verified_files(inner)
-    for name in sorted({*here, *digests}.difference(REPORTS)):
+    here = verified_files(result)
+    for name in sorted({*here, *digests}):
         if name not in digests:
             return f"{name} came after its verification"
         if name not in here:
             return f"{name} is gone since its verification"
-        if digest(inner / name) != digests[name]:
+        if digest(result.root / name) != digests[name]:
             return f"{name} has changed since its verification"
     return ""
 
@@ -203,7 +203,7 @@ def prepare(
         raise ModelNotFound(f"there is no directory {str(out)!r}; push what `enjoyln fold` wrote")
     source = open_source(str(out))
     marker = read_marker(raw_config(source))
-    complaint = standing_against(source.path)
+    complaint = standing_against(source)
     if complaint and not force:
         raise PushRefused(
             f"{out} is not pushed: {complaint}; run `enjoyln verify {out}`, or insist with --force"
@@ -295,6 +295,11 @@ def _target(
         raise
     except errors.RepositoryNotFoundError:
         return new
+    if private and not known.private:
+        raise PushRefused(
+            f"{repo_id} is public, and --private makes new repositories only; name another one, or "
+            "make it private on the Hub first"
+        )
     found = replace(new, exists=True, private=bool(known.private))
     try:
         tree = list(api.list_repo_tree(repo_id, recursive=True, revision=revision))
@@ -316,7 +321,7 @@ def send(upload: Upload, *, commit_message: str | None = None, token: str | None
     Raises ``PushRefused``; what the Hub has then taken it need not be sent again.
     """
     if upload.card is not None:
-        (upload.out / CARD_FILE).write_text(upload.card, encoding="utf-8", errors="replace")
+        write_whole(upload.out / CARD_FILE, upload.card)
     try:
         return _send(upload, commit_message, token)
     except EnjoyLNError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from enjoyln_cli.errors import OutputError
+from enjoyln_cli.files import write_whole
 from enjoyln_cli.kept import digest_of_piece
 from enjoyln_cli.output import FINISHED, RESULT, clear, finished
 from enjoyln_cli.placing import Shard
@@ -36,6 +37,8 @@ class Journal:
     made_from: Mapping[str, str]
     """What the result depends on, by name: digests, sizes, options."""
     team: Team = ALONE
+    anew: bool = False
+    """Whether what was made from anything else is given up, instead of refused."""
     taken_over: list[str] = field(default_factory=list)
     """The files that an earlier run has finished."""
 
@@ -91,19 +94,19 @@ def together(journal: Journal, into: Path, shards: Sequence[Shard]) -> None:
 def resumed(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
     """The names of those ``shards`` that are finished in ``into``; all else there is removed.
 
-    Raises ``OutputError`` where an earlier run has finished some and was made from something else.
+    Raises ``OutputError`` where an earlier run has finished some and was made from something else,
+    which is not given up.
     """
     notes = {shard.name: _read(_note(journal, shard.name)) for shard in shards}
     before = _read(journal.work / MADE_FROM)
     done: list[str] = []
-    if finished(journal.work) and before is not None:
-        _require_same(journal, before)
+    if finished(journal.work) and before is not None and _same(journal, before):
         done = [shard.name for shard in shards if _intact(into / shard.name, shard, notes)]
     keep = {*(into / name for name in done), *(_note(journal, name) for name in done)}
     clear(journal.work, keep)
     into.mkdir(parents=True, exist_ok=True)
     (journal.work / FINISHED).mkdir(exist_ok=True)
-    _write(journal.work / MADE_FROM, dict(journal.made_from))
+    write_whole(journal.work / MADE_FROM, json.dumps(dict(journal.made_from)))
     journal.taken_over.extend(done)
     return done
 
@@ -111,18 +114,22 @@ def resumed(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
 def note(journal: Journal, file: Path, pieces: Sequence[Piece]) -> None:
     """``file`` is finished, and synced to the disk; from here on no run has to write it again."""
     content = {"size": file.stat().st_size, "pieces": sorted(pieces)}
-    _write(_note(journal, file.name), content)
+    write_whole(_note(journal, file.name), json.dumps(content))
 
 
-def _require_same(journal: Journal, before: Mapping[str, Any]) -> None:
+def _same(journal: Journal, before: Mapping[str, Any]) -> bool:
+    """Whether the earlier run was made from the same."""
     now = journal.made_from
     for name in (*now, *before):
         if before.get(name) != now.get(name):
+            if journal.anew:
+                return False
             old, new = (str(found.get(name, "nothing"))[:40] for found in (before, now))
             raise OutputError(
-                f"what {journal.work} holds cannot be gone on with: {name} was {old} then and is "
-                f"{new} now; start anew with --force"
+                f"--resume cannot go on with what {journal.work} holds: {name} was {old} then and "
+                f"is {new} now; start anew with --force"
             )
+    return True
 
 
 def _intact(path: Path, shard: Shard, notes: Mapping[str, Any]) -> bool:
@@ -156,13 +163,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """A file that is there as a whole or not at all, whoever is killed.
-
-    It is not synced: what the power takes with it costs work and misleads nobody.
-    """
-    begun = path.with_suffix(".begun")
-    begun.write_text(json.dumps(content))
-    begun.replace(path)

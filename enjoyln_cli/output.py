@@ -30,6 +30,8 @@ RESULT = "result"
 FINISHED = "finished"
 _REPLACED = "replaced"
 _LOCK = "lock"
+_TRIES = 100
+"""How often a work directory that vanishes is made again: other runs remove it when they end."""
 _LONGEST = 200
 """Bytes of a name that still is a name with what is put around it."""
 
@@ -160,7 +162,7 @@ def _require_free(out: Path, force: bool, resume: bool = False) -> None:
 
 def _locked(work: Path, out: Path) -> int:
     """Make ``work`` and lock it: an open file. A file system without locks lets every run pass."""
-    while True:
+    for _ in range(_TRIES):
         try:
             work.mkdir(exist_ok=True)
             file = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -181,6 +183,7 @@ def _locked(work: Path, out: Path) -> int:
         except FileNotFoundError:
             pass
         os.close(file)
+    raise OutputError(f"{out.parent} is gone, or takes no new directories; choose another place")
 
 
 def _busy(work: Path) -> bool:

@@ -198,7 +198,7 @@ class Untied:
     source: str
     """The parameter that it was tied to."""
     stored: str
-    """Name of the stored tensor that it becomes a copy of."""
+    """Name of the stored tensor that it becomes a copy of; ``tensor`` if it is stored already."""
     shape: tuple[int, ...]
     """Of both."""
 

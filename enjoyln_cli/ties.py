@@ -158,8 +158,9 @@ def _copies(
     for found, names in zip(tied, wanted, strict=True):
         naming = families.naming_between(found.model, tied[0].model)
         for name, source in names.items():
-            parameter, stored = naming(name), found.stored[source][0]
-            tensor = next(iter(found.stored.get(name, ())), name if own else parameter)
+            parameter, held = naming(name), found.stored.get(name, ())
+            tensor = next(iter(held), name if own else parameter)
+            stored = tensor if held else found.stored[source][0]
             shape = tuple(found.model.get_parameter(source).shape)
             copies.setdefault(tensor, Untied(parameter, tensor, naming(source), stored, shape))
     return tuple(copies.values())
@@ -186,6 +187,7 @@ def untied(plan: Plan, apart: Apart) -> Plan:
     edited = {writer.parameter for writer in plan.writers}
     edited |= {part.parameter for mlp in plan.widened for part in mlp.parts}
     edited |= {named.parameter for merge in plan.merged for named in merge.names}
+    edited |= {reader.weight.parameter for merge in plan.merged for reader in merge.readers}
     if concerned.isdisjoint(edited):
         return plan
     return replace(plan, untied=apart.untied, settings=(*plan.settings, *apart.settings))

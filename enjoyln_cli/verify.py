@@ -33,14 +33,16 @@ from enjoyln_cli import __version__
 from enjoyln_cli.checkpoint import (
     DTYPES,
     Checkpoint,
+    Source,
     load_config,
     open_checkpoint,
     open_source,
     raw_config,
+    require_unfolded,
 )
 from enjoyln_cli.edit import edits_of
 from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
-from enjoyln_cli.files import digest
+from enjoyln_cli.files import digest, write_whole
 from enjoyln_cli.fold import RECIPE_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.marker import Marker, read_marker
 from enjoyln_cli.measure import Event, Measured, Subject, measure, no_event, worst_first
@@ -145,21 +147,24 @@ def verify(
     tensors are looked at nevertheless. ``on_event`` receives stages.
 
     With ``write``, ``enjoyln_verify.json`` in ``out`` holds the result and the SHA-256 digests of
-    all files but those that tell of it (``fold.REPORTS``).
+    all files but those that tell of it (``fold.REPORTS``). Nothing is written to the Hub's cache,
+    where ``out`` is a Hub id.
 
     Raises ``BadCheckpoint`` where ``out`` was not converted, ``ModelNotFound`` where the original
     is gone, ``UnsupportedModel`` for inputs that cannot be made.
     """
-    folded = open_checkpoint(open_source(str(out), weights=True))
+    hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
+    folded = open_checkpoint(open_source(str(out), weights=True, **hub))
+    cached = folded.source.revision is not None
     marker = read_marker(raw_config(folded.source))
-    original = original_of(marker, against, revision, {"token": token, "cache_dir": cache_dir})
+    original = original_of(marker, against, revision, hub)
     stored = _stored_dtype(folded)
     compute = stored if dtype is None else _as_dtype(dtype)
     plan = plan or _plan_of(folded, trust_remote_code)
     drift, failures = check_tensors(original, folded, edits_of(plan))
     subject = Subject(original, folded, marker, plan, compute, trust_remote_code, layers)
     subject = replace(subject, device_map=device_map, max_memory=max_memory)
-    with _room_on_disk(folded.source.root.parent) as folder:
+    with _room_on_disk(None if cached else folded.source.root.resolve().parent) as folder:
         subject = replace(subject, folder=folder, event=on_event or no_event)
         measured = measure(subject, text, images, seed, samples)
     failures += _judge(measured, max_ratio, compute, stored)
@@ -176,15 +181,15 @@ def verify(
         outputs=marker.outputs,
         **vars(measured),
     )
-    if write:
-        _write(result, folded.source.path)
+    if write and not cached:
+        _write(result, folded.source)
     return result
 
 
 @contextmanager
-def _room_on_disk(beside: Path) -> Iterator[Path]:
+def _room_on_disk(beside: Path | None) -> Iterator[Path]:
     """A directory beside the result, where there is room; elsewhere if nobody may write there."""
-    place = beside if os.access(beside, os.W_OK) else None
+    place = beside if beside is not None and os.access(beside, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix=".enjoyln.", dir=place) as name:
         yield Path(name)
 
@@ -194,7 +199,8 @@ def original_of(
 ) -> Checkpoint:
     """The checkpoint that was converted: ``against``, or the one that the marker remembers.
 
-    ``hub`` holds the other keywords of ``open_source``. Raises ``ModelNotFound`` where it is gone.
+    ``hub`` holds the other keywords of ``open_source``. Raises ``ModelNotFound`` where it is gone,
+    ``AlreadyFolded`` where it is a result itself.
     """
     name = marker.source if against is None else str(against)
     if against is None and revision is None:
@@ -205,6 +211,7 @@ def original_of(
         if against is not None:
             raise
         raise ModelNotFound(f"{error}; name the original with --against") from error
+    require_unfolded(raw_config(source))
     return open_checkpoint(source)
 
 
@@ -237,7 +244,7 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return sizes.most_common(1)[0][0] if sizes else torch.float32
 
 
-def _write(result: Verification, folder: Path) -> None:
+def _write(result: Verification, of: Source) -> None:
     """The result with versions and the files' digests, to ``enjoyln_verify.json``."""
     import transformers
 
@@ -249,9 +256,9 @@ def _write(result: Verification, folder: Path) -> None:
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "sha256": {name: digest(folder / name) for name in verified_files(folder)},
+        "sha256": {name: digest(of.root / name) for name in verified_files(of)},
     }
-    (folder / VERIFY_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_whole(of.path / VERIFY_FILE, json.dumps(report, indent=2) + "\n")
 
 
 def _judge(

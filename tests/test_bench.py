@@ -289,7 +289,7 @@ def test_the_file_tells_where_it_was_measured(out: Path, measured: Bench) -> Non
 
 
 def test_a_result_stays_fit_to_be_pushed(out: Path, measured: Bench) -> None:
-    assert hub.standing_against(out) == ""
+    assert hub.standing_against(open_source(str(out))) == ""
     section = hub.section(out, "", "me/x", ["GPT2LMHeadModel"])
     assert f"## Measured speed\n\n{measured.hardware}:" in section
     assert section.count("tokens, prefill, eager |") == 3

@@ -276,7 +276,7 @@ def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
 
 
 def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tuple[int, str]:
-    """The exit status of a command, and all that it shows to a user who types ``reply``."""
+    """The exit status of a command, and all that it shows to a user who answers it ``reply``."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     process = subprocess.Popen(
@@ -285,13 +285,17 @@ def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tup
         stdout=theirs,
         stderr=theirs,
         env=environment(hub, home, HF_TOKEN=TOKEN),
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
     )
     os.close(theirs)
-    os.write(ours, reply)
     shown = b""
     with contextlib.suppress(OSError):  # how a terminal ends
         while block := os.read(ours, 1 << 16):
             shown += block
+            if reply and b"[y/N]" in shown:
+                os.write(ours, reply)
+                reply = b""
     os.close(ours)
     return process.wait(timeout=60), shown.decode()
 
@@ -301,6 +305,8 @@ def test_on_a_terminal_the_user_decides_and_sees_it_go(hub: Hub, home: Path, out
     call = ["push", out, "me/seen", "--private"]
     status, shown = on_a_terminal(hub, home, b"n\n", *call)
     assert status == 1 and "me/seen (new, private)? [y/N]" in shown and "Aborted!" in shown
+    status, shown = on_a_terminal(hub, home, b"\x03", *call)
+    assert status == 130 and "me/seen" not in hub.repositories
     assert "me/seen" not in hub.repositories
     status, shown = on_a_terminal(hub, home, b"y\n", *call)
     assert status == 0 and re.search(r"model.safetensors: 100%\|", shown), shown
@@ -409,6 +415,29 @@ def test_a_card_that_cannot_say_so_stops_a_forced_push(hub: Hub, home: Path, out
     (out / "README.md").write_text("# All mine")
     (done,) = enjoyln(hub, home, ["push", out, "me/mute", "--yes", "--force"], HF_TOKEN=TOKEN)
     assert "has lost the section" in done.error and "me/mute" not in hub.repositories
+
+
+def test_a_public_repository_is_not_taken_for_a_private_one(
+    hub: Hub, home: Path, out: Path
+) -> None:
+    there = hub.add("me/public", {"config.json": b"{}"})
+    call = ["push", out, "me/public", "--private", "--yes"]
+    (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert "me/public is public" in done.error
+    assert set(there.files()) == {"config.json"}
+
+
+def test_a_result_on_the_hub_is_verified_and_its_cache_left_alone(
+    hub: Hub, home: Path, out: Path, tmp_path: Path
+) -> None:
+    private = {path.name: path.read_bytes() for path in out.iterdir()}
+    hub.add("me/verified", private, private=True)
+    cache = ["--cache-dir", tmp_path / "cache", "--token", TOKEN]
+    (done,) = enjoyln(hub, home, ["verify", "me/verified", *cache, "--json"])
+    assert done.status == 0 and json.loads(done.out)["passed"], done.err
+    snapshot = next((tmp_path / "cache").glob("models--me--verified/snapshots/*"))
+    for path in snapshot.iterdir():
+        assert path.read_bytes() == private[path.name]
 
 
 def test_a_link_out_of_the_result_is_not_pushed(hub: Hub, home: Path, out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,24 @@ try:
 except OutputError as error:
     print(error)
 """
+
+
+def test_a_parent_that_goes_away_ends_the_run(tmp_path: Path, source: Path) -> None:
+    parent = tmp_path / "parent"
+    parent.mkdir()
+
+    def gone(*_: object, **__: object) -> Path:
+        shutil.rmtree(parent)
+        return parent / "out"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("enjoyln_cli.output.check_place", gone)
+        with (
+            pytest.raises(OutputError, match="parent is gone, or takes no new directories"),
+            staged_output(parent / "out", source=source, force=False),
+        ):
+            pass
+    assert not parent.exists()
 
 
 def test_a_write_that_the_system_refuses(tmp_path: Path, source: Path) -> None:

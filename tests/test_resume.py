@@ -264,6 +264,23 @@ def test_another_plan_or_option(
     refuses(source, out, words, resume=True, **options)
 
 
+def test_force_gives_up_what_another_plan_has_left(source: Path, out: Path) -> None:
+    stopped(source, out)
+    options = {"dtype": torch.float16}
+    refuses(source, out, "--resume cannot go on .* start anew with --force", resume=True, **options)
+    assert fold(source, out, resume=True, force=True, **options).resumed == 0
+    whole = contents(out)
+    assert fold(source, out, force=True, **options).resumed == 0 and contents(out) == whole
+
+
+def test_with_kept_means_nothing_is_taken_over(source: Path, out: Path) -> None:
+    stopped(source, out)
+    assert fold(source, out, resume=True, keep_means=True).resumed == 0
+    whole = contents(out)
+    fold(source, out, force=True, keep_means=True)
+    assert contents(out) == whole
+
+
 def test_without_resume_nothing_is_lost(source: Path, out: Path) -> None:
     work = stopped(source, out)
     refuses(source, out, f"3 finished files are kept in {work}; go on with --resume, or .*--force")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from stored_files import opened
 from torch import nn
 
-from enjoyln_cli import analyze, from_pretrained, load_recipe, optimize, verify
+from enjoyln_cli import analyze, from_pretrained, load_recipe, optimize, unfold, verify
 from enjoyln_cli.analysis import analyze_config
 from enjoyln_cli.calls import Call
 from enjoyln_cli.classes import Candidate
@@ -235,6 +235,33 @@ def test_a_tensor_that_is_stored_twice_needs_no_more_bytes(tmp_path: Path) -> No
     assert not torch.equal(after["transformer.wte.weight"], held["transformer.wte.weight"])
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_tensor_that_is_stored_twice_in_two_files_stays_where_it_is(
+    alone: bool, tmp_path: Path
+) -> None:
+    source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model")
+    held = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    name = "lm_head.weight"
+    held[name] = held["transformer.wte.weight"].clone()
+    second = {name} if alone else {name, *(n for n in held if "ln_f" in n)}
+    places = {n: f"model-0000{1 + (n in second)}-of-00002.safetensors" for n in held}
+    for file in set(places.values()):
+        part = {n: t for n, t in held.items() if places[n] == file}
+        save_file(part, source / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": places}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    result = convert(source, tmp_path / "out", options=UNTIE, keep_means=True)
+    assert [one.tensor for one in result.plan.untied] == [name]
+    assert result.verification.passed
+    after = load_file(tmp_path / "out" / places[name])
+    assert torch.equal(after[name], held[name])
+    restored = unfold(tmp_path / "out", tmp_path / "back")
+    assert restored.restored
+    for file in set(places.values()):
+        assert (tmp_path / "back" / file).read_bytes() == (source / file).read_bytes()
+
+
 def test_a_head_that_is_stored_in_the_place_of_the_embedding(tmp_path: Path) -> None:
     source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model")
     held = load_file(source / "model.safetensors")
@@ -297,17 +324,19 @@ def test_untied_and_wider_at_once(tmp_path: Path) -> None:
     from_pretrained(tmp_path / "out")
 
 
+@pytest.mark.parametrize("merge", ["affine", "bias"])
 def test_a_head_that_a_norm_is_merged_into_is_untied_although_its_embedding_stays(
-    tmp_path: Path,
+    merge: Any, tmp_path: Path
 ) -> None:
     config = tf.CTRLConfig(vocab_size=31, n_positions=12, n_embd=12, dff=20, n_layer=2, n_head=3)
     source = stored(config, "CTRLLMHeadModel", tmp_path / "model")
-    only, merging = {"model_class": "CTRLLMHeadModel"}, Options(untie=True, merge="affine")
+    only, merging = {"model_class": "CTRLLMHeadModel"}, Options(untie=True, merge=merge)
     alone = convert(source, tmp_path / "alone", options=UNTIE, **only)
     assert alone.plan.untied == ()
     result = convert(source, tmp_path / "out", options=merging, **only)
     assert [one.tensor for one in result.plan.untied] == ["lm_head.weight"]
-    assert "lm_head.weight" in {named.tensor for m in result.plan.merged for named in m.names}
+    readers = {reader.weight.tensor for m in result.plan.merged for reader in m.readers}
+    assert "lm_head.weight" in readers
     assert result.verification.passed and result.verification.identity_error < 1e-12
 
 
