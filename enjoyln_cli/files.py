@@ -68,6 +68,10 @@ def shards_in_index(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not weights:
         raise BadCheckpoint(f"{path} has no weight_map; fetch it again")
+    if not isinstance(metadata := content.get("metadata"), dict | None):
+        raise BadCheckpoint(
+            f"metadata in {path} is {metadata!r:.100}, not a JSON object; fetch it again"
+        )
     kind = ".bin" if ".bin" in path.name else ".safetensors"
     for name, shard in weights.items():
         if not name.isprintable():

@@ -145,6 +145,23 @@ def test_indices_that_are_none(folder: Path, text: str) -> None:
     refused(folder, "index.json (is not valid JSON|has no weight_map)")
 
 
+@pytest.mark.parametrize("metadata", [None, {}, {"total_size": 48, "of": "somebody"}])
+def test_metadata_of_an_index_may_be_anything_by_name(folder: Path, metadata: Any) -> None:
+    save_file(tensors("a"), folder / ONE)
+    index = {"metadata": metadata, "weight_map": {"a": ONE}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert list(opened(folder).tensors) == ["a"]
+
+
+@pytest.mark.parametrize("metadata", [[1, 2], [], "x", 5, 0, False])
+def test_metadata_of_an_index_without_names(folder: Path, metadata: Any) -> None:
+    """It would be read when everything else is written."""
+    save_file(tensors("a"), folder / ONE)
+    index = {"metadata": metadata, "weight_map": {"a": ONE}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "metadata in .*index.json is .*, not a JSON object; fetch it again")
+
+
 def test_an_index_that_mixes_up_its_shards(folder: Path) -> None:
     save_file(tensors("a"), folder / ONE)
     save_file(tensors("b"), folder / TWO)
