@@ -24,6 +24,9 @@ from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 MAX_HEADER = 100_000_000
 """Bytes. The safetensors format forbids longer headers."""
 
+LONGEST = (1 << 63) - 1
+"""Elements that torch can count, also along the other dimensions of a tensor that is empty."""
+
 FIRST = 1 << 17
 """Bytes read of a file at first: most headers are shorter."""
 
@@ -172,6 +175,10 @@ def _entry(file: str, name: str, value: Any, start: int) -> Stored:
         raise _quantised(name, file, dtype)
     if dtype not in DTYPES:
         raise BadCheckpoint(f"{name} in {file} has the unknown dtype {dtype!r:.40}")
+    if prod(size for size in shape if size) > LONGEST:
+        raise BadCheckpoint(
+            f"{name} in {file} has the impossible shape {str(shape):.100}; fetch it again"
+        )
     need, held = prod(shape) * DTYPES[dtype].itemsize, span[1] - span[0]
     if need != held:
         raise BadCheckpoint(

@@ -149,6 +149,10 @@ DATA = struct.pack("<2f", 1.0, -2.5)
         ({"a": entry(0, 8, shape=[2.0])}, DATA, None, "malformed"),
         ({"a": entry(0, 8, shape=[2, True])}, DATA, None, "malformed"),
         ({"a": entry(0, 8, shape="2")}, DATA, None, "malformed"),
+        ({"a": F, "b": entry(8, 8, shape=[0, 2**70])}, DATA, None, "b in .* impossible shape"),
+        ({"a": F, "b": entry(8, 8, shape=[2**63, 0])}, DATA, None, "b in .* impossible shape"),
+        ({"a": F, "b": entry(8, 8, shape=[2**62, 0, 3])}, DATA, None, "b in .* impossible shape"),
+        ({"a": entry(0, 8, shape=[2**40] * 99)}, DATA, None, "a in .* impossible shape"),
         ({"a": entry(0, 8, "F33")}, DATA, None, "unknown dtype 'F33'"),
         ({"a": entry(0, 8, 32)}, DATA, None, "malformed"),
         ({"a": [1, 2]}, DATA, None, "a in .*malformed"),
@@ -176,6 +180,12 @@ def test_an_honest_header_of_the_same_making(folder: Path) -> None:
     found = opened(folder)
     assert list(found.tensors) == ["a", "b"]
     assert read_tensor(found, "a").tolist() == [1.0, -2.5]
+
+
+@pytest.mark.parametrize("shape", [[0], [3, 0, 2], [0, 2**63 - 1], [2**31, 0, 2**31]])
+def test_an_empty_tensor_of_a_shape_that_torch_has(folder: Path, shape: list[int]) -> None:
+    write_raw(folder, {"a": F, "b": entry(8, 8, shape=shape)}, DATA)
+    assert list(read_tensor(opened(folder), "b").shape) == shape
 
 
 def test_a_header_longer_than_the_format_allows(folder: Path) -> None:
