@@ -172,7 +172,7 @@ def measure(
         first = str(error).strip().split("\n")[0]
         raise UnsupportedModel(
             f"{type(model).__name__} does not run in float64 ({first}), so there is nothing exact "
-            "to compare with; --no-verify converts it unchecked"
+            "to compare with; `enjoyln fold --no-verify` converts it unchecked"
         ) from error
     done.rows = sum(map(_length, examples.batches))
     subject.centre(model)

@@ -425,7 +425,7 @@ def test_a_model_that_refuses_float64_is_one_line_and_leaves_nothing(tmp_path: P
     sizes = {"d_model": 20, "ffn_dim": 33, "attention_heads": 4, "num_layers": 1}
     config = transformers.XGLMConfig(**sizes, vocab_size=37, max_position_embeddings=31)
     transformers.XGLMForCausalLM(config).save_pretrained(tmp_path / "source")
-    with pytest.raises(UnsupportedModel, match="does not run in float64.*--no-verify"):
+    with pytest.raises(UnsupportedModel, match="does not run in float64.*fold --no-verify"):
         enjoyln_cli.fold(tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
