@@ -197,6 +197,16 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
+def text_of(file: str | Path) -> str:
+    """What a text file holds; ``UnsupportedModel`` where it is not UTF-8."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UnsupportedModel(
+            f"{file} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8 text"
+        ) from error
+
+
 def from_text(model: Any, tokenizer: Any, text: str, rows: int) -> list[Batch]:
     """The first ``rows`` windows of the text, at most 256 tokens each, without padding."""
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)[

@@ -164,9 +164,10 @@ def measure(
     def returned(model: Any) -> Outputs:
         return subject.run(model, examples.batches)
 
+    words = None if text is None else inputs.text_of(text)
     model = subject.load(subject.original, torch.float64)
     try:
-        examples = _examples(subject, model, text, images, seed, samples)
+        examples = _examples(subject, model, words, images, seed, samples)
         exact = returned(model)
     except RuntimeError as error:
         first = str(error).strip().split("\n")[0]
@@ -220,7 +221,7 @@ def measure(
 def _examples(
     subject: Subject,
     model: Any,
-    text: str | Path | None,
+    words: str | None,
     images: Sequence[str | Path],
     seed: int,
     samples: int | None,
@@ -232,10 +233,9 @@ def _examples(
     mask_token = None
     if images:
         given = inputs.from_images(model, images, folder, dtype)
-    elif text is not None:
+    elif words is not None:
         head_kind(model)
         tokenizer = inputs.tokenizer_of(folder, subject.trust_remote_code)
-        words = Path(text).read_text(encoding="utf-8")
         given = scored = inputs.from_text(model, tokenizer, words, TEXT_ROWS)
         mask_token = tokenizer.mask_token_id
     first = given or inputs.seeded(model, 2, seed, dtype)

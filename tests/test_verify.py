@@ -504,6 +504,21 @@ def test_verify_on_a_text(outs: dict[str, Path], tmp_path: Path) -> None:
         verify(out, text=text)
 
 
+def test_a_text_that_is_not_utf_8_is_refused_before_a_model_is_loaded(
+    outs: dict[str, Path], tmp_path: Path
+) -> None:
+    text, stages = tmp_path / "latin1.txt", []
+    text.write_bytes("w1 w2 Grüße".encode("latin-1"))
+    with pytest.raises(UnsupportedModel, match="latin1.txt is not UTF-8 .* at byte 8") as caught:
+        verify(outs["float32"], text=text, device_map="disk", on_event=lambda *e: stages.append(e))
+    assert "\n" not in str(caught.value)
+    assert not stages, "loading would have told what it does"
+    text.write_text("w1 w2 Grüße", encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match="tokenizer"):
+        verify(outs["float32"], text=text, device_map="disk", on_event=lambda *e: stages.append(e))
+    assert stages
+
+
 def test_a_run_leaves_the_cache_and_the_loss_out() -> None:
     (output,) = run(gpt2(), [{"input_ids": ids(2), "labels": ids(2)}])
     assert list(output) == ["logits"]
