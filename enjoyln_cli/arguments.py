@@ -19,6 +19,9 @@ Options = dict[str, Any]
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
+LARGEST = 2**63
+"""Bytes, that no file or memory has."""
+
 FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -69,10 +72,10 @@ def parse_size(ctx: click.Context, parameter: click.Parameter, value: str | None
     if value is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", value.strip(), re.IGNORECASE)
-    nbytes = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
-    if nbytes <= 0:
+    nbytes = float(match[1]) * UNITS[match[2].upper()] if match else 0
+    if not 1 <= nbytes < LARGEST:
         raise click.BadParameter(f"{value!r} is not a size; write 5GB or 500MB", ctx, parameter)
-    return nbytes
+    return int(nbytes)
 
 
 def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
