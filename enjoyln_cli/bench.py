@@ -37,6 +37,9 @@ from enjoyln_cli.workload import PHASES, Size, decode, moved, prefill, prompt, s
 
 Event = Callable[[str], None]
 
+DEVICES = ("cpu", "cuda", "mps")
+"""Those that ``timing.waiting_for`` knows how to wait for."""
+
 
 def _unheard(text: str) -> None:
     pass
@@ -121,6 +124,8 @@ def device_named(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in DEVICES:
+            raise UnsupportedModel(f"--device {name} cannot be timed; take {', '.join(DEVICES)}")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = str(error).strip().split("\n")[0]

@@ -423,6 +423,8 @@ def test_usage_errors(out: Path, arguments: list[str], hint: str) -> None:
     [
         (["--mode", "cudagraphs", "--device", "cpu"], "cudagraphs needs a GPU, and this is cpu"),
         (["--device", "quantum"], "--device quantum is not there"),
+        (["--device", "meta"], "--device meta cannot be timed; take cpu, cuda, mps"),
+        (["--device", "xla:0"], "--device xla:0 cannot be timed; take cpu, cuda, mps"),
         (["--seq-len", "4096"], "GPT2LMHeadModel has positions for 64; shorten --seq-len"),
         (["--plot", "x.bmp"], "end it in .png or .svg"),
     ],
