@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 """One model's report, ready for JSON."""
 
+_PATH = re.compile(r"\w+(?:\.\w+)+")
+_LAYER = re.compile("(?<![0-9])(?:0|[1-9][0-9]*)(?![0-9])")
+"""A number as Python counts: not ``01``, which would not be the same when it is written again."""
+
 
 def row(
     model: str,
@@ -167,9 +171,27 @@ def compact(names: Iterable[str]) -> list[str]:
     """Names that differ in layer numbers only, as one: ``h.0-11.ln_1``. Order is kept."""
     groups: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
-        numbers = tuple(int(n) for n in re.findall(r"\d+", name))
-        groups.setdefault(re.sub(r"\d+", "\0", name), []).append(numbers)
+        pattern, numbers = layers_in(name)
+        groups.setdefault(pattern, []).append(numbers)
     return [_with_ranges(pattern, numbers) for pattern, numbers in groups.items()]
+
+
+def layers_in(text: str) -> tuple[str, tuple[int, ...]]:
+    """``text`` with ``\\0`` for every layer number, and these numbers.
+
+    They are those in dotted paths that hold a name, ``h.3.ln_1``: ``0.05`` and ``1e-05`` have none.
+    """
+    numbers: list[int] = []
+
+    def without(number: re.Match[str]) -> str:
+        numbers.append(int(number[0]))
+        return "\0"
+
+    def in_path(path: re.Match[str]) -> str:
+        named = [part.isidentifier() for part in path[0].split(".")]
+        return _LAYER.sub(without, path[0]) if any(named) else path[0]
+
+    return _PATH.sub(in_path, text), tuple(numbers)
 
 
 def _with_ranges(pattern: str, numbers: list[tuple[int, ...]]) -> str:

@@ -10,7 +10,6 @@ of every value whether it is zero-mean.
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,7 +24,7 @@ from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.flow import Value
 from enjoyln_cli.nodes import Opaque, op_name, packet
 from enjoyln_cli.pictures import LONGEST, Box, Graph, Link, Picture, Tone, shortened
-from enjoyln_cli.rows import compact, counts, row
+from enjoyln_cli.rows import compact, counts, layers_in, row
 from enjoyln_cli.trace import Trace
 from enjoyln_cli.why import Tree, label
 
@@ -276,7 +275,7 @@ def _alike(trees: Iterable[Tree]) -> list[list[Tree]]:
 
 
 def _form(tree: Tree) -> object:
-    pattern = re.sub(r"\d+", "0", tree.text)
+    pattern, _ = layers_in(tree.text)
     return pattern, tree.zero_mean, tuple(map(_form, tree.children))
 
 

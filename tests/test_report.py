@@ -91,6 +91,15 @@ def test_a_row_counts_what_the_plan_says() -> None:
         (["a.0.b.0", "a.0.b.1", "a.1.b.0", "a.1.b.1"], ["a.0-1.b.0-1"]),
         (["a.0.b.0", "a.1.b.1"], ["a.*.b.*"]),
         (["ln_1", "x.10.ln_1"], ["ln_1", "x.10.ln_1"]),
+        (["a.01.b", "scale by 0.05"], ["a.01.b", "scale by 0.05"]),
+        (["a.01.b", "a.02.b"], ["a.01.b", "a.02.b"]),
+        (["scale by 0.05", "scale by 0.06"], ["scale by 0.05", "scale by 0.06"]),
+        (["eps 1.5e-05", "eps 2.5e-05"], ["eps 1.5e-05", "eps 2.5e-05"]),
+        (["h.0.ln_1", "h.0.ln_2", "h.1.ln_1", "h.1.ln_2"], ["h.0-1.ln_1-2"]),
+        (
+            ["sum of h.1.a, 2 times (h.1)", "sum of h.2.a, 2 times (h.2)"],
+            ["sum of h.*.a, 2 times (h.*)"],
+        ),
         ([], []),
     ],
 )
