@@ -112,7 +112,9 @@ def _draw_tax(axes: Any, rows: Rows) -> None:
     axes.barh(places, saved, color=MARKS["folded"][1], label="of it saved")
     for place, row, value in zip(places, rows, tax, strict=True):
         share = row["tax_recovered"]
-        text = "within the spread" if share is None else f"{share:.0%} of {value:.1f} %"
+        saved_part = "none" if share is None else f"{share:.0%}"
+        taxed = value > 0 and row["tax_quartiles"][0] > 1
+        text = f"{saved_part} of {value:.1f} %" if taxed else "within the spread"
         axes.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", size=8)
     axes.set_xlim(0, 1.45 * max([*tax, 0.1]))
     axes.tick_params(labelleft=False)

@@ -314,10 +314,9 @@ def _bench_line(row: SpeedRow, fold_seconds: float | None) -> str:
     between = f"({row.speedup_spread.low:.3f} to {row.speedup_spread.high:.3f})"
     gain = f"{row.speedup:.3f} times as fast {between}"
     text = f"{row.case}: {gain if row.verdict == 'faster' else f'{row.verdict}, {gain}'}"
-    if row.recovered is None:
-        text += "; what norms cost is within the spread"
-    else:
-        text += f"; norms cost {row.norm_tax:.1%}, of which {row.recovered:.0%} is saved"
+    cost = f"norms cost {row.norm_tax:.1%}" if row.taxed else "what norms cost is within the spread"
+    text += f"; {cost}"
+    text += "" if row.recovered is None else f", of which {row.recovered:.0%} is saved"
     rates = (f"{row.throughput(name):,.0f}" for name in ("original", "folded"))
     text += f"; {' to '.join(rates)} {'tokens' if row.seq_len else 'rows'} a second"
     runs = row.break_even(fold_seconds)

@@ -8,7 +8,8 @@ With medians over the turns, of the columns of ``variants``::
     break-even     fold seconds / (original - folded)  runs until the fold has paid for itself
 
 A difference counts where the quartiles of the ratio within a turn lie on one side of 1; elsewhere
-there is no gain here, no break-even, and where the tax itself is lost in the noise no share of it.
+there is no gain here, no break-even, and where the tax itself is lost in the noise no share of it;
+nor is there one where the folded model is the slower one.
 """
 
 from __future__ import annotations
@@ -63,11 +64,20 @@ class Row:
         return 1 - self.ms["bare"].median / self.ms["original"].median
 
     @property
+    def taxed(self) -> bool:
+        """Whether norms cost more than the spread."""
+        return self.norm_tax > 0 and self.tax_spread.low > 1
+
+    @property
     def recovered(self) -> float | None:
-        """The share of the norm tax that is saved; ``None`` where the tax is within the spread."""
+        """The share of the norm tax that is saved.
+
+        ``None`` where the tax is within the spread, and where the folded model takes longer: by how
+        much is no share of a tax that may be as small as one likes.
+        """
         gained = self.ms["original"].median - self.ms["folded"].median
         tax = self.ms["original"].median - self.ms["bare"].median
-        return gained / tax if tax > 0 and self.tax_spread.low > 1 else None
+        return gained / tax if self.taxed and gained >= 0 else None
 
     @property
     def verdict(self) -> str:
