@@ -200,18 +200,21 @@ def _bar(bar: Progress) -> Callable[[int, int], None]:
 
 def _plain_lines() -> Callable[[int, int], None]:
     start = last = 0.0
+    before = 0  # bytes: what an earlier run had written comes all at once, and first
     lock = threading.Lock()
 
     def update(done: int, total: int) -> None:
-        nonlocal start, last
+        nonlocal start, last, before
         with lock:
             now = time.monotonic()
             if not start:
                 start = last = now
+            if done and not before and done < total:
+                start, before = now, done
             if now - last < LINE_SECONDS and done < total:
                 return
             last = now
-        rate = done / max(now - start, 1e-3)
+        rate = (done - before) / max(now - start, 1e-3)
         text = f"{size(done)} of {size(total)}, {size(rate)}/s"
         if done < total:
             text += f", {(total - done) / max(rate, 1e-9):.0f} s left"

@@ -248,6 +248,20 @@ def test_progress_in_a_pipe_is_plain_lines(capsys: pytest.CaptureFixture[str]) -
     assert lines[2].endswith("/s")
 
 
+def test_what_an_earlier_run_has_written_is_no_speed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 100.0, 110.0, 120.0])
+    monkeypatch.setattr("enjoyln_cli.report.time.monotonic", lambda: next(clock))
+    with report.watching(quiet=False) as watch:
+        for done in (0, 900_000_000, 950_000_000, 1_000_000_000):
+            watch.progress(done, 1_000_000_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "950.0 MB of 1.0 GB, 5.0 MB/s, 10 s left",
+        "1.0 GB of 1.0 GB, 5.0 MB/s",
+    ]
+
+
 SHOW = """
 from test_report import CHECKED, ONLY_RMS, PLAN
 from enjoyln_cli import report, rows
