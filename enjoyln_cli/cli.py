@@ -401,12 +401,12 @@ def bench(out: Path, picture: Path | None, as_json: bool, opening: Options, **op
         plot.check(picture)
     with watching(as_json) as watch:
         found = measure(out, on_event=watch.stage, **options, **opening)
-    if picture:
-        plot.save(found.to_json(), picture)
     if as_json:
         write_json(found.to_json())
     else:
         write_bench(found)
+    if picture:
+        plot.save(found.to_json(), picture)
 
 
 @main.command()

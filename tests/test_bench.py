@@ -510,6 +510,14 @@ def test_the_command_draws(out: Path, tmp_path: Path) -> None:
     assert "1 x 8 tokens, decode, eager" in (tmp_path / "a.svg").read_text()
 
 
+@needs_matplotlib
+def test_a_picture_that_cannot_be_written_leaves_the_times(out: Path, tmp_path: Path) -> None:
+    result = enjoyln(out, *QUICK, "--plot", tmp_path / f"{'a' * 300}.svg")
+    assert result.exit_code == 1
+    assert "cannot be written: File name too long" in result.stderr.splitlines()[-1]
+    assert "1 x 8 tokens, prefill, eager" in result.stdout
+
+
 def test_what_cannot_be_drawn_is_refused_before_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
