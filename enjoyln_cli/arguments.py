@@ -235,3 +235,15 @@ def push_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         command = option(command)
     return command
+
+
+def refuse_push_options(options: Options) -> None:
+    """Refuse what says how to push where nothing is pushed."""
+    given = {
+        "--private" if options["private"] else "--no-private": options["private"] is not None,
+        "--create-pr": options["create_pr"],
+        "--commit-message": options["commit_message"] is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise click.UsageError(f"{name} goes with --push-to-hub.")

@@ -35,6 +35,7 @@ from enjoyln_cli.arguments import (
     placing_options,
     plan_options,
     push_options,
+    refuse_push_options,
 )
 from enjoyln_cli.errors import EnjoyLNError
 
@@ -171,6 +172,10 @@ def report(
         raise click.UsageError("name one MODEL or more, or a --model-type instead.")
     if why and len(models or types) > 1:
         raise click.UsageError("--why takes one model at a time.")
+    if save and (why or show["picture"]):
+        raise click.UsageError(f"--write-recipe and {'--why' if why else '--save'}: choose one.")
+    if why and show["form"] != "table":
+        raise click.UsageError("--why shows a tree; drop --format.")
     if show["picture"]:
         _check_picture(models or types, show["picture"])
     from enjoyln_cli.convert import recipe_text
@@ -252,6 +257,8 @@ def fold(
         raise click.UsageError("Missing option '-o' / '--out'.")
     if options["keep_means"] and options["dtype"]:
         raise click.UsageError("--keep-means keeps what centring loses, not what --dtype does.")
+    if not options["repo_id"]:
+        refuse_push_options(options)
     if options["opening"]["stream"]:
         if options["max_shard_size"]:
             raise click.UsageError("--stream keeps the files as they are; drop --max-shard-size.")
@@ -367,6 +374,8 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
 @hub_options
 def verify(out: Path, as_json: bool, opening: Options, **options: Any) -> None:
     """Prove that OUT computes the original function. Exit status 0 if so, 1 if not."""
+    if options["text"] and options["images"]:
+        raise click.UsageError("--text and --image: a model is run on one of them, choose it.")
     from enjoyln_cli import verify as check
     from enjoyln_cli.report import watching, write_json, write_verification
 

@@ -116,11 +116,27 @@ def test_version() -> None:
         (["report", GPT2, BERT, "--why", "x"], "--why"),
         (["verify"], "OUT"),
         (["push", "out"], "REPO_ID"),
+        (["verify", "x", "--text", __file__, "--image", __file__], "--text and --image"),
+        (["report", GPT2, "--save", "p.svg", "--write-recipe", "r.yaml"], "and --save: choose one"),
+        (["report", GPT2, "--why", "x", "--write-recipe", "r.yaml"], "and --why: choose one"),
+        (["report", GPT2, "--why", "x", "--format", "json"], "drop --format"),
+        (["fold", GPT2, "-o", "x", "--private"], "--private goes with --push-to-hub"),
+        (["fold", GPT2, "-o", "x", "--no-private"], "--no-private goes with --push-to-hub"),
+        (["fold", GPT2, "-o", "x", "--create-pr"], "--create-pr goes with --push-to-hub"),
+        (["fold", GPT2, "-o", "x", "--commit-message", "m"], "goes with --push-to-hub"),
         (["fold", GPT2, "-o", "x", "--push-to-hub", "me/x", "--no-verify"], "drop --no-verify"),
     ],
 )
 def test_usage_errors_exit_with_2_and_a_hint(arguments: list[str], hint: str) -> None:
-    assert hint in refused(*arguments, status=2)
+    assert hint in " ".join(refused(*arguments, status=2).split())
+
+
+def test_options_that_look_like_these_and_go_together(tmp_path: Path) -> None:
+    """``--yes`` may stand in a script that pushes one time and not the other."""
+    assert "nothing was written" in good("fold", GPT2, "--dry-run", "--yes")
+    assert "ln_f" in good("report", GPT2, "--why", "transformer.ln_f", "--format", "table")
+    norm, picture = "transformer.ln_f", tmp_path / "p.svg"
+    assert str(picture) in good("report", GPT2, "--why", norm, "--save", picture).replace("\n", "")
 
 
 # Report.
