@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,7 +27,7 @@ from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.files import write_whole
 from enjoyln_cli.fold import BENCH_FILE, RECIPE_FILE, centre_parameters
 from enjoyln_cli.loading import optimize
-from enjoyln_cli.marker import Marker, read_marker
+from enjoyln_cli.marker import Marker, believed, read_marker
 from enjoyln_cli.plan import PLAIN, Options, Plan
 from enjoyln_cli.recipe import load_recipe, options_asked, to_plan
 from enjoyln_cli.speeds import Bench, Row
@@ -195,6 +196,11 @@ def compared(
     models = variants(original.to(device), folded.to(device), norms)
     rows = []
     with torch.no_grad():
+        given = next(moved(found[:1], device)).given
+        with suppress(torch.OutOfMemoryError):
+            prefill(models["original"], given).run(None)
+            with believed(type(folded).__name__):
+                prefill(models["folded"], given).run(None)
         for mode in asked.modes:
             for size in moved(found, device):
                 for phase in asked.phases:

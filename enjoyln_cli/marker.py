@@ -37,10 +37,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from enjoyln_cli import __version__
 from enjoyln_cli.axis import Axis
@@ -48,10 +51,13 @@ from enjoyln_cli.checkpoint import Source
 from enjoyln_cli.config import MARKER
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan import Centring, Place, Plan
+from enjoyln_cli.shards import LONGEST
 from enjoyln_cli.units import Units
 
 VERSION = 3
 READABLE = (1, 2, 3)
+MOST_DIMS = 8
+"""Of a tensor that is centred."""
 _NOT_PROVEN = ("source", "revision", "proof", "tool")
 
 
@@ -190,6 +196,24 @@ def read_marker(config: Mapping[str, Any]) -> Marker:
     return found
 
 
+@contextmanager
+def believed(what: str) -> Iterator[None]:
+    """Within it a model runs as a marker says: where it cannot, the marker is not to be believed.
+
+    Raises ``BadCheckpoint`` for what a module makes of a centring that does not fit it.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise BadCheckpoint(
+            f"{what} does not run with the norms and centrings that the enjoyln entry of its "
+            f"config.json names ({type(error).__name__}: {first:.200}); convert the source again"
+        ) from error
+
+
 def _centred(entry: dict[str, Any]) -> tuple[Centred, ...]:
     scales = _names(entry, "scales")
     found = []
@@ -228,14 +252,20 @@ def _centring(entry: Any) -> Centring:
     place = _text(entry, "place")
     if place not in places:
         raise _malformed("place", place)
-    return Centring(_text(entry, "module"), places[place], axis, "")
+    if not (module := _text(entry, "module")):
+        raise _malformed("module", module)
+    return Centring(module, places[place], axis, "")
 
 
 def _axis(entry: dict[str, Any]) -> Axis:
     numbers = _list(entry, "axis")
     if len(numbers) != 5 or not all(type(number) is int for number in numbers):
         raise _malformed("axis", numbers)
-    return Axis(*numbers)
+    axis = Axis(*numbers)
+    counted = min(axis.outer, axis.size, axis.inner) > 0 and axis.start >= 0
+    if not counted or abs(axis.dim) > MOST_DIMS or axis.stop > LONGEST:
+        raise _malformed("axis", numbers)
+    return axis
 
 
 def _names(entry: dict[str, Any], key: str) -> dict[str, str]:

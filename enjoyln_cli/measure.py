@@ -32,7 +32,7 @@ from enjoyln_cli.compare import (
 )
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.fold import centre_parameters
-from enjoyln_cli.marker import Marker
+from enjoyln_cli.marker import Marker, believed
 from enjoyln_cli.memory import first_blocks, room_for_weights
 from enjoyln_cli.norms import input_means, install
 from enjoyln_cli.offload import Offload, reader_of
@@ -177,8 +177,9 @@ def measure(
         ) from error
     done.rows = sum(map(_length, examples.batches))
     subject.centre(model)
-    subject.install(model)
-    done.identity_error = _worst(relative_errors(returned(model), exact))
+    with believed(subject.marker.model_class):
+        subject.install(model)
+        done.identity_error = _worst(relative_errors(returned(model), exact))
     gone = weakref.ref(model)
     del model
     release(gone)

@@ -27,6 +27,7 @@ from enjoyln_cli.cli import main
 from enjoyln_cli.compare import load
 from enjoyln_cli.errors import ModelNotFound, OutputError, UnsupportedModel
 from enjoyln_cli.loading import optimize
+from enjoyln_cli.marker import proof_of
 from enjoyln_cli.norms import Folded
 from enjoyln_cli.report import write_bench
 from enjoyln_cli.speeds import Bench, Row
@@ -447,6 +448,18 @@ def test_refusals_are_one_line(out: Path, arguments: list[str], line: str) -> No
 def test_what_was_not_folded_is_refused() -> None:
     result = enjoyln(CHECKPOINTS / "gpt2")
     assert result.exit_code == 1 and "enjoyln" in result.stderr
+
+
+def test_a_marker_that_the_model_cannot_run_with(tmp_path: Path) -> None:
+    """With its digest made right again."""
+    fold(CHECKPOINTS / "gpt2", tmp_path / "out", model_class="GPT2LMHeadModel", verify=False)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["enjoyln"]["centering"][0]["axis"][0] = 5
+    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    result = enjoyln(tmp_path / "out", *QUICK)
+    assert result.exit_code == 1
+    assert "GPT2LMHeadModel does not run with the norms and" in result.stderr.splitlines()[-1]
 
 
 # Pictures.

@@ -404,6 +404,14 @@ def test_a_hub_id_is_remembered_with_its_commit(source: Path) -> None:
         {"centering": [{"module": "a", "place": "output", "axis": [-1, 0, 1, 8]}]},
         {"centering": [{"module": "a", "place": "output", "axis": [-1, 0, 1, 8, True]}]},
         {"centering": ["a"]},
+        {"centering": [{"module": "", "place": "output", "axis": [-1, 0, 1, 8, 1]}]},
+        {"centering": [{"module": "a", "place": "output", "axis": [9, 0, 1, 8, 1]}]},
+        {"centering": [{"module": "a", "place": "output", "axis": [-9, 0, 1, 8, 1]}]},
+        {"centering": [{"module": "a", "place": "output", "axis": [-1, -1, 1, 8, 1]}]},
+        {"centering": [{"module": "a", "place": "output", "axis": [-1, 0, 0, 8, 1]}]},
+        {"centering": [{"module": "a", "place": "output", "axis": [-1, 0, 1, 10**40, 1]}]},
+        {"centered": [{"axis": [0, 0, 1, 2**62, 2], "parameters": ["a"]}]},
+        {"centered": [{"axis": [0, 0, 1, 8, -1], "parameters": ["a"]}]},
         {"centered": None},
         {"centered": ["a"]},
         {"centered": [{"axis": [0, 0, 1, 8, 1], "parameters": "a"}]},
@@ -420,6 +428,8 @@ def test_a_malformed_marker_is_refused(source: Path, change: dict[str, Any]) -> 
     with pytest.raises(BadCheckpoint) as caught:
         read_marker({"enjoyln": {**entry, **change}})
     assert "\n" not in str(caught.value)
+    if "proof" not in change:
+        assert "malformed" in str(caught.value) or "version" in str(caught.value)
 
 
 def test_no_marker() -> None:

@@ -264,6 +264,34 @@ def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Pat
     assert list(found.norm_input_mean.values())[0] > 0.01
 
 
+@pytest.mark.parametrize(("place", "value"), [(0, 5), (0, 0), (2, 10**12), (3, 2 * D)], ids=str)
+def test_a_marker_with_a_centring_that_does_not_fit(
+    outs: dict[str, Path], tmp_path: Path, place: int, value: int
+) -> None:
+    """With its digest made right again."""
+    out = tmp_path / "out"
+    shutil.copytree(outs["float32"], out)
+    config = json.loads((out / "config.json").read_text())
+    config["enjoyln"]["centering"][0]["axis"][place] = value
+    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadCheckpoint, match="does not run with .* convert the source") as caught:
+        verify(out, write=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_marker_that_centres_what_is_no_tensor(outs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(outs["float32"], out)
+    config = json.loads((out / "config.json").read_text())
+    op = config["enjoyln"]["centering"][0]
+    config["enjoyln"]["centering"].append({**op, "module": "transformer"})
+    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadCheckpoint, match="does not run with"):
+        verify(out, write=False)
+
+
 def test_another_model_is_not_the_original(outs: dict[str, Path], tmp_path: Path) -> None:
     gpt2(seed=7).save_pretrained(tmp_path / "other")
     found = verify(outs["float32"], against=tmp_path / "other", write=False)
