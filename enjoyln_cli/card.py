@@ -139,6 +139,7 @@ def values(
         "recipe": RECIPE_FILE,
         "outputs": ", ".join(f"`{key}`" for key in plan.outputs),
         "classes": ", ".join(f"`{cls}`" for cls in plan.classes),
+        "merged": bool(plan.merged),
         "unproven": bool(plan.unproven),
         "begin": BEGIN,
         "end": END,

@@ -196,7 +196,9 @@ def _check_tensor(one: Centred, tensor: torch.Tensor, scale: torch.Tensor | None
         beyond = _beyond(part, one.axis, scale, tensor.dtype)
         if beyond <= 0:
             continue
-        held = (d for d in FLOATS[:own] if torch.equal(tensor.to(d).to(tensor.dtype), tensor))
+        alone = scale is None or bool((scale == 1).all())
+        narrower = FLOATS[:own] if alone else ()
+        held = (d for d in narrower if torch.equal(tensor.to(d).to(tensor.dtype), tensor))
         narrow = next((d for d in held if _beyond(tensor, one.axis, scale, d) <= 0), None)
         if narrow is not None:
             return
@@ -247,8 +249,10 @@ def _beyond(
 class KeepCentred:
     """A forward pre-hook: once what a model rests on has moved, its norms compute LayerNorm.
 
-    Under ``torch.compile`` the look is taken when the call is compiled, and leaves no trace in the
-    graph. Copies and pickles look anew.
+    The first call looks at the values; later ones see what torch counts as a change of a tensor,
+    or another tensor or module, and not what is written through ``tensor.data``. Under
+    ``torch.compile`` the look is taken when the call is compiled, and leaves no trace in the graph.
+    Copies and pickles look anew.
     """
 
     def __init__(self, watch: Watched, model: nn.Module) -> None:
@@ -390,8 +394,6 @@ def keep_centred(
             del hooks[key]
         hook = KeepCentred(watch, module)
         module.register_forward_pre_hook(hook, prepend=True)
-        hook.walk(module)
-        hook.trained = Folded.trained
         if inner:
             inner.outer = hook
         inner = hook

@@ -81,7 +81,7 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
     merged, unmerged = merging.asked_of(plan.merged, plan.unmerged, asked.merged, folded, where)
     for problem in _wrong_axes(asked, plan, values):
         raise RecipeError(f"{where}: {problem}; take the proven axis")
-    _require_complete(norms, writers, ops, widened, where)
+    _require_complete(norms, writers, plan.ops, ops, widened, where)
     _require_scales(plan, asked, where)
     if folded and set(variant.entry_inputs) != set(plan.entry_inputs):
         raise RecipeError(
@@ -160,14 +160,20 @@ def _beside(variant: Variant, plan: Plan) -> Iterator[tuple[str, set[str], set[s
     """What a recipe and a proof change besides what they centre: the kind of it, and both."""
     yield (
         "unties",
-        {f"{u.tensor} from {u.stored}" for u in variant.untied},
-        {f"{u.tensor} from {u.stored}" for u in copy_lines(plan)},
+        {_in_words(line) for line in variant.untied},
+        {_in_words(line) for line in copy_lines(plan)},
     )
     yield (
         "sets",
         {f"{name}: {value}" for name, value in variant.settings.items()},
         {f"{one.name}: {one.value}" for one in other_settings(plan)},
     )
+
+
+def _in_words(line: CopyLine) -> str:
+    names = (line.parameter, line.source)
+    held = "" if names == (line.tensor, line.stored) else f" ({names[0]} from {names[1]})"
+    return f"{line.tensor} from {line.stored}{held}"
 
 
 def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any = None) -> Plan:
@@ -267,11 +273,13 @@ def _verdict(verdict: Verdict, line: NormLine | None, where: str) -> Verdict:
 def _require_complete(
     norms: Iterable[Verdict],
     writers: Iterable[Writer],
+    proven: Iterable[Centring],
     ops: Iterable[Centring],
     widened: Iterable[Widening],
     where: str,
 ) -> None:
-    centred, modules = {w.parameter for w in writers}, {op.module for op in ops}
+    centred, there = {w.parameter for w in writers}, {(op.module, op.place) for op in ops}
+    lacking = {op.module: op.place for op in proven if (op.module, op.place) not in there}
     wider = {one.second.parameter for one in widened}
     for verdict in norms:
         if verdict.status == "kept":
@@ -289,10 +297,10 @@ def _require_complete(
                     "mean; list that under widen, or keep the norm"
                 )
         for name in verdict.ops:
-            if name not in modules:
+            if name in lacking:
                 raise RecipeError(
-                    f"{where}: folds {verdict.norm}, which needs the centring of {name}; "
-                    "list that under centring_ops, or keep the norm"
+                    f"{where}: folds {verdict.norm}, which needs the centring of {name} (its "
+                    f"{lacking[name]}); list that under centring_ops, or keep the norm"
                 )
 
 

@@ -181,17 +181,41 @@ def _named(data: Mapping[str, Any], key: str, at: str) -> Named:
     return Named(schema.name(data.get(f"{key}_parameter", tensor), f"{at}.{key}_parameter"), tensor)
 
 
+def _tensors(line: MergeLine) -> Iterable[str]:
+    """The stored ones that change, or that something is multiplied by on its way."""
+    if line.merge is not None:
+        yield from (named.tensor for named in line.merge.names)
+        yield from (reader.weight.tensor for reader in line.merge.readers)
+
+
+def _require_fit(
+    one: Merge, reader: Reader, shapes: Mapping[str, Sequence[int]], where: str
+) -> None:
+    matrix, size = tuple(shapes[reader.weight.tensor]), tuple(shapes[one.weight or one.bias])
+    bias = tuple(shapes[reader.bias.tensor]) if reader.bias else None
+    fits = len(matrix) == 2 and size == (matrix[reader.dim],)
+    if not fits or (bias is not None and bias != (matrix[1 - reader.dim],)):
+        raise RecipeError(
+            f"{where}: {one.norm} of shape {list(size)} is not read along dimension {reader.dim} "
+            f"of {reader.weight.tensor}, of shape {list(matrix)}"
+            + (f", with a bias of shape {list(bias)}" if bias is not None else "")
+        )
+
+
 def recorded(
     lines: Iterable[MergeLine], shapes: Mapping[str, Sequence[int]], where: str
 ) -> tuple[tuple[Merge, ...], tuple[Unmerged, ...]]:
     """What a fold has merged and what not; ``shapes`` are those of the result.
 
-    Raises ``RecipeError`` for a tensor that is not stored.
+    Raises ``RecipeError`` for a tensor that is not stored, or that does not fit the others.
     """
     lines = tuple(lines)
-    for name in (named.tensor for line in lines if line.merge for named in line.merge.names):
+    for name in (name for line in lines for name in _tensors(line)):
         if name not in shapes:
             raise RecipeError(f"{where}: no stored tensor is named {name}")
     merged = tuple(line.merge for line in lines if line.merge)
+    for one in merged:
+        for reader in one.readers:
+            _require_fit(one, reader, shapes, where)
     kept = (line for line in lines if not line.merge)
     return merged, tuple(Unmerged(one.norm, one.reason, one.culprit) for one in kept)

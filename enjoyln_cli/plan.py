@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from enjoyln_cli.axis import Axis
+from enjoyln_cli.errors import EnjoyLNError
 
 Status = Literal["static", "centred", "kept"]
 Place = Literal["output", "input"]
@@ -24,6 +25,13 @@ class Options:
     """What of a folded norm may move into the linears that read it."""
     untie: bool = False
     """Tied parameters may become several, each with its own copy of the values."""
+
+    def __post_init__(self) -> None:
+        """Raises ``EnjoyLNError`` for what is no such option."""
+        if self.merge not in (None, "bias", "affine"):
+            raise EnjoyLNError(f"merge is {self.merge!r}; it is None, 'bias' or 'affine'")
+        if self.widen_to < 1:
+            raise EnjoyLNError(f"widen_to is {self.widen_to}; it is 1 at the least")
 
 
 PLAIN = Options()

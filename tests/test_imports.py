@@ -20,7 +20,7 @@ LAYERS = (
     ("alike",),
     ("rows", "measure", "speeds", "variants", "workload"),
     ("timing",),
-    ("weights", "memory", "centred", "fusion"),
+    ("weights", "centred", "fusion"),
     ("compare",),
     ("norms", "fold", "inputs"),
     ("stream", "keeping", "marker", "offload"),
@@ -51,7 +51,7 @@ LAYERS = (
     ("remote",),
     ("config", "files", "shards", "output"),
     ("pipeline",),
-    ("axis", "units", "corrections", "pictures", "team"),
+    ("axis", "units", "corrections", "pictures", "team", "memory"),
     ("errors",),
 )
 """A module imports modules of later rows only. ``__init__`` and ``__main__`` stand above all."""

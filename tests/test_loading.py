@@ -511,6 +511,14 @@ def test_training_mode_that_trains_nothing_changes_nothing(outs: dict[str, Path]
     assert computes_rms(model, given)
 
 
+def test_an_update_that_leaves_no_trace_is_seen_by_the_first_call(outs: dict[str, Path]) -> None:
+    """As an adapter makes it that is merged right after loading."""
+    model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
+    model.transformer.h[1].mlp.c_proj.weight.data.add_(0.1)
+    with pytest.warns(UserWarning, match=r"h\.1\.mlp\.c_proj\.weight: has a mean"):
+        run(model, given)
+
+
 def test_an_update_that_leaves_no_trace_is_seen_after_training(outs: dict[str, Path]) -> None:
     model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
     model.train()

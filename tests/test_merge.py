@@ -449,6 +449,9 @@ def test_a_line_for_every_layer_with_other_names_on_disk() -> None:
     parsed = parse_recipe(text, where="here")
     shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
     assert set(to_plan(parsed, shapes, config=config).merged) == set(plan.merged)
+    turned = parse_recipe(text.replace("dim: 1", "dim: 0"), where="here")
+    with pytest.raises(RecipeError, match="is not read along dimension 0 of"):
+        to_plan(turned, shapes, config=config)
     shapes.pop("classifier.bias")
     with pytest.raises(RecipeError, match="no stored tensor is named classifier.bias"):
         to_plan(parsed, shapes, config=config)

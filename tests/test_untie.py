@@ -411,6 +411,12 @@ def test_a_class_that_settles_its_attention_in_its_first_call_is_the_same_afterw
     assert "cls.predictions.decoder.weight" in {one.tensor for one in plan.untied}
 
 
+@pytest.mark.parametrize("options", [{"merge": "both"}, {"widen_to": 0}])
+def test_an_option_that_there_is_not(options: dict[str, Any]) -> None:
+    with pytest.raises(EnjoyLNError, match="it is"):
+        Options(**options)
+
+
 def test_a_model_in_memory_is_not_untied() -> None:
     with pytest.raises(EnjoyLNError, match="pass its config"):
         analyze(tf.GPT2LMHeadModel(GPT2), options=UNTIE)
