@@ -91,15 +91,16 @@ def intact(layers: Layers, units: Units, dtypes: tuple[torch.dtype, ...]) -> boo
     return False
 
 
-def room(layers: Layers, units: Units) -> bool:
-    """Whether as many units follow that write nothing, so that others can take their place."""
-    enough = layers.second.shape[units.dim] >= units.start + 2 * UNITS
-    return enough and not bool(rows(layers, units, after=UNITS).second.any())
+def room(layers: Layers, units: Units) -> int | None:
+    """How far behind the units as many others begin that write nothing; ``None`` without any."""
+    behind = layers.second.shape[units.dim] - units.start - UNITS
+    places = range(UNITS, behind + 1, UNITS)
+    return next((at for at in places if not rows(layers, units, at).second.any()), None)
 
 
-def moved_on(layers: Layers, units: Units) -> None:
-    """Copy what the units have become to those that follow."""
-    held, free = rows(layers, units), rows(layers, units, after=UNITS)
+def moved_on(layers: Layers, units: Units, after: int) -> None:
+    """Copy what the units have become to those that begin so far behind them."""
+    held, free = rows(layers, units), rows(layers, units, after)
     free.first.copy_(held.first)
     free.second.copy_(held.second)
     if free.bias is not None and held.bias is not None:

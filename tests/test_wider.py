@@ -413,6 +413,13 @@ def test_there_is_no_place_for_units_trained_twice(outs: dict[str, Path]) -> Non
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_units_trained_twice_take_the_next_place_that_is_free(tmp_path: Path) -> None:
+    fold(SOURCE, tmp_path / "out", options=replace(WIDEN, widen_to=16), verify=False)
+    model = trained(refold(trained(from_pretrained(tmp_path / "out"), 0)), 1)
+    exact = logits(model)
+    assert far(logits(refold(model)), exact) < 1e-5 and shifted(model) == {False}
+
+
 def test_a_frozen_mlp_leaves_the_units_alone(outs: dict[str, Path]) -> None:
     model = from_pretrained(outs["float32"])
     for name, parameter in model.named_parameters():
