@@ -136,9 +136,9 @@ def verify(
 
     ``against`` is the original, by default the one that ``out`` remembers; ``plan`` the plan that
     ``out`` was made by, by default its recipe. The outputs compared are those that the marker of
-    ``out`` names, by default all. ``text`` is a UTF-8 file, ``images`` image files;
-    seeded inputs make them up to ``samples`` rows, by default as many as a stable ratio needs.
-    ``dtype`` is what users compute in, by default what most of ``out`` is stored in.
+    ``out`` names, by default all. ``text`` is a UTF-8 file, or ``images`` image files; seeded
+    inputs make them up to ``samples`` rows, by default as many as a stable ratio needs. ``dtype``
+    is what users compute in, by default what most of ``out`` is stored in.
 
     A model that does not fit in ``max_memory`` (bytes for this process, by default what the machine
     has left) is run with its weights read from the disk when a layer needs them, as far as there is
@@ -153,6 +153,8 @@ def verify(
     Raises ``BadCheckpoint`` where ``out`` was not converted, ``ModelNotFound`` where the original
     is gone, ``UnsupportedModel`` for inputs that cannot be made.
     """
+    if text is not None and images:
+        raise UnsupportedModel("a model is run on text or on images: choose one of the two")
     hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
     folded = open_checkpoint(open_source(str(out), weights=True, **hub))
     cached = folded.source.revision is not None

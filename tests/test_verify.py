@@ -35,7 +35,7 @@ from enjoyln_cli.analysis import analyze_config
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.checkpoint import load_config, open_checkpoint, open_source
 from enjoyln_cli.compare import Float64, divergence, perplexity, ratio, relative_errors, run, silent
-from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.fold import fold_checkpoint
 from enjoyln_cli.marker import proof_of
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
@@ -608,6 +608,16 @@ def test_verify_on_images(tmp_path: Path) -> None:
 def test_images_for_a_model_of_text(outs: dict[str, Path]) -> None:
     with pytest.raises(UnsupportedModel, match="takes input_ids"):
         verify(outs["float32"], images=["x.png"])
+
+
+def test_text_and_images_at_once(outs: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="choose one of the two"):
+        verify(outs["float32"], text="some.txt", images=["x.png"])
+
+
+def test_a_result_is_not_its_own_original(outs: dict[str, Path]) -> None:
+    with pytest.raises(AlreadyFolded):
+        verify(outs["float32"], against=outs["float32"])
 
 
 def test_a_text_without_a_language_head(tmp_path: Path) -> None:
