@@ -194,6 +194,11 @@ LIKE = {aten.type_as, aten.view_as, aten.expand_as, aten.reshape_as}
 _SOFTMAX = {aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax}
 
 
+def readers_of(node: Node) -> set[Node]:
+    """The nodes that read the values of another, not just its shape."""
+    return {user for user in node.users if packet(user) not in SHAPE_ONLY}
+
+
 def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
     """Norms, softmax, ``x - mean(x)`` over this very axis; what reads shapes or other elements."""
     op, shape = packet(node), shape_of(operand)

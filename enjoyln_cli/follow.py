@@ -43,7 +43,6 @@ from enjoyln_cli.template import Span, concrete, templated
 from enjoyln_cli.wider import asked_of, before, in_words, line_of, recorded
 
 NOT_ASKED = "the recipe does not fold it"
-BY_RECIPE = "the recipe keeps it"
 
 
 def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
@@ -254,7 +253,7 @@ def _verdict(verdict: Verdict, line: NormLine | None, where: str) -> Verdict:
     if line is None or not line.fold:
         if verdict.status == "kept":
             return verdict
-        reason = NOT_ASKED if line is None else line.reason or BY_RECIPE
+        reason = NOT_ASKED if line is None else line.reason or merging.BY_RECIPE
         return Verdict(verdict.norm, "kept", reason=reason, culprit=line.culprit if line else "")
     if verdict.status == "kept":
         culprit = f" ({verdict.culprit})" if verdict.culprit else ""
@@ -381,7 +380,7 @@ def _stored_copy(line: CopyLine, shapes: Mapping[str, Sequence[int]], where: str
 def _recorded(line: NormLine) -> Verdict:
     if line.fold:
         return Verdict(line.name, "centred" if line.ops else "static", line.ops)
-    return Verdict(line.name, "kept", reason=line.reason or BY_RECIPE, culprit=line.culprit)
+    return Verdict(line.name, "kept", reason=line.reason or merging.BY_RECIPE, culprit=line.culprit)
 
 
 def _axis(span: Span, extent: int | None, config: Mapping[str, Any], where: str) -> Axis:

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from enjoyln_cli import rules
 from enjoyln_cli.axis import Axis, feature_axis
-from enjoyln_cli.flow import SHAPE_ONLY
+from enjoyln_cli.flow import readers_of
 from enjoyln_cli.nodes import (
     Opaque,
     aten,
@@ -170,8 +170,3 @@ def _writers(linear: Node, axis: Axis, named: dict[Node, str]) -> frozenset[str]
         if operand not in named or not whole or occurrences(linear, operand) != 1:
             return None
     return frozenset(named[operand] for operand, _ in pairs)
-
-
-def readers_of(node: Node) -> set[Node]:
-    """The nodes that read the values of another, not just its shape."""
-    return {user for user in node.users if packet(user) not in SHAPE_ONLY}

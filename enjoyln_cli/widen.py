@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node, map_arg
 
 from enjoyln_cli.axis import feature_axis
-from enjoyln_cli.flow import SHAPE_ONLY, Flow, Value
+from enjoyln_cli.flow import Flow, Value, readers_of
 from enjoyln_cli.nodes import (
     SPLITS,
     argument,
@@ -136,7 +136,7 @@ def find_widenings(
     for position, trace in enumerate(flow.traces):
         named = {node: groups[names[0]] for node, names in trace.parameters.items()}
         for node, name in named.items():
-            readers.setdefault(name, set()).update(_readers(node))
+            readers.setdefault(name, set()).update(readers_of(node))
         for call in _calls(position, trace, named):
             if isinstance(call, _Call):
                 calls.setdefault(call.mlp, []).append(call)
@@ -171,7 +171,7 @@ def _cannot_grow(
     for call in calls:
         inside = {*call.between, call.second}
         for node in (call.first, *call.between):
-            if other := next((user for user in _readers(node) if user not in inside), None):
+            if other := next((user for user in readers_of(node) if user not in inside), None):
                 return f"its hidden values are read by {op_name(other)} too"
     own = {c.first for c in calls}
     reading = dict.fromkeys(mlp.parts, own) | {mlp.second: {c.second for c in calls}}
@@ -343,7 +343,7 @@ def _halved(node: Node) -> Node | None:
 def _residual(trace: int, node: Node, x: Node) -> Edge | None:
     """Where alone the value goes, if that is a sum of it and ``x``."""
     while True:
-        users = _readers(node)
+        users = readers_of(node)
         if len(users) != 1:
             return None
         user = users.pop()
@@ -358,8 +358,3 @@ def _residual(trace: int, node: Node, x: Node) -> Edge | None:
     other = others[0]
     same = shape_of(other) == shape_of(user) == shape_of(node)
     return (trace, user, other) if same and _origin(other) is x else None
-
-
-def _readers(node: Node) -> set[Node]:
-    """The nodes that read the values of another, not just its shape."""
-    return {user for user in node.users if packet(user) not in SHAPE_ONLY}
