@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import select
 import shutil
 import socket
 import struct
@@ -291,11 +292,13 @@ def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tup
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # how a terminal ends
-        while block := os.read(ours, 1 << 16):
-            shown += block
-            if reply and b"[y/N]" in shown:
+        while True:
+            heard = bool(select.select([ours], [], [], 1.0)[0])
+            if heard and not (block := os.read(ours, 1 << 16)):
+                break
+            shown += block if heard else b""
+            if b"[y/N]" in shown and not heard:  # Python misses a signal right before it waits
                 os.write(ours, reply)
-                reply = b""
     os.close(ours)
     return process.wait(timeout=60), shown.decode()
 
