@@ -193,7 +193,7 @@ def _with_options(optional: list[dict[str, Any]], plain: list[dict[str, Any]]) -
         "* The reasons of those that stay even then: "
         + ", ".join(f"{count} {answer}" for answer, count in answers.most_common())
         + ".",
-        f"* {len(tied)} classes compute something else when nothing is tied, and say so.",
+        *([f"* {len(tied)} classes cannot be untied, and say why."] if tied else []),
         "",
     ]
 
