@@ -464,6 +464,9 @@ def test_a_push_tells_where_a_local_source_lay(hub: Hub, home: Path, tmp_path: P
     assert fold.status == 0, fold.err
     (warning,) = json.loads(push.out)["warnings"]
     assert "config.json tells where it came from" in warning and str(GPT2) in warning
+    call = ["fold", GPT2, "-o", tmp_path / "at-once", "--push-to-hub", "me/at-once", "--yes"]
+    (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert "warning:" in done.err and str(GPT2) in "".join(done.err.split())
     assert str(GPT2.parent) not in (tmp_path / "out" / "README.md").read_text()
 
 

@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 from transformers import AutoModel, BertConfig, DistilBertConfig
 
 from enjoyln_cli import analyze, fold, verify
+from enjoyln_cli.checkpoint import open_source
 from enjoyln_cli.cli import main
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.hub import standing_against
 from enjoyln_cli.pipeline import transformer_folder
 
 WIDTH = 24
@@ -113,6 +115,26 @@ def test_the_transformer_is_folded_and_the_rest_comes_along(
     assert {name for name in before if before[name] != after[name]} <= changed
     assert "enjoyln" in json.loads(after[str(Path(inside, "config.json"))])
     assert verify(out).passed
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("2_Dense/model.safetensors", "2_Dense/model.safetensors has changed since"),
+        ("modules.py", "modules.py came after"),
+        ("README.md", ""),
+    ],
+)
+@pytest.mark.parametrize("inside", ["", "0_Transformer"])
+def test_a_verification_holds_for_the_whole_pipeline(
+    inside: str, name: str, words: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    fold(pipeline(tmp_path / "source", "bert", inside), out)
+    with (out / name).open("ab") as file:
+        file.write(b" ")
+    complaint = standing_against(open_source(str(out)))
+    assert words in complaint and bool(words) == bool(complaint)
 
 
 @KINDS
