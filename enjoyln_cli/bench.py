@@ -113,7 +113,7 @@ def bench(
         load_seconds=load_seconds,
         weight_bytes=weights,
     )
-    if write and folded.source.revision is None:
+    if write and not folded.source.cached:
         text = json.dumps(result.to_json(), indent=2)
         write_whole(folded.source.path / BENCH_FILE, text + "\n")
     return result

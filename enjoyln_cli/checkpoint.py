@@ -91,6 +91,11 @@ class Source:
     """The files of weights, where they are not in ``path`` but fetched one by one."""
 
     @property
+    def cached(self) -> bool:
+        """Whether it lies in the Hub's cache, where nobody else writes."""
+        return self.revision is not None
+
+    @property
     def root(self) -> Path:
         """The directory of the whole pipeline; that of the model where it is not part of one."""
         return self.path.parents[len(Path(self.folder).parts) - 1] if self.folder else self.path

@@ -311,13 +311,13 @@ def _push_after(
 
     to: Options = {"private": private, "create_pr": create_pr, "token": options["opening"]["token"]}
     target = hub.target(repo_id, **to)
-    kind = ("" if target.exists else "new, ") + ("private" if target.private else "public")
+    where = f"{target.repo_id} ({target.kind})"
     if not dry_run:
-        ask(f"Push the result to {target.repo_id} ({kind})?", yes)
+        ask(f"Push the result to {where}?", yes)
 
     def push_it(out: Path | None) -> Options:
         if out is None:
-            return {"would_push_to": f"{target.repo_id} ({kind})"}
+            return {"would_push_to": where}
         try:
             upload = hub.prepare(out, repo_id, **to)
             if chatty:

@@ -35,9 +35,8 @@ def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     needed = dict.fromkeys(read + required)
     others = [name for name in _PARTS if name not in needed and _has_part(model, name, accepted)]
     others += [name for name in accepted if name not in needed and _kin(model, name)]
-    fewer = [[*needed, other] for other in others] if len(others) > 1 else []
-    for names in ([*needed, *others], *fewer, [*needed]) if others else ([*needed],):
-        for bundle in product(*(_forms(model, name, rows, tokens) for name in names)):
+    for more in dict.fromkeys((tuple(others), *((other,) for other in others), ())):
+        for bundle in product(*(_forms(model, name, rows, tokens) for name in (*needed, *more))):
             given: Inputs = {}
             for part in bundle:
                 given |= part

@@ -200,12 +200,12 @@ def _made_from(
 
     A file of the Hub's cache is known by its name there, which is that of its content.
     """
-    source, cached = checkpoint.source, checkpoint.source.revision is not None
+    source = checkpoint.source
     found = {"enjoyln": __version__, "the source": f"{source.path} {source.revision}"}
     inner = {**checkpoint.states, **others[0]}
     for folder, states in ((source.path, inner), (source.root, others[1])):
         for name, (size, changed_at) in states.items():
-            what = (folder / name).resolve().name if cached else f"changed at {changed_at}"
+            what = (folder / name).resolve().name if source.cached else f"changed at {changed_at}"
             found[f"the file {name}"] = f"{size} bytes, {what}"
     headers, _ = plain_layout(checkpoint)
     found |= {f"the header of {name}": sha256(head).hexdigest() for name, head in headers.items()}

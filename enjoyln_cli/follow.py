@@ -159,8 +159,8 @@ def _beside(variant: Variant, plan: Plan) -> Iterator[tuple[str, set[str], set[s
     """What a recipe and a proof change besides what they centre: the kind of it, and both."""
     yield (
         "unties",
-        {_in_words(line) for line in variant.untied},
-        {_in_words(line) for line in copy_lines(plan)},
+        {_untied_in_words(line) for line in variant.untied},
+        {_untied_in_words(line) for line in copy_lines(plan)},
     )
     yield (
         "sets",
@@ -169,7 +169,7 @@ def _beside(variant: Variant, plan: Plan) -> Iterator[tuple[str, set[str], set[s
     )
 
 
-def _in_words(line: CopyLine) -> str:
+def _untied_in_words(line: CopyLine) -> str:
     names = (line.parameter, line.source)
     held = "" if names == (line.tensor, line.stored) else f" ({names[0]} from {names[1]})"
     return f"{line.tensor} from {line.stored}{held}"

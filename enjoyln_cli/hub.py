@@ -51,6 +51,11 @@ class Target:
     there: Mapping[str, tuple[str, str]]
     """Path of each file to its digest: ``("sha256" | "sha1", digits)``, the latter as in git."""
 
+    @property
+    def kind(self) -> str:
+        """``new, private``, and what else it may be."""
+        return ("" if self.exists else "new, ") + ("private" if self.private else "public")
+
 
 @dataclass(frozen=True)
 class File:

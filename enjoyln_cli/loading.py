@@ -113,20 +113,19 @@ def refold(model: Model) -> Model:
         shape = tuple(tensor_at(model, one.parameter).shape)
         writers.append(Writer(one.parameter, one.parameter, one.axis, shape, scale=scale))
     units = [(layers_of(model, some), some) for some in watch.units]
-    trained = [
-        (layers, some, room(layers, some))
-        for layers, some in units
-        if not intact(layers, some, FLOATS)
-    ]
-    for _, some, after in trained:
-        if after is None:
+    trained = []
+    for layers, some in units:
+        if intact(layers, some, FLOATS):
+            continue
+        if (after := room(layers, some)) is None:
             raise NotCentred(
                 f"{some.second}: its hidden units from {some.start} on, which subtract a mean, "
                 "have been trained, and no others are free to take their place; save the model, "
                 "`enjoyln unfold` it, and fold it again with --widen-mlp"
             )
+        trained.append((layers, some, after))
     for layers, some, after in trained:
-        moved_on(layers, some, after or 0)
+        moved_on(layers, some, after)
     plan = Plan("", found.model_class, (), (), tuple(writers), ())
     centre_parameters(model, plan)
     if any(tensor_at(model, path).dtype == torch.float64 for path in watch.tensors):

@@ -19,7 +19,7 @@ from typing import Any
 from torch.fx import Node
 
 from enjoyln_cli.axis import Axis, feature_axis
-from enjoyln_cli.flow import LIKE, SHAPE_ONLY, Flow, Value, candidates, consumers
+from enjoyln_cli.flow import LIKE, Flow, Value, candidates, consumers, readers_of
 from enjoyln_cli.nodes import (
     argument,
     aten,
@@ -124,10 +124,8 @@ def _reads(node: Node) -> set[Node]:
     """The nodes that read the values of another: neither its shape alone, nor for nobody."""
     return {
         user
-        for user in node.users
-        if packet(user) not in SHAPE_ONLY
-        and not (packet(user) in LIKE and user.args[0] is not node)
-        and "unread" not in user.meta
+        for user in readers_of(node)
+        if not (packet(user) in LIKE and user.args[0] is not node) and "unread" not in user.meta
     }
 
 

@@ -354,8 +354,7 @@ def upload_line(found: Upload) -> str:
     changes = f"{found.count('new')} new and {found.count('changed')} changed"
     where = f"{to.repo_id}{'@' + to.revision if to.revision else ''}"
     where = f"a pull request to {where}" if to.create_pr else where
-    kind = ("" if to.exists else "new, ") + ("private" if to.private else "public")
-    return f"{changes} of {len(found.files)} files, {size(found.size)}, to {where} ({kind})"
+    return f"{changes} of {len(found.files)} files, {size(found.size)}, to {where} ({to.kind})"
 
 
 def write_environment(found: dict[str, Any]) -> None:

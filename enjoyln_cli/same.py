@@ -46,11 +46,12 @@ def _ops(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:
     It is the second run: in its first a model may settle what it is made of (BigBird's attention).
     """
     bare = without_weights(model)
+    run = Steps(bare, call.flags, None)
     with ready(bare), weightless():
-        Steps(bare, call.flags, None)(*on_cpu(call.steps))
-    held = chain(bare.named_buffers(), bare.named_parameters(remove_duplicate=False))
-    with ready(bare), weightless(), _Listing({id(t): groups.get(n, n) for n, t in held}) as found:
-        Steps(bare, call.flags, None)(*on_cpu(call.steps))
+        run(*on_cpu(call.steps))
+        held = chain(bare.named_buffers(), bare.named_parameters(remove_duplicate=False))
+        with _Listing({id(t): groups.get(n, n) for n, t in held}) as found:
+            run(*on_cpu(call.steps))
     return found.ops
 
 

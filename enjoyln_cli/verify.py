@@ -157,7 +157,7 @@ def verify(
         raise UnsupportedModel("a model is run on text or on images: choose one of the two")
     hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
     folded = open_checkpoint(open_source(str(out), weights=True, **hub))
-    cached = folded.source.revision is not None
+    cached = folded.source.cached
     marker = read_marker(raw_config(folded.source))
     original = original_of(marker, against, revision, hub)
     stored = _stored_dtype(folded)
