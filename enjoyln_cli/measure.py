@@ -38,6 +38,7 @@ from enjoyln_cli.norms import input_means, install
 from enjoyln_cli.offload import Offload, reader_of
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.returned import returning
+from enjoyln_cli.rows import size
 
 ENTRIES = 1 << 14
 """Entries per output that a ratio of two rounding errors should at least rest on. The entries of a
@@ -89,9 +90,9 @@ class Subject:
         offload = None
         if room is not None and self.folder:
             offload = Offload(self.folder, room)
-            total = sum(sizes.values()) * dtype.itemsize / 1e9
-            what = f"{total:.1f} GB in {str(dtype).removeprefix('torch.')}"
-            kept = f"{min(room / 1e9, total):.1f} GB of it stay in memory"
+            total = sum(sizes.values()) * dtype.itemsize
+            what = f"{size(total)} in {str(dtype).removeprefix('torch.')}"
+            kept = f"{size(min(room, total))} of it stay in memory"
             self.event("stage", f"reading weights from the disk as layers run: {what}, {kept}")
         return load(folder, name, config, dtype, self.trust_remote_code, offload)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.rows import size
 
 HEADROOM = 1.3
 """Memory of a model that runs over that of its parameters: the loader's copies and activations."""
@@ -100,8 +101,8 @@ def room_for_weights(
     if room is not None and room < one:
         least = (one + used_memory()) / 1e9
         raise UnsupportedModel(
-            f"{name} alone takes {sizes[name] * dtype.itemsize / 1e9:.1f} GB in {dtype}, and there "
-            f"are {max(room, 0) / 1e9:.1f} GB for it: give --max-memory {least + 0.1:.1f}GB"
+            f"{name} alone takes {size(sizes[name] * dtype.itemsize)} in {dtype}, and there "
+            f"are {size(max(room, 0))} for it: give --max-memory {least + 0.1:.1f}GB"
         )
     return 0 if device_map == "disk" or room is None else int((room - one) / HEADROOM)
 

@@ -36,6 +36,7 @@ from enjoyln_cli.journal import Journal, note, share, together
 from enjoyln_cli.kept import Keeper, keeping
 from enjoyln_cli.memory import give_back
 from enjoyln_cli.placing import Shard, index, layout
+from enjoyln_cli.rows import size
 from enjoyln_cli.shards import Stored
 from enjoyln_cli.steps import FLOATS, Slot, steps_of
 
@@ -264,7 +265,7 @@ def _check_space(shards: Sequence[Shard], into: Path) -> None:
     need, free = sum(shard.size for shard in shards), shutil.disk_usage(into).free
     if need > free:
         raise OutputError(
-            f"the weights take {need / 1e9:.1f} GB, {into.parent} has {free / 1e9:.1f} GB left; "
+            f"the weights take {size(need)}, and {size(free)} are left for {into.parent}; "
             "free some space, or choose another place"
         )
 
