@@ -145,7 +145,7 @@ def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator
         case Whole(edit, values):
             scratch = Lane()
             x = elements(scratch, ends, 0, ends.slot.count)
-            wide = edited(x.double().view(ends.slot.stored.shape), edit, values)
+            wide = edited(x.double().view(ends.slot.stored.shape), edit, values())
             dtype = FLOATS[ends.slot.dtype]
             data = outgoing(scratch, ends, 0, wide.numel() * dtype.itemsize)
             y = torch.frombuffer(data, dtype=dtype)

@@ -24,8 +24,8 @@ from enjoyln_cli.axis import Axis, centre
 from enjoyln_cli.plan import Grown, Merge, Named, Plan, Widening
 from enjoyln_cli.units import UNITS, read_by_units, written_by_units
 
-ROWS = 1 << 18
-"""Elements of a matrix that are held in float64 at once: 2 MB, which stays in a core's cache."""
+ROWS = 1 << 16
+"""Elements of a matrix that are held in float64 at once: half a megabyte."""
 
 
 @dataclass(frozen=True)

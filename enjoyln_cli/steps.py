@@ -18,7 +18,7 @@ takes which step:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -33,6 +33,9 @@ BLOCK = 1 << 18
 """Elements worked on at once: 2 MB in float64, which stays in a core's cache."""
 CHUNK = 1 << 24
 """Elements of a step that can be cut, so that workers share a large tensor."""
+
+Values = Callable[[], Given]
+"""What an edit takes from other tensors, read when a step first asks for it."""
 
 FLOATS = {code: dtype for code, dtype in DTYPES.items() if dtype.is_floating_point}
 
@@ -69,26 +72,26 @@ class Slot:
 
 @dataclass(frozen=True)
 class Before:
-    """``x * by + add``: ``by`` has an element for every ``inner`` of ``x``, again and again."""
+    """``x * times + plus``; an element of ``times`` for every ``inner`` of ``x``, in turns."""
 
-    by: torch.Tensor | None
+    values: Values
     inner: int
-    add: torch.Tensor | None
 
     def __call__(self, block: torch.Tensor, first: int) -> None:
         """On the elements from ``first``, which are whole runs of ``inner``, in place."""
-        if self.by is not None:
-            rows, many = block.view(-1, self.inner), self.by.numel()
+        by, add = self.values().times, self.values().plus
+        if by is not None:
+            rows, many = block.view(-1, self.inner), by.numel()
             at = first // self.inner % many
             begun = min(-at % many, len(rows))
             rounds = (len(rows) - begun) // many * many
             last = len(rows) - begun - rounds
-            rows[:begun].mul_(self.by[at : at + begun].unsqueeze(1))
+            rows[:begun].mul_(by[at : at + begun].unsqueeze(1))
             whole = rows[begun : begun + rounds].view(-1, many, self.inner)
-            whole.mul_(self.by.view(1, many, 1))
-            rows[begun + rounds :].mul_(self.by[:last].unsqueeze(1))
-        if self.add is not None:
-            block.add_(self.add[first : first + block.numel()])
+            whole.mul_(by.view(1, many, 1))
+            rows[begun + rounds :].mul_(by[:last].unsqueeze(1))
+        if add is not None:
+            block.add_(add[first : first + block.numel()])
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class Whole:
     """The tensor at once."""
 
     edit: Edit
-    values: Given
+    values: Values
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ Part = Copy | Edited
 Step = Part | Whole | Fill
 
 
-def steps_of(slot: Slot, edit: Edit, values: Given) -> Iterator[Step]:
+def steps_of(slot: Slot, edit: Edit, values: Values) -> Iterator[Step]:
     """The steps that write ``slot``, in any order and by any worker."""
     if edit.fill is not None:
         yield from _filled(0, slot.count, edit.fill)
@@ -230,11 +233,10 @@ def _fits(step: Edited, run: int, row: int) -> bool:
     return not any(n % part for n in (unit, count, step.start) for part in (run, row))
 
 
-def _before(edit: Edit, values: Given, shape: tuple[int, ...]) -> Before | None:
-    if values.times is None and values.plus is None:
+def _before(edit: Edit, values: Values, shape: tuple[int, ...]) -> Before | None:
+    if edit.times is None and edit.plus is None:
         return None
-    inner = prod(shape[edit.times.dim + 1 :]) if edit.times else 1
-    return Before(values.times, inner, values.plus)
+    return Before(values, prod(shape[edit.times.dim + 1 :]) if edit.times else 1)
 
 
 def _wider(edit: Edit, shape: tuple[int, ...]) -> Wider | None:

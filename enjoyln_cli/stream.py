@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
@@ -30,7 +30,7 @@ from enjoyln_cli.checkpoint import (
     read_tensor,
     require_unchanged,
 )
-from enjoyln_cli.edit import ROWS, Edit, Given, given
+from enjoyln_cli.edit import ROWS, Edit, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.journal import Journal, note, share, together
 from enjoyln_cli.kept import Keeper, keeping
@@ -95,7 +95,7 @@ def write_shards(
     if progress and len(mine) < len(shards):
         names = {shard.name for shard in mine}
         progress(sum(slot.nbytes for s in shards if s.name not in names for slot in s.slots))
-    tasks = _tasks(checkpoint, edits, jobs, allow_nonfinite)
+    tasks = _tasks(checkpoint, edits, allow_nonfinite)
     _check_space(mine, into)
     for some, at_hand in _turns(checkpoint, mine):
         with at_hand:
@@ -180,16 +180,20 @@ def _work(
         if journal:
             note(journal, into / name, targets[name].pieces or ())
 
-    portions = [
-        [
-            (shard.name, slot, tasks)
-            for slot in shard.slots
-            for tasks in _portions(tuple(tasks_for(slot)), positioned)
-        ]
-        for shard in shards
-    ]
     lanes = LANES * jobs if positioned and keeper is None else jobs
-    queue = deque(_alternating(portions, lanes))
+    queue = deque(
+        _alternating(
+            [
+                [
+                    (shard.name, slot, tasks)
+                    for slot in shard.slots
+                    for tasks in _portions(tuple(tasks_for(slot)), positioned)
+                ]
+                for shard in shards
+            ],
+            lanes,
+        )
+    )
     left = Counter(name for name, _, _ in queue)
     lock, stop = threading.Lock(), threading.Event()
 
@@ -312,9 +316,9 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _tasks(
-    checkpoint: Checkpoint, edits: Mapping[str, Edit], jobs: int, nonfinite: bool
+    checkpoint: Checkpoint, edits: Mapping[str, Edit], nonfinite: bool
 ) -> Callable[[Slot], Iterator[Task]]:
-    """Tells what becomes of each tensor. The vectors that are multiplied in are in memory."""
+    """Tells what becomes of each tensor."""
 
     def read(name: str) -> torch.Tensor:
         return read_tensor(checkpoint, name)
@@ -322,15 +326,10 @@ def _tasks(
     def rows(name: str) -> Iterator[torch.Tensor]:
         return read_rows(checkpoint, name, ROWS)
 
-    none = Given()
-    needing = {name: edit for name, edit in edits.items() if edit.needs}
-    with ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found = pool.map(lambda edit: given(edit, read, rows), needing.values())
-        values = dict(zip(needing, found, strict=True))
-
     def tasks(slot: Slot) -> Iterator[Task]:
-        steps = steps_of(slot, edits.get(slot.name, Edit()), values.get(slot.name, none))
-        return (partial(run, step=step, nonfinite=nonfinite) for step in steps)
+        edit = edits.get(slot.name, Edit())
+        values = cache(partial(given, edit, read, rows))
+        return (partial(run, step=s, nonfinite=nonfinite) for s in steps_of(slot, edit, values))
 
     return tasks
 
