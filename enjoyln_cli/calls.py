@@ -120,6 +120,8 @@ def _features(model: Any, kind: str, given: Inputs, rows: int) -> int:
         told = _TOLD.search(str(error))
         return int(told[1]) // rows if told else 0
     pooled = getattr(found, "pooler_output", None)
+    if pooled is None and (deep := getattr(found, "deepstack_features", None)):
+        pooled = deep[0]  # as many for each layer
     vectors = tensors_in(found if pooled is None else pooled)
     return sum(math.prod(vector.shape[:-1]) for vector in vectors) // rows
 

@@ -63,8 +63,11 @@ def _divisor(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def no_means(shape: tuple[int, ...], dtype: torch.dtype, axis: Axis) -> torch.Tensor:
     """Room for the means over ``axis`` of a tensor that is stored in ``dtype``."""
-    lead, width = prod(shape[: axis.dim]), prod(shape[axis.dim + 1 :])
-    return torch.zeros(lead, axis.outer, axis.inner, width, dtype=kind_of(dtype))
+    return torch.zeros(_shape_of_means(shape, axis), dtype=kind_of(dtype))
+
+
+def _shape_of_means(shape: tuple[int, ...], axis: Axis) -> tuple[int, ...]:
+    return prod(shape[: axis.dim]), axis.outer, axis.inner, prod(shape[axis.dim + 1 :])
 
 
 def fits(undo: Undo) -> bool:
@@ -72,11 +75,13 @@ def fits(undo: Undo) -> bool:
     shape = undo.shape
     if len(undo.axes) != len(undo.means) or len(undo.dims) != len(undo.factors):
         return False
+    if min(shape, default=0) < 0:
+        return False
     return all(
         0 <= axis.dim < len(shape)
         and min(axis.start, axis.outer - 1, axis.size - 1, axis.inner - 1) >= 0
         and axis.stop <= shape[axis.dim]
-        and means.shape == no_means(shape, undo.dtype, axis).shape
+        and means.shape == _shape_of_means(shape, axis)
         and means.dtype == kind_of(undo.dtype)
         for axis, means in zip(undo.axes, undo.means, strict=True)
     ) and all(

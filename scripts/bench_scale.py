@@ -4,25 +4,32 @@
     python scripts/bench_scale.py --only fold        folds of 4, 8 and 16 GB against copying them
     python scripts/bench_scale.py --only bloom       all tensors of BLOOM-176B, 64 times smaller
     python scripts/bench_scale.py --only verify      8 GB verified within 3 GB of memory
+    python scripts/bench_scale.py --only processes   one process against two, each on its own core
 
 Decides sizes and what is projected; times and memory are taken by ``bench_fold``. The checkpoint
 of 176 billion parameters has BLOOM's names, its 72 files, its index and its shapes, except that
 each matrix is 64 times smaller in a dimension that no mean is taken over. Its plan is made for the
 real shapes. What that costs per tensor is measured; hours for the whole are a projection, from the
-bytes at 1 GB/s and from the bytes at the rate measured.
+bytes at 1 GB/s and from the bytes at the rate measured. Processes are compared where the processor
+is the limit, with checkpoint and result in memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench_fold import ENJOYLN, LARGE, fold_against_copy, generated, run, table
@@ -179,6 +186,64 @@ def verified(gigabytes: float, limit: str, model_type: str, folder: Path) -> dic
     }
 
 
+def shared(processes: int, model_type: str, repeats: int) -> dict[str, Any]:
+    """1 GB folded by one process and by several, in turns, each process on a core of its own.
+
+    A run takes as long as its slowest process, from the plan to the published result. Ends the
+    benchmark where the bytes differ.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:processes]
+    if len(cores) < processes:
+        sys.exit(f"{processes} processes need as many cores, and there are {len(cores)}")
+    runs: dict[int, list[float]] = {1: [], processes: []}
+    digests = set()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        source, out = generated(1, model_type, Path(name)), Path(name) / "folded"
+        for _ in range(repeats):
+            for many, seconds in runs.items():
+                seconds.append(max(_together(cores[:many], source, out)))
+                digests.add(tuple(_digest(path) for path in sorted(out.glob("*.safetensors"))))
+                shutil.rmtree(out)
+    if len(digests) > 1:
+        sys.exit(f"{processes} processes write other bytes than one")
+    one, several = median(runs[1]), median(runs[processes])
+    return {
+        "what": f"fold 1 GB, {processes} processes",
+        "gigabytes": 1,
+        "fold_s": round(several, 2),
+        "one_process_s": round(one, 2),
+        "times_as_fast": round(one / several, 2),
+        "seconds": {many: [round(s, 2) for s in seconds] for many, seconds in runs.items()},
+    }
+
+
+def _together(cores: list[int], source: Path, out: Path) -> list[float]:
+    """Seconds that each of the processes states, one on each core."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    team = {"WORLD_SIZE": f"{len(cores)}", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+    team["LOCAL_WORLD_SIZE"] = team["WORLD_SIZE"]
+    command = [*ENJOYLN, "fold", source, "-o", out, "--no-verify", "--json", "--jobs", "1"]
+    members = [
+        subprocess.Popen(
+            ["taskset", "-c", f"{core}", *map(str, command)],
+            env={**os.environ, **team, "RANK": f"{rank}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank, core in enumerate(cores)
+    ]
+    told = [member.communicate()[0] for member in members]
+    if any(member.returncode for member in members):
+        sys.exit(f"a fold with {len(cores)} processes failed")
+    return [json.loads(text)["seconds"] for text in told if text]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def results(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     if args.only in (None, "fold"):
         rows = folds(args.sizes, args.model_type, args.repeats, folder)
@@ -190,14 +255,17 @@ def results(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
         yield simulated(folder, args.repeats)
     if args.only in (None, "verify"):
         yield verified(args.verify_size, args.max_memory, args.model_type, folder)
+    if args.only in (None, "processes"):
+        yield shared(args.processes, args.model_type, args.repeats)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How the enjoyln commands scale.")
-    parser.add_argument("--only", choices=["fold", "bloom", "verify"])
+    parser.add_argument("--only", choices=["fold", "bloom", "verify", "processes"])
     parser.add_argument("--sizes", type=float, nargs="+", default=[4, 8, 16], metavar="GB")
     parser.add_argument("--verify-size", type=float, default=8, metavar="GB")
     parser.add_argument("--max-memory", default="3GB", help="of the verification")
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--model-type", default="opt", help="of the generated checkpoints")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, help="where to generate; a temporary directory if not")

@@ -53,7 +53,7 @@ BEGUN = {
     "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
     "indexer_compress_ratio": 2, "indexer_budget": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1,
     "indexer_head_dim": 16, "moe_intermediate_size": 32, "n_shared_experts": 1,
-    "layer_types": ["conv", "full_attention"], "downsample_rate": "1/7",
+    "layer_types": ["conv", "full_attention"], "downsample_rate": "1/2",
     "deepstack_layer_map": [[-2, 0], [-1, 1]], "spatial_target_layers": [0, 1, 0, 1],
     "projector_scale_factors": [1.0], "is_decoder": True, "top_k_experts": 2,
 }  # fmt: skip
@@ -66,7 +66,7 @@ ABSENT = {
 """What some default configs have no attribute for, although their models read it, and more that
 those do not say."""
 CORRECTED = {
-    "mm_tokens_per_image": 4, "num_cross_attention_heads": 1,
+    "mm_tokens_per_image": 4, "downsample_mode": "16x", "num_cross_attention_heads": 1,
     "projector_patch_to_query_dict": {n * n: n for n in range(65)},
 }  # fmt: skip
 """What the default config says otherwise than its own default image asks for."""
@@ -77,6 +77,8 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
 
     Images larger than ``side`` get ``SIDE`` pixels or a few less, a power of two of patches.
     """
+    if config.model_type == "timm_wrapper":
+        return  # whose architecture says all, and the rest has to agree with it
     stages = vars(config).get("num_hidden_layers") if "stage_names" in vars(config) else None
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
@@ -188,6 +190,15 @@ def _link(config: Any) -> None:
         if "downsample_channels" in own and (behind := getattr(config, "encoder_config", None)):
             behind.hidden_size = own["downsample_channels"][-1]
             _divide(behind)
+    if "hidden_size" in vars(config) and widths.get("text_config"):
+        config.hidden_size = widths["text_config"]
+    vision = parts.get("vision_config", config)
+    tile = vars(vision).get("image_size")
+    if isinstance(vars(config).get("downsample_rate"), str):
+        vision.patch_size = tile // 4  # whole windows of patches, each next to another
+    if isinstance(tile, int) and (grids := vars(config).get("image_grid_pinpoints")):
+        one = min(min(grid) for grid in grids)
+        config.image_grid_pinpoints = [[n // one * tile for n in grid] for grid in grids]
     prompts, levels = parts.get("prompt_encoder_config"), "backbone_feature_sizes"
     for part in parts.values() if prompts else ():
         if levels in vars(part):  # each level has twice the grid of the next

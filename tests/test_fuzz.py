@@ -12,13 +12,14 @@ import resource
 import shutil
 import signal
 import struct
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,7 +34,7 @@ from enjoyln_cli.recipe import parse_recipe, to_plan
 
 TIMES = int(os.environ.get("ENJOYLN_FUZZ", "1"))
 SECONDS = 5 if TIMES > 1 else 30
-"""Of processor time, after which a case counts as hanging; more where other tests run beside it."""
+"""Of processor time that a case may take; more where other tests run beside it."""
 MEMORY = 1 << 30
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -52,24 +53,34 @@ def cases(count: int) -> Callable[..., Any]:
     )
 
 
-@contextmanager
-def refused_at_most() -> Iterator[None]:
-    """The block ends in time and in bounds: well, or with a refusal of one line."""
+def in_bounds(case: Callable[[], object]) -> None:
+    """``case`` ends in time and in bounds: well, or with a refusal of one line.
+
+    A machine that others use is slow at times, so what takes too long is tried again.
+    """
+    held = peak()
+    if not any(seconds_of(case) <= SECONDS for _ in range(3)):
+        pytest.fail(f"a case takes more than {SECONDS} s, each of three times")
+    assert peak() - held < MEMORY
+
+
+def seconds_of(case: Callable[[], object]) -> float:
+    """Of processor time."""
 
     def hang(_signal: int, _frame: FrameType | None) -> None:
-        pytest.fail(f"a case takes more than {SECONDS} s")
+        pytest.fail(f"a case takes more than {10 * SECONDS} s")
 
-    before, held = signal.signal(signal.SIGPROF, hang), peak()
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    before, begin = signal.signal(signal.SIGPROF, hang), time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, 10 * SECONDS)
     try:
-        yield
+        case()
     except EnjoyLNError as error:
         assert str(error).isprintable()
         assert len(str(error)) < 3000
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
-    assert peak() - held < MEMORY
+    return time.process_time() - begin
 
 
 def peak() -> int:
@@ -164,10 +175,13 @@ FILES = HEADERS | edited(file_of(json.dumps(HEADER).encode(), DATA)) | st.binary
 def test_safetensors_files(folder_of_cases: Path, content: bytes) -> None:
     (folder_of_cases / "config.json").write_text("{}")
     (folder_of_cases / "model.safetensors").write_bytes(content)
-    with refused_at_most():
+
+    def case() -> None:
         found = opened(folder_of_cases)
         for name, stored in found.tensors.items():
             assert tuple(read_tensor(found, name).shape) == stored.shape
+
+    in_bounds(case)
 
 
 INDEX = {
@@ -184,17 +198,22 @@ def test_indices(folder_of_cases: Path, index: bytes) -> None:
     shard = file_of(json.dumps(HEADER).encode(), DATA)
     (folder_of_cases / "model-00001-of-00001.safetensors").write_bytes(shard)
     (folder_of_cases / "model.safetensors.index.json").write_bytes(index)
-    with refused_at_most():
+
+    def case() -> None:
         found = opened(folder_of_cases)
         assert set(found.shards) == {"model-00001-of-00001.safetensors"}
+
+    in_bounds(case)
 
 
 @cases(150)
 @given(text=st.sampled_from(RECIPES).flatmap(lambda text: changed_recipes(text)))
 def test_recipes(text: str) -> None:
-    with refused_at_most():
+    def case() -> None:
         recipe = parse_recipe(text, where="theirs.yaml")
         to_plan(recipe, {}, config={"n_embd": 768, "hidden_size": 768})
+
+    in_bounds(case)
 
 
 def changed_recipes(text: str) -> st.SearchStrategy[str]:
@@ -206,8 +225,7 @@ def changed_recipes(text: str) -> st.SearchStrategy[str]:
 @given(config=st.sampled_from(FAMILIES).flatmap(lambda name: damaged(CONFIGS[name])))
 def test_configs(folder_of_cases: Path, config: Any) -> None:
     (folder_of_cases / "config.json").write_text(json.dumps(config))
-    with refused_at_most():
-        convert.inspect(str(folder_of_cases), convert.Opening())
+    in_bounds(lambda: convert.inspect(str(folder_of_cases), convert.Opening()))
 
 
 MARKER = {
@@ -229,14 +247,21 @@ MARKER = {
 @given(entry=damaged(MARKER))
 def test_markers(entry: Any) -> None:
     """Of version 1, which has no digest that would refuse every change at once."""
-    with refused_at_most():
+
+    def case() -> None:
         assert isinstance(read_marker({"enjoyln": entry}), Marker)
+
+    in_bounds(case)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    """What is imported once does not count for the first case."""
+def settled() -> Iterator[None]:
+    """What is imported once does not count for the first case, nor a thread that waits for one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     convert.inspect(str(CHECKPOINTS / FAMILIES[0]), convert.Opening())
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -280,7 +305,6 @@ def test_what_a_fold_has_kept(
     text = json.dumps(header).encode()
     try:
         path.write_bytes(len(text).to_bytes(8, "little") + text + body)
-        with refused_at_most():
-            unfold(kept, tmp_path_factory.mktemp("back") / "back")
+        in_bounds(lambda: unfold(kept, tmp_path_factory.mktemp("back") / "back"))
     finally:
         path.write_bytes(good)

@@ -31,6 +31,7 @@ from enjoyln_cli.kept import FILE, FOLDER, open_kept, save
 from enjoyln_cli.placing import plain_layout
 from enjoyln_cli.plan import Plan, Scale, Verdict, Writer
 from enjoyln_cli.stream import write_shards
+from enjoyln_cli.undo import Undo, fits
 from enjoyln_cli.unfold import restore
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -333,6 +334,15 @@ def test_a_kept_file_that_is_damaged(out: Path, back: Path, at: float) -> None:
     data[int(at * len(data))] ^= 4
     path.write_bytes(data)
     refused("original.safetensors is damaged: .*fold the source anew", out, back)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fitting"), [((3, 8), True), ((-3, 8), False), ((1 << 60, 8), False)]
+)
+def test_a_shape_that_means_do_not_fit(shape: tuple[int, ...], fitting: bool) -> None:
+    """Told without making room for the means that would."""
+    means = (torch.zeros(3, 1, 1, 1, dtype=torch.float64),)
+    assert fits(Undo(torch.float32, shape, (Axis(1, 0, 1, 8, 1),), means)) is fitting
 
 
 def test_a_kept_file_that_is_cut_or_gone(out: Path, back: Path) -> None:
