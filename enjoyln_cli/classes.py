@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -58,7 +58,7 @@ def build(model_class: type, config: Any) -> nn.Module:
             f"{type(error).__name__}: {first}"
         ) from error
     forget_stored(model)
-    use_batched_experts(model)
+    apply_experts(model)
     return model
 
 
@@ -80,10 +80,14 @@ def _countable() -> Iterator[None]:
         hook.remove()
 
 
-def use_batched_experts(model: Any) -> None:
-    """Apply experts in the one way whose shapes no value decides, and that float64 can run."""
-    if getattr(model, "_can_set_experts_implementation", bool)():
-        model.set_experts_implementation("batched_mm")
+def apply_experts(model: nn.Module, way: str = "batched_mm") -> None:
+    """Set how ``model`` and the models in it apply experts; some of these have none.
+
+    Without ``way`` it is the one whose shapes no value decides, and that float64 can run.
+    """
+    for part in model.modules():
+        if getattr(part, "_can_set_experts_implementation", bool)():
+            cast(Any, part).set_experts_implementation(way)
 
 
 def class_named(name: str) -> type:

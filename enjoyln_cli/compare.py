@@ -26,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from enjoyln_cli.calls import dtype_of
-from enjoyln_cli.classes import build, class_named
+from enjoyln_cli.classes import apply_experts, build, class_named
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.inputs import Batch, masked
 from enjoyln_cli.kernels import literally
@@ -116,8 +116,7 @@ def elements(
 def _in_float64(model: Any) -> Any:
     """All in float64; experts are applied one by one, as grouped products do not know the dtype."""
     with silent():
-        if model._can_set_experts_implementation():
-            model.set_experts_implementation("eager")
+        apply_experts(model, "eager")
     return model.double()
 
 

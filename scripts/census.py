@@ -73,12 +73,12 @@ def built(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     import torch
     import transformers
 
-    from enjoyln_cli.classes import use_batched_experts
+    from enjoyln_cli.classes import apply_experts
 
     config, _, accepted = sketched(model_class, model_type)
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(copy.deepcopy(config)).eval()
-    use_batched_experts(model)
+    apply_experts(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
