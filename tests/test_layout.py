@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 
 from enjoyln_cli import fold, verify
 from enjoyln_cli.axis import Axis, centre
-from enjoyln_cli.classes import build, candidate, classes_for, saved_shapes
+from enjoyln_cli.classes import apply_experts, build, candidate, classes_for, saved_shapes
 from enjoyln_cli.compare import Float64
 from enjoyln_cli.layout import Conversion, conversion
 from enjoyln_cli.nodes import Opaque
@@ -191,6 +191,15 @@ def input_means(norms: list[nn.Module]) -> list[float]:
     for module in norms:
         module.register_forward_pre_hook(hook)
     return means
+
+
+def test_experts_of_a_part_are_applied_as_those_of_the_whole() -> None:
+    """A class that has no experts itself says so, whatever its parts have."""
+    part = build(transformers.PhimoeModel, transformers.PhimoeConfig(**PHIMOE))
+    whole = nn.ModuleDict({"text": nn.Sequential(part), "tower": nn.Linear(2, 2)})
+    for way in ("eager", "batched_mm"):
+        apply_experts(whole, way)
+        assert part.config._experts_implementation == way
 
 
 def test_the_recipe_names_experts_in_one_line_and_serves_the_check(tmp_path: Path) -> None:
