@@ -1,4 +1,4 @@
-"""Everything that enjoyln refuses to do, as exceptions.
+"""Everything that enjoyln refuses to do, as exceptions, and how a message states a size.
 
     EnjoyLNError                 one line for the user; the command exits with status 1
     ├── ModelNotFound            no such directory or repository, offline and not cached, gated
@@ -74,3 +74,12 @@ class PushRefused(EnjoyLNError):
 
 class VerificationFailed(EnjoyLNError):
     """The result does not compute the same function as the original."""
+
+
+def size(nbytes: float) -> str:
+    """Bytes in decimal units, as disks count them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"

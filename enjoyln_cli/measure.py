@@ -30,7 +30,7 @@ from enjoyln_cli.compare import (
     release,
     run,
 )
-from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.errors import UnsupportedModel, size
 from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.marker import Marker, believed
 from enjoyln_cli.memory import first_blocks, room_for_weights
@@ -38,7 +38,6 @@ from enjoyln_cli.norms import input_means, install
 from enjoyln_cli.offload import Offload, reader_of
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.returned import returning
-from enjoyln_cli.rows import size
 
 ENTRIES = 1 << 14
 """Entries per output that a ratio of two rounding errors should at least rest on. The entries of a

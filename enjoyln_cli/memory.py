@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.rows import size
+from enjoyln_cli.errors import UnsupportedModel, size
 
 HEADROOM = 1.3
 """Memory of a model that runs over that of its parameters: the loader's copies and activations."""

@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as RichTree
 
+from enjoyln_cli.errors import size
 from enjoyln_cli.rows import (
     Row,
     as_csv,
@@ -37,7 +38,6 @@ from enjoyln_cli.rows import (
     counts,
     notes,
     number,
-    size,
 )
 
 if TYPE_CHECKING:

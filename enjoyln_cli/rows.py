@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from enjoyln_cli.errors import size
+
 if TYPE_CHECKING:
     from enjoyln_cli.convert import Prepared
     from enjoyln_cli.fold import FoldResult
@@ -147,15 +149,6 @@ def unfold_row(result: Unfolded) -> Row:
     return {**vars(result), "back": str(result.back)}
 
 
-def size(nbytes: float) -> str:
-    """Bytes in decimal units, as disks count them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"
-
-
 def number(value: float | None) -> str:
     """``1.2e-16`` for small and large values, three digits in between, ``-`` for none."""
     if value is None:
@@ -276,11 +269,11 @@ def _widened(mlps: Sequence[Row]) -> list[str]:
     for one in mlps:
         groups.setdefault((one["attribute"], one["from"], one["to"]), []).append(one)
     lines = []
-    for (attribute, size, to), here in groups.items():
+    for (attribute, units, to), here in groups.items():
         many = counted(len(here), "MLP")
         names = ", ".join(compact(one["tensor"] for one in here if one["subtracts"]))
         text = (
-            f"  widen {many} from {size} to {to} hidden units ({attribute}), to subtract the mean"
+            f"  widen {many} from {units} to {to} hidden units ({attribute}), to subtract the mean"
         )
         lines.append(f"{text} of what they are added to: {names}")
     return lines

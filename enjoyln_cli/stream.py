@@ -31,12 +31,11 @@ from enjoyln_cli.checkpoint import (
     require_unchanged,
 )
 from enjoyln_cli.edit import ROWS, Edit, given
-from enjoyln_cli.errors import BadCheckpoint, OutputError
+from enjoyln_cli.errors import BadCheckpoint, OutputError, size
 from enjoyln_cli.journal import Journal, note, share, together
 from enjoyln_cli.kept import Keeper, keeping
 from enjoyln_cli.memory import give_back
 from enjoyln_cli.placing import Shard, index, layout
-from enjoyln_cli.rows import size
 from enjoyln_cli.shards import Stored
 from enjoyln_cli.steps import FLOATS, Slot, steps_of
 

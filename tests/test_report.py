@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from enjoyln_cli import report, rows
+from enjoyln_cli import errors, report, rows
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.plan import Centring, Plan, Verdict, Writer
 from enjoyln_cli.verify import Verification
@@ -126,7 +126,7 @@ def test_numbers_are_readable(value: float | None, shown: str) -> None:
 
 
 def test_sizes_are_decimal() -> None:
-    assert [rows.size(n) for n in (0, 999, 1500, 4_300_000_000, 7e12)] == [
+    assert [errors.size(n) for n in (0, 999, 1500, 4_300_000_000, 7e12)] == [
         "0 B",
         "999 B",
         "1.5 kB",
@@ -264,7 +264,7 @@ def test_what_an_earlier_run_has_written_is_no_speed(
 
 SHOW = """
 from test_report import CHECKED, ONLY_RMS, PLAN
-from enjoyln_cli import report, rows
+from enjoyln_cli import errors, report, rows
 from enjoyln_cli.why import Tree
 report.write_rows([rows.row("a/long/model/名前", PLAN, ()), rows.row("LLaMA", ONLY_RMS)], "table")
 report.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
