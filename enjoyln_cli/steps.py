@@ -79,7 +79,8 @@ class Before:
 
     def __call__(self, block: torch.Tensor, first: int) -> None:
         """On the elements from ``first``, which are whole runs of ``inner``, in place."""
-        by, add = self.values().times, self.values().plus
+        values = self.values()
+        by, add = values.times, values.plus
         if by is not None:
             rows, many = block.view(-1, self.inner), by.numel()
             at = first // self.inner % many

@@ -180,19 +180,16 @@ def _work(
             note(journal, into / name, targets[name].pieces or ())
 
     lanes = LANES * jobs if positioned and keeper is None else jobs
-    queue = deque(
-        _alternating(
-            [
-                [
-                    (shard.name, slot, tasks)
-                    for slot in shard.slots
-                    for tasks in _portions(tuple(tasks_for(slot)), positioned)
-                ]
-                for shard in shards
-            ],
-            lanes,
-        )
-    )
+    portions = [
+        [
+            (shard.name, slot, tasks)
+            for slot in shard.slots
+            for tasks in _portions(tuple(tasks_for(slot)), positioned)
+        ]
+        for shard in shards
+    ]
+    queue = deque(_alternating(portions, lanes))
+    del portions  # what a task has read is held no longer than the task
     left = Counter(name for name, _, _ in queue)
     lock, stop = threading.Lock(), threading.Event()
 

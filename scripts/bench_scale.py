@@ -17,7 +17,6 @@ is the limit, with checkpoint and result in memory.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -192,6 +191,8 @@ def shared(processes: int, model_type: str, repeats: int) -> dict[str, Any]:
     A run takes as long as its slowest process, from the plan to the published result. Ends the
     benchmark where the bytes differ.
     """
+    from enjoyln_cli.files import digest
+
     cores = sorted(os.sched_getaffinity(0))[:processes]
     if len(cores) < processes:
         sys.exit(f"{processes} processes need as many cores, and there are {len(cores)}")
@@ -202,7 +203,7 @@ def shared(processes: int, model_type: str, repeats: int) -> dict[str, Any]:
         for _ in range(repeats):
             for many, seconds in runs.items():
                 seconds.append(max(_together(cores[:many], source, out)))
-                digests.add(tuple(_digest(path) for path in sorted(out.glob("*.safetensors"))))
+                digests.add(tuple(digest(path) for path in sorted(out.glob("*.safetensors"))))
                 shutil.rmtree(out)
     if len(digests) > 1:
         sys.exit(f"{processes} processes write other bytes than one")
@@ -238,10 +239,6 @@ def _together(cores: list[int], source: Path, out: Path) -> list[float]:
     if any(member.returncode for member in members):
         sys.exit(f"a fold with {len(cores)} processes failed")
     return [json.loads(text)["seconds"] for text in told if text]
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def results(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:

@@ -264,7 +264,7 @@ def test_what_an_earlier_run_has_written_is_no_speed(
 
 SHOW = """
 from test_report import CHECKED, ONLY_RMS, PLAN
-from enjoyln_cli import errors, report, rows
+from enjoyln_cli import report, rows
 from enjoyln_cli.why import Tree
 report.write_rows([rows.row("a/long/model/名前", PLAN, ()), rows.row("LLaMA", ONLY_RMS)], "table")
 report.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
