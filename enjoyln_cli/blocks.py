@@ -180,12 +180,17 @@ def _rewrite(
     """
     dtype = FLOATS[ends.slot.dtype]
     edits = bool(centred or step.before)
+    same = ends.slot.dtype == ends.slot.stored.dtype and not (centred or step.wider or nonfinite)
+    narrow = same and step.before is not None and step.before.exact_in(dtype)
     for first, many in spans(start, count, unit, _elements_at_once(ends)):
         x = elements(lane, ends, first, many)
         begin, into = _place(step.wider, first, many)
         data = outgoing(lane, ends, begin * dtype.itemsize, into * dtype.itemsize)
         y = _kept(step.wider, torch.frombuffer(data, dtype=dtype), many)
         for at, some in spans(0, many, unit, steps.BLOCK):
+            if narrow and step.before:
+                step.before(y[at : at + some].copy_(x[at : at + some]), first + at)
+                continue
             block = _wide(lane, x[at : at + some])
             if step.before:
                 step.before(block, first + at)

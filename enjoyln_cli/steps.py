@@ -77,11 +77,24 @@ class Before:
     values: Values
     inner: int
 
+    def exact_in(self, dtype: torch.dtype) -> bool:
+        """Whether the arithmetic of ``dtype`` gives what float64 gives, rounded once.
+
+        A product of two numbers of 16 bits has at most 22 significant bits. It is computed in
+        float32, which holds 24, and rounded: in bfloat16 whatever float32 cannot hold is less than
+        half of the smallest number, in float16 there is no such product.
+        """
+        values = self.values()
+        if values.times is None or values.plus is not None or dtype.itemsize != 2:
+            return False
+        return torch.equal(values.times.to(dtype).double(), values.times)
+
     def __call__(self, block: torch.Tensor, first: int) -> None:
         """On the elements from ``first``, which are whole runs of ``inner``, in place."""
         values = self.values()
         by, add = values.times, values.plus
         if by is not None:
+            by = by.to(block.dtype)
             rows, many = block.view(-1, self.inner), by.numel()
             at = first // self.inner % many
             begun = min(-at % many, len(rows))

@@ -17,7 +17,7 @@ from enjoyln_cli.edit import Append, Edit, Given, Product, Vector, edited, given
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.placing import bytes_to_write
 from enjoyln_cli.shards import Stored
-from enjoyln_cli.steps import Slot, Whole, steps_of
+from enjoyln_cli.steps import Before, Slot, Whole, steps_of
 from enjoyln_cli.stream import write_shards
 from enjoyln_cli.weights import check_tensors
 
@@ -233,3 +233,46 @@ def test_nan_is_refused_where_it_would_spread_and_values_that_overflow(tmp_path:
     big = Edit(times=Vector("g", 0, 9.0))
     with pytest.raises(BadCheckpoint, match="beyond F16"):
         write_shards(checkpoint, {"t": big}, tmp_path / "out", dtype=torch.float16)
+
+
+def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float64 to the nearest number of ``dtype``, ties to even, without torch's casts."""
+    bits, least = {torch.bfloat16: (8, -133), torch.float16: (11, -24)}[dtype]
+    step = (exact.frexp().exponent - bits).clamp(min=least).double()
+    near = torch.ldexp(torch.ldexp(exact, -step).round(), step)
+    return torch.where(near.abs() > torch.finfo(dtype).max, near.sign() * torch.inf, near)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_two_numbers_of_16_bits_are_multiplied_in_their_dtype(dtype: torch.dtype) -> None:
+    """Every number, by small, large and odd ones: what float64 gives, rounded once."""
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    x = x[x.isfinite()]
+    limits = torch.finfo(dtype)
+    tiny = limits.smallest_normal
+    made = torch.Generator().manual_seed(0)
+    odd = x[torch.randint(len(x), (60,), generator=made)]
+    ends = torch.tensor([tiny, tiny / 2, -limits.max, -0.9, 1.1, 0.0]).to(dtype)
+    by = torch.cat([odd, ends]).double()
+    before = Before(lambda: Given(times=by), len(x))
+    assert before.exact_in(dtype)
+    block = x.repeat(len(by))
+    before(block, 0)
+    exact = torch.outer(by, x.double()).flatten()
+    assert torch.equal(block.double(), rounded(exact, dtype))
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (Given(times=torch.tensor([0.5, 1 + 2**-12]).double()), torch.bfloat16),
+        (Given(times=torch.tensor([0.5, 2**20]).double()), torch.float16),
+        (Given(times=torch.tensor([0.5, float("nan")]).double()), torch.bfloat16),
+        (Given(times=torch.tensor([0.5, 2]).double()), torch.float32),
+        (Given(times=torch.ones(2).double(), plus=torch.ones(2).double()), torch.bfloat16),
+        (Given(plus=torch.ones(2).double()), torch.bfloat16),
+    ],
+    ids=["too precise", "too large", "not a number", "too wide", "a sum", "only a sum"],
+)
+def test_other_arithmetic_needs_float64(values: Given, dtype: torch.dtype) -> None:
+    assert not Before(lambda: values, 1).exact_in(dtype)
