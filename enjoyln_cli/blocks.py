@@ -16,7 +16,7 @@ import torch
 
 from enjoyln_cli import steps
 from enjoyln_cli.corrections import corrections
-from enjoyln_cli.edit import edited
+from enjoyln_cli.edit import edited, widened
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.journal import Piece
 from enjoyln_cli.kept import Keeping, digest_of_piece, keep
@@ -306,7 +306,7 @@ def room(lane: Lane, count: int = steps.BLOCK) -> torch.Tensor:
 
 def _wide(lane: Lane, x: torch.Tensor) -> torch.Tensor:
     """``x`` as float64, in the lane's buffer."""
-    return room(lane, x.numel())[: x.numel()].copy_(x)
+    return widened(x, room(lane, x.numel())[: x.numel()])
 
 
 def outgoing(lane: Lane, ends: Ends, start: int, size: int) -> memoryview:

@@ -24,8 +24,8 @@ from enjoyln_cli.axis import Axis, centre
 from enjoyln_cli.plan import Grown, Merge, Named, Plan, Widening
 from enjoyln_cli.units import UNITS, read_by_units, written_by_units
 
-ROWS = 1 << 16
-"""Elements of a matrix that are held in float64 at once: half a megabyte."""
+ROWS = 1 << 17
+"""Elements of a matrix that are held in float64 at once: a megabyte."""
 
 
 @dataclass(frozen=True)
@@ -130,25 +130,23 @@ def _product(parts: Iterable[torch.Tensor], dim: int, by: torch.Tensor) -> torch
 
     They are converted in the same memory, one after the other.
     """
-    at, total = 0, torch.zeros(() if dim == 0 else 0, dtype=torch.float64)
-    room: dict[torch.dtype, torch.Tensor] = {}
+    at, found = 0, [torch.zeros(() if dim == 0 else 0, dtype=torch.float64)]
+    room = torch.empty(0, dtype=torch.float64)
     for part in parts:
-        wide = part
-        for dtype in (torch.float32, torch.float64) if _narrow(part) else (torch.float64,):
-            if dtype not in room:
-                room[dtype] = torch.empty(part.shape, dtype=dtype)
-            wide = room[dtype][: len(part)].copy_(wide)
+        if room.numel() < part.numel():
+            room = torch.empty_like(part, dtype=torch.float64)
+        wide = widened(part, room[: len(part)])
         if dim == 0:
-            total = total + by[at : at + len(part)] @ wide.flatten(1)
+            found = [found[0] + by[at : at + len(part)] @ wide.flatten(1)]
         else:
-            total = torch.cat([total, wide.movedim(dim, -1).flatten(0, -2) @ by])
+            found.append(wide.movedim(dim, -1).flatten(0, -2) @ by)
         at += len(part)
-    return total
+    return found[0] if dim == 0 else torch.cat(found)
 
 
-def _narrow(x: torch.Tensor) -> bool:
-    """Whether the way to float64 is shorter through float32."""
-    return x.dtype in (torch.float16, torch.bfloat16)
+def widened(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """``x`` as float64, in the memory of ``into``. Float16 gets there faster through float32."""
+    return into.copy_(x.float() if x.dtype == torch.float16 else x)
 
 
 def edited(x: torch.Tensor, edit: Edit, values: Given) -> torch.Tensor:
