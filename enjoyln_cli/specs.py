@@ -196,6 +196,12 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
             "pixel_attention_mask": ones(rows, GRID * GRID),
             name: sides,
         }
+    places = _number(config, "num_position_embeddings", default=GRID * GRID)
+    yield {  # of which some are put together for each token of the text
+        "pixel_values": Spec((rows, places, width)),
+        "image_token_pooling": Spec((rows * GRID, GRID), rows * places),
+        "image_grids": Spec((rows, 4), GRID + 1, (1, GRID, 0, 0)),
+    }
     yield {  # one row of all patches of all images
         "pixel_values": Spec((1, channels, side, count * side)),
         "target_sizes": sides,

@@ -33,7 +33,7 @@ HEADS_OF = (
 INDICES = re.compile(r"((?<!out_)indices|indexes|feature_layers?|cross_attention_layers)$")
 DEPTHS = ("depth", "num_hidden_layers", "encoder_layers")
 EXPERTS = re.compile(r"(num|routed)_experts$|expert_num$")
-TEXT_IDS = re.compile(r"_token_id$|_token_index$")
+TEXT_IDS = re.compile(r"_(token|patch)_id$|_token_index$")
 VOCABULARY = 131
 PATIENCE = 60
 """Seconds after which a model that accepts no inputs in one size is not tried in others."""
@@ -179,12 +179,17 @@ def _link(config: Any) -> None:
             written.add("hidden_size")
         for output in written if read and name in towers else ():
             setattr(part, output, read)
+        if read and "text_hidden_size" in own:
+            part.text_hidden_size = read
         if encoder and name not in towers and "encoder_hidden_size" in vars(part):
             part.encoder_hidden_size = encoder
         if deep := own.get("deepstack_visual_indexes") or own.get("deepstack_layers"):
             _deepen(parts.get("text_config"), len(deep))  # each goes into a layer of the text
         if (ratio := own.get("pixel_shuffle_ratio")) and "intermediate_size" in own:
             part.intermediate_size = round(own["hidden_size"] / ratio**2)
+        layers, tower = own.get("vision_feature_layer"), parts.get("vision_config")
+        if isinstance(layers, list) and tower:
+            part.vision_feature_layer = [min(n, tower.num_hidden_layers - 1) for n in layers]
         if {"vision_output_dim", "projector_output_dim"} <= own.keys():
             part.vision_output_dim = own["projector_output_dim"]
         if "downsample_channels" in own and (behind := getattr(config, "encoder_config", None)):
