@@ -24,6 +24,7 @@ from enjoyln_cli.config import (
     CONFIG,
     load_config,
     raw_config,
+    require_no_code,
     require_unfolded,
     require_unquantised,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "read_part",
     "read_tensor",
     "require_token",
+    "require_no_code",
     "require_unchanged",
     "require_unfolded",
     "same_values",

@@ -27,6 +27,8 @@ MARKER = "enjoyln"
 
 MOST_LAYERS = 10_000
 """A config that asks for more layers, or experts in one of them, is damaged or hostile."""
+_ELSEWHERE = {"configuration_files", "attribute_map"}
+"""Another file in place of this one, another name for an attribute."""
 _COUNTS = re.compile(r"(.*_)?(layers?|depths?|blocks|experts)")
 """Attributes that say how often a part is built."""
 
@@ -85,7 +87,7 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
 
     states = {"output_hidden_states": True} if reads_hidden_states(source.path) else {}
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             source.path, trust_remote_code=trust_remote_code, **states
         )
     except Exception as error:  # a config class rejects what it likes, and how; so may custom code
@@ -93,10 +95,21 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
         raise UnsupportedModel(
             f"transformers rejects the {CONFIG} of {source.model}: {type(error).__name__}: {first}"
         ) from error
+    if not trust_remote_code:
+        require_no_code({"auto_map": getattr(config, "auto_map", None)}, source.model)
+    return config
 
 
 def require_plausible(config: Mapping[str, Any], model: str) -> None:
-    """Raises ``BadCheckpoint`` for what transformers would take hours, or no end, to refuse."""
+    """Raises ``BadCheckpoint`` for what transformers would take hours, or no end, to refuse.
+
+    And for what would make it read something else than what is looked at here.
+    """
+    for name in _ELSEWHERE & config.keys():
+        raise BadCheckpoint(
+            f"the {CONFIG} of {model} has {name}, so that transformers would read something else "
+            "than it says; take that out"
+        )
     named = config.get("architectures")
     if not (named is None or isinstance(named, list) and all(isinstance(n, str) for n in named)):
         raise BadCheckpoint(

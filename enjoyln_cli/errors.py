@@ -17,6 +17,8 @@ A message names the invariant that does not hold, what arrived, where, and what 
 line. Library callers get the same exceptions.
 """
 
+import re
+
 LONGEST = 2000
 """Characters of a message."""
 
@@ -26,7 +28,7 @@ class EnjoyLNError(Exception):
 
     def __str__(self) -> str:
         """The message in one line: what a file puts into it can neither steer nor fill a screen."""
-        message = super().__str__()
+        message = without_credentials(super().__str__())
         if len(message) > LONGEST:
             message = f"{message[: LONGEST // 2]} [...] {message[-LONGEST // 4 :]}"
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
@@ -74,6 +76,11 @@ class PushRefused(EnjoyLNError):
 
 class VerificationFailed(EnjoyLNError):
     """The result does not compute the same function as the original."""
+
+
+def without_credentials(text: str) -> str:
+    """Each URL without the name and password that it may hold."""
+    return re.sub(r"(?<=://)[^/\s@]+@", "", text)
 
 
 def size(nbytes: float) -> str:

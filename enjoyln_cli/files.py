@@ -23,6 +23,9 @@ WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 """In the order in which transformers looks for them."""
+LONGEST_NAME = 255
+"""Bytes of a file's name."""
+
 _AT_THE_TOP = ("*.safetensors", "pytorch_model*.bin", "*.index.json", "*.pt", "*.pth")
 """Weights, where they are those of the model itself and not of a module in a subfolder."""
 _FOREIGN = {
@@ -76,12 +79,18 @@ def shards_in_index(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
     for name, shard in weights.items():
         if not name.isprintable():
             raise BadCheckpoint(f"{path.name} names a tensor {name!r:.100}; fetch it again")
-        if not isinstance(shard, str) or not re.fullmatch(r"[^/\\\0]+" + re.escape(kind), shard):
+        if not isinstance(shard, str) or not _is_file_name(shard, kind):
             raise BadCheckpoint(
                 f"{path.name} puts {name} into {shard!r:.100}, which is no {kind} file of its own "
                 "directory; do not use this checkpoint"
             )
     return tuple(sorted(set(weights.values()))), weights
+
+
+def _is_file_name(name: str, kind: str) -> bool:
+    """One that a directory can hold, with the ending ``kind``."""
+    fits = name.isprintable() and len(name.encode()) <= LONGEST_NAME
+    return fits and re.fullmatch(r"[^/\\]+" + re.escape(kind), name) is not None
 
 
 def housekeeping(name: str) -> bool:
@@ -102,8 +111,10 @@ def write_whole(path: Path, text: str) -> None:
     It is not synced: what the power takes with it costs work and misleads nobody.
     """
     begun = path.with_name(f"{path.name}.begun")
+    begun.unlink(missing_ok=True)  # it may be a link to somewhere else
     try:
-        begun.write_text(text, encoding="utf-8", errors="replace")
+        with begun.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(text)
         begun.replace(path)
     finally:
         begun.unlink(missing_ok=True)

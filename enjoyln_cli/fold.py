@@ -147,6 +147,7 @@ def fold_checkpoint(
         else:
             asked = {"dtype": str(dtype), "size of the shards": str(max_shard_size)}
             asked["recipe"] = digest_of(recipe_text)
+            asked["leave for NaN and Inf"] = str(allow_nonfinite)
             made_from = _made_from(checkpoint, edits, others, asked)
             journal = Journal(staged.parent, made_from, team, anew=force)
         write_shards(

@@ -22,7 +22,13 @@ from typing import Any, Literal
 
 from enjoyln_cli import card
 from enjoyln_cli.checkpoint import Source, open_source, raw_config, require_token
-from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, PushRefused
+from enjoyln_cli.errors import (
+    BadCheckpoint,
+    EnjoyLNError,
+    ModelNotFound,
+    PushRefused,
+    without_credentials,
+)
 from enjoyln_cli.files import digest, housekeeping, write_whole
 from enjoyln_cli.fold import CARD_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.marker import read_marker
@@ -292,7 +298,7 @@ def _target(
     api = HfApi(token=token)
     user = api.whoami()["name"]
     repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
-    url = f"{constants.ENDPOINT}/{repo_id}"
+    url = without_credentials(f"{constants.ENDPOINT}/{repo_id}")
     new = Target(repo_id, url, False, bool(private), revision, create_pr, {})
     try:
         known = api.model_info(repo_id)

@@ -225,6 +225,9 @@ class Kept:
     files: dict[str, bytes]
 
 
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+
 def open_kept(folder: Path, marker: Any) -> Kept:
     """What lies in ``folder`` for the result that carries ``marker``.
 
@@ -247,7 +250,7 @@ def open_kept(folder: Path, marker: Any) -> Kept:
         return _kept(path, stored, metadata["tensors"])
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing; {_ADVICE}") from error
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (*_MALFORMED, RecursionError) as error:
         raise BadCheckpoint(f"{path} is damaged: {type(error).__name__}; {_ADVICE}") from error
 
 

@@ -21,7 +21,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from enjoyln_cli.errors import EnjoyLNError, ModelNotFound, OutputError
@@ -29,6 +29,7 @@ from enjoyln_cli.errors import EnjoyLNError, ModelNotFound, OutputError
 RESULT = "result"
 FINISHED = "finished"
 _REPLACED = "replaced"
+_GONE = "gone"
 _LOCK = "lock"
 _TRIES = 100
 """How often a work directory that vanishes is made again: other runs remove it when they end."""
@@ -89,6 +90,8 @@ def staged_output(out: Path, *, source: Path, force: bool, resume: bool = False)
             raise
         raise told from error
     else:
+        with suppress(OSError):
+            _discard(work)
         shutil.rmtree(work, ignore_errors=True)
     finally:
         os.close(lock)
@@ -165,7 +168,9 @@ def _locked(work: Path, out: Path) -> int:
     for _ in range(_TRIES):
         try:
             work.mkdir(exist_ok=True)
-            file = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            if work.is_symlink():
+                raise OutputError(f"{work} is a link to somewhere else; remove it")
+            file = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:  # removed in between by the run that was at work
             continue
         except OSError as error:
@@ -220,10 +225,20 @@ def _recover(work: Path, out: Path, force: bool) -> None:
     replaced = work / _REPLACED
     if os.path.lexists(replaced):
         if os.path.lexists(out):
-            _remove(replaced)
+            _discard(work)
         else:
             replaced.rename(out)
             _require_free(out, force)
+
+
+def _discard(work: Path) -> None:
+    """Remove what was replaced, under a name from which nobody puts it back half removed."""
+    replaced, gone = work / _REPLACED, work / _GONE
+    if os.path.lexists(replaced):
+        if os.path.lexists(gone):
+            _remove(gone)
+        replaced.rename(gone)
+        _remove(gone)
 
 
 def _publish(staged: Path, out: Path, aside: Path, force: bool) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.files import LONGEST_NAME
 
 MODULES = "modules.json"
 
@@ -41,7 +42,7 @@ def transformer_folder(root: Path) -> str:
 def _folder(root: Path, entry: Any) -> str:
     """Where one module lies, as sentence-transformers reads it on any system."""
     named = entry.get("path") if isinstance(entry, dict) else None
-    if not isinstance(named, str) or not named.isprintable():
+    if not (isinstance(named, str) and named.isprintable() and len(named) <= LONGEST_NAME):
         raise BadCheckpoint(f"{root / MODULES} names no path in {entry!r:.100}; fetch it again")
     parsed = PureWindowsPath(named)
     inside = not parsed.anchor and ".." not in parsed.parts and "\\" not in named

@@ -10,6 +10,7 @@ overlap, each with ``bytes == elements * size(dtype)``. A ``.bin`` file is a pic
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -151,9 +152,8 @@ def _parsed_header(file: str, text: bytes) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} appears twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r} appears twice")
     return found
 
 
@@ -234,6 +234,11 @@ def read_bin_header(path: Path) -> list[Stored]:
                 "safetensors cannot hold; save the model anew"
             )
         nbytes = tensor.numel() * tensor.dtype.itemsize
+        if nbytes > tensor.untyped_storage().nbytes():
+            raise BadCheckpoint(
+                f"{name} in {path.name} says the same numbers again and again, and would take "
+                f"{nbytes} bytes; save the model anew"
+            )
         found.append(Stored(name, path.name, dtype, tuple(tensor.shape), -1, nbytes))
     return found
 

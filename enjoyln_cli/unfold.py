@@ -33,7 +33,9 @@ from enjoyln_cli.checkpoint import (
     other_files,
     pipeline_files,
     raw_config,
+    require_unchanged,
     staged_output,
+    states_of,
 )
 from enjoyln_cli.config import CONFIG, MARKER
 from enjoyln_cli.corrections import correct
@@ -91,8 +93,10 @@ def unfold(
         inner = staged / source.folder
         inner.mkdir(parents=True, exist_ok=True)
         names = [name for name in other_files(folded) if not is_own(name)]
+        around = pipeline_files(folded)
+        others = states_of(source.path, names), states_of(source.root, around)
         copy_files(names, source.path, inner)
-        copy_files(pipeline_files(folded), source.root, staged)
+        copy_files(around, source.root, staged)
         if is_card(staged / CARD_FILE):
             (staged / CARD_FILE).unlink()
         if kept:
@@ -107,6 +111,8 @@ def unfold(
             copy_files((*folded.shards, *index), source.path, inner)
             text = json.dumps({k: v for k, v in config.items() if k != MARKER}, indent=2) + "\n"
             (inner / CONFIG).write_text(text, encoding="utf-8")
+        require_unchanged(source.path, {**folded.states, **others[0]})
+        require_unchanged(source.root, others[1])
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
     tensors = kept.undo if kept else folded.tensors
     return Unfolded(Path(back), kept is not None, len(tensors), size, perf_counter() - begin)

@@ -125,6 +125,8 @@ def test_sharded_pickles(folder: Path) -> None:
         ({"a": ".."}, "is no .safetensors file of its own directory"),
         ({"a": ""}, "is no .safetensors file of its own directory"),
         ({"a": 7}, "is no .safetensors file of its own directory"),
+        ({"a": "\ud800.safetensors"}, "is no .safetensors file of its own directory"),
+        ({"a": "a" * 5000 + ".safetensors"}, "is no .safetensors file of its own directory"),
         ({"a\nb": ONE}, r"names a tensor 'a\\nb'"),
         ({}, "has no weight_map"),
         (["a"], "has no weight_map"),

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GPT2Config
 
+from enjoyln_cli import analyze
 from enjoyln_cli.checkpoint import load_config, open_source, raw_config, require_unfolded
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, EnjoyLNError, UnsupportedModel
 
@@ -139,6 +141,40 @@ def test_code_that_fails_is_an_error_of_one_line(
 def test_known_types_with_code_of_their_own_need_permission_too(tmp_path: Path) -> None:
     stored = {"model_type": "gpt2", "auto_map": {"AutoModel": "modeling.Own"}}
     refused(write(tmp_path, stored), r"code of its own \(modeling.Own\)")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("configuration_files", ["config.4.0.0.json"]),
+        ("attribute_map", {"auto_map": "zzz"}),
+    ],
+)
+def test_code_does_not_come_in_by_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any
+) -> None:
+    """Through a file that is read in place of the config, or under another name."""
+    import transformers.dynamic_module_utils as dynamic
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    mark = tmp_path / "ran"
+    code = {"AutoModel": "modeling.Own", "AutoModelForCausalLM": "modeling.Own"}
+    folder = write(tmp_path / "model", {"model_type": "gpt2", key: value, "zzz": code})
+    hidden = {"model_type": "gpt2", "auto_map": code}
+    (folder / "config.4.0.0.json").write_text(json.dumps(hidden))
+    (folder / "modeling.py").write_text(CODE.format(mark=mark))
+    with pytest.raises(BadCheckpoint, match=f"has {key}, .* take that out"):
+        load_config(open_source(str(folder)))
+    monkeypatch.setattr("enjoyln_cli.config._ELSEWHERE", set())
+    with pytest.raises(UnsupportedModel, match=r"code of its own \(modeling.Own\)"):
+        load_config(open_source(str(folder)))
+    assert not mark.exists()
+
+
+def test_code_of_a_config_in_memory_needs_permission_too() -> None:
+    config = GPT2Config(auto_map={"AutoModel": "modeling.Own"})
+    with pytest.raises(UnsupportedModel, match=r"this GPT2Config comes with code of its own"):
+        analyze(config)
 
 
 def test_a_folded_model_is_refused(tmp_path: Path) -> None:

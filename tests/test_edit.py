@@ -235,6 +235,32 @@ def test_nan_is_refused_where_it_would_spread_and_values_that_overflow(tmp_path:
         write_shards(checkpoint, {"t": big}, tmp_path / "out", dtype=torch.float16)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("where", "name", "edit"),
+    [
+        ("g", "w", Edit(times=Vector("g", 1))),
+        ("v", "b", Edit(plus=Product("w", 1, "v"))),
+        ("w", "b", Edit(plus=Product("w", 1, "v"))),
+        ("s", "b", Edit(scale=Vector("s", 0))),
+    ],
+)
+def test_what_is_merged_is_named_where_it_holds_nan(
+    tmp_path: Path, where: str, name: str, edit: Edit, bad: float
+) -> None:
+    """Not what it is merged into; with leave it spreads as it does in the model."""
+    held = tensors(torch.float32)
+    held[where].view(-1)[2] = bad
+    store(tmp_path / "model", held, "single")
+    checkpoint = opened(tmp_path / "model")
+    for out in ("refused", "allowed"):
+        (tmp_path / out).mkdir()
+    with pytest.raises(BadCheckpoint, match=f"^{where} in .* holds NaN or Inf and cannot be merge"):
+        write_shards(checkpoint, {name: edit}, tmp_path / "refused")
+    write_shards(checkpoint, {name: edit}, tmp_path / "allowed", allow_nonfinite=True)
+    assert not written(tmp_path / "allowed")[name].isfinite().all()
+
+
 def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Float64 to the nearest number of ``dtype``, ties to even, without torch's casts."""
     bits, least = {torch.bfloat16: (8, -133), torch.float16: (11, -24)}[dtype]

@@ -49,8 +49,9 @@ LAYERS = (
     ("returned", "specs"),
     ("checkpoint",),
     ("remote",),
-    ("config", "files", "shards", "output"),
+    ("config", "shards", "output"),
     ("pipeline",),
+    ("files",),
     ("axis", "units", "corrections", "pictures", "team", "memory"),
     ("errors",),
 )

@@ -13,6 +13,8 @@ from hub_server import Hub, serving, sha256
 from safetensors.torch import load_file, save
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from enjoyln_cli.errors import EnjoyLNError
+
 pytestmark = pytest.mark.usefixtures("quiet_hub")
 
 SHARDS = 3
@@ -300,3 +302,9 @@ def test_refusals(hub: Hub, home: Path, tmp_path: Path) -> None:
     assert "a pickle" in refused("org/pickle").error
     assert refused("org/gpt2", "--max-shard-size", "1MB").status == 2
     assert refused("org/gpt2", "--push-to-hub", "me/x", "--yes").status == 2
+
+
+def test_a_message_names_no_password() -> None:
+    error = EnjoyLNError("http://me:secret@hub.example:80/x and https://token@y cannot be reached")
+    assert str(error) == "http://hub.example:80/x and https://y cannot be reached"
+    assert str(EnjoyLNError("me@mail.example, then a/b@main")) == "me@mail.example, then a/b@main"

@@ -21,6 +21,7 @@ from test_cli import GPT2, good, refused, running
 from test_fold import fold, plan_for
 
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
+from enjoyln_cli.files import write_whole
 from enjoyln_cli.fold import fold_checkpoint
 from enjoyln_cli.output import finished, staged_output, work_of
 
@@ -254,6 +255,7 @@ def test_a_changed_source(source: Path, out: Path, name: str, words: str) -> Non
     [
         ({"dtype": torch.float16}, "the dtype was None then and is torch.float16 now"),
         ({"max_shard_size": 10**6}, "the size of the shards"),
+        ({"allow_nonfinite": True}, "the leave for NaN and Inf was False then and is True now"),
         ({"edits": {"out.weight": EDITS["out.weight"]}}, "the plan"),
     ],
 )
@@ -405,6 +407,54 @@ def test_what_was_moved_aside_by_a_killed_run_is_put_back(source: Path, out: Pat
         pytest.fail("the block must not run")
     assert (out / "mine").read_text() == "text"
     assert sorted(os.listdir(out.parent)) == ["model", "out"]
+
+
+def test_what_a_killed_run_has_half_removed_is_not_put_back(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it removes what it has replaced; then the new result is moved away."""
+    out.mkdir()
+    (out / "mine").write_text("text")
+
+    def killed(*_arguments: Any, **_keywords: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("enjoyln_cli.output.shutil.rmtree", killed)
+        with pytest.raises(Killed), staged_output(out, source=source, force=True) as staged:
+            (staged / "new").touch()
+    assert os.listdir(out) == ["new"]
+    out.rename(out.with_name("elsewhere"))
+    with staged_output(out, source=source, force=False) as staged:
+        (staged / "newer").touch()
+    assert os.listdir(out) == ["newer"]
+    assert sorted(os.listdir(out.parent)) == ["elsewhere", "model", "out"]
+
+
+class Killed(BaseException):
+    """What nobody handles."""
+
+
+def test_a_link_in_place_of_the_work_directory(source: Path, out: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("text")
+    work_of(out).symlink_to(victim)
+    with (
+        pytest.raises(OutputError, match="is a link to somewhere else; remove it"),
+        staged_output(out, source=source, force=True),
+    ):
+        pytest.fail("the block must not run")
+    assert (victim / "file").read_text() == "text" and not out.exists()
+
+
+def test_a_link_in_place_of_a_file_that_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("text")
+    (tmp_path / "report.json.begun").symlink_to(tmp_path / "victim")
+    write_whole(tmp_path / "report.json", "{}")
+    assert (tmp_path / "victim").read_text() == "text"
+    assert (tmp_path / "report.json").read_text() == "{}"
+    assert sorted(os.listdir(tmp_path)) == ["report.json", "victim"]
 
 
 def test_a_long_name(source: Path, tmp_path: Path) -> None:

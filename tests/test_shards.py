@@ -78,6 +78,14 @@ def test_pickles_hold_tensors_of_every_layout(folder: Path, zipped: bool) -> Non
     assert torch.equal(read_tensor(found, "c"), base)
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_that_says_one_number_again_and_again(folder: Path, zipped: bool) -> None:
+    """Two kilobytes that would take eight gigabytes."""
+    state = {"a": torch.zeros(1).expand(1 << 15, 1 << 16)}
+    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    refused(folder, "a in pytorch_model.bin says the same numbers again and again")
+
+
 class Trap:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -173,6 +181,12 @@ def test_lying_headers(
 ) -> None:
     write_raw(folder, header, data, length)
     refused(folder, words)
+
+
+def test_a_name_twice_among_many(folder: Path) -> None:
+    names = ",".join(f'"{name}": 0' for name in (*range(200_000), 199_999))
+    write_raw(folder, f"{{{names}}}".encode(), b"", None)
+    refused(folder, "'199999' appears twice")
 
 
 def test_an_honest_header_of_the_same_making(folder: Path) -> None:

@@ -4,6 +4,7 @@ restored but refused."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -374,6 +375,31 @@ def test_names_that_lead_out_of_the_directory(out: Path, back: Path, tmp_path: P
         )
     refused("no file of its own directory", out, back)
     assert not (tmp_path / "evil.index.json").exists()
+
+
+def test_a_kept_file_of_endless_depth(out: Path, back: Path) -> None:
+    path = out / FOLDER / FILE
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header["__metadata__"]["kept"] = "[" * 5000 + "]" * 5000
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[start:])
+    refused("is damaged: RecursionError", out, back)
+
+
+def test_a_result_that_changes_while_it_is_unfolded(
+    source: Path, tmp_path: Path, back: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = folded(source, tmp_path / "plain", keep_means=False)
+    copy = shutil.copyfile
+
+    def changing(start: Path, end: Path) -> None:
+        copy(start, end)
+        os.utime(plain / "config.json")
+
+    monkeypatch.setattr(shutil, "copyfile", changing)
+    refused("config.json has changed .* while it was read", plain, back)
 
 
 def test_another_dtype_is_not_kept(source: Path, tmp_path: Path) -> None:
