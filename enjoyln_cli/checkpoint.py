@@ -314,6 +314,11 @@ def _stored(checkpoint: Checkpoint, name: str) -> Stored:
     return checkpoint.tensors[name]
 
 
+def blocks_of(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
+    """The bytes of a stored tensor, a few megabytes at a time. Raises as ``read_tensor`` does."""
+    return _blocks(checkpoint, _stored(checkpoint, name))
+
+
 def _blocks(checkpoint: Checkpoint, stored: Stored) -> Iterator[bytes]:
     path = checkpoint.source.path / stored.file
     if checkpoint.format == "bin":

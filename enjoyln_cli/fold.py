@@ -29,6 +29,9 @@ from enjoyln_cli.checkpoint import (
     Checkpoint,
     Source,
     State,
+    blocks_of,
+    open_checkpoint,
+    open_source,
     other_files,
     pipeline_files,
     raw_config,
@@ -42,8 +45,8 @@ from enjoyln_cli.edit import Edit, Given, edited, edits_of, given
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold, OutputError, VerificationFailed
 from enjoyln_cli.files import housekeeping
 from enjoyln_cli.journal import Journal
-from enjoyln_cli.keeping import keeper_of
-from enjoyln_cli.kept import FILE, FOLDER, digest_of, save
+from enjoyln_cli.keeping import keeper_of, unread
+from enjoyln_cli.kept import FILE, FOLDER, digest_of, digest_of_tensor, save
 from enjoyln_cli.marker import marker
 from enjoyln_cli.offload import Reader, Value, reader_of
 from enjoyln_cli.output import RESULT, clear, work_of
@@ -175,6 +178,9 @@ def fold_checkpoint(
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (inner / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
         if keeper:
+            written = open_checkpoint(open_source(str(inner), weights=True))
+            for name in unread(keeper, edits):
+                keeper.unread[name] = digest_of_tensor(blocks_of(written, name))
             headers, index = plain_layout(checkpoint)
             files = {CONFIG: (source.path / CONFIG).read_bytes(), **index}
             if (source.root / CARD_FILE).is_file():

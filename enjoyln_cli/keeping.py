@@ -40,6 +40,19 @@ def keeper_of(checkpoint: Checkpoint, edits: Mapping[str, Edit], spool: int) -> 
     return Keeper(undo, copies, spool)
 
 
+def unread(keeper: Keeper, edits: Mapping[str, Edit]) -> list[str]:
+    """The written tensors of which something is lost when the original is told from the others.
+
+    What was filled is told without it, what was appended is left out, and from the centred one of
+    two that were tied nothing is told.
+    """
+    return [
+        name
+        for name, edit in edits.items()
+        if edit.fill is not None or edit.append or name not in keeper.told
+    ]
+
+
 def bytes_to_keep(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> int:
     """About how many bytes would be kept: every edited tensor is tried on some of its elements."""
     keeper = keeper_of(checkpoint, edits, -1)

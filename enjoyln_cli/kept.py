@@ -24,7 +24,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from itertools import chain
 from math import prod
@@ -43,7 +43,7 @@ from enjoyln_cli.undo import Undo, fits
 
 FOLDER = "enjoyln"
 FILE = "original.safetensors"
-VERSION = 1
+VERSION = 2
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _RUNS = ("gaps", "steps", "exact")
@@ -68,6 +68,8 @@ class Keeper:
     pieces: list[tuple[int, ...]] = field(default_factory=list)
     """As in the file, and where the corrections lie in the spool."""
     digests: list[bytes] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)
+    """The digest of each written tensor of which something is read by no original's telling."""
     numbers: dict[str, int] = field(default_factory=dict)
     told: dict[str, str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -114,6 +116,14 @@ def digest_of_piece(data: memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+def digest_of_tensor(blocks: Iterable[bytes]) -> str:
+    """Of a written tensor's bytes, against accidents too."""
+    digest = xxhash.xxh3_128()
+    for block in blocks:
+        digest.update(block)
+    return digest.hexdigest()
+
+
 def save(
     keeper: Keeper,
     folder: Path,
@@ -138,7 +148,8 @@ def save(
         for name, text in texts.items():
             small[f"{kind}/{name}"] = torch.from_numpy(np.frombuffer(text, np.uint8).copy())
     sizes = dict(zip(_RUNS, pieces[:, 4:7].sum(0).tolist(), strict=True))
-    metadata = {"version": VERSION, "marker": digest_of(marker), "tensors": _described(keeper)}
+    metadata = {"version": VERSION, "marker": digest_of(marker), "unread": keeper.unread}
+    metadata["tensors"] = _described(keeper)
     with (folder / FILE).open("xb") as file:
         file.write(_header(small, sizes, {**metadata, "sha256": "0" * 64}))
         digest = hashlib.sha256(json.dumps(metadata).encode())
@@ -223,6 +234,8 @@ class Kept:
     pieces: dict[str, list[Piece]]
     headers: dict[str, bytes]
     files: dict[str, bytes]
+    unread: dict[str, str]
+    """Digests of written tensors, as in ``Keeper``."""
 
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -247,7 +260,7 @@ def open_kept(folder: Path, marker: Any) -> Kept:
             raise BadCheckpoint(f"{path} belongs to another result of a fold; {_ADVICE}")
         if metadata.pop("sha256") != _digest(path, found, metadata):
             raise BadCheckpoint(f"{path} is damaged: its digest is another; {_ADVICE}")
-        return _kept(path, stored, metadata["tensors"])
+        return _kept(path, stored, metadata["tensors"], _mapping(metadata["unread"]))
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing; {_ADVICE}") from error
     except (*_MALFORMED, RecursionError) as error:
@@ -270,7 +283,9 @@ def _digest(path: Path, found: list[Stored], metadata: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _kept(path: Path, stored: dict[str, Stored], tensors: dict[str, Any]) -> Kept:
+def _kept(
+    path: Path, stored: dict[str, Stored], tensors: dict[str, Any], unread: dict[str, Any]
+) -> Kept:
     def read(name: str) -> torch.Tensor:
         one = stored[name]
         with path.open("rb") as file:
@@ -296,7 +311,7 @@ def _kept(path: Path, stored: dict[str, Stored], tensors: dict[str, Any]) -> Kep
     if at != [stored[run].offset + stored[run].nbytes for run in _RUNS]:
         raise ValueError("pieces")
     _check_pieces(undo, pieces)
-    return Kept(path, undo, written, pieces, texts("header"), texts("file"))
+    return Kept(path, undo, written, pieces, texts("header"), texts("file"), unread)
 
 
 def _undo(name: str, entry: dict[str, Any], read: Callable[[str], torch.Tensor]) -> Undo:

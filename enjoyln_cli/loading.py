@@ -83,7 +83,8 @@ def optimize(model: Model) -> Model:
 def installed(model: Model, found: Marker) -> Model:
     """``optimize`` for a model whose weights were looked at, or are not there yet."""
     unproven = (*found.unproven, *_inner_inputs(model, found))
-    install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven)
+    merged = bool(found.weightless or found.biasless)
+    install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven, merged)
     keep_centred(model, _weights(found), [op.module for op in found.centering], found.units)
     return model
 

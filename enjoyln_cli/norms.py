@@ -199,17 +199,29 @@ class CentreInputs:
 
 @dataclass(frozen=True)
 class GuardInputs:
-    """A forward pre-hook: a call that is given a named input computes LayerNorm everywhere."""
+    """A forward pre-hook: a call that is given a named input computes LayerNorm everywhere.
+
+    Where norms are ``merged`` into what reads them, something else may read them in such a call,
+    and LayerNorm does not bring back what they have lost: it is refused with ``UnsupportedModel``.
+    """
 
     names: tuple[str, ...]
     order: tuple[str, ...]
+    merged: bool = False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if getattr(module, "within", 0):
             return
         given = [name for name, x in zip(self.order, args, strict=False) if x is not None]
         given += [name for name, x in kwargs.items() if x is not None]
-        if any(name in self.names for name in given) and not _guarded(module):
+        found = [name for name in given if name in self.names]
+        if found and self.merged:
+            raise UnsupportedModel(
+                f"{type(module).__name__}: not proven for calls with {', '.join(found)}, and its "
+                "norms were merged, so that LayerNorm would not do either; leave that input out, "
+                "or fold without --merge"
+            )
+        if found and not _guarded(module):
             module.guarding = True  # type: ignore[assignment]
             set_shifted(module, GIVEN, True)
 
@@ -266,6 +278,7 @@ def install(
     ops: Iterable[Centring],
     entry_inputs: Iterable[str] = (),
     unproven: Iterable[str] = (),
+    merged: bool = False,
 ) -> nn.Module:
     """Make ``model`` compute with RMSNorm at ``norms`` and with the centrings ``ops``, in place.
 
@@ -273,7 +286,8 @@ def install(
     or have its base class inside (``base_model_prefix``). Norms of a head that the base class does
     not have are passed over. ``entry_inputs`` names inputs of ``forward`` (``inputs_embeds``) whose
     last dimension is centred on entry; a call that is given one of the inputs ``unproven`` computes
-    LayerNorm. Installing twice changes nothing; after training it says that weights are centred.
+    LayerNorm, or is refused where norms were ``merged``. Installing twice changes nothing; after
+    training it says that weights are centred.
 
     Returns ``model``. Raises ``UnsupportedModel`` for a module that is missing or is not a
     LayerNorm, or whose ``forward`` somebody else has replaced; then nothing has been changed.
@@ -305,12 +319,14 @@ def install(
             _become(module, centred_subclass(plain))
             module.register_forward_hook(be_called)
         module.centrings = centrings  # type: ignore[assignment]
-    _add_hooks(model, tuple(entry_inputs), tuple(unproven))
+    _add_hooks(model, tuple(entry_inputs), tuple(unproven), merged)
     set_shifted(model, MOVED, False)
     return model
 
 
-def _add_hooks(model: nn.Module, entry_inputs: tuple[str, ...], unproven: tuple[str, ...]) -> None:
+def _add_hooks(
+    model: nn.Module, entry_inputs: tuple[str, ...], unproven: tuple[str, ...], merged: bool
+) -> None:
     """On the model, and on its base model and encoder, which may be called by themselves."""
     models = {id(m): m for m in (model, getattr(model, "base_model", model))}
     hooked = {**models}
@@ -329,7 +345,7 @@ def _add_hooks(model: nn.Module, entry_inputs: tuple[str, ...], unproven: tuple[
             _once(module, centre, module.register_forward_pre_hook, with_kwargs=True)
         taken = set(unproven) & set(order)
         if taken:
-            guard = GuardInputs(tuple(sorted(taken)), order)
+            guard = GuardInputs(tuple(sorted(taken)), order, merged)
             if _once(module, guard, module.register_forward_pre_hook, with_kwargs=True):
                 module.register_forward_hook(end_of_guard, always_call=True)
 

@@ -28,6 +28,7 @@ from enjoyln_cli.blocks import Ends, Lane, outgoing, read, room, write
 from enjoyln_cli.card import is_card
 from enjoyln_cli.checkpoint import (
     Checkpoint,
+    blocks_of,
     open_checkpoint,
     open_source,
     other_files,
@@ -41,7 +42,15 @@ from enjoyln_cli.config import CONFIG, MARKER
 from enjoyln_cli.corrections import correct
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fold import CARD_FILE, copy_files, is_own
-from enjoyln_cli.kept import FOLDER, Kept, Piece, digest_of_piece, open_kept, read_corrections
+from enjoyln_cli.kept import (
+    FOLDER,
+    Kept,
+    Piece,
+    digest_of_piece,
+    digest_of_tensor,
+    open_kept,
+    read_corrections,
+)
 from enjoyln_cli.placing import Shard
 from enjoyln_cli.shards import DTYPES, Stored, tensors_of_header
 from enjoyln_cli.steps import Slot
@@ -145,6 +154,12 @@ def _shards(folded: Checkpoint, kept: Kept) -> list[Shard]:
 
     Raises ``BadCheckpoint`` where they are not those that the fold wrote.
     """
+    for name, digest in kept.unread.items():
+        if name not in folded.tensors or digest_of_tensor(blocks_of(folded, name)) != digest:
+            raise BadCheckpoint(
+                f"{name} is not what the fold wrote, and would not come back: the weights were "
+                f"changed since; {WITHOUT}"
+            )
     shards = []
     for file, header in kept.headers.items():
         slots = [_slot(folded, kept, one) for one in tensors_of_header(file, header)]

@@ -243,6 +243,18 @@ def test_an_unproven_input_makes_the_norms_compute_layer_norm() -> None:
         assert torch.allclose(compiled(ids()).logits, plain(ids()).logits, rtol=1e-11)
 
 
+def test_an_unproven_input_is_refused_where_norms_were_merged() -> None:
+    """Something else may read them in such a call, and misses what they have lost."""
+    model = centre_writers(gpt2())
+    install(model, NORMS, [WTE], unproven=["position_ids"], merged=True)
+    positions = torch.full((2, 9), 3)
+    with pytest.raises(UnsupportedModel, match="not proven for calls with position_ids, .*merged"):
+        model(ids(), position_ids=positions)
+    with pytest.raises(UnsupportedModel, match="leave that input out, or fold without --merge"):
+        model.transformer(ids(), None, None, None, positions)
+    assert model(ids()).logits.isfinite().all()
+
+
 def test_norms_under_accelerate_hooks() -> None:
     from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 

@@ -30,7 +30,7 @@ from enjoyln_cli.fold import fold_checkpoint
 from enjoyln_cli.keeping import bytes_to_keep, keeper_of
 from enjoyln_cli.kept import FILE, FOLDER, open_kept, save
 from enjoyln_cli.placing import plain_layout
-from enjoyln_cli.plan import Plan, Scale, Verdict, Writer
+from enjoyln_cli.plan import Options, Plan, Scale, Verdict, Writer
 from enjoyln_cli.stream import write_shards
 from enjoyln_cli.undo import Undo, fits
 from enjoyln_cli.unfold import restore
@@ -318,6 +318,28 @@ def test_weights_that_were_changed_since(out: Path, back: Path, name: str) -> No
     refused(rf"{name} in {shard.name} is not what the fold wrote.*remove its folder", out, back)
     shutil.rmtree(out / FOLDER)
     assert not unfold(out, back).restored
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "name"),
+    [
+        ("gpt2", {"merge": "affine"}, "transformer.h.1.ln_1.weight"),
+        ("gpt2", {"merge": "affine"}, "transformer.h.1.ln_1.bias"),
+        ("gpt2", {"untie": True}, "transformer.wte.weight"),
+        ("bert", {"widen_mlp": True}, "bert.encoder.layer.0.output.dense.weight"),
+    ],
+    ids=["merged weight", "merged bias", "untied", "appended"],
+)
+def test_what_no_original_is_told_from_was_changed_since(
+    tmp_path: Path, back: Path, model: str, options: dict[str, Any], name: str
+) -> None:
+    """Filled with ones or zeros, centred beside its copy, or in hidden units that were appended."""
+    out = tmp_path / "out"
+    fold(CHECKPOINTS / model, out, options=Options(**options), keep_means=True, verify=False)
+    whole = load_file(out / "model.safetensors")
+    whole[name][..., -1] += 0.5
+    save_file(whole, out / "model.safetensors", metadata={"format": "pt"})
+    refused(f"{name} is not what the fold wrote, .* changed since", out, back)
 
 
 def test_weights_of_another_dtype_or_shape(out: Path, back: Path) -> None:

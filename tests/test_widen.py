@@ -390,3 +390,22 @@ def test_bert_base() -> None:
         plan = analyze_config(CONFIG_MAPPING["bert"](), model_class=name, options=WIDEN).plan
         assert (len(plan.norms), len(plan.folded), len(plan.ops)) == (norms, folded, 0)
         assert plan.settings == (Setting("intermediate_size", 3080),)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_input_that_is_changed_in_place_before_it_is_added(in_place: bool) -> None:
+    """Recorded by example, as its shapes depend on values: the units subtract another mean."""
+
+    class Changed(Toy):
+        def forward(self, x: torch.Tensor) -> Any:
+            if x.abs().sum().item() < 1e-9:
+                return x
+            h = self.before(self.embed(x))
+            added = self.mlp(h)
+            if in_place:
+                h[:, :, :1].mul_(2)
+            return self.head(self.after(h + added))
+
+    found = planned(Changed)
+    assert status(found) == ("kept" if in_place else "static")
+    assert bool(found.plan.widened) is not in_place
