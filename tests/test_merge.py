@@ -237,6 +237,28 @@ def test_a_reader_that_does_not(case: str) -> None:
     assert found[0] == reason and (not culprit or found[1] == culprit), found
 
 
+def test_two_norms_of_one_weight_keep_it() -> None:
+    model = tiny(lambda m, y: m.up(y) + m.gate(m.again(m.down(m.other(y)))))
+    free = analyze_module(model, rows(), options=AFFINE).plan
+    assert {one.norm for one in free.merged} == {"norm", "again"}
+    model.again.weight = model.norm.weight
+    plan = analyze_module(model, rows(), options=AFFINE).plan
+    assert not plan.merged
+    reason = "its parameters are tied, or stored in another layout"
+    assert {(one.norm, one.reason) for one in plan.unmerged} == {
+        ("norm", reason),
+        ("again", reason),
+    }
+
+
+def test_two_readers_of_one_weight_take_nothing() -> None:
+    model = tiny(lambda m, y: m.up(y) + m.gate(y))
+    model.gate.weight = model.up.weight
+    (kept,) = analyze_module(model, rows(), options=AFFINE).plan.unmerged
+    assert (kept.norm, kept.culprit) == ("norm", "up.weight")
+    assert kept.reason == "a linear layer that reads it is tied, or stored in another layout"
+
+
 def test_a_norm_that_stays_keeps_all() -> None:
     plan = analyze_module(
         tiny(lambda m, y: m.up(m.again(torch.exp(y)))), rows(), options=AFFINE
