@@ -1,7 +1,7 @@
 """Carry out the steps of one tensor, a block at a time: read, edit in float64, round once, write.
 
-Memory does not grow with the tensor, except for a step that needs all of it at once. To 16 bits torch
-rounds float64 by way of float32: an error of up to 0.50001 units in the last place, not 0.5.
+Memory does not grow with the tensor, except for a step that needs all of it at once. To 16 bits
+torch rounds by way of float32, up to 0.5001 units in the last place off, not 0.5.
 """
 
 from __future__ import annotations
