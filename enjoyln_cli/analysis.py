@@ -340,7 +340,8 @@ def _analysis(
     norms, refused = norm_calls(flow, forms, other_forms)
     widenings = Widenings()
     if options.widen_mlp:
-        search = resizing([(found.model, str), *beside], groups, options.widen_to)
+        calls = {trace.model_class: trace.call for trace in reversed(traces)}
+        search = resizing([(found.model, str), *beside], calls, groups, options.widen_to)
         widenings = find_widenings(flow, groups, single, search)
     problem = Problem(flow, norms, _locked(found, groups), groups, scales.into, widenings)
     cut = cuts.solve(problem)

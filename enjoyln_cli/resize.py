@@ -2,7 +2,8 @@
 
 Found by trying: an integer of the config that equals their number is raised, and every class is
 built anew on the meta device. Where exactly the weights of MLPs that can grow have grown, each by
-that many units, and no other tensor has changed, stock transformers loads the wider checkpoint.
+that many units, no other tensor has changed, and the same ops run, stock transformers loads the
+wider checkpoint and computes the same.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any
 
 from torch import nn
 
+from enjoyln_cli.calls import Call
 from enjoyln_cli.classes import build
 from enjoyln_cli.config import set_entry
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan import Grown, Widening
+from enjoyln_cli.same import same_but_for_sizes
 from enjoyln_cli.trace import Naming
 from enjoyln_cli.units import UNITS
 from enjoyln_cli.widen import Mlp, Resize, Resizing
@@ -26,10 +29,13 @@ Built = tuple[nn.Module, Naming]
 """A model of one class, and how its names read in the plan's."""
 
 
-def resizing(models: Sequence[Built], groups: Mapping[str, str], multiple: int) -> Resizing:
+def resizing(
+    models: Sequence[Built], calls: Mapping[str, Call], groups: Mapping[str, str], multiple: int
+) -> Resizing:
     """The search in the config of ``models``, to sizes that are multiples of ``multiple``.
 
-    ``groups`` names the first of all names tied to a parameter, in the plan's names.
+    ``calls`` has one that is made of each class. ``groups`` names the first of all names tied to a
+    parameter, in the plan's names.
     """
     config: Any = getattr(models[0][0], "config", {})
 
@@ -40,7 +46,8 @@ def resizing(models: Sequence[Built], groups: Mapping[str, str], multiple: int) 
             for name in _equal(_numbers(config), size):
                 left = {mlp for mlp in wanted if mlp.size == size}
                 left -= {mlp for resize in found for mlp in resize.mlps}
-                mlps = _grown(models, _changed(config, name, to), groups, able, size, to)
+                changed = _changed(config, name, to)
+                mlps = _grown(models, calls, changed, groups, able, size, to)
                 if left.intersection(mlps):
                     found.append(Resize(name, size, to, mlps))
         return tuple(found)
@@ -83,6 +90,7 @@ def wider(size: int, multiple: int) -> int:
 
 def _grown(
     models: Iterable[Built],
+    calls: Mapping[str, Call],
     config: Any,
     groups: Mapping[str, str],
     able: tuple[Mlp, ...],
@@ -94,10 +102,10 @@ def _grown(
     changed: set[str] = set()
     for model, naming in models:
         try:
-            new = _shapes(build(type(model), config))
+            grown = build(type(model), config)
         except UnsupportedModel:
             return ()
-        old = _shapes(model)
+        old, new = _shapes(model), _shapes(grown)
         if old.keys() != new.keys():
             return ()
         for name in (name for name in old if old[name] != new[name]):
@@ -105,6 +113,9 @@ def _grown(
             if name not in dims or shapes[1] != _with(shapes[0], dims[name][1], size, to):
                 return ()
             changed.add(name)
+        call = calls.get(type(model).__name__)
+        if old != new and not (call and same_but_for_sizes(model, grown, call, size, to)):
+            return ()
     mlps = tuple(mlp for mlp in able if changed.intersection(mlp.parts))
     return mlps if all(changed.issuperset(mlp.parts) for mlp in mlps) else ()
 

@@ -1,11 +1,12 @@
-"""Does a class still compute the same once its config says that nothing is tied?
+"""Does a class still compute the same once its config says something else?
 
-Some classes scale what they feed to a tied head. Each is run once without its weights; every op of
-the two runs has to be the same, on the same operands.
+Some classes scale what they feed to a tied head, or by the number of their hidden units. Each is
+run once without its weights; every op of the two runs has to be the same, on the same operands.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -19,6 +20,8 @@ from enjoyln_cli.calls import Call
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.trace import Steps, ready
 from enjoyln_cli.weightless import on_cpu, weightless, without_weights
+
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 def require_same(tied: nn.Module, model: nn.Module, call: Call) -> None:
@@ -38,6 +41,30 @@ def require_same(tied: nn.Module, model: nn.Module, call: Call) -> None:
             f"{type(tied).__name__} computes something else when nothing is tied, so it cannot be "
             "untied; fold it without untying"
         )
+
+
+def same_but_for_sizes(narrow: nn.Module, wide: nn.Module, call: Call, size: int, to: int) -> bool:
+    """Whether two models differ in nothing but sizes, which grow from ``size`` parts to ``to``.
+
+    Sizes stand in lists; a number by itself, such as a factor or the end of a slice, is the same.
+    """
+    try:
+        pairs = zip(_ops(narrow, call, {}), _ops(wide, call, {}), strict=True)
+        return all(one == other or _grown(one, other, size, to) for one, other in pairs)
+    except Exception:  # whatever a model raises
+        return False
+
+
+def _grown(one: str, other: str, size: int, to: int) -> bool:
+    numbers = zip(_NUMBER.finditer(one), _NUMBER.finditer(other), strict=False)
+    return _NUMBER.sub("0", one) == _NUMBER.sub("0", other) and all(
+        a[0] == b[0]
+        or a[0].isdigit()
+        and b[0].isdigit()
+        and int(a[0]) * to == int(b[0]) * size
+        and one.count("[", 0, a.start()) > one.count("]", 0, a.start())
+        for a, b in numbers
+    )
 
 
 def _ops(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:

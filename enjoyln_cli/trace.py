@@ -66,6 +66,7 @@ class Trace:
     by a field, and so has to stay whichever fields a user wants, is not among them."""
     fed_back: frozenset[str]
     """Fields that a later call may be given."""
+    call: Call
     by_example: bool = False
     """Whether the graph is that of the example's values, rather than of any."""
 
@@ -386,6 +387,7 @@ def _named(
         type(model).__name__,
         returned,
         frozenset(f for fields in returned.values() for f in fields if is_fed_back(f, accepted)),
+        call,
     )
 
 

@@ -392,6 +392,44 @@ def test_bert_base() -> None:
         assert plan.settings == (Setting("intermediate_size", 3080),)
 
 
+class Scaled(Toy):
+    """What its activation gives is multiplied by a number that the hidden size decides."""
+
+    def act(self, u: torch.Tensor) -> torch.Tensor:
+        return F.gelu(u) * (u.shape[-1] / SIZE)
+
+
+class Cut(Toy):
+    def act(self, u: torch.Tensor) -> torch.Tensor:
+        return F.gelu(u)[..., :SIZE]
+
+
+class Divided(Toy):
+    """The config's number of hidden units counts for something else, too."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * self.config.size**-0.5
+
+
+class Viewed(Toy):
+    """The size in a shape is no value that is computed with."""
+
+    def act(self, u: torch.Tensor) -> torch.Tensor:
+        return F.gelu(u.reshape(-1, u.shape[-1])).view(u.shape)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Cut, Divided])
+def test_what_computes_with_the_number_of_hidden_units(kind: type[Toy]) -> None:
+    """It would compute something else once there are more of them."""
+    found = planned(kind)
+    assert status(found) == "kept" and not found.plan.widened
+
+
+def test_a_size_in_a_shape() -> None:
+    found = planned(Viewed)
+    assert status(found) == "static" and found.plan.widened
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_an_input_that_is_changed_in_place_before_it_is_added(in_place: bool) -> None:
     """Recorded by example, as its shapes depend on values: the units subtract another mean."""
