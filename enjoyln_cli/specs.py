@@ -279,7 +279,8 @@ def _feature_shapes(config: Any, rows: int) -> Iterator[tuple[tuple[int, ...], i
                 yield (rows, 1, FRAMES, width), FRAMES
                 yield (rows, 1, int(getattr(owner, "spec_size", FRAMES)), width), FRAMES
     for owner in owners:
-        if channels := getattr(owner, "subsampling_conv_channels", None):  # a bin for each of them
+        channels = getattr(owner, "subsampling_conv_channels", None)
+        if isinstance(channels, (list, tuple)) and channels:  # a bin for each of the first
             yield (rows, FRAMES, int(channels[0])), FRAMES
         if bins := getattr(owner, "num_mel_bins", None):
             yield (rows, FRAMES, 4 * int(bins)), FRAMES  # of frames in fours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from enjoyln_cli.calls import BATCH, TOKENS, Call, forms, optional_inputs, ways_
 from enjoyln_cli.classes import build
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.examples import main_inputs
-from enjoyln_cli.specs import Spec, ones, whole_numbers
+from enjoyln_cli.specs import MAKERS, Spec, ones, whole_numbers
 
 
 def model_of(model_class: str, model_type: str, **settings: Any) -> Any:
@@ -248,3 +249,10 @@ def test_inputs_have_values_in_the_dtype_of_the_model() -> None:
         for _, inputs in call.steps:
             assert not any(value.is_meta for value in inputs.values())
             assert inputs["pixel_values"].dtype == torch.float32 and inputs["pixel_values"].any()
+
+
+@pytest.mark.parametrize("channels", [256, [128, 32], [], None])
+def test_features_of_sound_whatever_the_channels_are(channels: object) -> None:
+    config = SimpleNamespace(num_mel_bins=80, subsampling_conv_channels=channels)
+    shapes = {form["input_features"].shape for form in MAKERS["input_features"](config, 2, 16)}
+    assert {shape[-1] for shape in shapes} >= {80} | ({128} if channels == [128, 32] else set())
