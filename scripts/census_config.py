@@ -85,6 +85,7 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
             shrink(value, factor, side)
         elif name == "image_size" and side is not None and _larger(value, side):
             patch = getattr(config, "patch_size", 1)
+            patch = patch[0] if isinstance(patch, (list, tuple)) and patch else patch
             patch = patch if isinstance(patch, int) and 0 < patch <= SIDE else 1
             smaller = patch * 2 ** int(math.log2(SIDE // patch))
             if isinstance(value, int):
