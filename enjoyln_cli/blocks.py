@@ -189,12 +189,12 @@ def _rewrite(
         data = outgoing(lane, ends, begin * dtype.itemsize, into * dtype.itemsize)
         y = _kept(step.wider, torch.frombuffer(data, dtype=dtype), many)
         for at, some in spans(0, many, unit, steps.BLOCK):
-            if narrow and step.before:
-                step.before(y[at : at + some].copy_(x[at : at + some]), first + at)
-                continue
-            block = _wide(lane, x[at : at + some])
+            some_x = x[at : at + some]
+            block = y[at : at + some].copy_(some_x) if narrow else _wide(lane, some_x)
             if step.before:
                 step.before(block, first + at)
+            if narrow:
+                continue  # it stands where it belongs
             if centred:
                 groups = heads(ends.kept.undo, block, first + at) if ends.kept else ()
                 before = [(means, head, head.clone()) for means, head in groups]

@@ -24,7 +24,7 @@ from enjoyln_cli.config import (
     CONFIG,
     load_config,
     raw_config,
-    require_no_code,
+    require_no_code_of,
     require_unfolded,
     require_unquantised,
 )
@@ -58,8 +58,8 @@ __all__ = [
     "raw_config",
     "read_part",
     "read_tensor",
+    "require_no_code_of",
     "require_token",
-    "require_no_code",
     "require_unchanged",
     "require_unfolded",
     "same_values",
@@ -302,10 +302,8 @@ def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
     one, two = _stored(checkpoint, a), _stored(checkpoint, b)
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    return all(
-        left == right
-        for left, right in zip(_blocks(checkpoint, one), _blocks(checkpoint, two), strict=True)
-    )
+    pairs = zip(blocks_of(checkpoint, a), blocks_of(checkpoint, b), strict=True)
+    return all(left == right for left, right in pairs)
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> Stored:
@@ -316,10 +314,7 @@ def _stored(checkpoint: Checkpoint, name: str) -> Stored:
 
 def blocks_of(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
     """The bytes of a stored tensor, a few megabytes at a time. Raises as ``read_tensor`` does."""
-    return _blocks(checkpoint, _stored(checkpoint, name))
-
-
-def _blocks(checkpoint: Checkpoint, stored: Stored) -> Iterator[bytes]:
+    stored = _stored(checkpoint, name)
     path = checkpoint.source.path / stored.file
     if checkpoint.format == "bin":
         flat = load_bin(path)[stored.name].contiguous().reshape(-1).view(torch.uint8)

@@ -96,7 +96,7 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
             f"transformers rejects the {CONFIG} of {source.model}: {type(error).__name__}: {first}"
         ) from error
     if not trust_remote_code:
-        require_no_code({"auto_map": getattr(config, "auto_map", None)}, source.model)
+        require_no_code_of(config, source.model)
     return config
 
 
@@ -158,6 +158,11 @@ def require_no_code(config: Mapping[str, Any], model: str) -> None:
             f"{model} comes with code of its own ({next(iter(named.values()))}), which is not run; "
             "read it, then pass --trust-remote-code"
         )
+
+
+def require_no_code_of(config: PretrainedConfig, model: str) -> None:
+    """``require_no_code`` of a loaded config, in which ``auto_map`` may have another name."""
+    require_no_code({"auto_map": getattr(config, "auto_map", None)}, model)
 
 
 def _code_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -164,8 +164,7 @@ def analyze(
         )
         config = store.load_config(source, trust_remote_code)
     elif not trust_remote_code:
-        code = {"auto_map": getattr(config, "auto_map", None)}
-        store.require_no_code(code, f"this {type(config).__name__}")
+        store.require_no_code_of(config, f"this {type(config).__name__}")
     return analyze_config(config, model_class=model_class, outputs=outputs, options=options)
 
 

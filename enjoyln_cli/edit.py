@@ -130,18 +130,19 @@ def _product(parts: Iterable[torch.Tensor], dim: int, by: torch.Tensor) -> torch
 
     They are converted in the same memory, one after the other.
     """
-    at, found = 0, [torch.zeros(() if dim == 0 else 0, dtype=torch.float64)]
+    at, rows = 0, []
+    total = torch.zeros(() if dim == 0 else 0, dtype=torch.float64)
     room = torch.empty(0, dtype=torch.float64)
     for part in parts:
         if room.numel() < part.numel():
             room = torch.empty_like(part, dtype=torch.float64)
         wide = widened(part, room[: len(part)])
         if dim == 0:
-            found = [found[0] + by[at : at + len(part)] @ wide.flatten(1)]
+            total = total + by[at : at + len(part)] @ wide.flatten(1)
         else:
-            found.append(wide.movedim(dim, -1).flatten(0, -2) @ by)
+            rows.append(wide.movedim(dim, -1).flatten(0, -2) @ by)
         at += len(part)
-    return found[0] if dim == 0 else torch.cat(found)
+    return torch.cat(rows) if rows else total
 
 
 def widened(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:

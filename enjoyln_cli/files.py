@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -79,7 +78,7 @@ def shards_in_index(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
     for name, shard in weights.items():
         if not name.isprintable():
             raise BadCheckpoint(f"{path.name} names a tensor {name!r:.100}; fetch it again")
-        if not isinstance(shard, str) or not _is_file_name(shard, kind):
+        if not isinstance(shard, str) or not is_file_name(shard, kind) or shard == kind:
             raise BadCheckpoint(
                 f"{path.name} puts {name} into {shard!r:.100}, which is no {kind} file of its own "
                 "directory; do not use this checkpoint"
@@ -87,10 +86,10 @@ def shards_in_index(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
     return tuple(sorted(set(weights.values()))), weights
 
 
-def _is_file_name(name: str, kind: str) -> bool:
-    """One that a directory can hold, with the ending ``kind``."""
+def is_file_name(name: str, *ends: str) -> bool:
+    """Whether it names a file that a directory itself can hold, with one of the endings."""
     fits = name.isprintable() and len(name.encode()) <= LONGEST_NAME
-    return fits and re.fullmatch(r"[^/\\]+" + re.escape(kind), name) is not None
+    return fits and not {"/", "\\"} & {*name} and name.endswith(ends)
 
 
 def housekeeping(name: str) -> bool:

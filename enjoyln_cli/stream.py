@@ -30,7 +30,7 @@ from enjoyln_cli.checkpoint import (
     read_tensor,
     require_unchanged,
 )
-from enjoyln_cli.edit import ROWS, Edit, Given, Vector, given
+from enjoyln_cli.edit import ROWS, Edit, Given, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError, size
 from enjoyln_cli.journal import Journal, note, share, together
 from enjoyln_cli.kept import Keeper, keeping
@@ -340,7 +340,8 @@ def _check_finite(
     checkpoint: Checkpoint, edit: Edit, values: Given, read: Callable[[str], torch.Tensor]
 ) -> None:
     """NaN and Inf in what is taken from other tensors are told of the tensor that holds them."""
-    found = [(vector.tensor, value) for vector, value in _vectors(edit, values)]
+    vectors = (edit.times, values.times), (edit.scale, values.scale)
+    found = [(vector.tensor, value) for vector, value in vectors if vector and value is not None]
     if edit.plus and values.plus is not None:
         found += [(edit.plus.by, read(edit.plus.by)), (edit.plus.matrix, values.plus)]
     for name, value in found:
@@ -349,12 +350,6 @@ def _check_finite(
                 f"{name} in {checkpoint.tensors[name].file} holds NaN or Inf and cannot be merged; "
                 "repair it, or pass --allow-nonfinite"
             )
-
-
-def _vectors(edit: Edit, values: Given) -> Iterator[tuple[Vector, torch.Tensor]]:
-    for vector, value in ((edit.times, values.times), (edit.scale, values.scale)):
-        if vector is not None and value is not None:
-            yield vector, value
 
 
 def _portions(tasks: tuple[Task, ...], positioned: bool) -> Iterator[tuple[Task, ...]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from enjoyln_cli.checkpoint import (
 from enjoyln_cli.config import CONFIG, MARKER
 from enjoyln_cli.corrections import correct
 from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.files import is_file_name
 from enjoyln_cli.fold import CARD_FILE, copy_files, is_own
 from enjoyln_cli.kept import (
     FOLDER,
@@ -197,7 +197,7 @@ def _holds(written: tuple[int, ...], original: tuple[int, ...]) -> bool:
 
 
 def _plain_name(name: str, *ends: str) -> str:
-    if not re.fullmatch(r"[^/\\\0]+", name) or not name.endswith(ends):
+    if not is_file_name(name, *ends):
         raise BadCheckpoint(f"{name!r:.99} is no file of its own directory; do not use this result")
     return name
 

@@ -325,21 +325,15 @@ def _behind(node: Node) -> Node | None:
     return source if packet(node) is aten.dropout and not argument(node, 2, "train") else None
 
 
-def _is_written(node: Node) -> bool:
-    """Whether the memory of a value, or of what it is the same as, is written in place."""
-    behind: Node | None = node
-    while behind is not None:
-        if behind.meta.get("written"):
-            return True
-        behind = _behind(behind)
-    return False
+def _same_as(node: Node) -> Iterator[Node]:
+    """The value itself, and all behind ops that leave it as it is."""
+    yield node
+    while (source := _behind(node)) is not None:
+        yield (node := source)
 
 
 def _origin(node: Node) -> Node:
-    """The value behind ops that leave it as it is."""
-    while (source := _behind(node)) is not None:
-        node = source
-    return node
+    return list(_same_as(node))[-1]
 
 
 def _halved(node: Node) -> Node | None:
@@ -365,8 +359,8 @@ def _residual(trace: int, node: Node, x: Node) -> Edge | None:
     others = [operand for operand in user.args if operand is not node]
     if len(others) != 1 or not isinstance(others[0], Node) or user.meta.get("written"):
         return None
-    other = others[0]
-    if any(_is_written(value) for value in (other, x)):
+    other, behind = others[0], list(_same_as(others[0]))
+    if behind[-1] is not x or any(value.meta.get("written") for value in behind):
         return None
     same = shape_of(other) == shape_of(user) == shape_of(node)
-    return (trace, user, other) if same and _origin(other) is x else None
+    return (trace, user, other) if same else None
