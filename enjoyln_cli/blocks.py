@@ -19,7 +19,7 @@ from enjoyln_cli import steps
 from enjoyln_cli.corrections import corrections
 from enjoyln_cli.edit import edited, widened
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.journal import Piece
+from enjoyln_cli.journal import Piece, Read, note_read
 from enjoyln_cli.kept import Keeping, digest_of_piece, keep
 from enjoyln_cli.shards import DTYPES
 from enjoyln_cli.steps import (
@@ -95,6 +95,8 @@ class Ends:
     target: Target
     kept: Keeping | None = None
     """The tensor of the original that is told from this one, where that is wanted."""
+    reads: list[Read] | None = None
+    """Each read with its digest, where that is wanted."""
 
 
 def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator[None]:
@@ -322,12 +324,16 @@ def read(ends: Ends, start: int, data: memoryview) -> None:
     """Fill ``data`` from byte ``start`` of the tensor."""
     if isinstance(ends.source, memoryview):
         data[:] = ends.source[start : start + len(data)]
-        return
-    at, done = ends.slot.stored.offset + start, 0
+    else:
+        _read_all(ends.source, ends.slot, start, data)
+    note_read(ends.reads, ends.slot.stored.name, start, data)
+
+
+def _read_all(source: int, slot: Slot, start: int, data: memoryview) -> None:
+    at, done = slot.stored.offset + start, 0
     while done < len(data):
-        got = os.preadv(ends.source, [data[done:]], at + done)
+        got = os.preadv(source, [data[done:]], at + done)
         if got == 0:
-            slot = ends.slot
             raise BadCheckpoint(f"{slot.stored.file} ends inside {slot.name}; fetch it again")
         done += got
 

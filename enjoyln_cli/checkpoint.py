@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -289,12 +290,12 @@ def read_rows(checkpoint: Checkpoint, name: str, elements: int) -> Iterator[torc
     size = stored.nbytes // length
     count = min(length, max(1, elements * length * dtype.itemsize // stored.nbytes))
     data = bytearray(count * size)
-    for first in range(0, length, count):
-        some = min(count, length - first)
-        _read_into(memoryview(data)[: some * size], checkpoint, stored, first * size)
-        yield torch.frombuffer(data, dtype=dtype)[: some * size // dtype.itemsize].reshape(
-            some, *rest
-        )
+    with _reading(checkpoint, stored) as read:
+        for first in range(0, length, count):
+            some = min(count, length - first)
+            read(memoryview(data)[: some * size], first * size)
+            part = torch.frombuffer(data, dtype=dtype)[: some * size // dtype.itemsize]
+            yield part.reshape(some, *rest)
 
 
 def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
@@ -315,34 +316,61 @@ def _stored(checkpoint: Checkpoint, name: str) -> Stored:
 def blocks_of(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
     """The bytes of a stored tensor, a few megabytes at a time. Raises as ``read_tensor`` does."""
     stored = _stored(checkpoint, name)
-    path = checkpoint.source.path / stored.file
     if checkpoint.format == "bin":
-        flat = load_bin(path)[stored.name].contiguous().reshape(-1).view(torch.uint8)
-        yield from (block.numpy().tobytes() for block in flat.split(BLOCK))
+        data = bytes_of(load_bin(checkpoint.source.path / stored.file)[name])
+        yield from (bytes(data[start:][:BLOCK]) for start in range(0, len(data), BLOCK))
         return
     for start in range(0, stored.nbytes, BLOCK):
         yield bytes(_bytes(checkpoint, stored, start, min(BLOCK, stored.nbytes - start)))
 
 
+def read_bytes(checkpoint: Checkpoint, name: str, start: int, count: int) -> memoryview:
+    """``count`` bytes of a stored tensor from its byte ``start`` on.
+
+    Raises as ``read_tensor`` does, and for bytes that the tensor does not have.
+    """
+    stored = _stored(checkpoint, name)
+    if not 0 <= start <= start + count <= stored.nbytes:
+        raise BadCheckpoint(f"{name} has {stored.nbytes} bytes; there are no {count} from {start}")
+    if checkpoint.format == "bin":
+        return bytes_of(load_bin(checkpoint.source.path / stored.file)[name])[start:][:count]
+    return memoryview(_bytes(checkpoint, stored, start, count))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor in their order, as bytes."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
 def _bytes(checkpoint: Checkpoint, stored: Stored, start: int, count: int) -> bytearray:
     """``count`` bytes of a tensor from its byte ``start`` on."""
     data = bytearray(count)
-    _read_into(memoryview(data), checkpoint, stored, start)
+    with _reading(checkpoint, stored) as read:
+        read(memoryview(data), start)
     return data
 
 
-def _read_into(data: memoryview, checkpoint: Checkpoint, stored: Stored, start: int) -> None:
-    """Fill ``data`` from byte ``start`` of the tensor."""
+@contextmanager
+def _reading(checkpoint: Checkpoint, stored: Stored) -> Iterator[Callable[[memoryview, int], None]]:
+    """What fills memory from a byte of the tensor on."""
     if remote := checkpoint.source.remote:
-        data[:] = remote.read(stored.file, stored.offset + start, len(data))
+
+        def fetch(data: memoryview, start: int) -> None:
+            data[:] = remote.read(stored.file, stored.offset + start, len(data))
+
+        yield fetch
         return
-    done = 0
     with (checkpoint.source.path / stored.file).open("rb", buffering=0) as file:
-        while done < len(data):
-            got = os.preadv(file.fileno(), [data[done:]], stored.offset + start + done)
-            if got == 0:
-                raise BadCheckpoint(f"{stored.file} ends inside {stored.name}; fetch it again")
-            done += got
+
+        def read(data: memoryview, start: int) -> None:
+            done = 0
+            while done < len(data):
+                got = os.preadv(file.fileno(), [data[done:]], stored.offset + start + done)
+                if got == 0:
+                    raise BadCheckpoint(f"{stored.file} ends inside {stored.name}; fetch it again")
+                done += got
+
+        yield read
 
 
 def file_of(checkpoint: Checkpoint, name: str) -> Path:

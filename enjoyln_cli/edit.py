@@ -24,8 +24,8 @@ from enjoyln_cli.axis import Axis, centre
 from enjoyln_cli.plan import Grown, Merge, Named, Plan, Widening
 from enjoyln_cli.units import UNITS, read_by_units, written_by_units
 
-ROWS = 1 << 17
-"""Elements of a matrix that are held in float64 at once: a megabyte."""
+ROWS = 1 << 15
+"""Elements of a matrix that are held in float64 at once, by each worker."""
 
 
 @dataclass(frozen=True)

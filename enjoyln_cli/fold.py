@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -35,6 +36,7 @@ from enjoyln_cli.checkpoint import (
     other_files,
     pipeline_files,
     raw_config,
+    read_bytes,
     require_unchanged,
     require_unfolded,
     staged_output,
@@ -152,7 +154,8 @@ def fold_checkpoint(
             asked["recipe"] = digest_of(recipe_text)
             asked["leave for NaN and Inf"] = str(allow_nonfinite)
             made_from = _made_from(checkpoint, edits, others, asked)
-            journal = Journal(staged.parent, made_from, team, anew=force)
+            reread = None if source.cached else partial(read_bytes, checkpoint)
+            journal = Journal(staged.parent, made_from, team, force, reread)
         write_shards(
             checkpoint,
             edits,

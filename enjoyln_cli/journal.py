@@ -1,18 +1,20 @@
 """What of an unfinished result a later run can go on with: told from content, not from names.
 
     .OUT.partial/made-from.json          what decides every byte of the result, by name
-    .OUT.partial/finished/SHARD.json     {"size": bytes, "pieces": [[first byte, bytes, XXH3]]}
+    .OUT.partial/finished/SHARD.json     {"size": bytes, "pieces": [[first byte, bytes, XXH3]],
+                                          "reads": [[tensor, first byte, bytes, XXH3]]}
 
 A shard is finished if it has its size, begins with its header, and every byte of it lies in a piece
 that has its digest: one for each write, taken of the data on its way. It is noted once it is on
-the disk. Nothing is taken over from a run that was made from anything else.
+the disk, with the digest of everything that was read of the source for it. Nothing is taken over
+from a run that was made from anything else.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,17 @@ MADE_FROM = "made-from.json"
 
 Piece = tuple[int, int, str]
 """First byte, number of bytes, digest."""
+Read = tuple[str, int, int, str]
+"""Tensor of the source, first byte in it, number of bytes, digest."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What is known of a finished file."""
+
+    size: int
+    pieces: tuple[Piece, ...]
+    reads: tuple[Read, ...]
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,11 @@ class Journal:
     team: Team = ALONE
     anew: bool = False
     """Whether what was made from anything else is given up, instead of refused."""
+    source: Callable[[str, int, int], memoryview] | None = None
+    """Gives so many bytes of a tensor of the source, from a position on. Without it the source is
+    known by its content already, and nothing of it is read again."""
+    reads: dict[str, list[Read]] = field(default_factory=dict)
+    """What was read for each tensor of the files that are being written."""
     taken_over: list[str] = field(default_factory=list)
     """The files that an earlier run has finished."""
 
@@ -97,11 +115,16 @@ def resumed(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
     Raises ``OutputError`` where an earlier run has finished some and was made from something else,
     which is not given up.
     """
-    notes = {shard.name: _read(_note(journal, shard.name)) for shard in shards}
+    notes = {shard.name: _noted(journal, shard.name) for shard in shards}
     before = _read(journal.work / MADE_FROM)
     done: list[str] = []
     if finished(journal.work) and before is not None and _same(journal, before):
-        done = [shard.name for shard in shards if _intact(into / shard.name, shard, notes)]
+        whole = {
+            name: found
+            for shard in shards
+            if (found := notes[name := shard.name]) and _intact(into / name, shard, found)
+        }
+        done = list(whole) if _same_reads(journal, whole.values()) else []
     keep = {*(into / name for name in done), *(_note(journal, name) for name in done)}
     clear(journal.work, keep)
     into.mkdir(parents=True, exist_ok=True)
@@ -111,10 +134,22 @@ def resumed(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
     return done
 
 
-def note(journal: Journal, file: Path, pieces: Sequence[Piece]) -> None:
+def reads_for(journal: Journal | None, tensor: str) -> list[Read] | None:
+    """The list of what is read for one tensor of the result, where that is wanted."""
+    return journal.reads.setdefault(tensor, []) if journal and journal.source else None
+
+
+def note_read(reads: list[Read] | None, name: str, first: int, data: memoryview) -> None:
+    """``data`` was read from byte ``first`` of the source's tensor ``name``."""
+    if reads is not None and data:
+        reads.append((name, first, len(data), digest_of_piece(data).hex()))
+
+
+def note(journal: Journal, file: Path, pieces: Iterable[Piece], tensors: Iterable[str]) -> None:
     """``file`` is finished, and synced to the disk; from here on no run has to write it again."""
-    content = {"size": file.stat().st_size, "pieces": sorted(pieces)}
-    write_whole(_note(journal, file.name), json.dumps(content))
+    reads = {read for name in tensors for read in journal.reads.pop(name, ())}
+    found = Noted(file.stat().st_size, tuple(sorted(pieces)), tuple(sorted(reads)))
+    write_whole(_note(journal, file.name), json.dumps(asdict(found)))
 
 
 def _same(journal: Journal, before: Mapping[str, Any]) -> bool:
@@ -122,35 +157,58 @@ def _same(journal: Journal, before: Mapping[str, Any]) -> bool:
     now = journal.made_from
     for name in (*now, *before):
         if before.get(name) != now.get(name):
-            if journal.anew:
-                return False
             old, new = (str(found.get(name, "nothing"))[:40] for found in (before, now))
-            raise OutputError(
-                f"--resume cannot go on with what {journal.work} holds: {name} was {old} then and "
-                f"is {new} now; start anew with --force"
-            )
+            return _given_up(journal, f"{name} was {old} then and is {new} now")
     return True
 
 
-def _intact(path: Path, shard: Shard, notes: Mapping[str, Any]) -> bool:
+def _same_reads(journal: Journal, notes: Iterable[Noted]) -> bool:
+    """Whether the source still holds what the finished files were made from."""
+    for name, first, nbytes, digest in (read for found in notes for read in found.reads):
+        if journal.source and digest_of_piece(journal.source(name, first, nbytes)).hex() != digest:
+            return _given_up(journal, f"{name} of the source was another then")
+    return True
+
+
+def _given_up(journal: Journal, difference: str) -> bool:
+    """Nothing is taken over then; raises ``OutputError`` where that has not been asked for."""
+    if journal.anew:
+        return False
+    raise OutputError(
+        f"--resume cannot go on with what {journal.work} holds: {difference}; start anew with "
+        "--force"
+    )
+
+
+def _intact(path: Path, shard: Shard, found: Noted) -> bool:
     try:
-        found = notes[shard.name]
-        size, pieces = found["size"], [(int(a), int(b), str(c)) for a, b, c in found["pieces"]]
+        size = found.size
         if size != shard.size or path.is_symlink() or path.stat().st_size != size:
             return False
         with path.open("rb") as file:
             if file.read(len(shard.header)) != shard.header:
                 return False
             at = 0
-            for first, nbytes, digest in pieces:
+            for first, nbytes, digest in found.pieces:
                 file.seek(at)
                 data = memoryview(file.read(min(max(nbytes, 0), size)))
                 if (first, nbytes, digest) != (at, len(data), digest_of_piece(data).hex()):
                     return False
                 at += nbytes
         return at == size
-    except (OSError, KeyError, TypeError, ValueError):
+    except OSError:
         return False
+
+
+def _noted(journal: Journal, name: str) -> Noted | None:
+    """What an earlier run has noted of one file, if it makes sense."""
+    found = _read(_note(journal, name)) or {}
+    try:
+        pieces = tuple((int(a), int(b), str(c)) for a, b, c in found["pieces"])
+        reads = tuple((str(a), int(b), int(c), str(d)) for a, b, c, d in found["reads"])
+        return Noted(int(found["size"]), pieces, reads)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def _note(journal: Journal, name: str) -> Path:

@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
@@ -25,6 +25,7 @@ import torch
 from enjoyln_cli.blocks import Ends, Lane, Target, run
 from enjoyln_cli.checkpoint import (
     Checkpoint,
+    bytes_of,
     file_of,
     read_rows,
     read_tensor,
@@ -32,7 +33,7 @@ from enjoyln_cli.checkpoint import (
 )
 from enjoyln_cli.edit import ROWS, Edit, Given, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError, size
-from enjoyln_cli.journal import Journal, note, share, together
+from enjoyln_cli.journal import Journal, note, note_read, reads_for, share, together
 from enjoyln_cli.kept import Keeper, keeping
 from enjoyln_cli.memory import give_back
 from enjoyln_cli.placing import Shard, index, layout
@@ -94,7 +95,7 @@ def write_shards(
     if progress and len(mine) < len(shards):
         names = {shard.name for shard in mine}
         progress(sum(slot.nbytes for s in shards if s.name not in names for slot in s.slots))
-    tasks = _tasks(checkpoint, edits, allow_nonfinite)
+    tasks = _tasks(checkpoint, edits, allow_nonfinite, journal)
     _check_space(mine, into)
     for some, at_hand in _turns(checkpoint, mine):
         with at_hand:
@@ -174,15 +175,17 @@ def _work(
     }
     targets = {shard.name: _create(shard, into, stack, journal is not None) for shard in shards}
 
-    def finish(name: str) -> None:
-        os.fsync(targets[name].cached)
+    def finish(shard: Shard) -> None:
+        target = targets[shard.name]
+        os.fsync(target.cached)
         if journal:
-            note(journal, into / name, targets[name].pieces or ())
+            names = [slot.name for slot in shard.slots]
+            note(journal, into / shard.name, target.pieces or (), names)
 
     lanes = LANES * jobs if positioned and keeper is None else jobs
     portions = [
         [
-            (shard.name, slot, tasks)
+            (shard, slot, tasks)
             for slot in shard.slots
             for tasks in _portions(tuple(tasks_for(slot)), positioned)
         ]
@@ -190,31 +193,36 @@ def _work(
     ]
     queue = deque(_alternating(portions, lanes))
     del portions  # what a task has read is held no longer than the task
-    left = Counter(name for name, _, _ in queue)
+    left = Counter(shard.name for shard, _, _ in queue)
     lock, stop = threading.Lock(), threading.Event()
 
     def drain(lane: Lane) -> None:
         torch.set_num_threads(1)
         while not stop.is_set():
             try:
-                name, slot, tasks = queue.popleft()
+                shard, slot, tasks = queue.popleft()
             except IndexError:
                 return
-            source = sources[slot.stored.file] if positioned else _loaded(checkpoint, slot)
-            kept = keeping(keeper, slot.name) if keeper else None
+            ends = Ends(
+                slot,
+                sources[slot.stored.file] if positioned else _loaded(checkpoint, slot),
+                targets[shard.name],
+                keeping(keeper, slot.name) if keeper else None,
+                reads_for(journal, slot.name),
+            )
             for task in tasks:
-                for _ in task(lane, Ends(slot, source, targets[name], kept)):
+                for _ in task(lane, ends):
                     if stop.is_set():
                         return
             with lock:
-                left[name] -= 1
-                last = left[name] == 0
+                left[shard.name] -= 1
+                last = left[shard.name] == 0
             if last:
-                finish(name)
+                finish(shard)
 
     for shard in shards:
         if not left[shard.name]:
-            finish(shard.name)
+            finish(shard)
     _with_workers(drain, lanes, stop, progress)
 
 
@@ -312,25 +320,38 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _tasks(
-    checkpoint: Checkpoint, edits: Mapping[str, Edit], nonfinite: bool
+    checkpoint: Checkpoint, edits: Mapping[str, Edit], nonfinite: bool, journal: Journal | None
 ) -> Callable[[Slot], Iterator[Task]]:
     """Tells what becomes of each tensor."""
 
     def read(name: str) -> torch.Tensor:
         return read_tensor(checkpoint, name)
 
-    def rows(name: str) -> Iterator[torch.Tensor]:
-        return read_rows(checkpoint, name, ROWS)
+    def taken(slot: Slot, edit: Edit) -> Given:
+        reads = reads_for(journal, slot.name)
 
-    def taken(edit: Edit) -> Given:
-        values = given(edit, read, rows)
+        def noted(name: str, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+            at = 0
+            for part in parts:
+                data = bytes_of(part)
+                note_read(reads, name, at, data)
+                at += len(data)
+                yield part
+
+        def vector(name: str) -> torch.Tensor:
+            return next(noted(name, [read(name)]))
+
+        def rows(name: str) -> Iterator[torch.Tensor]:
+            return noted(name, read_rows(checkpoint, name, ROWS))
+
+        values = given(edit, vector, rows)
         if not nonfinite:
             _check_finite(checkpoint, edit, values, read)
         return values
 
     def tasks(slot: Slot) -> Iterator[Task]:
         edit = edits.get(slot.name, Edit())
-        values = cache(partial(taken, edit))
+        values = cache(partial(taken, slot, edit))
         return (partial(run, step=s, nonfinite=nonfinite) for s in steps_of(slot, edit, values))
 
     return tasks
@@ -386,5 +407,4 @@ def _create(shard: Shard, into: Path, stack: ExitStack, noted: bool) -> Target:
 
 def _loaded(checkpoint: Checkpoint, slot: Slot) -> memoryview:
     """The bytes of a tensor that lies in no one piece of its file."""
-    tensor = read_tensor(checkpoint, slot.stored.name).contiguous().reshape(-1)
-    return tensor.view(torch.uint8).numpy().data
+    return bytes_of(read_tensor(checkpoint, slot.stored.name))

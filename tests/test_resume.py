@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
 from enjoyln_cli.files import write_whole
 from enjoyln_cli.fold import fold_checkpoint
 from enjoyln_cli.output import finished, staged_output, work_of
+from enjoyln_cli.plan import Merge, Named, Reader
 
 HERE = Path(__file__).parent
 SHARDS = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -195,7 +197,15 @@ def test_names_count_for_nothing(source: Path, out: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"size": 1, "pieces": []}', '{"size": "1", "pieces": [[0, -1]]}', "[" * 9999],
+    [
+        "",
+        "[]",
+        "{}",
+        '{"size": 1, "pieces": [], "reads": []}',
+        '{"size": 1, "pieces": [[0, -1]], "reads": []}',
+        '{"size": 1e999, "pieces": [], "reads": [["x", 0, 1, ""]]}',
+        "[" * 9999,
+    ],
 )
 def test_a_damaged_note_is_no_note(source: Path, out: Path, text: str) -> None:
     whole = expected(source, out)
@@ -248,6 +258,62 @@ def test_a_changed_source(source: Path, out: Path, name: str, words: str) -> Non
     refuses(source, out, f"{words} .* and is .* now; start anew with --force", resume=True)
     assert finished(work) == 3
     assert fold(source, out, force=True).resumed == 0
+
+
+def rewrite(source: Path, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Other numbers in the tensor that holds ``old``; its file keeps the size and the time."""
+    found, written = old.numpy().tobytes(), new.numpy().tobytes()
+    (path,) = (path for path in source.iterdir() if path.is_file() and found in path.read_bytes())
+    time = path.stat().st_mtime_ns
+    path.write_bytes(path.read_bytes().replace(found, written))
+    os.utime(path, ns=(time, time))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "sharded bin"])
+@pytest.mark.parametrize("tensor", ["c_attn.weight", "wide.weight", "qkv.weight", "ln.weight"])
+def test_weights_that_changed_in_secret(tmp_path: Path, out: Path, kind: str, tensor: str) -> None:
+    source = tmp_path / "model"
+    values = state(torch.float32)
+    store(source, values, kind)
+    stopped(source, out)
+    rewrite(source, values[tensor], values[tensor] + 1)
+    words = f"{tensor} of the source was another then; start anew with --force"
+    refuses(source, out, words, resume=True)
+    assert fold(source, out, resume=True, force=True).resumed == 0
+    whole = contents(out)
+    assert fold(source, out, force=True).resumed == 0 and contents(out) == whole
+
+
+@pytest.mark.parametrize("tensor", ["ln.weight", "out.weight"])
+def test_values_from_other_files_that_changed_in_secret(
+    source: Path, out: Path, tensor: str
+) -> None:
+    """What the one finished file has taken from tensors whose own files are not finished."""
+    first = Reader(Named("c_attn.weight", "c_attn.weight"), 0)
+    other = Reader(Named("out.weight", "out.weight"), 1, Named("wte.bias", "c_attn.bias"))
+    merged = (
+        Merge("ln_1", "ln.weight", "", (first,)),
+        Merge("ln_2", "", "ln_2.bias", (other,)),
+    )
+    values = state(torch.float32)
+    values |= {"c_attn.bias": torch.randn(24), "ln_2.bias": torch.randn(96)}
+    plan = replace(plan_for({}, {}), merged=merged)
+
+    def begin(**options: Any) -> int:
+        result = fold_checkpoint(opened(source), plan, out, recipe_text="r", **options)
+        return result.resumed
+
+    shutil.rmtree(source)
+    store(source, values, "sharded")
+    with pytest.raises(KeyboardInterrupt):
+        begin(check=stop)
+    for shard in SHARDS[1:]:
+        (work_of(out) / "finished" / f"{shard}.json").unlink()
+    rewrite(source, values[tensor], values[tensor] + 1)
+    with pytest.raises(OutputError, match=f"{tensor} of the source was another then"):
+        begin(resume=True)
+    rewrite(source, values[tensor] + 1, values[tensor])
+    assert begin(resume=True) == 1
 
 
 @pytest.mark.parametrize(
