@@ -158,8 +158,8 @@ def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator
                 kept = kept.narrow(edit.append.dim, 0, ends.slot.stored.shape[edit.append.dim])
             if nonfinite:
                 _check_rounded(ends.slot, wide, y.view(wide.shape))
-            else:
-                _check_range(ends.slot, x.view(kept.shape), kept, edited=True)
+            elif not _finite(y):
+                _refuse_range(ends.slot, x.view(kept.shape), kept, edited=True)
             if ends.kept:
                 learn(ends.kept.undo, x.double().view(ends.slot.stored.shape))
             _remember(lane, ends, 0, x, kept)
@@ -189,7 +189,8 @@ def _rewrite(
         x = elements(lane, ends, first, many)
         begin, into = _place(step.wider, first, many)
         data = outgoing(lane, ends, begin * dtype.itemsize, into * dtype.itemsize)
-        y = _kept(step.wider, torch.frombuffer(data, dtype=dtype), many)
+        filled = torch.frombuffer(data, dtype=dtype)
+        y = _kept(step.wider, filled, many)
         for at, some in spans(0, many, unit, steps.BLOCK):
             some_x = x[at : at + some]
             block = y[at : at + some].copy_(some_x) if narrow else _wide(lane, some_x)
@@ -211,8 +212,8 @@ def _rewrite(
             part.copy_(rows)
             if nonfinite:
                 _check_rounded(ends.slot, rows, part)
-        if not nonfinite:
-            _check_range(ends.slot, x.view(y.shape), y, edited=edits)
+        if not nonfinite and not _finite(filled):
+            _refuse_range(ends.slot, x.view(y.shape), y, edited=edits)
         _remember(lane, ends, first, x, y)
         write(lane, ends, begin * dtype.itemsize, data)
         yield
@@ -257,11 +258,14 @@ def _subtract(means: torch.Tensor, block: torch.Tensor) -> None:
     block.view(-1, means.numel()).sub_(means)
 
 
-def _check_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) -> None:
-    """NaN or Inf in a group have spread over all of it; elsewhere they may be meant."""
+def _finite(y: torch.Tensor) -> bool:
+    """Faster than a look at each element, and without memory where they lie side by side."""
     low, high = y.aminmax()
-    if low.isfinite() and high.isfinite():
-        return
+    return bool(low.isfinite() and high.isfinite())
+
+
+def _refuse_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) -> None:
+    """NaN or Inf in a group have spread over all of it; elsewhere they may be meant."""
     if (y.isinf() & x.isfinite()).any() and (x.isfinite().all() or not edited):
         raise _beyond(slot)
     if edited:
