@@ -2,12 +2,15 @@
 
 What a box means is decided in ``sketch``, what it looks like in a file in ``draw``. Links run from
 top to bottom. The layers and the order inside of them come from a layout library (Sugiyama's
-method), once for each box that holds others, so that a block is a box like any other outside.
+method), once for each box that holds others, so that a block is a box like any other outside: from
+Graphviz where that is installed with its Python package, otherwise from grandalf.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from subprocess import CalledProcessError
 from typing import Any, Literal
 
 Tone = Literal[
@@ -28,6 +31,8 @@ Point = tuple[float, float]
 FONT, LINE, CHARACTER = 12, 16, 7.8
 """Size of text, height of a line and an upper estimate of a character's width, in pixels."""
 MARGIN, DOT, SPACE_X, SPACE_Y = 12.0, 18.0, 26.0, 22.0
+INCH = 72.0
+"""Pixels of the unit in which Graphviz gives and takes lengths."""
 LONGEST = 44
 """Characters of a line in a box."""
 
@@ -116,17 +121,18 @@ def layout(graph: Graph) -> Layout:
     """Where everything goes."""
     inner = {box.key: layout(box.inside) for box in graph.boxes if box.inside}
     sizes = {box.key: _size(box, inner.get(box.key)) for box in graph.boxes}
-    at, routes, width, height = _arranged(graph, sizes)
+    whole = _arranged(graph, sizes)
+    routes = whole.routes
     boxes: list[Placed] = []
     for box in graph.boxes:
-        x, y = at[box.key]
+        x, y = whole.at[box.key]
         boxes.append(Placed(box, x, y, *sizes[box.key]))
         if box.key in inner:
             part = inner[box.key]
             left, top = x + (sizes[box.key][0] - part.width) / 2, y + LINE * len(box.lines) + MARGIN
             boxes += [replace(p, x=p.x + left, y=p.y + top) for p in part.boxes]
             routes += [_shifted(route, left, top) for route in part.routes]
-    return Layout(width, height, tuple(boxes), tuple(routes))
+    return Layout(whole.width, whole.height, tuple(boxes), tuple(routes))
 
 
 def _size(box: Box, inner: Layout | None) -> tuple[float, float]:
@@ -145,44 +151,95 @@ def _shifted(route: Route, x: float, y: float) -> Route:
     return Route(route.link, tuple((px + x, py + y) for px, py in route.points))
 
 
-@dataclass
-class _View:
-    """What the layout library asks of a vertex."""
-
-    w: float
-    h: float
-    xy: Point = (0.0, 0.0)
+Links = dict[tuple[str, str], list[Link]]
+"""By the keys of the boxes that they join, the earlier one in the order of computation first."""
 
 
 @dataclass
-class _Part:
-    """The connected parts laid out so far, side by side."""
+class _Arranged:
+    """Corners of boxes and routes of links, from nought, with the size of all."""
 
     at: dict[str, Point] = field(default_factory=dict)
     routes: list[Route] = field(default_factory=list)
     width: float = 0.0
     height: float = 0.0
 
+    def add(self, links: list[Link], first: str, points: tuple[Point, ...]) -> None:
+        """The way of ``links`` from the box ``first`` on."""
+        for link in links:
+            self.routes.append(Route(link, points if link.start == first else points[::-1]))
 
-def _arranged(
-    graph: Graph, sizes: dict[str, tuple[float, float]]
-) -> tuple[dict[str, Point], list[Route], float, float]:
-    """Corners of boxes and routes of links, from nought, with the size of all."""
-    from grandalf.graphs import Edge, Vertex
-    from grandalf.graphs import Graph as Vertices
-    from grandalf.layouts import SugiyamaLayout
 
+def _arranged(graph: Graph, sizes: Mapping[str, Point]) -> _Arranged:
     order = {box.key: place for place, box in enumerate(graph.boxes)}
-    vertices = {key: Vertex(key) for key in order}
-    for key, vertex in vertices.items():
-        vertex.view = _View(*sizes[key])
-    links: dict[tuple[str, str], list[Link]] = {}
+    links: Links = {}
     for link in graph.links:
         if link.start != link.end:
             first, second = sorted((link.start, link.end), key=order.__getitem__)
             links.setdefault((first, second), []).append(link)
+    return _by_graphviz(links, sizes) or _by_grandalf(links, sizes)
+
+
+def _by_graphviz(links: Links, sizes: Mapping[str, Point]) -> _Arranged | None:
+    """``None`` without the package, or without the program that it calls."""
+    try:
+        import graphviz
+    except ImportError:
+        return None
+    space = {"nodesep": f"{SPACE_X / INCH}", "ranksep": f"{SPACE_Y / INCH}", "splines": "polyline"}
+    drawing = graphviz.Digraph(
+        graph_attr=space,
+        node_attr={"shape": "box", "fixedsize": "true", "label": ""},
+        edge_attr={"arrowhead": "none", "tailport": "s", "headport": "n"},
+    )
+    names = {key: str(number) for number, key in enumerate(sizes)}
+    for key, (width, height) in sizes.items():
+        drawing.node(names[key], width=f"{width / INCH}", height=f"{height / INCH}")
+    for first, second in links:
+        drawing.edge(names[first], names[second])
+    try:
+        lines = drawing.pipe("plain", encoding="utf-8").splitlines()
+    except (graphviz.ExecutableNotFound, CalledProcessError):
+        return None
+    keys = {name: key for key, name in names.items()}
+    whole = _Arranged()
+    for kind, *words in (line.split() for line in lines):
+        if kind == "graph":
+            whole.width, whole.height = float(words[1]) * INCH, float(words[2]) * INCH
+        elif kind == "node":
+            key, (width, height) = keys[words[0]], sizes[keys[words[0]]]
+            x, y = float(words[1]) * INCH, whole.height - float(words[2]) * INCH
+            whole.at[key] = (x - width / 2, y - height / 2)
+        elif kind == "edge":
+            first, second = keys[words[0]], keys[words[1]]
+            numbers = [float(word) * INCH for word in words[3 : 3 + 2 * int(words[2])]]
+            points = [(x, whole.height - y) for x, y in zip(*[iter(numbers)] * 2, strict=True)]
+            corners = list(dict.fromkeys(points[::3]))  # between them lie the controls of splines
+            curved = tuple(point for corner in corners for point in (corner, corner))
+            whole.add(links[first, second], first, curved)
+    return whole
+
+
+@dataclass
+class _View:
+    """What grandalf asks of a vertex."""
+
+    w: float
+    h: float
+    xy: Point = (0.0, 0.0)
+
+
+def _by_grandalf(links: Links, sizes: Mapping[str, Point]) -> _Arranged:
+    """The connected parts side by side."""
+    from grandalf.graphs import Edge, Vertex
+    from grandalf.graphs import Graph as Vertices
+    from grandalf.layouts import SugiyamaLayout
+
+    vertices = {key: Vertex(key) for key in sizes}
+    for key, vertex in vertices.items():
+        vertex.view = _View(*sizes[key])
     edges = [Edge(vertices[a], vertices[b], data=(a, b)) for a, b in links]
-    whole = _Part()
+    whole = _Arranged()
     for component in Vertices(list(vertices.values()), edges).C:
         found = SugiyamaLayout(component)
         found.xspace, found.yspace = SPACE_X, SPACE_Y
@@ -191,12 +248,10 @@ def _arranged(
         found.init_all(roots=roots, inverted_edges=[], optimize=True)
         found.draw(3)
         _add_component(whole, found, links, sizes)
-    return whole.at, whole.routes, whole.width, whole.height
+    return whole
 
 
-def _add_component(
-    whole: _Part, found: Any, links: dict[tuple[str, str], list[Link]], sizes: dict[str, Point]
-) -> None:
+def _add_component(whole: _Arranged, found: Any, links: Links, sizes: Mapping[str, Point]) -> None:
     """Take the library's layers and its x; heights follow from the tallest box of each layer."""
     heights = [
         max([v.view.h for v in layer if not found.grx[v].dummy] or [0]) for layer in found.layers
@@ -220,8 +275,6 @@ def _add_component(
             points += [(x + shift, tops[rank]), (x + shift, tops[rank] + heights[rank])]
         points[0] = (points[0][0], whole.at[start][1] + sizes[start][1])
         points[-1] = (points[-1][0], whole.at[end][1])
-        for link in links[start, end]:
-            back = link.start != start
-            whole.routes.append(Route(link, tuple(reversed(points) if back else points)))
+        whole.add(links[start, end], start, tuple(points))
     whole.width = shift + max(x + half for x, half in ends)
     whole.height = max(whole.height, tops[-1] + heights[-1])

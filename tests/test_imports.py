@@ -67,6 +67,7 @@ OWNERS = {
     "networkx": {"cut"},
     "xxhash": {"kept"},
     "grandalf": {"pictures"},
+    "graphviz": {"pictures"},
     "PIL": {"draw"},
     "matplotlib": {"plot"},
 }
