@@ -96,7 +96,7 @@ class Ends:
     kept: Keeping | None = None
     """The tensor of the original that is told from this one, where that is wanted."""
     reads: list[Read] | None = None
-    """Each read with its digest, where that is wanted."""
+    """Each read of a file with its digest, where that is wanted."""
 
 
 def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator[None]:
@@ -159,7 +159,7 @@ def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator
             if nonfinite:
                 _check_rounded(ends.slot, wide, y.view(wide.shape))
             elif not _finite(y):
-                _refuse_range(ends.slot, x.view(kept.shape), kept, edited=True)
+                _check_range(ends.slot, x.view(kept.shape), kept, edited=True)
             if ends.kept:
                 learn(ends.kept.undo, x.double().view(ends.slot.stored.shape))
             _remember(lane, ends, 0, x, kept)
@@ -213,7 +213,7 @@ def _rewrite(
             if nonfinite:
                 _check_rounded(ends.slot, rows, part)
         if not nonfinite and not _finite(filled):
-            _refuse_range(ends.slot, x.view(y.shape), y, edited=edits)
+            _check_range(ends.slot, x.view(y.shape), y, edited=edits)
         _remember(lane, ends, first, x, y)
         write(lane, ends, begin * dtype.itemsize, data)
         yield
@@ -259,12 +259,12 @@ def _subtract(means: torch.Tensor, block: torch.Tensor) -> None:
 
 
 def _finite(y: torch.Tensor) -> bool:
-    """Faster than a look at each element, and without memory where they lie side by side."""
+    """Whether all elements are. This takes no memory where they lie side by side."""
     low, high = y.aminmax()
     return bool(low.isfinite() and high.isfinite())
 
 
-def _refuse_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) -> None:
+def _check_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) -> None:
     """NaN or Inf in a group have spread over all of it; elsewhere they may be meant."""
     if (y.isinf() & x.isfinite()).any() and (x.isfinite().all() or not edited):
         raise _beyond(slot)
@@ -328,18 +328,15 @@ def read(ends: Ends, start: int, data: memoryview) -> None:
     """Fill ``data`` from byte ``start`` of the tensor."""
     if isinstance(ends.source, memoryview):
         data[:] = ends.source[start : start + len(data)]
-    else:
-        _read_all(ends.source, ends.slot, start, data)
-    note_read(ends.reads, ends.slot.stored.name, start, data)
-
-
-def _read_all(source: int, slot: Slot, start: int, data: memoryview) -> None:
-    at, done = slot.stored.offset + start, 0
+        return
+    at, done = ends.slot.stored.offset + start, 0
     while done < len(data):
-        got = os.preadv(source, [data[done:]], at + done)
+        got = os.preadv(ends.source, [data[done:]], at + done)
         if got == 0:
+            slot = ends.slot
             raise BadCheckpoint(f"{slot.stored.file} ends inside {slot.name}; fetch it again")
         done += got
+    note_read(ends.reads, ends.slot.stored.name, start, data)
 
 
 def write(lane: Lane, ends: Ends, start: int, data: memoryview) -> None:

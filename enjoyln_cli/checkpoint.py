@@ -313,28 +313,24 @@ def _stored(checkpoint: Checkpoint, name: str) -> Stored:
     return checkpoint.tensors[name]
 
 
-def blocks_of(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
-    """The bytes of a stored tensor, a few megabytes at a time. Raises as ``read_tensor`` does."""
-    stored = _stored(checkpoint, name)
-    if checkpoint.format == "bin":
-        data = bytes_of(load_bin(checkpoint.source.path / stored.file)[name])
-        yield from (bytes(data[start:][:BLOCK]) for start in range(0, len(data), BLOCK))
-        return
-    for start in range(0, stored.nbytes, BLOCK):
-        yield bytes(_bytes(checkpoint, stored, start, min(BLOCK, stored.nbytes - start)))
-
-
-def read_bytes(checkpoint: Checkpoint, name: str, start: int, count: int) -> memoryview:
-    """``count`` bytes of a stored tensor from its byte ``start`` on.
+def blocks_of(
+    checkpoint: Checkpoint, name: str, first: int = 0, count: int | None = None
+) -> Iterator[bytes]:
+    """The bytes of a stored tensor, a few megabytes at a time; ``count`` of them from ``first`` on.
 
     Raises as ``read_tensor`` does, and for bytes that the tensor does not have.
     """
     stored = _stored(checkpoint, name)
-    if not 0 <= start <= start + count <= stored.nbytes:
-        raise BadCheckpoint(f"{name} has {stored.nbytes} bytes; there are no {count} from {start}")
+    end = stored.nbytes if count is None else first + count
+    if not 0 <= first <= end <= stored.nbytes:
+        raise BadCheckpoint(f"{name} has {stored.nbytes} bytes, and not those up to {end}")
+    starts = range(first, end, BLOCK)
     if checkpoint.format == "bin":
-        return bytes_of(load_bin(checkpoint.source.path / stored.file)[name])[start:][:count]
-    return memoryview(_bytes(checkpoint, stored, start, count))
+        data = bytes_of(load_bin(checkpoint.source.path / stored.file)[name])
+        yield from (bytes(data[start : min(start + BLOCK, end)]) for start in starts)
+        return
+    for start in starts:
+        yield bytes(_bytes(checkpoint, stored, start, min(BLOCK, end - start)))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -36,7 +36,6 @@ from enjoyln_cli.checkpoint import (
     other_files,
     pipeline_files,
     raw_config,
-    read_bytes,
     require_unchanged,
     require_unfolded,
     staged_output,
@@ -45,7 +44,7 @@ from enjoyln_cli.checkpoint import (
 from enjoyln_cli.config import CONFIG, MARKER, changed, set_entry
 from enjoyln_cli.edit import Edit, Given, edited, edits_of, given
 from enjoyln_cli.errors import BadCheckpoint, NothingToFold, OutputError, VerificationFailed
-from enjoyln_cli.files import housekeeping
+from enjoyln_cli.files import digest, housekeeping
 from enjoyln_cli.journal import Journal
 from enjoyln_cli.keeping import keeper_of, unread
 from enjoyln_cli.kept import FILE, FOLDER, digest_of, digest_of_tensor, save
@@ -154,7 +153,7 @@ def fold_checkpoint(
             asked["recipe"] = digest_of(recipe_text)
             asked["leave for NaN and Inf"] = str(allow_nonfinite)
             made_from = _made_from(checkpoint, edits, others, asked)
-            reread = None if source.cached else partial(read_bytes, checkpoint)
+            reread = None if _known_by_name(checkpoint) else partial(blocks_of, checkpoint)
             journal = Journal(staged.parent, made_from, team, force, reread)
         write_shards(
             checkpoint,
@@ -208,19 +207,34 @@ def _made_from(
 ) -> dict[str, str]:
     """What decides the bytes of a result, by the name that a user knows it by.
 
-    A file of the Hub's cache is known by its name there, which is that of its content.
+    Of weights that are no file of the Hub's cache only the size: their content is found out as it
+    is read.
     """
     source = checkpoint.source
     found = {"enjoyln": __version__, "the source": f"{source.path} {source.revision}"}
     inner = {**checkpoint.states, **others[0]}
     for folder, states in ((source.path, inner), (source.root, others[1])):
-        for name, (size, changed_at) in states.items():
-            what = (folder / name).resolve().name if source.cached else f"changed at {changed_at}"
-            found[f"the file {name}"] = f"{size} bytes, {what}"
+        for name, (size, _) in states.items():
+            if name in checkpoint.shards:
+                what = f", {(folder / name).resolve().name}" if _known_by_name(checkpoint) else ""
+            else:
+                what = f", {digest(folder / name)}"
+            found[f"the file {name}"] = f"{size} bytes{what}"
     headers, _ = plain_layout(checkpoint)
     found |= {f"the header of {name}": sha256(head).hexdigest() for name, head in headers.items()}
     found["the plan"] = digest_of([[name, repr(edits[name])] for name in sorted(edits)])
     return found | {f"the {name}": value for name, value in asked.items()}
+
+
+def _known_by_name(checkpoint: Checkpoint) -> bool:
+    """Whether the weights lie in the Hub's cache, under names that are digests.
+
+    There are none on a file system without links. What is fetched file by file is known by its
+    commit.
+    """
+    source = checkpoint.source
+    linked = all((source.path / name).is_symlink() for name in checkpoint.shards)
+    return source.cached and (source.remote is not None or linked)
 
 
 def verified_files(result: Source) -> list[str]:

@@ -2,12 +2,13 @@
 
     .OUT.partial/made-from.json          what decides every byte of the result, by name
     .OUT.partial/finished/SHARD.json     {"size": bytes, "pieces": [[first byte, bytes, XXH3]],
-                                          "reads": [[tensor, first byte, bytes, XXH3]]}
+                                          "reads": [[tensor, first byte, bytes, XXH3]],
+                                          "digest": SHA-256 of the rest}
 
 A shard is finished if it has its size, begins with its header, and every byte of it lies in a piece
 that has its digest: one for each write, taken of the data on its way. It is noted once it is on
-the disk, with the digest of everything that was read of the source for it. Nothing is taken over
-from a run that was made from anything else.
+the disk, with the digest of everything that was read for it of a source that is not known by its
+content already. Nothing is taken over from a run that was made from anything else.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from enjoyln_cli.errors import OutputError
+from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.files import write_whole
-from enjoyln_cli.kept import digest_of_piece
+from enjoyln_cli.kept import digest_of, digest_of_piece, digest_of_tensor
 from enjoyln_cli.output import FINISHED, RESULT, clear, finished
 from enjoyln_cli.placing import Shard
 from enjoyln_cli.team import ALONE, Team, gathered, shared_out
@@ -52,7 +53,7 @@ class Journal:
     team: Team = ALONE
     anew: bool = False
     """Whether what was made from anything else is given up, instead of refused."""
-    source: Callable[[str, int, int], memoryview] | None = None
+    source: Callable[[str, int, int], Iterable[bytes]] | None = None
     """Gives so many bytes of a tensor of the source, from a position on. Without it the source is
     known by its content already, and nothing of it is read again."""
     reads: dict[str, list[Read]] = field(default_factory=dict)
@@ -115,16 +116,17 @@ def resumed(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
     Raises ``OutputError`` where an earlier run has finished some and was made from something else,
     which is not given up.
     """
-    notes = {shard.name: _noted(journal, shard.name) for shard in shards}
     before = _read(journal.work / MADE_FROM)
     done: list[str] = []
     if finished(journal.work) and before is not None and _same(journal, before):
-        whole = {
-            name: found
-            for shard in shards
-            if (found := notes[name := shard.name]) and _intact(into / name, shard, found)
-        }
-        done = list(whole) if _same_reads(journal, whole.values()) else []
+        for shard in shards:
+            found = _noted(journal, shard.name)
+            if found is None or not _intact(into / shard.name, shard, found):
+                continue
+            if not _same_reads(journal, found):
+                done = []
+                break
+            done.append(shard.name)
     keep = {*(into / name for name in done), *(_note(journal, name) for name in done)}
     clear(journal.work, keep)
     into.mkdir(parents=True, exist_ok=True)
@@ -147,9 +149,9 @@ def note_read(reads: list[Read] | None, name: str, first: int, data: memoryview)
 
 def note(journal: Journal, file: Path, pieces: Iterable[Piece], tensors: Iterable[str]) -> None:
     """``file`` is finished, and synced to the disk; from here on no run has to write it again."""
-    reads = {read for name in tensors for read in journal.reads.pop(name, ())}
-    found = Noted(file.stat().st_size, tuple(sorted(pieces)), tuple(sorted(reads)))
-    write_whole(_note(journal, file.name), json.dumps(asdict(found)))
+    reads = dict.fromkeys(read for name in tensors for read in journal.reads.pop(name, ()))
+    found = asdict(Noted(file.stat().st_size, tuple(sorted(pieces)), tuple(reads)))
+    write_whole(_note(journal, file.name), json.dumps({**found, "digest": digest_of(found)}))
 
 
 def _same(journal: Journal, before: Mapping[str, Any]) -> bool:
@@ -162,10 +164,16 @@ def _same(journal: Journal, before: Mapping[str, Any]) -> bool:
     return True
 
 
-def _same_reads(journal: Journal, notes: Iterable[Noted]) -> bool:
-    """Whether the source still holds what the finished files were made from."""
-    for name, first, nbytes, digest in (read for found in notes for read in found.reads):
-        if journal.source and digest_of_piece(journal.source(name, first, nbytes)).hex() != digest:
+def _same_reads(journal: Journal, found: Noted) -> bool:
+    """Whether the source still holds what a finished file was made from."""
+    if journal.source is None:
+        return True
+    for name, first, nbytes, digest in found.reads:
+        try:
+            same = digest_of_tensor(journal.source(name, first, nbytes)) == digest
+        except BadCheckpoint:
+            same = False
+        if not same:
             return _given_up(journal, f"{name} of the source was another then")
     return True
 
@@ -203,6 +211,8 @@ def _intact(path: Path, shard: Shard, found: Noted) -> bool:
 def _noted(journal: Journal, name: str) -> Noted | None:
     """What an earlier run has noted of one file, if it makes sense."""
     found = _read(_note(journal, name)) or {}
+    if found.pop("digest", None) != digest_of(found):
+        return None
     try:
         pieces = tuple((int(a), int(b), str(c)) for a, b, c in found["pieces"])
         reads = tuple((str(a), int(b), int(c), str(d)) for a, b, c, d in found["reads"])

@@ -117,11 +117,16 @@ def digest_of_piece(data: memoryview) -> bytes:
 
 
 def digest_of_tensor(blocks: Iterable[bytes]) -> str:
-    """Of a written tensor's bytes, against accidents too."""
-    digest = xxhash.xxh3_128()
+    """Of a tensor's bytes, or a part of them, against accidents too."""
+    digest = new_digest()
     for block in blocks:
         digest.update(block)
     return digest.hexdigest()
+
+
+def new_digest() -> xxhash.xxh3_128:
+    """For bytes that come one block after the other."""
+    return xxhash.xxh3_128()
 
 
 def save(

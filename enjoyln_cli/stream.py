@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
@@ -34,7 +34,7 @@ from enjoyln_cli.checkpoint import (
 from enjoyln_cli.edit import ROWS, Edit, Given, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError, size
 from enjoyln_cli.journal import Journal, note, note_read, reads_for, share, together
-from enjoyln_cli.kept import Keeper, keeping
+from enjoyln_cli.kept import Keeper, keeping, new_digest
 from enjoyln_cli.memory import give_back
 from enjoyln_cli.placing import Shard, index, layout
 from enjoyln_cli.shards import Stored
@@ -203,13 +203,14 @@ def _work(
                 shard, slot, tasks = queue.popleft()
             except IndexError:
                 return
-            ends = Ends(
-                slot,
-                sources[slot.stored.file] if positioned else _loaded(checkpoint, slot),
-                targets[shard.name],
-                keeping(keeper, slot.name) if keeper else None,
-                reads_for(journal, slot.name),
-            )
+            reads = reads_for(journal, slot.name)
+            if positioned:
+                source: int | memoryview = sources[slot.stored.file]
+            else:
+                source = bytes_of(read_tensor(checkpoint, slot.stored.name))
+                note_read(reads, slot.stored.name, 0, source)
+            kept = keeping(keeper, slot.name) if keeper else None
+            ends = Ends(slot, source, targets[shard.name], kept, reads)
             for task in tasks:
                 for _ in task(lane, ends):
                     if stop.is_set():
@@ -330,19 +331,20 @@ def _tasks(
     def taken(slot: Slot, edit: Edit) -> Given:
         reads = reads_for(journal, slot.name)
 
-        def noted(name: str, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-            at = 0
-            for part in parts:
-                data = bytes_of(part)
-                note_read(reads, name, at, data)
-                at += len(data)
-                yield part
-
         def vector(name: str) -> torch.Tensor:
-            return next(noted(name, [read(name)]))
+            found = read(name)
+            note_read(reads, name, 0, bytes_of(found))
+            return found
 
         def rows(name: str) -> Iterator[torch.Tensor]:
-            return noted(name, read_rows(checkpoint, name, ROWS))
+            digest, nbytes = new_digest(), 0
+            for part in read_rows(checkpoint, name, ROWS):
+                if reads is not None:
+                    digest.update(bytes_of(part))
+                    nbytes += part.nbytes
+                yield part
+            if reads is not None:
+                reads.append((name, 0, nbytes, digest.hexdigest()))
 
         values = given(edit, vector, rows)
         if not nonfinite:
@@ -403,8 +405,3 @@ def _create(shard: Shard, into: Path, stack: ExitStack, noted: bool) -> Target:
     target = Target(file, direct, [] if noted else None)
     target.write(memoryview(shard.header), 0)
     return target
-
-
-def _loaded(checkpoint: Checkpoint, slot: Slot) -> memoryview:
-    """The bytes of a tensor that lies in no one piece of its file."""
-    return bytes_of(read_tensor(checkpoint, slot.stored.name))
