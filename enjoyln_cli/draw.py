@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from html import escape
 from importlib.util import find_spec
 from io import BytesIO
+from itertools import groupby
 from math import hypot
 from pathlib import Path
 
@@ -52,7 +53,7 @@ FAMILY = "'DejaVu Sans', Verdana, Helvetica, Arial, sans-serif"
 HEAD = 26.0
 PIXELS = 2
 """Pixels of a PNG for each of the layout, so that text is sharp."""
-STEPS = 12
+STEPS = 24
 """Straight pieces of a curve in a PNG."""
 MOST_PIXELS = 100_000_000
 
@@ -289,9 +290,7 @@ def as_png(picture: Picture) -> bytes:
                 pen.line(dash, colour, PIXELS)
         else:
             pen.line(points, colour, PIXELS, "curve")
-        x, y = points[-1]
-        rise = 7 * PIXELS * (1 if points[-1][1] >= points[0][1] else -1)
-        pen.polygon([(x, y), (x - 3.5 * PIXELS, y - rise), (x + 3.5 * PIXELS, y - rise)], colour)
+        pen.polygon(_arrow(*points[-2:]), colour)
     boxes(False)
     data = BytesIO()
     image.save(data, "PNG")
@@ -299,7 +298,7 @@ def as_png(picture: Picture) -> bytes:
 
 
 def _straight(route: Route) -> list[Point]:
-    """The points of a route with its curves in straight pieces."""
+    """The points of a route with its curves in straight pieces, none of them of no length."""
     points: list[Point] = []
     for number, (x, y) in enumerate(route.points):
         if number % 2 or not number:
@@ -311,7 +310,16 @@ def _straight(route: Route) -> list[Point]:
             ease = 3 * t * t * (1 - t) + t**3
             rise = 1.5 * t * (1 - t) + t**3
             points.append((px + (x - px) * ease, py + (y - py) * rise))
-    return points
+    return [point for point, _ in groupby(points)]
+
+
+def _arrow(start: Point, end: Point) -> list[Point]:
+    """The corners of an arrowhead at the end of a line."""
+    (ax, ay), (bx, by) = start, end
+    length = hypot(bx - ax, by - ay) or 1.0
+    dx, dy = (bx - ax) / length * PIXELS, (by - ay) / length * PIXELS
+    left, right = ((bx - 7 * dx - s * dy, by - 7 * dy + s * dx) for s in (-3.5, 3.5))
+    return [end, left, right]
 
 
 def _dashes(points: list[Point]) -> Iterable[tuple[Point, Point]]:

@@ -1,16 +1,17 @@
 """A picture as data, and where its parts go: boxes within boxes, with links between them.
 
 What a box means is decided in ``sketch``, what it looks like in a file in ``draw``. Links run from
-top to bottom. The layers and the order inside of them come from a layout library (Sugiyama's
-method), once for each box that holds others, so that a block is a box like any other outside: from
-Graphviz where that is installed with its Python package, otherwise from grandalf.
+top to bottom. Where boxes go is decided once for each box that holds others, so that a block is a
+box like any other outside: by Graphviz where that is installed, otherwise by grandalf (both in
+layers, Sugiyama's method).
 """
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from subprocess import CalledProcessError
+from itertools import pairwise
 from typing import Any, Literal
 
 Tone = Literal[
@@ -33,6 +34,8 @@ FONT, LINE, CHARACTER = 12, 16, 7.8
 MARGIN, DOT, SPACE_X, SPACE_Y = 12.0, 18.0, 26.0, 22.0
 INCH = 72.0
 """Pixels of the unit in which Graphviz gives and takes lengths."""
+PATIENCE = 20
+"""Seconds that Graphviz may take."""
 LONGEST = 44
 """Characters of a line in a box."""
 
@@ -181,42 +184,47 @@ def _arranged(graph: Graph, sizes: Mapping[str, Point]) -> _Arranged:
 
 
 def _by_graphviz(links: Links, sizes: Mapping[str, Point]) -> _Arranged | None:
-    """``None`` without the package, or without the program that it calls."""
+    """Places and routes from the program ``dot``; ``None`` where it is not there, or fails."""
+    keys = list(sizes)
+    number = {key: at for at, key in enumerate(keys)}
+    text = "\n".join((
+        f"digraph {{ nodesep={SPACE_X / INCH} ranksep={SPACE_Y / INCH} splines=polyline",
+        "node [shape=box fixedsize=true label=\"\"]",
+        "edge [arrowhead=none tailport=s headport=n]",
+        *(f"{number[key]} [width={w / INCH} height={h / INCH}]" for key, (w, h) in sizes.items()),
+        *(f"{number[first]} -> {number[second]}" for first, second in links),
+        "}",
+    ))  # fmt: skip
     try:
-        import graphviz
-    except ImportError:
+        command = ["dot", "-Tplain"]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE)
+        return _told(done.stdout, keys, links, sizes) if done.returncode == 0 else None
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError):
         return None
-    space = {"nodesep": f"{SPACE_X / INCH}", "ranksep": f"{SPACE_Y / INCH}", "splines": "polyline"}
-    drawing = graphviz.Digraph(
-        graph_attr=space,
-        node_attr={"shape": "box", "fixedsize": "true", "label": ""},
-        edge_attr={"arrowhead": "none", "tailport": "s", "headport": "n"},
-    )
-    names = {key: str(number) for number, key in enumerate(sizes)}
-    for key, (width, height) in sizes.items():
-        drawing.node(names[key], width=f"{width / INCH}", height=f"{height / INCH}")
-    for first, second in links:
-        drawing.edge(names[first], names[second])
-    try:
-        lines = drawing.pipe("plain", encoding="utf-8").splitlines()
-    except (graphviz.ExecutableNotFound, CalledProcessError):
-        return None
-    keys = {name: key for key, name in names.items()}
+
+
+def _told(text: str, keys: list[str], links: Links, sizes: Mapping[str, Point]) -> _Arranged:
+    """What ``dot`` has printed, in inches from the lower left corner.
+
+    Raises ``ValueError`` or ``LookupError`` for what makes no sense.
+    """
     whole = _Arranged()
-    for kind, *words in (line.split() for line in lines):
+    for kind, *words in filter(None, map(str.split, text.splitlines())):
         if kind == "graph":
             whole.width, whole.height = float(words[1]) * INCH, float(words[2]) * INCH
         elif kind == "node":
-            key, (width, height) = keys[words[0]], sizes[keys[words[0]]]
+            key = keys[int(words[0])]
             x, y = float(words[1]) * INCH, whole.height - float(words[2]) * INCH
-            whole.at[key] = (x - width / 2, y - height / 2)
+            whole.at[key] = (x - sizes[key][0] / 2, y - sizes[key][1] / 2)
         elif kind == "edge":
-            first, second = keys[words[0]], keys[words[1]]
+            ends = keys[int(words[0])], keys[int(words[1])]
             numbers = [float(word) * INCH for word in words[3 : 3 + 2 * int(words[2])]]
             points = [(x, whole.height - y) for x, y in zip(*[iter(numbers)] * 2, strict=True)]
             corners = list(dict.fromkeys(points[::3]))  # between them lie the controls of splines
-            curved = tuple(point for corner in corners for point in (corner, corner))
-            whole.add(links[first, second], first, curved)
+            straight = tuple(point for pair in pairwise(corners) for point in pair)
+            whole.add(links[ends], ends[0], straight)
+    if whole.at.keys() != sizes.keys() or len(whole.routes) != sum(map(len, links.values())):
+        raise ValueError("boxes or links are missing")
     return whole
 
 

@@ -67,7 +67,6 @@ OWNERS = {
     "networkx": {"cut"},
     "xxhash": {"kept"},
     "grandalf": {"pictures"},
-    "graphviz": {"pictures"},
     "PIL": {"draw"},
     "matplotlib": {"plot"},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import re
 import shutil
@@ -28,8 +29,6 @@ pytest.importorskip("grandalf")
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SVG = "{http://www.w3.org/2000/svg}"
-PIXEL = 1.5
-"""Graphviz gives five digits of a length, and ends a link at a whole pixel."""
 RUDE = 'a<script>alert("&")</script>\x00\ud800\u202e'
 
 
@@ -146,22 +145,30 @@ def test_a_norm_is_its_zero_mean_graph_with_shared_values_once() -> None:
 # Where boxes go.
 
 
+def dot(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``text`` the one program there is."""
+    folder.mkdir(exist_ok=True)
+    (folder / "dot").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "dot").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
 @pytest.fixture(params=["grandalf", "graphviz"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The one that lays out; the other is not there."""
+def pixels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> float:
+    """How exact the library is that lays out; the other is not there."""
     if request.param == "grandalf":
-        monkeypatch.setitem(sys.modules, "graphviz", None)
-    else:
-        pytest.importorskip("graphviz")
-        if shutil.which("dot") is None:
-            pytest.skip("Graphviz is not installed")
-        monkeypatch.setitem(sys.modules, "grandalf.layouts", None)
-    return str(request.param)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        return 0.01
+    if shutil.which("dot") is None:
+        pytest.skip("Graphviz is not installed")
+    monkeypatch.setitem(sys.modules, "grandalf.layouts", None)
+    return 1.5  # it gives five digits of a length, and ends a link at a whole pixel
 
 
-@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("seed", range(8))
-def test_boxes_do_not_overlap_and_links_touch_them(seed: int) -> None:
+def test_boxes_do_not_overlap_and_links_touch_them(seed: int, pixels: float) -> None:
     chance = random.Random(seed)
     keys = [str(n) for n in range(chance.randint(1, 14))]
     inside = Graph((Box("x", ("x" * 30,)), Box("y", ("y",))), (Link("x", "y"),))
@@ -177,8 +184,8 @@ def test_boxes_do_not_overlap_and_links_touch_them(seed: int) -> None:
     found = layout(Graph(boxes, tuple(sorted(links, key=repr))))
     outer = {p.box.key: p for p in found.boxes if p.box.key in keys}
     for a in outer.values():
-        assert a.x >= -PIXEL and a.x + a.width <= found.width + PIXEL
-        assert a.y >= -PIXEL and a.y + a.height <= found.height + PIXEL
+        assert a.x >= -pixels and a.x + a.width <= found.width + pixels
+        assert a.y >= -pixels and a.y + a.height <= found.height + pixels
         for b in outer.values():
             apart = a.x + a.width <= b.x or b.x + b.width <= a.x
             assert a is b or apart or a.y + a.height <= b.y or b.y + b.height <= a.y
@@ -190,20 +197,34 @@ def test_boxes_do_not_overlap_and_links_touch_them(seed: int) -> None:
             (route.link.end, route.points[-1]),
         ):
             box = outer[key]
-            assert box.x - PIXEL <= x <= box.x + box.width + PIXEL
-            assert min(abs(y - box.y), abs(y - box.y - box.height)) < PIXEL
+            assert box.x - pixels <= x <= box.x + box.width + pixels
+            assert min(abs(y - box.y), abs(y - box.y - box.height)) < pixels
 
 
-def test_without_the_program_its_package_is_not_used(
-    gpt2: Analysis, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "text",
+    [
+        "exit 1",
+        "echo 'There is no layout engine' >&2; exit 1",
+        "echo graph 1 1 1; echo; echo stop",
+        "echo graph 1 1 1; echo node 0 0.5 0.5 1 1; echo stop",
+        "echo node 99 1 1; echo edge 0 1 9 1",
+        "echo nothing of use",
+        "printf '\\377\\376'",
+        "kill -9 $$",
+        "exec sleep 60",
+    ],
+)
+def test_where_graphviz_fails_another_lays_out(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    picture = model_picture("gpt2", gpt2)
-    with monkeypatch.context() as context:
-        context.setitem(sys.modules, "graphviz", None)
-        drawn = as_svg(picture)
-    pytest.importorskip("graphviz")
-    monkeypatch.setenv("PATH", "")
-    assert sorted(as_svg(picture).split()) == sorted(drawn.split())
+    graph = Graph((Box("a", ("a",)), Box("b", ("b",))), (Link("a", "b"),))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    expected = layout(graph)
+    dot(tmp_path / "bin", f"PATH={os.defpath}; {text}", monkeypatch)
+    monkeypatch.setattr("enjoyln_cli.pictures.PATIENCE", 0.5)
+    assert layout(graph) == expected
+    assert capfd.readouterr() == ("", "")
 
 
 # Files.
