@@ -208,18 +208,19 @@ def _made_from(
     """What decides the bytes of a result, by the name that a user knows it by.
 
     Of weights that are no file of the Hub's cache only the size: their content is found out as it
-    is read.
+    is read. Those that are fetched one by one may lie there or not.
     """
     source = checkpoint.source
     found = {"enjoyln": __version__, "the source": f"{source.path} {source.revision}"}
     inner = {**checkpoint.states, **others[0]}
     for folder, states in ((source.path, inner), (source.root, others[1])):
         for name, (size, _) in states.items():
-            if name in checkpoint.shards:
-                what = f", {(folder / name).resolve().name}" if _known_by_name(checkpoint) else ""
-            else:
-                what = f", {digest(folder / name)}"
-            found[f"the file {name}"] = f"{size} bytes{what}"
+            if name not in checkpoint.shards:
+                found[f"the file {name}"] = f"{size} bytes, {digest(folder / name)}"
+            elif not _known_by_name(checkpoint):
+                found[f"the file {name}"] = f"{size} bytes"
+            elif not source.remote:
+                found[f"the file {name}"] = f"{size} bytes, {(folder / name).resolve().name}"
     headers, _ = plain_layout(checkpoint)
     found |= {f"the header of {name}": sha256(head).hexdigest() for name, head in headers.items()}
     found["the plan"] = digest_of([[name, repr(edits[name])] for name in sorted(edits)])
