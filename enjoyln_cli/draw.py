@@ -28,6 +28,7 @@ from enjoyln_cli.pictures import (
     Point,
     Route,
     Tone,
+    every_box,
     layout,
     tones,
 )
@@ -213,7 +214,7 @@ def _svg_route(route: Route) -> str:
 
 def as_html(picture: Picture) -> str:
     """One page with the picture, and the reasons as a list for where no pointer can rest."""
-    boxes = [placed.box for placed in layout(picture.graph).boxes if placed.box.title]
+    boxes = (box for box in every_box(picture.graph) if box.title)
     said = dict.fromkeys((box.tone, box.title) for box in boxes if COLOURS[box.tone][2])
     rows = "".join(
         f'<li><span style="background:{COLOURS[tone][0]};border-color:{COLOURS[tone][1]}"></span>'

@@ -9,7 +9,7 @@ layers, Sugiyama's method).
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -114,10 +114,17 @@ def shortened(text: str, most: int = LONGEST) -> str:
     return text if len(text) <= most else f"{text[: most // 2 - 2]}...{text[-(most // 2 - 1) :]}"
 
 
+def every_box(graph: Graph) -> Iterator[Box]:
+    """The boxes of a graph, each before those inside of it."""
+    for box in graph.boxes:
+        yield box
+        if box.inside:
+            yield from every_box(box.inside)
+
+
 def tones(graph: Graph) -> set[Tone]:
     """The tones that occur in a graph."""
-    inner = (tones(box.inside) for box in graph.boxes if box.inside)
-    return {box.tone for box in graph.boxes}.union(*inner)
+    return {box.tone for box in every_box(graph)}
 
 
 def layout(graph: Graph) -> Layout:
