@@ -21,7 +21,7 @@ from enjoyln_cli.edit import edited, widened
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.journal import Piece, Read, note_read
 from enjoyln_cli.kept import Keeping, digest_of_piece, keep
-from enjoyln_cli.shards import DTYPES
+from enjoyln_cli.shards import DTYPES, bytes_of, read_at
 from enjoyln_cli.steps import (
     FLOATS,
     Columns,
@@ -226,8 +226,7 @@ def _remember(lane: Lane, ends: Ends, start: int, x: torch.Tensor, y: torch.Tens
     """
     if ends.kept:
         found = corrections(x, predicted(ends.kept.undo, y.reshape(-1), start, room(lane)))
-        data = x.view(torch.uint8).numpy().data
-        keep(ends.kept, start * x.dtype.itemsize, data, found)
+        keep(ends.kept, start * x.dtype.itemsize, bytes_of(x), found)
 
 
 def _place(wider: Wider | None, first: int, many: int) -> tuple[int, int]:
@@ -329,13 +328,7 @@ def read(ends: Ends, start: int, data: memoryview) -> None:
     if isinstance(ends.source, memoryview):
         data[:] = ends.source[start : start + len(data)]
         return
-    at, done = ends.slot.stored.offset + start, 0
-    while done < len(data):
-        got = os.preadv(ends.source, [data[done:]], at + done)
-        if got == 0:
-            slot = ends.slot
-            raise BadCheckpoint(f"{slot.stored.file} ends inside {slot.name}; fetch it again")
-        done += got
+    read_at(ends.source, data, ends.slot.stored, start)
     note_read(ends.reads, ends.slot.stored.name, start, data)
 
 

@@ -37,7 +37,9 @@ from enjoyln_cli.remote import Remote, require_token, similar, snapshot
 from enjoyln_cli.shards import (
     DTYPES,
     Stored,
+    bytes_of,
     load_bin,
+    read_at,
     read_bin_header,
     read_safetensors_header,
     require_unpacked,
@@ -333,11 +335,6 @@ def blocks_of(
         yield bytes(_bytes(checkpoint, stored, start, min(BLOCK, end - start)))
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor in their order, as bytes."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def _bytes(checkpoint: Checkpoint, stored: Stored, start: int, count: int) -> bytearray:
     """``count`` bytes of a tensor from its byte ``start`` on."""
     data = bytearray(count)
@@ -357,16 +354,7 @@ def _reading(checkpoint: Checkpoint, stored: Stored) -> Iterator[Callable[[memor
         yield fetch
         return
     with (checkpoint.source.path / stored.file).open("rb", buffering=0) as file:
-
-        def read(data: memoryview, start: int) -> None:
-            done = 0
-            while done < len(data):
-                got = os.preadv(file.fileno(), [data[done:]], stored.offset + start + done)
-                if got == 0:
-                    raise BadCheckpoint(f"{stored.file} ends inside {stored.name}; fetch it again")
-                done += got
-
-        yield read
+        yield lambda data, start: read_at(file.fileno(), data, stored, start)
 
 
 def file_of(checkpoint: Checkpoint, name: str) -> Path:

@@ -152,8 +152,9 @@ def fold_checkpoint(
             asked = {"dtype": str(dtype), "size of the shards": str(max_shard_size)}
             asked["recipe"] = digest_of(recipe_text)
             asked["leave for NaN and Inf"] = str(allow_nonfinite)
-            made_from = _made_from(checkpoint, edits, others, asked)
-            reread = None if _known_by_name(checkpoint) else partial(blocks_of, checkpoint)
+            known = _known_by_name(checkpoint)
+            made_from = _made_from(checkpoint, known, edits, others, asked)
+            reread = None if known else partial(blocks_of, checkpoint)
             journal = Journal(staged.parent, made_from, team, force, reread)
         write_shards(
             checkpoint,
@@ -201,13 +202,14 @@ def fold_checkpoint(
 
 def _made_from(
     checkpoint: Checkpoint,
+    known: bool,
     edits: Mapping[str, Edit],
     others: tuple[Mapping[str, State], Mapping[str, State]],
     asked: Mapping[str, str],
 ) -> dict[str, str]:
     """What decides the bytes of a result, by the name that a user knows it by.
 
-    Of weights that are no file of the Hub's cache only the size: their content is found out as it
+    Of weights that are not ``known`` by their names only the size: their content is found out as it
     is read. Those that are fetched one by one may lie there or not.
     """
     source = checkpoint.source
@@ -217,7 +219,7 @@ def _made_from(
         for name, (size, _) in states.items():
             if name not in checkpoint.shards:
                 found[f"the file {name}"] = f"{size} bytes, {digest(folder / name)}"
-            elif not _known_by_name(checkpoint):
+            elif not known:
                 found[f"the file {name}"] = f"{size} bytes"
             elif not source.remote:
                 found[f"the file {name}"] = f"{size} bytes, {(folder / name).resolve().name}"

@@ -14,16 +14,19 @@ content already. Nothing is taken over from a run that was made from anything el
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.files import write_whole
-from enjoyln_cli.kept import digest_of, digest_of_piece, digest_of_tensor
+from enjoyln_cli.kept import digest_of, digest_of_piece, digest_of_tensor, new_digest
 from enjoyln_cli.output import FINISHED, RESULT, clear, finished
 from enjoyln_cli.placing import Shard
+from enjoyln_cli.shards import bytes_of
 from enjoyln_cli.team import ALONE, Team, gathered, shared_out
 
 MADE_FROM = "made-from.json"
@@ -145,6 +148,20 @@ def note_read(reads: list[Read] | None, name: str, first: int, data: memoryview)
     """``data`` was read from byte ``first`` of the source's tensor ``name``."""
     if reads is not None and data:
         reads.append((name, first, len(data), digest_of_piece(data).hex()))
+
+
+def noting(
+    reads: list[Read] | None, name: str, parts: Iterable[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """All of the source's tensor ``name``, part by part; at its end it is noted as one read."""
+    digest, nbytes = new_digest(), 0
+    for part in parts:
+        if reads is not None:
+            digest.update(bytes_of(part))
+            nbytes += part.nbytes
+        yield part
+    if reads is not None:
+        reads.append((name, 0, nbytes, digest.hexdigest()))
 
 
 def note(journal: Journal, file: Path, pieces: Iterable[Piece], tensors: Iterable[str]) -> None:

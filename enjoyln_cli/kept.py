@@ -38,7 +38,7 @@ import xxhash
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.corrections import Corrections
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.shards import DTYPES, Stored, read_safetensors_header
+from enjoyln_cli.shards import DTYPES, Stored, bytes_of, read_safetensors_header
 from enjoyln_cli.undo import Undo, fits
 
 FOLDER = "enjoyln"
@@ -200,7 +200,7 @@ def _header(
 
 def _blocks_of(small: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
     for tensor in small.values():
-        yield tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        yield bytes(bytes_of(tensor))
 
 
 def _corrections_of(keeper: Keeper, pieces: Any) -> Iterator[bytes]:

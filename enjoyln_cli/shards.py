@@ -10,6 +10,7 @@ overlap, each with ``bytes == elements * size(dtype)``. A ``.bin`` file is a pic
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -186,6 +187,24 @@ def _entry(file: str, name: str, value: Any, start: int) -> Stored:
             f"{span} hold {held}; fetch the file again"
         )
     return Stored(name, file, dtype, tuple(shape), start + span[0], held)
+
+
+def read_at(file: int, data: memoryview, stored: Stored, start: int) -> None:
+    """Fill ``data`` from byte ``start`` of a tensor in an open safetensors file.
+
+    Raises ``BadCheckpoint`` where the file ends before.
+    """
+    done = 0
+    while done < len(data):
+        got = os.preadv(file, [data[done:]], stored.offset + start + done)
+        if got == 0:
+            raise BadCheckpoint(f"{stored.file} ends inside {stored.name}; fetch it again")
+        done += got
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor in their order, as bytes."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _naturals(value: Any) -> TypeGuard[list[int]]:

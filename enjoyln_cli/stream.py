@@ -25,7 +25,6 @@ import torch
 from enjoyln_cli.blocks import Ends, Lane, Target, run
 from enjoyln_cli.checkpoint import (
     Checkpoint,
-    bytes_of,
     file_of,
     read_rows,
     read_tensor,
@@ -33,11 +32,11 @@ from enjoyln_cli.checkpoint import (
 )
 from enjoyln_cli.edit import ROWS, Edit, Given, given
 from enjoyln_cli.errors import BadCheckpoint, OutputError, size
-from enjoyln_cli.journal import Journal, note, note_read, reads_for, share, together
-from enjoyln_cli.kept import Keeper, keeping, new_digest
+from enjoyln_cli.journal import Journal, note, note_read, noting, reads_for, share, together
+from enjoyln_cli.kept import Keeper, keeping
 from enjoyln_cli.memory import give_back
 from enjoyln_cli.placing import Shard, index, layout
-from enjoyln_cli.shards import Stored
+from enjoyln_cli.shards import Stored, bytes_of
 from enjoyln_cli.steps import FLOATS, Slot, steps_of
 
 T = TypeVar("T")
@@ -325,30 +324,29 @@ def _tasks(
 ) -> Callable[[Slot], Iterator[Task]]:
     """Tells what becomes of each tensor."""
 
-    def read(name: str) -> torch.Tensor:
-        return read_tensor(checkpoint, name)
-
     def taken(slot: Slot, edit: Edit) -> Given:
         reads = reads_for(journal, slot.name)
 
+        def finite(name: str, value: torch.Tensor) -> torch.Tensor:
+            """NaN and Inf are told of the tensor that holds them."""
+            if not nonfinite and not value.isfinite().all():
+                raise BadCheckpoint(
+                    f"{name} in {checkpoint.tensors[name].file} holds NaN or Inf and cannot be "
+                    "merged; repair it, or pass --allow-nonfinite"
+                )
+            return value
+
         def vector(name: str) -> torch.Tensor:
-            found = read(name)
+            found = read_tensor(checkpoint, name)
             note_read(reads, name, 0, bytes_of(found))
-            return found
+            return finite(name, found)
 
         def rows(name: str) -> Iterator[torch.Tensor]:
-            digest, nbytes = new_digest(), 0
-            for part in read_rows(checkpoint, name, ROWS):
-                if reads is not None:
-                    digest.update(bytes_of(part))
-                    nbytes += part.nbytes
-                yield part
-            if reads is not None:
-                reads.append((name, 0, nbytes, digest.hexdigest()))
+            return noting(reads, name, read_rows(checkpoint, name, ROWS))
 
         values = given(edit, vector, rows)
-        if not nonfinite:
-            _check_finite(checkpoint, edit, values, read)
+        if edit.plus and values.plus is not None:
+            finite(edit.plus.matrix, values.plus)
         return values
 
     def tasks(slot: Slot) -> Iterator[Task]:
@@ -357,22 +355,6 @@ def _tasks(
         return (partial(run, step=s, nonfinite=nonfinite) for s in steps_of(slot, edit, values))
 
     return tasks
-
-
-def _check_finite(
-    checkpoint: Checkpoint, edit: Edit, values: Given, read: Callable[[str], torch.Tensor]
-) -> None:
-    """NaN and Inf in what is taken from other tensors are told of the tensor that holds them."""
-    vectors = (edit.times, values.times), (edit.scale, values.scale)
-    found = [(vector.tensor, value) for vector, value in vectors if vector and value is not None]
-    if edit.plus and values.plus is not None:
-        found += [(edit.plus.by, read(edit.plus.by)), (edit.plus.matrix, values.plus)]
-    for name, value in found:
-        if not value.isfinite().all():
-            raise BadCheckpoint(
-                f"{name} in {checkpoint.tensors[name].file} holds NaN or Inf and cannot be merged; "
-                "repair it, or pass --allow-nonfinite"
-            )
 
 
 def _portions(tasks: tuple[Task, ...], positioned: bool) -> Iterator[tuple[Task, ...]]:
