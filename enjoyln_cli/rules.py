@@ -273,18 +273,47 @@ def _unfold(node: Node, axis: Axis) -> Pull:
     return ((source, axis),)
 
 
+def _reached(indices: list[Node | None]) -> int:
+    """The leading dimensions up to the last that is indexed; a mask indexes all of its own."""
+    used = max((place + 1 for place, index in enumerate(indices) if index is not None), default=0)
+    masks = (torch.bool, torch.uint8)
+    return sum(
+        rank_of(index) if index is not None and index.meta["val"].dtype in masks else 1
+        for index in indices[:used]
+    )
+
+
 @rule(aten.index)
 def _index(node: Node, axis: Axis) -> Pull:
     """Advanced indexing of dimensions before the mean's own picks whole groups."""
     source, indices = node.args[0], list(node.args[1])
-    used = [dim for dim, index in enumerate(indices) if index is not None]
-    if not used or not all(indices[dim].meta["val"].dtype != torch.bool for dim in used):
-        return Opaque("an index by a boolean mask")
-    rank = rank_of(source)
-    trailing = rank - (used[-1] + 1)
-    if used != list(range(used[0], used[-1] + 1)) or axis.dim < rank_of(node) - trailing:
+    used = [place for place, index in enumerate(indices) if index is not None]
+    rank, trailing = rank_of(source), rank_of(source) - _reached(indices)
+    side_by_side = used == list(range(used[0], used[-1] + 1)) if used else False
+    if not side_by_side or axis.dim < rank_of(node) - trailing:
         return Opaque("an index along the mean")
     return ((source, moved(axis, axis.dim - rank_of(node) + rank)),)
+
+
+@rule(aten.index_put)
+def _index_put(node: Node, axis: Axis) -> Pull:
+    """Whole groups are put in the place of others, or added to them."""
+    source, indices, values = node.args[0], list(node.args[1]), node.args[2]
+    dim = axis.dim - rank_of(node) + rank_of(values)
+    if axis.dim < _reached(indices):
+        return Opaque("an index along the mean")
+    if dim < 0 or shape_of(values)[dim] != shape_of(node)[axis.dim]:
+        return Opaque("one value in the place of many")
+    return ((source, axis), (values, moved(axis, dim)))
+
+
+@rule(aten.index_add, aten.index_copy)
+def _index_add(node: Node, axis: Axis) -> Pull:
+    """Rows are added to others, or take their place."""
+    source, dim, rows = node.args[0], node.args[1], node.args[3]
+    if dim % rank_of(node) == axis.dim:
+        return Opaque(f"{op_name(node)} along the mean")
+    return ((source, axis), (rows, axis))
 
 
 @rule(aten.repeat_interleave)

@@ -39,7 +39,12 @@ from enjoyln_cli.weightless import (
     weightless,
     without_weights,
 )
-from enjoyln_cli.writes import mark_written, mutating, replace_private_writes
+from enjoyln_cli.writes import (
+    hides_sharing,
+    mark_written,
+    mutating,
+    replace_private_writes,
+)
 
 Naming = Callable[[str], str]
 
@@ -219,6 +224,8 @@ def _exported(model: nn.Module, call: Call, naming: Naming, inner: str | None) -
     program = torch.export.export(runner, beside(model, call.steps), strict=False)
     replace_private_writes(program.graph)
     if mutating(program.graph):
+        if hides_sharing(program.graph):
+            raise TraceFailed("a write in place may be seen where no schema says so")
         program = program.run_decompositions({})
     if left := mutating(program.graph):
         raise TraceFailed(f"{left[0].target} writes in place, so the graph cannot be analysed")

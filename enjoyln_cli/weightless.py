@@ -104,6 +104,7 @@ class _KeepGiven(TorchDispatchMode):
             raise RuntimeError(f"{func} writes what has no values into what has")
         if func.overloadpacket in _INDEXED:
             args = (args[0], _whole_indices(args[1]), *args[2:])
+            _check_put(*args[:3])
         if func.overloadpacket is aten.masked_select and _known(args[1]):
             mask = args[1].broadcast_to(args[0].shape)
             func, args = aten.index.Tensor, (args[0], _whole_indices([mask]))
@@ -157,6 +158,23 @@ def _whole_indices(indices: Any) -> list[Any]:
         masks = _known(index) and index.dtype in (torch.bool, torch.uint8)
         found.extend(index.nonzero().unbind(1) if masks else [index])
     return found
+
+
+def _check_put(target: torch.Tensor, indices: list[Any], values: Any = None, *_: Any) -> None:
+    """Raise, as with values, where what is written does not fit the places that it is put in.
+
+    How many an activation chooses is not known: all of them, which may be more than there are.
+    """
+    if not isinstance(values, torch.Tensor) or not all(i is None or _known(i) for i in indices):
+        return
+    index = [i if i is None else _forgotten(i) for i in indices]
+    places, given = aten.index.Tensor(_forgotten(target), index).shape, values.shape
+    pairs = zip(reversed(given), reversed(places), strict=False)
+    if len(given) > len(places) or any(size not in (1, place) for size, place in pairs):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(given)} cannot be broadcast to "
+            f"indexing result of shape {list(places)}"
+        )
 
 
 def without_weights(model: nn.Module) -> nn.Module:

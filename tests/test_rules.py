@@ -27,6 +27,7 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 X = values(2, 5, 12)
 MASK = torch.tensor([[True], [False], [True], [True], [False]])
 INDEX = torch.tensor([[0, 3], [1, 1]])
+ROWS = torch.tensor([[True, False, True, False, False], [False, True, False, False, True]])
 PICKED = torch.tensor([[[3], [0], [1]], [[1], [4], [1]]])
 IMAGE = values(2, 6, 4, 4)
 OFFSETS = torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -88,6 +89,16 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "flip": (lambda x: x.flip(1), (X,)),
     "index": (lambda x: x[:, INDEX], (X,)),
     "index two": (lambda x: x[torch.tensor([0, 1]), torch.tensor([3, 4])], (X,)),
+    "index by a mask": (lambda x: x[ROWS], (X,)),
+    "index by a mask of tokens": (lambda x: x[:, MASK[:, 0]], (X,)),
+    "index_put": (lambda x, y: aten.index_put(x, [None, INDEX], y), (X, values(2, 12))),
+    "index_put added": (
+        lambda x, y: aten.index_put(x, [torch.tensor([0, 1])], y, True),
+        (X, values(2, 1, 12)),
+    ),
+    "index_put by a mask": (lambda x, y: aten.index_put(x, [ROWS], y), (X, values(4, 12))),
+    "index_add": (lambda x, y: x.index_add(1, INDEX[0], y), (X, values(2, 2, 12))),
+    "index_copy": (lambda x, y: x.index_copy(1, INDEX[0], y), (X, values(2, 2, 12))),
     "gather": (lambda x: x.gather(1, PICKED.expand(2, 3, 12)), (X,)),
     "gather by a repeated index": (lambda x: x.gather(1, PICKED.repeat(1, 1, 12)), (X,)),
     "repeat_interleave": (lambda x: aten.repeat_interleave.self_int(x, 3, 1), (X,)),
@@ -297,6 +308,29 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
     "an equation without a result": (
         lambda x, y: torch.einsum("td,ds", x, y), (values(5, 12), values(12, 6)),
         Axis(1, 0, 1, 6, 1), "equation",
+    ),
+    "a mask of features": (
+        lambda x: x[ROWS.T], (values(5, 2, 12),), Axis(0, 0, 1, 4, 1), "index along the mean",
+    ),
+    "features picked by two indices": (
+        lambda x: x[torch.tensor([0, 1]), :, torch.tensor([3, 4])], (X,),
+        Axis(1, 0, 1, 5, 1), "index along the mean",
+    ),
+    "features that are put in": (
+        lambda x, y: aten.index_put(x, [None, None, INDEX[0]], y), (X, values(2)),
+        Axis(2, 0, 1, 12, 1), "index along the mean",
+    ),
+    "tokens put in by a mask": (
+        lambda x, y: aten.index_put(x, [ROWS], y), (X, values(4, 12)),
+        Axis(1, 0, 1, 5, 1), "index along the mean",
+    ),
+    "one number for all features": (
+        lambda x, y: aten.index_put(x, [INDEX[0] % 2], y), (X, values(2, 5, 1)),
+        Axis(2, 0, 1, 12, 1), "one value in the place of many",
+    ),
+    "features added to some": (
+        lambda x, y: x.index_add(-1, INDEX[0], y), (X, values(2, 5, 2)),
+        Axis(2, 0, 1, 12, 1), "index_add along the mean",
     ),
     "an index of its own for every feature": (
         lambda x, i: x.gather(1, i), (X, PICKED.expand(2, 3, 12) * 1),
