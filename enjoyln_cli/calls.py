@@ -17,15 +17,23 @@ import torch
 from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.examples import accepted_by, further_inputs, main_inputs, spoken_inputs
+from enjoyln_cli.examples import (
+    accepted_by,
+    further_inputs,
+    main_inputs,
+    one_modality,
+    spoken_inputs,
+)
 from enjoyln_cli.returned import tensors_in
 from enjoyln_cli.specs import (
+    MAKERS,
     Inputs,
     Spec,
     hidden_size,
     image_size,
     ones,
     patch_size,
+    positions,
     whole_numbers,
 )
 from enjoyln_cli.weightless import weightless, without_weights
@@ -80,50 +88,74 @@ def _with_placeholders(model: Any, given: Inputs) -> Inputs:
     leading: tuple[int, ...] = ()
     rows, tokens = given["input_ids"].shape[:2]
     for kind in ("image", "video", "audio"):
-        ids_of = (getattr(model.config, f"{kind}_token_{end}", None) for end in ("id", "index"))
-        marked = 0 if f"{kind}_embeds_position_mask" in accepted_by(model) else None
-        token = next((value for value in ids_of if isinstance(value, int)), marked)
+        token = _placeholder(model, kind)
         if token is not None:
-            leading += (token,) * _features(model, kind, given, rows)
+            leading += (token,) * _features(model, kind, token, given, rows)
     if not leading:
         return given
     length = tokens + len(leading) if len(leading) > 1 else tokens
     ids = replace(given["input_ids"], shape=(rows, length), leading=leading)
     places, accepted = Spec(ids.shape, 1, (1,) * len(leading)), accepted_by(model)
     named = ("image_embeds_position_mask", "mm_token_type_ids")
-    return given | {"input_ids": ids} | {name: places for name in named if name in accepted}
+    added = {name: places for name in named if name in accepted}
+    if "position_ids" in given:
+        added["position_ids"] = positions(rows, length)
+    return given | {"input_ids": ids} | added
 
 
-_TOLD = re.compile(r"do not match, tokens: \d+, features:? (\d+)")
-"""How transformers' models say that there are more or fewer placeholders than features."""
+def _placeholder(model: Any, kind: str) -> int | None:
+    """The token that stands for a feature of one modality, if the config has one."""
+    parts = (part for part in vars(model.config).values() if hasattr(part, "to_dict"))
+    owners = [model.config, *parts]
+    ids = (getattr(c, f"{kind}_token_{end}", None) for c in owners for end in ("id", "index"))
+    marked = 0 if f"{kind}_embeds_position_mask" in accepted_by(model) else None
+    return next((value for value in ids if isinstance(value, int)), marked)
+
+
+_TOLD = re.compile(r"do not match, tokens: \d+, features:? (\d+)|value tensor of shape \[(\d+)")
+"""How models, and torch, say that there are more or fewer placeholders than features."""
 _GIVEN_AS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 
 
-def _features(model: Any, kind: str, given: Inputs, rows: int) -> int:
+def _features(model: Any, kind: str, token: int, given: Inputs, rows: int) -> int:
     """How many vectors stand for the inputs of one modality in each row of the tokens."""
-    owners = list(without_weights(model).modules())[::-1]  # the others hand on what they are given
+    bare = without_weights(model)
+    owners = list(bare.modules())[::-1]  # the others hand on what they are given
     found_by = (getattr(owner, f"get_{kind}_features", None) for owner in owners)
     encode = next((method for method in found_by if method is not None), None)
-    if encode is None:  # a model that puts them in place of one token, or says how many there are
+    own = {name: spec for name, spec in given.items() if name.startswith(f"{kind}_")}
+    if encode is None and own.keys().isdisjoint(MAKERS):
+        # such models put them in place of one token, or say how many there are
         return int(getattr(model.config, "latent_query_num", 1)) if _GIVEN_AS[kind] in given else 0
-    parameters = inspect.signature(encode).parameters
-    names = given.keys() & parameters.keys()
-    if not names:
+    if encode is None:
+        encode = bare  # to which one placeholder is given, and says how many there have to be
+        inputs = own | {"input_ids": Spec((rows, 1), token + 1, (token,))}
+    else:
+        accepted = inspect.signature(encode).parameters
+        inputs = {name: given[name] for name in given.keys() & accepted.keys()}
+    if not inputs:
         return 0
-    unknown = (n for n, p in parameters.items() if p.default is p.empty and p.kind <= 1)
+    parameters = inspect.signature(encode).parameters.values()
+    unknown = (p.name for p in parameters if p.default is p.empty and p.kind <= 1)
     examples: dict[str, Any] = dict.fromkeys(unknown)
-    examples |= {name: example(model, given[name]) for name in names}
+    examples |= {name: example(model, spec) for name, spec in inputs.items()}
     try:
         with torch.no_grad(), weightless():
             found = encode(**examples)
     except Exception as error:  # most often, the form is not the one that the model takes
         told = _TOLD.search(str(error))
-        return int(told[1]) // rows if told else 0
+        return int(told[told.lastindex or 0]) // rows if told else 0
+    if encode is bare:
+        return 1
     pooled = getattr(found, "pooler_output", None)
     if pooled is None and (deep := getattr(found, "deepstack_features", None)):
         pooled = deep[0]  # as many for each layer
     vectors = tensors_in(found if pooled is None else pooled)
-    return sum(math.prod(vector.shape[:-1]) for vector in vectors) // rows
+    grid = given["image_grid_thw"].leading[1:] if "image_grid_thw" in given else None
+    shapes = [
+        vector.shape[::-1] if vector.shape[1:] == grid else vector.shape for vector in vectors
+    ]
+    return sum(math.prod(shape[:-1]) for shape in shapes) // rows  # channels first in some
 
 
 def main_call(model: Any, given: Inputs) -> Call:
@@ -197,6 +229,9 @@ def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
             if "decoder_input_ids" in given:
                 alone["decoder_input_ids"] = given["decoder_input_ids"]
             yield replace(main_call(model, alone), label="text alone", required=False)
+        for form in one_modality(model, given, rows, TOKENS):
+            call = main_call(model, _beside_text(model, given, form, rows))
+            yield replace(call, label=f"{next(iter(form))} alone", required=False)
         yield from _optional_text(model, given, rows)
         yield from _cross_attention(model, given, rows)
         yield from _spoken(model, given)
@@ -204,6 +239,7 @@ def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
         yield from _further(model, given, rows)
     if set(given) == {"pixel_values"} and len(given["pixel_values"].shape) == 4:
         yield from _optional_images(model, given["pixel_values"])
+    yield from _switched(model, given)
 
 
 def _spoken(model: Any, given: Inputs) -> Iterator[Call]:
@@ -222,11 +258,26 @@ def _further(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
         if films and "input_ids" not in given:
             continue
         inputs = form if films else given | form
-        if "input_ids" in given:
-            text = replace(given["input_ids"], shape=(rows, TOKENS), leading=())
-            inputs = _with_placeholders(model, inputs | {"input_ids": text})
-        call = main_call(model, inputs)
+        call = main_call(model, _beside_text(model, given, inputs, rows))
         yield replace(call, label=f"with {next(iter(form))}", required=False)
+
+
+def _beside_text(model: Any, given: Inputs, form: Inputs, rows: int) -> Inputs:
+    """``form`` with text like that of ``given``, if there is any, and its own placeholders."""
+    if "input_ids" not in given:
+        return form
+    text = replace(given["input_ids"], shape=(rows, TOKENS), leading=())
+    return _with_placeholders(model, form | {"input_ids": text})
+
+
+def _switched(model: Any, given: Inputs) -> Iterator[Call]:
+    """With each switch of ``forward`` the other way."""
+    defaults = {n: p.default for n, p in inspect.signature(model.forward).parameters.items()}
+    for name in optional_inputs(model):
+        if isinstance(default := defaults[name], bool):
+            call = main_call(model, given)
+            flags = call.flags | {name: not default}
+            yield replace(call, label=f"{name}={not default}", flags=flags, required=False)
 
 
 def _decoder_alone(model: Any, read: str, ids: Spec, rows: int) -> Iterator[Call]:

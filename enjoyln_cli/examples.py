@@ -45,6 +45,14 @@ def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
             yield given
 
 
+def one_modality(model: Any, given: Inputs, rows: int, tokens: int) -> Iterator[Inputs]:
+    """Of each of several modalities beside text that ``given`` has, what belongs to it."""
+    kinds = [name for name in given if name in _PARTS and name != "input_ids"]
+    for name in kinds if len(kinds) > 1 else ():
+        forms = _forms(model, name, rows, tokens)
+        yield next(form for form in forms if form.items() <= given.items())
+
+
 def spoken_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """Sound by itself, for a text model whose config has a part for it."""
     if _has_part(model, "input_features", accepted_by(model)):
@@ -123,10 +131,13 @@ _PARTS: dict[str, tuple[str, ...]] = {
         "audio_config", "audio_encoder_config", "encoder_config", "speech_config",
         "feature_projection_input_dim",
     ),
+    "image_pixel_values": ("vision_config",),
+    "audio_input_features": ("audio_config",),
 }  # fmt: skip
 _COMPANIONS = frozenset({
     "grid_thw", "image_grid_thw", "image_grid_hw", "pixel_attention_mask", "spatial_shapes",
     "image_sizes", "merge_sizes", "input_features_mask", "audio_mel_mask", "past_time_features",
     "past_observed_mask", "target_sizes", "image_merge_sizes", "future_time_features",
     "entity_position_ids", "prompt_pixel_values", "prompt_masks", "past_values_padding", "freq",
+    "chunk_sample_lengths",
 })  # fmt: skip

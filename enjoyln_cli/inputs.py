@@ -19,7 +19,7 @@ from torch import nn
 from enjoyln_cli.calls import dtype_of, forms, main_call
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.examples import accepted_by
-from enjoyln_cli.specs import Inputs, Spec, patch_size, whole_numbers
+from enjoyln_cli.specs import Inputs, Spec, patch_size, special_tokens, whole_numbers
 from enjoyln_cli.trace import accepts
 from enjoyln_cli.weightless import without_weights
 
@@ -41,10 +41,9 @@ def seeded(model: nn.Module, rows: int, seed: int, dtype: torch.dtype) -> list[B
     ``UnsupportedModel`` for any other main input.
     """
     generator = torch.Generator().manual_seed(seed)
-    step = _rows_at_once(model)
-    sizes = [min(step, rows - first) for first in range(0, rows, step)]
     bare = without_weights(model)
-    chosen = _accepted_form(model, bare)
+    step, chosen = _accepted_form(model, bare, min(rows, _rows_at_once(model)))
+    sizes = [min(step, rows - first) for first in range(0, rows, step)]
     made = {n: next(islice(forms(bare, n, _length(model)), chosen, None)) for n in set(sizes)}
     return [_batch(model, made[n], generator, dtype) for n in sizes]
 
@@ -55,7 +54,8 @@ def unpadded(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype) -> Ba
     Inputs other than text have the size that the config says. Raises as ``seeded`` does.
     """
     bare, generator = without_weights(model), torch.Generator().manual_seed(0)
-    form = next(islice(forms(bare, rows, tokens), _accepted_form(model, bare), None))
+    _, chosen = _accepted_form(model, bare, rows)
+    form = next(islice(forms(bare, rows, tokens), chosen, None))
     return {
         name: torch.randn(spec.shape, generator=generator).to(dtype)
         if spec.below is None
@@ -64,24 +64,25 @@ def unpadded(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype) -> Ba
     }
 
 
-def _accepted_form(model: Any, bare: nn.Module) -> int:
-    """Which of the forms that its inputs could have the model runs with; they are tried in turn."""
-    found = list(forms(bare, 1, _length(model)))
-    if len(found) == 1:
-        return 0
-    for position, form in enumerate(found):
-        if accepts(bare, main_call(bare, form)):
-            return position
+def _accepted_form(model: Any, bare: nn.Module, rows: int) -> tuple[int, int]:
+    """How many rows, ``rows`` or one, the model takes at once, and in which form of its inputs."""
+    tried: list[tuple[int, int, Inputs]] = []
+    for n in dict.fromkeys((rows, 1)):
+        found = list(forms(bare, n, _length(model)))
+        for position, form in enumerate(found):
+            if len(found) == 1 or accepts(bare, main_call(bare, form)):
+                return n, position
+            tried.append((n, position, form))
     errors: list[Exception] = []
     dtype = dtype_of(model)
-    for position, form in enumerate(found):
+    for n, position, form in tried:
         try:
             with torch.no_grad():
                 model(**_batch(model, form, torch.Generator().manual_seed(0), dtype))
         except Exception as error:
             errors.append(error)
         else:
-            return position
+            return n, position
     first = f": {str(errors[0]).strip()}".split("\n")[0] if errors else ""
     raise UnsupportedModel(f"no inputs can be made up that {type(model).__name__} accepts{first}")
 
@@ -112,7 +113,8 @@ def _tokens(model: Any, spec: Spec, generator: torch.Generator) -> Batch:
     vocabulary = spec.below or 2
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     ids = whole_numbers(replace(spec, leading=()), generator)
-    reserved = torch.tensor([t for t in (padding, *spec.leading, spec.last) if t is not None])
+    special = [padding, *spec.leading, spec.last, *special_tokens(model.config)]
+    reserved = torch.tensor([t for t in special if t is not None])
     free = next((t for t in range(vocabulary) if t not in reserved), 0)
     ids[torch.isin(ids, reserved)] = free
     ids[:, : len(spec.leading)] = whole_numbers(spec)[:, : len(spec.leading)]

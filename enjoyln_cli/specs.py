@@ -72,6 +72,18 @@ def ones(*shape: int) -> Spec:
     return Spec(shape, 2, (1,) * shape[-1])
 
 
+def special_tokens(config: Any) -> list[int]:
+    """The token ids that a config gives a meaning: where text ends, where an image begins."""
+    named = (item for part in _with_parts([config]) for item in vars(part).items())
+    ends = ("_token_id", "_token_index")
+    return [value for name, value in named if name.endswith(ends) and isinstance(value, int)]
+
+
+def positions(rows: int, tokens: int) -> Spec:
+    """Of tokens that come one after the other."""
+    return Spec((rows, tokens), tokens, tuple(range(tokens)))
+
+
 def _ids(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     end = getattr(config, "eos_token_id", None)
     # Classifiers with two stacks read the one place where a row ends.
@@ -202,9 +214,27 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
         "image_token_pooling": Spec((rows * GRID, GRID), rows * places),
         "image_grids": Spec((rows, 4), GRID + 1, (1, GRID, 0, 0)),
     }
+    yield {  # of each image to be read and of one to be made
+        "pixel_values": Spec((count, width)),
+        "image_grid_thw": Spec((2 * rows, 3), GRID + 1, (1, GRID, GRID)),
+        "images_per_sample": Spec((rows,), 3, (2,) * rows),
+        "position_ids": positions(rows, 1),
+    }
     yield {  # one row of all patches of all images
         "pixel_values": Spec((1, channels, side, count * side)),
         "target_sizes": sides,
+    }
+
+
+def _crops(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """Of each image the whole, made smaller, and its only crop; with a mask over their patches."""
+    channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
+    (height, width), patch = image_size(config), patch_size(config)
+    crop = _number(config, "crop_size", default=height)
+    yield {
+        "image_pixel_values": Spec((rows, 2, channels, height, width)),
+        "image_sizes": Spec((rows, 2), crop + 1, (crop, crop)),
+        "image_attention_mask": ones(rows, 2, height // patch[0], width // patch[1]),
     }
 
 
@@ -245,7 +275,11 @@ def _tiles(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 def _features(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """Channels before frames where the encoder's table fixes their number, else after."""
+    hop = getattr(getattr(config, "audio_config", config), "hop_length", None)
     for shape, frames in dict.fromkeys(_feature_shapes(config, rows)):
+        if isinstance(hop, int):
+            samples = Spec((rows,), hop * frames + 1, (hop * frames,) * rows)
+            yield {"input_features": Spec(shape), "chunk_sample_lengths": samples}
         for mask in ("input_features_mask", "feature_attention_mask"):
             yield {"input_features": Spec(shape), mask: ones(rows, frames)}
         yield {"input_features": Spec(shape)}
@@ -289,6 +323,17 @@ def _feature_shapes(config: Any, rows: int) -> Iterator[tuple[tuple[int, ...], i
         for width in (getattr(owner, "feature_projection_input_dim", None) for owner in owners):
             if isinstance(width, int):
                 yield (rows, frames, width), frames
+
+
+def _sound(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """Features of sound, with how many tokens each of them becomes."""
+    sound = getattr(config, "audio_config", config)
+    reduced = -(-FRAMES // int(getattr(sound, "time_reduction", 1)))
+    yield {
+        "audio_input_features": Spec((rows, FRAMES, int(getattr(sound, "input_size", FRAMES)))),
+        "audio_embed_sizes": Spec((rows,), reduced + 1, (reduced,) * rows),
+        "audio_attention_mask": ones(rows, FRAMES),
+    }
 
 
 def _samples(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
@@ -378,7 +423,9 @@ MAKERS: dict[str, Callable[..., Iterator[Inputs]]] = {
     "input_ids": _ids,
     "pixel_values": _pixels,
     "pixel_values_videos": _videos,
+    "image_pixel_values": _crops,
     "input_features": _features,
+    "audio_input_features": _sound,
     "input_values": _samples,
     "hidden_states": _states,
     "past_values": _past_values,

@@ -22,6 +22,12 @@ def model_of(model_class: str, model_type: str, **settings: Any) -> Any:
     return build(getattr(transformers, model_class), CONFIG_MAPPING[model_type](**settings))
 
 
+def small_glm_image() -> Any:
+    config = CONFIG_MAPPING["glm_image"](image_token_id=9)
+    config.vision_config.depth = config.text_config.num_hidden_layers = 1
+    return build(transformers.GlmImageModel, config)
+
+
 def first(model: Any) -> dict[str, Spec]:
     return next(main_inputs(model, 2, 7))
 
@@ -93,6 +99,50 @@ def test_a_model_that_asks_for_more_placeholders_tells_how_many() -> None:
     config.audio_config.num_hidden_layers = config.text_config.num_hidden_layers = 1
     form = next(forms(build(transformers.MusicFlamingoModel, config), 2, TOKENS))
     assert form["input_ids"].leading == (9,) * 750  # of 3000 frames: by 2, and by 2
+
+
+def test_placeholders_of_a_model_without_a_method_that_counts_them() -> None:
+    """One placeholder is too few, and torch says for how many features."""
+    config = CONFIG_MAPPING["phi4_multimodal"](num_hidden_layers=1)
+    vision, audio = config.vision_config, config.audio_config
+    vision.num_hidden_layers, vision.image_size, vision.image_token_id = 2, 56, 8
+    audio.num_blocks, audio.audio_token_id = 1, 9
+    calls = accepted_calls(build(transformers.Phi4MultimodalModel, config)) or []
+    given = {call.label: call.steps[0][1] for call in calls}
+    # 2 x 2 patches of the whole and of its crop, a newline behind each row, and one between them
+    both, seen, heard = 2 * (4 + 2) + 1, (BATCH, 2, 3, 56, 56), (BATCH, 32, 80)
+    ids = given["prefill and decode"]["input_ids"]
+    assert (ids == 8).sum(1).tolist() == [both] * BATCH and (ids == 9).sum(1).tolist() == [
+        4
+    ] * BATCH
+    images, sound = given["image_pixel_values alone"], given["audio_input_features alone"]
+    assert images["image_pixel_values"].shape == seen and "audio_input_features" not in images
+    assert sound["audio_input_features"].shape == heard and "image_pixel_values" not in sound
+    assert not (sound["input_ids"] == 8).any() and not (images["input_ids"] == 9).any()
+
+
+def test_each_switch_is_also_called_the_other_way() -> None:
+    settings = {
+        "hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1, "crop_size": 32,
+        "pred_hidden_size": 24, "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1,
+        "frames_per_clip": 4,
+    }  # fmt: skip
+    model = model_of("VJEPA2Model", "vjepa2", **settings)
+    calls = {call.label: call.flags for call in accepted_calls(model) or []}
+    assert calls["skip_predictor=True"] == {"skip_predictor": True}
+    unproven = analyze_config(model.config, model_class="VJEPA2Model").plan.unproven
+    assert "skip_predictor" in unproven  # with other inputs than those of that call
+    assert not [name for name in calls if name.startswith(("output_", "return_", "use_cache"))]
+
+
+def test_an_image_to_be_made_has_a_grid_of_its_own() -> None:
+    config = CONFIG_MAPPING["glm_image"]()
+    form = next(f for f in MAKERS["pixel_values"](config, 2, 7) if "images_per_sample" in f)
+    assert form["image_grid_thw"].shape == (4, 3) and form["images_per_sample"].leading == (2, 2)
+    placed = next(f for f in forms(small_glm_image(), 2, 7) if "images_per_sample" in f)
+    tokens = placed["input_ids"].shape[1]
+    assert placed["input_ids"].leading.count(9) == 16  # a code for each patch
+    assert placed["position_ids"].leading == tuple(range(tokens))
 
 
 def test_a_film_takes_the_place_of_the_images_in_a_call_of_its_own() -> None:

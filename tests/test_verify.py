@@ -383,18 +383,34 @@ def test_float32_means_float64_in_an_exact_run() -> None:
 
 def test_seeded_tokens() -> None:
     model = gpt2()
-    model.config.pad_token_id = 5
+    model.config.pad_token_id, model.config.image_token_id = 5, 6
     batches = inputs.seeded(model, 11, 0, torch.float32)
     assert [len(batch["input_ids"]) for batch in batches] == [8, 3]
     for batch in batches:
         ids, mask = batch["input_ids"], batch["attention_mask"]
         assert ids.min() >= 0 and ids.max() < VOCABULARY
-        assert torch.equal(ids == 5, mask == 0)
+        assert torch.equal(ids == 5, mask == 0) and not (ids == 6).any()
         assert mask[:-1].all() and 0 < mask[-1].sum() < mask.shape[1]
     again = inputs.seeded(model, 11, 0, torch.float32)
     assert all(
         torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(batches, again, strict=True)
     )
+
+
+class OneImage(transformers.ViTModel):
+    def forward(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(pixel_values.view(1, 1, 16, 16), **kwargs)
+
+
+def test_a_model_that_takes_one_image_at_a_time_is_given_one() -> None:
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        image_size=16, patch_size=8, num_channels=1,
+    )  # fmt: skip
+    batches = inputs.seeded(OneImage(config), 3, 0, torch.float32)
+    assert [batch["pixel_values"].shape for batch in batches] == [(1, 1, 16, 16)] * 3
+    (batch,) = inputs.seeded(transformers.ViTModel(config), 3, 0, torch.float32)
+    assert batch["pixel_values"].shape == (3, 1, 16, 16)
 
 
 def test_masked_patches_are_tried_where_the_class_takes_them() -> None:
