@@ -7,6 +7,7 @@ a residual stream is shown as one sum of its writers.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from enjoyln_cli.axis import moved
@@ -38,23 +39,31 @@ class Obstacle:
 
 def obstacle(problem: Problem, cut: Cut, norm: str) -> Obstacle:
     """The nearest source whose mean reaches the norm's input; first one that no MLP subtracts."""
+    unknown = Obstacle("its input could not be followed", norm, ())
+    return next(obstacles(problem, cut, norm), unknown)
+
+
+def obstacles(problem: Problem, cut: Cut, norm: str) -> Iterator[Obstacle]:
+    """The sources whose mean reaches the norm's input: those that no MLP subtracts, or else all."""
     starts = [problem.item(value) for value in problem.norms[norm]]
     for through_mlps in (False, True):
         before: dict[Item, Item | None] = {item: None for item in starts if item in cut.impure}
-        waiting = deque(before)
+        waiting, reached = deque(before), False
         while waiting:
             item = waiting.popleft()
             found = problem.sources(item)
             if isinstance(found, Opaque):
-                path = _path(problem, before, item)
+                reached, path = True, _path(problem, before, item)
                 reason = _reason(found) + _not_subtracted(problem, before, item)
-                return Obstacle(reason, _culprit(problem, item), path, item)
+                yield Obstacle(reason, _culprit(problem, item), path, item)
+                continue
             for source in found:
                 passes = through_mlps or problem.subtracting(item, source) is None
                 if source in cut.impure and source not in before and passes:
                     before[source] = item
                     waiting.append(source)
-    return Obstacle("its input could not be followed", norm, ())
+        if reached:
+            return
 
 
 def _reason(found: Opaque) -> str:

@@ -23,8 +23,8 @@ from enjoyln_cli.flow import Value
 
 SEEN = 1e-9
 """Relative change of an output from which on a shift is taken to be seen."""
-SHIFTS = (1.0, 1e3)
-"""By how much a weight is shifted: what is small can be lost behind a clamp or a softmax."""
+SHIFTS = (1.0, 1e3, 1e5)
+"""By how much a weight is shifted: a clamp, a softmax or a codebook can hide what is small."""
 ELEMENTS = 1 << 22
 """Above which an op is not run."""
 
@@ -36,9 +36,10 @@ Runs = Sequence[tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor]]]
 def audited(analysis: Analysis, model: torch.nn.Module, runs: Runs) -> dict[str, str]:
     """For each kept norm what the experiment says of its reason.
 
-    ``true``, ``not exercised``, that it runs for nothing, ``missing rule: OP``,
-    ``unseen: PARAMETER`` (nothing changes where somebody should observe), ``given`` (an input or a
-    constant), or the reason itself where it is about the program and not about numbers.
+    ``true``, ``true of another source`` than the one that is named, ``not exercised``, that it runs
+    for nothing, ``missing rule: OP``, ``unseen: PARAMETER`` (nothing changes where somebody should
+    observe), ``given`` (an input or a constant), or the reason itself where it is about the program
+    and not about numbers.
     """
     found: dict[str, str] = {}
     answers: dict[Any, str] = {}
@@ -47,10 +48,16 @@ def audited(analysis: Analysis, model: torch.nn.Module, runs: Runs) -> dict[str,
             unread = verdict.reason == "no traced call runs it"
             found[verdict.norm] = _unread(model, runs, verdict.norm) if unread else verdict.reason
             continue
-        source = why.obstacle(analysis.problem, analysis.cut, verdict.norm).source
-        if source not in answers:
-            answers[source] = _answer(analysis, model, runs, source)
-        found[verdict.norm] = answers[source]
+        found[verdict.norm] = verdict.reason
+        for number, one in enumerate(why.obstacles(analysis.problem, analysis.cut, verdict.norm)):
+            if one.source not in answers:
+                answers[one.source] = _answer(analysis, model, runs, one.source)
+            if not number:  # the source that is named
+                found[verdict.norm] = answers[one.source]
+            elif answers[one.source] == "true":
+                found[verdict.norm] = "true of another source"
+            if not found[verdict.norm].startswith("unseen"):
+                break
     return found
 
 
@@ -72,7 +79,8 @@ def _is_seen(model: torch.nn.Module, runs: Runs, source: Parameter) -> bool:
     with torch.no_grad():
         for size in SHIFTS:
             parameter.copy_(before + size * shift)
-            seen = any(_changed(outputs(), expected) for outputs, expected in runs)
+            least = SEEN * max(1.0, size / SHIFTS[1])  # a large one is rounded away less well
+            seen = any(_changed(outputs(), expected, least) for outputs, expected in runs)
             parameter.copy_(before)
             if seen:
                 break
@@ -97,16 +105,16 @@ def _unread(model: torch.nn.Module, runs: Runs, norm: str) -> str:
     return "untraced: an output depends on it" if seen else "it runs, and no output depends on it"
 
 
-def _changed(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+def _changed(found: list[torch.Tensor], expected: list[torch.Tensor], least: float = SEEN) -> bool:
     pairs = zip(found, expected, strict=True)
     real = [(a, b) for a, b in pairs if b.is_floating_point() and b.numel()]
-    return any(a.shape != b.shape or _differs(a, b) for a, b in real)
+    return any(a.shape != b.shape or _differs(a, b, least) for a, b in real)
 
 
-def _differs(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _differs(a: torch.Tensor, b: torch.Tensor, least: float) -> bool:
     finite = torch.isfinite(b)
     change = (a - b)[finite].abs()
-    return bool(change.numel() and not change.max() <= SEEN * b[finite].abs().max())
+    return bool(change.numel() and not change.max() <= least * b[finite].abs().max())
 
 
 def _of_op(node: Node, axis: Axis) -> str:

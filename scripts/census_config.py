@@ -23,13 +23,15 @@ WIDTHS = re.compile(
 )
 FIXED = re.compile(
     r"vocab|image|patch(?!_embeds_hidden)|kernel|window|position|pos_emb|num_channels|batch|pad|group|type|stride|tile|crop"
-    r"|max_|token|dilation|pool_size|_id|scale|spec|bins|input_size|in_channels|n_mels|(?<!down)sample"
+    r"|max_|token|dilation|pool_size|_id|scale|spec|bins|(?<!adapter_)input_size|in_channels|n_mels|(?<!down)sample"
+    r"|feature_size"
 )
 WIDTH = ("hidden_size", "d_model", "embed_dim", "hidden_dim")
 HEADS_OF = (
     "num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
     "attention_heads",
 )  # fmt: skip
+IMAGES = ("image_size", "max_img_size")
 INDICES = re.compile(r"((?<!out_)indices|indexes|feature_layers?|cross_attention_layers)$")
 DEPTHS = ("depth", "num_hidden_layers", "encoder_layers")
 EXPERTS = re.compile(r"(num|routed)_experts$|expert_num$")
@@ -79,21 +81,23 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
     """
     if config.model_type == "timm_wrapper":
         return  # whose architecture says all, and the rest has to agree with it
+    if vars(config).get("num_feature_levels", 1) > 3:
+        factor = min(factor, 4)  # the fourth is one pixel, normalised in 32 groups of channels
     stages = vars(config).get("num_hidden_layers") if "stage_names" in vars(config) else None
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
             shrink(value, factor, side)
-        elif name == "image_size" and side is not None and _larger(value, side):
+        elif name in IMAGES and side is not None and _larger(value, side):
             patch = getattr(config, "patch_size", 1)
             patch = patch[0] if isinstance(patch, (list, tuple)) and patch else patch
             patch = patch if isinstance(patch, int) and 0 < patch <= SIDE else 1
             smaller = patch * 2 ** int(math.log2(SIDE // patch))
             if isinstance(value, int):
-                config.image_size = smaller
+                setattr(config, name, smaller)
             else:  # two images one above the other stay that
                 times = [length // min(value) for length in value]
                 whole = all(length % min(value) == 0 for length in value)
-                config.image_size = [smaller * n if whole else smaller for n in times]
+                setattr(config, name, [smaller * n if whole else smaller for n in times])
             if "image_embedding_size" in vars(config):
                 config.image_embedding_size = smaller // patch
         elif isinstance(value, dict) and (sections := value.get("mrope_section")):
@@ -240,7 +244,9 @@ def _choose(config: Any) -> None:
     """Every layer that a config names by its number is there, at its place in the order."""
     own = vars(config)
     parts = [part for part in own.values() if hasattr(part, "to_dict")]
-    depth = next((d for c in (config, *parts) for n in DEPTHS if (d := vars(c).get(n))), 0)
+    owners = ((c, n) for c in (config, *parts) for n in DEPTHS if vars(c).get(n))
+    owner, counted = next(owners, (config, ""))
+    depth = vars(owner).get(counted, 0)
     for name, value in list(own.items()):
         if isinstance(value, int) and name.endswith("layer_id") and value >= depth > 0:
             setattr(config, name, depth - 1)
@@ -249,13 +255,10 @@ def _choose(config: Any) -> None:
             continue
         if all(-depth <= number < depth for number in value):
             continue
-        depths = [n for n in DEPTHS if n in own]
-        if depths and min(value) >= 0:
-            order = sorted(set(value))
-            setattr(config, name, type(value)(order.index(number) for number in value))
-            setattr(config, depths[0], max(depth, len(order) + 1))
-        else:
-            setattr(config, name, type(value)(max(-depth, min(n, depth)) for n in value))
+        order = sorted(set(value), key=lambda number: (number < 0, number))
+        places = {n: place - (n < 0) * len(order) for place, n in enumerate(order)}
+        setattr(config, name, type(value)(places[number] for number in value))
+        setattr(owner, counted, max(depth, len(order) + 1))
 
 
 def _smaller(name: str, value: Any, factor: int, layers: int = 2) -> Any:
@@ -273,6 +276,10 @@ def _smaller(name: str, value: Any, factor: int, layers: int = 2) -> Any:
         return VOCABULARY - 1 - sum(name.encode()) % 64
     if name in ("num_queries", "num_select"):
         return min(value, 8)
+    if name == "num_frames":
+        return min(value, 16)
+    if name == "num_embeddings":  # of a codebook, whose codes are tokens of the text in some
+        return min(value, VOCABULARY // 2)
     if name == "patch_size" and value > 2 * SIDE:  # of a model whose patches are images
         return SIDE
     if EXPERTS.search(name) and value > 32:

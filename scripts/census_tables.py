@@ -33,6 +33,10 @@ NEVER_RUN = {
 }
 """Read in the modelling code: LayerNorms that no inference call of the class runs."""
 
+CUT_OFF = "a token is put beside the others, and cut off again before its mean is read"
+MISSING = {"xclip": CUT_OFF}
+"""Read in the modelling code: the rule that would fold what is kept without an observer."""
+
 OBSTACLES = {
     "could not be traced": (
         ("_forward_unimplemented", "has no `forward`"),
@@ -229,4 +233,19 @@ def _answers(done: list[dict[str, Any]]) -> list[str]:
         *(f"* {name}: {why}." for name, why in NEVER_RUN.items() if name in idle),
         "",
         *([f"No inputs that exercise them are made up for {others}.", ""] if others else []),
+        *_missing_rules(done),
     ]
+
+
+def _missing_rules(done: list[dict[str, Any]]) -> list[str]:
+    """The rules that would fold more, by how many LayerNorms and types their absence costs."""
+    found: dict[str, list[str]] = {}
+    for row in done:
+        for answer in row["audit"].values():
+            if answer.startswith(("unseen", "missing rule", "its memory is written")):
+                found.setdefault(MISSING.get(row["type"], answer), []).append(row["type"])
+    lines = [
+        f"* {rule}: {len(types)} LayerNorms, of {', '.join(sorted(set(types)))}."
+        for rule, types in sorted(found.items(), key=lambda item: -len(item[1]))
+    ]
+    return ["Rules that are missing:", "", *(lines or ["* None that is known."]), ""]

@@ -78,3 +78,21 @@ class Beyond(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.abs().clamp(min=1e-2)
+
+
+class CutOff(nn.Module):
+    """The first token is not there any more where the mean of the others is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write, self.norm = nn.Linear(5, WIDTH), nn.LayerNorm(WIDTH)
+        self.first, self.reader = nn.Parameter(torch.randn(1, WIDTH)), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        stream = torch.cat((self.first, self.write(x)))
+        return self.norm(stream), self.reader(stream[1:])
+
+
+def test_where_the_source_that_is_named_is_not_seen_another_one_may_be() -> None:
+    reason, found = answer(CutOff(), torch.randn(3, 5).double())
+    assert reason.endswith("centring it would show") and found == "true of another source"
