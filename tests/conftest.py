@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,12 @@ from hub_server import Hub
 from live_models import CHECKPOINTS, FOLDED
 
 from enjoyln_cli import fold
+
+
+def pytest_configure() -> None:
+    """A job in the background of a script ignores Ctrl-C, and so would the commands it starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
