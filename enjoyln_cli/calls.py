@@ -35,6 +35,7 @@ from enjoyln_cli.specs import (
     patch_size,
     positions,
     whole_numbers,
+    with_parts,
 )
 from enjoyln_cli.weightless import weightless, without_weights
 
@@ -105,8 +106,7 @@ def _with_placeholders(model: Any, given: Inputs) -> Inputs:
 
 def _placeholder(model: Any, kind: str) -> int | None:
     """The token that stands for a feature of one modality, if the config has one."""
-    parts = (part for part in vars(model.config).values() if hasattr(part, "to_dict"))
-    owners = [model.config, *parts]
+    owners = with_parts([model.config])
     ids = (getattr(c, f"{kind}_token_{end}", None) for c in owners for end in ("id", "index"))
     marked = 0 if f"{kind}_embeds_position_mask" in accepted_by(model) else None
     return next((value for value in ids if isinstance(value, int)), marked)
@@ -127,25 +127,23 @@ def _features(model: Any, kind: str, token: int, given: Inputs, rows: int) -> in
     if encode is None and own.keys().isdisjoint(MAKERS):
         # such models put them in place of one token, or say how many there are
         return int(getattr(model.config, "latent_query_num", 1)) if _GIVEN_AS[kind] in given else 0
+    told_by_itself = encode is None  # the model is given one placeholder, and asks for more
     if encode is None:
-        encode = bare  # to which one placeholder is given, and says how many there have to be
-        inputs = own | {"input_ids": Spec((rows, 1), token + 1, (token,))}
-    else:
-        accepted = inspect.signature(encode).parameters
-        inputs = {name: given[name] for name in given.keys() & accepted.keys()}
-    if not inputs:
+        encode, given = bare.forward, own | {"input_ids": Spec((rows, 1), token + 1, (token,))}
+    parameters = inspect.signature(encode).parameters
+    names = given.keys() & parameters.keys()
+    if not names:
         return 0
-    parameters = inspect.signature(encode).parameters.values()
-    unknown = (p.name for p in parameters if p.default is p.empty and p.kind <= 1)
+    unknown = (n for n, p in parameters.items() if p.default is p.empty and p.kind <= 1)
     examples: dict[str, Any] = dict.fromkeys(unknown)
-    examples |= {name: example(model, spec) for name, spec in inputs.items()}
+    examples |= {name: example(model, given[name]) for name in names}
     try:
         with torch.no_grad(), weightless():
             found = encode(**examples)
     except Exception as error:  # most often, the form is not the one that the model takes
         told = _TOLD.search(str(error))
         return int(told[told.lastindex or 0]) // rows if told else 0
-    if encode is bare:
+    if told_by_itself:
         return 1
     pooled = getattr(found, "pooler_output", None)
     if pooled is None and (deep := getattr(found, "deepstack_features", None)):

@@ -74,7 +74,7 @@ def ones(*shape: int) -> Spec:
 
 def special_tokens(config: Any) -> list[int]:
     """The token ids that a config gives a meaning: where text ends, where an image begins."""
-    named = (item for part in _with_parts([config]) for item in vars(part).items())
+    named = (item for part in with_parts([config]) for item in vars(part).items())
     ends = ("_token_id", "_token_index")
     return [value for name, value in named if name.endswith(ends) and isinstance(value, int)]
 
@@ -131,10 +131,10 @@ def _vision(config: Any) -> list[Any]:
         "vit_config", "encoder",
     )  # fmt: skip
     parts = [part for name in names if hasattr(part := getattr(config, name, None), "to_dict")]
-    return [config, *_with_parts(parts)]
+    return [config, *with_parts(parts)]
 
 
-def _with_parts(configs: list[Any]) -> list[Any]:
+def with_parts(configs: list[Any]) -> list[Any]:
     """These and the configs that they hold."""
     inner = (value for config in configs for value in vars(config).values())
     return [*configs, *(value for value in inner if hasattr(value, "to_dict"))]
@@ -153,8 +153,12 @@ def _number(config: Any, *names: str, default: int) -> int:
     return next((value for value in found if isinstance(value, int) and value), default)
 
 
+def _channels(config: Any) -> int:
+    return _number(config, "num_channels", "in_channels", "in_chans", default=3)
+
+
 def _pixels(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
+    channels = _channels(config)
     height, width = image_size(config)
     image = (channels, height, width)
     sizes = Spec((rows, 2), height + 1, (height, width))
@@ -228,7 +232,7 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
 
 def _crops(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """Of each image the whole, made smaller, and its only crop; with a mask over their patches."""
-    channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
+    channels = _channels(config)
     (height, width), patch = image_size(config), patch_size(config)
     crop = _number(config, "crop_size", default=height)
     yield {
@@ -240,14 +244,14 @@ def _crops(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 def _states(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     """Of a vision tower that takes its patches by this name."""
-    channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
+    channels = _channels(config)
     for form in _patches(config, rows, channels):
         yield {"hidden_states" if name == "pixel_values" else name: s for name, s in form.items()}
     yield {"hidden_states": Spec((rows, tokens, hidden_size(config)))}
 
 
 def _videos(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
+    channels = _channels(config)
     frames = _number(config, "num_frames", "frames_per_clip", default=4)
     yield {"pixel_values_videos": Spec((rows, frames, channels, *image_size(config)))}
 
@@ -291,7 +295,7 @@ def _feature_shapes(config: Any, rows: int) -> Iterator[tuple[tuple[int, ...], i
         "semantic_model_config",
     )  # fmt: skip
     named = [part for n in parts if hasattr(part := getattr(config, n, None), "to_dict")]
-    owners = _with_parts(_with_parts([config, *named]))
+    owners = with_parts(with_parts([config, *named]))
     for owner in owners:
         bins, places = (
             getattr(owner, name, None) for name in ("num_mel_bins", "max_source_positions")

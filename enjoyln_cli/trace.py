@@ -39,12 +39,7 @@ from enjoyln_cli.weightless import (
     weightless,
     without_weights,
 )
-from enjoyln_cli.writes import (
-    hides_sharing,
-    mark_written,
-    mutating,
-    replace_private_writes,
-)
+from enjoyln_cli.writes import hides_sharing, mark_written, mutating, replace_private_writes
 
 Naming = Callable[[str], str]
 

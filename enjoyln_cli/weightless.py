@@ -160,7 +160,7 @@ def _whole_indices(indices: Any) -> list[Any]:
     return found
 
 
-def _check_put(target: torch.Tensor, indices: list[Any], values: Any = None, *_: Any) -> None:
+def _check_put(target: torch.Tensor, indices: list[Any], values: Any = None) -> None:
     """Raise, as with values, where what is written does not fit the places that it is put in.
 
     How many an activation chooses is not known: all of them, which may be more than there are.

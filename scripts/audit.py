@@ -9,6 +9,7 @@ whichever of its operands are centred. If it does, a rule is missing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from itertools import combinations, product
 from typing import Any
 
@@ -42,22 +43,17 @@ def audited(analysis: Analysis, model: torch.nn.Module, runs: Runs) -> dict[str,
     and not about numbers.
     """
     found: dict[str, str] = {}
-    answers: dict[Any, str] = {}
+    answer = cache(partial(_answer, analysis, model, runs))
     for verdict in analysis.plan.kept:
         if verdict.norm not in analysis.problem.norms:
             unread = verdict.reason == "no traced call runs it"
             found[verdict.norm] = _unread(model, runs, verdict.norm) if unread else verdict.reason
             continue
-        found[verdict.norm] = verdict.reason
-        for number, one in enumerate(why.obstacles(analysis.problem, analysis.cut, verdict.norm)):
-            if one.source not in answers:
-                answers[one.source] = _answer(analysis, model, runs, one.source)
-            if not number:  # the source that is named
-                found[verdict.norm] = answers[one.source]
-            elif answers[one.source] == "true":
-                found[verdict.norm] = "true of another source"
-            if not found[verdict.norm].startswith("unseen"):
-                break
+        obstacles = why.obstacles(analysis.problem, analysis.cut, verdict.norm)
+        told = (answer(one.source) for one in obstacles)
+        found[verdict.norm] = next(told, verdict.reason)  # of the source that is named
+        if found[verdict.norm].startswith("unseen") and "true" in told:
+            found[verdict.norm] = "true of another source"
     return found
 
 

@@ -33,8 +33,9 @@ NEVER_RUN = {
 }
 """Read in the modelling code: LayerNorms that no inference call of the class runs."""
 
-CUT_OFF = "a token is put beside the others, and cut off again before its mean is read"
-MISSING = {"xclip": CUT_OFF}
+MISSING = {
+    "xclip": "a token is put beside the others, and cut off again before its mean is read",
+}
 """Read in the modelling code: the rule that would fold what is kept without an observer."""
 
 OBSTACLES = {

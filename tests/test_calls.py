@@ -22,12 +22,6 @@ def model_of(model_class: str, model_type: str, **settings: Any) -> Any:
     return build(getattr(transformers, model_class), CONFIG_MAPPING[model_type](**settings))
 
 
-def small_glm_image() -> Any:
-    config = CONFIG_MAPPING["glm_image"](image_token_id=9)
-    config.vision_config.depth = config.text_config.num_hidden_layers = 1
-    return build(transformers.GlmImageModel, config)
-
-
 def first(model: Any) -> dict[str, Spec]:
     return next(main_inputs(model, 2, 7))
 
@@ -112,9 +106,8 @@ def test_placeholders_of_a_model_without_a_method_that_counts_them() -> None:
     # 2 x 2 patches of the whole and of its crop, a newline behind each row, and one between them
     both, seen, heard = 2 * (4 + 2) + 1, (BATCH, 2, 3, 56, 56), (BATCH, 32, 80)
     ids = given["prefill and decode"]["input_ids"]
-    assert (ids == 8).sum(1).tolist() == [both] * BATCH and (ids == 9).sum(1).tolist() == [
-        4
-    ] * BATCH
+    assert (ids == 8).sum(1).tolist() == [both] * BATCH
+    assert (ids == 9).sum(1).tolist() == [4] * BATCH
     images, sound = given["image_pixel_values alone"], given["audio_input_features alone"]
     assert images["image_pixel_values"].shape == seen and "audio_input_features" not in images
     assert sound["audio_input_features"].shape == heard and "image_pixel_values" not in sound
@@ -136,10 +129,12 @@ def test_each_switch_is_also_called_the_other_way() -> None:
 
 
 def test_an_image_to_be_made_has_a_grid_of_its_own() -> None:
-    config = CONFIG_MAPPING["glm_image"]()
-    form = next(f for f in MAKERS["pixel_values"](config, 2, 7) if "images_per_sample" in f)
-    assert form["image_grid_thw"].shape == (4, 3) and form["images_per_sample"].leading == (2, 2)
-    placed = next(f for f in forms(small_glm_image(), 2, 7) if "images_per_sample" in f)
+    config = CONFIG_MAPPING["glm_image"](image_token_id=9)
+    config.vision_config.depth = config.text_config.num_hidden_layers = 1
+    model = build(transformers.GlmImageModel, config)
+    placed = next(form for form in forms(model, 2, 7) if "images_per_sample" in form)
+    assert placed["image_grid_thw"].shape == (4, 3)
+    assert placed["images_per_sample"].leading == (2, 2)
     tokens = placed["input_ids"].shape[1]
     assert placed["input_ids"].leading.count(9) == 16  # a code for each patch
     assert placed["position_ids"].leading == tuple(range(tokens))
