@@ -28,7 +28,6 @@ SOURCES, PREBUILT = HERE / "csrc", HERE / "lib"
 
 X86 = {
     "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c",
-    "avx512bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mavx512bf16",
     "avx2": "-mavx2 -mfma -mf16c",
     "plain": "",
 }

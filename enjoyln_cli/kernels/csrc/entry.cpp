@@ -21,11 +21,9 @@ struct Cpu {
   int (*has)(Dtype);
   void (*rows)(const Call*, int64_t, int64_t);
   void (*widen)(float*, const void*, Dtype, int64_t);
-  bool bf16;  // takes parameters of bfloat16 as they are
 };
 #ifdef CPU_avx512
 DECLARE(avx512)
-DECLARE(avx512bf16)
 #endif
 #ifdef CPU_avx2
 DECLARE(avx2)
@@ -34,16 +32,8 @@ DECLARE(plain)
 
 namespace {
 
-#ifdef CPU_avx512
-// With instructions for bfloat16, the rest is as without.
-void rows_avx512bf16_or_512(const Call* c, int64_t begin, int64_t end) {
-  (c->dtype == BF16 ? rows_avx512bf16 : rows_avx512)(c, begin, end);
-}
-#endif
-
 const Cpu CPUS[] = {
 #ifdef CPU_avx512
-    {"avx512bf16", has_avx512, rows_avx512bf16_or_512, widen_avx512, true},
     {"avx512", has_avx512, rows_avx512, widen_avx512},
 #endif
 #ifdef CPU_avx2
@@ -55,8 +45,7 @@ const Cpu CPUS[] = {
 bool runs(const Cpu& cpu) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!strcmp(cpu.name, "avx512bf16") && !__builtin_cpu_supports("avx512bf16")) return false;
-  if (!strncmp(cpu.name, "avx512", 6))
+  if (!strcmp(cpu.name, "avx512"))
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (!strcmp(cpu.name, "avx2"))
@@ -259,7 +248,7 @@ bool run_cpu(Call& c) {
   const struct { const void* p; Dtype dtype; } given[] = {{c.w, c.w_dtype}, {c.b, c.b_dtype}};
   for (auto& one : given)
     if (one.p && (!cpu->has(one.dtype) || (one.dtype == F64 && c.dtype != F64))) return false;
-  const bool as_they_are = c.dtype == BF16 && c.w_dtype == BF16 && c.b_dtype == BF16 && cpu->bf16;
+  const bool as_they_are = c.dtype == BF16 && c.w_dtype == BF16 && c.b_dtype == BF16;
   const Dtype want = as_they_are ? BF16 : c.dtype == F64 ? F64 : F32;
   c.w = parameter(c.w, c.w_dtype, want, c.d, false);
   c.b = parameter(c.b, c.b_dtype, want, c.d, true);

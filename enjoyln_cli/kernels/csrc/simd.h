@@ -19,6 +19,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_LAMBDA __attribute__((always_inline))
+#define APART static __attribute__((noinline))
 
 namespace {
 
@@ -83,43 +84,79 @@ INLINE void store(half* p, Floats v) { vst1_u16(&p->bits, vreinterpret_u16_f16(v
 #define HAS_HALF 0
 #endif
 
-// Two vectors at a time: the processor's own conversion to bfloat16 takes as many. It is exact but
-// for results under 1.2e-38, which become zero. Where the order does not matter, since all operands
-// come in the same, they are the even and the odd elements of bfloat16: the halves of every word.
+// Two vectors at a time. Those of bfloat16 are its even and its odd elements, the halves of every
+// word: so nothing has to be brought in order. A result halfway between two bfloat16 goes away from
+// zero; a sum, which often is, to the even one.
 template <class V> struct Two { V a, b; };
-template <bool ANY_ORDER = false, class T> INLINE Two<typename Wide<T>::type> load_two(const T* p) {
+template <class T> INLINE Two<typename Wide<T>::type> load_two(const T* p) {
   return {load(p), load(p + Wide<T>::lanes)};
 }
-template <bool ANY_ORDER = false, class T, class V> INLINE void store_two(T* p, Two<V> v) {
+template <class T> INLINE void store_two(T* p, Two<typename Wide<T>::type> v) {
   store(p, v.a);
   store(p + Wide<T>::lanes, v.b);
 }
-#if defined(__AVX512BF16__)
-typedef uint16_t Pairs __attribute__((vector_size(64)));
-INLINE __m512i joined(Two<Floats> v) {
-  const __m512i order = (__m512i)(Pairs){0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                         21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                         11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)v.b, (__m512)v.a));
-}
-template <bool ANY_ORDER = false> INLINE Two<Floats> load_two(const bfloat* p) {
-  if (!ANY_ORDER) return {load(p), load(p + LANES)};
+INLINE Two<Floats> load_two(const bfloat* p) {
   const Words v = raw_load<Words>(p);
   return {(Floats)(v << 16), (Floats)(v & 0xffff0000u)};
 }
-template <bool ANY_ORDER = false> INLINE void store_two(bfloat* p, Two<Floats> v) {
-  if (ANY_ORDER) raw_store(p, joined(v));
-  else raw_store(p, _mm512_cvtne2ps_pbh((__m512)v.b, (__m512)v.a));
+INLINE void store_two(bfloat* p, Two<Floats> v) {
+  raw_store(p, (((Words)v.a + 0x8000u) >> 16) | (((Words)v.b + 0x8000u) & 0xffff0000u));
 }
+
+// Parameters in the order of the two vectors of T. A NaN of float32 gets the bits that a result's
+// rounding leaves a NaN.
+template <class T, class P> struct Parameters {
+  INLINE Two<typename Wide<T>::type> load(const P* p) { return load_two(p); }
+};
+template <> struct Parameters<bfloat, float> {
+  INLINE Two<Floats> load(const float* p) {
+    Two<Floats> v = load_two(p);
+#if LANES == 16
+    const __m512i order = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i next = (__m512i)((Words)order + 1);
+    v = {(Floats)_mm512_permutex2var_ps((__m512)v.a, order, (__m512)v.b),
+         (Floats)_mm512_permutex2var_ps((__m512)v.a, next, (__m512)v.b)};
+#elif LANES == 8
+    const __m256d a = (__m256d)_mm256_shuffle_ps((__m256)v.a, (__m256)v.b, 0x88);
+    const __m256d b = (__m256d)_mm256_shuffle_ps((__m256)v.a, (__m256)v.b, 0xdd);
+    v = {(Floats)_mm256_permute4x64_pd(a, 0xd8), (Floats)_mm256_permute4x64_pd(b, 0xd8)};
+#else
+    v = {Floats{p[0], p[2], p[4], p[6]}, Floats{p[1], p[3], p[5], p[7]}};
 #endif
+    const Floats nan = Floats{} + __builtin_nanf("");
+    return {v.a == v.a ? v.a : nan, v.b == v.b ? v.b : nan};
+  }
+};
+
+// Stores a sum of two numbers of T, and gives what was stored.
+template <class T> INLINE Two<typename Wide<T>::type> stored(T* p, Two<typename Wide<T>::type> v) {
+  store_two(p, v);
+  return load_two(p);
+}
+// To nearest even, as a float. NaNs of bfloat16 have nothing that would round up.
+INLINE Floats even(Floats v) {
+#if LANES == 16
+  const __mmask16 odd = _mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi32(0x10000));
+  const __m512i up = (__m512i)((Words)v + 0x7fffu);
+  const Words u = (Words)_mm512_mask_add_epi32(up, odd, (__m512i)v, _mm512_set1_epi32(0x8000));
+#else
+  const Words u = (Words)v + 0x7fffu + (((Words)v >> 16) & 1u);
+#endif
+  return (Floats)(u & 0xffff0000u);
+}
+INLINE Two<Floats> stored(bfloat* p, Two<Floats> v) {
+  v = {even(v.a), even(v.b)};
+  raw_store(p, ((Words)v.a >> 16) | (Words)v.b);
+  return v;
+}
 
 // The first n elements only, zeros after them.
-template <class T> INLINE typename Wide<T>::type load_some(const T* p, int64_t n) {
+template <class T> APART typename Wide<T>::type load_some(const T* p, int64_t n) {
   T all[Wide<T>::lanes] = {};
   for (int64_t i = 0; i < n; i++) all[i] = p[i];
   return load(all);
 }
-template <class T, class V> INLINE void store_some(T* p, V v, int64_t n) {
+template <class T, class V> APART void store_some(T* p, V v, int64_t n) {
   T all[Wide<T>::lanes];
   store(all, v);
   for (int64_t i = 0; i < n; i++) p[i] = all[i];
