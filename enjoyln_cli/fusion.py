@@ -7,8 +7,9 @@ Decides which additions of the graph that Dynamo captures are computed together 
 
 for every folded norm and for every LayerNorm that was kept, whatever the model. The two operands
 have one shape and dtype; a view between sum and norm that keeps the last dimension is moved behind
-the norm; dropout that drops nothing is left out. All else runs as it is, or in another backend:
-``options={"inner": "inductor"}``.
+the norm; dropout that drops nothing is left out. Without gradients, s is written over a or b if the
+graph made it itself and nobody reads it later: new memory costs as much time as the norm. All else
+runs as it is, or in another backend: ``options={"inner": "inductor"}``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends import registry
+from torch.autograd import grad_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.nn import functional as F
 
@@ -40,6 +42,15 @@ FUSED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "layer_norm": (kernels.add_layer_norm, kernels.sum_layer_norm),
 }
 """Norm to what also returns the sum, and what does not."""
+OVER = {
+    kernels.add_rms_norm: kernels.add_rms_norm_,
+    kernels.add_layer_norm: kernels.add_layer_norm_,
+}
+"""What returns the sum to what writes it over its second operand."""
+NEW = {F.linear, F.embedding, torch.addmm, torch.matmul, operator.matmul, *ADDITIONS}
+NEW |= {*OVER.values(), *(function for pair in FUSED.values() for function in pair)}
+"""Functions whose result lies in memory of its own, unless they are given ``out``."""
+GRADIENT_MODES = {torch._C._set_grad_enabled, grad_mode._enter_inference_mode}
 
 torch.compiler.allow_in_graph(rms_norm)
 
@@ -60,6 +71,7 @@ def enjoyln(
         )
     fuse(gm)
     if inner is None:
+        write_over(gm)
         return gm.forward
     return registry.lookup_backend(inner)(gm, example_inputs)  # type: ignore[no-any-return]
 
@@ -76,6 +88,64 @@ def fuse(gm: fx.GraphModule) -> int:
             _call_kernel(node)
     gm.recompile()
     return done
+
+
+def write_over(gm: fx.GraphModule) -> int:
+    """Writes sums over operands that nobody needs any more; returns how many.
+
+    For graphs that run as they are. None where a gradient could be wanted.
+    """
+    nodes = list(gm.graph.nodes)
+    if torch.is_grad_enabled() or not GRADIENT_MODES.isdisjoint(node.target for node in nodes):
+        return 0
+    place = {node: i for i, node in enumerate(nodes)}
+    done = 0
+    for node in nodes:
+        if node.target not in OVER:
+            continue
+        a, b, *affine = node.args
+        for other, spare in ((a, b), (b, a)):
+            if _is_spare(spare, other, node, place):
+                with gm.graph.inserting_before(node):
+                    y = gm.graph.call_function(OVER[node.target], (other, spare, *affine))
+                place[y] = place[node]
+                for result in list(node.users):
+                    y.meta = dict(result.meta)
+                    result.replace_all_uses_with((y, spare)[result.args[1]])
+                    gm.graph.erase_node(result)
+                gm.graph.erase_node(node)
+                done += 1
+                break
+    gm.recompile()
+    return done
+
+
+def _is_spare(operand: fx.Node, other: fx.Node, fused: fx.Node, place: dict[fx.Node, int]) -> bool:
+    """Whether ``fused``, which adds ``other``, is the last to read ``operand`` and its memory.
+
+    Whatever is not known to return new memory counts as another name of what it reads.
+    """
+    value, made = _value(operand), operand
+    while made.op == "call_method" and made.target in VIEWS and isinstance(made.args[0], fx.Node):
+        made = made.args[0]
+    if value is None or not value.is_contiguous() or not _is_new(made):
+        return False
+    names = [made]
+    for name in names:
+        for user in name.users:
+            if place[user] > place[fused]:
+                return False
+            if not _is_new(user) and user not in (fused, *names):
+                names.append(user)
+    return other not in names
+
+
+def _is_new(node: fx.Node) -> bool:
+    """Whether the value of ``node`` lies in memory of its own."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return node.args[0].target in OVER
+    known = node.target in NEW or (node.op == "call_method" and node.target == "add")
+    return known and "out" not in node.kwargs and _value(node) is not None
 
 
 def _casts_by_itself(graph: fx.Graph) -> bool:

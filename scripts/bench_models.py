@@ -4,8 +4,8 @@
 
 What ``enjoyln bench`` does for a checkpoint, for the sizes that the names stand for. Where norms
 are too little of a model to be seen in it, ``norms_ms`` tells how long all of them take by
-themselves, on inputs of the same shapes, with the additions before them: as LayerNorm, as RMSNorm,
-and as one operation each.
+themselves, on inputs of the same shapes, with the additions before them: these alone, LayerNorm,
+RMSNorm, and the one operation that the backend ``enjoyln`` makes of an addition and its norm.
 """
 
 from __future__ import annotations
@@ -104,9 +104,10 @@ def norms_alone(
         return Task(lambda _: [way(m, x, r) for m, x, r in given])
 
     tasks = {
+        "no_norm": each(lambda m, x, r: x + r),
         "layer_norm": each(lambda m, x, r: m(x + r)),
         "rms_norm": each(lambda m, x, r: kernels.rms_norm(x + r, m.weight, m.bias, m.eps)),
-        "add_rms_norm": each(lambda m, x, r: kernels.add_rms_norm(x, r, m.weight, m.bias, m.eps)),
+        "add_rms_norm_": each(lambda m, x, r: kernels.add_rms_norm_(x, r, m.weight, m.bias, m.eps)),
         "sum_layer_norm": each(
             lambda m, x, r: kernels.sum_layer_norm(x, r, m.weight, m.bias, m.eps)
         ),

@@ -20,12 +20,14 @@ from transformers import (
 )
 
 from enjoyln_cli import EnjoyLNError, from_pretrained, kernels
-from enjoyln_cli.fusion import fuse
+from enjoyln_cli.fusion import fuse, write_over
 from enjoyln_cli.norms import Folded, rms_norm
 
 ADDITIONS = {"gpt2": 6, "opt": 9, "bloom": 8, "phi": 4, "vit": 6, "bert": 6}
 """By hand: two for each block before a norm (Phi's parallel blocks have one), the first norm's
 input apart, which is an embedding or a sum of two shapes. OPT's positions have a row each."""
+WRITTEN_OVER = {"gpt2": 5, "opt": 7, "bloom": 7, "phi": 3, "vit": 5, "bert": 0}
+"""Those of them that are read again; OPT's first adds positions that may be a part of others."""
 D = 24
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,14 +43,16 @@ def anew() -> Iterator[None]:
 
 
 class Counting:
-    """The backend, remembering what it fused and what is called afterwards."""
+    """The backend, remembering what it fused and wrote over, and what is called afterwards."""
 
     def __init__(self) -> None:
         self.fused: list[int] = []
+        self.over: list[int] = []
         self.called: list[Any] = []
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.fused.append(fuse(gm))
+        self.over.append(write_over(gm))
         gm.graph.lint()
         self.called += [node.target for node in gm.graph.nodes]
         return gm.forward
@@ -94,6 +98,7 @@ def test_a_model_computes_the_same(outs: dict[str, Path], name: str, dtype: torc
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     got = logits(compiled, given)
     assert backend.fused == [ADDITIONS[name]]
+    assert backend.over == [WRITTEN_OVER[name]]
     post = backend.count(kernels.sum_layer_norm, kernels.sum_rms_norm)
     assert post == (6 if name == "bert" else 1)  # the last sum of a pre-LN model is read once
     assert distance(got, logits(model, given)) < 8 * torch.finfo(dtype).eps
@@ -200,6 +205,8 @@ def outcome(function: Callable[..., Any], *given: Any) -> Counting:
     for one, other in zip(_flat(got), _flat(expected), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
+    for one, copy in zip(given, copies, strict=True):
+        assert not isinstance(one, torch.Tensor) or torch.equal(one, copy)
     return backend
 
 
@@ -234,7 +241,7 @@ def test_parallel_blocks_and_two_norms_of_one_sum() -> None:
         return first(stream), second(stream), stream
 
     found = outcome(block, *(centred(2, 3, D) for _ in range(3)))
-    assert found.fused == [1] and found.count(kernels.add_rms_norm) == 1
+    assert found.fused == [1] and found.count(kernels.add_rms_norm_) == 1
     assert found.count(operator.add) == 1 and found.count(F.layer_norm) == 1
 
 
@@ -342,6 +349,112 @@ def test_what_is_not_fused(what: str, function: Any, given: tuple[torch.Tensor, 
     one = norm("layer_norm")
     found = outcome(lambda a, b: function(one, a, b), *(value.clone() for value in given))
     assert found.fused == [0]
+
+
+A, B = torch.randn(2, D, D, generator=torch.Generator().manual_seed(1)) / D
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
+def test_a_sum_is_written_over_what_nobody_reads_later(kind: str) -> None:
+    one, two = norm(kind), norm(kind)
+
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        s = x + F.linear(x, centre(A))
+        s = s + F.linear(one(s), centre(B)).view(3, 2, D).reshape(2, 3, D)
+        return two(s), s
+
+    found = outcome(block, centred(2, 3, D))
+    assert (found.fused, found.over) == ([2], [2])
+    assert found.count(getattr(kernels, f"add_{kind}_")) == 2
+    assert found.count(getattr(kernels, f"add_{kind}")) == 0
+
+
+def centre(weight: torch.Tensor) -> torch.Tensor:
+    return weight - weight.mean(0)
+
+
+def _read_again(x: torch.Tensor) -> Any:
+    s = (a := F.linear(x, A)) + x
+    return s, a
+
+
+def _read_again_as_a_view(x: torch.Tensor) -> Any:
+    view = (a := F.linear(x, A)).view(-1)
+    return a + x, view
+
+
+def _read_again_as_a_part(x: torch.Tensor) -> Any:
+    part = (a := F.linear(x, A))[:1]
+    return a + x, part
+
+
+def _read_again_behind_what_may_hand_it_on(x: torch.Tensor) -> Any:
+    same = (a := F.linear(x, A)).to(x.dtype)
+    return a + x, same * 2
+
+
+def _added_to_itself(x: torch.Tensor) -> Any:
+    a = F.linear(x, A)
+    return a + a, x
+
+
+def _added_to_a_view_of_itself(x: torch.Tensor) -> Any:
+    a = F.linear(x, A)
+    return a.view(-1, D) + a, x
+
+
+def _an_input(x: torch.Tensor) -> Any:
+    return x + x[:], x
+
+
+def _a_view_of_an_input(x: torch.Tensor) -> Any:
+    return x.view(1, -1, D).view(-1, D) + x, x
+
+
+def _not_contiguous(x: torch.Tensor) -> Any:
+    return (x[:4, :4].t() + x[:4, 4:8].t()) + x[:4, :4], x
+
+
+def _given_the_memory(x: torch.Tensor) -> Any:
+    memory = torch.zeros_like(x)
+    return torch.matmul(x, A, out=memory) + x, memory
+
+
+@pytest.mark.parametrize(
+    "what",
+    [_read_again, _read_again_as_a_view, _read_again_as_a_part]
+    + [_read_again_behind_what_may_hand_it_on, _added_to_itself, _added_to_a_view_of_itself]
+    + [_an_input, _a_view_of_an_input, _not_contiguous, _given_the_memory],
+)
+def test_what_is_not_written_over(what: Callable[..., Any]) -> None:
+    one = norm("layer_norm", D if what is not _not_contiguous else 4)
+
+    def block(x: torch.Tensor) -> Any:
+        s, also = what(x)
+        return one(s), s, also
+
+    found = outcome(block, centred(5, D))
+    assert (found.fused, found.over) == ([1], [0])
+
+
+def test_nothing_is_written_over_where_a_gradient_is_wanted() -> None:
+    one, two, x = norm("layer_norm"), norm("layer_norm"), torch.randn(5, D)
+
+    def block(x: torch.Tensor, on: bool) -> Any:
+        with torch.set_grad_enabled(on):
+            s = F.linear(x, A) + F.linear(x, B)
+            s = s + F.linear(one(s), A)
+            return two(s).square(), s
+
+    for outside in (True, False):
+        backend, gradients = Counting(), []
+        compiled = torch.compile(block, backend=backend, fullgraph=True)
+        for call in (block, compiled):
+            with torch.set_grad_enabled(outside):
+                y, s = call(x, True)
+            gradients += torch.autograd.grad(y.sum() + s.sum(), one.weight)
+        assert torch.allclose(gradients[0], gradients[1], rtol=1e-5)
+        assert (backend.fused, backend.over) == ([2], [0])
 
 
 def test_nothing_is_fused_under_autocast() -> None:
