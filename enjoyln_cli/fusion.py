@@ -7,9 +7,9 @@ Decides which additions of the graph that Dynamo captures are computed together 
 
 for every folded norm and for every LayerNorm that was kept, whatever the model. The two operands
 have one shape and dtype; a view between sum and norm that keeps the last dimension is moved behind
-the norm; dropout that drops nothing is left out. Without gradients, s is written over a or b if the
-graph made it itself and nobody reads it later: new memory costs as much time as the norm. All else
-runs as it is, or in another backend: ``options={"inner": "inductor"}``.
+the norm; dropout that drops nothing is left out. Without gradients, s and y are written over a and
+b where the graph made these itself and nobody reads them later: new memory costs as much time as
+the norm. All else runs as it is, or in another backend: ``options={"inner": "inductor"}``.
 """
 
 from __future__ import annotations
@@ -42,14 +42,20 @@ FUSED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "layer_norm": (kernels.add_layer_norm, kernels.sum_layer_norm),
 }
 """Norm to what also returns the sum, and what does not."""
-OVER = {
-    kernels.add_rms_norm: kernels.add_rms_norm_,
-    kernels.add_layer_norm: kernels.add_layer_norm_,
+IN_PLACE: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    kernels.add_rms_norm: (kernels.add_rms_norm_, kernels.add_rms_norm_over),
+    kernels.add_layer_norm: (kernels.add_layer_norm_, kernels.add_layer_norm_over),
 }
-"""What returns the sum to what writes it over its second operand."""
-NEW = {F.linear, F.embedding, torch.addmm, torch.matmul, operator.matmul, *ADDITIONS}
-NEW |= {*OVER.values(), *(function for pair in FUSED.values() for function in pair)}
-"""Functions whose result lies in memory of its own, unless they are given ``out``."""
+"""What returns the sum to what writes it over the second operand, and the result over the first."""
+OVER: dict[Any, Callable[..., Any]] = {
+    kernels.sum_rms_norm: kernels.sum_rms_norm_over,
+    kernels.sum_layer_norm: kernels.sum_layer_norm_over,
+}
+"""What does not keep the sum to what writes the result over the first operand."""
+NEW: set[Any] = {F.linear, F.embedding, torch.addmm, torch.matmul, operator.matmul, *ADDITIONS}
+NEW |= {*OVER, *OVER.values(), *(function for pair in IN_PLACE.values() for function in pair)}
+"""Functions whose result lies in memory of its own or in memory that is free again, if they are not
+given ``out``."""
 GRADIENT_MODES = {torch._C._set_grad_enabled, grad_mode._enter_inference_mode}
 
 torch.compiler.allow_in_graph(rms_norm)
@@ -91,7 +97,7 @@ def fuse(gm: fx.GraphModule) -> int:
 
 
 def write_over(gm: fx.GraphModule) -> int:
-    """Writes sums over operands that nobody needs any more; returns how many.
+    """Writes sums and results over operands that nobody needs any more; returns at how many norms.
 
     For graphs that run as they are. None where a gradient could be wanted.
     """
@@ -101,23 +107,37 @@ def write_over(gm: fx.GraphModule) -> int:
     place = {node: i for i, node in enumerate(nodes)}
     done = 0
     for node in nodes:
-        if node.target not in OVER:
-            continue
-        a, b, *affine = node.args
-        for other, spare in ((a, b), (b, a)):
-            if _is_spare(spare, other, node, place):
-                with gm.graph.inserting_before(node):
-                    y = gm.graph.call_function(OVER[node.target], (other, spare, *affine))
-                place[y] = place[node]
-                for result in list(node.users):
-                    y.meta = dict(result.meta)
-                    result.replace_all_uses_with((y, spare)[result.args[1]])
-                    gm.graph.erase_node(result)
-                gm.graph.erase_node(node)
+        if node.target in IN_PLACE or node.target in OVER:
+            a, b, *affine = node.args
+            spare = [one for one, other in ((a, b), (b, a)) if _is_spare(one, other, node, place)]
+            if spare:
+                place[_write_over(node, (a, b), spare, affine)] = place[node]
                 done += 1
-                break
     gm.recompile()
     return done
+
+
+def _write_over(
+    fused: fx.Node, operands: tuple[fx.Node, fx.Node], spare: list[fx.Node], affine: list[Any]
+) -> fx.Node:
+    """Puts another function in the place of ``fused``; returns what it gives, the normed rows."""
+    graph, total = fused.graph, spare[-1]
+    other = operands[operands[0] is total]
+    with graph.inserting_before(fused):
+        if fused.target in OVER:
+            y = graph.call_function(OVER[fused.target], (total, other, *affine))
+        else:
+            function = IN_PLACE[fused.target][len(spare) - 1]
+            y = graph.call_function(function, (other, total, *affine))
+    if fused.target in OVER:
+        y.meta = dict(fused.meta)
+        fused.replace_all_uses_with(y)
+    for result in list(fused.users):
+        y.meta = dict(result.meta)
+        result.replace_all_uses_with(total if result.args[1] else y)
+        graph.erase_node(result)
+    graph.erase_node(fused)
+    return y
 
 
 def _is_spare(operand: fx.Node, other: fx.Node, fused: fx.Node, place: dict[fx.Node, int]) -> bool:
@@ -143,7 +163,7 @@ def _is_spare(operand: fx.Node, other: fx.Node, fused: fx.Node, place: dict[fx.N
 def _is_new(node: fx.Node) -> bool:
     """Whether the value of ``node`` lies in memory of its own."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        return node.args[0].target in OVER
+        return node.args[0].target in IN_PLACE
     known = node.target in NEW or (node.op == "call_method" and node.target == "add")
     return known and "out" not in node.kwargs and _value(node) is not None
 

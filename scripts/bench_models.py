@@ -6,6 +6,7 @@ What ``enjoyln bench`` does for a checkpoint, for the sizes that the names stand
 are too little of a model to be seen in it, ``norms_ms`` tells how long all of them take by
 themselves, on inputs of the same shapes, with the additions before them: these alone, LayerNorm,
 RMSNorm, and the one operation that the backend ``enjoyln`` makes of an addition and its norm.
+``--norms-alone`` measures nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from enjoyln_cli.config import MARKER
 from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.marker import marker
 from enjoyln_cli.plan import Plan
-from enjoyln_cli.speeds import Row, hardware
+from enjoyln_cli.speeds import hardware
 from enjoyln_cli.timing import Task, quartiles, turns, waiting_for
 from enjoyln_cli.variants import shared
 from enjoyln_cli.workload import sizes
@@ -82,10 +83,18 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def norms_alone(
-    original: Any, norms: list[str], row: Row, repeats: int, device: torch.device
+    original: Any,
+    norms: list[str],
+    pair: tuple[int, int],
+    phase: str,
+    repeats: int,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """Milliseconds of all norms of ``row`` one after the other, each with an addition before it."""
-    (size,), _ = sizes(original.cpu(), [(row.batch_size, row.seq_len or 1)])
+    """Milliseconds of all norms one after the other, each with an addition before it.
+
+    ``pair`` is the batch size and the length of the prompt.
+    """
+    (size,), _ = sizes(original.cpu(), [pair])
     shapes: list[tuple[Any, tuple[int, ...]]] = []
     modules = [original.get_submodule(path) for path in norms]
     hooks = [m.register_forward_hook(lambda m, a, _: shapes.append((m, tuple(a[0].shape))))
@@ -93,8 +102,8 @@ def norms_alone(
     original(**size.given)
     for hook in hooks:
         hook.remove()
-    if row.phase == "decode":
-        shapes = [(m, (row.batch_size, 1, shape[-1])) for m, shape in shapes]
+    if phase == "decode":
+        shapes = [(m, (pair[0], 1, shape[-1])) for m, shape in shapes]
     original.to(device)
     made = {"dtype": original.dtype, "device": device}
     given = [(m, torch.randn(shape, **made), torch.randn(shape, **made)) for m, shape in shapes]
@@ -107,9 +116,11 @@ def norms_alone(
         "no_norm": each(lambda m, x, r: x + r),
         "layer_norm": each(lambda m, x, r: m(x + r)),
         "rms_norm": each(lambda m, x, r: kernels.rms_norm(x + r, m.weight, m.bias, m.eps)),
-        "add_rms_norm_": each(lambda m, x, r: kernels.add_rms_norm_(x, r, m.weight, m.bias, m.eps)),
+        "add_rms_norm": each(
+            lambda m, x, r: kernels.add_rms_norm_over(x, r, m.weight, m.bias, m.eps)
+        ),
         "sum_layer_norm": each(
-            lambda m, x, r: kernels.sum_layer_norm(x, r, m.weight, m.bias, m.eps)
+            lambda m, x, r: kernels.sum_layer_norm_over(x, r, m.weight, m.bias, m.eps)
         ),
     }
     times = turns(tasks, repeats, waiting_for(device))
@@ -129,6 +140,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--norms-alone", action="store_true", help="leave out the whole models")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
@@ -148,12 +160,18 @@ def main() -> None:
     for name in args.models.split(","):
         original, folded, plan = pair(*MODELS[name], getattr(torch, args.dtype))
         norms = norms_of(plan)
-        rows, left_out = compared(original, folded, norms, asked, device)
+        if args.norms_alone:
+            phases = ("prefill", "decode") if original.can_generate() else ("prefill",)
+            cases = [(pair, phase, {"seq_len": pair[1]}) for pair in pairs for phase in phases]
+            left_out: list[str] = []
+        else:
+            rows, left_out = compared(original, folded, norms, asked, device)
+            cases = [((r.batch_size, r.seq_len or 1), r.phase, r.to_json()) for r in rows]
         found = []
-        for row in rows:
+        for given, phase, row in cases:
             with torch.no_grad():
-                alone = norms_alone(original, norms, row, args.repeats, device)
-            found.append(row.to_json() | {"norms_ms": alone})
+                alone = norms_alone(original, norms, given, phase, args.repeats, device)
+            found.append(row | {"phase": phase, "norms_ms": alone})
         result["models"][name] = {"rows": found, "left_out": left_out}
         text = json.dumps(result, indent=2)
         if args.out:

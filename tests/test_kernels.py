@@ -92,6 +92,24 @@ def test_functions_agree_with_the_operators(norm: str, form: str) -> None:
     assert got is None or torch.equal(got, total)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("form", ["add_{}", "sum_{}"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_results_over_the_input(norm: str, form: str, transposed: bool, dtype: torch.dtype) -> None:
+    args = arguments(form, dtype, 6, 65)
+    expected, total = exact(norm, form, *args)
+    x, residual, *rest = args
+    if transposed:  # which no kernel writes to
+        x = x.t().contiguous().t()
+    place, before = x.data_ptr(), residual.clone()
+    with torch.no_grad():
+        y = getattr(kernels, f"{form.format(norm)}_over")(x, residual, *rest)
+    assert y is x and x.data_ptr() == place and x.stride() == ((1, 6) if transposed else (65, 1))
+    assert close(y, expected)
+    assert torch.equal(residual, total if form == "add_{}" else before)
+
+
 @pytest.mark.parametrize("weight", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("norm", NORMS)

@@ -160,6 +160,27 @@ def sum_layer_norm(
     return layer_norm(x + residual, weight, bias, eps)
 
 
+def _over(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def function(
+        x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        y = getattr(native.entry, name)(x, residual, weight, bias, eps)
+        return x.copy_(plain(x, residual, weight, bias, eps)) if y is NotImplemented else y
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"""``{plain.__name__}`` whose result is written over ``x`` and returned.
+
+    For memory that nobody else holds: autograd is not told. ``x`` and ``residual`` lie apart.
+    """
+    return function
+
+
+add_rms_norm_over = _over("add_rms_norm_over", add_rms_norm_)
+add_layer_norm_over = _over("add_layer_norm_over", add_layer_norm_)
+sum_rms_norm_over = _over("sum_rms_norm_over", sum_rms_norm)
+sum_layer_norm_over = _over("sum_layer_norm_over", sum_layer_norm)
+
+
 def _norm(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """The other ways, as the module's docstring has them."""
     if not layer_norm_will_do() or not _plain(x, weight, bias):

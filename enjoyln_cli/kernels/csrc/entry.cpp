@@ -294,11 +294,13 @@ bool make(const DLTensor& x, Dtype dtype, PyObject* like, Held& to, void** data)
   return true;
 }
 
-enum Form { NORM, ADD, ADD_, SUM };
+// The result over x: with the sum in the place of residual, and where the sum is not kept.
+enum Form { NORM, ADD, ADD_, SUM, ADD_OVER, SUM_OVER };
 
 // args: x, then residual unless the form is NORM, then weight, bias, eps.
 PyObject* norm(Form form, bool layer, bool guarded, PyObject* const* args, ptrdiff_t n) {
   const int tensors = form == NORM ? 1 : 2;
+  const bool over = form == ADD_OVER || form == SUM_OVER, in_place = form == ADD_ || form == ADD_OVER;
   if (n != tensors + 3) {
     PyErr_SetString(PyExc_TypeError, "a norm takes x, residual if it adds one, weight, bias, eps");
     return nullptr;
@@ -314,6 +316,7 @@ PyObject* norm(Form form, bool layer, bool guarded, PyObject* const* args, ptrdi
   Dtype dtype;
   Held x_copy, r_copy, w_copy, b_copy, result, total;
   if (!contiguous_view(args[0], x_copy, &x, &c.dtype) || x.ndim < 1) return declines();
+  if (over && x_copy.p) return declines();
   const bool on_cpu = x.device_type == DL_CPU;
   if (!on_cpu && (x.device_type != DL_CUDA || !launch_cuda)) return declines();
   if (guarded && !on_cpu && c.dtype != F32 && asks(torch.autocast) != 0) return declines();
@@ -341,14 +344,19 @@ PyObject* norm(Form form, bool layer, bool guarded, PyObject* const* args, ptrdi
   if (form != NORM) {
     if (!view(args[1], &r, &dtype) || dtype != c.dtype || !alike(x, r)) return declines();
     if (!contiguous(r)) {
-      if (form == ADD_ || !contiguous_view(args[1], r_copy, &r, &dtype)) return declines();
+      if (in_place || !contiguous_view(args[1], r_copy, &r, &dtype)) return declines();
     }
     c.r = r.data;
   }
   PyObject* like = x_copy.p ? x_copy.p : args[0];
-  if (!make(x, c.dtype, like, result, &c.y)) return declines();
-  c.s = c.y;
-  if (form == ADD_) c.s = r.data;
+  if (over) {
+    Py_IncRef(args[0]);
+    result.p = args[0];
+    c.y = x.data;
+  } else if (!make(x, c.dtype, like, result, &c.y)) {
+    return declines();
+  }
+  c.s = in_place ? r.data : c.y;
   if (form == ADD && !make(x, c.dtype, like, total, &c.s)) return declines();
   if (c.rows && !(on_cpu ? run_cpu(c) : run_cuda(c, x))) return declines();
   if (form == ADD_ && guarded) {
@@ -403,6 +411,10 @@ PyMethodDef FUNCTIONS[] = {
     BOTH("add_rms_norm", ADD, false),   BOTH("add_layer_norm", ADD, true),
     BOTH("add_rms_norm_", ADD_, false), BOTH("add_layer_norm_", ADD_, true),
     BOTH("sum_rms_norm", SUM, false),   BOTH("sum_layer_norm", SUM, true),
+    {"add_rms_norm_over", function<ADD_OVER, false, true>, METH_FASTCALL, nullptr},
+    {"add_layer_norm_over", function<ADD_OVER, true, true>, METH_FASTCALL, nullptr},
+    {"sum_rms_norm_over", function<SUM_OVER, false, true>, METH_FASTCALL, nullptr},
+    {"sum_layer_norm_over", function<SUM_OVER, true, true>, METH_FASTCALL, nullptr},
     {"module_rms_norm", module_rms_norm, METH_FASTCALL, nullptr},
 };
 const int COUNT = sizeof(FUNCTIONS) / sizeof(FUNCTIONS[0]);
