@@ -49,6 +49,20 @@ def test_every_form_is_right(norm: str, form: str, dtype: torch.dtype) -> None:
         assert torch.equal(found, repeated), width
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["add_{}", "sum_{}"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_results_over_the_input(norm: str, form: str, dtype: torch.dtype) -> None:
+    for width in WIDTHS:
+        x, residual, *rest = on_gpu(arguments(form, dtype, 5, width))
+        before = residual.clone()
+        expected, total = exact(norm, form, x, residual, *rest)
+        with torch.no_grad():
+            y = getattr(kernels, f"{form.format(norm)}_over")(x, residual, *rest)
+        assert y is x and close(y, expected), width
+        assert torch.equal(residual, total if form == "add_{}" else before), width
+
+
 def test_a_captured_graph_replays_on_new_values() -> None:
     x, weight, bias, eps = on_gpu(arguments("{}", torch.float16, 64, 768))
     x -= x.mean(-1, keepdim=True)

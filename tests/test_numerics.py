@@ -195,9 +195,16 @@ def cuda_row(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Te
     library = ctypes.CDLL(str(made))
 
     def run(
-        norm: str, x: Tensor, r: Tensor | None, w: Tensor, b: Tensor, eps: float, *way: int
+        norm: str,
+        x: Tensor,
+        r: Tensor | None,
+        w: Tensor,
+        b: Tensor,
+        eps: float,
+        *way: int,
+        to: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        y, s = torch.empty_like(x), torch.empty_like(x)
+        y, s = to or (torch.empty_like(x), torch.empty_like(x))
         pointers = [None if t is None else t.data_ptr() for t in (x, r, y, s, w, b)]
         codes = [CODES[t.dtype] for t in (x, w, b)]
         call = Call(*pointers, *x.shape, eps, *codes, int(norm == "layer_norm"))
@@ -220,6 +227,11 @@ def test_the_row_of_the_cuda_kernels(
             y, total = cuda_row(norm, x, r, w, b, EPS, *way)
             assert torch.equal(total, x + r)
             assert torch.equal(cuda_row(norm, total, None, w, b, EPS, *way)[0], y)
+            for kept in (True, False):  # over the input, with the sum over the other or not kept
+                x_too, r_too = x.clone(), r.clone()
+                to = (x_too, r_too if kept else x_too)
+                cuda_row(norm, x_too, r_too, w, b, EPS, *way, to=to)
+                assert torch.equal(x_too, y) and torch.equal(r_too, total if kept else r)
             exact = getattr(formula, norm)(total.double(), w.double(), b.double(), EPS)
             bound = 0.51 * torch.finfo(dtype).eps * exact.abs()
             bound = bound + (1e-13 if dtype == torch.float64 else 4e-6) * (1 + exact.abs())
