@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends import registry
-from torch.autograd import grad_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.nn import functional as F
 
@@ -33,10 +33,10 @@ NAME = "enjoyln"
 ADDITIONS = (operator.add, torch.add)
 LAYER_NORMS = (F.layer_norm, torch.layer_norm)
 VIEWS = ("view", "reshape")
-INPLACE = (
+AUGMENTED = (
     "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
 )
-WRITES = {getattr(operator, name) for name in (*INPLACE.split(), "setitem", "delitem")}
+WRITES = {getattr(operator, name) for name in (*AUGMENTED.split(), "setitem", "delitem")}
 FUSED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "rms_norm": (kernels.add_rms_norm, kernels.sum_rms_norm),
     "layer_norm": (kernels.add_layer_norm, kernels.sum_layer_norm),
@@ -56,7 +56,8 @@ NEW: set[Any] = {F.linear, F.embedding, torch.addmm, torch.matmul, operator.matm
 NEW |= {*OVER, *OVER.values(), *(function for pair in IN_PLACE.values() for function in pair)}
 """Functions whose result lies in memory of its own or in memory that is free again, if they are not
 given ``out``."""
-GRADIENT_MODES = {torch._C._set_grad_enabled, grad_mode._enter_inference_mode}
+MODES = ("set_grad_enabled", "inference_mode", "stream", "event")
+"""Parts of the names of calls after which gradients could be on, or other work at the same time."""
 
 torch.compiler.allow_in_graph(rms_norm)
 
@@ -99,17 +100,19 @@ def fuse(gm: fx.GraphModule) -> int:
 def write_over(gm: fx.GraphModule) -> int:
     """Writes sums and results over operands that nobody needs any more; returns at how many norms.
 
-    For graphs that run as they are. None where a gradient could be wanted.
+    For graphs that run as they are. None where a gradient could be wanted, and where not all runs
+    in the order of the graph.
     """
-    nodes = list(gm.graph.nodes)
-    if torch.is_grad_enabled() or not GRADIENT_MODES.isdisjoint(node.target for node in nodes):
+    if torch.is_grad_enabled() or _calls(gm.graph, *MODES):
         return 0
+    nodes = list(gm.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     done = 0
     for node in nodes:
         if node.target in IN_PLACE or node.target in OVER:
             a, b, *affine = node.args
-            spare = [one for one, other in ((a, b), (b, a)) if _is_spare(one, other, node, place)]
+            pairs = ((a, b), (b, a)) if _made(b) is b else ((b, a), (a, b))
+            spare = [x for x, other in pairs if _is_spare(x, [other, *affine], node, place)]
             if spare:
                 place[_write_over(node, (a, b), spare, affine)] = place[node]
                 done += 1
@@ -120,48 +123,74 @@ def write_over(gm: fx.GraphModule) -> int:
 def _write_over(
     fused: fx.Node, operands: tuple[fx.Node, fx.Node], spare: list[fx.Node], affine: list[Any]
 ) -> fx.Node:
-    """Puts another function in the place of ``fused``; returns what it gives, the normed rows."""
-    graph, total = fused.graph, spare[-1]
-    other = operands[operands[0] is total]
+    """Puts another function in the place of ``fused``; returns what it gives, the normed rows.
+
+    The sum, where it is kept, takes the place of the last of ``spare``.
+    """
+    graph, last = fused.graph, spare[-1]
+    other = operands[operands[0] is last]
     with graph.inserting_before(fused):
         if fused.target in OVER:
-            y = graph.call_function(OVER[fused.target], (total, other, *affine))
+            y = graph.call_function(OVER[fused.target], (last, other, *affine))
+            y.meta = dict(fused.meta)
+            fused.replace_all_uses_with(y)
         else:
             function = IN_PLACE[fused.target][len(spare) - 1]
-            y = graph.call_function(function, (other, total, *affine))
-    if fused.target in OVER:
-        y.meta = dict(fused.meta)
-        fused.replace_all_uses_with(y)
-    for result in list(fused.users):
-        y.meta = dict(result.meta)
-        result.replace_all_uses_with(total if result.args[1] else y)
-        graph.erase_node(result)
+            y = graph.call_function(function, (other, last, *affine))
+            for result in list(fused.users):
+                y.meta = dict(result.meta)
+                result.replace_all_uses_with(last if result.args[1] else y)
+                graph.erase_node(result)
     graph.erase_node(fused)
     return y
 
 
-def _is_spare(operand: fx.Node, other: fx.Node, fused: fx.Node, place: dict[fx.Node, int]) -> bool:
-    """Whether ``fused``, which adds ``other``, is the last to read ``operand`` and its memory.
+def _is_spare(
+    operand: fx.Node, others: list[Any], fused: fx.Node, place: dict[fx.Node, int]
+) -> bool:
+    """Whether ``fused``, which reads ``others`` too, is the last to read the memory of ``operand``.
 
-    Whatever is not known to return new memory counts as another name of what it reads.
+    Whatever is not known to return new memory counts as another name of what it reads. A view is
+    not spare where a caller would get it: it could not be written to with gradients.
     """
-    value, made = _value(operand), operand
-    while made.op == "call_method" and made.target in VIEWS and isinstance(made.args[0], fx.Node):
-        made = made.args[0]
-    if value is None or not value.is_contiguous() or not _is_new(made):
+    value, made = _value(operand), _made(operand)
+    ordinary = all(type(_value(one)) is FakeTensor for one in (operand, others[0]))
+    if not ordinary or not value.is_contiguous() or not _is_new(made):
+        return False
+    if made is not operand and _is_returned(fused):
         return False
     names = [made]
     for name in names:
         for user in name.users:
-            if place[user] > place[fused]:
+            new = _is_new(user)
+            if place[user] > place[fused] or not (new or _only_reads(user)):
                 return False
-            if not _is_new(user) and user not in (fused, *names):
+            if not new and user not in (fused, *names):
                 names.append(user)
-    return other not in names
+    return not any(other in names for other in others)
+
+
+def _made(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, or itself."""
+    while node.op == "call_method" and node.target in VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _is_returned(fused: fx.Node) -> bool:
+    """Whether the graph returns the sum or the normed rows, or a view of them."""
+    names = [fused] if fused.target in OVER else list(fused.users)
+    for name in names:
+        for user in name.users:
+            if user.op == "output":
+                return True
+            if not _is_new(user) and user not in names:
+                names.append(user)
+    return False
 
 
 def _is_new(node: fx.Node) -> bool:
-    """Whether the value of ``node`` lies in memory of its own."""
+    """Whether nobody else has the memory in which the value of ``node`` lies, when it is made."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return node.args[0].target in IN_PLACE
     known = node.target in NEW or (node.op == "call_method" and node.target == "add")
@@ -170,8 +199,15 @@ def _is_new(node: fx.Node) -> bool:
 
 def _casts_by_itself(graph: fx.Graph) -> bool:
     """Under autocast an addition and a norm may be of two dtypes, which no node tells."""
-    entered = any("autocast" in str(getattr(n.target, "__name__", n.target)) for n in graph.nodes)
-    return entered or torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
+    cast = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
+    return cast or _calls(graph, "autocast")
+
+
+def _calls(graph: fx.Graph, *words: str) -> bool:
+    """Whether the graph calls anything with one of ``words`` in its name."""
+    called = (node.target for node in graph.nodes if node.op.startswith("call_"))
+    names = [str(getattr(target, "__name__", target)) for target in called]
+    return any(word in name for name in names for word in words)
 
 
 def _skip_dropout(node: fx.Node) -> None:

@@ -5,7 +5,8 @@
 What ``enjoyln bench`` does for a checkpoint, for the sizes that the names stand for. Where norms
 are too little of a model to be seen in it, ``norms_ms`` tells how long all of them take by
 themselves, on inputs of the same shapes, with the additions before them: these alone, LayerNorm,
-RMSNorm, and the one operation that the backend ``enjoyln`` makes of an addition and its norm.
+RMSNorm, and the one operation that the backend ``enjoyln`` makes of an addition and its norm, over
+its own operands, as where the model reads them for the last time.
 ``--norms-alone`` measures nothing else.
 """
 

@@ -13,6 +13,7 @@ from live_models import CHECKPOINTS
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -354,19 +355,36 @@ def test_what_is_not_fused(what: str, function: Any, given: tuple[torch.Tensor, 
 A, B = torch.randn(2, D, D, generator=torch.Generator().manual_seed(1)) / D
 
 
+@pytest.mark.parametrize("returned", [False, True])
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
-def test_a_sum_is_written_over_what_nobody_reads_later(kind: str) -> None:
+def test_a_sum_is_written_over_what_nobody_reads_later(kind: str, returned: bool) -> None:
     one, two = norm(kind), norm(kind)
 
     def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         s = x + F.linear(x, centre(A))
         s = s + F.linear(one(s), centre(B)).view(3, 2, D).reshape(2, 3, D)
-        return two(s), s
+        y = two(s)
+        return (y, s) if returned else (F.linear(y, A), F.linear(s, A))
 
     found = outcome(block, centred(2, 3, D))
     assert (found.fused, found.over) == ([2], [2])
-    assert found.count(getattr(kernels, f"add_{kind}_")) == 1  # x is an input
-    assert found.count(getattr(kernels, f"add_{kind}_over")) == 1
+    # x is an input, and a caller gets no view
+    assert found.count(getattr(kernels, f"add_{kind}_")) == 1 + returned
+    assert found.count(getattr(kernels, f"add_{kind}_over")) == 1 - returned
+
+
+def test_what_is_returned_can_be_written_to_with_gradients() -> None:
+    one = norm("layer_norm")
+
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        s = x + F.linear(x, A).view(1, 5, D).view(5, D)
+        return one(s), s
+
+    with torch.no_grad():
+        y, s = torch.compile(block, backend="enjoyln", fullgraph=True)(centred(5, D))
+    for result in (y, s):
+        result.add_(nn.Parameter(torch.ones(D)))
+        assert result.requires_grad
 
 
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
@@ -431,6 +449,70 @@ def _not_contiguous(x: torch.Tensor) -> Any:
 def _given_the_memory(x: torch.Tensor) -> Any:
     memory = torch.zeros_like(x)
     return torch.matmul(x, A, out=memory) + x, memory
+
+
+@pytest.mark.parametrize("place", ["weight", "bias"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_norm_whose_parameter_is_a_part_of_the_sum(place: str, kept: bool) -> None:
+    def block(x: torch.Tensor) -> Any:
+        a = F.linear(x, A)
+        s = a + x
+        y = F.layer_norm(s, (D,), **{place: a[0]})
+        return (y, s) if kept else y
+
+    found = outcome(block, centred(5, D))
+    assert (found.fused, found.over) == ([1], [0])
+
+
+@pytest.mark.parametrize("way", ["set_", "data"])
+def test_memory_that_a_buffer_is_given(way: str) -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm("layer_norm")
+            self.register_buffer("last", torch.zeros(5, D))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            a = F.linear(x, A)
+            if way == "data":
+                self.last.data = a
+            else:
+                self.last.set_(a)
+            s = a + x
+            return self.norm(s), s
+
+    model, x = Keeping(), centred(5, D)
+    with torch.no_grad():
+        y, s = torch.compile(model, backend="enjoyln")(x)
+        assert torch.allclose(model.last, F.linear(x, A))
+        assert torch.allclose(y, model.norm(F.linear(x, A) + x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_batched_operand() -> None:
+    one, x = norm("layer_norm"), torch.randn(3, 5, D)
+
+    def block(x: torch.Tensor) -> Any:
+        a = F.linear(B[:5], A)
+        s = a + x
+        return one(s), s
+
+    with torch.no_grad():
+        expected = [torch.stack(each) for each in zip(*map(block, x), strict=True)]
+        got = torch.compile(torch.vmap(block), backend="enjoyln")(x)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, expected, strict=True))
+
+
+def test_an_operand_of_two_tensors() -> None:
+    one, x = norm("layer_norm"), torch.randn(5, D)
+    two = TwoTensor(torch.randn(5, D), torch.randn(5, D))
+
+    def block(x: torch.Tensor, t: Any) -> Any:
+        s = F.linear(x, A) + t
+        return one(s), s
+
+    with torch.no_grad():
+        for got in torch.compile(block, backend="enjoyln")(x, two):
+            assert isinstance(got, TwoTensor)
 
 
 @pytest.mark.parametrize(

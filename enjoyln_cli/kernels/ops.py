@@ -7,6 +7,9 @@ For ``norm`` one of ``rms_norm`` and ``layer_norm`` there are four functions and
     add_norm_(x, residual, weight, bias, eps) -> y          the sum replaces residual
     sum_norm(x, residual, weight, bias, eps) -> y           the sum is not kept (post-LN)
 
+The functions ``add_norm_over`` and ``sum_norm_over`` are ``add_norm_`` and ``sum_norm`` whose
+result may take the place of ``x``; the backend ``enjoyln`` calls them.
+
 The sum is rounded to its dtype before it is normalised, as in two separate steps. A function takes
 the native kernel (``native``) in plain eager calls, and the formula in a compiled graph, where
 Inductor fuses it, in an export and for subclasses. Everywhere else it computes ``F.layer_norm``,
@@ -165,12 +168,13 @@ def _over(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
         y = getattr(native.entry, name)(x, residual, weight, bias, eps)
-        return x.copy_(plain(x, residual, weight, bias, eps)) if y is NotImplemented else y
+        return plain(x, residual, weight, bias, eps) if y is NotImplemented else y
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"""``{plain.__name__}`` whose result is written over ``x`` and returned.
+    function.__doc__ = f"""``{plain.__name__}`` whose result a kernel writes over ``x``.
 
-    For memory that nobody else holds: autograd is not told. ``x`` and ``residual`` lie apart.
+    For a graph that runs as it is, and memory that nobody else holds: autograd is not told.
+    ``x`` and ``residual`` lie apart.
     """
     return function
 

@@ -294,7 +294,7 @@ bool make(const DLTensor& x, Dtype dtype, PyObject* like, Held& to, void** data)
   return true;
 }
 
-// The result over x: with the sum in the place of residual, and where the sum is not kept.
+// The last two are ADD_ and SUM whose result takes the place of x.
 enum Form { NORM, ADD, ADD_, SUM, ADD_OVER, SUM_OVER };
 
 // args: x, then residual unless the form is NORM, then weight, bias, eps.

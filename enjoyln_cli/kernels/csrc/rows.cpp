@@ -21,7 +21,7 @@ namespace {
 
 // Additions to a float sum, before it goes into a double.
 template <class T> const int BLOCK = sizeof(T) == 2 ? 32 : LANES > 8 ? 8 : 4;
-// Rows at a time.
+// Rows that are written at a time; they are summed up in twos.
 template <class T> const int MANY = sizeof(T) == 8 ? 1 : 4;
 
 template <class T> using Vec = typename Wide<T>::type;

@@ -86,7 +86,8 @@ INLINE void store(half* p, Floats v) { vst1_u16(&p->bits, vreinterpret_u16_f16(v
 
 // Two vectors at a time. Those of bfloat16 are its even and its odd elements, the halves of every
 // word: so nothing has to be brought in order. A result halfway between two bfloat16 goes away from
-// zero; a sum, which often is, to the even one.
+// zero; a sum, which often is, to the even one, and so does all at the end of a row that fills no two
+// vectors.
 template <class V> struct Two { V a, b; };
 template <class T> INLINE Two<typename Wide<T>::type> load_two(const T* p) {
   return {load(p), load(p + Wide<T>::lanes)};
