@@ -15,7 +15,7 @@ the norm. All else runs as it is, or in another backend: ``options={"inner": "in
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -112,23 +112,21 @@ def write_over(gm: fx.GraphModule) -> int:
         if node.target in IN_PLACE or node.target in OVER:
             a, b, *affine = node.args
             pairs = ((a, b), (b, a)) if _made(b) is b else ((b, a), (a, b))
-            spare = [x for x, other in pairs if _is_spare(x, [other, *affine], node, place)]
+            spare = [(x, y) for x, y in pairs if _is_spare(x, [y, *affine], node, place)]
             if spare:
-                place[_write_over(node, (a, b), spare, affine)] = place[node]
+                place[_write_over(node, spare, affine)] = place[node]
                 done += 1
     gm.recompile()
     return done
 
 
-def _write_over(
-    fused: fx.Node, operands: tuple[fx.Node, fx.Node], spare: list[fx.Node], affine: list[Any]
-) -> fx.Node:
+def _write_over(fused: fx.Node, spare: list[tuple[fx.Node, fx.Node]], affine: list[Any]) -> fx.Node:
     """Puts another function in the place of ``fused``; returns what it gives, the normed rows.
 
-    The sum, where it is kept, takes the place of the last of ``spare``.
+    ``spare`` holds each spare operand with the other one. The sum, where it is kept, takes the
+    place of the last.
     """
-    graph, last = fused.graph, spare[-1]
-    other = operands[operands[0] is last]
+    graph, (last, other) = fused.graph, spare[-1]
     with graph.inserting_before(fused):
         if fused.target in OVER:
             y = graph.call_function(OVER[fused.target], (last, other, *affine))
@@ -159,15 +157,21 @@ def _is_spare(
         return False
     if made is not operand and _is_returned(fused):
         return False
-    names = [made]
+    names = _names([made], fused)
+    readers = (user for name in names for user in name.users)
+    if any(place[one] > place[fused] or not (_is_new(one) or _only_reads(one)) for one in readers):
+        return False
+    return not any(other in names for other in others)
+
+
+def _names(nodes: Iterable[fx.Node], but: fx.Node | None = None) -> list[fx.Node]:
+    """``nodes`` and all that could be other names of their memory; ``but`` is not followed."""
+    names = list(nodes)
     for name in names:
         for user in name.users:
-            new = _is_new(user)
-            if place[user] > place[fused] or not (new or _only_reads(user)):
-                return False
-            if not new and user not in (fused, *names):
+            if not _is_new(user) and user not in (but, *names):
                 names.append(user)
-    return not any(other in names for other in others)
+    return names
 
 
 def _made(node: fx.Node) -> fx.Node:
@@ -179,14 +183,8 @@ def _made(node: fx.Node) -> fx.Node:
 
 def _is_returned(fused: fx.Node) -> bool:
     """Whether the graph returns the sum or the normed rows, or a view of them."""
-    names = [fused] if fused.target in OVER else list(fused.users)
-    for name in names:
-        for user in name.users:
-            if user.op == "output":
-                return True
-            if not _is_new(user) and user not in names:
-                names.append(user)
-    return False
+    results = [fused] if fused.target in OVER else fused.users
+    return any(name.op == "output" for name in _names(results))
 
 
 def _is_new(node: fx.Node) -> bool:

@@ -163,8 +163,7 @@ void write(const Row<T>* rows, const P* w, const P* b, int64_t d) {
 
 // A row whose sums do not fit into floats; doubles that do not fit are scaled by a power of two.
 template <class T, class P>
-__attribute__((noinline)) void careful(const Row<T>& row, const P* w, const P* b, int64_t d,
-                                       double eps, bool layer) {
+APART void careful(const Row<T>& row, const P* w, const P* b, int64_t d, double eps, bool layer) {
   double largest = 0, shrink = 1, mean = 0, sum = 0;
   for (int64_t i = 0; i < d; i++) {
     double v = fabs(one(row.x + i));
