@@ -32,7 +32,7 @@ from enjoyln_cli.plan import PLAIN, Options, Plan
 from enjoyln_cli.recipe import load_recipe, options_asked, to_plan
 from enjoyln_cli.speeds import Bench, Row
 from enjoyln_cli.timing import FEWEST, quartiles, ratios, turns, waiting_for
-from enjoyln_cli.variants import COLUMNS, compiling, in_mode, require, variants
+from enjoyln_cli.variants import COLUMNS, compiling, in_mode, recorded, require, variants
 from enjoyln_cli.verify import compute_dtype, original_of
 from enjoyln_cli.workload import PHASES, Size, decode, moved, prefill, prompt, sizes
 
@@ -231,15 +231,19 @@ def _row(
     wait = waiting_for(device)
     with compiling(mode):
         if phase == "decode":
-            if mode == "cudagraphs":
-                return "decode with cudagraphs: a cache that grows cannot be replayed"
             text = prompt(models["original"], size)
             if text is None:
                 return f"decode: {name} keeps no cache"
             tasks = {n: decode(m, text) for n, m in in_mode(models, mode).items()}
         else:
             tasks = {n: prefill(m, size.given) for n, m in in_mode(models, mode).items()}
-        times = turns(tasks, max(asked.repeats, FEWEST), wait, asked.seconds)
+        timed = tasks
+        if mode == "cudagraphs":
+            try:
+                timed = {n: recorded(task, device) for n, task in tasks.items()}
+            except UnsupportedModel as error:
+                return f"{size}, {phase}, {mode}: {error}"
+        times = turns(timed, max(asked.repeats, FEWEST), wait, asked.seconds)
         peaks = None
         if device.type == "cuda":
             peaks = {n: _peak(lambda task=task: task.run(task.prepare()), device)  # type: ignore

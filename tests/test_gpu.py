@@ -1,15 +1,23 @@
-"""The CUDA kernels, run where there is a GPU: every form, dtype and way of reading a row."""
+"""What needs a GPU: the kernels, with every form, dtype and way of reading a row, and timing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+from live_models import CHECKPOINTS
 from test_kernels import DTYPES, FORMS, NORMS, arguments, close, exact, op, results
 
-from enjoyln_cli import kernels
+from enjoyln_cli import fold, kernels
+from enjoyln_cli.bench import Asked, bench
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.kernels import native
+from enjoyln_cli.timing import WARM_UP, Task
+from enjoyln_cli.variants import MODES, recorded
+from enjoyln_cli.workload import PHASES
 
 WIDTHS = (1, 7, 32, 129, 768, 1000, 1024, 1025, 4096, 8192, 8200, 20001, 65536)
 """Short and long rows, with and without packs of 16 bytes, kept in registers and read twice."""
@@ -86,3 +94,43 @@ def test_the_current_stream_is_used() -> None:
     centred = x - x.mean(-1, keepdim=True)
     y = kernels.rms_norm(centred, weight, bias, eps)
     assert close(y, exact("rms_norm", "{}", centred, weight, bias, eps)[0])
+
+
+def test_what_is_recorded_begins_anew_each_time() -> None:
+    """A replay prepares the same values again, reads new inputs, and runs no Python."""
+    source, factor = torch.randn(3, 5, device="cuda"), torch.ones((), device="cuda")
+    results: list[torch.Tensor] = []
+
+    def run(held: list[torch.Tensor]) -> None:
+        for _ in range(2):
+            held[0] = torch.cat([held[0], held[0] * factor])
+        results.append(held[0].mul_(2))
+
+    with torch.no_grad():
+        task = recorded(Task(run, lambda: [source.clone()], 2), torch.device("cuda"))
+    assert task.steps == 2
+    before = len(results)
+    for _ in range(2):
+        factor.add_(1)
+        task.run(task.prepare())
+    expected = torch.cat([source, source * 3])
+    assert torch.equal(results[-1], 2 * torch.cat([expected, expected * 3]))
+    assert len(results) == before
+
+
+def test_what_cannot_be_recorded_is_refused_and_others_still_can() -> None:
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(UnsupportedModel, match="cannot be recorded: "):
+        recorded(Task(lambda _: x.sum().item()), torch.device("cuda"))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    recorded(Task(lambda _: x.add_(1)), torch.device("cuda")).run(None)
+    assert x.tolist() == [1 + WARM_UP + 1] * 4, "warmed up, recorded and replayed"
+
+
+def test_every_mode_measures_both_phases(tmp_path: Path) -> None:
+    fold(CHECKPOINTS / "gpt2", tmp_path / "out", model_class="GPT2LMHeadModel")
+    asked = Asked(((2, 12),), modes=MODES, repeats=3)
+    found = bench(tmp_path / "out", asked=asked, device="cuda")
+    assert {(row.mode, row.phase) for row in found.rows} == set(product(MODES, PHASES))
+    assert all(size > 0 for row in found.rows for size in (row.peak_bytes or {}).values())
+    assert found.left_out == ()
