@@ -28,7 +28,6 @@ from enjoyln_cli.files import write_whole
 from enjoyln_cli.fold import BENCH_FILE, RECIPE_FILE, centre_parameters
 from enjoyln_cli.loading import optimize
 from enjoyln_cli.marker import Marker, believed, read_marker
-from enjoyln_cli.plan import PLAIN, Options, Plan
 from enjoyln_cli.recipe import load_recipe, options_asked, to_plan
 from enjoyln_cli.speeds import Bench, Row
 from enjoyln_cli.timing import FEWEST, quartiles, ratios, turns, waiting_for
@@ -161,21 +160,8 @@ def _refolded(
         return None
     config = load_config(original.source, trust_remote_code)
     only = marker.model_class if len(marker.classes) == 1 else None
-    outputs, options = marker.outputs, options_asked(recipe)
-    return fold_seconds(model, config, plan, only, outputs, options)
-
-
-def fold_seconds(
-    model: Any,
-    config: Any,
-    plan: Plan,
-    model_class: str | None,
-    outputs: Sequence[str] = (),
-    options: Options = PLAIN,
-) -> float:
-    """Seconds to analyse ``config`` and then to centre ``model`` by ``plan``, in place."""
     begin = time.perf_counter()
-    analyze_config(config, model_class=model_class, outputs=outputs, options=options)
+    analyze_config(config, model_class=only, outputs=marker.outputs, options=options_asked(recipe))
     centre_parameters(model, plan)
     return time.perf_counter() - begin
 

@@ -52,17 +52,19 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def pair(
+def random_model(
     kind: str, cls: str, settings: dict[str, Any], dtype: torch.dtype, device: str = "cpu"
-) -> tuple[Any, Any, Plan]:
-    """An original, the folded model, which share their centred weights, and the plan."""
-    config = transformers.CONFIG_MAPPING[kind](**settings)
-    plan = analyze(config, model_class=cls).plan
+) -> Any:
+    """A model that is ready to run, with weights as transformers makes them."""
     torch.manual_seed(0)
     with torch.device(device):
-        original = getattr(transformers, cls)(config)
-    original = original.to(dtype).eval().requires_grad_(False)
-    return original, folded_of(original, plan), plan
+        model = getattr(transformers, cls)(transformers.CONFIG_MAPPING[kind](**settings))
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def plan_of(kind: str, cls: str, settings: dict[str, Any]) -> Plan:
+    """What can be folded in such a model."""
+    return analyze(transformers.CONFIG_MAPPING[kind](**settings), model_class=cls).plan
 
 
 def folded_of(original: Any, plan: Plan) -> Any:
@@ -159,8 +161,9 @@ def main() -> None:
         "models": {},
     }
     for name in args.models.split(","):
-        original, folded, plan = pair(*MODELS[name], getattr(torch, args.dtype))
-        norms = norms_of(plan)
+        plan = plan_of(*MODELS[name])
+        original = random_model(*MODELS[name], getattr(torch, args.dtype))
+        folded, norms = folded_of(original, plan), norms_of(plan)
         if args.norms_alone:
             phases = ("prefill", "decode") if original.can_generate() else ("prefill",)
             cases = [(pair, phase, {"seq_len": pair[1]}) for pair in pairs for phase in phases]

@@ -68,7 +68,7 @@ def test_a_gpu_runs_all_of_the_tables_and_a_cpu_a_part() -> None:
         wanted = {(1, 256), (2, 256), *((4, n) for n in paper_figures.LENGTHS)}
         assert wanted <= {*GPU.pairs[name]} and {*CPU.pairs[name]} < {*GPU.pairs[name]}
     assert {(n, 256) for n in paper_figures.BATCHES} <= {*GPU.pairs["Bert"]}
-    assert {*paper_figures.GPTJ} == {*GPU.pairs["GPTJ"]}
+    assert {n for n, figures in paper_figures.GPTJ.items() if figures} == {*GPU.pairs["GPTJ"]}
     assert {"Phi"} <= GPU.pairs.keys() and set(GPU.pairs) == set(PAPER_MODELS)
     assert set(GPU.vits) == set(VITS) > set(CPU.vits)
     longest = max(tokens for pairs in GPU.pairs.values() for _, tokens in pairs)
