@@ -437,6 +437,7 @@ def test_usage_errors(out: Path, arguments: list[str], hint: str) -> None:
         (["--plot", "x.bmp"], "end it in .png or .svg"),
     ],
 )
+@pytest.mark.usefixtures("measured")
 def test_refusals_are_one_line(out: Path, arguments: list[str], line: str) -> None:
     before = (out / "enjoyln_bench.json").read_bytes()
     result = enjoyln(out, *arguments)
