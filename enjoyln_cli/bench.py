@@ -231,7 +231,7 @@ def _row(
                 return f"{size}, {phase}, {mode}: {error}"
         times = turns(timed, max(asked.repeats, FEWEST), wait, asked.seconds)
         peaks = None
-        if device.type == "cuda":
+        if device.type == "cuda" and mode != "cudagraphs":  # a graph keeps its memory
             peaks = {n: _peak(lambda task=task: task.run(task.prepare()), device)  # type: ignore
                      for n, task in tasks.items()}  # fmt: skip
     return Row(

@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.comptime import comptime
 from torch._subclasses import FakeTensor
+from torch.compiler import is_dynamo_compiling
 
 from enjoyln_cli.axis import Axis, group_means, scaled
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
 from enjoyln_cli.marker import Centred
-from enjoyln_cli.norms import MOVED, Folded, encoder_of, locate, set_shifted
+from enjoyln_cli.norms import MOVED, Folded, call_first, encoder_of, locate, set_shifted
 from enjoyln_cli.units import UNITS, Layers, Units, intact
 
 Naming = Callable[[str], str | None]
@@ -277,7 +279,11 @@ class KeepCentred:
         self._forget()
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not module.training:
+        if module.training:
+            return
+        if is_dynamo_compiling():
+            comptime(_look_while_compiling)
+        else:
             look(self, module)
 
     def unchanged(self) -> bool:
@@ -353,7 +359,17 @@ def _print_of(tensor: Any) -> tuple[Any, int, int]:
     return tensor, tensor._version, tensor.data_ptr()
 
 
-@torch.compiler.assume_constant_result
+def _look_while_compiling(context: Any) -> None:
+    """Where Dynamo compiles the call of a hook: with the objects that its names stand for.
+
+    Functions that Dynamo takes for constant get no such objects before torch 2.13.
+    """
+    hook, module = (
+        context.get_local(name)._ComptimeVar__variable.value for name in ("self", "module")
+    )
+    look(hook, module)
+
+
 def look(hook: KeepCentred, model: nn.Module) -> bool:
     """Whether all is as it was centred. The folded norms in ``model`` know it afterwards."""
     if hook.unchanged():
@@ -393,7 +409,8 @@ def keep_centred(
         for key in [key for key, hook in hooks.items() if isinstance(hook, KeepCentred)]:
             del hooks[key]
         hook = KeepCentred(watch, module)
-        module.register_forward_pre_hook(hook, prepend=True)
+        module.register_forward_pre_hook(hook)
+        call_first(module)
         if inner:
             inner.outer = hook
         inner = hook

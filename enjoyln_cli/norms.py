@@ -86,6 +86,8 @@ class RMSNorm(Folded, nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not is_dynamo_compiling():
             y = kernels.native.entry.module_rms_norm(self, input)  # the same in one step
+            if y is NotImplemented and kernels.native.load(input.device.type):
+                y = kernels.native.entry.module_rms_norm(self, input)
             if y is not NotImplemented:
                 return y
         if self.training or self.shifted or kernels.layer_norm_will_do():
@@ -336,7 +338,8 @@ def _add_hooks(
         if encoder is not None and path is not None and id(encoder) not in models:
             hooked[id(encoder)] = encoder
             encoder.within = 0  # type: ignore[assignment]
-            _once(module, Around(path, 1), module.register_forward_pre_hook, prepend=True)
+            if _once(module, Around(path, 1), module.register_forward_pre_hook):
+                call_first(module)
             _once(module, Around(path, -1), module.register_forward_hook, always_call=True)
     for module in hooked.values():
         order = tuple(inspect.signature(module.forward).parameters)
@@ -358,6 +361,17 @@ def _once(module: nn.Module, hook: Any, register: Callable[..., Any], **how: boo
         return False
     register(hook, **how)
     return True
+
+
+def call_first(module: nn.Module) -> None:
+    """Of its forward pre-hooks, the one that was registered last is called first.
+
+    ``prepend=True`` changes the order of an ``OrderedDict`` alone, and Dynamo before torch 2.13
+    reads that of the dictionary beneath.
+    """
+    hooks = module._forward_pre_hooks
+    for key in list(hooks)[:-1]:
+        hooks[key] = hooks.pop(key)
 
 
 def locate(

@@ -105,7 +105,9 @@ def recorded(task: Task, device: torch.device) -> Task:
     """``task`` recorded as CUDA graphs, which use the same memory whenever they are replayed.
 
     What it prepares is a graph of its own, so that a cache begins anew each time. (Torch's backend
-    ``cudagraphs`` would copy all weights for every call: Dynamo hands them on as inputs.)
+    ``cudagraphs`` would copy all weights for every call: Dynamo hands them on as inputs.) What
+    waits for the device is refused before anything is recorded: a recording that breaks off leaves
+    torch's allocator and generator in it.
 
     Raises ``UnsupportedModel`` where something is done that cannot be recorded.
     """
@@ -113,10 +115,14 @@ def recorded(task: Task, device: torch.device) -> Task:
     prepares = task.prepare is not nothing
     stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
+    waiting = torch.cuda.get_sync_debug_mode()
     try:
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):  # models are compiled, and their kernels chosen
                 task.run(task.prepare())
+            torch.cuda.set_sync_debug_mode("error")
+            task.run(task.prepare())
+            torch.cuda.set_sync_debug_mode(waiting)  # a recording frees memory first, and waits
             given = None
             if prepares:
                 with torch.cuda.graph(before, stream=stream):
@@ -129,6 +135,8 @@ def recorded(task: Task, device: torch.device) -> Task:
     except RuntimeError as error:
         first = str(error.__context__ or error).strip().split("\n")[0]
         raise UnsupportedModel(f"cannot be recorded: {first}") from error
+    finally:
+        torch.cuda.set_sync_debug_mode(waiting)
     current.wait_stream(stream)
     # The graphs read what ``task`` holds, so each replay holds it too.
     return Task(

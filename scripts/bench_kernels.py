@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="file for the JSON; $OUT/bench_kernels.json if set"
     )
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=native.DEVICES)
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rows", type=numbers, default=ROWS)
     parser.add_argument("--widths", type=numbers, default=WIDTHS)

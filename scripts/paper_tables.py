@@ -45,7 +45,9 @@ from paper_figures import (
 
 from enjoyln_cli import __version__, analyze, kernels
 from enjoyln_cli.bench import Asked, compared
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.fold import centre_parameters
+from enjoyln_cli.plan import Plan
 from enjoyln_cli.speeds import Row, hardware
 from enjoyln_cli.timing import NO_GAIN, waiting_for
 
@@ -134,8 +136,13 @@ class Measured:
     left_out: list[str] = field(default_factory=list)
 
 
-def measure(scale: Scale, dtype: str, device: torch.device) -> Measured:
-    """All cases of ``scale``."""
+def measure(
+    scale: Scale,
+    dtype: str,
+    device: torch.device,
+    on_found: Callable[[Measured], None] = lambda _: None,
+) -> Measured:
+    """All cases of ``scale``; ``on_found`` is given what there is after every model."""
     found = Measured()
     log("folding for inputs of several sizes")
     config = transformers.BertConfig(max_position_embeddings=4096)
@@ -148,6 +155,7 @@ def measure(scale: Scale, dtype: str, device: torch.device) -> Measured:
         found.folding[rows, tokens] = 1e3 * (time.perf_counter() - begin)
     for name, pairs in scale.pairs.items():
         _measure_model(found, name, pairs, scale, getattr(torch, dtype), device)
+        on_found(found)
     for size in scale.vits:
         width, depth, heads, hidden, patch = VITS[size]
         settings = {
@@ -161,10 +169,11 @@ def measure(scale: Scale, dtype: str, device: torch.device) -> Measured:
             folded = folded_of(original, plan)
             asked = Asked(tuple((rows, 1) for rows in batches), phases=("prefill",),
                           repeats=scale.repeats, seconds=scale.seconds)  # fmt: skip
-            rows, left_out = compared(original, folded, norms_of(plan), asked, device, log)
+            rows, left_out = _compared(original, folded, plan, asked, device)
             found.vits[size, kind or dtype] = rows
             found.left_out += [f"ViT {size}: {line}" for line in left_out]
             del original, folded
+        on_found(found)
     return found
 
 
@@ -192,10 +201,20 @@ def _measure_model(
     for mode, asked_for in (("eager", pairs), ("fused", [p for p in pairs if p in scale.fused])):
         if asked_for:
             asked = Asked(tuple(asked_for), (mode,), ("prefill",), scale.repeats, scale.seconds)
-            rows, left_out = compared(original, folded, norms_of(plan), asked, device, log)
+            rows, left_out = _compared(original, folded, plan, asked, device)
             found.left_out += [f"{name}: {line}" for line in left_out]
             for row in rows:
                 found.rows[name, row.batch_size, row.seq_len or 0, mode] = row
+
+
+def _compared(
+    original: Any, folded: Any, plan: Plan, asked: Asked, device: torch.device
+) -> tuple[list[Row], list[str]]:
+    """As ``compared``, where one mode that fails leaves the others."""
+    try:
+        return compared(original, folded, norms_of(plan), asked, device, log)
+    except UnsupportedModel as error:
+        return [], [str(error)]
 
 
 def log(text: str) -> None:
@@ -459,9 +478,12 @@ def main() -> None:
     device = torch.device(args.device)
     scale = GPU if device.type == "cuda" else CPU
     dtype = args.dtype or ("float32" if device.type == "cuda" else "bfloat16")
-    found = measure(scale, dtype, device)
-    if args.json:
-        args.json.write_text(json.dumps(as_json(found, dtype, device), indent=1) + "\n")
+
+    def write(found: Measured) -> None:
+        if args.json:
+            args.json.write_text(json.dumps(as_json(found, dtype, device), indent=1) + "\n")
+
+    found = measure(scale, dtype, device, write)
     options = "".join(f" --{name} {v}" for name in ("device", "dtype") if (v := vars(args)[name])
                       and v != parser.get_default(name))  # fmt: skip
     print(page(found, f"scripts/paper_tables.py{options}", dtype, device, scale), end="")

@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-import uvicorn
-
 PART = 1 << 18
 """Bytes of one part of an upload."""
 
@@ -485,6 +483,8 @@ ROUTES: tuple[tuple[tuple[str, ...], str, Call], ...] = (
 @contextmanager
 def serving() -> Iterator[Hub]:
     """A Hub on a free port of this machine, in a thread of its own."""
+    import uvicorn  # which only these tests need
+
     hub = Hub()
     config = uvicorn.Config(hub, port=0, log_level="critical", lifespan="off", access_log=False)
     server = uvicorn.Server(config)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -33,8 +36,7 @@ def active() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ENJOYLN_KERNELS", "unmeasured")
         status = native.status("cuda", retry=True)
-        if not status.active:
-            pytest.skip(status.what)
+        assert status.active, status.what
         yield
 
 
@@ -96,6 +98,21 @@ def test_the_current_stream_is_used() -> None:
     assert close(y, exact("rms_norm", "{}", centred, weight, bias, eps)[0])
 
 
+def test_a_folded_module_finds_the_kernels_by_itself() -> None:
+    code = """
+import torch
+from enjoyln_cli.kernels import native
+from enjoyln_cli.norms import RMSNorm
+norm, x = RMSNorm(768).cuda().eval(), torch.ones(2, 768, device="cuda")
+with torch.no_grad():
+    y = norm(x)  # ones are what LayerNorm would make zeros
+assert y.mean() > 0.9, y
+assert native.status("cuda").active
+"""
+    environment = {**os.environ, "ENJOYLN_KERNELS": "unmeasured"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
 def test_what_is_recorded_begins_anew_each_time() -> None:
     """A replay prepares the same values again, reads new inputs, and runs no Python."""
     source, factor = torch.randn(3, 5, device="cuda"), torch.ones((), device="cuda")
@@ -118,15 +135,6 @@ def test_what_is_recorded_begins_anew_each_time() -> None:
     assert len(results) == before
 
 
-def test_what_cannot_be_recorded_is_refused_and_others_still_can() -> None:
-    x = torch.ones(4, device="cuda")
-    with pytest.raises(UnsupportedModel, match="cannot be recorded: "):
-        recorded(Task(lambda _: x.sum().item()), torch.device("cuda"))
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    recorded(Task(lambda _: x.add_(1)), torch.device("cuda")).run(None)
-    assert x.tolist() == [1 + WARM_UP + 1] * 4, "warmed up, recorded and replayed"
-
-
 def test_every_mode_measures_both_phases(tmp_path: Path) -> None:
     fold(CHECKPOINTS / "gpt2", tmp_path / "out", model_class="GPT2LMHeadModel")
     asked = Asked(((2, 12),), modes=MODES, repeats=3)
@@ -134,3 +142,12 @@ def test_every_mode_measures_both_phases(tmp_path: Path) -> None:
     assert {(row.mode, row.phase) for row in found.rows} == set(product(MODES, PHASES))
     assert all(size > 0 for row in found.rows for size in (row.peak_bytes or {}).values())
     assert found.left_out == ()
+
+
+def test_what_cannot_be_recorded_is_refused_and_others_still_can() -> None:
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(UnsupportedModel, match="cannot be recorded: "):
+        recorded(Task(lambda _: x.sum().item()), torch.device("cuda"))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    recorded(Task(lambda _: x.add_(1)), torch.device("cuda")).run(None)
+    assert x.tolist() == [1 + WARM_UP + 1] * 4, "warmed up, recorded and replayed"

@@ -18,8 +18,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.kernels import literally
-from enjoyln_cli.norms import Folded, RMSNorm, input_means, install, locate, rms_norm
+from enjoyln_cli.kernels import literally, native
+from enjoyln_cli.norms import (
+    Folded,
+    RMSNorm,
+    call_first,
+    input_means,
+    install,
+    locate,
+    rms_norm,
+)
 from enjoyln_cli.plan import Centring
 
 D = 32
@@ -131,6 +139,27 @@ def test_training_computes_layer_norm() -> None:
 
 
 # A whole model.
+
+
+def test_kernels_are_looked_for_where_the_input_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once; ``meta`` stands for a device whose kernels nobody has asked for yet."""
+    norm, x = RMSNorm(8, device="meta").eval(), torch.empty(2, 8, device="meta")
+    known = {name: found for name, found in native._known.items() if name != "meta"}
+    monkeypatch.setattr(native, "_known", known)
+    with torch.no_grad():
+        norm(x)
+    assert not known["meta"].active and "no kernels for meta" in known["meta"].what
+    assert not native.load("meta")
+
+
+def test_the_last_pre_hook_is_called_first() -> None:
+    module = nn.Identity()
+    called: list[str] = []
+    for name in "abc":
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    call_first(module)
+    module(torch.ones(1))
+    assert called == ["c", "a", "b"]
 
 
 def test_a_folded_gpt2_computes_the_same() -> None:

@@ -71,6 +71,11 @@ def has(device: str) -> bool:
     return (known or status(device)).active
 
 
+def load(device: str) -> bool:
+    """Loads the kernels for tensors on this type of device, if nobody did; whether it found any."""
+    return device not in _known and status(device).active
+
+
 def status(device: str, retry: bool = False) -> Status:
     """Loads what ``device`` needs, once; ``retry`` compiles again what failed to before."""
     with _lock:
@@ -270,6 +275,8 @@ def use(isa: str) -> bool:
 
 def _check(loaded: Any, device: str) -> None:
     """A library made on somebody's machine is run against the formula before it is trusted."""
+    if loaded.run("rms_norm", torch.ones(1, 8, device=device), None, None, 1e-5) is NotImplemented:
+        raise build.NoLibrary(f"the kernels for {device} do not run")
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         for d in (1, 17, 200, 1500):
             i = torch.arange(2 * d, dtype=torch.float64, device=device).view(2, d)
