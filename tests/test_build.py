@@ -10,11 +10,13 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch._subclasses import FakeTensorMode
 
-from enjoyln_cli.kernels import build
+from enjoyln_cli.kernels import build, native
 
 ROOT = Path(__file__).parent.parent
 USE = """
@@ -68,6 +70,18 @@ def test_the_name_changes_with_sources_and_flags(tmp_path: Path, monkeypatch: An
         file.write("\n")
     assert build.cpu().name != before
     assert build.cuda().name != build.cuda(("90",)).name
+
+
+@needs_compiler
+def test_what_is_loaded_is_checked_also_where_a_graph_is_captured() -> None:
+    wrong = SimpleNamespace(run=lambda name, x, *_: (x, x) if "add" in name else x)
+    assert native.has("cpu")
+    with FakeTensorMode():
+        native._check(native.entry, "cpu")
+        with pytest.raises(build.NoLibrary, match="is wrong for torch.float32, d = 1"):
+            native._check(wrong, "cpu")
+    with pytest.raises(build.NoLibrary, match="the kernels for cpu do not run"):
+        native._check(native.Missing(), "cpu")
 
 
 def test_without_a_compiler_it_computes_and_says_why(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from enjoyln_cli.kernels import build, dispatch, formula
 
@@ -152,7 +153,6 @@ def _load_cpu(retry: bool) -> tuple[Path, str]:
 def _hooks() -> tuple[Any, ...]:
     """What the guards of ``entry.cpp`` ask, in the order of its ``Torch``."""
     from torch.autograd import forward_ad
-    from torch.utils import _python_dispatch
 
     def no_modes() -> int:
         return len(_python_dispatch._get_current_dispatch_mode_stack())
@@ -273,8 +273,12 @@ def use(isa: str) -> bool:
     return has("cpu") and _library().enjoyln_cpu(isa.encode()) is not None
 
 
+@_python_dispatch._disable_current_modes()
 def _check(loaded: Any, device: str) -> None:
-    """A library made on somebody's machine is run against the formula before it is trusted."""
+    """A library made on somebody's machine is run against the formula before it is trusted.
+
+    On real tensors, also where the first use is in a graph that is being captured.
+    """
     if loaded.run("rms_norm", torch.ones(1, 8, device=device), None, None, 1e-5) is NotImplemented:
         raise build.NoLibrary(f"the kernels for {device} do not run")
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
