@@ -99,7 +99,8 @@ def shown(source: Source) -> str:
 
 def command(source: Source, out: Path, options: Mapping[str, Any]) -> str:
     """The command that makes the same result; ``options`` by their names in Python."""
-    words = ["enjoyln", "fold", shown(source), "-o", out.name]
+    place = shown(source) if source.revision else f"./{shown(source)}"
+    words = ["enjoyln", "fold", place, "-o", out.name]
     for name, value in {**options, "revision": source.revision}.items():
         words += _words(name, value)
     return shlex.join(words)
@@ -127,9 +128,9 @@ def values(
     dtype = str(options.get("dtype") or "").removeprefix("torch.")
     name = shown(source)
     found = row(name, plan)
-    origin = f"[{name}](https://huggingface.co/{name})" if source.revision else f"`{name}`"
+    origin = f"A local directory named `{name}`"
     if source.revision:
-        origin += f" at revision `{source.revision}`"
+        origin = f"[{name}](https://huggingface.co/{name}) at revision `{source.revision}`"
     return {
         "title": out.name,
         "origin": origin,

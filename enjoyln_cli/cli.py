@@ -326,6 +326,8 @@ def _push_after(
             return {"pushed": sent.to_json()}
         except EnjoyLNError as error:
             raise type(error)(f"{out} is written and not pushed: {error}") from error
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(f"{out} is written; {str(error) or 'not pushed'}") from None
 
     return push_it
 

@@ -39,7 +39,10 @@ _FOREIGN = {
 """The model once more, for other frameworks. In these patterns ``*`` stands for ``/`` too."""
 _LEFT_OUT = ("checkpoint-*/*", "global_step*/*", "original/*", "optimizer.bin")
 """States of a training, and the weights in the layout of their first publication."""
-_HOUSEKEEPING = (".git/*", ".cache/*", "__pycache__/*", "*/__pycache__/*")
+_HOUSEKEEPING = (
+    *(".git/*", ".gitattributes", ".cache/*", "__pycache__/*", "*/__pycache__/*"),
+    *(".DS_Store", "*/.DS_Store", "Thumbs.db", "*/Thumbs.db"),
+)
 
 
 def weights_among(names: Iterable[str], model: str) -> str:

@@ -172,7 +172,7 @@ def _parsed(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def standing_against(result: Source) -> str:
-    """Why ``result`` should not be published: never verified, failed, or changed."""
+    """Why ``result`` should not be published: never verified, failed, or each file that changed."""
     path = result.path / VERIFY_FILE
     if not path.is_file():
         return f"it was never verified (there is no {VERIFY_FILE})"
@@ -184,14 +184,15 @@ def standing_against(result: Source) -> str:
     if passed is not True:
         return f"its verification failed: {summary}"
     here = verified_files(result)
-    for name in sorted({*here, *digests}):
-        if name not in digests:
-            return f"{name} came after its verification"
-        if name not in here:
-            return f"{name} is gone since its verification"
-        if digest(result.root / name) != digests[name]:
-            return f"{name} has changed since its verification"
-    return ""
+    changed = [n for n in here if n in digests and digest(result.root / n) != digests[n]]
+    found = {
+        "has changed since": changed,
+        "is gone since": {*digests} - {*here},
+        "came after": {*here} - {*digests},
+    }
+    return "; ".join(
+        f"{name} {what} its verification" for what, names in found.items() for name in sorted(names)
+    )
 
 
 def prepare(
@@ -333,12 +334,15 @@ def send(upload: Upload, *, commit_message: str | None = None, token: str | None
     """
     if upload.card is not None:
         write_whole(upload.out / CARD_FILE, upload.card)
+    repo_id = upload.target.repo_id
     try:
         return _send(upload, commit_message, token)
     except EnjoyLNError:
         raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{repo_id} may be there, without all files; {AGAIN}") from None
     except Exception as error:  # of huggingface_hub and its HTTP library
-        raise _refusal(error, upload.target.repo_id) from error
+        raise _refusal(error, repo_id) from error
 
 
 def _send(upload: Upload, commit_message: str | None, token: str | None) -> Upload:

@@ -140,7 +140,7 @@ def test_the_card_says_what_was_done(out: Path) -> None:
     assert "All outputs stay the same. " in text
     assert "The proof holds for `GPT2LMHeadModel`, `GPT2Model`. Called with an input that" in text
     assert "  not proven for calls with encoder_attention_mask, encoder_hidden_states\n" in text
-    assert "enjoyln fold tiny -o tiny-rms --dtype bfloat16\n" in text
+    assert "enjoyln fold ./tiny -o tiny-rms --dtype bfloat16\n" in text
     assert re.search(r"enjoyln \d+\.\d+.*torch \d+.*transformers \d+", text)
     assert text.count("```bibtex") == 1 and "Pre-{RMSNorm}" in text and "Anonymous" in text
     assert str(out.parent) not in str(made(out))

@@ -402,15 +402,22 @@ def test_only_a_verified_result_is_pushed(
 
 def test_a_forced_push_says_so_in_its_card(hub: Hub, home: Path, out: Path) -> None:
     (out / "notes.txt").write_text("mine")
+    with (out / "model.safetensors").open("r+b") as file:
+        file.seek(-2, 2)
+        file.write(b"ab")
+    (out / ".DS_Store").write_text("housekeeping")
     (out / ".cache").mkdir()
     (out / ".cache" / "secret").write_text("housekeeping")
     (done,) = enjoyln(hub, home, ["push", out, "me/forced", "--yes", "--force"], HF_TOKEN=TOKEN)
     assert done.status == 0, done.err
     there = hub.repositories["me/forced"].files()
+    card = there["README.md"].decode()
     assert (
-        b"**Pushed with `--force`**: notes.txt came after its verification." in there["README.md"]
+        "**Pushed with `--force`**: model.safetensors has changed since its verification; "
+        "notes.txt came after its verification." in card
     )
-    assert "notes.txt" in there and ".cache/secret" not in there
+    assert "Of the files as they were when they were last verified: As close" in card
+    assert "notes.txt" in there and not {".cache/secret", ".DS_Store"} & {*there}
 
 
 def test_a_card_that_cannot_say_so_stops_a_forced_push(hub: Hub, home: Path, out: Path) -> None:
