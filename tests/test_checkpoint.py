@@ -225,7 +225,6 @@ def test_quantised_or_unusual_configs_are_refused(folder: Path) -> None:
 
 
 COMING = [
-    ".gitattributes",
     "0_Inner/model.safetensors",
     "1_Pooling/config.json",
     "README.md",
@@ -240,6 +239,9 @@ COMING = [
 STAYING = [
     ".cache/huggingface/x",
     ".git/config",
+    ".gitattributes",
+    "Thumbs.db",
+    "voices/.DS_Store",
     "__pycache__/modeling_own.cpython-311.pyc",
     "checkpoint-500/config.json",
     "flax_model.msgpack",
