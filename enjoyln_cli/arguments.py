@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ outputs_option = click.option(
     metavar="NAMES",
     help="Keep these outputs the same, not all: logits,*_embeds.",
 )
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -137,7 +139,8 @@ def parse_numbers(ctx: click.Context, parameter: click.Parameter, value: str) ->
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        raise click.BadParameter(f"{value!r} is no list of numbers; write 1,8", ctx, parameter)
+        text = f"{value!r} is no list of whole numbers from 1 on; write 1,8"
+        raise click.BadParameter(text, ctx, parameter)
     return found
 
 
@@ -146,7 +149,9 @@ def parse_modes(ctx: click.Context, parameter: click.Parameter, value: str) -> N
     found = parse_names(ctx, parameter, value)
     for name in found:
         if name not in MODES:
-            raise click.BadParameter(f"{name!r} is none of {', '.join(MODES)}.", ctx, parameter)
+            close = get_close_matches(name, MODES, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(MODES)}."
+            raise click.BadParameter(f"{name!r} is no mode; {hint}", ctx, parameter)
     return found
 
 

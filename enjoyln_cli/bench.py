@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,10 @@ from enjoyln_cli.analysis import analyze_config
 from enjoyln_cli.checkpoint import Checkpoint, load_config, open_checkpoint, open_source, raw_config
 from enjoyln_cli.compare import load
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
-from enjoyln_cli.files import write_whole
 from enjoyln_cli.fold import BENCH_FILE, RECIPE_FILE, centre_parameters
 from enjoyln_cli.loading import optimize
 from enjoyln_cli.marker import Marker, believed, read_marker
+from enjoyln_cli.news import Event, by_python, keep
 from enjoyln_cli.recipe import load_recipe, options_asked, to_plan
 from enjoyln_cli.speeds import Bench, Row
 from enjoyln_cli.timing import FEWEST, quartiles, ratios, turns, waiting_for
@@ -35,14 +36,8 @@ from enjoyln_cli.variants import COLUMNS, compiling, in_mode, recorded, require,
 from enjoyln_cli.verify import compute_dtype, original_of
 from enjoyln_cli.workload import PHASES, Size, decode, moved, prefill, prompt, sizes
 
-Event = Callable[[str], None]
-
 DEVICES = ("cpu", "cuda", "mps")
 """Those that ``timing.waiting_for`` knows how to wait for."""
-
-
-def _unheard(text: str) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -71,35 +66,38 @@ def bench(
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
     write: bool = True,
-    on_event: Event = _unheard,
+    on_event: Event | None = None,
 ) -> Bench:
     """Time the converted checkpoint ``out`` beside its original, on this machine.
 
     ``against`` is the original, by default the one that ``out`` remembers. ``dtype`` is what both
     are run in, by default what most of ``out`` is stored in; ``device`` is a GPU where there is
-    one. With ``write``, ``enjoyln_bench.json`` in ``out`` holds the result. ``on_event`` is told
-    what is being done.
+    one. With ``write``, ``enjoyln_bench.json`` in ``out`` holds the result; a directory that cannot
+    be written to is a warning. ``on_event`` receives stages and warnings.
 
-    Raises ``BadCheckpoint`` where ``out`` was not converted, ``ModelNotFound`` where the original
-    is gone, ``UnsupportedModel`` for what this machine or this model does not have.
+    Raises ``BadCheckpoint`` where ``out`` was not converted, or not from that original,
+    ``ModelNotFound`` where the original is gone, ``UnsupportedModel`` for what this machine or this
+    model does not have.
     """
+    event = on_event or by_python
+    stage = partial(event, "stage")
     place = device_named(device)
     for mode in asked.modes:
         require(mode, place)
     folded = open_checkpoint(open_source(str(out), weights=True))
-    marker = read_marker(raw_config(folded.source))
+    marker = read_marker(raw_config(folded.source), folded.source.model)
     hub = {"token": token, "cache_dir": cache_dir}
-    original = original_of(marker, against, revision, hub)
+    original = original_of(folded.source, against, revision, hub)
     chosen = compute_dtype(folded, dtype)
-    on_event(f"loading {original.source.model} and {folded.source.model}")
+    stage(f"loading {original.source.model} and {folded.source.model}")
     begin = time.perf_counter()
     before = _loaded(original, marker, chosen, trust_remote_code)
     load_seconds = time.perf_counter() - begin
     after = optimize(_loaded(folded, marker, chosen, trust_remote_code))
     norms = (*marker.rmsnorm, *marker.layernorm)
-    rows, left_out = compared(before, after, norms, asked, place, on_event)
+    rows, left_out = compared(before, after, norms, asked, place, stage)
     weights = {"original": weight_bytes(before), "folded": weight_bytes(after)}
-    on_event("folding once more, to know how long it takes")
+    stage("folding once more, to know how long it takes")
     result = Bench(
         rows=tuple(rows),
         left_out=tuple(left_out),
@@ -114,7 +112,7 @@ def bench(
     )
     if write and not folded.source.cached:
         text = json.dumps(result.to_json(), indent=2)
-        write_whole(folded.source.path / BENCH_FILE, text + "\n")
+        keep(folded.source.path / BENCH_FILE, text + "\n", event)
     return result
 
 
@@ -122,13 +120,13 @@ def device_named(name: str | None) -> torch.device:
     """The device of that name, by default a GPU if there is one; ``UnsupportedModel`` if not."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in DEVICES:
+        raise UnsupportedModel(f"--device {name} cannot be timed; take {', '.join(DEVICES)}")
     try:
         device = torch.device(name)
-        if device.type not in DEVICES:
-            raise UnsupportedModel(f"--device {name} cannot be timed; take {', '.join(DEVICES)}")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first = str(error).strip().split("\n")[0]
+        first = str(error).strip().split("\n")[0].split(". ")[0]
         raise UnsupportedModel(f"--device {name} is not there: {first}") from error
     return device
 
@@ -172,11 +170,12 @@ def compared(
     norms: Sequence[str],
     asked: Asked,
     device: torch.device,
-    on_event: Event = _unheard,
+    stage: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Row], list[str]]:
     """Both models, in memory and on the CPU, timed on ``device`` with the two that bound them.
 
-    ``norms`` are the paths of all LayerNorms. Also returns what was left out, a sentence each.
+    ``norms`` are the paths of all LayerNorms; ``stage`` is told of every case. Also
+    returns what was left out, a sentence each.
     """
     found, left_out = sizes(original, asked.pairs)
     models = variants(original.to(device), folded.to(device), norms)
@@ -195,7 +194,7 @@ def compared(
                         left_out.append(row)
                         continue
                     before, after = (row.ms[name].median for name in COLUMNS[:2])
-                    on_event(f"{row.case}: {before:.4g} ms, folded {after:.4g} ms")
+                    stage(f"{row.case}: {before:.4g} ms, folded {after:.4g} ms")
                     rows.append(row)
     return rows, list(dict.fromkeys(left_out))
 
@@ -242,8 +241,8 @@ def _row(
         mode=mode,
         items=size.rows if phase == "decode" else size.items,
         ms={n: quartiles(values).times(1e3) for n, values in times.items()},
-        speedup_spread=ratios(times, "original", "folded"),
-        tax_spread=ratios(times, "original", "bare"),
+        speedup=quartiles(ratios(times, "original", "folded")),
+        norm_tax=quartiles([1 - 1 / ratio for ratio in ratios(times, "original", "bare")]),
         peak_bytes=peaks,
     )
 

@@ -12,8 +12,7 @@ fine-tune.
 One section, between ``BEGIN`` and ``END``, holds what may change once the fold is done: where the
 model lies, its verification, its speed. ``enjoyln push`` writes it anew; the rest is the owner's.
 
-Of ``enjoyln_bench.json`` it reads ``{"hardware": str, "rows": [{"case": str, "original_ms": number,
-"folded_ms": number, "verdict": str}]}``; a gain that is none is shown as such.
+Of ``enjoyln_bench.json`` it reads what ``speeds.Bench.to_json`` writes there.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from enjoyln_cli.fold import BENCH_FILE, RECIPE_FILE, VERIFY_FILE
 from enjoyln_cli.pipeline import MODULES
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.rows import counts, notes, number, row
-from enjoyln_cli.timing import NO_GAIN
 
 BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
 END = "<!-- enjoyln: end of the section -->"
@@ -140,6 +138,7 @@ def values(
         "recipe": RECIPE_FILE,
         "outputs": ", ".join(f"`{key}`" for key in plan.outputs),
         "classes": ", ".join(f"`{cls}`" for cls in plan.classes),
+        "relation": RELATION if source.revision else "",
         "merged": bool(plan.merged),
         "unproven": bool(plan.unproven),
         "begin": BEGIN,
@@ -179,7 +178,6 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
     checked, measured = _json(inner / VERIFY_FILE), _json(inner / BENCH_FILE)
     is_pipeline = (root / MODULES).is_file()
     stock, fast = _of_pipeline(place) if is_pipeline else _of_model(inner, place, names)
-    hardware = measured.get("hardware")
     return {
         "complaint": complaint,
         "checks": _checks(checked) if checked else [],
@@ -187,7 +185,7 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
         "rows": checked.get("rows"),
         "verify": VERIFY_FILE,
         "speeds": _speeds(measured.get("rows")),
-        "hardware": hardware if isinstance(hardware, str) else "",
+        "conditions": _conditions(measured),
         "stock": stock,
         "fast": fast,
     }
@@ -229,18 +227,27 @@ def _checks(found: Values) -> list[tuple[str, str, str, str]]:
     return [line for line in lines if line[1] != "-"]
 
 
-def _speeds(found: Any) -> list[tuple[str, str, str, str]]:
+def _speeds(found: Any) -> list[tuple[str, ...]]:
     lines = []
     for entry in found if isinstance(found, list) else []:
         if not isinstance(entry, dict):
             continue
-        before, after = entry.get("original_ms"), entry.get("folded_ms")
-        if isinstance(before, int | float) and isinstance(after, int | float) and after > 0:
-            case = str(entry.get("case", "")).replace("|", "\\|")
-            verdict = f", {NO_GAIN}" * (entry.get("verdict") == NO_GAIN)
-            speedup = f"{before / after:.3f}{verdict}"
-            lines.append((case, f"{before:.4g} ms", f"{after:.4g} ms", speedup))
+        try:
+            low, middle, high = (f"{value:.3f}" for value in entry["speedup_quartiles"])
+            times = [f"{entry[name]:.4g} ms" for name in ("original_ms", "folded_ms")]
+            words = [str(entry[name])[:100].replace("|", "\\|") for name in ("case", "verdict")]
+        except (KeyError, TypeError, ValueError):  # what somebody has written
+            continue
+        lines.append((words[0], *times, f"{middle} ({low} to {high})", words[1]))
     return lines
+
+
+def _conditions(found: Values) -> str:
+    """Where and how the times were measured, as one line."""
+    told = [str(found[name])[:100] for name in ("hardware", "dtype", "date") if name in found]
+    return ", ".join(
+        [*told, f"medians of {found['repeats']} turns"] if "repeats" in found else told
+    )
 
 
 def _of_pipeline(place: str) -> tuple[str, str]:

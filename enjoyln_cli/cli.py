@@ -35,6 +35,7 @@ from enjoyln_cli.arguments import (
     placing_options,
     plan_options,
     push_options,
+    quiet_option,
     refuse_push_options,
 )
 from enjoyln_cli.errors import EnjoyLNError
@@ -76,6 +77,10 @@ class Commands(click.Group):
     """A group that turns every refusal into one line and an exit status."""
 
     command_class = usage.Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which they are used."""
+        return list(self.commands)
 
     def main(self, *args: Any, **options: Any) -> Any:
         """As Click has it, with something behind every standard stream."""
@@ -246,7 +251,7 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 @click.option("--resume", is_flag=True, help="Go on where a killed run stopped, if there was one.")
 @click.option("--push-to-hub", "repo_id", metavar="REPO_ID", help="Then push OUT there.")
 @push_options
-@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
+@quiet_option
 @json_option
 @hub_options
 def fold(
@@ -339,17 +344,12 @@ def _push_after(
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers; as many as cores by default.")
 @click.option("--force", is_flag=True, help="Replace BACK if it exists.")
-@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
+@quiet_option
 @json_option
 def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any) -> None:
     """Give back what OUT was made from, bit for bit if it was folded with --keep-means.
 
     Otherwise BACK is OUT without its marker: a LayerNorm checkpoint that computes the same.
-
-    \b
-    Examples:
-      enjoyln fold gpt2 -o gpt2-rms --keep-means
-      enjoyln unfold gpt2-rms -o gpt2-again
     """
     from enjoyln_cli import rows
     from enjoyln_cli import unfold as restore
@@ -372,21 +372,24 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
 @click.option("--max-ratio", type=float, default=1.25, show_default=True, help="Pass up to this.")
 @placing_options
 @click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Run N first blocks only.")
+@quiet_option
 @json_option
 @hub_options
-def verify(out: Path, as_json: bool, opening: Options, **options: Any) -> None:
+def verify(out: Path, quiet: bool, as_json: bool, opening: Options, **options: Any) -> None:
     """Prove that OUT computes the original function. Exit status 0 if so, 1 if not."""
     if options["text"] and options["images"]:
         raise click.UsageError("--text and --image: a model is run on one of them, choose it.")
     from enjoyln_cli import verify as check
     from enjoyln_cli.report import watching, write_json, write_verification
 
-    with watching(as_json) as watch:
+    with watching(quiet or as_json) as watch:
         found = check(out, on_event=watch.event, **options, **opening)
     if as_json:
         write_json(found.to_json())
-    else:
+    elif not quiet:
         write_verification(found)
+    elif not found.passed:
+        complain(found.summary)
     if not found.passed:
         raise click.exceptions.Exit(1)
 
@@ -400,9 +403,12 @@ def verify(out: Path, as_json: bool, opening: Options, **options: Any) -> None:
 @click.option("--dtype", type=DTYPES, help="Run in this dtype instead of OUT's.")
 @click.option("--device", metavar="DEVICE", help="cpu or cuda; a GPU where there is one.")
 @click.option("--plot", "picture", type=NEW_FILE, metavar="FILE", help="Draw: .png, .svg.")
+@quiet_option
 @json_option
 @hub_options
-def bench(out: Path, picture: Path | None, as_json: bool, opening: Options, **options: Any) -> None:
+def bench(
+    out: Path, picture: Path | None, quiet: bool, as_json: bool, opening: Options, **options: Any
+) -> None:
     """Time OUT beside its original on this machine, and what is left to gain."""
     from enjoyln_cli import bench as measure
     from enjoyln_cli import plot
@@ -410,11 +416,11 @@ def bench(out: Path, picture: Path | None, as_json: bool, opening: Options, **op
 
     if picture:
         plot.check(picture)
-    with watching(as_json) as watch:
-        found = measure(out, on_event=watch.stage, **options, **opening)
+    with watching(quiet or as_json) as watch:
+        found = measure(out, on_event=watch.event, **options, **opening)
     if as_json:
         write_json(found.to_json())
-    else:
+    elif not quiet:
         write_bench(found)
     if picture:
         plot.save(found.to_json(), picture)
@@ -428,7 +434,7 @@ def bench(out: Path, picture: Path | None, as_json: bool, opening: Options, **op
 @click.option("--token", metavar="TOKEN", help="Hub token that may write.")
 @click.option("--dry-run", is_flag=True, help="List the files and what is new, send nothing.")
 @click.option("--force", is_flag=True, help="Push what is not verified; the card says so.")
-@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
+@quiet_option
 @json_option
 def push(
     out: Path, repo_id: str, dry_run: bool, quiet: bool, as_json: bool, **options: Any

@@ -7,7 +7,6 @@ a recipe can only choose among proven edits.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from enjoyln_cli import checkpoint as store
 from enjoyln_cli.edit import edits_of
 from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
 from enjoyln_cli.keeping import bytes_to_keep
+from enjoyln_cli.news import Event, by_python
 from enjoyln_cli.output import check_place, finished, work_of
 from enjoyln_cli.placing import bytes_to_write
 from enjoyln_cli.plan import PLAIN, Options
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 OPTIONS: dict[str, dict[str, Any]] = {"widen-mlp": {"widen_mlp": True}, "untie": {"untie": True}}
 """What a report can set beside the plan: the name of a column to what it allows."""
 
-Event = Callable[[str, str], None]
 """Receives ``("stage" | "warning", text)``."""
 
 
@@ -220,7 +219,7 @@ def prepare(
     from enjoyln_cli.analysis import analyze_config
     from enjoyln_cli.recipe import load_recipe, options_asked, outputs_asked
 
-    event = on_event or _warn
+    event = on_event or by_python
     event("stage", f"opening {model}")
     source = _source(str(model), opening)
     config = store.load_config(source, opening.trust_remote_code)
@@ -285,7 +284,7 @@ def write(
     """Carry out what ``prepare`` settled. See ``convert``; of a ``team`` all call this."""
     from enjoyln_cli.fold import fold_checkpoint
 
-    event = on_event or _warn
+    event = on_event or by_python
     verify = verify and not ready.opening.stream
     dtype = _dtype(dtype)
 
@@ -444,8 +443,3 @@ def _nothing(model: str, plan: Plan) -> str:
         f"no LayerNorm of {model} can be folded ({why}); `{look}` shows where, and --model-class "
         f"asks for one class instead of all of {', '.join(plan.classes)}"
     )
-
-
-def _warn(level: str, text: str) -> None:
-    if level == "warning":
-        warnings.warn(text, stacklevel=3)

@@ -214,7 +214,7 @@ def prepare(
     if not out.is_dir():
         raise ModelNotFound(f"there is no directory {str(out)!r}; push what `enjoyln fold` wrote")
     source = open_source(str(out))
-    marker = read_marker(raw_config(source))
+    marker = read_marker(raw_config(source), source.model)
     complaint = standing_against(source)
     if complaint and not force:
         raise PushRefused(

@@ -58,7 +58,7 @@ def saved_class(folder: str, **kwargs: Any) -> Any:
 
     hub = {key: value for key, value in kwargs.items() if key in HUB}
     config = kwargs.get("config") or AutoConfig.from_pretrained(folder, **hub)
-    found = read_marker(config.to_dict())
+    found = read_marker(config.to_dict(), folder)
     name = next(iter(config.architectures or ()), found.model_class)
     _require_proven(found, name)
     for code in (getattr(config, "auto_map", None) or {}).values():
@@ -144,7 +144,7 @@ def marker_of(model: nn.Module) -> Marker:
             f"{type(model).__name__} has no config of transformers; use enjoyln_cli.norms.install "
             "for a model of your own"
         )
-    found = read_marker(config.to_dict())
+    found = read_marker(config.to_dict(), type(model).__name__)
     _require_proven(found, type(model).__name__)
     _require_untied(model, found)
     return found

@@ -155,15 +155,17 @@ def proof_of(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_marker(config: Mapping[str, Any]) -> Marker:
-    """The marker of a converted checkpoint's ``config.json``.
+def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
+    """The marker in the ``config.json`` of the converted checkpoint ``model``, a name to show.
 
     Raises ``BadCheckpoint`` where there is none, where it does not have the shape drawn above, and
     where somebody has changed what is proven.
     """
     entry = config.get(MARKER)
     if not isinstance(entry, dict):
-        raise BadCheckpoint("config.json has no enjoyln entry; convert with `enjoyln fold` first")
+        raise BadCheckpoint(
+            f"{model} was not folded: its config.json has no enjoyln entry; run `enjoyln fold`"
+        )
     version = entry.get("version")
     if type(version) is not int or version not in READABLE:
         raise BadCheckpoint(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from enjoyln_cli.errors import UnsupportedModel, size
 from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.marker import Marker, believed
 from enjoyln_cli.memory import first_blocks, room_for_weights
+from enjoyln_cli.news import Event, by_python
 from enjoyln_cli.norms import input_means, install
 from enjoyln_cli.offload import Offload, reader_of
 from enjoyln_cli.plan import Plan
@@ -44,13 +45,6 @@ ENTRIES = 1 << 14
 row err together, so this takes more than their number suggests."""
 MOST_ENTRIES = 1 << 25
 FEWEST_ROWS, MOST_ROWS, TEXT_ROWS = 16, 128, 64
-
-Event = Callable[[str, str], None]
-"""Receives ``("stage", text)``."""
-
-
-def no_event(level: str, text: str) -> None:
-    """For a caller that wants no news."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class Subject:
     max_memory: int | None = None
     folder: Path | None = None
     """A directory for what is on the disk while models run."""
-    event: Event = no_event
+    event: Event = by_python
 
     def load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         folder, name = checkpoint.source.path, self.marker.model_class

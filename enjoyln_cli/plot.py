@@ -1,13 +1,14 @@
 """What ``bench`` measured, as the figures of Enjoy-LN for the user's own machine: PNG or SVG.
 
-Four panels: the time of every case with its spread, the original's median being 1; the share of the
+The panels: the time of every case with its spread, the original's median being 1; the share of the
 original's time that norms cost, and what of it is saved; the speed-up by sequence length and by
-batch size. Matplotlib draws them.
+batch size, of each phase and mode. Matplotlib draws them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,26 @@ MARKS = {
     "original": ("LayerNorm (original)", "#607d8b", "o"),
     "folded": ("RMSNorm (folded)", "#2e7d32", "D"),
     "stock": ("torch's F.rms_norm", "#e65100", "s"),
-    "bare": ("no norm", "#90a4ae", "|"),
+    "bare": ("no norm", "#90a4ae", "x"),
 }
 """Column to label, colour and marker."""
 LINES = ("#2e7d32", "#0277bd", "#e65100", "#6a1b9a", "#c62828", "#00838f", "#827717", "#4e342e")
+ALONG = {
+    "seq_len": ("sequence length", "tokens of a row", "batch_size", "row"),
+    "batch_size": ("batch size", "rows of a run", "seq_len", "token"),
+}
+"""What a speed-up is shown by: title, label, what its lines differ in, and the word for that."""
 DPI = 144
 Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Speed-ups of one phase and mode, as lines along one of ``ALONG``."""
+
+    kind: tuple[str, str]
+    along: str
+    lines: Mapping[str, Rows]
 
 
 def check(file: Path) -> None:
@@ -58,46 +73,52 @@ def _figure(found: Mapping[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     rows = found["rows"]
-    curves = {along: _curves(rows, along) for along in ("seq_len", "batch_size")}
-    drawn = {along: lines for along, lines in curves.items() if lines}
-    height = 1.8 + 0.42 * len(rows)
-    below = 3.6 + 0.1 * max((len(lines) for lines in drawn.values()), default=0)
-    heights = (height, below) if drawn else (height,)
+    kinds = dict.fromkeys((row["phase"], row["mode"]) for row in rows)
+    panels = [_curves(rows, kind, along) for kind in kinds for along in ALONG]
+    panels = [panel for panel in panels if panel.lines]
+    down = list(dict.fromkeys(panel.kind for panel in panels))
+    across = list(dict.fromkeys(panel.along for panel in panels))
+    heights = [2.2 + 0.5 * len(rows), *[3.6] * len(down)]
     figure = Figure(figsize=(12, 0.4 + sum(heights)), layout="constrained")
     grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     above = grid[0].subgridspec(1, 2, width_ratios=(3, 2))
     times = figure.add_subplot(above[0])
     _draw_times(times, rows)
     _draw_tax(figure.add_subplot(above[1], sharey=times), rows)
-    if drawn:
-        places = grid[1].subgridspec(1, len(drawn))
-        for place, (along, lines) in enumerate(drawn.items()):
-            _draw_speedup(figure.add_subplot(places[place]), lines, along)
-    figure.suptitle(f"{found['model_class']}, {found['dtype']} on {found['hardware']}", fontsize=12)
+    below = [grid[1 + line].subgridspec(1, len(across)) for line in range(len(down))]
+    first = None
+    for panel in panels:
+        place = below[down.index(panel.kind)][across.index(panel.along)]
+        axes = figure.add_subplot(place, sharey=first)
+        first = first or axes
+        _draw_speedup(axes, panel)
+    name = Path(found["source"]).name if Path(found["source"]).is_absolute() else found["source"]
+    figure.suptitle(
+        f"{name} ({found['model_class']}), {found['dtype']} on {found['hardware']}", fontsize=12
+    )
     return figure
 
 
 def _draw_times(axes: Any, rows: Rows) -> None:
-    places = range(len(rows))
-    for name, (label, colour, marker) in MARKS.items():
+    for number, (name, (label, colour, marker)) in enumerate(MARKS.items()):
         low, middle, high = zip(
             *([v / row["original_ms"] for v in row["quartiles_ms"][name]] for row in rows),
             strict=True,
         )
         axes.errorbar(
             middle,
-            places,
+            [place + 0.18 * (number - (len(MARKS) - 1) / 2) for place in range(len(rows))],
             xerr=_around(low, middle, high),
             fmt=marker,
             color=colour,
             label=label,
-            capsize=3,
-            markersize=10 if marker == "|" else 6,
-            markeredgewidth=2 if marker == "|" else 1,
+            capsize=2,
+            markersize=5,
         )
     axes.axvline(1, color=MARKS["original"][1], linewidth=0.8, linestyle="--")
-    axes.set_yticks(places, [row["case"] for row in rows])
+    axes.set_yticks(range(len(rows)), [row["case"] for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.locator_params(axis="x", nbins=6)
     axes.set_xlabel("time, the original's median being 1 (bars: quartiles)")
     _head(axes, "Normalised time", 4)
     axes.grid(axis="x", alpha=0.3)
@@ -113,7 +134,7 @@ def _draw_tax(axes: Any, rows: Rows) -> None:
     for place, row, value in zip(places, rows, tax, strict=True):
         share = row["tax_recovered"]
         saved_part = "none" if share is None else f"{share:.0%}"
-        taxed = value > 0 and row["tax_quartiles"][0] > 1
+        taxed = row["norm_tax_quartiles"][0] > 0
         text = f"{saved_part} of {value:.1f} %" if taxed else "within the spread"
         axes.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", size=8)
     axes.set_xlim(0, 1.45 * max([*tax, 0.1]))
@@ -130,57 +151,50 @@ def _head(axes: Any, title: str, columns: int) -> None:
     )
 
 
-def _curves(rows: Rows, along: str) -> dict[str, list[Mapping[str, Any]]]:
-    """Rows that differ in ``along`` alone, of more than one value, by what they have in common."""
-    other, words = {
-        "seq_len": ("batch_size", "{} row"),
-        "batch_size": ("seq_len", "{} token"),
-    }[along]
+def _curves(rows: Rows, kind: tuple[str, str], along: str) -> Panel:
+    """The rows of one phase and mode that differ in ``along`` alone, of more than one value."""
+    other, words = ALONG[along][2:]
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        if row[along] is not None:
-            which = words.format(row[other]) + "s" * (row[other] != 1) if row[other] else "images"
-            groups.setdefault(f"{which}, {row['phase']}, {row['mode']}", []).append(row)
-    return {
+        if (row["phase"], row["mode"]) == kind and row[along] is not None:
+            which = f"{row[other]} {words}" + "s" * (row[other] != 1) if row[other] else "images"
+            groups.setdefault(which, []).append(row)
+    lines = {
         name: sorted(group, key=lambda row: row[along])
         for name, group in groups.items()
         if len(group) > 1
     }
+    return Panel(kind, along, lines)
 
 
-def _draw_speedup(axes: Any, lines: Mapping[str, Rows], along: str) -> None:
-    ticks = sorted({row[along] for group in lines.values() for row in group})
-    for number, (name, group) in enumerate(lines.items()):
-        low, _, high = zip(*(row["speedup_quartiles"] for row in group), strict=True)
-        middle = [row["speedup"] for row in group]
+def _draw_speedup(axes: Any, panel: Panel) -> None:
+    title, label = ALONG[panel.along][:2]
+    ticks = sorted({row[panel.along] for group in panel.lines.values() for row in group})
+    for number, (name, group) in enumerate(panel.lines.items()):
+        low, middle, high = zip(*(row["speedup_quartiles"] for row in group), strict=True)
+        shift = 0.05 * (number - (len(panel.lines) - 1) / 2)
         axes.errorbar(
-            [ticks.index(row[along]) + 0.03 * (number - (len(lines) - 1) / 2) for row in group],
+            [ticks.index(row[panel.along]) + shift for row in group],
             middle,
             yerr=_around(low, middle, high),
             marker="o",
             markersize=4,
             capsize=2,
             color=LINES[number % len(LINES)],
-            linestyle="-" if number < len(LINES) else ":",
             label=name,
         )
     axes.axhline(1, color=MARKS["original"][1], linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
     axes.set_xlim(-0.4, len(ticks) - 0.6)
-    words = {
-        "seq_len": ("sequence length", "tokens of a row"),
-        "batch_size": ("batch size", "rows of a run"),
-    }
-    title, label = words[along]
     axes.set_xlabel(label)
     axes.set_ylabel("times as fast as the original")
-    axes.set_title(f"Speed-up by {title}", fontsize=11)
+    axes.set_title(f"Speed-up by {title}: {', '.join(panel.kind)}", fontsize=11)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8, frameon=False)
+    axes.legend(fontsize=8)
 
 
 def _around(low: Sequence[float], middle: Sequence[float], high: Sequence[float]) -> Any:
-    """Lengths of error bars, none of them negative where a median lies beside its quartiles."""
-    down = [max(m - v, 0.0) for m, v in zip(middle, low, strict=True)]
-    up = [max(v - m, 0.0) for m, v in zip(middle, high, strict=True)]
+    """Lengths of error bars."""
+    down = [m - v for m, v in zip(middle, low, strict=True)]
+    up = [v - m for m, v in zip(middle, high, strict=True)]
     return [down, up]

@@ -156,10 +156,6 @@ class Watch:
     progress: Callable[[int, int], None]
     warnings: list[str] = field(default_factory=list)
 
-    def stage(self, text: str) -> None:
-        """News of a job that warns of nothing."""
-        self.event("stage", text)
-
 
 @contextmanager
 def watching(quiet: bool) -> Iterator[Watch]:
@@ -314,11 +310,11 @@ def write_bench(found: Bench) -> None:
 
 def _bench_line(row: SpeedRow, fold_seconds: float | None) -> str:
     """One case in words; the brackets hold the quartiles of the ratio within a turn."""
-    between = f"({row.speedup_spread.low:.3f} to {row.speedup_spread.high:.3f})"
-    gain = f"{row.speedup:.3f} times as fast {between}"
+    ratio = row.speedup
+    gain = f"{ratio.median:.3f} times as fast ({ratio.low:.3f} to {ratio.high:.3f})"
     text = f"{row.case}: {gain if row.verdict == 'faster' else f'{row.verdict}, {gain}'}"
-    cost = f"norms cost {row.norm_tax:.1%}" if row.taxed else "what norms cost is within the spread"
-    text += f"; {cost}"
+    tax = f"norms cost {row.norm_tax.median:.1%}"
+    text += f"; {tax if row.taxed else 'what norms cost is within the spread'}"
     text += "" if row.recovered is None else f", of which {row.recovered:.0%} is saved"
     rates = (f"{row.throughput(name):,.0f}" for name in ("original", "folded"))
     text += f"; {' to '.join(rates)} {'tokens' if row.seq_len else 'rows'} a second"

@@ -1,15 +1,20 @@
 """What measured times say of a fold: is it faster, and by how much of what can be gained?
 
-With medians over the turns, of the columns of ``variants``::
+Of the times of one turn, in the columns of ``variants``::
 
-    norm tax       (original - bare) / original        what norms cost at all
     speed-up       original / folded
-    tax recovered  (original - folded) / (original - bare)
-    break-even     fold seconds / (original - folded)  runs until the fold has paid for itself
+    norm tax       (original - bare) / original          what norms cost at all
+    saved          (original - folded) / original        1 - 1 / speed-up
 
-A difference counts where the quartiles of the ratio within a turn lie on one side of 1; elsewhere
-there is no gain here, no break-even, and where the tax itself is lost in the noise no share of it;
-nor is there one where the folded model is the slower one.
+What is told are medians over the turns, so that a clock that slows down from turn to turn counts
+for nothing, and with them::
+
+    tax recovered  saved / norm tax                      the tax that folding saves
+    break-even     fold seconds / (original * saved)     runs until the fold has paid for itself
+
+A difference counts where its quartiles lie on one side; elsewhere there is no gain here, no
+break-even, and where the tax itself is lost in the noise no share of it; nor is there one where the
+folded model is the slower one.
 """
 
 from __future__ import annotations
@@ -43,10 +48,10 @@ class Row:
     """Tokens of one run, or rows where the inputs have no length to choose."""
     ms: Mapping[str, Quartiles]
     """Column to the time of one run, of decoding one token of every row."""
-    speedup_spread: Quartiles
-    """Of original / folded within a turn."""
-    tax_spread: Quartiles
-    """Of original / bare within a turn."""
+    speedup: Quartiles
+    """Original / folded within a turn: how many times as fast."""
+    norm_tax: Quartiles
+    """(Original - bare) / original within a turn: the share of the time that norms cost."""
     peak_bytes: Mapping[str, int] | None = None
     """Column to what one run takes at most beside what lay there before; on a GPU alone."""
 
@@ -56,17 +61,14 @@ class Row:
         return f"{self.size}, {self.phase}, {self.mode}"
 
     @property
-    def speedup(self) -> float:
-        return self.ms["original"].median / self.ms["folded"].median
-
-    @property
-    def norm_tax(self) -> float:
-        return 1 - self.ms["bare"].median / self.ms["original"].median
+    def saved(self) -> float:
+        """The share of the original's time that folding saves."""
+        return 1 - 1 / self.speedup.median
 
     @property
     def taxed(self) -> bool:
         """Whether norms cost more than the spread."""
-        return self.norm_tax > 0 and self.tax_spread.low > 1
+        return self.norm_tax.low > 0
 
     @property
     def recovered(self) -> float | None:
@@ -75,16 +77,14 @@ class Row:
         ``None`` where the tax is within the spread, and where the folded model takes longer: by how
         much is no share of a tax that may be as small as one likes.
         """
-        gained = self.ms["original"].median - self.ms["folded"].median
-        tax = self.ms["original"].median - self.ms["bare"].median
-        return gained / tax if self.taxed and gained >= 0 else None
+        return self.saved / self.norm_tax.median if self.taxed and self.saved >= 0 else None
 
     @property
     def verdict(self) -> str:
         """``faster``, ``slower``, or ``no gain here`` where the difference is within the spread."""
-        if self.speedup_spread.low > 1 and self.speedup > 1:
+        if self.speedup.low > 1:
             return "faster"
-        return "slower" if self.speedup_spread.high < 1 and self.speedup < 1 else NO_GAIN
+        return "slower" if self.speedup.high < 1 else NO_GAIN
 
     def throughput(self, column: str) -> float:
         """Items per second."""
@@ -92,8 +92,9 @@ class Row:
 
     def break_even(self, fold_seconds: float | None) -> float | None:
         """Runs until a fold has paid for itself; ``None`` where nothing is gained."""
-        gained = (self.ms["original"].median - self.ms["folded"].median) / 1e3
-        return fold_seconds / gained if fold_seconds and self.verdict == "faster" else None
+        if not fold_seconds or self.verdict != "faster":
+            return None
+        return 1e3 * fold_seconds / (self.ms["original"].median * self.saved)
 
     def to_json(self, fold_seconds: float | None = None) -> dict[str, Any]:
         """All of it as plain values."""
@@ -106,10 +107,10 @@ class Row:
             **{f"{name}_ms": spread.median for name, spread in self.ms.items()},
             "quartiles_ms": {name: spread.rounded(6) for name, spread in self.ms.items()},
             "per_second": {name: self.throughput(name) for name in self.ms},
-            "speedup": self.speedup,
-            "speedup_quartiles": self.speedup_spread.rounded(6),
-            "norm_tax": self.norm_tax,
-            "tax_quartiles": self.tax_spread.rounded(6),
+            "speedup": self.speedup.median,
+            "speedup_quartiles": self.speedup.rounded(6),
+            "norm_tax": self.norm_tax.median,
+            "norm_tax_quartiles": self.norm_tax.rounded(6),
             "tax_recovered": self.recovered,
             "verdict": self.verdict,
             "break_even_runs": self.break_even(fold_seconds),

@@ -63,9 +63,9 @@ def quartiles(values: Sequence[float]) -> Quartiles:
     return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
-def ratios(times: Mapping[str, Sequence[float]], slow: str, fast: str) -> Quartiles:
-    """Of ``slow / fast`` within each turn: how many times as fast the second is."""
-    return quartiles([a / b for a, b in zip(times[slow], times[fast], strict=True)])
+def ratios(times: Mapping[str, Sequence[float]], slow: str, fast: str) -> list[float]:
+    """``slow / fast`` within each turn: how many times as fast the second is."""
+    return [a / b for a, b in zip(times[slow], times[fast], strict=True)]
 
 
 def waiting_for(device: torch.device) -> Callable[[], None]:

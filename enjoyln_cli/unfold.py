@@ -93,7 +93,7 @@ def unfold(
     source = open_source(str(out), weights=True)
     config = raw_config(source)
     if MARKER not in config:
-        raise BadCheckpoint(f"{out} has no enjoyln entry in its {CONFIG}: it was not folded")
+        raise BadCheckpoint(f"{out} was not folded: its {CONFIG} has no enjoyln entry")
     folded = open_checkpoint(source)
     kept = None
     if (source.path / FOLDER).exists():

@@ -70,6 +70,10 @@ EXAMPLES = {
 class Command(click.Command):
     """A command whose help shows options in groups, and examples at its end."""
 
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """The first sentence, whole, however long it is."""
+        return super().get_short_help_str(limit=1000)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Each group of ``GROUPS`` that the command has options of."""
         group_of = {name: group for group, names in GROUPS.items() for name in names}

@@ -41,11 +41,12 @@ from enjoyln_cli.checkpoint import (
     require_unfolded,
 )
 from enjoyln_cli.edit import edits_of
-from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
-from enjoyln_cli.files import digest, write_whole
+from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+from enjoyln_cli.files import digest
 from enjoyln_cli.fold import RECIPE_FILE, VERIFY_FILE, verified_files
-from enjoyln_cli.marker import Marker, read_marker
-from enjoyln_cli.measure import Event, Measured, Subject, measure, no_event, worst_first
+from enjoyln_cli.marker import read_marker
+from enjoyln_cli.measure import Measured, Subject, measure, worst_first
+from enjoyln_cli.news import Event, by_python, keep
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.weights import check_tensors
 
@@ -144,22 +145,24 @@ def verify(
     has left) is run with its weights read from the disk when a layer needs them, as far as there is
     no room for them: the ``device_map`` ``auto``. ``cpu`` asks for all in memory, ``disk`` for
     none. ``layers`` cuts both models to so many first blocks, and the result says so; all stored
-    tensors are looked at nevertheless. ``on_event`` receives stages.
+    tensors are looked at nevertheless. ``on_event`` receives stages and warnings.
 
     With ``write``, ``enjoyln_verify.json`` in ``out`` holds the result and the SHA-256 digests of
     all files but those that tell of it (``fold.REPORTS``). Nothing is written to the Hub's cache,
-    where ``out`` is a Hub id.
+    where ``out`` is a Hub id; a directory that cannot be written to is a warning.
 
-    Raises ``BadCheckpoint`` where ``out`` was not converted, ``ModelNotFound`` where the original
-    is gone, ``UnsupportedModel`` for inputs that cannot be made.
+    Raises ``BadCheckpoint`` where ``out`` was not converted, or not from that original,
+    ``ModelNotFound`` where the original is gone, ``UnsupportedModel`` for inputs that cannot be
+    made.
     """
     if text is not None and images:
         raise UnsupportedModel("a model is run on text or on images: choose one of the two")
+    event = on_event or by_python
     hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
     folded = open_checkpoint(open_source(str(out), weights=True, **hub))
     cached = folded.source.cached
-    marker = read_marker(raw_config(folded.source))
-    original = original_of(marker, against, revision, hub)
+    marker = read_marker(raw_config(folded.source), folded.source.model)
+    original = original_of(folded.source, against, revision, hub)
     stored = _stored_dtype(folded)
     compute = stored if dtype is None else _as_dtype(dtype)
     plan = plan or _plan_of(folded, trust_remote_code)
@@ -167,7 +170,7 @@ def verify(
     subject = Subject(original, folded, marker, plan, compute, trust_remote_code, layers)
     subject = replace(subject, device_map=device_map, max_memory=max_memory)
     with _room_on_disk(None if cached else folded.source.root.resolve().parent) as folder:
-        subject = replace(subject, folder=folder, event=on_event or no_event)
+        subject = replace(subject, folder=folder, event=event)
         measured = measure(subject, text, images, seed, samples)
     failures += _judge(measured, max_ratio, compute, stored)
     result = Verification(
@@ -177,14 +180,14 @@ def verify(
         writer_drift=worst_first(drift),
         model_class=marker.model_class,
         source=original.source.model,
-        compute_dtype=str(compute).removeprefix("torch."),
+        compute_dtype=_name(compute),
         seed=seed,
         blocks_checked=layers,
         outputs=marker.outputs,
         **vars(measured),
     )
     if write and not cached:
-        _write(result, folded.source)
+        _write(result, folded.source, event)
     return result
 
 
@@ -197,13 +200,15 @@ def _room_on_disk(beside: Path | None) -> Iterator[Path]:
 
 
 def original_of(
-    marker: Marker, against: str | Path | None, revision: str | None, hub: dict[str, Any]
+    result: Source, against: str | Path | None, revision: str | None, hub: dict[str, Any]
 ) -> Checkpoint:
-    """The checkpoint that was converted: ``against``, or the one that the marker remembers.
+    """The checkpoint that ``result`` was made from: ``against``, or the one that it remembers.
 
     ``hub`` holds the other keywords of ``open_source``. Raises ``ModelNotFound`` where it is gone,
-    ``AlreadyFolded`` where it is a result itself.
+    ``AlreadyFolded`` where it is a result itself, ``BadCheckpoint`` where it is another model.
     """
+    made = raw_config(result)
+    marker = read_marker(made, result.model)
     name = marker.source if against is None else str(against)
     if against is None and revision is None:
         revision = marker.revision
@@ -213,7 +218,14 @@ def original_of(
         if against is not None:
             raise
         raise ModelNotFound(f"{error}; name the original with --against") from error
-    require_unfolded(raw_config(source))
+    config = raw_config(source)
+    require_unfolded(config)
+    if config.get("model_type") != made.get("model_type"):
+        kinds = (config.get("model_type"), made.get("model_type"))
+        raise BadCheckpoint(
+            f"{source.model} is of type {kinds[0]} and {result.model} of type {kinds[1]}; name the "
+            "model that it was folded from"
+        )
     return open_checkpoint(source)
 
 
@@ -232,6 +244,10 @@ def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def compute_dtype(checkpoint: Checkpoint, dtype: str | torch.dtype | None) -> torch.dtype:
     """``dtype``, by default the one that most of ``checkpoint`` is stored in."""
     return _stored_dtype(checkpoint) if dtype is None else _as_dtype(dtype)
@@ -246,7 +262,7 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return sizes.most_common(1)[0][0] if sizes else torch.float32
 
 
-def _write(result: Verification, of: Source) -> None:
+def _write(result: Verification, of: Source, event: Event) -> None:
     """The result with versions and the files' digests, to ``enjoyln_verify.json``."""
     import transformers
 
@@ -260,7 +276,7 @@ def _write(result: Verification, of: Source) -> None:
         },
         "sha256": {name: digest(of.root / name) for name in verified_files(of)},
     }
-    write_whole(of.path / VERIFY_FILE, json.dumps(report, indent=2) + "\n")
+    keep(of.path / VERIFY_FILE, json.dumps(report, indent=2) + "\n", event)
 
 
 def _judge(
@@ -273,17 +289,20 @@ def _judge(
             f"at most {IDENTITY_BOUND:.0e} is rounding"
         )
     if not math.isfinite(done.original_error):
-        failures.append(f"the original itself overflows in {compute}; pass another --compute-dtype")
-    wider = torch.finfo(compute).eps < torch.finfo(stored).eps
-    hint = f"; storing the weights in {stored} costs {done.storage_error:.1e}" if wider else ""
-    for what, error, value in (
+        failures.append(
+            f"the original itself overflows in {_name(compute)}; pass another --compute-dtype"
+        )
+    ways = (
         ("as RMSNorm", done.runtime_error, done.ratio),
         ("in the stock class", done.stock_error, done.stock_ratio),
-    ):
-        if not value <= max_ratio:
-            failures.append(
-                f"{what} it is {value:.2f} times as far from the exact function as the original "
-                f"({error:.1e} against {done.original_error:.1e}, at most {max_ratio} times "
-                f"passes){hint}"
-            )
+    )
+    over = [f"{way} {r:.2f} times ({e:.1e})" for way, e, r in ways if not r <= max_ratio]
+    if over:
+        wider = torch.finfo(compute).eps < torch.finfo(stored).eps
+        failures.append(
+            f"too far from the exact function: {' and '.join(over)} as far as the original "
+            f"({done.original_error:.1e}), where {max_ratio} times passes"
+            + f"; storing the weights in {_name(stored)} costs {done.storage_error:.1e}"
+            * wider
+        )
     return failures

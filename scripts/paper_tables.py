@@ -239,16 +239,16 @@ def gain(row: Row | None) -> str:
     """The papers' "acceleration": the share of the original's time that is saved."""
     if row is None:
         return "-"
-    words = f" ({row.verdict})" * (row.verdict == NO_GAIN)
-    return f"{100 * (1 - row.ms['folded'].median / row.ms['original'].median):.2f} %{words}"
+    words = "" if row.verdict == "faster" else f" ({row.verdict})"
+    return f"{100 * row.saved:.2f} %{words}"
 
 
 def tax(row: Row | None) -> str:
     """What norms cost, of the original's time."""
     if row is None:
         return "-"
-    words = " (within the spread)" * (row.tax_spread.low <= 1)
-    return f"{100 * row.norm_tax:.2f} %{words}"
+    words = "" if row.taxed else " (within the spread)"
+    return f"{100 * row.norm_tax.median:.2f} %{words}"
 
 
 def throughput(row: Row | None, column: str) -> str:
@@ -402,15 +402,17 @@ Written by `{command}` on {date.today().isoformat()}.
 * Weights are random, of the sizes that the papers name; classes without a head.
 * Norms that fold: {norms}. The papers fold all of them; in BERT, a post-LN model, that would change
   what is computed, so here those are folded that fold exactly.
-* Medians of {scale.repeats} turns, fewer where a turn takes long. `{NO_GAIN}`: the quartiles of
-  before / after lie on both sides of 1. `norms cost`: what leaving out every norm would save, the
-  most that anything done to norms can. `-`: not run on this machine.
+* Medians of {scale.repeats} turns, fewer where a turn takes long. `saved` and `norms cost` are
+  medians of the shares within a turn; less than nothing is saved where the folded model takes
+  longer. `{NO_GAIN}`: the quartiles of before / after within a turn lie on both sides of 1;
+  `slower`: below it. `norms cost`: what leaving out every norm would save, the most that anything
+  done to norms can. `-`: not run on this machine.
 * The papers' times were taken on GPUs, and their sizes fit float32.
 {left_out}
 ## Enjoy-LN, Tables 4 and 5: what folding costs, and what it gains
 
 Batch 1 x 256 tokens. `fold` finds the plan from the configuration and centres the weights in
-memory; `ratio` is fold / (fold + init); `saved` is (before - after) / before.
+memory; `ratio` is fold / (fold + init); `saved` is the share (before - after) / before.
 
 {overhead(found, get)}
 ## Enjoy-LN, Table 6: folding does not depend on the size of the inputs

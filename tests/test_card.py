@@ -177,12 +177,14 @@ def test_the_examples_of_the_card_run(out: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_measured_speed_is_told_where_it_was_measured(out: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(out, tmp_path / "copy"))
-    rows: list[Any] = [{"case": "1 x 512 | eager", "original_ms": 20.0, "folded_ms": 16.0}]
+    good = {"case": "1 x 512 | eager", "original_ms": 20.0, "folded_ms": 16.0, "verdict": "faster"}
+    rows: list[Any] = [good | {"speedup_quartiles": [1.1, 1.25, 1.4]}]
     rows += [{"case": "broken", "original_ms": None, "folded_ms": 1.0}, "nonsense"]
     (copy / "enjoyln_bench.json").write_text(json.dumps({"hardware": "2 cores", "rows": rows}))
     section = hub.section(copy, "", "me/x", ["GPT2Model"])
-    assert "## Measured speed\n\n2 cores:\n" in section
-    assert "| 1 x 512 \\| eager | 20 ms | 16 ms | 1.250 |" in section and "broken" not in section
+    assert "## Measured speed\n\n2 cores.\nIn brackets:" in section
+    line = "| 1 x 512 \\| eager | 20 ms | 16 ms | 1.250 (1.100 to 1.400) | faster |"
+    assert line in section and "broken" not in section
     assert "Measured speed" not in made(out).text
     (copy / "enjoyln_bench.json").write_text("[1, 2")
     assert "Measured speed" not in hub.section(copy, "", "me/x", ["GPT2Model"])

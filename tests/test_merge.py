@@ -495,7 +495,7 @@ def test_a_reader_that_was_put_back_fails_the_check(
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     found = verify(tmp_path)
     assert not found.passed and name in "".join(found.failures)
-    assert any("as far from the exact function" in text for text in found.failures)
+    assert any("too far from the exact function" in text for text in found.failures)
 
 
 def test_a_plan_that_forgets_a_reader_is_refuted(tmp_path: Path) -> None:

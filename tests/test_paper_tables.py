@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import paper_figures
@@ -155,8 +156,10 @@ def test_every_line_of_a_table_is_as_long_as_its_head(small: tuple[Measured, str
 def test_a_gain_within_the_spread_is_called_none() -> None:
     ms = {name: Quartiles(v, v, v) for name, v in
           {"original": 10.0, "folded": 9.5, "stock": 11.0, "bare": 9.0}.items()}  # fmt: skip
-    made = Row("s", 4, 64, "prefill", "eager", 256, ms, Quartiles(0.9, 1.05, 1.1),
-               Quartiles(0.9, 1.1, 1.2))  # fmt: skip
-    assert paper_tables.gain(made) == "5.00 % (no gain here)"
+    made = Row("s", 4, 64, "prefill", "eager", 256, ms, Quartiles(0.9, 1.25, 1.3),
+               Quartiles(-0.1, 0.1, 0.2))  # fmt: skip
+    assert paper_tables.gain(made) == "20.00 % (no gain here)"
     assert paper_tables.tax(made) == "10.00 % (within the spread)"
     assert paper_tables._normalised([made]) == ["0.9000", "1.0000", "0.9500", "1.1000"]
+    lost = replace(made, speedup=Quartiles(0.7, 0.8, 0.9), norm_tax=Quartiles(0.1, 0.15, 0.2))
+    assert paper_tables.gain(lost) == "-25.00 % (slower)" and paper_tables.tax(lost) == "15.00 %"

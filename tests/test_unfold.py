@@ -296,7 +296,7 @@ def refused(words: str, out: Path, back: Path, kind: type[EnjoyLNError] = BadChe
 
 
 def test_what_was_not_folded(source: Path, back: Path) -> None:
-    refused("it was not folded", source, back)
+    refused("was not folded: its config.json has no enjoyln entry", source, back)
 
 
 def test_an_existing_place(source: Path, out: Path, back: Path) -> None:

@@ -310,13 +310,14 @@ def test_a_tensor_too_many_or_too_few(outs: dict[str, Path], tmp_path: Path) -> 
 def test_a_strict_ratio_fails(outs: dict[str, Path]) -> None:
     found = verify(outs["bfloat16"], max_ratio=0.1, write=False)
     assert not found.passed
-    assert "times as far from the exact function" in found.summary
+    assert found.summary.startswith("not verified: too far from the exact function: as RMSNorm 0.")
+    assert found.summary.endswith(f"({found.original_error:.1e}), where 0.1 times passes")
 
 
 def test_storage_shows_in_a_wider_dtype(outs: dict[str, Path]) -> None:
     found = verify(outs["bfloat16"], dtype="float32", write=False)
     assert not found.passed and found.ratio > 100
-    assert "storing the weights in torch.bfloat16 costs" in found.summary
+    assert "storing the weights in bfloat16 costs" in found.summary
     assert found.runtime_error == pytest.approx(found.storage_error, rel=0.01)
 
 
