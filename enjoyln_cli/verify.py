@@ -299,10 +299,9 @@ def _judge(
     over = [f"{way} {r:.2f} times ({e:.1e})" for way, e, r in ways if not r <= max_ratio]
     if over:
         wider = torch.finfo(compute).eps < torch.finfo(stored).eps
+        cost = f"; storing the weights in {_name(stored)} costs {done.storage_error:.1e}"
         failures.append(
             f"too far from the exact function: {' and '.join(over)} as far as the original "
-            f"({done.original_error:.1e}), where {max_ratio} times passes"
-            + f"; storing the weights in {_name(stored)} costs {done.storage_error:.1e}"
-            * wider
+            f"({done.original_error:.1e}), where {max_ratio} times passes{cost if wider else ''}"
         )
     return failures

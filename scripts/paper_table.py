@@ -137,9 +137,8 @@ def main() -> None:
     for name, model_type, model_class, settings, paper, folder in MODELS:
         config = transformers.CONFIG_MAPPING[model_type](**settings)
         error = checkpoint_error(ROOT / "tests" / "checkpoints" / folder, model_class)
-        print(
-            row(f"{name} ({model_class})", paper, analyze(config, model_class=model_class), error)
-        )
+        found = analyze(config, model_class=model_class)
+        print(row(f"{name} ({model_class})", paper, found, error))
     print(vision_row())
     print("\nThese have RMSNorm already, and no LayerNorm:\n")
     for name, model_type in RMS_MODELS.items():

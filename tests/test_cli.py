@@ -365,6 +365,16 @@ def test_verify_fails_on_a_writer_that_moved(folded: Path, tmp_path: Path) -> No
     assert json.loads(result.stdout)["passed"] is False
 
 
+def test_a_quiet_check_tells_of_a_failure_alone(folded: Path) -> None:
+    passed = enjoyln("verify", folded, "--quiet")
+    assert (passed.exit_code, passed.output) == (0, "")
+    failed = enjoyln("verify", folded, "--quiet", "--max-ratio", "0.01")
+    assert (failed.exit_code, failed.stdout) == (1, "")
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("error: not verified: too far from the exact function")
+    good("verify", folded)  # as the others find it
+
+
 def test_verify_refuses_what_was_not_folded() -> None:
     assert "enjoyln" in refused("verify", GPT2)
 
