@@ -151,12 +151,13 @@ def require_token(token: str | None) -> None:
 
 
 def similar(path: str) -> str:
+    """What to add to an error where a directory has almost this name: three letters of four."""
     parent, name = os.path.split(path.rstrip("/"))
     try:
         names = [entry.name for entry in os.scandir(parent or ".") if entry.is_dir()]
     except (OSError, ValueError):
         return ""
-    close = difflib.get_close_matches(name, names, n=2)
+    close = difflib.get_close_matches(name, names, n=2, cutoff=0.75)
     return f"; did you mean {' or '.join(os.path.join(parent, c) for c in close)}?" if close else ""
 
 
@@ -263,9 +264,7 @@ def _not_cached(model: str, what: str, error: Exception) -> ModelNotFound:
         cause = error.__cause__ or error
         first = str(cause).strip().split("\n")[0][:120]
         why = f"{constants.ENDPOINT} cannot be reached ({type(cause).__name__}: {first})"
-    return ModelNotFound(
-        f"{model} {what}, and {why}; go online, or pass a directory{similar(model)}"
-    )
+    return ModelNotFound(f"{model} {what}, and {why}; go online, or pass a directory")
 
 
 def _hub_error(error: Exception, model: str, revision: str | None) -> EnjoyLNError:
@@ -294,6 +293,8 @@ def _hub_error(error: Exception, model: str, revision: str | None) -> EnjoyLNErr
                 f"the Hub refuses access to {model} ({status}); run `hf auth login` or pass a "
                 "--token that may read it"
             )
+        case errors.HfHubHTTPError() if status is not None and (status == 429 or status >= 500):
+            return ModelNotFound(f"the Hub does not give {model} now ({status}); try again later")
         case errors.EntryNotFoundError():
             return UnsupportedModel(f"{model} has no {CONFIG} on the Hub; see {page}/tree/main")
         case errors.HFValidationError():

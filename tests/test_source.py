@@ -56,6 +56,7 @@ REFUSALS = {
     "wrong/token": (401, {"X-Error-Message": "Invalid credentials in Authorization header"}),
     "forbidden/model": (403, {"X-Error-Message": "not yours"}),
     "disabled/model": (403, {"X-Error-Message": "Access to this resource is disabled."}),
+    "stumbling/model": (520, {}),
     "empty/model": (404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}),
     "old/model": (404, {"X-Error-Code": "RevisionNotFound"}),
 }
@@ -103,13 +104,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def asked(calls: list[dict[str, Any]], cache: Path, **environment: str) -> list[list[Any]]:
+def asked(
+    calls: list[dict[str, Any]], cache: Path, here: Path | None = None, **environment: str
+) -> list[list[Any]]:
     """What ``open_source`` gives or raises for each call, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(cache), json.dumps(calls)],
         capture_output=True,
         text=True,
         timeout=120,
+        cwd=here,
         env={**os.environ, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", **environment},
     )
     assert done.returncode == 0, done.stderr
@@ -166,6 +170,7 @@ def test_code_that_the_config_names_is_fetched_with_it(answers: dict[str, list[A
         ("wrong/token", "ModelNotFound", ["refuses access", "--token"]),
         ("forbidden/model", "ModelNotFound", ["refuses access", "403"]),
         ("disabled/model", "ModelNotFound", ["access to disabled/model is disabled"]),
+        ("stumbling/model", "ModelNotFound", ["does not give", "(520); try again later"]),
         ("empty/model", "UnsupportedModel", ["empty/model has no config.json"]),
         ("revision", "ModelNotFound", ["old/model has no revision 'v9'"]),
         ("flax", "UnsupportedModel", ["Flax weights only (flax_model.msgpack)"]),
@@ -203,6 +208,22 @@ def test_nobody_answers(answers: dict[str, list[Any]], cache: Path, commit: str)
     assert cached[1] == commit
     assert unknown[0] == "ModelNotFound"
     assert f"not in the cache, and {closed} cannot be reached" in unknown[1]
+
+
+def test_a_directory_is_suggested_where_the_hub_has_no_such_model(hub: str, tmp_path: Path) -> None:
+    """Of a Hub that gives no answer, nobody knows whether the name is wrong."""
+    for name in ("missing/models", "other/vit"):
+        (tmp_path / name).mkdir(parents=True)
+    calls = [{"model": "missing/model"}, {"model": "missing/modles"}, {"model": "other/bit"}]
+    close, too, tiny = asked(calls, tmp_path / "cache", tmp_path, HF_ENDPOINT=hub)
+    for found in (close, too):
+        assert "no such model" in found[1] and "; did you mean missing/models?" in found[1]
+    assert "no such model" in tiny[1] and "did you mean" not in tiny[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
+        (unknown,) = asked(calls[:1], tmp_path / "cache", tmp_path, HF_ENDPOINT=closed)
+    assert "cannot be reached" in unknown[1] and "did you mean" not in unknown[1]
 
 
 def test_a_directory_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
