@@ -64,6 +64,8 @@ class Repository:
     gated: bool = False
     log: list[str] = field(default_factory=list)
     """Messages of the commits since its creation."""
+    pulls: dict[str, str] = field(default_factory=dict)
+    """Refs of pull requests, and who has opened them."""
 
     def files(self, ref: str = "main") -> Files:
         return self.commits[self.refs[ref]]
@@ -100,6 +102,8 @@ class Fault:
     headers: Mapping[str, str]
     cut: bool
     """Send half of the answer, then hang up."""
+    held: bool
+    """Never answer; it lasts until the client hangs up."""
     corrupt: bool
     """Turn a byte over: of the answer, or of what was uploaded."""
     times: int
@@ -114,6 +118,10 @@ class Hub:
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
     """Tokens, and whose they are. Everybody may write where the name of a user is the owner's."""
+    roles: dict[str, str] = field(default_factory=dict)
+    """What a token may: ``read``, ``fineGrained``, or ``write`` where none is given."""
+    orgs: dict[str, str] = field(default_factory=dict)
+    """Organizations of every user, and their role in them: ``read``, ``write``."""
     granted: set[str] = field(default_factory=set)
     """Users who may read gated repositories."""
     requests: list[Request] = field(default_factory=list)
@@ -134,10 +142,11 @@ class Hub:
         status: int | None = None,
         headers: Mapping[str, str] | None = None,
         cut: bool = False,
+        held: bool = False,
         corrupt: bool = False,
         times: int = 1,
     ) -> None:
-        self.faults.append(Fault(method, pattern, status, headers or {}, cut, corrupt, times))
+        self.faults.append(Fault(method, pattern, status, headers or {}, cut, held, corrupt, times))
 
     def fetched(self) -> list[str]:
         """Paths of the files that were asked for, sorted, each once."""
@@ -145,7 +154,11 @@ class Hub:
         return sorted({match[1] for match in found if match})
 
     def user(self, request: Request) -> str | None:
-        return self.tokens.get(request.headers.get("authorization", "").removeprefix("Bearer "))
+        return self.tokens.get(token_of(request))
+
+    def may_write(self, request: Request, owner: str) -> bool:
+        may = self.user(request) == owner or self.orgs.get(owner) == "write"
+        return may and self.roles.get(token_of(request)) != "read"
 
     # Serving.
 
@@ -162,6 +175,9 @@ class Hub:
         request = Request(scope["method"], unquote(path), query, headers, body)
         self.requests.append(request)
         fault = self._fault_for(request)
+        if fault and fault.held:
+            await receive()  # that it has hung up
+            return
         if fault and fault.corrupt and body:
             request.body = turned(body)
         if fault and fault.status:
@@ -189,19 +205,27 @@ class Hub:
                 return call(self, request, match)
         return problem(404, "EntryNotFound", "no such page")
 
-    def opened(self, request: Request, name: str, write: bool = False) -> Repository | Reply:
-        """The repository, or the refusal that the Hub would send."""
-        user, found = self.user(request), self.repositories.get(name)
-        if found is None or (found.private and user != name.split("/")[0]):
+    def opened(self, request: Request, name: str, ref: str | None = None) -> Repository | Reply:
+        """The repository, or the refusal that the Hub would send.
+
+        ``ref`` is to be written, ``""`` is a pull request to be opened, as everybody may.
+        """
+        user, owner, found = self.user(request), name.split("/")[0], self.repositories.get(name)
+        if found is None or (found.private and owner not in {user, *self.orgs}):
             status = 404 if user else 401
             return problem(status, "RepoNotFound", "Repository not found")
-        if write and user != name.split("/")[0]:
+        own = user is not None and (ref == "" or found.pulls.get(ref or "") == user)
+        if ref is not None and not own and not self.may_write(request, owner):
             text = "You don't have the required permissions"
             return problem(403 if user else 401, message=text)
         return found
 
     def commit_named(self, found: Repository, revision: str) -> str | None:
         return found.refs.get(revision) or (revision if revision in found.commits else None)
+
+
+def token_of(request: Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
 def turned(data: bytes) -> bytes:
@@ -244,7 +268,10 @@ def whoami(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     user = hub.user(request)
     if user is None:
         return problem(401, message="Invalid username or password.")
-    return answer({"type": "user", "name": user, "orgs": [], "auth": {"type": "access_token"}})
+    orgs = [{"type": "org", "name": name, "roleInOrg": role} for name, role in hub.orgs.items()]
+    role = hub.roles.get(token_of(request), "write")
+    auth = {"type": "access_token", "accessToken": {"displayName": "a token", "role": role}}
+    return answer({"type": "user", "name": user, "orgs": orgs, "auth": auth})
 
 
 def info(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
@@ -330,7 +357,7 @@ def create(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     if user is None:
         return problem(401, message="Invalid username or password.")
     owner = asked.get("organization") or user
-    if owner != user:
+    if not hub.may_write(request, owner):
         return problem(403, message="You don't have the rights to create a model there")
     name = f"{owner}/{asked['name']}"
     if name in hub.repositories:
@@ -341,17 +368,23 @@ def create(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 
 def branch(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
-    found = hub.opened(request, match["repo"], write=True)
+    found = hub.opened(request, match["repo"], match["name"])
     if not isinstance(found, Repository):
         return found
+    if match["name"].startswith("refs/"):
+        return problem(400, message="Invalid reference name")
     if match["name"] in found.refs:
         return problem(409, message="Reference already exists")
     found.refs[match["name"]] = found.refs["main"]
     return answer({})
 
 
+def written(request: Request, match: re.Match[str]) -> str:
+    return "" if request.query.get("create_pr") else match["revision"]
+
+
 def preupload(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
-    found = hub.opened(request, match["repo"], write=True)
+    found = hub.opened(request, match["repo"], written(request, match))
     if not isinstance(found, Repository):
         return found
     commit = hub.commit_named(found, match["revision"])
@@ -369,7 +402,8 @@ def preupload(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 
 def batch(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
-    found = hub.opened(request, match["repo"], write=True)
+    ref = request.json.get("ref", {}).get("name", "")
+    found = hub.opened(request, match["repo"], ref)
     if not isinstance(found, Repository):
         return found
     objects = []
@@ -412,7 +446,7 @@ def verify(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
 
 def commit(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
     name = match["repo"]
-    found = hub.opened(request, name, write=True)
+    found = hub.opened(request, name, written(request, match))
     if not isinstance(found, Repository):
         return found
     ref = match["revision"]
@@ -431,17 +465,38 @@ def commit(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
             files[value["path"]] = hub.storage[value["oid"]]
         elif line["key"] == "deletedFile":
             files.pop(value["path"], None)
-    pull = opened_pull(found, ref) if request.query.get("create_pr") else None
+    pull = opened_pull(found, ref, hub.user(request)) if request.query.get("create_pr") else None
     made = found.commit(pull or ref, files, head["summary"])
     told = {"success": True, "commitOid": made, "commitUrl": f"{hub.url}/{name}/commit/{made}"}
     number = (pull or "").rsplit("/", 1)[-1]
     return answer({**told, "pullRequestUrl": f"{hub.url}/{name}/discussions/{number}"})
 
 
-def opened_pull(found: Repository, ref: str) -> str:
+def opened_pull(found: Repository, ref: str, user: str | None) -> str:
     pull = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in found.refs)}"
-    found.refs[pull] = found.refs[ref]
+    found.refs[pull], found.pulls[pull] = found.refs[ref], str(user)
     return pull
+
+
+def discussions(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
+    """The pull requests, of one author where that is asked for."""
+    found = hub.opened(request, match["repo"])
+    if not isinstance(found, Repository):
+        return found
+    authors = request.query.get("author") or set(found.pulls.values())
+    facts = {"title": "", "status": "open", "isPullRequest": True}
+    facts |= {"createdAt": "2026-01-01T00:00:00.000Z"}
+    listing = [
+        {
+            **facts,
+            "num": int(ref.rsplit("/", 1)[1]),
+            "author": {"name": user},
+            "repo": {"name": match["repo"], "type": "model"},
+        }
+        for ref, user in found.pulls.items()
+        if user in authors
+    ]
+    return answer({"discussions": listing, "count": len(listing), "start": 0})
 
 
 def validate(hub: Hub, request: Request, match: re.Match[str]) -> Reply:
@@ -468,6 +523,7 @@ ROUTES: tuple[tuple[tuple[str, ...], str, Call], ...] = (
     (("POST",), "/api/validate-yaml", validate),
     (READ, rf"{API}(/revision/(?P<revision>.+))?", info),
     (READ, rf"{API}/tree/(?P<revision>refs/pr/\d+|[^/]+)(?P<path>/.*)?", tree),
+    (READ, rf"{API}/discussions", discussions),
     (("POST",), rf"{API}/branch/(?P<name>.+)", branch),
     (("POST",), rf"{API}/preupload/(?P<revision>.+)", preupload),
     (("POST",), rf"{API}/commit/(?P<revision>.+)", commit),

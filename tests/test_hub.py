@@ -10,11 +10,13 @@ import pty
 import re
 import select
 import shutil
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -341,6 +343,34 @@ def test_a_push_is_refused_by_the_hub_in_one_line(hub: Hub, home: Path, out: Pat
     assert "no name of a repository" in found[4]
     assert "needs a token" in found[5] and not (out.parent / "other").exists()
     assert set(hub.repositories) & {"me/x", "org/new"} == set()
+
+
+def test_ctrl_c_says_what_is_left_and_a_second_push_goes_on(
+    hub: Hub, home: Path, out: Path
+) -> None:
+    hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
+    hub.fault("PUT", "/upload/.*/2", held=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "enjoyln_cli", "push", str(out), "me/held", "--yes"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(hub, home, HF_TOKEN=TOKEN),
+    )
+    until = time.monotonic() + 60
+    while not any(re.fullmatch("/upload/.*/2", request.path) for request in hub.requests):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (line,) = [line for line in shown.splitlines() if line.startswith("error: ")]
+    assert "interrupted; me/held may be there, without all files; push again" in line
+    assert "Traceback" not in shown and hub.repositories["me/held"].log == []
+    (done,) = enjoyln(hub, home, ["push", out, "me/held", "--yes"], HF_TOKEN=TOKEN)
+    assert done.status == 0, done.err
+    files = hub.repositories["me/held"].files()
+    assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
 
 
 def test_an_interrupted_push_goes_on(hub: Hub, home: Path, out: Path) -> None:
