@@ -125,14 +125,16 @@ def show_transfers() -> None:
         os.environ.pop(BARS, None)
 
 
-def ask(question: str, yes: bool) -> None:
-    """Go on where the user says so; without a terminal only with ``--yes``."""
+def ask(what: str, yes: bool) -> None:
+    """Push where the user says so; without a terminal only with ``--yes``."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise click.UsageError(f"{question} Pass --yes to answer in advance.")
+        raise click.UsageError(
+            f"would push {what}; pass --yes to go on, as nobody can be asked here."
+        )
     try:
-        click.confirm(question, abort=True, err=True)
+        click.confirm(f"Push {what}?", abort=True, err=True)
     except click.Abort as error:
         if isinstance(error.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from error
@@ -318,7 +320,7 @@ def _push_after(
     target = hub.target(repo_id, **to)
     where = f"{target.repo_id} ({target.kind})"
     if not dry_run:
-        ask(f"Push the result to {where}?", yes)
+        ask(f"the result to {where}", yes)
 
     def push_it(out: Path | None) -> Options:
         if out is None:
@@ -451,7 +453,7 @@ def push(
     if chatty:
         write_doubts(upload)
     if not dry_run:
-        ask(f"Push {upload_line(upload)}?", yes)
+        ask(upload_line(upload), yes)
         upload = hub.send(upload, commit_message=message, token=options["token"])
     if as_json:
         write_json(upload.to_json())

@@ -270,8 +270,11 @@ def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
     """Without a terminal nobody can answer."""
     calls = [["push", out, "me/unasked"]]
     calls += [["fold", GPT2, "-o", out.parent / "other", "--push-to-hub", "me/unasked"]]
-    for done in enjoyln(hub, home, *calls, HF_TOKEN=TOKEN):
-        assert done.status == 2 and "--yes" in done.err
+    first, second = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    assert first.status == second.status == 2
+    for done, what in ((first, "8 new and 0 changed of 8 files,"), (second, "the result to me/un")):
+        assert f"would push {what}" in " ".join(done.err.split())
+        assert "pass --yes to go on, as nobody can be asked here" in " ".join(done.err.split())
     call = ["fold", GPT2, "--dry-run", "--push-to-hub", "me/unasked"]
     (tried,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
     assert "would then push to me/unasked (new, public)" in tried.out
