@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from enjoyln_cli import card
 from enjoyln_cli.checkpoint import Source, open_source, raw_config, require_token
+from enjoyln_cli.config import CONFIG
 from enjoyln_cli.errors import (
     BadCheckpoint,
     EnjoyLNError,
@@ -30,7 +31,7 @@ from enjoyln_cli.errors import (
     without_credentials,
 )
 from enjoyln_cli.files import digest, housekeeping, write_whole
-from enjoyln_cli.fold import CARD_FILE, VERIFY_FILE, verified_files
+from enjoyln_cli.fold import BENCH_FILE, CARD_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.marker import read_marker
 from enjoyln_cli.plan import Plan
 
@@ -221,11 +222,9 @@ def prepare(
             f"{out} is not pushed: {complaint}; run `enjoyln verify {out}`, or insist with --force"
         )
     found = target(repo_id, private=private, revision=revision, create_pr=create_pr, token=token)
-    warnings = []
-    if os.path.isabs(marker.source):
-        warnings.append(
-            f"{source.folder or '.'}/config.json tells where it came from: {marker.source}"
-        )
+    origins = _origins(source, marker.source).items()
+    told = "; ".join(f"in {', '.join(names)}: {path}" for path, names in origins)
+    warnings = (f"where it came from can be read {told}",) if told else ()
     text = None
     if (out / CARD_FILE).is_file():
         text = (out / CARD_FILE).read_bytes().decode("utf-8", errors="replace")
@@ -237,7 +236,25 @@ def prepare(
             f"say that {complaint}; run `enjoyln verify {out}`"
         )
     files = _files(out, found.there, text)
-    return Upload(out, found, files, text, complaint, tuple(warnings))
+    return Upload(out, found, files, text, complaint, warnings)
+
+
+def _origins(result: Source, marked: str) -> dict[str, list[str]]:
+    """Each local path that the result's files call their original, and those files."""
+    told = {CONFIG: marked}
+    told |= {name: _source_in(result.path / name) for name in (VERIFY_FILE, BENCH_FILE)}
+    found: dict[str, list[str]] = {}
+    for name, path in told.items():
+        if os.path.isabs(path) or path.startswith((".", "~")):  # as no Hub id does
+            found.setdefault(path, []).append(Path(result.folder, name).as_posix())
+    return found
+
+
+def _source_in(report: Path) -> str:
+    try:
+        return str(json.loads(report.read_text("utf-8"))["source"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
 
 
 def _files(out: Path, there: Mapping[str, tuple[str, str]], text: str | None) -> tuple[File, ...]:

@@ -503,7 +503,20 @@ def test_a_push_tells_where_a_local_source_lay(hub: Hub, home: Path, tmp_path: P
     fold, push = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
     assert fold.status == 0, fold.err
     (warning,) = json.loads(push.out)["warnings"]
-    assert "config.json tells where it came from" in warning and str(GPT2) in warning
+    files = "config.json, enjoyln_verify.json"
+    assert warning == f"where it came from can be read in {files}: {GPT2}"
+    telling = [
+        path for path in (tmp_path / "out").iterdir() if str(GPT2).encode() in path.read_bytes()
+    ]
+    assert sorted(path.name for path in telling) == files.split(", "), "no other file tells it"
+    for name, source in (("enjoyln_bench.json", GPT2), ("enjoyln_verify.json", "~/secret/gpt2")):
+        (tmp_path / "out" / name).write_text(json.dumps({"source": str(source)}))
+    call = ["push", tmp_path / "out", "me/local", "--dry-run", "--json", "--force"]
+    (push,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert json.loads(push.out)["warnings"] == [
+        f"where it came from can be read in config.json, enjoyln_bench.json: {GPT2}; "
+        "in enjoyln_verify.json: ~/secret/gpt2"
+    ]
     call = ["fold", GPT2, "-o", tmp_path / "at-once", "--push-to-hub", "me/at-once", "--yes"]
     (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
     assert "warning:" in done.err and str(GPT2) in "".join(done.err.split())
