@@ -349,8 +349,7 @@ def send(upload: Upload, *, commit_message: str | None = None, token: str | None
 
     Raises ``PushRefused``; what the Hub has then taken it need not be sent again.
     """
-    if upload.card is not None:
-        write_whole(upload.out / CARD_FILE, upload.card)
+    _renew_card(upload)
     repo_id = upload.target.repo_id
     try:
         return _send(upload, commit_message, token)
@@ -360,6 +359,21 @@ def send(upload: Upload, *, commit_message: str | None = None, token: str | None
         raise KeyboardInterrupt(f"{repo_id} may be there, without all files; {AGAIN}") from None
     except Exception as error:  # of huggingface_hub and its HTTP library
         raise _refusal(error, repo_id) from error
+
+
+def _renew_card(upload: Upload) -> None:
+    """Raises ``PushRefused`` where the card in ``out`` is another and cannot be written."""
+    if upload.card is None:
+        return
+    path = upload.out / CARD_FILE
+    try:
+        if path.read_bytes() != upload.card.encode(errors="replace"):
+            write_whole(path, upload.card)
+    except OSError as error:
+        raise PushRefused(
+            f"nothing was sent: {CARD_FILE} has to be written anew for {upload.target.repo_id}, "
+            f"which {upload.out} does not allow ({error.strerror}); push a copy of {upload.out}"
+        ) from error
 
 
 def _send(upload: Upload, commit_message: str | None, token: str | None) -> Upload:

@@ -376,6 +376,22 @@ def test_ctrl_c_says_what_is_left_and_a_second_push_goes_on(
     assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
 
 
+def test_a_card_that_cannot_be_written_stops_a_push(hub: Hub, home: Path, out: Path) -> None:
+    """What lies in the way stands for a disk that is read only, which binds root as well."""
+    (out / "README.md.begun").mkdir()
+    call = ["push", out, "me/read-only", "--yes"]
+    (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert "nothing was sent: README.md has to be written anew for me/read-only" in done.error
+    assert f"push a copy of {out}" in done.error and "me/read-only" not in hub.repositories
+    (out / "README.md.begun").rmdir()
+    (first,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert first.status == 0, first.err
+    (out / "README.md.begun").mkdir()
+    del hub.repositories["me/read-only"]
+    (again,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert again.status == 0, "the card is the one that lies there"
+
+
 def test_an_interrupted_push_goes_on(hub: Hub, home: Path, out: Path) -> None:
     """The weights are there when the commit fails, and are not sent a second time."""
     hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
