@@ -453,7 +453,7 @@ def push(
     if chatty:
         write_doubts(upload)
     if not dry_run:
-        ask(upload_line(upload), yes)
+        ask(upload_line(upload), yes or not upload.differs)
         upload = hub.send(upload, commit_message=message, token=options["token"])
     if as_json:
         write_json(upload.to_json())

@@ -2,9 +2,10 @@
 
 Decides what may be pushed: a directory that carries the marker of a fold, and whose
 ``enjoyln_verify.json`` has passed for the very bytes that lie there. Everything in it goes along,
-but for housekeeping of git and caches. Uploads are ``HfApi.upload_folder`` at every size: it
-commits large folders in parts, and run again it goes on where it stopped, since the Hub knows the
-content that it has (``upload_large_folder`` did so before, and is gone from ``huggingface_hub`` 2).
+but for housekeeping of git and caches. Uploads are ``HfApi.upload_folder`` at every size: with
+``hf_xet`` it commits hundreds of files in parts, without it all in one commit. Run again it goes on
+where it stopped, since the Hub knows the content that it has (``upload_large_folder`` did so
+before, and is gone from ``huggingface_hub`` 2). Where nothing differs nothing is sent.
 
 No token is kept, printed or written.
 """
@@ -21,47 +22,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from enjoyln_cli import card
-from enjoyln_cli.checkpoint import Source, open_source, raw_config, require_token
+from enjoyln_cli.checkpoint import Source, open_source, raw_config
 from enjoyln_cli.config import CONFIG
-from enjoyln_cli.errors import (
-    BadCheckpoint,
-    EnjoyLNError,
-    ModelNotFound,
-    PushRefused,
-    without_credentials,
-)
+from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, PushRefused
 from enjoyln_cli.files import digest, housekeeping, write_whole
 from enjoyln_cli.fold import BENCH_FILE, CARD_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.marker import read_marker
 from enjoyln_cli.plan import Plan
+from enjoyln_cli.repository import AGAIN, Target, own_pulls, refusal, target
 
 Change = Literal["new", "changed", "same"]
 
 LONGEST = 100_000
 """Characters of a card's metadata that are read."""
-
-AGAIN = "push again, it goes on where it stopped"
-
-
-@dataclass(frozen=True)
-class Target:
-    """A repository on the Hub to push to, as it is before."""
-
-    repo_id: str
-    """With its owner."""
-    url: str
-    exists: bool
-    private: bool
-    """What it is, or what it is going to be."""
-    revision: str | None
-    create_pr: bool
-    there: Mapping[str, tuple[str, str]]
-    """Path of each file to its digest: ``("sha256" | "sha1", digits)``, the latter as in git."""
-
-    @property
-    def kind(self) -> str:
-        """``new, private``, and what else it may be."""
-        return ("" if self.exists else "new, ") + ("private" if self.private else "public")
 
 
 @dataclass(frozen=True)
@@ -86,13 +59,18 @@ class Upload:
     """What stands against it, where the user insists."""
     warnings: tuple[str, ...]
     url: str = ""
-    """Of the commit or of the pull request; none before."""
+    """Of the commit or of the pull request, or of what is there already; none before."""
     commit: str = ""
 
     @property
     def size(self) -> int:
         """Bytes of the files that the Hub does not have as they are."""
         return sum(file.size for file in self.files if file.change != "same")
+
+    @property
+    def differs(self) -> bool:
+        """Whether there is anything to push: a file, or the branch itself."""
+        return self.target.new_branch or self.count("same") < len(self.files)
 
     def count(self, change: Change) -> int:
         return sum(file.change == change for file in self.files)
@@ -105,10 +83,12 @@ class Upload:
             "out": str(self.out),
             "repo_id": target.repo_id,
             "revision": target.revision,
+            "new_branch": target.new_branch,
             "create_pr": target.create_pr,
             "exists": target.exists,
             "private": target.private,
             "files": files,
+            "differs": self.differs,
             "bytes": self.size,
             "forced": self.complaint,
             "warnings": list(self.warnings),
@@ -286,79 +266,24 @@ def _change(path: Path, size: int, written: bytes | None, there: tuple[str, str]
 # The Hub.
 
 
-def target(
-    repo_id: str,
-    *,
-    private: bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    token: str | None = None,
-) -> Target:
-    """The repository as it is now. Raises ``PushRefused`` where this user cannot push there."""
-    if create_pr and revision is not None:
-        raise PushRefused("a pull request starts from the main branch; drop --revision")
-    require_token(token)
-    try:
-        return _target(repo_id, private, revision, create_pr, token)
-    except EnjoyLNError:
-        raise
-    except Exception as error:  # of huggingface_hub and its HTTP library
-        raise _refusal(error, repo_id) from error
-
-
-def _target(
-    repo_id: str, private: bool | None, revision: str | None, create_pr: bool, token: str | None
-) -> Target:
-    from huggingface_hub import HfApi, RepoFile, constants, errors
-    from huggingface_hub.utils import validate_repo_id
-
-    validate_repo_id(repo_id)
-    api = HfApi(token=token)
-    user = api.whoami()["name"]
-    repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
-    url = without_credentials(f"{constants.ENDPOINT}/{repo_id}")
-    new = Target(repo_id, url, False, bool(private), revision, create_pr, {})
-    try:
-        known = api.model_info(repo_id)
-    except errors.GatedRepoError:
-        raise
-    except errors.RepositoryNotFoundError:
-        return new
-    if private and not known.private:
-        raise PushRefused(
-            f"{repo_id} is public, and --private makes new repositories only; name another one, or "
-            "make it private on the Hub first"
-        )
-    found = replace(new, exists=True, private=bool(known.private))
-    try:
-        tree = list(api.list_repo_tree(repo_id, recursive=True, revision=revision))
-    except errors.RevisionNotFoundError:
-        return found  # a branch that the push makes
-    there = {
-        entry.path: ("sha256", entry.lfs.sha256) if entry.lfs else ("sha1", entry.blob_id)
-        for entry in tree
-        if isinstance(entry, RepoFile)
-    }
-    return replace(found, there=there)
-
-
 def send(upload: Upload, *, commit_message: str | None = None, token: str | None = None) -> Upload:
     """Carry out what ``prepare`` settled: write the card, make the repository, upload.
 
-    What comes back has ``url`` and ``commit``.
+    What comes back has ``url`` and ``commit``. Nothing is sent or written where nothing differs.
 
     Raises ``PushRefused``; what the Hub has then taken it need not be sent again.
     """
+    to = upload.target
+    if not upload.differs:
+        return replace(upload, url=to.page, commit=to.commit)
     _renew_card(upload)
-    repo_id = upload.target.repo_id
     try:
         return _send(upload, commit_message, token)
-    except EnjoyLNError:
-        raise
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{repo_id} may be there, without all files; {AGAIN}") from None
+        left = f"{to.repo_id} may be there, without all files"
+        raise KeyboardInterrupt(f"{left}; {_again(to, token)}") from None
     except Exception as error:  # of huggingface_hub and its HTTP library
-        raise _refusal(error, repo_id) from error
+        raise refusal(error, to.repo_id, _again(to, token)) from error
 
 
 def _renew_card(upload: Upload) -> None:
@@ -377,16 +302,15 @@ def _renew_card(upload: Upload) -> None:
 
 
 def _send(upload: Upload, commit_message: str | None, token: str | None) -> Upload:
-    from huggingface_hub import HfApi, errors
+    from huggingface_hub import HfApi
 
     to, api = upload.target, HfApi(token=token)
     if not to.exists:
         api.create_repo(to.repo_id, private=to.private, exist_ok=True)
-    if to.revision is not None:
-        try:
-            api.model_info(to.repo_id, revision=to.revision)
-        except errors.RevisionNotFoundError:
-            api.create_branch(to.repo_id, branch=to.revision, exist_ok=True)
+    if to.new_branch:
+        api.create_branch(to.repo_id, branch=str(to.revision), exist_ok=True)
+    if upload.count("same") == len(upload.files):
+        return replace(upload, url=to.page, commit=to.commit)
     done = api.upload_folder(
         repo_id=to.repo_id,
         folder_path=upload.out,
@@ -396,6 +320,19 @@ def _send(upload: Upload, commit_message: str | None, token: str | None) -> Uplo
         commit_message=commit_message or "Upload a checkpoint folded by enjoyln",
     )
     return replace(upload, url=done.pr_url or done.commit_url, commit=done.oid)
+
+
+def _again(to: Target, token: str | None) -> str:
+    """How to go on; in the pull request that this push has opened, if it came to that."""
+    if not to.create_pr:
+        return AGAIN
+    try:
+        opened = own_pulls(to, token) - to.pulls
+    except Exception:  # of huggingface_hub and its HTTP library
+        return f"if {to.url}/discussions has its pull request, push to that with --revision"
+    if not opened:
+        return AGAIN
+    return f"push again with --revision {max(opened)} and without --create-pr, it goes on there"
 
 
 def push(
@@ -420,37 +357,3 @@ def push(
         force=force,
     )
     return send(upload, commit_message=commit_message, token=token)
-
-
-def _refusal(error: Exception, repo_id: str) -> PushRefused:
-    """One line for whatever stopped a push: the Hub's answer decides, however it is wrapped."""
-    from huggingface_hub import constants, errors
-
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__) is not None:
-        causes.append(cause)
-    answers = [one for one in causes if isinstance(one, errors.HfHubHTTPError)]
-    response = getattr(answers[0], "response", None) if answers else None
-    status = getattr(response, "status_code", None)
-    said = getattr(response, "headers", {}).get("X-Error-Message") or str(causes[-1])
-    first = " ".join(said.strip().split("\n")[0][:200].split())
-    if any(isinstance(one, errors.LocalTokenNotFoundError) for one in causes):
-        return PushRefused("pushing needs a token; run `hf auth login` or pass --token")
-    if any(isinstance(one, errors.OfflineModeIsEnabled) for one in causes):
-        return PushRefused("HF_HUB_OFFLINE is set; go online to push")
-    if any(isinstance(one, errors.HFValidationError) for one in causes):
-        return PushRefused(f"{repo_id!r} is no name of a repository, as owner/name is: {first}")
-    if status == 401:
-        return PushRefused("the Hub does not know the token; run `hf auth login` or pass --token")
-    if status == 403:
-        return PushRefused(f"the token may not write to {repo_id} ({first}); use one that may")
-    if status == 404:
-        return PushRefused(f"{repo_id} cannot be found by this token ({first})")
-    if status is not None and (status == 429 or status >= 500):
-        return PushRefused(f"the Hub did not take the upload ({status}); wait, then {AGAIN}")
-    if status is not None:
-        return PushRefused(f"the Hub did not take the upload ({status}: {first})")
-    if any(isinstance(one, errors.HTTPError) for one in causes):
-        kind = type(causes[-1]).__name__
-        return PushRefused(f"{constants.ENDPOINT} cannot be reached ({kind}: {first}); {AGAIN}")
-    return PushRefused(f"the upload failed: {type(causes[-1]).__name__}: {first}; {AGAIN}")

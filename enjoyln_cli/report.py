@@ -248,7 +248,8 @@ def write_fold(found: Row) -> None:
         )
     say(f"verified: {checked['summary']}" if checked else unchecked)
     if "pushed" in found:
-        say(f"pushed to {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
+        done = "pushed to" if found["pushed"]["differs"] else "nothing to push:"
+        say(f"{done} {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
     else:
         say(f"next: enjoyln verify {found['out']}")
 
@@ -324,8 +325,9 @@ def _bench_line(row: SpeedRow, fold_seconds: float | None) -> str:
 
 def write_push(found: Upload) -> None:
     """What was pushed, and where it is; of a dry run every file with its size, and what is new."""
+    done = f"pushed {upload_line(found)}" if found.differs else _same_line(found)
     if found.url:
-        say(f"pushed {upload_line(found)}", "green")
+        say(done, "green")
         say(found.url)
         return
     table = Table("file", "size", "")
@@ -333,7 +335,8 @@ def write_push(found: Upload) -> None:
     for file in found.files:
         table.add_row(file.name, size(file.size), file.change)
     _show(table)
-    say(f"would push {upload_line(found)}; nothing was sent (dry run)")
+    would = f"would push {upload_line(found)}" if found.differs else _same_line(found)
+    say(f"{would}; nothing was sent (dry run)")
 
 
 def write_doubts(found: Upload) -> None:
@@ -346,11 +349,14 @@ def write_doubts(found: Upload) -> None:
 
 def upload_line(found: Upload) -> str:
     """``3 new and 1 changed of 9 files, 1.6 MB, to me/model (new, private)``."""
-    to = found.target
+    to, where = found.target, found.target.name
     changes = f"{found.count('new')} new and {found.count('changed')} changed"
-    where = f"{to.repo_id}{'@' + to.revision if to.revision else ''}"
     where = f"a pull request to {where}" if to.create_pr else where
     return f"{changes} of {len(found.files)} files, {size(found.size)}, to {where} ({to.kind})"
+
+
+def _same_line(found: Upload) -> str:
+    return f"nothing to push: {found.target.name} has all {len(found.files)} files as they are"
 
 
 def write_environment(found: dict[str, Any]) -> None:

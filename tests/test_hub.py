@@ -24,6 +24,9 @@ import pytest
 from hub_clients import GPT2, TOKEN, clients, enjoyln, environment, python
 from hub_server import Hub, serving, sha256
 
+READ, FINE = "hf_onlyREADS", "hf_fineGRAINED"
+MESSAGE = "Upload a checkpoint folded by enjoyln"
+
 pytestmark = pytest.mark.usefixtures("quiet_hub")
 
 CARD = """\
@@ -43,7 +46,9 @@ Trained on a licence.
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
     with serving() as server, clients():
-        server.tokens[TOKEN] = "me"
+        server.tokens |= {TOKEN: "me", READ: "me", FINE: "me"}
+        server.roles |= {READ: "read", FINE: "fineGrained"}
+        server.orgs |= {"crew": "write", "readers": "read"}
         files = {path.name: path.read_bytes() for path in GPT2.iterdir()}
         foreign = ("tf_model.h5", "flax_model.msgpack", "onnx/model.onnx", "pytorch_model.bin")
         files |= {name: b"the same in another form" for name in foreign}
@@ -214,7 +219,8 @@ def test_a_push_can_be_loaded_by_stock_transformers(
     assert done.out.splitlines()[-1] == f"{hub.url}/me/gpt2-rms/commit/{there.refs['main']}"
     assert there.private and len(there.log) == 1
     assert there.files()["model.safetensors"] == (out / "model.safetensors").read_bytes()
-    assert "0 new and 0 changed of 8 files, 0 B" in again.out and len(there.log) == 1
+    assert "nothing to push: me/gpt2-rms has all 8 files as they are" in again.out
+    assert again.out.splitlines()[-1] == f"{hub.url}/me/gpt2-rms/tree/main" and len(there.log) == 1
     assert not any(TOKEN.encode() in data for data in there.files().values())
     code = """
 import sys, torch
@@ -238,6 +244,11 @@ print(float((a - b).norm() / a.norm()), float((a - c).norm() / a.norm()))
 def test_a_fold_can_push_its_result(hub: Hub, home: Path, tmp_path: Path) -> None:
     call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--push-to-hub", "one-go", "--yes"]
     (done,) = enjoyln(hub, home, [*call, "--token", TOKEN, "--json"])
+    (tmp_path / "again").mkdir()
+    again = ["fold", "org/gpt2", "-o", tmp_path / "again" / "out", *call[4:]]
+    (same,) = enjoyln(hub, home, again, HF_TOKEN=TOKEN)
+    page = f"{hub.url}/me/one-go/tree/main"
+    assert f"nothing to push: me/one-go: {page}" in " ".join(same.out.split()), same
     found = json.loads(done.out)["pushed"]
     assert (found["repo_id"], found["private"]) == ("me/one-go", False)
     there = hub.repositories["me/one-go"].files()
@@ -264,6 +275,86 @@ def test_a_push_to_a_branch_and_as_a_pull_request(hub: Hub, home: Path, out: Pat
         assert there.files(ref)["model.safetensors"] == (out / "model.safetensors").read_bytes()
     assert there.log == ["Less to compute"] * 2
     assert branch.status == 0 and "drop --revision" in both.error
+
+
+def test_a_new_branch_is_compared_with_the_one_it_starts_from(
+    hub: Hub, home: Path, out: Path
+) -> None:
+    there = hub.add("me/branched", {"config.json": (out / "config.json").read_bytes()})
+    call = ["push", out, "me/branched", "--revision", "rms", "--yes"]
+    dry, done = enjoyln(hub, home, [*call, "--dry-run"], call, HF_TOKEN=TOKEN)
+    assert "would push 7 new and 0 changed of 8 files" in dry.out
+    assert "to me/branched@rms (new branch, public); nothing was sent" in dry.out
+    assert done.out.splitlines()[-1] == f"{hub.url}/me/branched/commit/{there.refs['rms']}"
+    assert there.refs["rms"] != there.refs["main"] and there.log == [MESSAGE]
+
+
+def test_a_new_branch_may_be_all_that_is_new(hub: Hub, home: Path, out: Path) -> None:
+    call = ["push", out, "me/twice", "--yes"]
+    calls = [call, [*call, "--revision", "rms/2"], [*call, "--revision", "rms/2", "--json"]]
+    _, branch, again = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    there = hub.repositories["me/twice"]
+    assert there.refs["rms/2"] == there.refs["main"] and there.log == [MESSAGE]
+    assert "pushed 0 new and 0 changed of 8 files, 0 B, to me/twice@rms/2 (new br" in branch.out
+    assert branch.out.splitlines()[-1] == f"{hub.url}/me/twice/tree/rms%2F2"
+    found = json.loads(again.out)
+    assert (found["differs"], found["new_branch"], found["bytes"]) == (False, False, 0)
+    assert found["commit"] == there.refs["main"]
+    assert found["url"] == f"{hub.url}/me/twice/tree/rms%2F2"
+
+
+def test_nothing_is_sent_where_nothing_differs(hub: Hub, home: Path, out: Path) -> None:
+    (first,) = enjoyln(hub, home, ["push", out, "me/same", "--yes"], HF_TOKEN=TOKEN)
+    assert first.status == 0, first.err
+    hub.requests.clear()
+    call: list[object] = ["push", out, "me/same"]
+    calls = [call, [*call, "--create-pr"], [*call, "--dry-run"]]
+    for done in enjoyln(hub, home, *calls, HF_TOKEN=TOKEN):
+        assert done.status == 0, "nobody has to say yes to that"
+        assert "nothing to push: me/same has all 8 files as they are" in done.out
+    assert set(hub.repositories["me/same"].refs) == {"main"}
+    assert {request.method for request in hub.requests} == {"GET"}
+
+
+def test_a_pull_request_needs_a_repository(hub: Hub, home: Path, out: Path) -> None:
+    calls: list[list[object]] = [["push", out, "me/none", "--create-pr", "--yes"]]
+    calls += [["push", out, "me/none", "--revision", "refs/pr/1", "--yes"]]
+    calls += [["fold", GPT2, "-o", out.parent / "o", "--push-to-hub", "me/none", "--create-pr"]]
+    push, revision, fold = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    for done in (push, fold):
+        assert "there is no me/none" in done.error and "without --create-pr" in done.error
+    assert "me/none has no refs/pr/1" in revision.error
+    assert "me/none" not in hub.repositories and not (out.parent / "o").exists()
+
+
+def test_a_pull_request_that_was_opened_is_gone_on_with(hub: Hub, home: Path, out: Path) -> None:
+    """The answer to its commit is lost: a second one must not be opened."""
+    there = hub.add("org/theirs", {"config.json": b"{}"})
+    there.pulls["refs/pr/1"] = "another"
+    there.refs["refs/pr/1"] = there.refs["main"]
+    hub.fault("POST", "/commit/", status=500)
+    call: list[object] = ["push", out, "org/theirs", "--yes"]
+    (early,) = enjoyln(hub, home, [*call, "--create-pr"], HF_TOKEN=TOKEN)
+    assert early.error.endswith("push again, it goes on where it stopped")
+    hub.fault("POST", "/commit/", cut=True)
+    (late,) = enjoyln(hub, home, [*call, "--create-pr"], HF_TOKEN=TOKEN)
+    assert "push again with --revision refs/pr/2 and without --create-pr" in late.error
+    there.commit("refs/pr/2", {"config.json": b"{}"}, "as if a part had come")
+    (done,) = enjoyln(hub, home, [*call, "--revision", "refs/pr/2"], HF_TOKEN=TOKEN)
+    assert done.status == 0 and "to org/theirs@refs/pr/2 (public)" in done.out, done.err
+    weights = (out / "model.safetensors").read_bytes()
+    assert there.files("refs/pr/2")["model.safetensors"] == weights
+    assert set(there.refs) == {"main", "refs/pr/1", "refs/pr/2"} and len(there.files()) == 1
+
+
+def test_a_pull_request_that_nobody_can_tell_of(hub: Hub, home: Path, out: Path) -> None:
+    hub.add("me/silent", {"config.json": b"{}"})
+    hub.fault("POST", "/commit/", status=500)
+    hub.fault("GET", "/discussions")
+    hub.fault("GET", "/discussions", status=500)
+    call = ["push", out, "me/silent", "--create-pr", "--yes"]
+    (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert f"if {hub.url}/me/silent/discussions has its pull request" in done.error
 
 
 def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
@@ -342,10 +433,53 @@ def test_a_push_is_refused_by_the_hub_in_one_line(hub: Hub, home: Path, out: Pat
     found = [done.error for done in enjoyln(hub, home, *calls)]
     assert "needs a token; run `hf auth login`" in found[0]
     assert "does not know the token" in found[1]
-    assert "may not write to org/gpt2" in found[2] and "may not write to org/new" in found[3]
+    assert "me may not write to org/gpt2: org is no organization" in found[2]
+    assert "may not write to org/new" in found[3]
     assert "no name of a repository" in found[4]
     assert "needs a token" in found[5] and not (out.parent / "other").exists()
     assert set(hub.repositories) & {"me/x", "org/new"} == set()
+
+
+def test_who_may_not_write_learns_it_before_anything_is_done(
+    hub: Hub, home: Path, out: Path
+) -> None:
+    other = out.parent / "other"
+    fold: list[object] = ["fold", GPT2, "-o", other, "--yes", "--push-to-hub"]
+    calls: list[list[object]] = [
+        ["push", out, "me/x", "--dry-run", "--token", READ],
+        [*fold, "me/x", "--token", READ],
+        ["push", out, "org/gpt2", "--dry-run", "--token", TOKEN],
+        [*fold, "org/gpt2", "--token", TOKEN],
+        ["push", out, "org/new", "--dry-run", "--create-pr", "--token", TOKEN],
+        ["push", out, "readers/new", "--dry-run", "--token", TOKEN],
+    ]
+    found = [done.error for done in enjoyln(hub, home, *calls)]
+    for line in found[:2]:
+        assert "the token may only read" in line and f"{hub.url}/settings/tokens" in line
+    for line in found[2:4]:
+        assert "push to me/gpt2, or open a pull request with --create-pr" in line
+    assert "org is no organization of theirs; push to me/new" in found[4]
+    assert "--create-pr" not in found[4]
+    assert "me may only read in readers" in found[5]
+    assert not other.exists()
+    assert {request.method for request in hub.requests} == {"GET"}
+
+
+def test_who_may_perhaps_write_is_not_refused(hub: Hub, home: Path, out: Path) -> None:
+    """The Hub alone knows what a fine-grained token is for, and who writes to one repository."""
+    hub.add("readers/theirs", {"config.json": b"{}"})
+    calls: list[list[object]] = [
+        ["push", out, "crew/new", "--yes", "--token", TOKEN],
+        ["push", out, "Crew/new", "--dry-run", "--token", TOKEN],
+        ["push", out, "org/gpt2", "--dry-run", "--create-pr", "--token", TOKEN],
+        ["push", out, "readers/theirs", "--dry-run", "--token", TOKEN],
+        ["push", out, "org/gpt2", "--dry-run", "--token", FINE],
+        ["push", out, "org/gpt2", "--yes", "--token", FINE],
+    ]
+    *may, last = enjoyln(hub, home, *calls)
+    assert [done.status for done in may] == [0] * 5, may
+    assert "crew/new" in hub.repositories
+    assert "the token may not write to org/gpt2 (You don't have" in last.error
 
 
 def test_ctrl_c_says_what_is_left_and_a_second_push_goes_on(
@@ -482,8 +616,19 @@ def test_a_public_repository_is_not_taken_for_a_private_one(
     there = hub.add("me/public", {"config.json": b"{}"})
     call = ["push", out, "me/public", "--private", "--yes"]
     (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
-    assert "me/public is public" in done.error
+    assert "me/public is public, and --private makes new repositories only" in done.error
     assert set(there.files()) == {"config.json"}
+
+
+def test_a_private_repository_is_not_taken_for_a_public_one(
+    hub: Hub, home: Path, out: Path
+) -> None:
+    there = hub.repositories["me/private"]
+    before = dict(there.refs)
+    call = ["push", out, "me/private", "--no-private", "--yes"]
+    (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert "me/private is private, and --no-private makes new repositories only" in done.error
+    assert there.private and there.refs == before
 
 
 def test_a_result_on_the_hub_is_verified_and_its_cache_left_alone(
