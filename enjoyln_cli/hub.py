@@ -203,8 +203,7 @@ def prepare(
         )
     found = target(repo_id, private=private, revision=revision, create_pr=create_pr, token=token)
     origins = _origins(source, marker.source).items()
-    told = "; ".join(f"in {', '.join(names)}: {path}" for path, names in origins)
-    warnings = (f"where it came from can be read {told}",) if told else ()
+    warnings = tuple(f"{', '.join(names)} would publish the path {path}" for path, names in origins)
     text = None
     if (out / CARD_FILE).is_file():
         text = (out / CARD_FILE).read_bytes().decode("utf-8", errors="replace")

@@ -153,10 +153,10 @@ def _require_rights(to: Target, who: Mapping[str, Any]) -> None:
             "run `hf auth login` with it"
         )
     owner, name = to.repo_id.split("/")
-    orgs = {org["name"].lower(): org for org in who.get("orgs", [])}
+    orgs = {org["name"].lower(): org for org in who.get("orgs", ())}
     own = f"push to {to.user}/{name}"
     own += ", or open a pull request with --create-pr" if to.exists else ""
-    if role == "write" and owner.lower() not in {to.user.lower(), *orgs}:
+    if role == "write" and "orgs" in who and owner.lower() not in {to.user.lower(), *orgs}:
         raise PushRefused(
             f"{to.user} may not write to {to.repo_id}: {owner} is no organization of theirs; {own}"
         )

@@ -665,7 +665,7 @@ def test_a_push_tells_where_a_local_source_lay(hub: Hub, home: Path, tmp_path: P
     assert fold.status == 0, fold.err
     (warning,) = json.loads(push.out)["warnings"]
     files = "config.json, enjoyln_verify.json"
-    assert warning == f"where it came from can be read in {files}: {GPT2}"
+    assert warning == f"{files} would publish the path {GPT2}"
     telling = [
         path for path in (tmp_path / "out").iterdir() if str(GPT2).encode() in path.read_bytes()
     ]
@@ -675,8 +675,8 @@ def test_a_push_tells_where_a_local_source_lay(hub: Hub, home: Path, tmp_path: P
     call = ["push", tmp_path / "out", "me/local", "--dry-run", "--json", "--force"]
     (push,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
     assert json.loads(push.out)["warnings"] == [
-        f"where it came from can be read in config.json, enjoyln_bench.json: {GPT2}; "
-        "in enjoyln_verify.json: ~/secret/gpt2"
+        f"config.json, enjoyln_bench.json would publish the path {GPT2}",
+        "enjoyln_verify.json would publish the path ~/secret/gpt2",
     ]
     call = ["fold", GPT2, "-o", tmp_path / "at-once", "--push-to-hub", "me/at-once", "--yes"]
     (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)

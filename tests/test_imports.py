@@ -49,7 +49,7 @@ LAYERS = (
     ("returned", "specs"),
     ("checkpoint",),
     ("remote",),
-    ("config", "shards", "output"),
+    ("config", "shards", "output", "news"),
     ("pipeline",),
     ("files",),
     ("axis", "units", "corrections", "pictures", "team", "memory"),
