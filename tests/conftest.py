@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hub_server import Hub
 from live_models import CHECKPOINTS, FOLDED
 
@@ -15,7 +16,12 @@ from enjoyln_cli import fold
 
 
 def pytest_configure() -> None:
-    """A job in the background of a script ignores Ctrl-C, and so would the commands it starts."""
+    """A job in the background of a script ignores Ctrl-C, and so would the commands it starts.
+
+    What transformers logs goes to the stream that was there when it was imported, which pytest has
+    closed by the time of the tests.
+    """
+    transformers.logging.set_verbosity_error()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
