@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -171,10 +171,10 @@ def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """``x - mean(x)`` over ``axis``, in float32 or wider, rounded once to the dtype of ``x``."""
     if x.is_nested:  # what torch's encoder makes of padded rows
         return torch.nested.as_nested_tensor([centre_value(row, axis) for row in x.unbind()])
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = torch.promote_types(x.dtype, torch.float32)
     if axis.outer == axis.inner == 1 and axis.size == x.shape[axis.dim]:
-        return (wide - wide.mean(axis.dim, keepdim=True)).to(x.dtype)
-    return centre(wide, moved(axis, axis.dim % x.ndim)).to(x.dtype)
+        return (x - x.mean(axis.dim, keepdim=True, dtype=wide)).to(x.dtype)
+    return centre(x.to(wide), moved(axis, axis.dim % x.ndim)).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,9 @@ class CentreInputs:
     order: tuple[str, ...]
     """Names of the inputs that come by position."""
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if getattr(module, "within", 0):
-            return args, kwargs
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if module.within or not _given(self.names, self.order, args, kwargs):
+            return None
         values = [
             _centre_last(value) if name in self.names else value
             for name, value in zip(self.order, args, strict=False)
@@ -211,12 +211,8 @@ class GuardInputs:
     order: tuple[str, ...]
     merged: bool = False
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if getattr(module, "within", 0):
-            return
-        given = [name for name, x in zip(self.order, args, strict=False) if x is not None]
-        given += [name for name, x in kwargs.items() if x is not None]
-        found = [name for name in given if name in self.names]
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
+        found = () if module.within else _given(self.names, self.order, args, kwargs)
         if found and self.merged:
             raise UnsupportedModel(
                 f"{type(module).__name__}: not proven for calls with {', '.join(found)}, and its "
@@ -224,14 +220,25 @@ class GuardInputs:
                 "or fold without --merge"
             )
         if found and not _guarded(module):
-            module.guarding = True  # type: ignore[assignment]
+            module.guarding = True
             set_shifted(module, GIVEN, True)
 
 
-def end_of_guard(module: nn.Module, args: Any, output: Any) -> None:
+def _given(
+    names: Sequence[str], order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[str]:
+    """Of the inputs ``names`` those that a call has, the first of them by their ``order``."""
+    found = [name for name in names if kwargs.get(name) is not None]
+    if args:
+        by_place = zip(order, args, strict=False)
+        found += [name for name, x in by_place if x is not None and name in names]
+    return found
+
+
+def end_of_guard(module: Any, args: Any, output: Any) -> None:
     """The forward hook that goes with ``GuardInputs``: the outermost guarded call ends it."""
-    if getattr(module, "guarding", False):
-        module.guarding = False  # type: ignore[assignment]
+    if module.guarding:
+        module.guarding = False
         set_shifted(module, GIVEN, False)
 
 
@@ -337,11 +344,11 @@ def _add_hooks(
         path = next((name for name, m in module.named_modules() if m is encoder), None)
         if encoder is not None and path is not None and id(encoder) not in models:
             hooked[id(encoder)] = encoder
-            encoder.within = 0  # type: ignore[assignment]
             if _once(module, Around(path, 1), module.register_forward_pre_hook):
                 call_first(module)
             _once(module, Around(path, -1), module.register_forward_hook, always_call=True)
     for module in hooked.values():
+        module.within, module.guarding = 0, False  # type: ignore[assignment]
         order = tuple(inspect.signature(module.forward).parameters)
         if entry_inputs:
             centre = CentreInputs(entry_inputs, order)
