@@ -75,6 +75,7 @@ def test_the_originals_metadata_comes_along(out: Path) -> None:
         "base_model": "me/teacher",
         "base_model_relation": "finetune",
     }, "results of the original are its own"
+    assert "where the Hub lists" not in made(out).text, "its own relation was carried over"
 
 
 def test_a_model_of_the_hub_is_the_base_model() -> None:

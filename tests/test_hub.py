@@ -124,6 +124,12 @@ def test_a_result_remembers_the_commit(hub: Hub, folded: Path) -> None:
     assert marker["revision"] == hub.repositories["org/gpt2"].refs["v1"]
 
 
+def test_a_card_explains_the_relation_that_the_hub_has_for_it(folded: Path) -> None:
+    words = " ".join((folded / "README.md").read_text().split())
+    assert "base_model_relation: quantized" in words
+    assert "or quantised. (`quantized` is where the Hub lists conversions" in words
+
+
 def test_offline_the_cache_is_enough(hub: Hub, home: Path, folded: Path, tmp_path: Path) -> None:
     calls = [["fold", "org/gpt2", "--revision", "v1", "-o", tmp_path / "again", "--no-verify"]]
     calls += [["report", "org/other"], ["push", folded, "me/model", "--yes"]]
