@@ -39,6 +39,7 @@ from enjoyln_cli.arguments import (
     refuse_push_options,
 )
 from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.output import check_file
 
 QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -185,6 +186,8 @@ def report(
         raise click.UsageError("--why shows a tree; drop --format.")
     if show["picture"]:
         _check_picture(models or types, show["picture"])
+    if save:
+        check_file(save)
     from enjoyln_cli.convert import recipe_text
     from enjoyln_cli.report import write_rows, write_tree
 

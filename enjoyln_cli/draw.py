@@ -16,6 +16,7 @@ from math import hypot
 from pathlib import Path
 
 from enjoyln_cli.errors import OutputError
+from enjoyln_cli.output import check_file
 from enjoyln_cli.pictures import (
     CHARACTER,
     FONT,
@@ -70,8 +71,7 @@ def check(file: Path) -> None:
         if find_spec(library) is None:
             kind = "a PNG" if library == "PIL" else "a picture"
             raise OutputError(f"{kind} needs {words}; pip install 'enjoyln[pictures]'")
-    if not file.parent.is_dir():
-        raise OutputError(f"{file} cannot be written: {file.parent} is no directory")
+    check_file(file)
 
 
 def save(picture: Picture, file: Path) -> None:

@@ -156,6 +156,24 @@ def check_place(out: Path, *, source: Path, force: bool, resume: bool = False) -
     return out
 
 
+def check_file(file: Path) -> None:
+    """Raises ``OutputError`` for a file that cannot be written, before there is anything to write.
+
+    Nothing is made or changed to find that out.
+    """
+    folder, why = file.parent, ""
+    if os.path.isdir(file):
+        why = "it is a directory"
+    elif not folder.is_dir():
+        why = f"{folder} is no directory"
+    elif os.path.exists(file):
+        why = "" if os.access(file, os.W_OK) else "it is read-only"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        why = f"{folder} takes no new files"
+    if why:
+        raise OutputError(f"{file} cannot be written: {why}")
+
+
 def _require_free(out: Path, force: bool, resume: bool = False) -> None:
     if resume and not force:
         raise OutputError(f"{out} exists, as a whole; there is nothing to resume")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from enjoyln_cli.errors import OutputError
+from enjoyln_cli.output import check_file
 
 SUFFIXES = (".png", ".svg")
 MARKS = {
@@ -48,8 +49,7 @@ def check(file: Path) -> None:
         raise OutputError(f"{file} says no picture format; end it in {' or '.join(SUFFIXES)}")
     if find_spec("matplotlib") is None:
         raise OutputError("--plot needs matplotlib; pip install 'enjoyln[pictures]'")
-    if not file.parent.is_dir():
-        raise OutputError(f"{file} cannot be written: {file.parent} is no directory")
+    check_file(file)
 
 
 def save(found: Mapping[str, Any], file: Path) -> None:

@@ -592,6 +592,8 @@ def test_what_cannot_be_drawn_is_refused_before_it_is_measured(
 ) -> None:
     with pytest.raises(OutputError, match="end it in .png or .svg"):
         plot.check(tmp_path / "a.pdf")
+    with pytest.raises(OutputError, match="no is no directory"):
+        plot.check(tmp_path / "no" / "a.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("enjoyln_cli.plot.find_spec", lambda name: None)
     with pytest.raises(OutputError, match=r"matplotlib; pip install 'enjoyln\[pictures\]'"):

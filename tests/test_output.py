@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from enjoyln_cli.errors import OutputError
-from enjoyln_cli.output import staged_output
+from enjoyln_cli.output import check_file, staged_output
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ FULL = """
 import resource, signal, sys
 from pathlib import Path
 from enjoyln_cli.errors import OutputError
-from enjoyln_cli.output import staged_output
+from enjoyln_cli.output import check_file, staged_output
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 root = Path(sys.argv[1])
@@ -215,3 +215,29 @@ def test_a_full_disk(tmp_path: Path, source: Path) -> None:
         (staged / "half.txt").write_text("half")
         Path("/dev/full").write_bytes(b"more")
     assert names(tmp_path) == ["source"]
+
+
+# Single files.
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("folder", "it is a directory"),
+        ("none/new", "none is no directory"),
+        ("file/new", "file is no directory"),
+        ("file", "it is read-only"),
+        ("folder/new", "folder takes no new files"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_found_before(
+    name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    if name in ("file", "folder/new"):
+        check_file(tmp_path / name)
+        monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # not for root
+    with pytest.raises(OutputError, match=f"{name} cannot be written: .*{why}$"):
+        check_file(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]

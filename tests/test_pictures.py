@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from enjoyln_cli import draw
 from enjoyln_cli.alike import Part, addresses_of
 from enjoyln_cli.analysis import Analysis
 from enjoyln_cli.cli import main
 from enjoyln_cli.convert import Opening, inspect
 from enjoyln_cli.draw import COLOURS, as_html, as_png, as_svg
-from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.errors import EnjoyLNError, OutputError
 from enjoyln_cli.pictures import Box, Graph, Link, Picture, layout
 from enjoyln_cli.plan import Options
 from enjoyln_cli.sketch import model_picture, norm_picture
@@ -270,6 +271,8 @@ def test_what_cannot_be_saved_is_one_line(tmp_path: Path) -> None:
     for name, hint in (("it.pdf", ".svg, .html, .png"), ("none/it.svg", "is no directory")):
         status, text = said("--save", tmp_path / name)
         assert status == 1 and hint in text and text.count("\n") == 1
+    with pytest.raises(OutputError, match="it is a directory"):
+        draw.check(tmp_path / "is.svg")
     assert said("--save", tmp_path / "is.svg")[0] == 2
     assert said("--save", tmp_path / "it.svg", CHECKPOINTS / "bert")[0] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["is.svg"]
