@@ -104,7 +104,7 @@ class Flow:
             current, visited = waiting.pop()
             if current in self._observers:
                 continue
-            steps = list(self._steps(current))
+            steps = list(self.steps(current))
             seen = next((step for step in steps if isinstance(step, Observer)), None)
             open_values = [s for s in steps if isinstance(s, Value) and s not in self._observers]
             if seen is not None or visited or not open_values:
@@ -115,7 +115,8 @@ class Flow:
                 waiting.extend((step, False) for step in open_values)
         return self._observers[value]
 
-    def _steps(self, value: Value) -> Iterator[Value | Observer]:
+    def steps(self, value: Value) -> Iterator[Value | Observer]:
+        """What a shift of the value shifts in turn, and who sees it, of its consumers alone."""
         for consumer in consumers(value.node):
             if consumer.op == "output" and not self.is_required(value):
                 continue

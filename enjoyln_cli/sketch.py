@@ -93,10 +93,15 @@ def _add_norms(found: Sketch, analysis: Analysis) -> None:
 
 
 def _add_stream(found: Sketch, analysis: Analysis) -> None:
-    """Writers, sums and what keeps a mean, in the zero-mean graphs of all norms together."""
-    problem, impure = analysis.problem, analysis.cut.impure
+    """Writers, sums and what keeps a mean, of the whole residual stream.
+
+    That is the zero-mean graphs of all norms together, and what is added to them where no norm
+    reads the sum, or none through what its mean passes: the last block before a concatenation.
+    """
+    problem = analysis.problem
     starts = (v for values in problem.norms.values() for v in values if v.trace == 0)
-    items = _reached(analysis, [problem.item(value) for value in starts])
+    proven = _reached(analysis, [problem.item(value) for value in starts])
+    items = _reached(analysis, proven, onwards=True)
     numbers: Counter[str] = Counter()
     place = {node: at for at, node in enumerate(found.trace.graph.nodes)}
     values = sorted((i for i in items if isinstance(i, Value)), key=lambda v: place[v.node])
@@ -117,7 +122,8 @@ def _add_stream(found: Sketch, analysis: Analysis) -> None:
             call, module = calls[-1] if calls else ("", "")
             path = f"{module}.({op_name(node)} {numbers[call]})".lstrip(".")
             numbers[call] += 1
-            tone: Tone = "mean" if value in impure else "zero"
+            zero = value in proven and value not in analysis.cut.impure
+            tone: Tone = "zero" if zero else "mean"
             found.of_node[node] = found.add(Part("sum", path, tone, (), "the residual stream"))
             for weight in weights:
                 part = _writer(found, analysis, [weight])
@@ -126,7 +132,10 @@ def _add_stream(found: Sketch, analysis: Analysis) -> None:
                         found.of_node[held] = part
 
 
-def _reached(analysis: Analysis, starts: Iterable[Item]) -> dict[Item, Opaque | tuple[Item, ...]]:
+def _reached(
+    analysis: Analysis, starts: Iterable[Item], onwards: bool = False
+) -> dict[Item, Opaque | tuple[Item, ...]]:
+    """All items that a mean in ``starts`` comes from; ``onwards``, and all that it goes on to."""
     found: dict[Item, Opaque | tuple[Item, ...]] = {}
     waiting = list(starts)
     while waiting:
@@ -134,6 +143,9 @@ def _reached(analysis: Analysis, starts: Iterable[Item]) -> dict[Item, Opaque | 
         if item not in found:
             found[item] = sources = analysis.problem.sources(item)
             waiting += () if isinstance(sources, Opaque) else sources
+            if onwards and isinstance(item, Value):
+                steps = analysis.problem.flow.steps(item)
+                waiting += [step for step in steps if isinstance(step, Value)]
     return found
 
 
@@ -143,7 +155,7 @@ def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> 
     alone = len(weights) == 1 and weights[0].name.rpartition(".")[2] not in ("weight", "bias")
     path = weights[0].name if alone else ", ".join(modules)
     used = {w for support in cut.folded.values() for w in support.writers}
-    blocked = [w for w in weights if w in cut.impure and problem.obstacle(w)]
+    blocked = [w for w in weights if problem.obstacle(w)]
     tone: Tone
     lines: tuple[str, ...]
     if blocked:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from enjoyln_cli import draw
 from enjoyln_cli.alike import Part, addresses_of
-from enjoyln_cli.analysis import Analysis
+from enjoyln_cli.analysis import Analysis, analyze_config
 from enjoyln_cli.cli import main
 from enjoyln_cli.convert import Opening, inspect
 from enjoyln_cli.draw import COLOURS, as_html, as_png, as_svg
@@ -108,6 +108,19 @@ def test_a_widened_mlp_says_that_it_subtracts() -> None:
     assert names(found["static"]) == ["output.LayerNorm"]
 
 
+def test_the_stream_goes_on_where_no_proof_does() -> None:
+    """What the last block of a stage adds is read through a concatenation alone."""
+    from transformers import SwinConfig
+
+    sizes = {"image_size": 16, "patch_size": 2, "window_size": 2, "embed_dim": 8, "num_labels": 2}
+    config = SwinConfig(depths=[2, 2], num_heads=[2, 2], **sizes)
+    found = drawn(model_picture("swin", analyze_config(config)))
+    assert names(found["group"]).count("blocks.0-1 (2 layers)") == 2
+    assert names(found["left"]) == ["attention.o_proj", "mlp.fc2", "downsample"]
+    assert names(found["mean"]) == ["+"] * 2, "of the first stage"
+    assert names(found["zero"]) == ["+"] * 2
+
+
 def test_layers_that_differ_are_not_one() -> None:
     parts = [Part("norm", f"h.{i}.ln", "kept" if i == 1 else "static") for i in range(4)]
     parts += [Part("writer", f"h.{i}.proj", "writer") for i in range(4)]
@@ -122,8 +135,6 @@ def test_layers_that_differ_are_not_one() -> None:
 
 def test_a_model_without_norms_has_no_picture() -> None:
     from transformers import LlamaConfig
-
-    from enjoyln_cli.analysis import analyze_config
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 9}
     llama = analyze_config(LlamaConfig(num_hidden_layers=1, **sizes))
