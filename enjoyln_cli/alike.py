@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from enjoyln_cli.pictures import Box, Graph, Link, Tone, shortened
+from enjoyln_cli.pictures import Box, Graph, Link, Shape, Tone, shortened, wrapped
 from enjoyln_cli.rows import compact
 from enjoyln_cli.template import layers_of
 
@@ -107,18 +107,19 @@ def _box(kind: str, path: str, inside: str, parts: list[Part]) -> Box:
     name = path.removeprefix(inside).lstrip(".")
     if kind == "sum":
         op = name.rpartition("(")[2].split(" ")[0]
-        lines: tuple[str, ...] = ("+",) if op == "add" else (op,)
+        names, lines = ["+" if op == "add" else op], part.lines
     elif kind == "op":
-        lines = ("centre", shortened(name.rpartition(".(")[0] or inside))
+        names, lines = ["centre"], tuple(wrapped(name.rpartition(".(")[0] or inside))
     elif kind == "source":
-        lines = (shortened(name.partition(" (")[0] or name), *part.lines)
+        names, lines = wrapped(name.partition(" (")[0] or name), part.lines
     else:
-        lines = (shortened(name), *part.lines)
+        names, lines = wrapped(name), part.lines
     times = f" ({len(parts)} times)" if len(parts) > 1 and kind not in ("sum", "op") else ""
-    names = [p.path for p in parts] if kind not in ("sum", "op") else []
+    paths = [p.path for p in parts] if kind not in ("sum", "op") else []
     whys = compact(dict.fromkeys(p.why for p in parts if p.why))
-    title = "\n".join([*(name + times for name in compact(names)), *whys[:4]])
-    return Box(f"{kind} {path}", lines, part.tone, title, "dot" if kind == "sum" else "box")
+    title = "\n".join([*(name + times for name in compact(paths)), *whys[:4]])
+    shape: Shape = "dot" if kind == "sum" else "box"
+    return Box(f"{kind} {path}", (*names, *lines), part.tone, title, shape, names=len(names))
 
 
 @dataclass

@@ -192,7 +192,7 @@ def _lines(placed: Placed) -> Iterable[tuple[str, Point, bool]]:
     if box.shape == "dot":
         y = placed.y + placed.height / 2 + FONT * 0.36
     for number, text in enumerate(box.lines):
-        yield text, (x, y + LINE * number), number == 0 and box.shape == "box"
+        yield text, (x, y + LINE * number), number < box.names and box.shape == "box"
 
 
 def _svg_route(route: Route) -> str:

@@ -8,6 +8,7 @@ layers, Sugiyama's method).
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ Tone = Literal[
     "plain",
     "group",
 ]
+Shape = Literal["box", "dot"]
 Point = tuple[float, float]
 
 FONT, LINE, CHARACTER = 12, 16, 7.8
@@ -42,15 +44,17 @@ LONGEST = 44
 
 @dataclass(frozen=True)
 class Box:
-    """One thing in a picture. The first of its lines is its name."""
+    """One thing in a picture. The first of its lines are its name."""
 
     key: str
     lines: tuple[str, ...]
     tone: Tone = "plain"
     title: str = ""
     """What is shown where the pointer rests on it."""
-    shape: Literal["box", "dot"] = "box"
+    shape: Shape = "box"
     inside: Graph | None = None
+    names: int = 1
+    """How many lines its name has."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,16 @@ class Layout:
 def shortened(text: str, most: int = LONGEST) -> str:
     """Text that fits a line: its middle left out where it is longer."""
     return text if len(text) <= most else f"{text[: most // 2 - 2]}...{text[-(most // 2 - 1) :]}"
+
+
+def wrapped(text: str) -> list[str]:
+    """All of a name in lines, each of which ends at a dot where that is possible."""
+    lines = [""]
+    for piece in re.findall(rf"[^. ,]{{1,{LONGEST - 1}}}[. ,]?|[. ,]", text):
+        if len(lines[-1] + piece) > LONGEST:
+            lines.append("")
+        lines[-1] += piece
+    return lines
 
 
 def every_box(graph: Graph) -> Iterator[Box]:

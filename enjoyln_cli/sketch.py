@@ -23,7 +23,7 @@ from enjoyln_cli.cut import Item, Parameter
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.flow import Value
 from enjoyln_cli.nodes import Opaque, op_name, packet
-from enjoyln_cli.pictures import LONGEST, Box, Graph, Link, Picture, Tone, shortened
+from enjoyln_cli.pictures import LONGEST, Box, Graph, Link, Picture, Tone, wrapped
 from enjoyln_cli.rows import compact, counts, layers_in, row
 from enjoyln_cli.trace import Trace
 from enjoyln_cli.why import Tree, label
@@ -33,8 +33,6 @@ VERDICTS: dict[str, tuple[Tone, str]] = {
     "centred": ("centred", "folds with an op"),
     "kept": ("kept", "stays"),
 }
-MOST_LINES = 3
-"""Of a reason in a box; all of it is shown where the pointer rests."""
 
 
 @dataclass
@@ -273,9 +271,9 @@ def norm_picture(name: str, norm: str, tree: Tree) -> Picture:
 
 def _vertex(key: str, node: Tree) -> Box:
     name, _, rest = node.text.partition(": ")
-    said = textwrap.wrap(rest, LONGEST)[:MOST_LINES]
-    lines = (shortened(name.partition(" (dimension")[0]), *said)
-    return Box(key, lines, "zero" if node.zero_mean else "mean", node.text)
+    names = wrapped(name.partition(" (dimension")[0])
+    lines = (*names, *textwrap.wrap(rest, LONGEST))
+    return Box(key, lines, "zero" if node.zero_mean else "mean", node.text, names=len(names))
 
 
 def _alike(trees: Iterable[Tree]) -> list[list[Tree]]:

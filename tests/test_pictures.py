@@ -9,9 +9,12 @@ import re
 import shutil
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from enjoyln_cli import draw
@@ -21,7 +24,7 @@ from enjoyln_cli.cli import main
 from enjoyln_cli.convert import Opening, inspect
 from enjoyln_cli.draw import COLOURS, as_html, as_png, as_svg
 from enjoyln_cli.errors import EnjoyLNError, OutputError
-from enjoyln_cli.pictures import Box, Graph, Link, Picture, layout
+from enjoyln_cli.pictures import DOT, LONGEST, Box, Graph, Link, Picture, layout, tones
 from enjoyln_cli.plan import Options
 from enjoyln_cli.sketch import model_picture, norm_picture
 from enjoyln_cli.why import Tree
@@ -168,6 +171,23 @@ def dot(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["grandalf", "graphviz"])
 def pixels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_names_and_reasons_are_there_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a PNG there is no pointer to rest on anything."""
+    image = pytest.importorskip("PIL.ImageDraw")
+    name = ".".join(f"block_{i}" for i in range(20)) + "x" * 100
+    reason = " ".join(f"word{i}" for i in range(60))
+    picture = norm_picture("m", "ln", Tree("ln stays", False, (Tree(f"{name}: {reason}", False),)))
+    ((texts, title),) = [one for one in drawn(picture)["mean"] if one[0][0] != "ln stays"]
+    assert max(map(len, texts)) <= LONGEST and title == f"{name}: {reason}"
+    at = texts.index(next(text for text in texts if text.startswith("word0")))
+    assert "".join(texts[:at]) == name and " ".join(texts[at:]) == reason
+    assert all(text in as_html(picture) for text in texts)
+    written: list[str] = []
+    monkeypatch.setattr(image.ImageDraw, "text", lambda pen, at, text, *how: written.append(text))
+    as_png(picture)
+    assert set(texts) <= set(written)
+
+
 ) -> float:
     """How exact the library is that lays out; the other is not there."""
     if request.param == "grandalf":
@@ -272,6 +292,64 @@ def said(*arguments: object) -> tuple[int, str]:
 
 @pytest.mark.parametrize("extra", [(), ("--why", "transformer.h.1.ln_2")])
 def test_report_saves(extra: tuple[str, ...], tmp_path: Path) -> None:
+# Colours.
+
+
+def linear(colour: str) -> list[float]:
+    """The three parts of a colour as amounts of light."""
+    parts = [part / 255 for part in bytes.fromhex(colour[1:])]
+    return [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2 defines it."""
+    weights = torch.tensor([0.2126, 0.7152, 0.0722])
+    dark, bright = sorted(float(weights @ torch.tensor(linear(c))) for c in (one, other))
+    return (bright + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("tone", COLOURS)
+def test_text_can_be_read_on_its_box(tone: str) -> None:
+    fill, line, _ = next(found for key, found in COLOURS.items() if key == tone)
+    assert min(contrast(fill, draw.TEXT), contrast(fill, line)) >= 4.5
+    assert min(contrast("#ffffff", draw.TEXT), contrast("#ffffff", draw.DIM)) >= 4.5
+
+
+SIGHT = {
+    "all": [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
+    "no red": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]],
+    "no green": [[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]],
+    "no blue": [[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]],
+}
+"""What is seen of light (Machado, Oliveira and Fernandes 2009)."""
+
+
+def seen(colour: str, sight: str) -> torch.Tensor:
+    """A colour in CIELAB, where distances are those of perception."""
+    light = (torch.tensor(SIGHT[sight]) @ torch.tensor(linear(colour))).clamp(0, 1)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    xyz = torch.tensor(to_xyz) @ light / torch.tensor([0.9505, 1.0, 1.089])
+    x, y, z = torch.where(xyz > 0.008856, xyz.clamp(min=1e-9) ** (1 / 3), 7.787 * xyz + 16 / 116)
+    return torch.stack((116 * y - 16, 500 * (x - y), 200 * (y - z)))
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_colours_of_different_meaning_look_different(sight: str) -> None:
+    fills = {meaning: fill for fill, _, meaning in COLOURS.values() if meaning}
+    assert len(fills) == 8
+    for one, other in combinations(fills, 2):
+        apart = (seen(fills[one], sight) - seen(fills[other], sight)).norm()
+        assert apart >= 15, f"{one} / {other}"
+
+
+def test_the_legend_says_what_every_colour_of_a_box_means(gpt2: Analysis) -> None:
+    picture = model_picture("gpt2", gpt2)
+    legend = as_svg(picture).partition('<g class="legend">')[2].partition("</g>")[0]
+    shown = re.findall(r'fill="(#\w+)" stroke', legend)
+    assert len(shown) == len(set(shown)) == legend.count("<text")
+    assert set(shown) == {COLOURS[tone][0] for tone in tones(picture.graph) - {"group"}}
+
+
     file = tmp_path / "it.SVG"
     assert said("--save", file, *extra) == (0, f"drew {file}\n")
     assert ET.parse(file).getroot().tag == f"{SVG}svg"
