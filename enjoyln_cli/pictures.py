@@ -201,7 +201,30 @@ def _arranged(graph: Graph, sizes: Mapping[str, Point]) -> _Arranged:
         if link.start != link.end:
             first, second = sorted((link.start, link.end), key=order.__getitem__)
             links.setdefault((first, second), []).append(link)
-    return _by_graphviz(links, sizes) or _by_grandalf(links, sizes)
+    whole = _by_graphviz(links, sizes) or _by_grandalf(links, sizes)
+    for box in graph.boxes:
+        if box.inside:
+            _land_apart(whole, box.key, sizes[box.key][0])
+    return whole
+
+
+def _land_apart(whole: _Arranged, key: str, width: float) -> None:
+    """Let links end side by side on a box that holds others.
+
+    What it computes from several values is no sum of them, as links look that meet in one point.
+    """
+    left, top = whole.at[key]
+    ending = []
+    for place, route in enumerate(whole.routes):
+        old, y = route.points[-1]
+        if route.link.end == key and abs(y - top) < DOT:
+            last = next((n for n, (x, _) in enumerate(route.points[::-1]) if x != old), None)
+            straight = len(route.points) - 1 if last is None else last
+            ending.append((route.points[-1 - straight][0], place, straight))
+    for number, (_, place, straight) in enumerate(sorted(ending), 1):
+        route, x = whole.routes[place], left + width * number / (len(ending) + 1)
+        moved = [(x, y) for _, y in route.points[-straight:]]
+        whole.routes[place] = Route(route.link, (*route.points[:-straight], *moved))
 
 
 def _by_graphviz(links: Links, sizes: Mapping[str, Point]) -> _Arranged | None:

@@ -249,6 +249,23 @@ def test_boxes_do_not_overlap_and_links_touch_them(seed: int, pixels: float) -> 
         "exec sleep 60",
     ],
 )
+def test_links_into_a_group_end_apart_and_those_into_a_sum_in_one_point(pixels: float) -> None:
+    inside = Graph((Box("x", ("x" * 30,)),), ())
+    boxes = tuple(Box(key, (key * 9,)) for key in "abc")
+    group, total = Box("group", ("layers",), "group", inside=inside), Box("+", ("+",), shape="dot")
+    links = tuple(Link(key, end) for key in "abc" for end in ("group", "+"))
+    found = layout(Graph((*boxes, group, total), links))
+    ends: dict[str, list[float]] = {"group": [], "+": []}
+    place = {p.box.key: p for p in found.boxes}
+    for route in sorted(found.routes, key=lambda r: place[r.link.start].x):
+        x, y = route.points[-1]
+        assert y == pytest.approx(place[route.link.end].y, abs=pixels or None)
+        ends[route.link.end].append(x)
+    first, second, third = ends["group"]
+    assert second - first > DOT and third - second > DOT
+    assert max(ends["+"]) - min(ends["+"]) <= pixels
+
+
 def test_where_graphviz_fails_another_lays_out(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
