@@ -60,7 +60,7 @@ def picture(name: str, analysis: Analysis, norm: str | None = None) -> Picture:
 
 def model_picture(name: str, analysis: Analysis) -> Picture:
     """The residual stream of a model. Raises ``EnjoyLNError`` where there is no LayerNorm."""
-    plan = analysis.plan
+    plan, others = analysis.plan, len(analysis.plan.classes) - 1
     if not analysis.problem.flow.traces:
         raise EnjoyLNError(f"{name}: no LayerNorm in this model, so there is nothing to draw")
     found = Sketch(analysis.problem.flow.traces[0])
@@ -68,7 +68,8 @@ def model_picture(name: str, analysis: Analysis) -> Picture:
     _add_stream(found, analysis)
     _add_ops(found, analysis)
     _add_links(found)
-    title = f"{name} ({plan.model_class})"
+    more = f" and {others} other class" + "es" * (others > 1) if others else ""
+    title = f"{name} ({plan.model_class}{more})"
     return Picture(
         title, ("folds " + counts(row(name, plan)),), collapsed(_ordered(found), found.links)
     )
@@ -181,7 +182,9 @@ def _add_observer(found: Sketch, analysis: Analysis, weight: Parameter, part: Pa
     trace = analysis.problem.flow.traces[seen.trace]
     module = trace.module_of(seen.node) or op_name(seen.node)
     why = f"{module} of {trace.model_class}: {seen.reason}"
-    eye = found.add(Part("observer", module, "observer", ("sees its mean",), why))
+    elsewhere = trace.model_class != found.trace.model_class
+    lines = ("sees its mean", *[f"in {trace.model_class}"] * elsewhere)
+    eye = found.add(Part("observer", module, "observer", lines, why))
     found.links[part, eye] = True
     for node in found.trace.graph.nodes:
         same = packet(node) is packet(seen.node) and found.trace.module_of(node) == module

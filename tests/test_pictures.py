@@ -69,10 +69,24 @@ def test_a_model_is_its_stream_with_layers_once(gpt2: Analysis) -> None:
     assert names(found["centred"]) == ["ln_1", "ln_2", "transformer.ln_f"]
     assert names(found["writer"]) == ["transformer.wpe", "attn.c_proj", "mlp.c_proj"]
     assert names(found["left"]) == ["transformer.wte"]
-    assert names(found["observer"]) == ["lm_head"]
+    assert [texts for texts, _ in found["observer"]] == [["lm_head", "sees its mean"]]
     assert found["op"][0][0] == ["centre", "transformer.wte"]
     assert len(found["zero"]) == 3, "one sum of embeddings, two in each layer"
     assert {"input_ids", "logits"} <= {texts[0] for texts, _ in found["plain"] if texts}
+
+
+def test_classes_are_named_where_they_are_several() -> None:
+    from transformers import GPT2Config
+
+    found = analyze_config(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9))
+    assert found.plan.classes == ("GPT2Model", "GPT2LMHeadModel")
+    picture = model_picture("m", found)
+    assert picture.title == "m (GPT2Model and 1 other class)"
+    (head,) = drawn(picture)["observer"]
+    assert head[0] == ["lm_head", "sees its mean", "in GPT2LMHeadModel"]
+    for classes, more in ((("GPT2Model",), ""), (("GPT2Model", "A", "B"), " and 2 other classes")):
+        other = replace(found, plan=replace(found.plan, classes=classes))
+        assert model_picture("m", other).title == f"m (GPT2Model{more})"
 
 
 def test_every_norm_is_in_some_box(gpt2: Analysis) -> None:
