@@ -35,19 +35,22 @@ from enjoyln_cli.pictures import (
 )
 
 COLOURS: dict[Tone, tuple[str, str, str]] = {
-    "static": ("#c8e6c9", "#2e7d32", "norm that folds in the weights"),
-    "centred": ("#b3e5fc", "#0277bd", "norm that folds with an operation"),
-    "kept": ("#ffcdd2", "#c62828", "norm that stays a LayerNorm"),
-    "writer": ("#f1f8e9", "#7cb342", "weights that are centred"),
-    "op": ("#4fc3f7", "#01579b", "operation that is added"),
-    "left": ("#ffe0b2", "#e65100", "keeps a mean"),
-    "observer": ("#e1bee7", "#6a1b9a", "would see the mean go"),
-    "zero": ("#dcedc8", "#558b2f", "zero-mean"),
-    "mean": ("#ffe0b2", "#e65100", "keeps a mean"),
-    "plain": ("#ffffff", "#607d8b", ""),
-    "group": ("#f5f7f8", "#90a4ae", ""),
+    "static": ("#52d1b7", "#0b3d20", "norm that folds in the weights"),
+    "centred": ("#addbff", "#0b4a72", "norm that folds with an operation"),
+    "kept": ("#e8756a", "#4a0e00", "norm that stays a LayerNorm"),
+    "op": ("#4693ff", "#02182e", "operation that is added"),
+    "writer": ("#f5ec8a", "#4f4a00", "zero-mean"),
+    "zero": ("#f5ec8a", "#4f4a00", "zero-mean"),
+    "left": ("#f7a440", "#4a3000", "keeps a mean"),
+    "mean": ("#f7a440", "#4a3000", "keeps a mean"),
+    "observer": ("#b184bc", "#34084a", "would see the mean go"),
+    "plain": ("#ffffff", "#455a64", "input, output, or weights that stay"),
+    "group": ("#f5f7f8", "#546e7a", ""),
 }
-"""Fill, line and what the legend says."""
+"""Fill, line, which is also the colour of text, and what the legend says.
+
+No two fills are alike to people who see some colours less than others do.
+"""
 
 SUFFIXES = (".svg", ".html", ".png")
 TEXT, DIM, LINK = "#212121", "#616161", "#78909c"
@@ -214,7 +217,7 @@ def _svg_route(route: Route) -> str:
 
 def as_html(picture: Picture) -> str:
     """One page with the picture, and the reasons as a list for where no pointer can rest."""
-    boxes = (box for box in every_box(picture.graph) if box.title)
+    boxes = (b for b in every_box(picture.graph) if b.title and b.shape == "box")
     said = dict.fromkeys((box.tone, box.title) for box in boxes if COLOURS[box.tone][2])
     rows = "".join(
         f'<li><span style="background:{COLOURS[tone][0]};border-color:{COLOURS[tone][1]}"></span>'

@@ -171,20 +171,6 @@ def test_a_norm_is_its_zero_mean_graph_with_shared_values_once() -> None:
     assert sorted(names(found["zero"])) == ["h.0-1,9-10.proj (linear)", "h.0-1,9-10.proj.weight"]
 
 
-# Where boxes go.
-
-
-def dot(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make ``text`` the one program there is."""
-    folder.mkdir(exist_ok=True)
-    (folder / "dot").write_text(f"#!/bin/sh\n{text}\n")
-    (folder / "dot").chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
-
-
-@pytest.fixture(params=["grandalf", "graphviz"])
-def pixels(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_names_and_reasons_are_there_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a PNG there is no pointer to rest on anything."""
     image = pytest.importorskip("PIL.ImageDraw")
@@ -202,6 +188,20 @@ def test_names_and_reasons_are_there_as_a_whole(monkeypatch: pytest.MonkeyPatch)
     assert set(texts) <= set(written)
 
 
+# Where boxes go.
+
+
+def dot(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``text`` the one program there is."""
+    folder.mkdir(exist_ok=True)
+    (folder / "dot").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "dot").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+@pytest.fixture(params=["grandalf", "graphviz"])
+def pixels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> float:
     """How exact the library is that lays out; the other is not there."""
     if request.param == "grandalf":
@@ -249,20 +249,6 @@ def test_boxes_do_not_overlap_and_links_touch_them(seed: int, pixels: float) -> 
             assert any(y == pytest.approx(end, abs=pixels or None) for end in ends)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "exit 1",
-        "echo 'There is no layout engine' >&2; exit 1",
-        "echo graph 1 1 1; echo; echo stop",
-        "echo graph 1 1 1; echo node 0 0.5 0.5 1 1; echo stop",
-        "echo node 99 1 1; echo edge 0 1 9 1",
-        "echo nothing of use",
-        "printf '\\377\\376'",
-        "kill -9 $$",
-        "exec sleep 60",
-    ],
-)
 def test_links_into_a_group_end_apart_and_those_into_a_sum_in_one_point(pixels: float) -> None:
     inside = Graph((Box("x", ("x" * 30,)),), ())
     boxes = tuple(Box(key, (key * 9,)) for key in "abc")
@@ -280,6 +266,20 @@ def test_links_into_a_group_end_apart_and_those_into_a_sum_in_one_point(pixels: 
     assert max(ends["+"]) - min(ends["+"]) <= pixels
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "exit 1",
+        "echo 'There is no layout engine' >&2; exit 1",
+        "echo graph 1 1 1; echo; echo stop",
+        "echo graph 1 1 1; echo node 0 0.5 0.5 1 1; echo stop",
+        "echo node 99 1 1; echo edge 0 1 9 1",
+        "echo nothing of use",
+        "printf '\\377\\376'",
+        "kill -9 $$",
+        "exec sleep 60",
+    ],
+)
 def test_where_graphviz_fails_another_lays_out(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,37 +292,6 @@ def test_where_graphviz_fails_another_lays_out(
     assert capfd.readouterr() == ("", "")
 
 
-# Files.
-
-
-def test_names_of_strangers_are_text() -> None:
-    picture = Picture(RUDE, (RUDE,), Graph((Box("1", (RUDE,), "kept", RUDE),), ()))
-    texts, title = drawn(picture)["kept"][0]
-    assert texts == [title] == ['a<script>alert("&")</script>???']
-    assert "<script" not in as_html(picture)
-    as_png(picture)
-
-
-def test_a_page_needs_nothing_from_elsewhere(gpt2: Analysis) -> None:
-    page = as_html(model_picture("gpt2", gpt2)).replace("http://www.w3.org/2000/svg", "")
-    assert "<svg" in page and not re.search(r"https?:|src=|@import|url\((?!#)", page)
-
-
-def test_a_png_has_the_colours_of_the_verdicts(gpt2: Analysis) -> None:
-    image = pytest.importorskip("PIL.Image")
-    found = image.open(io.BytesIO(as_png(model_picture("gpt2", gpt2)))).convert("RGB")
-    pixels = {colour for _, colour in found.getcolors(1 << 20)}
-    assert tuple(bytes.fromhex(COLOURS["centred"][0][1:])) in pixels
-    assert tuple(bytes.fromhex(COLOURS["kept"][0][1:])) not in pixels
-
-
-def said(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(main, ["report", str(CHECKPOINTS / "gpt2"), *map(str, arguments)])
-    return result.exit_code, result.output
-
-
-@pytest.mark.parametrize("extra", [(), ("--why", "transformer.h.1.ln_2")])
-def test_report_saves(extra: tuple[str, ...], tmp_path: Path) -> None:
 # Colours.
 
 
@@ -381,6 +350,37 @@ def test_the_legend_says_what_every_colour_of_a_box_means(gpt2: Analysis) -> Non
     assert set(shown) == {COLOURS[tone][0] for tone in tones(picture.graph) - {"group"}}
 
 
+# Files.
+
+
+def test_names_of_strangers_are_text() -> None:
+    picture = Picture(RUDE, (RUDE,), Graph((Box("1", (RUDE,), "kept", RUDE),), ()))
+    texts, title = drawn(picture)["kept"][0]
+    assert texts == [title] == ['a<script>alert("&")</script>???']
+    assert "<script" not in as_html(picture)
+    as_png(picture)
+
+
+def test_a_page_needs_nothing_from_elsewhere(gpt2: Analysis) -> None:
+    page = as_html(model_picture("gpt2", gpt2)).replace("http://www.w3.org/2000/svg", "")
+    assert "<svg" in page and not re.search(r"https?:|src=|@import|url\((?!#)", page)
+
+
+def test_a_png_has_the_colours_of_the_verdicts(gpt2: Analysis) -> None:
+    image = pytest.importorskip("PIL.Image")
+    found = image.open(io.BytesIO(as_png(model_picture("gpt2", gpt2)))).convert("RGB")
+    pixels = {colour for _, colour in found.getcolors(1 << 20)}
+    assert tuple(bytes.fromhex(COLOURS["centred"][0][1:])) in pixels
+    assert tuple(bytes.fromhex(COLOURS["kept"][0][1:])) not in pixels
+
+
+def said(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["report", str(CHECKPOINTS / "gpt2"), *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("extra", [(), ("--why", "transformer.h.1.ln_2")])
+def test_report_saves(extra: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "it.SVG"
     assert said("--save", file, *extra) == (0, f"drew {file}\n")
     assert ET.parse(file).getroot().tag == f"{SVG}svg"
