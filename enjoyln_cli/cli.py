@@ -39,7 +39,7 @@ from enjoyln_cli.arguments import (
     refuse_push_options,
 )
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.output import check_file
+from enjoyln_cli.output import check_file, write_file
 
 QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -197,7 +197,7 @@ def report(
     elif why:
         write_tree(found[0].analysis.why(why))
     elif save and not failed:
-        save.write_text(recipe_text(found), encoding="utf-8")
+        write_file(save, recipe_text(found).encode())
     elif not save:
         write_rows([one.row(show["paper"], show["options"]) for one in found], show["form"])
     if failed:

@@ -185,14 +185,19 @@ def require_known_type(config: Mapping[str, Any], model: str) -> None:
         raise UnsupportedModel(f"{model}: transformers has no model type {found!r}; {hint}")
 
 
-def require_unfolded(config: Mapping[str, Any] | PretrainedConfig) -> None:
-    """Raises ``AlreadyFolded`` where the config, read or loaded, carries the ``enjoyln`` marker."""
+def require_unfolded(
+    config: Mapping[str, Any] | PretrainedConfig, model: str = "the model"
+) -> None:
+    """Raises ``AlreadyFolded`` where the config, read or loaded, carries the ``enjoyln`` marker.
+
+    ``model`` is a name to show.
+    """
     raw = config if isinstance(config, Mapping) else vars(config)
     if MARKER in raw:
         found = raw[MARKER]
         origin = found.get("source") if isinstance(found, dict) else None
         raise AlreadyFolded(
-            f"the model is the result of an earlier fold; fold its source ({origin or 'unknown'}) "
+            f"{model} is the result of an earlier fold; fold its source ({origin or 'unknown'}) "
             "instead"
         )
 

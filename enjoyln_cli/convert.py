@@ -174,7 +174,7 @@ def inspect(name: str, opening: Opening, *, is_type: bool = False) -> Inspected:
     else:
         source = _source(name, opening)
         config = store.load_config(source, opening.trust_remote_code)
-        store.require_unfolded(config)
+        store.require_unfolded(config, source.model)
     found = analyze(
         config,
         model_class=opening.model_class,
@@ -223,7 +223,7 @@ def prepare(
     event("stage", f"opening {model}")
     source = _source(str(model), opening)
     config = store.load_config(source, opening.trust_remote_code)
-    store.require_unfolded(config)
+    store.require_unfolded(config, source.model)
     if out is not None:
         check_place(Path(out), source=source.root, force=force, resume=resume)
     source = _source(str(model), replace(opening, revision=source.revision), weights=True)

@@ -16,7 +16,7 @@ from math import hypot
 from pathlib import Path
 
 from enjoyln_cli.errors import OutputError
-from enjoyln_cli.output import check_file
+from enjoyln_cli.output import check_file, write_file
 from enjoyln_cli.pictures import (
     CHARACTER,
     FONT,
@@ -85,11 +85,7 @@ def save(picture: Picture, file: Path) -> None:
     """
     check(file)
     ways = {".svg": _svg_bytes, ".html": _html_bytes, ".png": as_png}
-    data = ways[file.suffix.lower()](picture)
-    try:
-        file.write_bytes(data)
-    except OSError as error:
-        raise OutputError(f"{file} cannot be written: {error.strerror}") from error
+    write_file(file, ways[file.suffix.lower()](picture))
 
 
 def _svg_bytes(picture: Picture) -> bytes:

@@ -120,7 +120,7 @@ def fold_checkpoint(
     begin = perf_counter()
     source = checkpoint.source
     config = raw_config(source)
-    require_unfolded(config)
+    require_unfolded(config, source.model)
     edits = checked_edits(plan, checkpoint)
     if keep_means and dtype is not None:
         raise OutputError(

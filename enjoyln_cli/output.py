@@ -174,6 +174,18 @@ def check_file(file: Path) -> None:
         raise OutputError(f"{file} cannot be written: {why}")
 
 
+def write_file(file: Path, content: bytes) -> None:
+    """Raises ``OutputError`` where it cannot be written; a new file is then not left in part."""
+    is_new = not os.path.lexists(file)
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        if is_new:
+            with suppress(OSError):
+                file.unlink()
+        raise OutputError(f"{file} cannot be written: {error.strerror or error}") from error
+
+
 def _require_free(out: Path, force: bool, resume: bool = False) -> None:
     if resume and not force:
         raise OutputError(f"{out} exists, as a whole; there is nothing to resume")

@@ -7,6 +7,7 @@ batch size, of each phase and mode. Matplotlib draws them.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from enjoyln_cli.errors import OutputError
-from enjoyln_cli.output import check_file
+from enjoyln_cli.output import check_file, write_file
 
 SUFFIXES = (".png", ".svg")
 MARKS = {
@@ -61,12 +62,10 @@ def save(found: Mapping[str, Any], file: Path) -> None:
     check(file)
     import matplotlib
 
-    figure = _figure(found)
-    try:
-        with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text, to be found and read
-            figure.savefig(file, dpi=DPI)
-    except OSError as error:
-        raise OutputError(f"{file} cannot be written: {error.strerror}") from error
+    drawn = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text, to be found and read
+        _figure(found).savefig(drawn, dpi=DPI, format=file.suffix.lower()[1:])
+    write_file(file, drawn.getvalue())
 
 
 def _figure(found: Mapping[str, Any]) -> Any:

@@ -219,7 +219,7 @@ def original_of(
             raise
         raise ModelNotFound(f"{error}; name the original with --against") from error
     config = raw_config(source)
-    require_unfolded(config)
+    require_unfolded(config, source.model)
     if config.get("model_type") != made.get("model_type"):
         kinds = (config.get("model_type"), made.get("model_type"))
         raise BadCheckpoint(

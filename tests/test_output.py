@@ -241,3 +241,25 @@ def test_a_file_that_cannot_be_written_is_found_before(
     with pytest.raises(OutputError, match=f"{name} cannot be written: .*{why}$"):
         check_file(tmp_path / name)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+PART = """
+import resource, signal, sys
+from pathlib import Path
+from enjoyln_cli.errors import OutputError
+from enjoyln_cli.output import write_file
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+try:
+    write_file(Path(sys.argv[1]), bytes(1 << 17))
+except OutputError as error:
+    print(error)
+"""
+
+
+def test_a_new_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    """As where the disk is full in the middle."""
+    command = [sys.executable, "-c", PART, str(tmp_path / "picture.png")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{tmp_path / 'picture.png'} cannot be written: File too large\n"
+    assert names(tmp_path) == []
