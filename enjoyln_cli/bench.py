@@ -33,7 +33,7 @@ from enjoyln_cli.recipe import load_recipe, options_asked, to_plan
 from enjoyln_cli.speeds import Bench, Row
 from enjoyln_cli.timing import FEWEST, quartiles, ratios, turns, waiting_for
 from enjoyln_cli.variants import COLUMNS, compiling, in_mode, recorded, require, variants
-from enjoyln_cli.verify import compute_dtype, original_of
+from enjoyln_cli.verify import compute_dtype, dtype_name, original_of
 from enjoyln_cli.workload import PHASES, Size, decode, moved, prefill, prompt, sizes
 
 DEVICES = ("cpu", "cuda", "mps")
@@ -87,7 +87,7 @@ def bench(
     folded = open_checkpoint(open_source(str(out), weights=True))
     marker = read_marker(raw_config(folded.source), folded.source.model)
     hub = {"token": token, "cache_dir": cache_dir}
-    original = original_of(folded.source, against, revision, hub)
+    original = original_of(folded.source, marker, against, revision, hub)
     chosen = compute_dtype(folded, dtype)
     stage(f"loading {original.source.model} and {folded.source.model}")
     begin = time.perf_counter()
@@ -103,7 +103,7 @@ def bench(
         left_out=tuple(left_out),
         source=original.source.model,
         model_class=marker.model_class,
-        dtype=str(chosen).removeprefix("torch."),
+        dtype=dtype_name(chosen),
         device=str(place),
         repeats=asked.repeats,
         fold_seconds=_refolded(before.to("cpu"), original, folded, marker, trust_remote_code),
@@ -174,8 +174,8 @@ def compared(
 ) -> tuple[list[Row], list[str]]:
     """Both models, in memory and on the CPU, timed on ``device`` with the two that bound them.
 
-    ``norms`` are the paths of all LayerNorms; ``stage`` is told of every case. Also
-    returns what was left out, a sentence each.
+    ``norms`` are the paths of all LayerNorms; ``stage`` is told of every case. Also returns what
+    was left out, a sentence each.
     """
     found, left_out = sizes(original, asked.pairs)
     models = variants(original.to(device), folded.to(device), norms)

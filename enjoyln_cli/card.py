@@ -175,7 +175,7 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
     """
     inner = root / folder
     place = json.dumps(place, ensure_ascii=False)[1:-1]  # as it stands between quotes
-    checked, measured = _json(inner / VERIFY_FILE), _json(inner / BENCH_FILE)
+    checked, measured = read_json(inner / VERIFY_FILE), read_json(inner / BENCH_FILE)
     is_pipeline = (root / MODULES).is_file()
     stock, fast = _of_pipeline(place) if is_pipeline else _of_model(inner, place, names)
     return {
@@ -197,7 +197,8 @@ def renewed(text: str, section: str) -> str:
     return pattern.sub(lambda _: f"{BEGIN}\n{section}\n{END}", text, count=1)
 
 
-def _json(path: Path) -> Values:
+def read_json(path: Path) -> Values:
+    """What a file of the result says; nothing where somebody has made something else of it."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -245,9 +246,9 @@ def _speeds(found: Any) -> list[tuple[str, ...]]:
 def _conditions(found: Values) -> str:
     """Where and how the times were measured, as one line."""
     told = [str(found[name])[:100] for name in ("hardware", "dtype", "date") if name in found]
-    return ", ".join(
-        [*told, f"medians of {found['repeats']} turns"] if "repeats" in found else told
-    )
+    if "repeats" in found:
+        told.append(f"medians of {found['repeats']} turns")
+    return ", ".join(told)
 
 
 def _of_pipeline(place: str) -> tuple[str, str]:
@@ -260,7 +261,7 @@ def _of_pipeline(place: str) -> tuple[str, str]:
 
 def _of_model(inner: Path, place: str, names: Sequence[str]) -> tuple[str, str]:
     """How to load a model, as it is and with RMSNorm."""
-    config = _json(inner / "config.json")
+    config = read_json(inner / "config.json")
     custom = ", trust_remote_code=True" if config.get("auto_map") else ""
     saved = next(iter(config.get("architectures") or ()), None)
     name = saved if saved in names or not names else names[0]

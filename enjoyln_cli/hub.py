@@ -68,9 +68,14 @@ class Upload:
         return sum(file.size for file in self.files if file.change != "same")
 
     @property
+    def changes_files(self) -> bool:
+        """Whether the Hub lacks a file as it is here."""
+        return self.count("same") < len(self.files)
+
+    @property
     def differs(self) -> bool:
         """Whether there is anything to push: a file, or the branch itself."""
-        return self.target.new_branch or self.count("same") < len(self.files)
+        return self.target.new_branch or self.changes_files
 
     def count(self, change: Change) -> int:
         return sum(file.change == change for file in self.files)
@@ -221,19 +226,13 @@ def prepare(
 def _origins(result: Source, marked: str) -> dict[str, list[str]]:
     """Each local path that the result's files call their original, and those files."""
     told = {CONFIG: marked}
-    told |= {name: _source_in(result.path / name) for name in (VERIFY_FILE, BENCH_FILE)}
+    for name in (VERIFY_FILE, BENCH_FILE):
+        told[name] = str(card.read_json(result.path / name).get("source", ""))
     found: dict[str, list[str]] = {}
     for name, path in told.items():
         if os.path.isabs(path) or path.startswith((".", "~")):  # as no Hub id does
             found.setdefault(path, []).append(Path(result.folder, name).as_posix())
     return found
-
-
-def _source_in(report: Path) -> str:
-    try:
-        return str(json.loads(report.read_text("utf-8"))["source"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""
 
 
 def _files(out: Path, there: Mapping[str, tuple[str, str]], text: str | None) -> tuple[File, ...]:
@@ -308,7 +307,7 @@ def _send(upload: Upload, commit_message: str | None, token: str | None) -> Uplo
         api.create_repo(to.repo_id, private=to.private, exist_ok=True)
     if to.new_branch:
         api.create_branch(to.repo_id, branch=str(to.revision), exist_ok=True)
-    if upload.count("same") == len(upload.files):
+    if not upload.changes_files:
         return replace(upload, url=to.page, commit=to.commit)
     done = api.upload_folder(
         repo_id=to.repo_id,

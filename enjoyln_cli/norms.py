@@ -227,7 +227,7 @@ class GuardInputs:
 def _given(
     names: Sequence[str], order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[str]:
-    """Of the inputs ``names`` those that a call has, the first of them by their ``order``."""
+    """Those of the inputs ``names`` that a call has, by name or by their place in ``order``."""
     found = [name for name in names if kwargs.get(name) is not None]
     if args:
         by_place = zip(order, args, strict=False)

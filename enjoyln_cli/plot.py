@@ -16,6 +16,7 @@ from typing import Any
 
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.output import check_file, write_file
+from enjoyln_cli.rows import counted
 
 SUFFIXES = (".png", ".svg")
 MARKS = {
@@ -152,11 +153,11 @@ def _head(axes: Any, title: str, columns: int) -> None:
 
 def _curves(rows: Rows, kind: tuple[str, str], along: str) -> Panel:
     """The rows of one phase and mode that differ in ``along`` alone, of more than one value."""
-    other, words = ALONG[along][2:]
+    other, word = ALONG[along][2:]
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if (row["phase"], row["mode"]) == kind and row[along] is not None:
-            which = f"{row[other]} {words}" + "s" * (row[other] != 1) if row[other] else "images"
+            which = counted(row[other], word) if row[other] else "images"
             groups.setdefault(which, []).append(row)
     lines = {
         name: sorted(group, key=lambda row: row[along])

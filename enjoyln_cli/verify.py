@@ -44,7 +44,7 @@ from enjoyln_cli.edit import edits_of
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.files import digest
 from enjoyln_cli.fold import RECIPE_FILE, VERIFY_FILE, verified_files
-from enjoyln_cli.marker import read_marker
+from enjoyln_cli.marker import Marker, read_marker
 from enjoyln_cli.measure import Measured, Subject, measure, worst_first
 from enjoyln_cli.news import Event, by_python, keep
 from enjoyln_cli.plan import Plan
@@ -162,7 +162,7 @@ def verify(
     folded = open_checkpoint(open_source(str(out), weights=True, **hub))
     cached = folded.source.cached
     marker = read_marker(raw_config(folded.source), folded.source.model)
-    original = original_of(folded.source, against, revision, hub)
+    original = original_of(folded.source, marker, against, revision, hub)
     stored = _stored_dtype(folded)
     compute = stored if dtype is None else _as_dtype(dtype)
     plan = plan or _plan_of(folded, trust_remote_code)
@@ -180,7 +180,7 @@ def verify(
         writer_drift=worst_first(drift),
         model_class=marker.model_class,
         source=original.source.model,
-        compute_dtype=_name(compute),
+        compute_dtype=dtype_name(compute),
         seed=seed,
         blocks_checked=layers,
         outputs=marker.outputs,
@@ -200,15 +200,17 @@ def _room_on_disk(beside: Path | None) -> Iterator[Path]:
 
 
 def original_of(
-    result: Source, against: str | Path | None, revision: str | None, hub: dict[str, Any]
+    result: Source,
+    marker: Marker,
+    against: str | Path | None,
+    revision: str | None,
+    hub: dict[str, Any],
 ) -> Checkpoint:
-    """The checkpoint that ``result`` was made from: ``against``, or the one that it remembers.
+    """The checkpoint that ``result`` was made from: ``against``, or the one that ``marker`` names.
 
     ``hub`` holds the other keywords of ``open_source``. Raises ``ModelNotFound`` where it is gone,
     ``AlreadyFolded`` where it is a result itself, ``BadCheckpoint`` where it is another model.
     """
-    made = raw_config(result)
-    marker = read_marker(made, result.model)
     name = marker.source if against is None else str(against)
     if against is None and revision is None:
         revision = marker.revision
@@ -220,11 +222,11 @@ def original_of(
         raise ModelNotFound(f"{error}; name the original with --against") from error
     config = raw_config(source)
     require_unfolded(config, source.model)
-    if config.get("model_type") != made.get("model_type"):
-        kinds = (config.get("model_type"), made.get("model_type"))
+    kind, wanted = config.get("model_type"), raw_config(result).get("model_type")
+    if kind != wanted:
         raise BadCheckpoint(
-            f"{source.model} is of type {kinds[0]} and {result.model} of type {kinds[1]}; name the "
-            "model that it was folded from"
+            f"{source.model} is of type {kind} and {result.model} of type {wanted}; name the model "
+            "that it was folded from"
         )
     return open_checkpoint(source)
 
@@ -244,7 +246,8 @@ def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As transformers writes it: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -290,7 +293,7 @@ def _judge(
         )
     if not math.isfinite(done.original_error):
         failures.append(
-            f"the original itself overflows in {_name(compute)}; pass another --compute-dtype"
+            f"the original itself overflows in {dtype_name(compute)}; pass another --compute-dtype"
         )
     ways = (
         ("as RMSNorm", done.runtime_error, done.ratio),
@@ -299,7 +302,7 @@ def _judge(
     over = [f"{way} {r:.2f} times ({e:.1e})" for way, e, r in ways if not r <= max_ratio]
     if over:
         wider = torch.finfo(compute).eps < torch.finfo(stored).eps
-        cost = f"; storing the weights in {_name(stored)} costs {done.storage_error:.1e}"
+        cost = f"; storing the weights in {dtype_name(stored)} costs {done.storage_error:.1e}"
         failures.append(
             f"too far from the exact function: {' and '.join(over)} as far as the original "
             f"({done.original_error:.1e}), where {max_ratio} times passes{cost if wider else ''}"
