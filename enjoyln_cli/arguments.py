@@ -6,6 +6,7 @@ Torch and transformers are imported inside the functions, as in ``cli``.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -27,6 +28,7 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 DTYPES = click.Choice(["float32", "float16", "bfloat16"])
+COMPUTE_DTYPES = click.Choice(["float64", "float32", "float16", "bfloat16"])
 FORMATS = click.Choice(["table", "json", "markdown", "csv"])
 
 OPENING = (
@@ -40,10 +42,13 @@ OPENING = (
     "stream",
 )
 """How a model is opened: fields of ``convert.Opening``."""
-ASKING = ("modes", "repeats")
-"""What ``bench`` is to measure, the sizes apart: fields of ``bench.Asked``."""
+ASKING = ("modes", "repeats", "seconds")
+"""What ``bench`` is to measure, the sizes apart: fields of ``cases.Asked``."""
 MODES = ("eager", "fused", "compile", "cudagraphs")
 """As in ``variants``, which imports torch."""
+GRID_ROWS = (1, 8)
+GRID_LENGTHS = (128, 512, 1024)
+"""As in ``cases``, which imports torch."""
 ALLOWING = ("widen_mlp", "widen_to", "merge", "untie")
 """What a plan may change besides centring: the fields of ``plan.Options``."""
 
@@ -63,7 +68,7 @@ outputs_option = click.option(
     "--outputs",
     callback=parse_names,
     metavar="NAMES",
-    help="Keep these outputs the same, not all: logits,*_embeds.",
+    help="Only these outputs must stay unchanged, such as logits,*_embeds.",
 )
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -94,7 +99,9 @@ def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
     wrapped: Callable[..., Any] = gathered
     for option in (
         click.option("--trust-remote-code", is_flag=True, help="Run code that comes with MODEL."),
-        click.option("--cache-dir", type=FOLDER, metavar="DIR", help="Cache of the Hub's files."),
+        click.option(
+            "--cache-dir", type=FOLDER, metavar="DIR", help="Where files from the Hub are stored."
+        ),
         click.option("--token", metavar="TOKEN", help="Hub token, for gated and private models."),
         click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub."),
     ):
@@ -107,39 +114,49 @@ def allowing(widen_mlp: bool, widen_to: int | None, **others: Any) -> Any:
     from enjoyln_cli.plan import PLAIN, Options
 
     if widen_to and not widen_mlp:
-        raise click.UsageError("--widen-to goes with --widen-mlp.")
+        raise click.UsageError("--widen-to needs --widen-mlp.")
     return Options(widen_mlp=widen_mlp, widen_to=widen_to or PLAIN.widen_to, **others)
 
 
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What a plan may change besides centring."""
     for option in (
-        click.option("--untie", is_flag=True, help="Give what is tied, as a head, its own copy."),
+        click.option(
+            "--untie", is_flag=True, help="Store tied weights (for example the LM head) separately."
+        ),
         click.option(
             "--merge",
             type=click.Choice(["bias", "affine"]),
-            help="Move what folded norms add, or all of their affine, into the linears after them.",
+            help="Merge norm biases (or weights and biases) into the next linear layers.",
         ),
         click.option(
             "--widen-to",
             type=click.IntRange(min=1),
             metavar="N",
-            help="Hidden units become a multiple of N, by default 8.",
+            help="Round the number of hidden units up to a multiple of N (default: 8).",
         ),
-        click.option("--widen-mlp", is_flag=True, help="Let MLPs subtract a mean: a few units."),
+        click.option(
+            "--widen-mlp",
+            is_flag=True,
+            help="Add a few hidden units to each MLP so that more norms convert.",
+        ),
     ):
         command = option(command)
     return command
 
 
-def parse_numbers(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """``1,8`` as whole numbers from 1 on, each once."""
+def parse_numbers(
+    ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...]:
+    """``1,8`` as whole numbers from 1 on, each once; none for none."""
+    if value is None:
+        return ()
     try:
         found = tuple(dict.fromkeys(int(number) for number in value.split(",")))
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        text = f"{value!r} is no list of whole numbers from 1 on; write 1,8"
+        text = f"{value!r} is not a list of positive whole numbers; write 1,8"
         raise click.BadParameter(text, ctx, parameter)
     return found
 
@@ -151,29 +168,46 @@ def parse_modes(ctx: click.Context, parameter: click.Parameter, value: str) -> N
         if name not in MODES:
             close = get_close_matches(name, MODES, 1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(MODES)}."
-            raise click.BadParameter(f"{name!r} is no mode; {hint}", ctx, parameter)
+            raise click.BadParameter(f"{name!r} is not a mode; {hint}", ctx, parameter)
     return found
 
 
 def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What is measured; all of it arrives as one ``asked`` argument, a ``bench.Asked``."""
+    """What is measured; all of it arrives as one ``asked`` argument, the fields of ``Asked``."""
 
     @functools.wraps(command)
     def gathered(**options: Any) -> Any:
-        from enjoyln_cli.bench import Asked
-
         asked = {name: options.pop(name) for name in ASKING}
-        asked["pairs"] = tuple(product(options.pop("batch_sizes"), options.pop("seq_lens")))
-        return command(asked=Asked(**asked), **options)
+        rows, lengths, full = (options.pop(n) for n in ("batch_sizes", "seq_lens", "full"))
+        if full and (rows or lengths):
+            raise click.UsageError("--full sets the sizes; drop --batch-size and --seq-len.")
+        if full:
+            rows, lengths = GRID_ROWS, GRID_LENGTHS
+            asked["seconds"] = asked["seconds"] or math.inf
+        elif not (rows or lengths):
+            return command(asked=asked, **options)
+        asked["pairs"] = tuple(product(rows or GRID_ROWS[:1], lengths or GRID_LENGTHS[:1]))
+        return command(asked=asked, **options)
 
     wrapped: Callable[..., Any] = gathered
     for option in (
+        click.option(
+            "--full",
+            is_flag=True,
+            help="Measure 1 and 8 rows of 128, 512 and 1024 tokens, however long that takes.",
+        ),
+        click.option(
+            "--seconds",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="S",
+            help="Time for the whole run; what does not fit is left out (default: about 120).",
+        ),
         click.option(
             "--repeats",
             type=click.IntRange(min=3),
             default=15,
             show_default=True,
-            help="Turns, in each of which every model has a go.",
+            help="Number of rounds, fewer if time is short; each model runs once per round.",
         ),
         click.option(
             "--mode",
@@ -182,29 +216,81 @@ def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
             default="eager",
             show_default=True,
             metavar="MODES",
-            help=f"How the models are run: {', '.join(MODES)}.",
+            help=f"How the models run: {', '.join(MODES)}.",
         ),
         click.option(
             "--seq-len",
             "seq_lens",
             callback=parse_numbers,
-            default="128,512,1024",
-            show_default=True,
             metavar="NUMBERS",
-            help="Tokens of each row.",
+            help="Tokens in a row, such as 128,512 (default: what the time allows).",
         ),
         click.option(
             "--batch-size",
             "batch_sizes",
             callback=parse_numbers,
-            default="1,8",
-            show_default=True,
             metavar="NUMBERS",
-            help="Rows of one run.",
+            help="Batch sizes, such as 1,8 (default: what the time allows).",
         ),
     ):
         wrapped = option(wrapped)
     return wrapped
+
+
+def parse_samples(
+    ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> int | Path | None:
+    """``8`` as a number of inputs, anything else as a file with one text on each line."""
+    if value is None:
+        return None
+    try:
+        number = int(value)
+    except ValueError:
+        if not Path(value).is_file():
+            text = f"{value!r} is neither a number of inputs nor a file of texts"
+            raise click.BadParameter(text, ctx, parameter) from None
+        return Path(value)
+    if number < 1:
+        raise click.BadParameter(f"{value} is not a number of inputs from 1 on", ctx, parameter)
+    return number
+
+
+def parse_seconds(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    """A time above 0; also ``inf``, for no limit."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise click.BadParameter(f"{value!r} is not a time in seconds; write 60", ctx, parameter)
+    return seconds
+
+
+def checking_options(seconds: float | None) -> Callable[..., Any]:
+    """How much a check runs; ``seconds`` is its time by default."""
+    default = "no limit" if seconds is None else f"about {seconds:g}"
+
+    def options(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in (
+            click.option(
+                "--seconds",
+                callback=parse_seconds,
+                metavar="S",
+                help=f"Time for the check; fewer inputs run if it is short (default: {default}).",
+            ),
+            click.option(
+                "--samples",
+                callback=parse_samples,
+                metavar="N|FILE",
+                help="Run on N inputs, or on a FILE of texts, one on each line.",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return options
 
 
 def placing_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,14 +300,14 @@ def placing_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--max-memory",
             callback=parse_size,
             metavar="SIZE",
-            help="Of the process: 8GB. All there is by default.",
+            help="Memory limit of the process, such as 8GB (default: all free memory).",
         ),
         click.option(
             "--device-map",
             type=click.Choice(["auto", "cpu", "disk"]),
             default="auto",
             show_default=True,
-            help="Weights: in memory as far as they fit, all of them, none.",
+            help="Weights in memory: as many as fit (auto), all (cpu), none (disk).",
         ),
     ):
         command = option(command)
@@ -235,7 +321,9 @@ def push_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--commit-message", metavar="TEXT", help="First line of the commit."),
         click.option("--create-pr", is_flag=True, help="Push as a pull request."),
         click.option(
-            "--private/--no-private", default=None, help="A new repository; public by default."
+            "--private/--no-private",
+            default=None,
+            help="Visibility of a new repository (default: public).",
         ),
     ):
         command = option(command)
@@ -251,4 +339,4 @@ def refuse_push_options(options: Options) -> None:
     }
     for name, is_given in given.items():
         if is_given:
-            raise click.UsageError(f"{name} goes with --push-to-hub.")
+            raise click.UsageError(f"{name} needs --push-to-hub.")

@@ -96,7 +96,7 @@ def _edits(
             total += len(tensors)
             ways.setdefault(way, []).extend(tensors)
         if name in left and ways or total > MOST_NAMES:
-            problem = f"{name} is centred and left" if name in left else "too many tensors"
+            problem = f"{name} is both centred and left out" if name in left else "too many tensors"
             raise RecipeError(f"{where}: {problem}; leave one of the lines out")
         if ways:
             edits[name] = tuple(Edit(tuple(found), *way) for way, found in ways.items())

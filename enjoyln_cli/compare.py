@@ -1,8 +1,7 @@
 """Load a model, run it, and say how far two runs are apart.
 
 Decides what is compared: every floating tensor that ``forward`` returns by default, the cache
-apart, or of these the outputs that a user has chosen. The distance is ``||a - b|| / ||b||`` over
-all entries of all batches at once, a root mean square that does not hang on single entries. A run
+apart, or of these the outputs that a user has chosen (how far they are apart: ``distances``). A run
 is exact when weights, activations and every place where a class asks for float32 are in float64.
 """
 
@@ -15,7 +14,7 @@ import os
 import shutil
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,14 +29,11 @@ from enjoyln_cli.classes import apply_experts, build, class_named
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.inputs import Batch, masked
 from enjoyln_cli.kernels import literally
-from enjoyln_cli.offload import Offload, on_disk, read_when_needed
+from enjoyln_cli.offload import Offload, Reader, on_disk, read_when_needed
 from enjoyln_cli.returned import CACHE, by_field, named_by
 
 Outputs = list[dict[str, torch.Tensor]]
 """One dict per batch: the name of an output to its values, on the CPU or mapped from the disk."""
-
-ROUNDED_AT_LEAST = 0.5
-"""No result in a dtype is nearer to the exact one than about half its eps."""
 
 
 class Float64(TorchFunctionMode):
@@ -63,13 +59,14 @@ def load(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     offload: Offload | None = None,
+    missing: set[str] | None = None,
 ) -> Any:
     """The checkpoint in ``folder`` as ``model_class``, in eval mode on the CPU.
 
     In float64 everything is float64; otherwise transformers decides what stays in float32. Weights
     that the checkpoint does not hold get values that depend on their name alone and are exact in
-    every dtype. With ``offload`` weights stay on the disk until they are needed. Raises
-    ``BadCheckpoint`` where transformers cannot load the directory.
+    every dtype; ``missing`` receives their names. With ``offload`` weights stay on the disk until
+    they are needed. Raises ``BadCheckpoint`` where transformers cannot load the directory.
     """
     cls: Any = _class(folder, model_class, config, trust_remote_code)
     where: dict[str, Any] = {}
@@ -87,22 +84,40 @@ def load(
                 local_files_only=True,
                 **where,
             )
-        except (OSError, RuntimeError, ValueError) as error:
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # of transformers, which believes what the files say
             first = str(error).strip().split("\n")[0]
-            raise BadCheckpoint(f"{folder}: {model_class} cannot be loaded: {first}") from error
+            known = isinstance(error, OSError | RuntimeError | ValueError)
+            what = first if known else f"{type(error).__name__}: {first}"
+            raise BadCheckpoint(f"{folder}: {model_class} cannot be loaded: {what}") from error
     reader = read_when_needed(model, offload.room) if offload else None
-    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = values_of(model)
     for name in info["missing_keys"]:
         if name not in values or not values[name].is_floating_point():
             continue
-        if reader and values[name].is_meta:
-            reader.make(name, partial(_filling, name, values[name].shape))
-        else:
-            with torch.no_grad():
-                values[name].copy_(_filling(name, values[name].shape))
+        fill(values[name], name, reader, name)
+        if missing is not None:
+            missing.add(name)
     if dtype == torch.float64:
         model = _in_float64(model)
     return model.eval()
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, under each of its names."""
+    found: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    found.update(model.named_parameters(remove_duplicate=False))
+    return found
+
+
+def fill(tensor: torch.Tensor, name: str, reader: Reader | None, seed: str) -> None:
+    """Give a weight made-up values, which depend on the text ``seed`` alone."""
+    if reader and tensor.is_meta:
+        reader.make(name, partial(_filling, seed, tensor.shape))
+        return
+    with torch.no_grad():
+        tensor.copy_(_filling(seed, tensor.shape))
 
 
 def elements(
@@ -214,52 +229,10 @@ def chosen(outputs: Outputs, names: Sequence[str]) -> Outputs:
     if not all(kept):
         known = ", ".join(dict.fromkeys(name for batch in outputs for name in batch))
         raise UnsupportedModel(
-            f"nothing to compare: the model returns {known}, and of these {', '.join(names)} "
-            "names none"
+            f"nothing to compare: the model returns {known}, and {', '.join(names)} matches "
+            "none of these"
         )
     return kept
-
-
-def relative_errors(got: Outputs, exact: Outputs) -> dict[str, float]:
-    """``||got - exact|| / ||exact||`` of every output, over all batches, in float64.
-
-    Entries that are the same infinity or NaN in both count as equal; an entry that is finite in one
-    alone makes the error infinite.
-    """
-    names = dict.fromkeys(name for batch in exact for name in batch)
-    if [set(batch) for batch in got] != [set(batch) for batch in exact]:
-        return dict.fromkeys(names, math.inf)
-    errors = {}
-    for name in names:
-        pairs = [_squares(a[name], b[name]) for a, b in zip(got, exact, strict=True) if name in b]
-        difference, size = (sum(column) for column in zip(*pairs, strict=True))
-        errors[name] = math.sqrt(difference / size) if size else math.sqrt(difference)
-    return errors
-
-
-def _squares(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
-    if a.shape != b.shape:
-        return math.inf, 1.0
-    difference = size = 0.0
-    for x, y in zip(a.flatten().split(1 << 22), b.flatten().split(1 << 22), strict=True):
-        x, y = x.double(), y.double()
-        sums = float((x - y).square().sum()), float(y.square().sum())
-        if math.isfinite(sum(sums)):
-            difference, size = difference + sums[0], size + sums[1]
-            continue
-        finite = x.isfinite() & y.isfinite()
-        if not (finite | (x == y) | (x.isnan() & y.isnan())).all():
-            return math.inf, 1.0
-        difference += float((x - y)[finite].square().sum())
-        size += float(y[finite].square().sum())
-    return difference, size
-
-
-def ratio(errors: Mapping[str, float], own: Mapping[str, float], dtype: torch.dtype) -> float:
-    """Worst output of ``errors / own``; no own error counts less than half the dtype's eps."""
-    floor = ROUNDED_AT_LEAST * torch.finfo(dtype).eps
-    ratios = [errors[name] / max(own[name], floor) for name in own]
-    return max((math.inf if math.isnan(value) else value for value in ratios), default=0.0)
 
 
 def divergence(got: Outputs, own: Outputs) -> tuple[float | None, float | None]:

@@ -1,16 +1,17 @@
 """The inputs on which two models are compared.
 
-Decides what a model is run on: seeded token ids or pixels by default, the user's text or images
-where given. Every floating input is rounded to the compute dtype first, so that the exact model and
-the rounded one see the same numbers. Tokens come with padding in one row of each batch.
+Decides what a model is run on where the user gives nothing (``user_data``): seeded token ids or
+pixels. Every floating input is rounded to the compute dtype first, so that the exact model and
+the rounded one see the same numbers. Tokens come with padding in one row of each batch, and one
+batch of several reaches the end of the table of positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +28,21 @@ Batch = dict[str, torch.Tensor]
 
 TOKENS = 32
 """Length of the rows of seeded tokens."""
+LONGEST_ROW = 512
+"""Tokens of the longest seeded row."""
+MOST_RESERVED = 8
+"""Rows that a table of positions has beside those of positions: for padding."""
 WINDOW = 256
 """Length of the rows that a text is cut into."""
 ROWS_AT_ONCE = 8
 
 
-def seeded(model: nn.Module, rows: int, seed: int, dtype: torch.dtype) -> list[Batch]:
+def seeded(
+    model: nn.Module, rows: int, seed: int, dtype: torch.dtype, at_once: int = ROWS_AT_ONCE
+) -> list[Batch]:
     """``rows`` examples for a transformers model, in batches, the same for the same seed.
+
+    A batch has ``at_once`` rows, or as many as the model takes.
 
     ``input_ids`` are ``(batch, 32)`` int64 below the vocabulary's size, never the padding token,
     with ``attention_mask``, token types and decoder ids where ``forward`` takes them;
@@ -42,10 +51,52 @@ def seeded(model: nn.Module, rows: int, seed: int, dtype: torch.dtype) -> list[B
     """
     generator = torch.Generator().manual_seed(seed)
     bare = without_weights(model)
-    step, chosen = _accepted_form(model, bare, min(rows, _rows_at_once(model)))
+    step, chosen = _accepted_form(model, bare, min(rows, at_once, rows_at_once(model)))
     sizes = [min(step, rows - first) for first in range(0, rows, step)]
     made = {n: next(islice(forms(bare, n, _length(model)), chosen, None)) for n in set(sizes)}
     return [_batch(model, made[n], generator, dtype) for n in sizes]
+
+
+def at_last_positions(
+    model: Any, batch: Batch, seed: int, dtype: torch.dtype, unproven: Sequence[str] = ()
+) -> Iterator[Batch]:
+    """Batches that read the last rows of a table of positions, the cheapest first.
+
+    ``batch`` with other ``position_ids``; else fewer and longer rows of text, whose number of
+    tokens is about that of a batch. There are none for a model without such a table: what is
+    computed from a position is not stored, and can be inexact far out for other reasons than its
+    weights. Inputs that are ``unproven`` are not given. Not every batch fits every table.
+    """
+    limit = most_tokens(model.config.get_text_config())
+    if "input_ids" not in batch or limit is None or not _has_position_table(model, limit):
+        return
+    rows, length = batch["input_ids"].shape[:2]
+    if limit <= length:
+        return
+    if "position_ids" in accepted_by(model) and "position_ids" not in unproven:
+        yield {**batch, "position_ids": torch.arange(limit - length, limit).repeat(rows, 1)}
+    generator, bare = torch.Generator().manual_seed(seed), without_weights(model)
+    for length in (limit, limit - 2):
+        if not 0 < length <= LONGEST_ROW:
+            continue
+        rows = max(1, min(rows, ROWS_AT_ONCE * TOKENS // length))
+        for form in forms(bare, rows, length):
+            yield _batch(model, form, generator, dtype)
+            break
+
+
+def _has_position_table(model: Any, limit: int) -> bool:
+    """Whether the model holds an embedding with a row for each position, and a few more."""
+    words = []
+    for find in (model.get_input_embeddings, model.get_output_embeddings):
+        with suppress(NotImplementedError, AttributeError):
+            words.append(find())
+    return any(
+        isinstance(module, nn.Embedding)
+        and limit <= len(module.weight) <= limit + MOST_RESERVED
+        and not any(module is word for word in words)
+        for module in model.modules()
+    )
 
 
 def unpadded(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
@@ -101,7 +152,7 @@ def _batch(model: Any, form: Inputs, generator: torch.Generator, dtype: torch.dt
     return batch
 
 
-def _rows_at_once(model: Any) -> int:
+def rows_at_once(model: Any) -> int:
     """A sequence classifier without a padding token refuses more than one row."""
     unpadded = getattr(model.config, "pad_token_id", None) is None
     return 1 if unpadded and "SequenceClassification" in type(model).__name__ else ROWS_AT_ONCE
@@ -112,6 +163,8 @@ def _tokens(model: Any, spec: Spec, generator: torch.Generator) -> Batch:
     accepted, (rows, length, *books) = accepted_by(model), spec.shape
     vocabulary = spec.below or 2
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    if not (isinstance(padding, int) and 0 <= padding < vocabulary):
+        padding = None  # a config may name one that the embedding has no row for
     ids = whole_numbers(replace(spec, leading=()), generator)
     special = [padding, *spec.leading, spec.last, *special_tokens(model.config)]
     reserved = torch.tensor([t for t in special if t is not None])
@@ -133,10 +186,10 @@ def _tokens(model: Any, spec: Spec, generator: torch.Generator) -> Batch:
 
 
 def _length(model: Any) -> int:
-    return min(TOKENS, _positions(model.config.get_text_config()))
+    return min(TOKENS, positions(model.config.get_text_config()))
 
 
-def _positions(config: Any) -> int:
+def positions(config: Any) -> int:
     """Tokens that the position table has room for, past the rows that some tables reserve."""
     limit = most_tokens(config)
     return max(1, limit - 2) if limit else WINDOW
@@ -149,6 +202,22 @@ def most_tokens(config: Any) -> int | None:
     return min(limits, default=None)
 
 
+def completed(model: Any, own: Batch, dtype: torch.dtype) -> Batch:
+    """``own``, with made-up values for what the model needs besides: images for a text, say."""
+    rows = len(next(iter(own.values())))
+    tokens = own["input_ids"].shape[1] if "input_ids" in own else _length(model)
+    bare, generator = without_weights(model), torch.Generator().manual_seed(0)
+    for form in forms(bare, rows, tokens):
+        if own.keys() & form.keys() and not any(
+            name in own and own[name].shape != spec.shape for name, spec in form.items()
+        ):
+            made = _batch(model, form, generator, dtype)
+            if "input_ids" in own and "attention_mask" in made:
+                made["attention_mask"] = torch.ones_like(own["input_ids"])
+            return {**made, **own}
+    return own
+
+
 def with_masked_patches(model: Any, batch: Batch, seed: int) -> Batch | None:
     """``batch`` with half of its patches masked; ``None`` where ``forward`` takes no such mask."""
     if "bool_masked_pos" not in accepted_by(model):
@@ -159,69 +228,6 @@ def with_masked_patches(model: Any, batch: Batch, seed: int) -> Batch | None:
     patches = (pixels.shape[-2] // patch[0]) * (pixels.shape[-1] // patch[1])
     masked = torch.rand(len(pixels), patches, generator=generator) < 0.5
     return {**batch, "bool_masked_pos": masked}
-
-
-def from_images(
-    model: nn.Module, files: Sequence[str | Path], folder: Path, dtype: torch.dtype
-) -> list[Batch]:
-    """The images as the checkpoint's own processor prepares them, in ``dtype``.
-
-    Raises ``UnsupportedModel`` for a model that takes no images, and where the directory holds no
-    image processor or a file no image.
-    """
-    main = getattr(model, "main_input_name", "input_ids")
-    if main != "pixel_values":
-        raise UnsupportedModel(f"{type(model).__name__} takes {main}, so it cannot run on images")
-    from transformers import AutoImageProcessor
-    from transformers.image_utils import load_image
-
-    try:
-        processor = AutoImageProcessor.from_pretrained(folder)
-        images = [load_image(str(file)) for file in files]
-        pixels = processor(images=images, return_tensors="pt")["pixel_values"].to(dtype)
-    except (OSError, ValueError, ImportError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise UnsupportedModel(f"images cannot be prepared: {first}") from error
-    return [{"pixel_values": part} for part in pixels.split(ROWS_AT_ONCE)]
-
-
-def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer saved in ``folder``; ``UnsupportedModel`` where there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise UnsupportedModel(f"--text needs the tokenizer of {folder}: {first}") from error
-    if not tokenizer.vocab_size:  # what a class makes of a directory without tokenizer files
-        raise UnsupportedModel(f"--text needs a tokenizer, and {folder} holds none")
-    return tokenizer
-
-
-def text_of(file: str | Path) -> str:
-    """What a text file holds; ``UnsupportedModel`` where it is not UTF-8."""
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UnsupportedModel(
-            f"{file} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8 text"
-        ) from error
-
-
-def from_text(model: Any, tokenizer: Any, text: str, rows: int) -> list[Batch]:
-    """The first ``rows`` windows of the text, at most 256 tokens each, without padding."""
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)[
-        "input_ids"
-    ][0]
-    length = min(WINDOW, _positions(model.config.get_text_config()))
-    whole = len(ids) // length
-    if whole == 0:
-        if len(ids) < 2:
-            raise UnsupportedModel("the text holds fewer than two tokens: give a longer one")
-        return [{"input_ids": ids[None]}]
-    windows = ids[: whole * length].view(whole, length)[:rows]
-    return [{"input_ids": part} for part in windows.split(_rows_at_once(model))]
 
 
 def masked(batch: Batch, mask_token: int, seed: int) -> tuple[Batch, torch.Tensor]:

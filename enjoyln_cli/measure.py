@@ -1,14 +1,22 @@
 """Run the original and the folded checkpoint, one model in memory at a time.
 
-Decides the order of the runs and how many inputs they get: as many as make a ratio of two rounding
-errors stable.
+Decides the order of the runs. Which inputs they get decides ``sampling``, and how many of them in a
+given time ``pace``.
+
+In float64 nothing exacter is at hand, and the original's run would be compared with itself. Its
+rounding there is told from that in float32: an error of rounding is, to first order, ``u * C``,
+with the dtype's unit ``u`` and a ``C`` that depends on the model, its inputs and the order of its
+sums, all of which are the same in both. So it is ``eps64 / eps32`` times the error in float32; and
+as what the folded model is compared with is then rounded as well, independently of it, ``sqrt(2)``
+times that. A fold that is wrong by more than rounding in float64 still is far above it.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,34 +25,52 @@ import torch
 
 from enjoyln_cli import inputs
 from enjoyln_cli.checkpoint import Checkpoint, load_config
+from enjoyln_cli.clock import duration
 from enjoyln_cli.compare import (
     Outputs,
     chosen,
     divergence,
     elements,
-    head_kind,
     load,
     perplexity,
-    ratio,
-    relative_errors,
     release,
     run,
 )
-from enjoyln_cli.errors import UnsupportedModel, size
+from enjoyln_cli.distances import (
+    Distance,
+    WorstPosition,
+    distances_of,
+    largest,
+    pooled,
+    ratio,
+    relative,
+    worst_position,
+    worst_stored,
+)
+from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel, size
 from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.marker import Marker, believed
 from enjoyln_cli.memory import first_blocks, room_for_weights
+from enjoyln_cli.missing_weights import require_weights
 from enjoyln_cli.news import Event, by_python
+from enjoyln_cli.nonfinite import nonfinite_outputs
 from enjoyln_cli.norms import input_means, install
 from enjoyln_cli.offload import Offload, reader_of
+from enjoyln_cli.pace import Pace
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.returned import returning
+from enjoyln_cli.sampling import Runner, choose, length
+from enjoyln_cli.user_data import UserData
 
-ENTRIES = 1 << 14
-"""Entries per output that a ratio of two rounding errors should at least rest on. The entries of a
-row err together, so this takes more than their number suggests."""
-MOST_ENTRIES = 1 << 25
-FEWEST_ROWS, MOST_ROWS, TEXT_ROWS = 16, 128, 64
+Embed = Callable[[dict[str, torch.Tensor], inputs.Batch], dict[str, torch.Tensor]]
+Distances = dict[str, Distance]
+Compared = list[Distances]
+"""Of each batch."""
+
+FLOAT64_OVER_FLOAT32 = (
+    math.sqrt(2) * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+)
+"""The original's error in float64 over that in float32, as it shows beside a rounded result."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +90,37 @@ class Subject:
     folder: Path | None = None
     """A directory for what is on the disk while models run."""
     event: Event = by_python
+    embed: Embed | None = None
+    """Adds what a sentence-transformers pipeline makes of the outputs."""
+    sizes: dict[Path, dict[str, int]] = field(default_factory=dict, compare=False)
+    """The number of elements of each weight, of the checkpoints that were loaded before."""
 
-    def load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    @property
+    def reference_dtype(self) -> torch.dtype:
+        """In which the original's own rounding is measured."""
+        return torch.float32 if self.dtype == torch.float64 else self.dtype
+
+    def load(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, missing: set[str] | None = None
+    ) -> Any:
         folder, name = checkpoint.source.path, self.marker.model_class
         config = returning(
             load_config(checkpoint.source, self.trust_remote_code), self.marker.outputs
         )
-        sizes = elements(folder, name, config, self.trust_remote_code)
+        uncut = config
         if self.layers is not None:
-            config, whole = first_blocks(config, self.layers), sizes
+            config = first_blocks(config, self.layers)
+        if folder not in self.sizes:
             sizes = elements(folder, name, config, self.trust_remote_code)
-            if sizes.keys() == whole.keys():
-                raise UnsupportedModel(
-                    f"{name} has the same weights with a config of {self.layers} blocks, so it "
-                    "cannot be cut: leave --layers out"
-                )
+            if self.layers is not None:
+                whole = elements(folder, name, uncut, self.trust_remote_code)
+                if sizes.keys() == whole.keys():
+                    raise UnsupportedModel(
+                        f"{name} has the same weights with a config of {self.layers} blocks, so it "
+                        "cannot be cut: leave --layers out"
+                    )
+            self.sizes[folder] = sizes
+        sizes = self.sizes[folder]
         room = room_for_weights(sizes, dtype, self.device_map, self.max_memory)
         offload = None
         if room is not None and self.folder:
@@ -87,11 +129,22 @@ class Subject:
             what = f"{size(total)} in {str(dtype).removeprefix('torch.')}"
             kept = f"{size(min(room, total))} of it stay in memory"
             self.event("stage", f"reading weights from the disk as layers run: {what}, {kept}")
-        return load(folder, name, config, dtype, self.trust_remote_code, offload)
+        return load(folder, name, config, dtype, self.trust_remote_code, offload, missing)
 
-    def run(self, model: Any, batches: list[inputs.Batch]) -> Outputs:
+    def run(self, model: Any, batch: inputs.Batch) -> dict[str, torch.Tensor]:
         folder = self.folder if reader_of(model) or self.max_memory else None
-        return chosen(run(model, batches, folder), self.marker.outputs)
+        outputs = run(model, [batch], folder)
+        if self.marker.outputs:
+            return chosen(outputs, self.marker.outputs)[0]
+        return self.embed(outputs[0], batch) if self.embed else outputs[0]
+
+    def require_weights(self, model: Any, missing: set[str], batch: inputs.Batch) -> None:
+        require_weights(
+            model,
+            missing,
+            self.original.source.model,
+            lambda some: run(some, [{name: value[:2] for name, value in batch.items()}]),
+        )
 
     def install(self, model: Any) -> None:
         modules = {name for name, _ in model.named_modules()}
@@ -99,7 +152,12 @@ class Subject:
         if self.layers is not None:
             norms = tuple(name for name in norms if name in modules)
             ops = tuple(op for op in ops if op.module in modules)
-        install(model, norms, ops, self.marker.entry_inputs, self.marker.unproven)
+        inputs, unproven, covered = (
+            self.marker.entry_inputs,
+            self.marker.unproven,
+            self.marker.covered,
+        )
+        install(model, norms, ops, inputs, unproven, covered=covered)
 
     def centre(self, model: Any) -> None:
         plan = self.plan
@@ -134,149 +192,206 @@ class Measured:
     norm_input_mean: dict[str, float] = field(default_factory=dict)
     perplexity: dict[str, float] | None = None
     rows: int = 0
+    full_rows: int = 0
+    """Inputs of a check that nothing limits."""
+    own_rows: int = 0
+    """Inputs that the user gave."""
+    inputs_are: str = "inputs"
+    sparse_outputs: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Outputs with too few entries for a ratio to be judged: ``entries`` and ``ratio``."""
+    worst_position_error: float = math.nan
+    worst_position_original: float = math.nan
+    worst_position_ratio: float = math.nan
+    stored_position_error: float | None = None
+    stored_position_original: float | None = None
+    stored_position_ratio: float | None = None
+    nonfinite: dict[str, str] = field(default_factory=dict)
+    """Outputs of the exact function that are not finite everywhere (``nonfinite_outputs``)."""
 
 
-@dataclass(frozen=True)
-class _Examples:
-    """What the models are run on, and the longer text that a perplexity is over."""
+def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measured:
+    """Four models, one after the other: never two of them in memory.
 
-    batches: list[inputs.Batch]
-    text: list[inputs.Batch]
-    mask_token: int | None
-
-
-def measure(
-    subject: Subject,
-    text: str | Path | None,
-    images: Sequence[str | Path],
-    seed: int,
-    samples: int | None,
-) -> Measured:
-    """Four models, one after the other: never two of them in memory."""
+    Each is run on as many of the inputs as its share of the time allows, and so are those after it.
+    """
     done = Measured()
+    text: list[inputs.Batch] = []
 
-    def returned(model: Any) -> Outputs:
-        return subject.run(model, examples.batches)
+    def score(model: Any) -> tuple[float, int] | None:
+        found = perplexity(model, text, examples.mask_token, seed) if text else None
+        pace.end_run(was_planned=examples.is_scored)
+        return found
 
-    words = None if text is None else inputs.text_of(text)
-    model = subject.load(subject.original, torch.float64)
+    missing: set[str] = set()
+    with pace.loading():
+        model = subject.load(subject.original, torch.float64, missing)
     try:
-        examples = _examples(subject, model, words, images, seed, samples)
-        exact = returned(model)
-    except RuntimeError as error:
-        first = str(error).strip().split("\n")[0]
+        examples = choose(_model_of(subject, model), data, seed, pace)
+        batches = examples.batches
+        planned = sum(map(length, batches))
+        if planned < examples.full and math.isfinite(pace.clock.limit):
+            within = duration(pace.clock.limit)
+            part = f"running {planned} of {examples.full} {examples.kind}"
+            subject.event("stage", f"{part}, as the check should end within {within}")
+        subject.require_weights(model, missing, batches[0])
+        exact = pace.run(lambda at: subject.run(model, batches[at]))
+    except (EnjoyLNError, MemoryError):
+        raise
+    except Exception as error:  # of the model's own code
         raise UnsupportedModel(
-            f"{type(model).__name__} does not run in float64 ({first}), so there is nothing exact "
-            "to compare with; `enjoyln fold --no-verify` converts it unchecked"
+            f"{type(model).__name__} does not run in float64 ({_first_line(error)}), so there is "
+            "nothing exact to compare with; `enjoyln fold --no-verify` converts it unchecked"
         ) from error
-    done.rows = sum(map(_length, examples.batches))
+
+    def compared(model: Any, results: list[dict[str, torch.Tensor]] | None = None) -> Compared:
+        def one(at: int) -> dict[str, Distance]:
+            found = subject.run(model, batches[at])
+            if results is not None:
+                results.append(found)
+            return distances_of(found, exact[at])
+
+        return pace.run(one)
+
+    done.nonfinite = nonfinite_outputs(exact, batches[: len(exact)])
+    own_results: Outputs = []
+    before = None
+    if subject.dtype == torch.float64:
+        text = examples.text(len(exact))
+        own_results, before = exact, score(model)
     subject.centre(model)
     with believed(subject.marker.model_class):
         subject.install(model)
-        done.identity_error = _worst(relative_errors(returned(model), exact))
+        done.identity_error = largest(relative(pooled(compared(model))))
     gone = weakref.ref(model)
     del model
     release(gone)
 
-    model = subject.load(subject.folded, torch.float64)
+    with pace.loading():
+        model = subject.load(subject.folded, torch.float64)
     subject.install(model)
-    done.storage_error = _worst(relative_errors(returned(model), exact))
+    storage = compared(model)
     gone = weakref.ref(model)
     del model
     release(gone)
 
-    def score(model: Any) -> tuple[float, int]:
-        return perplexity(model, examples.text, examples.mask_token, seed)
-
-    model = subject.load(subject.original, subject.dtype)
-    outputs = returned(model)
-    own = relative_errors(outputs, exact)
-    done.original_error = _worst(own)
-    before = score(model) if examples.text else None
+    with pace.loading():
+        model = subject.load(subject.original, subject.reference_dtype)
+    with _running(model, subject.reference_dtype):
+        if subject.dtype == torch.float64:
+            rounded = compared(model)
+            own = [
+                {name: distance.times(FLOAT64_OVER_FLOAT32) for name, distance in one.items()}
+                for one in rounded
+            ]
+        else:
+            own = compared(model, own_results)
+            text = examples.text(len(own))
+            before = score(model)
     gone = weakref.ref(model)
     del model
     release(gone)
 
-    model = subject.load(subject.folded, subject.dtype)
-    stock = relative_errors(returned(model), exact)
-    done.stock_error, done.stock_ratio = _worst(stock), ratio(stock, own, subject.dtype)
-    subject.install(model)
-    with input_means(model) as means:
-        folded = returned(model)
-    done.norm_input_mean = worst_first(means)
-    runtime = relative_errors(folded, exact)
-    done.runtime_error, done.ratio = _worst(runtime), ratio(runtime, own, subject.dtype)
-    done.kl, done.top1_agreement = divergence(folded, outputs)
-    if before:
+    with pace.loading():
+        model = subject.load(subject.folded, subject.dtype)
+    results: Outputs = []
+    with _running(model, subject.dtype):
+        stock = compared(model)
+        subject.install(model)
+        with input_means(model) as means:
+            runtime = compared(model, results)
         after = score(model)
+    count = len(runtime)
+    done.norm_input_mean = worst_first(means)
+    done.rows = sum(map(length, batches[:count]))
+    done.own_rows = sum(map(length, batches[: min(count, examples.own)]))
+    done.full_rows = max(examples.full, done.rows)
+    done.inputs_are = examples.kind
+    found = [pooled(one[:count]) for one in (storage, own, stock, runtime)]
+    _add_errors(done, found, subject.dtype)
+    done.kl, done.top1_agreement = divergence(results, own_results[:count])
+    if before and after:
         done.perplexity = {"original": before[0], "folded": after[0], "tokens": after[1]}
     return done
 
 
-def _examples(
-    subject: Subject,
-    model: Any,
-    words: str | None,
-    images: Sequence[str | Path],
-    seed: int,
-    samples: int | None,
-) -> _Examples:
-    """The user's examples first; seeded ones fill up to the rows that a stable ratio needs."""
-    folder, dtype = subject.folded.source.path, subject.dtype
-    given: list[inputs.Batch] = []
-    scored: list[inputs.Batch] = []
-    mask_token = None
-    if images:
-        given = inputs.from_images(model, images, folder, dtype)
-    elif words is not None:
-        head_kind(model)
-        tokenizer = inputs.tokenizer_of(folder, subject.trust_remote_code)
-        given = scored = inputs.from_text(model, tokenizer, words, TEXT_ROWS)
-        mask_token = tokenizer.mask_token_id
-    first = given or inputs.seeded(model, 2, seed, dtype)
-    two_rows = [{name: value[:2] for name, value in first[0].items()}]
-    rows = samples or _rows(subject.run(model, two_rows))
-    batches = _first_rows(given, rows)
-    missing = rows - sum(map(_length, batches))
-    if missing > 0:
-        seeded = inputs.seeded(model, missing, seed, dtype)
-        batches += seeded + _masked(model, seeded[0], seed)
-    return _Examples(batches, scored, mask_token)
+def _add_errors(done: Measured, found: list[Distances], dtype: torch.dtype) -> None:
+    """Each error, and the ratios over the outputs that have enough entries for one.
+
+    ``found`` are the distances from the exact function in the order of ``_ERRORS``.
+    """
+    for name, one_error in zip(_ERRORS, found, strict=True):
+        setattr(done, name, largest(relative(one_error)))
+    _, own, stock, runtime = found
+    for name, one in own.items():
+        if one.is_sparse:
+            errors = [way[name].relative for way in (stock, runtime)]
+            times = max(ratio({name: e}, {name: one.relative}, dtype) for e in errors)
+            done.sparse_outputs[name] = {"entries": one.entries, "ratio": times}
+    storage, own, stock, runtime = (
+        {name: one for name, one in error.items() if name not in done.sparse_outputs}
+        for error in found
+    )
+    if not own:
+        return
+    done.stock_ratio = ratio(relative(stock), relative(own), dtype)
+    done.ratio = ratio(relative(runtime), relative(own), dtype)
+    _add_positions(done, (runtime, stock), storage, own, dtype)
 
 
-def _length(batch: inputs.Batch) -> int:
-    return len(next(iter(batch.values())))
+_ERRORS = ("storage_error", "original_error", "stock_error", "runtime_error")
 
 
-def _masked(model: Any, batch: inputs.Batch, seed: int) -> list[inputs.Batch]:
-    """A batch with masked patches; a class may take the mask and refuse it for its config."""
-    masked = inputs.with_masked_patches(model, batch, seed)
+def _model_of(subject: Subject, model: Any) -> Runner:
+    return Runner(
+        model,
+        subject.folded.source.path,
+        subject.dtype,
+        subject.marker.unproven,
+        subject.trust_remote_code,
+        lambda batch: subject.run(model, batch),
+    )
+
+
+def _add_positions(
+    done: Measured,
+    ways: Sequence[dict[str, Distance]],
+    storage: dict[str, Distance],
+    own: dict[str, Distance],
+    dtype: torch.dtype,
+) -> None:
+    """The worst position of the way to run the folded model that is worst, and of its weights."""
+    found: WorstPosition = max((worst_position(way, own, dtype) for way in ways), key=_by_ratio)
+    done.worst_position_error, done.worst_position_original = found.error, found.original
+    done.worst_position_ratio = found.ratio
+    if dtype == torch.float64:  # where rounding while it runs is as large
+        return
+    stored = worst_stored(storage, own, dtype)
+    done.stored_position_error, done.stored_position_original = stored.error, stored.original
+    done.stored_position_ratio = stored.ratio
+
+
+def _by_ratio(found: WorstPosition) -> float:
+    return found.ratio
+
+
+@contextmanager
+def _running(model: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Raises ``UnsupportedModel`` for a model that does not run in ``dtype``."""
     try:
-        return [masked] if masked and run(model, [masked]) else []
-    except (ValueError, AttributeError):
-        return []
+        yield
+    except (EnjoyLNError, MemoryError):
+        raise
+    except Exception as error:  # of the model's own code
+        name = str(dtype).removeprefix("torch.")
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not run in {name} ({_first_line(error)}); pass another "
+            "--compute-dtype"
+        ) from error
 
 
-def _rows(outputs: Outputs) -> int:
-    """Enough for a ratio that hardly depends on the seed, few enough to be kept in memory."""
-    (batch,) = outputs
-    sizes = [value.numel() // max(len(value), 1) for value in batch.values()]
-    fewest = math.ceil(ENTRIES / max(min(sizes, default=1), 1))
-    most = MOST_ENTRIES // max(sum(sizes), 1)
-    return max(2, min(max(fewest, FEWEST_ROWS), most, MOST_ROWS))
-
-
-def _first_rows(batches: list[inputs.Batch], rows: int) -> list[inputs.Batch]:
-    kept = []
-    for batch in batches:
-        if rows > 0:
-            kept.append({name: value[:rows] for name, value in batch.items()})
-        rows -= _length(batch)
-    return kept
-
-
-def _worst(errors: dict[str, float]) -> float:
-    return max(errors.values(), default=0.0)
+def _first_line(error: Exception) -> str:
+    first = str(error).strip().split("\n")[0]
+    return first if isinstance(error, RuntimeError) else f"{type(error).__name__}: {first}"
 
 
 def worst_first(values: dict[str, float]) -> dict[str, float]:

@@ -73,6 +73,7 @@ def staged_output(out: Path, *, source: Path, force: bool, resume: bool = False)
     out = check_place(out, source=source, force=force, resume=resume)
     work = work_of(out)
     staged = work / RESULT
+    made = [folder for folder in out.parents if not folder.exists()]
     lock = _locked(work, out)
     try:
         _recover(work, out, force)
@@ -85,6 +86,9 @@ def staged_output(out: Path, *, source: Path, force: bool, resume: bool = False)
         kept = isinstance(error, _STOPPED) and finished(work) > 0
         if not kept:
             shutil.rmtree(work, ignore_errors=True)
+            with suppress(OSError):  # somebody else may have put something there
+                for folder in made:
+                    folder.rmdir()
         told = _told(error, out, work if kept else None)
         if told is error:
             raise
@@ -111,7 +115,8 @@ def _told(error: BaseException, out: Path, kept: Path | None) -> BaseException:
 
 
 def _left(work: Path) -> str:
-    return f"{finished(work)} finished files are kept in {work}"
+    done = finished(work)
+    return f"{done} finished file{'s' * (done != 1)} kept in {work}"
 
 
 def finished(work: Path) -> int:
@@ -140,17 +145,17 @@ def check_place(out: Path, *, source: Path, force: bool, resume: bool = False) -
         _require_free(out, force, resume)
         if real == here or real in here.parents:
             raise OutputError(f"{out} holds the working directory; choose another directory")
-    if not out.parent.is_dir():
-        missing = "is not a directory" if out.parent.exists() else "does not exist"
-        raise OutputError(f"{out.parent} {missing}; create it first")
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{out.parent} cannot be written to; choose another place")
+    above = next(folder for folder in out.parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise OutputError(f"{above} is not a directory; choose another place")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise OutputError(f"{above} cannot be written to; choose another place")
     work = work_of(out)
     if finished(work) and not (force or resume):
         if _busy(work):
             raise _taken(out)
         raise OutputError(
-            f"{out} was begun by a run that did not end, {_left(work)}; go on with --resume, or "
+            f"an earlier run to {out} was interrupted, {_left(work)}; go on with --resume, or "
             "start anew with --force"
         )
     return out
@@ -165,11 +170,11 @@ def check_file(file: Path) -> None:
     if os.path.isdir(file):
         why = "it is a directory"
     elif not folder.is_dir():
-        why = f"{folder} is no directory"
+        why = f"{folder} is not a directory"
     elif os.path.exists(file):
         why = "" if os.access(file, os.W_OK) else "it is read-only"
     elif not os.access(folder, os.W_OK | os.X_OK):
-        why = f"{folder} takes no new files"
+        why = f"{folder} does not allow new files"
     if why:
         raise OutputError(f"{file} cannot be written: {why}")
 
@@ -188,7 +193,7 @@ def write_file(file: Path, content: bytes) -> None:
 
 def _require_free(out: Path, force: bool, resume: bool = False) -> None:
     if resume and not force:
-        raise OutputError(f"{out} exists, as a whole; there is nothing to resume")
+        raise OutputError(f"{out} is complete, so there is nothing to resume")
     if not force:
         raise OutputError(f"{out} exists; choose another directory, or replace it with --force")
 
@@ -197,7 +202,7 @@ def _locked(work: Path, out: Path) -> int:
     """Make ``work`` and lock it: an open file. A file system without locks lets every run pass."""
     for _ in range(_TRIES):
         try:
-            work.mkdir(exist_ok=True)
+            work.mkdir(parents=True, exist_ok=True)
             if work.is_symlink():
                 raise OutputError(f"{work} is a link to somewhere else; remove it")
             file = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -218,7 +223,7 @@ def _locked(work: Path, out: Path) -> int:
         except FileNotFoundError:
             pass
         os.close(file)
-    raise OutputError(f"{out.parent} is gone, or takes no new directories; choose another place")
+    raise OutputError(f"cannot create a directory in {out.parent}; choose another place")
 
 
 def _busy(work: Path) -> bool:

@@ -1,8 +1,9 @@
 """What ``bench`` measured, as the figures of Enjoy-LN for the user's own machine: PNG or SVG.
 
-The panels: the time of every case with its spread, the original's median being 1; the share of the
+The panels: how many times as fast as the original each model is, in every case; the share of the
 original's time that norms cost, and what of it is saved; the speed-up by sequence length and by
-batch size, of each phase and mode. Matplotlib draws them.
+batch size, of each phase and mode. All are medians over the rounds with their 95 % intervals, as in
+the table. Matplotlib draws them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from enjoyln_cli.rows import counted
 
 SUFFIXES = (".png", ".svg")
 MARKS = {
-    "original": ("LayerNorm (original)", "#607d8b", "o"),
-    "folded": ("RMSNorm (folded)", "#2e7d32", "D"),
-    "stock": ("torch's F.rms_norm", "#e65100", "s"),
-    "bare": ("no norm", "#90a4ae", "x"),
+    "original": ("#607d8b", "o"),
+    "folded": ("#2e7d32", "D"),
+    "torch_rms_norm": ("#e65100", "s"),
+    "no_norm": ("#90a4ae", "x"),
 }
-"""Column to label, colour and marker."""
+"""Model to colour and marker."""
 LINES = ("#2e7d32", "#0277bd", "#e65100", "#6a1b9a", "#c62828", "#00838f", "#827717", "#4e342e")
 ALONG = {
-    "seq_len": ("sequence length", "tokens of a row", "batch_size", "row"),
-    "batch_size": ("batch size", "rows of a run", "seq_len", "token"),
+    "seq_len": ("sequence length", "tokens of each row", "batch_size", "row"),
+    "batch_size": ("batch size", "rows of one run", "seq_len", "token"),
 }
 """What a speed-up is shown by: title, label, what its lines differ in, and the word for that."""
 DPI = 144
@@ -48,9 +49,11 @@ class Panel:
 def check(file: Path) -> None:
     """Raises ``OutputError`` for a file that cannot be drawn, before anything is measured."""
     if file.suffix.lower() not in SUFFIXES:
-        raise OutputError(f"{file} says no picture format; end it in {' or '.join(SUFFIXES)}")
+        raise OutputError(
+            f"unsupported picture format {file.suffix or file.name!r}; use {' or '.join(SUFFIXES)}"
+        )
     if find_spec("matplotlib") is None:
-        raise OutputError("--plot needs matplotlib; pip install 'enjoyln[pictures]'")
+        raise OutputError("--plot needs matplotlib; pip install matplotlib")
     check_file(file)
 
 
@@ -100,47 +103,53 @@ def _figure(found: Mapping[str, Any]) -> Any:
 
 
 def _draw_times(axes: Any, rows: Rows) -> None:
-    for number, (name, (label, colour, marker)) in enumerate(MARKS.items()):
-        low, middle, high = zip(
-            *([v / row["original_ms"] for v in row["quartiles_ms"][name]] for row in rows),
-            strict=True,
-        )
+    from enjoyln_cli.variants import LABELS
+
+    for number, (name, (colour, marker)) in enumerate(MARKS.items()):
+        found = [row["models"][name] for row in rows]
+        middle = [one["times_as_fast"] for one in found]
+        low, high = _ends([one["times_as_fast_interval"] for one in found], middle)
         axes.errorbar(
             middle,
             [place + 0.18 * (number - (len(MARKS) - 1) / 2) for place in range(len(rows))],
             xerr=_around(low, middle, high),
             fmt=marker,
             color=colour,
-            label=label,
+            label=LABELS[name],
             capsize=2,
             markersize=5,
         )
-    axes.axvline(1, color=MARKS["original"][1], linewidth=0.8, linestyle="--")
+    axes.axvline(1, color=MARKS["original"][0], linewidth=0.8, linestyle="--")
     axes.set_yticks(range(len(rows)), [row["case"] for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=6)
-    axes.set_xlabel("time, the original's median being 1 (bars: quartiles)")
-    _head(axes, "Normalised time", 4)
+    axes.set_xlabel("times as fast as the original (bars: 95 % intervals)")
+    _head(axes, "Speed of each model", 4)
     axes.grid(axis="x", alpha=0.3)
 
 
 def _draw_tax(axes: Any, rows: Rows) -> None:
     places = range(len(rows))
-    tax = [100 * max(row["norm_tax"], 0.0) for row in rows]
-    shares = [min(max(row["tax_recovered"] or 0.0, 0.0), 1.0) for row in rows]
-    saved = [a * b for a, b in zip(tax, shares, strict=True)]
-    axes.barh(places, tax, color="#cfd8dc", label="cost of norms")
-    axes.barh(places, saved, color=MARKS["folded"][1], label="of it saved")
-    for place, row, value in zip(places, rows, tax, strict=True):
-        share = row["tax_recovered"]
-        saved_part = "none" if share is None else f"{share:.0%}"
-        taxed = row["norm_tax_quartiles"][0] > 0
-        text = f"{saved_part} of {value:.1f} %" if taxed else "within the spread"
+    costs = [100 * max(row["norm_cost"], 0.0) for row in rows]
+    saved = [cost * (row["saved_share"] or 0.0) for cost, row in zip(costs, rows, strict=True)]
+    axes.barh(places, costs, color="#cfd8dc", label="norm cost")
+    axes.barh(places, saved, color=MARKS["folded"][0], label="of it saved")
+    for place, row, value in zip(places, rows, costs, strict=True):
+        text = _saved(row, value)
         axes.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", size=8)
-    axes.set_xlim(0, 1.45 * max([*tax, 0.1]))
+    axes.set_xlim(0, 1.45 * max([*costs, 0.1]))
     axes.tick_params(labelleft=False)
     axes.set_xlabel("% of the original's time")
-    _head(axes, "Share of the norms", 2)
+    _head(axes, "What norms cost", 2)
+
+
+def _saved(row: Mapping[str, Any], cost: float) -> str:
+    interval, share = row["norm_cost_interval"], row["saved_share"]
+    if interval is None:
+        return "too few rounds"
+    if interval[0] <= 0:
+        return "too small to measure"
+    return f"no gain, of {cost:.1f} %" if share is None else f"{share:.0%} of {cost:.1f} %"
 
 
 def _head(axes: Any, title: str, columns: int) -> None:
@@ -171,7 +180,8 @@ def _draw_speedup(axes: Any, panel: Panel) -> None:
     title, label = ALONG[panel.along][:2]
     ticks = sorted({row[panel.along] for group in panel.lines.values() for row in group})
     for number, (name, group) in enumerate(panel.lines.items()):
-        low, middle, high = zip(*(row["speedup_quartiles"] for row in group), strict=True)
+        middle = [row["speedup"] for row in group]
+        low, high = _ends([row["speedup_interval"] for row in group], middle)
         shift = 0.05 * (number - (len(panel.lines) - 1) / 2)
         axes.errorbar(
             [ticks.index(row[panel.along]) + shift for row in group],
@@ -183,7 +193,7 @@ def _draw_speedup(axes: Any, panel: Panel) -> None:
             color=LINES[number % len(LINES)],
             label=name,
         )
-    axes.axhline(1, color=MARKS["original"][1], linewidth=0.8, linestyle="--")
+    axes.axhline(1, color=MARKS["original"][0], linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
     axes.set_xlim(-0.4, len(ticks) - 0.6)
     axes.set_xlabel(label)
@@ -191,6 +201,14 @@ def _draw_speedup(axes: Any, panel: Panel) -> None:
     axes.set_title(f"Speed-up by {title}: {', '.join(panel.kind)}", fontsize=11)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=8)
+
+
+def _ends(
+    intervals: Sequence[Sequence[float] | None], middle: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """Lower and upper ends; a median that has no interval is a point."""
+    found = [one or (m, m) for one, m in zip(intervals, middle, strict=True)]
+    return [low for low, _ in found], [high for _, high in found]
 
 
 def _around(low: Sequence[float], middle: Sequence[float], high: Sequence[float]) -> Any:

@@ -7,26 +7,15 @@ measures anything.
 from __future__ import annotations
 
 import json
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as RichTree
 
+from enjoyln_cli.console import console, say
 from enjoyln_cli.errors import size
 from enjoyln_cli.rows import (
     Row,
@@ -47,31 +36,14 @@ if TYPE_CHECKING:
     from enjoyln_cli.verify import Verification
     from enjoyln_cli.why import Tree
 
-PIPED_WIDTH = 200
-"""Columns for tables that do not go to a terminal, so that nothing is cut off in a file."""
-
 NARROW = 12
 """Columns in which the first entry of a row may be folded."""
 
-LINE_SECONDS = 5.0
-"""At most one progress line in this time, where no bar can be drawn."""
+FEW_TOKENS = 256
+"""Below this many, a perplexity depends on which tokens they are: less than one window of text."""
 
 WORST = 3
 """How many of the means that the RMSNorms saw are shown."""
-
-
-def console(stderr: bool = False) -> Console:
-    """A console that prints names literally and never fails for want of a character."""
-    stream = sys.stderr if stderr else sys.stdout
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")
-    width = None if stream.isatty() else PIPED_WIDTH
-    return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
-
-
-def say(text: str, style: str = "", stderr: bool = False) -> None:
-    """One line, never hard-wrapped."""
-    console(stderr).print(Text(text, style=style), soft_wrap=True)
 
 
 def _show(table: Table) -> None:
@@ -110,27 +82,30 @@ def write_rows(rows: Sequence[Row], form: str) -> None:
 
 
 def _write_table(rows: Sequence[Row]) -> None:
-    shown = [found for found in rows if found["norms"]]
+    shown = [found for found in rows if found["layernorms"]]
     if shown:
         head, body = cells(shown)
         table = Table()
         table.add_column(head[0], overflow="fold")
         for name in head[1:]:
             table.add_column(name, justify="right", overflow="fold")
-        for texts in body:
-            table.add_row(texts[0], *(f"{int(text):,}" for text in texts[1:]))
+        for found, texts in zip(shown, body, strict=True):
+            style = _colour(found["become_rmsnorm"], found["layernorms"])
+            numbers = [f"{int(text):,}" for text in texts[1:]]
+            table.add_row(texts[0], numbers[0], Text(numbers[1], style=style), *numbers[2:])
         _show(table)
-        options = [name for found in shown[:1] for name in found.get("options", ())]
-        say(_legend("paper" in head, options), "dim")
+        if any("options" in found for found in shown):
+            say("with an option: how many become RMSNorm without an added mean subtraction", "dim")
+        if any("paper" in found for found in shown):
+            say("paper's Algorithm 1: as printed; never used to convert", "dim")
     for found in rows:
         for line in notes(found):
             say(line)
 
 
-def _legend(paper: bool, options: Sequence[str]) -> str:
-    text = "in weights: LayerNorms that fold with no operation added; in all: with the ops too"
-    text += f"; {', '.join(options)}: in weights with that option" if options else ""
-    return text + "; paper: its Algorithm 1 as printed, never used to convert" * paper
+def _colour(some: int, all_of_them: int) -> str:
+    """Green for all, red for none, yellow between."""
+    return "green" if some == all_of_them else "yellow" if some else "red"
 
 
 def write_tree(tree: Tree) -> None:
@@ -148,110 +123,61 @@ def write_tree(tree: Tree) -> None:
     console().print(root)
 
 
-@dataclass(frozen=True)
-class Watch:
-    """The two ends of a long job's news: stages and warnings, and bytes done of all bytes."""
-
-    event: Callable[[str, str], None]
-    progress: Callable[[int, int], None]
-    warnings: list[str] = field(default_factory=list)
-
-
-@contextmanager
-def watching(quiet: bool) -> Iterator[Watch]:
-    """A bar with bytes, rate and time left on a terminal, plain lines elsewhere, or silence."""
-    warnings: list[str] = []
-
-    def event(level: str, text: str) -> None:
-        if level == "warning":
-            warnings.append(text)
-        if not quiet:
-            style = "yellow" if level == "warning" else "dim"
-            say(f"warning: {text}" if level == "warning" else text, style, stderr=True)
-
-    if quiet:
-        yield Watch(event, lambda done, total: None, warnings)
-    elif not console(stderr=True).is_terminal:
-        yield Watch(event, _plain_lines(), warnings)
-    else:
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        bar = Progress(*columns, console=console(stderr=True), transient=True)
-        try:
-            yield Watch(event, _bar(bar), warnings)
-        finally:
-            bar.stop()
-
-
-def _bar(bar: Progress) -> Callable[[int, int], None]:
-    def update(done: int, total: int) -> None:
-        if not bar.task_ids:
-            bar.add_task("writing", total=total)
-            bar.start()
-        bar.update(bar.task_ids[0], completed=done)
-        if done >= total:
-            bar.stop()
-
-    return update
-
-
-def _plain_lines() -> Callable[[int, int], None]:
-    start = last = 0.0
-    before = 0  # bytes: what an earlier run had written comes all at once, and first
-    lock = threading.Lock()
-
-    def update(done: int, total: int) -> None:
-        nonlocal start, last, before
-        with lock:
-            now = time.monotonic()
-            if not start:
-                start = last = now
-            if done and not before and done < total:
-                start, before = now, done
-            if now - last < LINE_SECONDS and done < total:
-                return
-            last = now
-        rate = (done - before) / max(now - start, 1e-3)
-        text = f"{size(done)} of {size(total)}, {size(rate)}/s"
-        if done < total:
-            text += f", {(total - done) / max(rate, 1e-9):.0f} s left"
-        say(text, stderr=True)
-
-    return update
-
-
 def write_fold(found: Row) -> None:
     """The closing lines of a fold, with the next command to run; for a dry run, the plan."""
     dry = found["dry_run"]
-    say(f"{'would fold' if dry else 'folded'} {counts(found)}", "green")
+    say(f"{'would convert' if dry else 'converted'} {counts(found)}", "green")
     for line in notes(found):
         say(line)
     if dry:
-        for name in compact(entry["tensor"] for entry in found["centred"]):
+        for name in compact(entry["tensor"] for entry in found["centred_tensors"]):
             say(f"  centre {name}")
         wrote = f"{found['tensors']} tensors, {size(found['bytes_written'])}"
         if "bytes_kept" in found:
-            wrote += f", and about {size(found['bytes_kept'])} for the way back (an estimate)"
+            wrote += (
+                f", and about {size(found['bytes_kept'])} to restore the original (an estimate)"
+            )
         say(f"would write {wrote}; nothing was written (dry run)")
         if "would_push_to" in found:
             say(f"would then push to {found['would_push_to']}")
         return
-    kept = f", {size(found['bytes_kept'])} of it for the way back" if "bytes_kept" in found else ""
-    wrote = f"{size(found['bytes_written'])} to {found['out']}"
-    say(f"wrote {wrote} in {found['seconds']:.1f} s{kept}")
-    if found["resumed"]:
-        say(f"an earlier run had finished {found['resumed']} of the weight files")
+    kept = (
+        f" ({size(found['bytes_kept'])} of it to restore the original)"
+        if "bytes_kept" in found
+        else ""
+    )
     checked = found["verification"]
+    wrote = f"wrote {size(found['bytes_written'])} to {found['out']}{kept}"
+    wrote += f" in {found['seconds']:.1f} s"
+    if checked:
+        wrote += f", checked on {_inputs_run(checked)} in {found['check_seconds']:.1f} s"
+    say(wrote)
+    if found["resumed"]:
+        done = counted(found["resumed"], "weight file")
+        say(f"{done} had been finished by an earlier run")
     unchecked = "not verified (--no-verify)"
     if found["streamed"]:
         unchecked = (
-            "not verified (--stream): that takes the whole original; the next command does it"
+            "not verified (--stream): that needs the whole original; do it with the next command"
         )
     say(f"verified: {checked['summary']}" if checked else unchecked)
     if "pushed" in found:
         done = "pushed to" if found["pushed"]["differs"] else "nothing to push:"
         say(f"{done} {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
     else:
-        say(f"next: enjoyln verify {found['out']}")
+        is_partial = checked and checked["rows"] < checked["full_rows"]
+        which = f" (runs all {checked['full_rows']} {checked['inputs_are']})" if is_partial else ""
+        say(f"next: enjoyln verify {found['out']}{which}")
+
+
+def _inputs_run(checked: Row) -> str:
+    """``16 inputs``, or ``8 of 128 images``."""
+    rows, full = checked["rows"], checked["full_rows"]
+    return (
+        f"{rows} of {full} {checked['inputs_are']}"
+        if rows < full
+        else (f"{rows} {checked['inputs_are']}")
+    )
 
 
 def write_unfold(found: Row) -> None:
@@ -261,8 +187,8 @@ def write_unfold(found: Row) -> None:
         say(f"restored {found['tensors']} tensors bit for bit", "green")
         say(f"wrote {wrote}")
         return
-    say("no means were kept (fold --keep-means), so the original cannot be restored bit for bit")
-    say("the result already is a LayerNorm checkpoint that computes the same; its marker is gone")
+    say("it was folded without --keep-means, so the original cannot be restored bit for bit")
+    say("the copy is a LayerNorm checkpoint that gives the same outputs; its enjoyln entry is gone")
     say(f"wrote {wrote}")
 
 
@@ -276,30 +202,42 @@ def write_verification(found: Verification) -> None:
     table.add_row("storage error", number(found.storage_error), "", "rounding the new weights")
     table.add_row("runtime error", number(found.runtime_error), own, f"RMSNorm, in {dtype}")
     table.add_row("stock error", number(found.stock_error), own, "plain transformers class")
-    table.add_row("ratio", number(found.ratio), "1", f"passes up to {number(found.max_ratio)}")
+    if math.isnan(found.ratio):
+        table.add_row("ratio", "-", "", "too few inputs to judge it")
+    else:
+        table.add_row("ratio", number(found.ratio), "1", f"passes up to {number(found.max_ratio)}")
+        worst = number(found.worst_position_original)
+        passes = f"passes up to {number(found.max_position_ratio)} times"
+        table.add_row("worst position", number(found.worst_position_error), worst, passes)
     table.add_row("KL divergence", number(found.kl), "", "from the original")
     table.add_row("top-1 agreement", number(found.top1_agreement), "", "with the original")
     if found.perplexity:
         before, after = found.perplexity["original"], found.perplexity["folded"]
-        tokens = f"over {found.perplexity['tokens']:.0f} tokens"
+        count = found.perplexity["tokens"]
+        tokens = f"over {count:.0f} tokens"
+        tokens += ": too few for more than a sign" if count < FEW_TOKENS else ""
         table.add_row("perplexity", f"{after:.4f}", f"{before:.4f}", tokens)
     _show(table)
-    say(f"{found.rows} inputs; errors are relative to the original in float64", "dim")
+    own = f", {found.own_rows} of them your own" if found.own_rows else ""
+    say(f"{found.count}{own}; errors are relative to the original in float64", "dim")
     for name, mean in list(found.norm_input_mean.items())[:WORST]:
-        say(f"  {name} saw a mean of {number(mean)} of its input's rms")
+        say(f"  largest relative input mean: {number(mean)} ({name})")
     say(found.summary, "green" if found.passed else "red")
 
 
 def write_bench(found: Bench) -> None:
-    """Times of every case, what they say, what it cost, and what was left out."""
-    table = Table("median time", "original", "folded", "rms_norm", "no norm")
+    """How fast each model is in every case, what that says, what it cost, and what was left out."""
+    from enjoyln_cli.variants import LABELS
+
+    table = Table("case", *LABELS.values())
     for column in table.columns[1:]:
         column.justify = "right"
     for row in found.rows:
-        times = (row.ms[name].median for name in ("original", "folded", "stock", "bare"))
-        table.add_row(row.case, *(f"{time:.4g} ms" for time in times))
+        others = (f"{row.faster(name).median:.3f}x" for name in list(LABELS)[1:])
+        table.add_row(row.case, f"{row.ms['original'].median:.4g} ms", *others)
     _show(table)
-    say("rms_norm: with torch's own RMSNorm; no norm: with norms that do nothing", "dim")
+    say("original: median time of a run; the others: times as fast as the original", "dim")
+    say("all are medians over the rounds, in brackets their 95 % intervals", "dim")
     for row in found.rows:
         say(_bench_line(row, found.fold_seconds), "green" if row.verdict == "faster" else "")
     before, after = (size(found.weight_bytes[name]) for name in ("original", "folded"))
@@ -310,17 +248,25 @@ def write_bench(found: Bench) -> None:
 
 
 def _bench_line(row: SpeedRow, fold_seconds: float | None) -> str:
-    """One case in words; the brackets hold the quartiles of the ratio within a turn."""
-    ratio = row.speedup
-    gain = f"{ratio.median:.3f} times as fast ({ratio.low:.3f} to {ratio.high:.3f})"
-    text = f"{row.case}: {gain if row.verdict == 'faster' else f'{row.verdict}, {gain}'}"
-    tax = f"norms cost {row.norm_tax.median:.1%}"
-    text += f"; {tax if row.taxed else 'what norms cost is within the spread'}"
+    """One case in words, of the same medians as in the table."""
+    interval = row.speedup_interval
+    around = "" if interval is None else f" ({interval[0]:.3f} to {interval[1]:.3f})"
+    text = f"{row.case}: {row.verdict}, {row.speedup.median:.3f} times as fast{around}"
+    text += f": {row.reason}" if row.reason else ""
+    if row.cost_is_measurable:
+        text += f"; norms cost {row.norm_cost.median:.1%}"
+    elif not row.reason:
+        text += "; norm cost too small to measure"
     text += "" if row.recovered is None else f", of which {row.recovered:.0%} is saved"
-    rates = (f"{row.throughput(name):,.0f}" for name in ("original", "folded"))
-    text += f"; {' to '.join(rates)} {'tokens' if row.seq_len else 'rows'} a second"
+    before, after = (_rate(row.throughput(name)) for name in ("original", "folded"))
+    text += f"; {before} {'tokens' if row.seq_len else 'rows'} a second, folded {after}"
     runs = row.break_even(fold_seconds)
-    return text if runs is None else f"{text}; pays after {runs:,.0f} runs"
+    return text if runs is None else f"{text}; pays for folding after {runs:,.0f} runs"
+
+
+def _rate(value: float) -> str:
+    """At least four digits."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def write_push(found: Upload) -> None:
@@ -351,12 +297,14 @@ def upload_line(found: Upload) -> str:
     """``3 new and 1 changed of 9 files, 1.6 MB, to me/model (new, private)``."""
     to, where = found.target, found.target.name
     changes = f"{found.count('new')} new and {found.count('changed')} changed"
+    files = counted(len(found.files), "file")
     where = f"a pull request to {where}" if to.create_pr else where
-    return f"{changes} of {len(found.files)} files, {size(found.size)}, to {where} ({to.kind})"
+    return f"{changes} of {files}, {size(found.size)}, to {where} ({to.kind})"
 
 
 def _same_line(found: Upload) -> str:
-    return f"nothing to push: {found.target.name} has all {len(found.files)} files as they are"
+    files = counted(len(found.files), "file")
+    return f"nothing to push: {found.target.name} already has all of it ({files})"
 
 
 def write_environment(found: dict[str, Any]) -> None:

@@ -1,9 +1,14 @@
-"""How long several calls take beside one another: turn by turn, in one process.
+"""How long several calls take beside one another: in rounds, in one process.
 
-In a turn every call has its go, and every other turn goes backwards, so that whatever drifts (clock
-rates, other programs) drifts for all of them. A short call is repeated within its go until that
-takes ``SHORTEST``. Two calls are compared by the ratios within the turns: where the quartiles of
-``a / b`` lie on both sides of 1, a difference is not told from noise.
+In a round each call runs once, and every other round runs them in the opposite order, so that
+whatever drifts (clock rates, other programs) drifts for all of them. A short call is repeated
+within its round until that takes ``SHORTEST``. Two calls are compared by their ratio within each
+round.
+
+The median of such ratios has an interval that needs no distribution: of ``n`` sorted values, the
+true median lies between the ``k``-th smallest and the ``k``-th largest with a probability of
+``1 - 2 P(B < k)``, where B counts heads in ``n`` throws of a coin. ``median_interval`` takes the
+largest ``k`` for which that is at least 95 %. Fewer than six values have no such ``k``.
 """
 
 from __future__ import annotations
@@ -18,13 +23,19 @@ from typing import Any
 import torch
 
 SHORTEST = 0.01
-"""Seconds that a go should take."""
+"""Seconds that each call takes in a round, at least: a shorter one is repeated."""
 WARM_UP = 3
-"""Goes before the first that counts; one where even that takes long."""
+"""Runs of each call before the first round."""
+WARM_UP_SECONDS = 1.0
+"""After this time one run is enough to warm up."""
 NO_GAIN = "no gain here"
-"""The verdict on a difference that is within the spread."""
+"""The verdict on a difference that cannot be told from noise."""
 FEWEST = 3
-"""Turns that quartiles need."""
+"""Rounds that quartiles need."""
+ENOUGH = 6
+"""Rounds that an interval at 95 % needs."""
+DOUBT = 0.05
+"""How often the true median may lie outside of its interval."""
 
 
 def nothing() -> None:
@@ -43,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Quartiles:
-    """The middle of many measurements, and the half of them around it."""
+    """The median of many measurements, and the quartiles around it."""
 
     low: float
     median: float
@@ -63,8 +74,20 @@ def quartiles(values: Sequence[float]) -> Quartiles:
     return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Where the median lies with a probability of at least 95 %; ``None`` for too few values."""
+    count, below, beyond = len(values), 0, 0.0
+    while True:
+        beyond += math.comb(count, below) / 2**count
+        if 2 * beyond > DOUBT:
+            break
+        below += 1
+    ordered = sorted(values)
+    return (ordered[below - 1], ordered[count - below]) if below else None
+
+
 def ratios(times: Mapping[str, Sequence[float]], slow: str, fast: str) -> list[float]:
-    """``slow / fast`` within each turn: how many times as fast the second is."""
+    """``slow / fast`` within each round: how many times as fast the second is."""
     return [a / b for a, b in zip(times[slow], times[fast], strict=True)]
 
 
@@ -75,39 +98,63 @@ def waiting_for(device: torch.device) -> Callable[[], None]:
     return torch.mps.synchronize if device.type == "mps" else nothing
 
 
-def turns(
+def runs_per_round(seconds: float) -> int:
+    """How many times a call of ``seconds`` runs in a round."""
+    return max(1, math.ceil(SHORTEST / max(seconds, 1e-9)))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """When to stop before all rounds are done, in seconds."""
+
+    seconds: float = math.inf
+    """From then on ``ENOUGH`` rounds are enough."""
+    at_most: float = math.inf
+    """From then on, which is not sooner, ``FEWEST`` rounds have to do."""
+
+
+def time_rounds(
     tasks: Mapping[str, Task],
     repeats: int,
     wait: Callable[[], None] = nothing,
-    seconds: float = math.inf,
+    limit: Limit = Limit(),  # noqa: B008  (frozen)
+    on_round: Callable[[int], None] = lambda done: None,
+    now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of one step of every task, for each of ``repeats`` turns.
+    """Seconds of one step of every task in each of ``repeats`` rounds, fewer where time is up.
 
-    With ``seconds``, for fewer turns if they take longer in all, but at least ``FEWEST``.
+    ``on_round`` is told the number of rounds that are done, 0 after warming up; ``now`` is a clock.
     """
+    begin = now()
     number = {}
-    end = time.perf_counter() + seconds
     for name, task in tasks.items():
-        taken = _go(task, 1, wait)
-        for _ in range(WARM_UP - 1 if time.perf_counter() < end else 0):
-            taken = _go(task, 1, wait)
-        number[name] = max(1, math.ceil(SHORTEST / (taken * task.steps)))
+        since = now()
+        taken = _time(task, 1, wait, now)
+        for _ in range(WARM_UP - 1):
+            if now() - since >= WARM_UP_SECONDS or now() - begin >= limit.at_most:
+                break
+            taken = _time(task, 1, wait, now)
+        number[name] = runs_per_round(taken * task.steps)
+    on_round(0)
     found: dict[str, list[float]] = {name: [] for name in tasks}
-    for turn in range(repeats):
-        if turn >= FEWEST and time.perf_counter() > end:
+    for done in range(repeats):
+        spent = now() - begin
+        if done >= (ENOUGH if spent < limit.at_most else FEWEST) and spent >= limit.seconds:
             break
-        for name in list(tasks)[:: -1 if turn % 2 else 1]:
-            found[name].append(_go(tasks[name], number[name], wait))
+        for name in list(tasks)[:: -1 if done % 2 else 1]:
+            found[name].append(_time(tasks[name], number[name], wait, now))
+        on_round(done + 1)
     return found
 
 
-def _go(task: Task, number: int, wait: Callable[[], None]) -> float:
+def _time(task: Task, number: int, wait: Callable[[], None], now: Callable[[], float]) -> float:
+    """Seconds of one step, the mean over ``number`` runs."""
     total = 0.0
     for _ in range(number):
         given = task.prepare()
         wait()
-        begin = time.perf_counter()
+        begin = now()
         task.run(given)
         wait()
-        total += time.perf_counter() - begin
+        total += now() - begin
     return total / (number * task.steps)

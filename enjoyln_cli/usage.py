@@ -19,7 +19,6 @@ GROUPS = {
         "widen_to",
         "merge",
         "untie",
-        "dtype",
     ),
     "The Hub": (
         "revision",
@@ -32,7 +31,17 @@ GROUPS = {
         "commit_message",
         "yes",
     ),
-    "Measuring": ("batch_sizes", "seq_lens", "modes", "repeats", "device"),
+    "Measuring": (
+        "batch_sizes",
+        "seq_lens",
+        "modes",
+        "repeats",
+        "samples",
+        "seconds",
+        "full",
+        "run_dtype",
+        "device",
+    ),
     "Printing": ("form", "as_json", "quiet", "paper", "options", "why", "picture", "save"),
 }
 """Sections of the options by the names of their parameters, below those that are in none."""
@@ -51,9 +60,15 @@ EXAMPLES = {
         "enjoyln fold gpt2 -o gpt2-rms --push-to-hub me/gpt2-rms --private",
     ),
     "unfold": ("enjoyln unfold gpt2-rms -o gpt2-again",),
-    "verify": ("enjoyln verify gpt2-rms", "enjoyln verify gpt2-rms --against gpt2 --json"),
+    "verify": (
+        "enjoyln verify gpt2-rms",
+        "enjoyln verify gpt2-rms --text book.txt",
+        "enjoyln verify bert-rms --samples sentences.txt",
+        "enjoyln verify gpt2-rms --against gpt2 --json",
+    ),
     "bench": (
         "enjoyln bench gpt2-rms",
+        "enjoyln bench gpt2-rms --seconds 600 --json",
         "enjoyln bench gpt2-rms --batch-size 1,4 --seq-len 128,512 --mode eager,fused",
         "enjoyln bench gpt2-rms --plot gpt2.png",
     ),
@@ -107,5 +122,5 @@ def completion_script(command: click.Command, shell: str, name: str) -> str:
     """What a shell has to read to complete ``command``, called ``name``."""
     found = get_completion_class(shell)
     if found is None:
-        raise click.UsageError(f"no completion is known for {shell}; take {', '.join(SHELLS)}.")
+        raise click.UsageError(f"there is no completion for {shell}; choose {', '.join(SHELLS)}.")
     return found(command, {}, name, f"_{name}_COMPLETE".upper()).source()

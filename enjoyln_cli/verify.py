@@ -10,7 +10,11 @@ Decides what passes. ``exact`` is the original's stored weights, run in float64.
 
 It passes when the identity error is at most 1e-12, the runtime and stock errors are at most
 ``max_ratio`` times the original's own, and every stored tensor is the original's, where the recipe
-says so centred and rounded once. No tolerance is guessed per dtype.
+says so centred and rounded once. No tolerance is guessed per dtype. Beside the errors over all
+positions stands that of the worst one, which may not be more than 4 times (``position_bound``)
+the original's at its worst; nor may the stored weights alone cost that much where the original's
+rounding is small. ``config.json`` says the same as the original's, every weight that the class
+needs is stored, and the outputs are finite.
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ import math
 import os
 import platform
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +45,21 @@ from enjoyln_cli.checkpoint import (
     raw_config,
     require_unfolded,
 )
+from enjoyln_cli.clock import Clock, Progress
+from enjoyln_cli.config_differences import differing_settings
+from enjoyln_cli.distances import gross_bound, position_bound
 from enjoyln_cli.edit import edits_of
-from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+from enjoyln_cli.embedding import embedder
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
 from enjoyln_cli.files import digest
 from enjoyln_cli.fold import RECIPE_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.marker import Marker, read_marker
 from enjoyln_cli.measure import Measured, Subject, measure, worst_first
 from enjoyln_cli.news import Event, by_python, keep
+from enjoyln_cli.nonfinite import failure
+from enjoyln_cli.pace import Pace
 from enjoyln_cli.plan import Plan
+from enjoyln_cli.user_data import read_user_data, seconds_of
 from enjoyln_cli.weights import check_tensors
 
 IDENTITY_BOUND = 1e-12
@@ -84,20 +96,60 @@ class Verification:
     seed: int
     blocks_checked: int | None
     """Number of first blocks that were run, where a user asked for a model cut to them."""
+    full_rows: int = 0
+    """Inputs of a check that nothing limits; ``rows`` is how many were run."""
+    own_rows: int = 0
+    """How many of the inputs that were run the user gave."""
+    inputs_are: str = "inputs"
+    """``images`` or ``inputs``."""
+    sparse_outputs: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Outputs with too few entries to judge their rounding: ``entries``, and the ``ratio``."""
     outputs: tuple[str, ...] = ()
     """The outputs that were compared, where the fold left it to others to change."""
+    worst_position_error: float = math.nan
+    """That of the folded model at its worst position, as RMSNorm or in the stock class."""
+    worst_position_original: float = math.nan
+    """The original's own at its worst position."""
+    worst_position_ratio: float = math.nan
+    max_position_ratio: float = math.nan
+    stored_position_error: float | None = None
+    """What storing the weights costs at the position where that counts most."""
+    stored_position_original: float | None = None
+    """What the original's rounding costs there, at least what it costs at most positions."""
+    stored_position_ratio: float | None = None
+    """``None`` in float64, where it cannot be told from the rounding of a run."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether ``samples`` or ``seconds`` left inputs out."""
+        return self.rows < self.full_rows
+
+    @property
+    def count(self) -> str:
+        """``16 inputs``, or ``8 of 128 images``."""
+        return (
+            f"{self.rows} of {self.full_rows} {self.inputs_are}"
+            if self.is_partial
+            else (f"{self.rows} {self.inputs_are}")
+        )
 
     @property
     def summary(self) -> str:
         """One line: the verdict and the numbers that it rests on."""
         part = f", in the outputs {', '.join(self.outputs)}" if self.outputs else ""
-        part += "" if self.blocks_checked is None else f", first {self.blocks_checked} blocks only"
+        if (many := self.blocks_checked) is not None:
+            part += ", first block only" if many == 1 else f", first {many} blocks only"
+        part += f", on {self.count}" if self.is_partial else ""
         if not self.passed:
             return f"not verified{part}: {'; '.join(self.failures)}"
-        return (
-            f"as close to the exact function as the original in {self.compute_dtype}{part} "
-            f"(ratio {self.ratio:.3f}, identity error {self.identity_error:.1e})"
-        )
+        few = ""
+        if self.sparse_outputs:
+            few = f"; too few inputs to judge the rounding of {', '.join(self.sparse_outputs)}"
+        if math.isnan(self.ratio):
+            identity = f"identity error {self.identity_error:.1e}"
+            return f"same function in float64 ({identity}){part}{few}"
+        error = f"error {self.ratio:.2f} x the original's own"
+        return f"same outputs up to {self.compute_dtype} rounding ({error}){part}{few}"
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values; an infinite or undefined number is ``None``."""
@@ -121,7 +173,8 @@ def verify(
     images: Sequence[str | Path] = (),
     dtype: str | torch.dtype | None = None,
     seed: int = 0,
-    samples: int | None = None,
+    samples: int | str | Path | None = None,
+    seconds: float | None = None,
     max_ratio: float = 1.25,
     revision: str | None = None,
     token: str | None = None,
@@ -131,21 +184,27 @@ def verify(
     max_memory: int | None = None,
     layers: int | None = None,
     on_event: Event | None = None,
+    on_progress: Progress = lambda done, total: None,
     write: bool = True,
 ) -> Verification:
     """Measure whether the converted checkpoint ``out`` computes the original's function.
 
     ``against`` is the original, by default the one that ``out`` remembers; ``plan`` the plan that
     ``out`` was made by, by default its recipe. The outputs compared are those that the marker of
-    ``out`` names, by default all. ``text`` is a UTF-8 file, or ``images`` image files; seeded
-    inputs make them up to ``samples`` rows, by default as many as a stable ratio needs. ``dtype``
-    is what users compute in, by default what most of ``out`` is stored in.
+    ``out`` names, by default all. ``text`` is a UTF-8 file of running text, or ``images`` are image
+    files; seeded inputs make them as many as a stable ratio needs. ``samples`` is another number of
+    inputs, or a UTF-8 file with one text on each line. ``seconds`` is the time that the check may
+    take: the number of inputs is chosen for it after the first two (one runs in any case), while
+    every stored tensor is compared and the identity is measured in float64 as ever. An output that
+    then has too few entries for its rounding to be judged is in ``sparse_outputs``. ``dtype`` is
+    what users compute in, by default what most of ``out`` is stored in.
 
     A model that does not fit in ``max_memory`` (bytes for this process, by default what the machine
     has left) is run with its weights read from the disk when a layer needs them, as far as there is
     no room for them: the ``device_map`` ``auto``. ``cpu`` asks for all in memory, ``disk`` for
     none. ``layers`` cuts both models to so many first blocks, and the result says so; all stored
-    tensors are looked at nevertheless. ``on_event`` receives stages and warnings.
+    tensors are looked at nevertheless. ``on_event`` receives stages and warnings, ``on_progress``
+    the seconds that have passed and those that the check should take (0 while that is not known).
 
     With ``write``, ``enjoyln_verify.json`` in ``out`` holds the result and the SHA-256 digests of
     all files but those that tell of it (``fold.REPORTS``). Nothing is written to the Hub's cache,
@@ -155,8 +214,8 @@ def verify(
     ``ModelNotFound`` where the original is gone, ``UnsupportedModel`` for inputs that cannot be
     made.
     """
-    if text is not None and images:
-        raise UnsupportedModel("a model is run on text or on images: choose one of the two")
+    data = read_user_data(text, images, samples)
+    pace = Pace(Clock(time.perf_counter, seconds_of(seconds), on_progress))
     event = on_event or by_python
     hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
     folded = open_checkpoint(open_source(str(out), weights=True, **hub))
@@ -167,16 +226,35 @@ def verify(
     compute = stored if dtype is None else _as_dtype(dtype)
     plan = plan or _plan_of(folded, trust_remote_code)
     drift, failures = check_tensors(original, folded, edits_of(plan))
+    differing = differing_settings(
+        type(load_config(folded.source, trust_remote_code)),
+        raw_config(original.source),
+        raw_config(folded.source),
+        plan,
+        marker,
+        dtype_name(stored),
+    )
     subject = Subject(original, folded, marker, plan, compute, trust_remote_code, layers)
-    subject = replace(subject, device_map=device_map, max_memory=max_memory)
+    embed = None if marker.outputs else embedder(folded.source, event)
+    subject = replace(subject, device_map=device_map, max_memory=max_memory, embed=embed)
     with _room_on_disk(None if cached else folded.source.root.resolve().parent) as folder:
         subject = replace(subject, folder=folder, event=event)
-        measured = measure(subject, text, images, seed, samples)
+        try:
+            measured = measure(subject, data, seed, pace)
+        except EnjoyLNError as error:
+            if differing:
+                raise BadCheckpoint(f"{differing}, and it cannot be run so: {error}") from error
+            raise
+    failures += [differing] if differing else []
+    unfinished = vars(measured).pop("nonfinite")
     failures += _judge(measured, max_ratio, compute, stored)
+    if nothing := failure(unfinished, original, marker.nonfinite):
+        failures.append(nothing)
     result = Verification(
         passed=not failures,
         failures=tuple(failures),
         max_ratio=max_ratio,
+        max_position_ratio=position_bound(max_ratio),
         writer_drift=worst_first(drift),
         model_class=marker.model_class,
         source=original.source.model,
@@ -242,7 +320,9 @@ def _plan_of(folded: Checkpoint, trust_remote_code: bool) -> Plan:
 def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UnsupportedModel(f"{dtype!r} is no floating dtype: float32, float16 or bfloat16")
+        raise UnsupportedModel(
+            f"{dtype!r} is no floating dtype: float64, float32, float16 or bfloat16"
+        )
     return found
 
 
@@ -292,19 +372,51 @@ def _judge(
             f"at most {IDENTITY_BOUND:.0e} is rounding"
         )
     if not math.isfinite(done.original_error):
+        where = torch.float32 if compute == torch.float64 else compute
         failures.append(
-            f"the original itself overflows in {dtype_name(compute)}; pass another --compute-dtype"
+            f"the original itself overflows in {dtype_name(where)}; pass another --compute-dtype"
         )
+    failures += [
+        f"too far from the exact function: error {one['ratio']:.0f} x the original's in {name}, "
+        f"more than chance allows over {one['entries']:.0f} entries"
+        for name, one in done.sparse_outputs.items()
+        if not one["ratio"] <= gross_bound(max_ratio, int(one["entries"]))
+    ]
+    if math.isnan(done.ratio):  # no output has enough entries
+        return failures
     ways = (
         ("as RMSNorm", done.runtime_error, done.ratio),
         ("in the stock class", done.stock_error, done.stock_ratio),
     )
-    over = [f"{way} {r:.2f} times ({e:.1e})" for way, e, r in ways if not r <= max_ratio]
+    over = [
+        f"error {error:.1e} {way}, {times:.2f} x the original's"
+        for way, error, times in ways
+        if not times <= max_ratio
+    ]
     if over:
         wider = torch.finfo(compute).eps < torch.finfo(stored).eps
         cost = f"; storing the weights in {dtype_name(stored)} costs {done.storage_error:.1e}"
         failures.append(
-            f"too far from the exact function: {' and '.join(over)} as far as the original "
-            f"({done.original_error:.1e}), where {max_ratio} times passes{cost if wider else ''}"
+            f"too far from the exact function: {' and '.join(over)} ({done.original_error:.1e}; "
+            f"limit {max_ratio} x){cost if wider else ''}"
         )
-    return failures
+    return failures if over else failures + _judge_positions(done, max_ratio, stored)
+
+
+def _judge_positions(done: Measured, max_ratio: float, stored: torch.dtype) -> list[str]:
+    """The worst positions of a model that passes over all of them."""
+    bound = position_bound(max_ratio)
+    if not done.worst_position_ratio <= bound:
+        return [
+            f"too far from the exact function at one position: error "
+            f"{done.worst_position_error:.1e}, {done.worst_position_ratio:.1f} x the original's "
+            f"at its worst ({done.worst_position_original:.1e}; limit {bound:g} x)"
+        ]
+    error, own = done.stored_position_error, done.stored_position_original
+    ratio = done.stored_position_ratio
+    if ratio is not None and not ratio <= bound:
+        return [
+            f"storing the weights in {dtype_name(stored)} costs {error:.1e} at one position, "
+            f"{ratio:.1f} x what rounding costs the original there ({own:.1e}; limit {bound:g} x)"
+        ]
+    return []

@@ -1,16 +1,17 @@
-"""What a model is timed on: sizes of inputs, and the two phases that a text model has.
+"""The inputs that a model is timed on: their sizes, and the two phases that a text model has.
 
     prefill  one call on whole rows, without a cache
-    decode   single tokens behind what a cache holds, the last ``STEPS`` of ``seq_len``
+    decode   one token for each row in every call, with a cache: the last up to ``STEPS`` tokens
 
-Decides which of the sizes asked for a model has: a length is passed over where its table of
-positions is shorter, or where the inputs have no length to choose (images), and decoding where
-no cache comes back that the next call would take.
+Decides which of the requested sizes a model can run: a length beyond its table of positions is left
+out, inputs without a length (images) are taken once for each number of rows, and there is no decode
+where the model returns no cache.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,10 @@ from enjoyln_cli.timing import Task
 
 PHASES = ("prefill", "decode")
 STEPS = 16
-"""Tokens of one go of decoding, fewer in a text of less than twice as many."""
+"""Tokens of one run of decode; half of the text where that is shorter."""
+FEW_STEPS = 4
+STEPS_SECONDS = 0.5
+"""A run of decode that would take longer has fewer tokens, but not less than ``FEW_STEPS``."""
 TEXT = ("decoder_input_ids", "input_ids")
 
 
@@ -39,7 +43,7 @@ class Size:
 
     @property
     def items(self) -> int:
-        """What a throughput counts: tokens, or rows where there are none."""
+        """What a rate counts: tokens, or rows where there are none."""
         return self.rows * (self.tokens or 1)
 
     def __str__(self) -> str:
@@ -65,9 +69,11 @@ def sizes(model: Any, pairs: Sequence[tuple[int, int]]) -> tuple[list[Size], lis
             size = Size(given, rows, None if read is None else read.shape[1])
             found.setdefault(tuple((n, v.shape) for n, v in given.items()), size)
         else:
-            left_out[f"{tokens} tokens: {type(model).__name__} has positions for {limit}"] = None
+            left_out[f"{tokens} tokens: {type(model).__name__} takes at most {limit}"] = None
     if not found:
-        raise UnsupportedModel(f"nothing to measure: {'; '.join(left_out)}; shorten --seq-len")
+        raise UnsupportedModel(
+            f"nothing to measure: {'; '.join(left_out)}; use a smaller --seq-len"
+        )
     return list(found.values()), list(left_out)
 
 
@@ -80,7 +86,7 @@ def prefill(model: Any, given: Batch) -> Task:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text that has been read, all but its end: what decoding goes on from."""
+    """A text of which all but the end has been read: where decode begins."""
 
     cache: Any
     following: dict[str, Any]
@@ -88,11 +94,19 @@ class Prompt:
     steps: int
 
 
-def prompt(model: Any, size: Size) -> Prompt | None:
-    """The inputs of ``size`` read by ``model``; ``None`` where no cache comes back."""
-    if not size.tokens or size.tokens < 2 or not keeps_cache(model):
+def decode_steps(size: Size, seconds: float) -> int:
+    """Tokens of one run of decode, where each takes so many ``seconds``."""
+    longest = min(STEPS, (size.tokens or 2) // 2)
+    return min(longest, max(FEW_STEPS, math.floor(STEPS_SECONDS / seconds)))
+
+
+def prompt(model: Any, size: Size, steps: int) -> Prompt | None:
+    """The inputs of ``size`` read by ``model`` but for the last ``steps`` tokens.
+
+    ``None`` where the model returns no cache.
+    """
+    if not size.tokens or size.tokens <= steps or not keeps_cache(model):
         return None
-    steps = min(STEPS, size.tokens // 2)
     advancing = next(name for name in TEXT if name in size.given)
     long = {name for name, v in size.given.items() if v.ndim > 1 and v.shape[1] == size.tokens}
     if advancing == "decoder_input_ids":

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -117,13 +118,13 @@ def test_version() -> None:
         (["verify"], "OUT"),
         (["push", "out"], "REPO_ID"),
         (["verify", "x", "--text", __file__, "--image", __file__], "--text and --image"),
-        (["report", GPT2, "--save", "p.svg", "--write-recipe", "r.yaml"], "and --save: choose one"),
-        (["report", GPT2, "--why", "x", "--write-recipe", "r.yaml"], "and --why: choose one"),
-        (["report", GPT2, "--why", "x", "--format", "json"], "drop --format"),
-        (["fold", GPT2, "-o", "x", "--private"], "--private goes with --push-to-hub"),
-        (["fold", GPT2, "-o", "x", "--no-private"], "--no-private goes with --push-to-hub"),
-        (["fold", GPT2, "-o", "x", "--create-pr"], "--create-pr goes with --push-to-hub"),
-        (["fold", GPT2, "-o", "x", "--commit-message", "m"], "goes with --push-to-hub"),
+        (["report", GPT2, "--save", "p.svg", "--write-recipe", "r.yaml"], "combined with --save"),
+        (["report", GPT2, "--why", "x", "--write-recipe", "r.yaml"], "combined with --why"),
+        (["report", GPT2, "--why", "x", "--format", "json"], "combined with --format"),
+        (["fold", GPT2, "-o", "x", "--private"], "--private needs --push-to-hub"),
+        (["fold", GPT2, "-o", "x", "--no-private"], "--no-private needs --push-to-hub"),
+        (["fold", GPT2, "-o", "x", "--create-pr"], "--create-pr needs --push-to-hub"),
+        (["fold", GPT2, "-o", "x", "--commit-message", "m"], "needs --push-to-hub"),
         (["fold", GPT2, "-o", "x", "--push-to-hub", "me/x", "--no-verify"], "drop --no-verify"),
     ],
 )
@@ -163,7 +164,8 @@ def test_report_can_be_narrowed_to_a_class() -> None:
     """Without the head the embedding can be centred, so no operation is needed."""
     text = good("report", GPT2, "--model-class", "GPT2Model", "--format", "csv")
     (found,) = csv.DictReader(io.StringIO(text))
-    assert (found["LNs"], found["in weights"], found["in all"], found["ops"]) == tuple("7770")
+    added = found["of these with an added mean subtraction"]
+    assert (found["LayerNorms"], found["become RMSNorm"], added, found["stay"]) == tuple("7700")
 
 
 def test_report_of_a_type_needs_no_files() -> None:
@@ -178,7 +180,7 @@ def test_report_suggests_a_type() -> None:
 
 def test_report_of_an_rmsnorm_model_says_so(llama: Path) -> None:
     assert good("report", llama) == (
-        f"{llama}: 5 norms are RMSNorm already, no LayerNorm to fold\n"
+        f"{llama}: 5 norms are RMSNorm already, no LayerNorm to convert\n"
     )
 
 
@@ -191,7 +193,7 @@ def test_report_goes_on_after_a_model_that_fails(llama: Path, tmp_path: Path) ->
 
 def test_why_draws_a_tree_down_to_the_weights() -> None:
     out = good("report", GPT2, "--why", "transformer.h.0.ln_1")
-    assert out.startswith("transformer.h.0.ln_1 folds")
+    assert out.startswith("transformer.h.0.ln_1 becomes RMSNorm")
     assert "transformer.wpe.weight" in out and "transformer.wte" in out
 
 
@@ -202,7 +204,7 @@ def test_why_suggests_a_norm() -> None:
 def test_a_recipe_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     """Before the model is looked at."""
     line = refused("report", "no/model", "--write-recipe", tmp_path / "no" / "r.yaml")
-    assert f"r.yaml cannot be written: {tmp_path / 'no'} is no directory" in line
+    assert f"r.yaml cannot be written: {tmp_path / 'no'} is not a directory" in line
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -215,8 +217,12 @@ def test_a_full_disk_is_one_line() -> None:
 
 def test_fold_says_what_it_did_and_what_comes_next(folded: Path) -> None:
     out = (folded.parent / "stdout").read_text()
-    assert out.startswith("folded 7 of 7 LayerNorms (0 in the weights alone), 1 centring op")
-    assert "verified: as close to the exact function as the original" in out
+    assert out.startswith("converted 7 of 7 LayerNorms, using 1 added mean subtraction; ")
+    assert re.search(
+        r"\nwrote 1.6 MB to \S+ in \d+\.\d s, checked on 16 inputs in \d+\.\d s\n", out
+    )
+    same = r"same outputs up to float32 rounding \(error \d\.\d\d x the original's own\)"
+    assert re.search(rf"\nverified: {same}\n", out)
     assert out.splitlines()[-1] == f"next: enjoyln verify {folded}"
     news = (folded.parent / "stderr").read_text().splitlines()
     assert news[0] == f"opening {GPT2}" and "verifying" in news
@@ -230,12 +236,12 @@ def test_fold_leaves_a_whole_checkpoint(folded: Path) -> None:
         "enjoyln_verify.json",
         "README.md",
     }
-    assert json.loads((folded / "config.json").read_text())["enjoyln"]["version"] == 3
+    assert json.loads((folded / "config.json").read_text())["enjoyln"]["version"] == 4
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     out = good("fold", GPT2, "-o", tmp_path / "out", "--dry-run", "--dtype", "bfloat16")
-    assert "would fold 7 of 7" in out and "nothing was written" in out
+    assert "would convert 7 of 7" in out and "nothing was written" in out
     assert "transformer.wpe.weight" in out
     assert list(tmp_path.iterdir()) == []
 
@@ -275,7 +281,7 @@ def test_an_existing_output_is_kept_without_force(tmp_path: Path) -> None:
     (out / "mine").write_text("text")
     assert "--force" in refused("fold", GPT2, "-o", out)
     assert [path.name for path in out.iterdir()] == ["mine"]
-    assert "tracing" not in refused("fold", GPT2, "-o", out), "refused before the work, not after"
+    assert "finding" not in refused("fold", GPT2, "-o", out), "refused before the work, not after"
     good("fold", GPT2, "-o", out, "--force", "--no-verify")
     assert not (out / "mine").exists() and (out / "model.safetensors").exists()
 
@@ -349,7 +355,7 @@ def test_verify_with_the_weights_on_the_disk(folded: Path) -> None:
     )
     assert found == other
     refused("verify", folded, "--max-memory", "much", status=2)
-    assert "give --max-memory" in refused("verify", folded, "--max-memory", "1MB")
+    assert "pass --max-memory" in refused("verify", folded, "--max-memory", "1MB")
 
 
 def test_verify_fails_on_a_writer_that_moved(folded: Path, tmp_path: Path) -> None:
@@ -413,7 +419,7 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     process = running("fold", GPT2, "-o", tmp_path / "out")
     assert process.stderr is not None
     for line in process.stderr:
-        if line.startswith("tracing"):
+        if line.startswith("finding"):
             process.send_signal(signal.SIGINT)
             break
     _, rest = process.communicate(timeout=120)
@@ -476,6 +482,6 @@ def test_the_library_warns_and_reports_progress(tmp_path: Path) -> None:
         on_progress=lambda now, total: done.append((now, total)),
     )
     assert result.out == tmp_path / "out" and len(result.plan.folded) == 7
-    assert [level for level, _ in news] == ["stage"] * len(news)
+    assert [level for level, _ in news] == ["download", "stage", "stage"]
     assert done[0][0] == 0 and done[-1][0] == done[-1][1] > 0
     assert enjoyln_cli.load_recipe(result.out / "enjoyln_recipe.yaml").model_type == "gpt2"

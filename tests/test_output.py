@@ -138,8 +138,23 @@ def test_force_spares_the_working_directory(
 
 def test_the_parent_has_to_be_a_directory(tmp_path: Path, source: Path) -> None:
     (tmp_path / "file").write_text("")
-    refuses(tmp_path / "no" / "out", source, "does not exist; create it", force=False)
     refuses(tmp_path / "file" / "out", source, "is not a directory", force=False)
+    refuses(tmp_path / "file" / "no" / "out", source, "is not a directory", force=False)
+
+
+def test_missing_parents_are_made_and_are_gone_after_a_failure(
+    tmp_path: Path, source: Path
+) -> None:
+    out = tmp_path / "a" / "b" / "out"
+    with (
+        pytest.raises(ValueError, match="stopped"),
+        staged_output(out, source=source, force=False),
+    ):
+        raise ValueError("stopped")
+    assert names(tmp_path) == ["source"]
+    with staged_output(out, source=source, force=False) as staged:
+        (staged / "file").write_text("whole")
+    assert (out / "file").read_text() == "whole" and names(out.parent) == ["out"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -186,16 +201,17 @@ def test_a_parent_that_goes_away_ends_the_run(tmp_path: Path, source: Path) -> N
 
     def gone(*_: object, **__: object) -> Path:
         shutil.rmtree(parent)
+        parent.write_text("a file in its place")
         return parent / "out"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("enjoyln_cli.output.check_place", gone)
         with (
-            pytest.raises(OutputError, match="parent is gone, or takes no new directories"),
+            pytest.raises(OutputError, match="parent cannot be written to"),
             staged_output(parent / "out", source=source, force=False),
         ):
             pass
-    assert not parent.exists()
+    assert parent.is_file()
 
 
 def test_a_write_that_the_system_refuses(tmp_path: Path, source: Path) -> None:
@@ -224,10 +240,10 @@ def test_a_full_disk(tmp_path: Path, source: Path) -> None:
     ("name", "why"),
     [
         ("folder", "it is a directory"),
-        ("none/new", "none is no directory"),
-        ("file/new", "file is no directory"),
+        ("none/new", "none is not a directory"),
+        ("file/new", "file is not a directory"),
         ("file", "it is read-only"),
-        ("folder/new", "folder takes no new files"),
+        ("folder/new", "folder does not allow new files"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_found_before(

@@ -176,10 +176,12 @@ def test_report_says_what_each_choice_would_gain() -> None:
 
 
 def test_report_prints_the_gain_and_the_choice(source: Path) -> None:
-    gain = f"Without {UNREAD}: 5 more LayerNorms fold (--outputs image_embeds,logits_per_image,"
+    gain = f"if {UNREAD} may change: 5 more LayerNorms become RMSNorm (--outputs image_embeds,"
     assert gain in good("report", source)
     text = good("report", source, "--outputs", "logits_*,*_embeds")
-    assert "only these outputs stay the same: logits_*, *_embeds" in text and "Without" not in text
+    assert (
+        "only these outputs stay the same: logits_*, *_embeds" in text and "may change" not in text
+    )
     found = json.loads(good("report", source, "--format", "json"))
     assert found["gains"][0]["without"] == [UNREAD] and found["outputs"] == []
 
@@ -271,3 +273,17 @@ def test_a_name_covers_what_it_holds() -> None:
 def test_nothing_to_compare_is_no_pass() -> None:
     with pytest.raises(UnsupportedModel, match="nothing to compare: the model returns logits"):
         chosen([{"logits": torch.zeros(1)}], ["logit"])
+
+
+def test_a_string_is_one_name() -> None:
+    config = GPT2Config(**GPT2, architectures=["GPT2LMHeadModel"])
+    assert analyze(config, outputs="logits").plan.outputs == ("logits",)
+    with pytest.raises(EnjoyLNError, match="no output of GPT2LMHeadModel is called l"):
+        analyze(config, outputs="l")
+
+
+def test_an_analysis_prints_as_a_summary() -> None:
+    config = GPT2Config(**GPT2, architectures=["GPT2LMHeadModel"])
+    shown = str(analyze(config)).splitlines()
+    assert shown[0].endswith("LayerNorms become RMSNorm") and "GPT2LMHeadModel" in shown[0]
+    assert shown[1:] == ["  subtracts the mean from the output of transformer.wte"]

@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -16,7 +17,12 @@ from enjoyln_cli.usage import EXAMPLES, GROUPS, SHELLS
 
 
 @pytest.mark.parametrize("name", list(main.commands))
-def test_every_command_has_examples_that_parse(name: str) -> None:
+def test_every_command_has_examples_that_parse(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("book.txt", "sentences.txt"):
+        Path(file).touch()
     shown = CliRunner().invoke(main, [name, "--help"]).output
     for example in EXAMPLES[name]:
         assert f"  {example}\n" in shown

@@ -34,7 +34,8 @@ from enjoyln_cli import inputs
 from enjoyln_cli.analysis import analyze_config
 from enjoyln_cli.axis import Axis
 from enjoyln_cli.checkpoint import load_config, open_checkpoint, open_source
-from enjoyln_cli.compare import Float64, divergence, perplexity, ratio, relative_errors, run, silent
+from enjoyln_cli.compare import Float64, divergence, perplexity, run, silent
+from enjoyln_cli.distances import distances, ratio, relative
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.fold import fold_checkpoint
 from enjoyln_cli.marker import proof_of
@@ -187,6 +188,7 @@ def test_the_report_beside_the_weights(outs: dict[str, Path], tmp_path: Path) ->
 def test_no_infinity_in_json() -> None:
     values: dict[str, Any] = {f.name: None for f in dataclasses.fields(Verification)}
     values.update(passed=False, failures=("x",), ratio=math.inf, norm_input_mean={"a": math.nan})
+    values.update(rows=2, full_rows=2)
     found = Verification(**values).to_json()
     assert found["ratio"] is None and found["norm_input_mean"] == {"a": None}
     json.dumps(found, allow_nan=False)
@@ -310,8 +312,9 @@ def test_a_tensor_too_many_or_too_few(outs: dict[str, Path], tmp_path: Path) -> 
 def test_a_strict_ratio_fails(outs: dict[str, Path]) -> None:
     found = verify(outs["bfloat16"], max_ratio=0.1, write=False)
     assert not found.passed
-    assert found.summary.startswith("not verified: too far from the exact function: as RMSNorm 0.")
-    assert found.summary.endswith(f"({found.original_error:.1e}), where 0.1 times passes")
+    error = f"error {found.runtime_error:.1e} as RMSNorm, 0."
+    assert found.summary.startswith(f"not verified: too far from the exact function: {error}")
+    assert found.summary.endswith(f"({found.original_error:.1e}; limit 0.1 x)")
 
 
 def test_storage_shows_in_a_wider_dtype(outs: dict[str, Path]) -> None:
@@ -349,10 +352,10 @@ def test_no_such_dtype(outs: dict[str, Path]) -> None:
 def test_relative_errors_are_pooled_and_respect_infinities() -> None:
     exact = [{"a": torch.tensor([[3.0, 4.0], [math.inf, math.nan]])}, {"a": torch.zeros(1, 2)}]
     got = [{"a": torch.tensor([[3.0, 4.5], [math.inf, math.nan]])}, {"a": torch.zeros(1, 2)}]
-    assert relative_errors(got, exact) == {"a": pytest.approx(0.1)}
+    assert relative(distances(got, exact)) == {"a": pytest.approx(0.1)}
     got[0]["a"][1, 0] = -math.inf
-    assert relative_errors(got, exact) == {"a": math.inf}
-    assert relative_errors([{}, {}], exact) == {"a": math.inf}
+    assert relative(distances(got, exact)) == {"a": math.inf}
+    assert relative(distances([{}, {}], exact)) == {"a": math.inf}
 
 
 def test_ratio_has_a_floor() -> None:
@@ -602,6 +605,9 @@ def test_trained_checkpoints(tmp_path: Path, family: str, dtype: str) -> None:
     assert found.passed, found.summary
     assert found.identity_error < IDENTITY_BOUND
     assert found.ratio <= 1.1 and found.stock_ratio <= 1.1
+    assert 0 < found.worst_position_ratio < 3 < found.max_position_ratio
+    assert found.stored_position_ratio is not None and 0 < found.stored_position_ratio < 3
+    assert found.worst_position_error >= found.runtime_error
     eps = torch.finfo(getattr(torch, dtype)).eps
     assert max(found.norm_input_mean.values()) < 2 * eps
 
@@ -628,7 +634,7 @@ def test_images_for_a_model_of_text(outs: dict[str, Path]) -> None:
 
 
 def test_text_and_images_at_once(outs: dict[str, Path]) -> None:
-    with pytest.raises(UnsupportedModel, match="choose one of the two"):
+    with pytest.raises(UnsupportedModel, match="choose one of them"):
         verify(outs["float32"], text="some.txt", images=["x.png"])
 
 
@@ -638,10 +644,13 @@ def test_a_result_is_not_its_own_original(outs: dict[str, Path]) -> None:
 
 
 def test_a_text_without_a_language_head(tmp_path: Path) -> None:
+    """Its outputs are compared, and there is no perplexity."""
     source = CHECKPOINTS / "bert"
     out = folded(source, tmp_path / "out", proven(source, "BertModel"))
-    with pytest.raises(UnsupportedModel, match="no language head"):
-        verify(out, text=Path(__file__))
+    found = verify(out, text=Path(__file__), write=False)
+    assert found.passed and found.perplexity is None and 0 < found.own_rows <= found.rows
+    other = verify(out, write=False)
+    assert found.runtime_error != other.runtime_error and other.own_rows == 0
 
 
 @pytest.mark.parametrize("hidden", [True, False])

@@ -1,0 +1,54 @@
+"""The time of a long job: how much is left of what it may take, and how a duration reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MINUTE = 60
+
+Progress = Callable[[float, float], None]
+"""Receives the seconds that a run has taken, and those that it should take in all."""
+
+
+@dataclass
+class Clock:
+    """The time of a whole run."""
+
+    now: Callable[[], float]
+    limit: float
+    """Seconds of the whole run, ``inf`` without a limit."""
+    on_progress: Progress = lambda done, total: None
+    after: float = 0.0
+    """Seconds to keep for what comes after the last case."""
+
+    def __post_init__(self) -> None:
+        self.begin = self.now()
+
+    @property
+    def spent(self) -> float:
+        return self.now() - self.begin
+
+    @property
+    def left(self) -> float:
+        """Seconds for cases."""
+        return self.limit - self.spent - self.after
+
+    def tell(self, needed: float | None = None) -> None:
+        """Tell of the progress; ``needed`` are the seconds that cases still take, if known."""
+        spent = self.spent
+        total = self.limit if needed is None else spent + needed + self.after
+        self.on_progress(spent, total if math.isfinite(total) else 0.0)
+
+
+def duration(seconds: float) -> str:
+    """``45 s``, ``2 min 5 s``, ``3 h 20 min``."""
+    whole = round(seconds)
+    if whole < 2 * MINUTE or whole == 2 * MINUTE:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, MINUTE)
+    if minutes < MINUTE:
+        return f"{minutes} min {rest} s" if minutes < 10 and rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, MINUTE)
+    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
