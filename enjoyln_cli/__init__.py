@@ -35,6 +35,7 @@ from enjoyln_cli.errors import (
     PushRefused,
     RecipeError,
     TraceFailed,
+    UnprovenCall,
     UnsupportedModel,
     VerificationFailed,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "PushRefused",
     "RecipeError",
     "TraceFailed",
+    "UnprovenCall",
     "UnsupportedModel",
     "VerificationFailed",
     "analyze",

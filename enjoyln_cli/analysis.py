@@ -8,27 +8,32 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from enjoyln_cli import classes as families
 from enjoyln_cli import cut as cuts
 from enjoyln_cli import outcome, ties
 from enjoyln_cli import why as explain
-from enjoyln_cli.calls import Call, optional_inputs, ways_to_call
+from enjoyln_cli.calls import Call, ExampleCalls, calls_like, optional_inputs, ways_to_call
 from enjoyln_cli.checkpoint import Checkpoint
 from enjoyln_cli.classes import Candidate
+from enjoyln_cli.covered import OTHER_CALLS, CallForm, Covered, attributes_of, is_stock
 from enjoyln_cli.cut import Cut, Parameter, Problem
 from enjoyln_cli.detect import layer_norms, norm_calls, rms_norms
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, UnsupportedModel
 from enjoyln_cli.flow import Flow
 from enjoyln_cli.gains import Gain, gains
+from enjoyln_cli.generation import generated_calls
 from enjoyln_cli.merge import find_merges
 from enjoyln_cli.nodes import Opaque
 from enjoyln_cli.paper import algorithm_1
@@ -37,22 +42,38 @@ from enjoyln_cli.plan import (
     Merge,
     Options,
     Plan,
+    Setting,
     Unmerged,
     sized,
 )
 from enjoyln_cli.probe import LayerNormForm
+from enjoyln_cli.reachable import Remembered
+from enjoyln_cli.reasons import say_why
 from enjoyln_cli.resize import Built, resizing, widenings_for
 from enjoyln_cli.returned import named_by, require_named, returning
 from enjoyln_cli.same import require_same
 from enjoyln_cli.scales import find_scales
+from enjoyln_cli.sizes import in_one_row, in_two_rows, traced_forms
 from enjoyln_cli.ties import Apart
 from enjoyln_cli.trace import Naming, Trace, accepts, capture
+from enjoyln_cli.trials import further_calls
 from enjoyln_cli.weightless import without_weights
 from enjoyln_cli.why import Tree
 from enjoyln_cli.widen import Widenings, find_widenings
 
 
 @dataclass(frozen=True, eq=False)
+class Read:
+    """What the traces of one model were given."""
+
+    model: nn.Module
+    inputs: frozenset[str] = frozenset()
+    """Names of the inputs that were given in any call."""
+    forms: tuple[CallForm, ...] = ()
+    """The calls that were traced, where what they had is all that is known."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Analysis:
     """A plan and the proof behind it."""
 
@@ -61,8 +82,19 @@ class Analysis:
     cut: Cut
     paper: tuple[str, ...]
     """Norms that the paper's Algorithm 1 calls foldable, as printed."""
-    under: Callable[[Options], Analysis] = field(repr=False)
+    under: Callable[[Options], Analysis]
     """The same graphs with other options."""
+
+    def __repr__(self) -> str:
+        """A line for each thing to know first; ``plan`` and ``why`` have the rest."""
+        plan = self.plan
+        lines = [
+            f"{plan.model_class}: {len(plan.folded)} of {len(plan.norms)} LayerNorms become RMSNorm"
+        ]
+        lines += [f"subtracts the mean from the {op.place} of {op.module}" for op in plan.ops]
+        reasons = Counter(verdict.reason for verdict in plan.kept)
+        lines += [f"{count} stay LayerNorm: {reason}" for reason, count in reasons.items()]
+        return "\n  ".join(lines)
 
     def why(self, norm: str) -> Tree:
         """The zero-mean graph of one norm; ``EnjoyLNError`` if there is no norm of this name."""
@@ -72,7 +104,7 @@ class Analysis:
             near = difflib.get_close_matches(norm, names, cutoff=0.4) or names[:3]
             raise EnjoyLNError(f"no LayerNorm is called {norm}; there is {', '.join(near)}")
         if norm not in self.problem.norms:
-            return Tree(f"{norm} stays a LayerNorm: {verdict.reason}", False)
+            return Tree(f"{norm} stays LayerNorm: {verdict.reason}", False)
         found = explain.tree(self.problem, self.cut, norm)
         handed_on = explain.handed_on(self.plan, norm)
         return replace(found, children=(*found.children, handed_on)) if handed_on else found
@@ -89,11 +121,13 @@ def analyze_config(
     checkpoint: Checkpoint | None = None,
     outputs: Sequence[str] = (),
     options: Options = PLAIN,
+    example_calls: ExampleCalls = (),
 ) -> Analysis:
     """The plan for a transformers config, or for the checkpoint that it belongs to.
 
     It holds for every class that loads the checkpoint (without one: what the config's own class
-    saves) with no weight missing, or for ``model_class`` alone. With ``outputs`` (fields of a
+    saves) with no weight missing, or for ``model_class`` alone. ``example_calls`` of the first of
+    these classes are proven with those that its config tells. With ``outputs`` (fields of a
     class's output, or patterns of them) no other output has to stay the same, and it holds for the
     first of these classes that has such fields, alone. ``options`` allow more than centring.
     Raises ``UnsupportedModel``, ``TraceFailed``, ``BadCheckpoint``, or ``EnjoyLNError`` where an
@@ -111,17 +145,23 @@ def analyze_config(
         return _analysis(first, [], (first.name,), config.model_type, [], (), options)
     siblings = (_loading(other, config, shapes, checkpoint) for other in listed[1:])
     loading = chain([first], (found for found in siblings if found))
+    more = calls_like(example_calls)
     if not options.untie:
-        found = _analysis_of_classes(loading, config.model_type, tuple(outputs), options)
+        found = _analysis_of_classes(loading, config.model_type, tuple(outputs), options, more)
         again = partial(
-            analyze_config, config, model_class=model_class, checkpoint=checkpoint, outputs=outputs
+            analyze_config,
+            config,
+            model_class=model_class,
+            checkpoint=checkpoint,
+            outputs=outputs,
+            example_calls=example_calls,
         )
         same = found.under
         return replace(found, under=lambda o: again(options=o) if o.untie else same(o))
     tied = list(loading)
     apart = ties.apart(config, tied, shapes, checkpoint)
     after = apart.after.values() if apart else tied
-    found = _analysis_of_classes(after, config.model_type, tuple(outputs), options, apart)
+    found = _analysis_of_classes(after, config.model_type, tuple(outputs), options, more, apart)
     return found if apart is None else _untied(found, apart)
 
 
@@ -139,31 +179,35 @@ def _analysis_of_classes(
     model_type: str,
     outputs: tuple[str, ...],
     options: Options,
+    more: Sequence[Call] = (),
     apart: Apart | None = None,
 ) -> Analysis:
-    """The plan for all classes that load a checkpoint, the one that it is named after first."""
+    """The plan for all classes that load a checkpoint, the one that it is named after first.
+
+    That one has to take ``more`` calls; in the others they are proven where they take them.
+    """
     if outputs:
-        return _analysis_of_outputs(loading, model_type, outputs, options, apart)
+        return _analysis_of_outputs(loading, model_type, outputs, options, more, apart)
     first, *others = loading
     inner = families.base_path(first.model)
-    held = [o for o in others if inner and type(o.model) is _type_at(first.model, inner)]
-    traces, given = _traces(first, first, inner if held else None, apart)
-    read = [(first.model, given)]
+    within = inner and is_stock(first.model)  # other code may call its base in ways of its own
+    held = [o for o in others if within and type(o.model) is _type_at(first.model, inner)]
+    traces, given = _traces(first, first, inner if held else None, apart, more)
+    read = [given]
     proven = [first.name, *(other.name for other in held)]
     beside: list[Built] = []
     for other in others:
         if other in held:
             continue
         try:
-            more, given = _traces(other, first, apart=apart)
+            others_traces, given = _traces(other, first, None, apart, _not_required(more))
         except (TraceFailed, UnsupportedModel):
             continue
-        traces = traces + more
-        read.append((other.model, given))
+        traces = traces + others_traces
+        read.append(given)
         proven.append(other.name)
         beside.append((other.model, families.naming_between(other.model, first.model)))
-    left = _unproven(read)
-    return _analysis(first, traces, tuple(proven), model_type, left, (), options, beside)
+    return _analysis(first, traces, tuple(proven), model_type, read, (), options, beside)
 
 
 def _analysis_of_outputs(
@@ -171,6 +215,7 @@ def _analysis_of_outputs(
     model_type: str,
     outputs: tuple[str, ...],
     options: Options,
+    more: Sequence[Call],
     apart: Apart | None,
 ) -> Analysis:
     """The plan for the first class that has all of ``outputs``, and for no other.
@@ -181,12 +226,40 @@ def _analysis_of_outputs(
     refused: EnjoyLNError | None = None
     for found in candidates:
         try:
-            traces, given = _traces(found, found, apart=apart)
-            left = _unproven([(found.model, given)])
-            return _analysis(found, traces, (found.name,), model_type, left, outputs, options)
+            traces, given = _traces(found, found, None, apart, more)
+            return _analysis(found, traces, (found.name,), model_type, [given], outputs, options)
         except EnjoyLNError as error:
             refused = refused or error
     raise refused or UnsupportedModel(f"no class is known for the model type {model_type}")
+
+
+@contextmanager
+def _foreign_code(model: nn.Module) -> Iterator[None]:
+    """The boundary to the code of any live module: what it raises becomes a refusal.
+
+    So does what torch raises when it captures that code, of whatever class it is. What the code can
+    reach is afterwards what it was. What torch has compiled meanwhile, as for ``torch.cond``, is
+    dropped, since a function may have only a few compiled forms; the next call compiles it again.
+    """
+    remembered, compiled = Remembered(model), _graphs_compiled()
+    try:
+        yield
+    except EnjoyLNError:
+        raise
+    except Exception as error:
+        raise TraceFailed(
+            f"{type(model).__name__} could not be analysed: {say_why(error)}"
+        ) from error
+    finally:
+        remembered.put_back()
+        if _graphs_compiled() != compiled:
+            torch.compiler.reset()
+
+
+def _graphs_compiled() -> int:
+    """How many graphs ``torch.compile`` has captured in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
 def analyze_module(
@@ -194,17 +267,24 @@ def analyze_module(
     *args: Any,
     outputs: Sequence[str] = (),
     options: Options = PLAIN,
+    example_calls: ExampleCalls = (),
     **kwargs: Any,
 ) -> Analysis:
     """The plan for any live module, proven for calls like ``model(*args, **kwargs)``.
 
-    Tensors among the inputs give shapes and dtypes. A transformers model needs none: it is proven
-    for the calls that its config tells. Raises ``TraceFailed``, or ``EnjoyLNError``
-    where the module does not return one of ``outputs``.
+    It also holds for those like ``example_calls``. Tensors among the inputs give shapes and dtypes.
+    A transformers model needs none: it is proven for the calls that its config tells. Raises
+    ``TraceFailed``, or ``EnjoyLNError`` where the module does not return one of ``outputs``.
     """
-    if not (args or kwargs) and hasattr(model, "config"):
-        return analyze_calls(model, _likely_calls(without_weights(model)), outputs, options)
-    return analyze_calls(model, [Call("example inputs", ((args, kwargs),))], outputs, options)
+    with _foreign_code(model):
+        further = calls_like(example_calls)
+        if args or kwargs or not (further or hasattr(model, "config")):
+            calls = [Call("example inputs", ((args, kwargs),))]
+        else:
+            calls = _likely_calls(without_weights(model)) if hasattr(model, "config") else []
+        calls += further
+        doubled = [two for call in calls for two in in_two_rows(model, call)]
+        return analyze_calls(model, [*calls, *doubled], outputs, options)
 
 
 def analyze_calls(
@@ -219,13 +299,13 @@ def analyze_calls(
     where none returns one of ``outputs``, or where it is to be untied.
     """
     if options.untie:
-        raise EnjoyLNError("a model in memory is not untied; pass its config, or its checkpoint")
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    own = Candidate(model, {name: (name,) for name in tensors}, {}, ())
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    traces, given = _captured(model, calls)
-    left = _unproven([(model, given)])
-    return _analysis(own, traces, (own.name,), kind, left, tuple(outputs), options)
+        raise EnjoyLNError("a model in memory cannot be untied; pass its config or its checkpoint")
+    with _foreign_code(model):
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        own = Candidate(model, {name: (name,) for name in tensors}, {}, ())
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        traces, given = _captured(model, calls)
+        return _analysis(own, traces, (own.name,), kind, [given], tuple(outputs), options)
 
 
 def _loading(
@@ -249,16 +329,25 @@ def _type_at(model: nn.Module, path: str) -> type:
     return type(model.get_submodule(path))
 
 
+def _not_required(calls: Iterable[Call]) -> list[Call]:
+    return [replace(call, required=False) for call in calls]
+
+
 def _traces(
-    found: Candidate, reference: Candidate, inner: str | None = None, apart: Apart | None = None
-) -> tuple[list[Trace], set[str]]:
-    """All graphs of one class, and the names of the inputs that they are given.
+    found: Candidate,
+    reference: Candidate,
+    inner: str | None,
+    apart: Apart | None,
+    more: Sequence[Call],
+) -> tuple[list[Trace], Read]:
+    """All graphs of one class, and what they are given.
 
     Raises ``UnsupportedModel`` where it computes something else since it was set ``apart``.
     """
     model, naming = found.model, families.naming_between(found.model, reference.model)
     calls = _likely_calls(model)
-    traces, given = _captured(model, calls, naming, inner)
+    doubled = [two for call in more for two in in_two_rows(model, call)]
+    traces, given = _captured(model, [*calls, *more, *doubled], naming, inner)
     if apart is not None:
         require_same(apart.before[found.name].model, model, calls[0])
     return traces, given
@@ -269,7 +358,7 @@ def _likely_calls(model: nn.Module) -> list[Call]:
     calls = accepted_calls(model) or next(iter(ways_to_call(model)), None)
     if calls is None:
         raise UnsupportedModel(f"no inputs can be made up for {type(model).__name__}")
-    return calls
+    return [*calls, *further_calls(model, calls[0]), *generated_calls(model)]
 
 
 def accepted_calls(model: nn.Module) -> list[Call] | None:
@@ -277,32 +366,57 @@ def accepted_calls(model: nn.Module) -> list[Call] | None:
     return next((calls for calls in ways_to_call(model) if accepts(model, calls[0])), None)
 
 
-def _unproven(read: Sequence[tuple[nn.Module, set[str]]]) -> list[str]:
+def _unproven(read: Sequence[Read]) -> list[str]:
     """Optional inputs that no trace covers, of classes with what their traces were given.
 
     A class hands keywords that it does not know on to its base model. What that makes of them is
     proven where any class has been given them.
     """
+    if _covered(read) is not None:
+        return [OTHER_CALLS]
     left: set[str] = set()
     reached: set[str] = set()
-    for model, given in read:
-        left |= set(optional_inputs(model)) - given
-        if inner := families.base_path(model):
-            reached |= set(optional_inputs(model.get_submodule(inner)))
-    return sorted(left | reached.difference(*(given for _, given in read)))
+    for one in read:
+        left |= set(optional_inputs(one.model)) - one.inputs
+        if inner := families.base_path(one.model):
+            reached |= set(optional_inputs(one.model.get_submodule(inner)))
+    return sorted(left | reached.difference(*(one.inputs for one in read)))
+
+
+def _covered(read: Sequence[Read], settings: Iterable[Setting] = ()) -> Covered | None:
+    """The calls that were traced; ``None`` where the conventions of transformers say it.
+
+    What ``settings`` of the config change is no longer as it was traced.
+    """
+    if all(is_stock(one.model) for one in read):
+        return None
+    changed = {setting.name.rpartition(".")[2] for setting in settings}
+    attributes = (entry for one in read for entry in attributes_of(one.model))
+    return Covered(
+        tuple(dict.fromkeys(form for one in read for form in one.forms)),
+        tuple(
+            (owner, name, value)
+            for owner, name, value in attributes
+            if not changed or (name.rpartition(".")[2] not in changed and type(value) is not int)
+        ),
+    )
 
 
 def _captured(
     model: nn.Module, calls: Iterable[Call], naming: Naming = str, inner: str | None = None
-) -> tuple[list[Trace], set[str]]:
-    """The graphs of the calls that can be traced, and the names of the inputs that these give.
+) -> tuple[list[Trace], Read]:
+    """The graphs of the calls that can be traced, and what these give.
 
     A call of several steps that keeps its cache gives it to the next one. Of those with one label
     that are not required, the first that the model accepts is traced.
     """
     traces, given, traced = [], set(), set()
+    forms: list[CallForm] = []
+    stock = is_stock(model)
     accepted = inspect.signature(model.forward).parameters
-    for call in calls:
+    waiting = deque(calls)
+    while waiting:
+        call = waiting.popleft()
         if not call.required and (call.label in traced or not accepts(model, call)):
             continue
         try:
@@ -312,12 +426,17 @@ def _captured(
                 raise
             continue
         traced.add(call.label)
+        if not stock:
+            found = traced_forms(model, traces[-1])
+            forms += found
+            if not traces[-1].by_example:
+                waiting.extend(in_one_row(model, call, found))
         for args, inputs in call.steps:
             named = {**dict(zip(accepted, args, strict=False)), **inputs}
             given |= {name for name, value in named.items() if value is not None}
-        if len(call.steps) > 1 and call.flags.get("use_cache"):
+        if len(call.steps) > 1 and (call.cache is not None or call.flags.get("use_cache")):
             given.add("past_key_values")
-    return traces, given
+    return traces, Read(model, frozenset(given), tuple(forms))
 
 
 def _analysis(
@@ -325,14 +444,15 @@ def _analysis(
     traces: Iterable[Trace],
     proven: tuple[str, ...],
     model_type: str,
-    unproven: Iterable[str],
+    read: Sequence[Read],
     outputs: tuple[str, ...] = (),
     options: Options = PLAIN,
     beside: Sequence[Built] = (),
 ) -> Analysis:
     traces = tuple(traces)
     groups = _groups(found.model, traces)
-    single = _single(found, groups)
+    fixed = _fixed(groups, traces)
+    single = _single(found, groups, fixed)
     scales = find_scales(traces, groups, single)
     required = _required(traces, found.name, outputs) if outputs else None
     flow = Flow(traces, required, scales.products, scales.refused)
@@ -343,14 +463,14 @@ def _analysis(
         calls = {trace.model_class: trace.call for trace in reversed(traces)}
         search = resizing([(found.model, str), *beside], calls, groups, options.widen_to)
         widenings = find_widenings(flow, groups, single, search)
-    problem = Problem(flow, norms, _locked(found, groups), groups, scales.into, widenings)
+    problem = Problem(flow, norms, _locked(found, groups, fixed), groups, scales.into, widenings)
     cut = cuts.solve(problem)
     places = [path for path, _ in found.model.named_modules() if path in norms or path in refused]
     verdicts = [outcome.verdict_on(problem, cut, path, refused) for path in places]
     used = (names for t in flow.traces for node, names in t.parameters.items() if node.users)
-    read = {name for names in used for name in names}
+    reached = {name for names in used for name in names}
     held = [name for name in (*found.stored, *found.converted) if name in groups]
-    unread = [name for name in held if flow.traces and name not in read]
+    unread = [name for name in held if flow.traces and name not in reached]
     subtracting = {mlp for support in cut.folded.values() for mlp in support.mlps}
     widened = widenings_for(subtracting, widenings.resizes, found.stored)
     merged, unmerged = _merges(problem, cut, found, forms, single, options)
@@ -362,7 +482,7 @@ def _analysis(
         writers=outcome.writers_of(problem, cut, found),
         ops=outcome.ops_of(problem, cut),
         entry_inputs=tuple(dict.fromkeys(e for s in cut.folded.values() for e in s.entries)),
-        unproven=(*unproven, *unread),
+        unproven=(*_unproven(read), *unread),
         other_norms=rms_norms(found.model),
         outputs=outputs,
         by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_example)),
@@ -370,9 +490,10 @@ def _analysis(
         merged=merged,
         unmerged=unmerged,
         settings=sized(widened),
+        covered=_covered(read, sized(widened)),
     )
     paper = algorithm_1(flow.traces[0]) if flow.traces else ()
-    under = partial(_analysis, found, traces, proven, model_type, unproven, outputs, beside=beside)
+    under = partial(_analysis, found, traces, proven, model_type, read, outputs, beside=beside)
     return Analysis(plan, problem, cut, paper, lambda other: under(options=other))
 
 
@@ -416,11 +537,20 @@ def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
     return {n: min(g, key=lambda m: (order.get(m, len(order)), m)) for n, g in together.items()}
 
 
-def _locked(found: Candidate, groups: dict[str, str]) -> Callable[[Parameter], str | None]:
+def _fixed(groups: dict[str, str], traces: Iterable[Trace]) -> dict[str, str]:
+    """The first name of each tied group that may not be edited at all, and why."""
+    return {groups.get(n, n): reason for trace in traces for n, reason in trace.locked.items()}
+
+
+def _locked(
+    found: Candidate, groups: dict[str, str], fixed: Mapping[str, str]
+) -> Callable[[Parameter], str | None]:
     """Tells why the stored tensors behind a parameter cannot be centred, where they cannot."""
     names = outcome.stored_names(found, groups)
 
     def locked(parameter: Parameter) -> str | None:
+        if parameter.name in fixed:
+            return fixed[parameter.name]
         if parameter.name not in names:
             return "it is not stored"
         for name in names[parameter.name]:
@@ -433,7 +563,13 @@ def _locked(found: Candidate, groups: dict[str, str]) -> Callable[[Parameter], s
     return locked
 
 
-def _single(found: Candidate, groups: dict[str, str]) -> Callable[[str], bool]:
+def _single(
+    found: Candidate, groups: dict[str, str], fixed: Mapping[str, str]
+) -> Callable[[str], bool]:
     """Tells whether a parameter is tied to no other, and is one stored tensor of its own layout."""
     tied = Counter(groups.values())
-    return lambda name: tied[name] == 1 and len(found.stored.get(name, ())) == 1
+
+    def single(name: str) -> bool:
+        return tied[name] == 1 and len(found.stored.get(name, ())) == 1 and name not in fixed
+
+    return single

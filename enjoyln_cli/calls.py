@@ -9,14 +9,15 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.covered import is_stock
+from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.examples import (
     accepted_by,
     further_inputs,
@@ -52,6 +53,27 @@ class Call:
     steps: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
     flags: dict[str, Any] = field(default_factory=dict)
     required: bool = True
+    cache: Any = None
+    """What the first step is given as ``past_key_values``: an empty cache, or nothing."""
+
+
+ExampleCalls = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
+"""Calls that a user hands in: of each the arguments by position, and those by name."""
+
+
+def calls_like(examples: ExampleCalls) -> list[Call]:
+    """The calls that a user hands in. Raises ``EnjoyLNError`` for what is no pair of arguments."""
+    found = []
+    for number, example in enumerate(examples, 1):
+        pair = isinstance(example, tuple | list) and len(example) == 2
+        if not (pair and isinstance(example[0], tuple | list) and isinstance(example[1], Mapping)):
+            raise EnjoyLNError(
+                f"example_calls: number {number} is no pair of positional arguments and keywords; "
+                "write it as ((x,), {'mask': mask})"
+            )
+        args, kwargs = example
+        found.append(Call(f"example call {number}", ((tuple(args), dict(kwargs)),)))
+    return found
 
 
 def ways_to_call(model: Any) -> Iterator[list[Call]]:
@@ -271,7 +293,10 @@ def _beside_text(model: Any, given: Inputs, form: Inputs, rows: int) -> Inputs:
 def _switched(model: Any, given: Inputs) -> Iterator[Call]:
     """With each switch of ``forward`` the other way."""
     defaults = {n: p.default for n, p in inspect.signature(model.forward).parameters.items()}
-    for name in optional_inputs(model):
+    names = [n for n in optional_inputs(model) if not n.startswith(("output_", "return_"))]
+    if not is_stock(model):  # a name says nothing in code that shares no conventions
+        names = [name for name in defaults if name not in _CHOOSING]
+    for name in names:
         if isinstance(default := defaults[name], bool):
             call = main_call(model, given)
             flags = call.flags | {name: not default}
@@ -351,17 +376,26 @@ def _optional_images(model: Any, pixels: Spec) -> Iterator[Call]:
         yield Call("other image size", (((), {"pixel_values": larger}),), flags, required=False)
 
 
-_NEVER_PROVEN = ("label", "start_positions", "end_positions", "return_", "output_", "kwargs")
+_CHOOSING = frozenset({"use_cache", "return_dict", "output_attentions", "output_hidden_states"})
+"""Switches that choose what is returned, by transformers' own convention."""
+_CONVENTIONAL = _CHOOSING | {
+    "class_labels", "end_positions", "interpolate_pos_encoding", "labels", "logits_to_keep",
+    "mask_labels", "mc_labels", "next_sentence_label", "output_router_logits", "return_loss",
+    "sentence_order_label", "start_positions",
+}  # fmt: skip
+"""Inputs that change no output that a class of transformers returns without them: targets are read
+behind the outputs, or shifted into the decoder's ids, and switches choose among the outputs."""
 
 
 def optional_inputs(model: Any) -> list[str]:
-    """Inputs of ``forward`` that can change what a graph reads: neither targets nor switches."""
+    """Inputs of ``forward`` that can change what a graph reads: no targets, nor known switches.
+
+    The names say so for classes of transformers alone; see ``covered`` for any others.
+    """
     accepted = inspect.signature(model.forward).parameters.values()
-    switches = {"use_cache", "logits_to_keep", "interpolate_pos_encoding"}
     return [
         parameter.name
         for parameter in accepted
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and parameter.name not in switches
-        and not any(part in parameter.name for part in _NEVER_PROVEN)
+        and parameter.name not in _CONVENTIONAL
     ]

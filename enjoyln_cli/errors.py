@@ -42,6 +42,10 @@ class UnsupportedModel(EnjoyLNError):
     """The model exists, and is of a kind that cannot be converted."""
 
 
+class UnprovenCall(UnsupportedModel):
+    """A converted model is called in a way that its proof does not cover."""
+
+
 class BadCheckpoint(EnjoyLNError):
     """The files of a checkpoint contradict each other or the model."""
 

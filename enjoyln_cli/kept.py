@@ -25,7 +25,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import xxhash
 
-from enjoyln_cli.axis import Axis
+from enjoyln_cli.axis import Axis, as_numbers
 from enjoyln_cli.corrections import Corrections
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.shards import DTYPES, Stored, bytes_of, read_safetensors_header
@@ -175,7 +175,7 @@ def _described(keeper: Keeper) -> dict[str, Any]:
         name: {
             "dtype": _CODES[undo.dtype],
             "shape": list(undo.shape),
-            "axes": [list(astuple(axis)) for axis in undo.axes],
+            "axes": [as_numbers(axis) for axis in undo.axes],
             "dims": list(undo.dims),
             "written": keeper.written.get(name, name),
         }

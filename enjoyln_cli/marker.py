@@ -1,9 +1,9 @@
 """The ``enjoyln`` entry of a converted ``config.json``: what a loaded model tells about its fold.
 
 It decides what a program needs to know that has the config alone: which norms can compute RMSNorm,
-for which classes and inputs, and on which centred parameters that rests. Version 3 is::
+for which classes and inputs, and on which centred parameters that rests. Version 4 is::
 
-    {"version": 3,
+    {"version": 4,
      "source": "gpt2",                 what was converted: a Hub id, or an absolute path
      "revision": "607a30d..." | null,
      "model_class": "GPT2LMHeadModel", whose module paths the lists below use
@@ -13,6 +13,7 @@ for which classes and inputs, and on which centred parameters that rests. Versio
      "layernorm": [...],               norms that stay as they are
      "centering": [{"module": ..., "place": "output" | "input",
                     "axis": [dim, start, outer, size, inner]}],
+                                       and a step, where the groups do not begin side by side
      "centered": [{"axis": [...], "parameters": [...]}],
                                        parameters with zero mean over the axis
      "scales": {parameter: vector},    merged into a parameter: their product is what has zero mean
@@ -25,12 +26,18 @@ for which classes and inputs, and on which centred parameters that rests. Versio
      "untied": {parameter: parameter}, what was tied, and is stored and loaded as two
      "entry_inputs": [...],            inputs of forward that have to be centred
      "unproven": [...],                inputs with which the folded norms have to compute LayerNorm
+     "calls": null | {                 null: every call without an input of "unproven" is proven
+        "proven": ["Net(x=float[a, b, 16]) if b <= 64 else refused", ...],
+                                       those of these forms alone are (see ``calltext``)
+        "attributes": {"Net": {"flag": false}}},
+                                       what forward may read besides, by class
+     "nonfinite": true,                only where its user lets weights hold NaN and infinity
      "proof": "5d41402abc...",         SHA-256 of all that is proven: not of source and tool
      "tool": "enjoyln 0.1.0"}
 
-Version 2 has no ``units``, ``merged`` and ``untied``. Version 1 has no ``centered``, ``scales`` and
-``proof`` either: nobody can tell whether the weights of such a result are still centred, so it is
-read, and not run as RMSNorm without asking for it.
+Version 3 has no ``calls``, version 2 no ``units``, ``merged`` and ``untied`` either. Version 1 has
+no ``centered``, ``scales`` and ``proof``: nobody can tell whether the weights of such a result are
+still centred, so it is read, and not run as RMSNorm without asking for it.
 """
 
 from __future__ import annotations
@@ -39,23 +46,24 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from enjoyln_cli import __version__
-from enjoyln_cli.axis import Axis
+from enjoyln_cli import __version__, calltext
+from enjoyln_cli.axis import Axis, as_numbers
 from enjoyln_cli.checkpoint import Source
 from enjoyln_cli.config import MARKER
-from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.covered import PLAIN_TYPES, Covered, Plain
+from enjoyln_cli.errors import BadCheckpoint, UnprovenCall, UnsupportedModel
 from enjoyln_cli.plan import Centring, Place, Plan
 from enjoyln_cli.shards import LONGEST
 from enjoyln_cli.units import Units
 
-VERSION = 3
-READABLE = (1, 2, 3)
+VERSION = 4
+READABLE = (1, 2, 3, 4)
 MOST_DIMS = 8
 """Of a tensor that is centred."""
 _NOT_PROVEN = ("source", "revision", "proof", "tool")
@@ -96,9 +104,13 @@ class Marker:
     """Norms that add zeros."""
     untied: tuple[tuple[str, str], ...] = ()
     """Parameters that have to be two, and would be one in the original."""
+    nonfinite: bool = False
+    """Whether the user has said that weights may hold NaN and infinity."""
+    covered: Covered | None = None
+    """The calls that are proven; ``None``: those without an input of ``unproven``."""
 
 
-def marker(plan: Plan, source: Source) -> dict[str, Any]:
+def marker(plan: Plan, source: Source, nonfinite: bool = False) -> dict[str, Any]:
     """The ``enjoyln`` entry for ``config.json``, as drawn in this module's docstring."""
     local = Path(source.model).expanduser()
     entry = {
@@ -111,8 +123,7 @@ def marker(plan: Plan, source: Source) -> dict[str, Any]:
         "rmsnorm": [verdict.norm for verdict in plan.folded],
         "layernorm": [verdict.norm for verdict in plan.kept],
         "centering": [
-            {"module": op.module, "place": op.place, "axis": list(astuple(op.axis))}
-            for op in plan.ops
+            {"module": op.module, "place": op.place, "axis": as_numbers(op.axis)} for op in plan.ops
         ],
         "centered": _by_axis(plan),
         "scales": {w.parameter: w.scale.parameter for w in plan.writers if w.scale},
@@ -134,8 +145,20 @@ def marker(plan: Plan, source: Source) -> dict[str, Any]:
         "untied": {one.parameter: one.source for one in plan.untied},
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
+        "calls": _calls(plan.covered),
     }
+    if nonfinite:
+        entry["nonfinite"] = True
     return {**entry, "proof": proof_of(entry), "tool": f"enjoyln {__version__}"}
+
+
+def _calls(covered: Covered | None) -> dict[str, Any] | None:
+    if covered is None:
+        return None
+    attributes: dict[str, dict[str, Plain]] = {}
+    for owner, name, value in covered.attributes:
+        attributes.setdefault(owner, {})[name] = value
+    return {"proven": [calltext.written(one) for one in covered.forms], "attributes": attributes}
 
 
 def _by_axis(plan: Plan) -> list[dict[str, Any]]:
@@ -143,9 +166,7 @@ def _by_axis(plan: Plan) -> list[dict[str, Any]]:
     groups: dict[Axis, dict[str, None]] = {}
     for writer in plan.writers:
         groups.setdefault(writer.held or writer.axis, {})[writer.parameter] = None
-    return [
-        {"axis": list(astuple(axis)), "parameters": list(names)} for axis, names in groups.items()
-    ]
+    return [{"axis": as_numbers(axis), "parameters": list(names)} for axis, names in groups.items()]
 
 
 def proof_of(entry: Mapping[str, Any]) -> str:
@@ -189,11 +210,13 @@ def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
         weightless=_texts(_merged(entry), "weight") if version > 2 else (),
         biasless=_texts(_merged(entry), "bias") if version > 2 else (),
         untied=tuple(_names(entry, "untied").items()) if version > 2 else (),
+        nonfinite=entry.get("nonfinite") is True,
+        covered=_covered(entry.get("calls")) if version > 3 else None,
     )
     if version > 1 and _text(entry, "proof") != proof_of(entry):
         raise BadCheckpoint(
-            "the enjoyln entry of config.json is not what was proven: somebody has changed it "
-            "since; convert the source again, with --recipe to choose"
+            "the enjoyln entry of config.json was edited after the fold, so its proof is void; "
+            "convert the source again (with --recipe you choose what is converted)"
         )
     return found
 
@@ -206,9 +229,16 @@ def believed(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UnprovenCall):
         raise
-    except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+    except (
+        RuntimeError,
+        IndexError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        UnsupportedModel,
+    ) as error:
         first = str(error).strip().split("\n")[0]
         raise BadCheckpoint(
             f"{what} does not run with the norms and centrings that the enjoyln entry of its "
@@ -227,6 +257,21 @@ def _centred(entry: dict[str, Any]) -> tuple[Centred, ...]:
             raise _malformed("axis", group["axis"])
         found += [Centred(name, axis, scales.get(name)) for name in _texts(group, "parameters")]
     return tuple(found)
+
+
+def _covered(entry: Any) -> Covered | None:
+    if entry is None:
+        return None
+    by_owner = entry.get("attributes") if isinstance(entry, dict) else None
+    if not isinstance(by_owner, dict) or not all(isinstance(v, dict) for v in by_owner.values()):
+        raise _malformed("calls", entry)
+    found = tuple((o, name, v) for o, values in by_owner.items() for name, v in values.items())
+    if not all(type(value) in PLAIN_TYPES for _, _, value in found):
+        raise _malformed("attributes", by_owner)
+    try:
+        return Covered(tuple(map(calltext.read, _texts(entry, "proven"))), found)
+    except ValueError as error:
+        raise _malformed("calls", str(error)) from error
 
 
 def _merged(entry: dict[str, Any]) -> dict[str, Any]:
@@ -261,10 +306,11 @@ def _centring(entry: Any) -> Centring:
 
 def _axis(entry: dict[str, Any]) -> Axis:
     numbers = _list(entry, "axis")
-    if len(numbers) != 5 or not all(type(number) is int for number in numbers):
+    if len(numbers) not in (5, 6) or not all(type(number) is int for number in numbers):
         raise _malformed("axis", numbers)
     axis = Axis(*numbers)
     counted = min(axis.outer, axis.size, axis.inner) > 0 and axis.start >= 0
+    counted = counted and (not axis.step or axis.step > axis.size * axis.inner)
     if not counted or abs(axis.dim) > MOST_DIMS or axis.stop > LONGEST:
         raise _malformed("axis", numbers)
     return axis

@@ -100,8 +100,8 @@ def room_for_weights(
     if room is not None and room < one:
         least = (one + used_memory()) / 1e9
         raise UnsupportedModel(
-            f"{name} alone takes {size(sizes[name] * dtype.itemsize)} in {dtype}, and there "
-            f"are {size(max(room, 0))} for it: give --max-memory {least + 0.1:.1f}GB"
+            f"{name} alone takes {size(sizes[name] * dtype.itemsize)} in {dtype}, and only "
+            f"{size(max(room, 0))} may be used; pass --max-memory {least + 0.1:.1f}GB"
         )
     return 0 if device_map == "disk" or room is None else int((room - one) / HEADROOM)
 
@@ -126,8 +126,8 @@ def first_blocks(config: Any, blocks: int) -> Any:
                 setattr(part, name, value[:blocks])
     if not fewer:
         raise UnsupportedModel(
-            f"the config of this {config.model_type} counts no more than {blocks} blocks, so there "
-            "is nothing to cut: leave --layers out"
+            f"this {config.model_type} has no more than {blocks} blocks, so --layers would leave "
+            "nothing out; drop it"
         )
     return cut
 

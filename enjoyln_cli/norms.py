@@ -7,8 +7,9 @@ done in place by giving an instance another class, so that parameters, their nam
     RMSNorm     y = weight * x / sqrt(mean(x^2) + eps) + bias        (LayerNorm where mean(x) = 0)
     centring    y = x - mean(x)            on what a module returns, or on its first input
 
-In training mode the norms compute LayerNorm: dropout and updated weights break the zero mean. So
-they do in a call that is given an input which no proof covers.
+They do so within a proven call of the whole model (see ``scope``), and elsewhere compute what they
+were: in training mode, where dropout and updated weights break the zero mean, in a call that is
+given an input which no proof covers, and where a part of the model is called by itself.
 """
 
 from __future__ import annotations
@@ -18,19 +19,42 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from types import MethodType
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from enjoyln_cli import kernels
 from enjoyln_cli.axis import Axis, centre, feature_axis, moved
-from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.covered import OTHER_CALLS, Covered, ProvenCalls
+from enjoyln_cli.errors import UnprovenCall, UnsupportedModel
+from enjoyln_cli.norm_modules import (
+    become,
+    first_input,
+    first_names,
+    foreign_hooks,
+    forward_hooks,
+    interference,
+    only_input,
+    replaced_forward,
+    runs_torchs_layer_norm,
+)
+from enjoyln_cli.places import change_input, change_output, first_parameter
 from enjoyln_cli.plan import Centring
-from enjoyln_cli.probe import LayerNormForm, layer_norm_form
+from enjoyln_cli.probe import Known, LayerNormForm, examine, per_feature
+from enjoyln_cli.scope import (
+    NOT_INSTALLED,
+    Enter,
+    Fold,
+    Leave,
+    compute_layer_norm,
+    computes_layer_norm,
+    is_nested,
+    thread,
+)
+from enjoyln_cli.structure import KeepStructure
 
 
 def rms_norm(
@@ -45,36 +69,60 @@ def rms_norm(
     ``x`` is ``(..., *shape)`` of any floating dtype; ``weight`` and ``bias`` broadcast against it.
     Computed in float32 or wider and rounded once to the dtype of ``x``, by a kernel where there is
     one (see ``kernels``); where there is none, as LayerNorm, so the rows must have zero mean. In
-    float64, which is for checking, it is this formula on every machine.
+    float64, which is for checking, it is this formula on every machine. In an export it is torch's
+    own operator, which stays one.
     """
     if dims > 1:
         weight, bias = (None if p is None else p.flatten() for p in (weight, bias))
         return rms_norm(x.flatten(-dims), weight, bias, eps).reshape(x.shape)
+    if is_exporting():
+        return kernels.formula.exported_rms_norm(x, weight, bias, eps)
     if x.dtype == torch.float64:
         return kernels.formula.rms_norm(x, weight, bias, eps)
     return kernels.rms_norm(x, weight, bias, eps)
 
 
-GIVEN, MOVED = 1, 2
-"""Why a norm's input may have a mean: an unproven input in this call, or weights that moved."""
-
-
 class Folded:
     """Marks every module that computes RMSNorm in the place of LayerNorm."""
 
-    shifted = 0
-    """``GIVEN``, ``MOVED`` or both while the norm's input may have a mean: compute LayerNorm."""
+    _enjoyln_fold = NOT_INSTALLED
+    """What it shares with the model that it was installed in."""
     dim = -1
     """What is normalised; 1 for channels before positions."""
     trained = 0
     """How often any folded norm has gone into training mode."""
+    weightless = biasless = False
+    """Whether its weight multiplies by one, and its bias adds zero (see ``neutral``)."""
+    weight_name, bias_name, unit = "weight", "bias", 1.0
+    """Its parameters, and the weight that multiplies by one."""
+
+    @property
+    def shifted(self) -> bool:
+        """Whether its input may have a mean, so that it computes LayerNorm.
+
+        In the call that runs in this thread; where none runs, since something was found to have
+        moved or been edited.
+        """
+        return computes_layer_norm(self._enjoyln_fold)
 
     def train(self, mode: bool = True) -> Any:
         """As any module; after training it computes LayerNorm until the weights are looked at."""
         if mode:
             Folded.trained += 1
-            self.shifted |= MOVED
+            for entry in self._enjoyln_fold.entries:
+                entry.moved = True
         return super().train(mode)  # type: ignore[misc]
+
+
+def needs(parameter: Any, neutral: bool) -> bool:
+    """Whether a norm has to read its ``parameter``, which changes nothing now if it is ``neutral``.
+
+    It has to where a gradient is wanted of it, and in code that would not see it change: where the
+    call of the model was compiled with the code around it. What was exported does not change.
+    """
+    if not neutral or is_exporting():
+        return not neutral
+    return not thread.running.looked or (torch.is_grad_enabled() and parameter.requires_grad)
 
 
 class RMSNorm(Folded, nn.LayerNorm):
@@ -85,14 +133,18 @@ class RMSNorm(Folded, nn.LayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not is_dynamo_compiling():
-            y = kernels.native.entry.module_rms_norm(self, input)  # the same in one step
+            call = self, input, thread.running.proven, thread.running.looked
+            y = kernels.native.entry.module_rms_norm(*call)  # the same in one step
             if y is NotImplemented and kernels.native.load(input.device.type):
-                y = kernels.native.entry.module_rms_norm(self, input)
+                y = kernels.native.entry.module_rms_norm(*call)
             if y is not NotImplemented:
                 return y
-        if self.training or self.shifted or kernels.layer_norm_will_do():
+        here = thread.running.proven is self._enjoyln_fold
+        if self.training or not here or kernels.layer_norm_will_do():
             return super().forward(input)
-        return rms_norm(input, self.weight, self.bias, self.eps, len(self.normalized_shape))
+        weight = self.weight if needs(self.weight, self.weightless) else None
+        bias = self.bias if needs(self.bias, self.biasless) else None
+        return rms_norm(input, weight, bias, self.eps, len(self.normalized_shape))
 
 
 class Made(type):
@@ -121,42 +173,87 @@ def rms_subclass(base: type) -> type:
 
 @cache
 def rms_spelled_out(base: type, form: LayerNormForm) -> type:
-    """``base`` computes LayerNorm in a ``forward`` of its own, in the way of ``form``."""
+    """``base`` computes LayerNorm in a ``forward`` of its own, in the way of ``form``.
 
-    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        if self.training or self.shifted or not form.holds_for(input.ndim):
-            return base.forward(self, input)  # type: ignore[attr-defined]
-        weight = getattr(self, "weight", None) if form.gain != "1" else None
-        gain = 1 + weight if form.gain == "1 + weight" and weight is not None else weight
-        bias = self.bias if form.biased else None
+    A call with more than its input, which no proof covers, computes what it did.
+    """
+    plain: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
+    name = first_input(plain)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        input = only_input(args, kwargs, name)
+        proven = thread.running.proven is self._enjoyln_fold and not self.training
+        if not proven or input is None or not form.holds_for(input.ndim):
+            return plain(self, *args, **kwargs)
+        if _wants_gradients(self, input):
+            return plain(self, *args, **kwargs)
+        gain, bias = affine(self, form)
+        if self.weightless and not needs(getattr(self, form.weight), True):
+            gain = None
+        if self.biasless and not needs(getattr(self, form.bias), True):
+            bias = None
         y = rms_norm(input.movedim(form.dim, -1), gain, bias, form.eps)
         return y.movedim(-1, form.dim)
 
-    body = {"forward": forward, "dim": form.dim}
+    forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
+    body: dict[str, Any] = {"forward": forward, "dim": form.dim}
+    body |= {"weight_name": form.weight, "bias_name": form.bias}
+    body["unit"] = 0.0 if form.gain == "1 + weight" else 1.0
     return make(f"RMS{base.__name__}", (Folded, base), rms_spelled_out, base, form, **body)
+
+
+def affine(module: Any, form: LayerNormForm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What a norm multiplies by and what it adds, by feature."""
+    weight = getattr(module, form.weight, None) if form.gain != "1" else None
+    gain = None if weight is None else per_feature(weight)
+    bias = per_feature(getattr(module, form.bias)) if form.biased else None
+    return (1 + gain if form.gain == "1 + weight" and gain is not None else gain), bias
+
+
+def _wants_gradients(norm: Any, input: torch.Tensor) -> bool:
+    """Then LayerNorm is computed, as by ``kernels``: a backward pass may compute the call again.
+
+    There it runs outside of the proven call, and has to record what was recorded first.
+    """
+    if not torch.is_grad_enabled() or not kernels.layer_norm_will_do():
+        return False
+    return input.requires_grad or any(p.requires_grad for p in norm.parameters(recurse=False))
 
 
 @cache
 def centred_subclass(base: type) -> type:
-    """``base`` with ``self.centrings`` applied to its first input or its output."""
+    """``base`` with ``self.centrings`` applied to its first input or its output in proven calls.
+
+    Which value that is, ``places`` tells for the proof and here alike.
+    """
     inner: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
-    first = next(iter([*inspect.signature(inner).parameters][1:]), "")
+    first = first_parameter(base)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if thread.running.proven is not self._enjoyln_fold:
+            return inner(self, *args, **kwargs)
         for op in self.centrings:
-            if op.place == "input" and args:
-                args = (centre_value(args[0], op.axis), *args[1:])
-            elif op.place == "input":
-                kwargs = {**kwargs, first: centre_value(kwargs[first], op.axis)}
+            if op.place == "input":
+                args, kwargs = _found(
+                    self, change_input(partial(centre_value, axis=op.axis), first, args, kwargs)
+                )
         output = inner(self, *args, **kwargs)
         for op in self.centrings:
-            if op.place == "output" and isinstance(output, tuple):
-                output = (centre_value(output[0], op.axis), *output[1:])
-            elif op.place == "output":
-                output = centre_value(output, op.axis)
+            if op.place == "output":
+                change = partial(centre_value, axis=op.axis)
+                output = _found(self, change_output(change, output))
         return output
 
     return make(f"Centred{base.__name__}", (base,), centred_subclass, base, forward=forward)
+
+
+def _found(module: nn.Module, changed: Any) -> Any:
+    if changed is None:
+        raise UnsupportedModel(
+            f"{type(module).__name__}: the plan subtracts a mean here, but this call gives no "
+            "tensor of real numbers; use the original model for such a call"
+        )
+    return changed
 
 
 def be_called(module: nn.Module, args: Any, output: Any) -> None:
@@ -179,17 +276,18 @@ def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CentreInputs:
-    """A forward pre-hook: centres the named inputs over their last dimension, where given.
-
-    On an encoder it does so in calls of its own alone, as ``GuardInputs`` does.
-    """
+    """A forward pre-hook: centres the named inputs over their last dimension, where given."""
 
     names: tuple[str, ...]
     order: tuple[str, ...]
     """Names of the inputs that come by position."""
+    alone: bool = False
+    """On an encoder: the model around it has looked after its inputs."""
 
     def __call__(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if module.within or not _given(self.names, self.order, args, kwargs):
+        if thread.running.proven is None or (self.alone and is_nested()):
+            return None
+        if not _given(self.names, self.order, args, kwargs):
             return None
         values = [
             _centre_last(value) if name in self.names else value
@@ -205,23 +303,40 @@ class GuardInputs:
 
     Where norms are ``merged`` into what reads them, something else may read them in such a call,
     and LayerNorm does not bring back what they have lost: it is refused with ``UnsupportedModel``.
+    So is every call that is not ``proven`` of code outside of transformers: a path that no trace
+    had may read a value whose mean is gone from the weights, which LayerNorm does not bring back.
     """
 
     names: tuple[str, ...]
     order: tuple[str, ...]
     merged: bool = False
+    alone: bool = False
+    proven: ProvenCalls | None = None
+    """Where it is known, it decides in place of ``names``."""
 
     def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
-        found = () if module.within else _given(self.names, self.order, args, kwargs)
+        if (self.alone or self.proven is not None) and is_nested():
+            return
+        if self.proven is not None:
+            if found := self.proven.uncovered(args, kwargs):
+                raise UnprovenCall(_not_analysed(type(module).__name__, found))
+            return
+        found = _given(self.names, self.order, args, kwargs)
         if found and self.merged:
-            raise UnsupportedModel(
+            raise UnprovenCall(
                 f"{type(module).__name__}: not proven for calls with {', '.join(found)}, and its "
-                "norms were merged, so that LayerNorm would not do either; leave that input out, "
-                "or fold without --merge"
+                "norms were merged, so LayerNorm cannot be used instead; leave that input out, or "
+                "fold without --merge"
             )
-        if found and not _guarded(module):
-            module.guarding = True
-            set_shifted(module, GIVEN, True)
+        if found:
+            compute_layer_norm()
+
+
+def _not_analysed(name: str, found: Sequence[str]) -> str:
+    return (
+        f"{name}: its proof covers no call with {', '.join(found)}; pass such a call in "
+        "example_calls to analyze() or fold(), or use the original model for it"
+    )
 
 
 def _given(
@@ -235,46 +350,12 @@ def _given(
     return found
 
 
-def end_of_guard(module: Any, args: Any, output: Any) -> None:
-    """The forward hook that goes with ``GuardInputs``: the outermost guarded call ends it."""
-    if module.guarding:
-        module.guarding = False
-        set_shifted(module, GIVEN, False)
-
-
-@dataclass(frozen=True)
-class Around:
-    """Hooks of a model that has an encoder inside: while it runs, it looks after their inputs.
-
-    ``generate`` calls the encoder by itself, past the hooks of the model.
-    """
-
-    encoder: str
-    step: int
-    """1 as the hook before ``forward``, -1 as the one after it."""
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        encoder: Any = module.get_submodule(self.encoder)
-        encoder.within = max(0, encoder.within + self.step)
-
-
 def encoder_of(model: nn.Module) -> nn.Module | None:
     """The encoder inside that ``generate`` calls by itself, with the inputs of the model."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     found = model.get_encoder() if hasattr(model, "get_encoder") else None  # type: ignore
     return next((m for m in model.modules() if m is found and m is not model), None)
-
-
-def _guarded(module: nn.Module) -> bool:
-    return any(found.shifted & GIVEN for found in module.modules() if isinstance(found, Folded))
-
-
-def set_shifted(module: nn.Module, why: int, value: bool) -> None:
-    """Set or clear ``why`` (``GIVEN`` or ``MOVED``) on every folded norm in ``module``."""
-    for found in module.modules():
-        if isinstance(found, Folded):
-            found.shifted = found.shifted | why if value else found.shifted & ~why
 
 
 def _centre_last(x: Any) -> Any:
@@ -288,6 +369,7 @@ def install(
     entry_inputs: Iterable[str] = (),
     unproven: Iterable[str] = (),
     merged: bool = False,
+    covered: Covered | None = None,
 ) -> nn.Module:
     """Make ``model`` compute with RMSNorm at ``norms`` and with the centrings ``ops``, in place.
 
@@ -295,69 +377,106 @@ def install(
     or have its base class inside (``base_model_prefix``). Norms of a head that the base class does
     not have are passed over. ``entry_inputs`` names inputs of ``forward`` (``inputs_embeds``) whose
     last dimension is centred on entry; a call that is given one of the inputs ``unproven`` computes
-    LayerNorm, or is refused where norms were ``merged``. Installing twice changes nothing; after
-    training it says that weights are centred.
+    LayerNorm, or is refused where norms were ``merged``. Where the plan says which calls are
+    ``covered``, any other call is refused with ``UnsupportedModel``. Installing twice changes
+    nothing; after training it says that weights are centred.
 
     Returns ``model``. Raises ``UnsupportedModel`` for a module that is missing or is not a
-    LayerNorm, or whose ``forward`` somebody else has replaced; then nothing has been changed.
+    LayerNorm, or whose calls may compute something else than its ``forward`` (see
+    ``norm_modules``); then nothing has been changed.
     """
-    norms, ops = tuple(norms), tuple(ops)
+    norms, ops, unproven = tuple(norms), tuple(ops), tuple(unproven)
+    if covered is None and OTHER_CALLS in unproven:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: the plan covers only some calls; pass covered=plan.covered"
+        )
+    if covered is not None:
+        covered.require_any(type(model).__name__)
+    if covered is not None and (changed := covered.changed(model)) is not None:
+        raise UnsupportedModel(
+            f"{changed}: the plan was proven with the earlier value; set it back, or analyse the "
+            "model again"
+        )
     named = (*norms, *(op.module for op in ops))
     places = {name: locate(model, name, named) for name in norms}
     swaps: list[tuple[nn.Module, type]] = []
-    for path in (found for found in places.values() if found is not None):
+    known: Known = {}
+    for path in (place for place in places.values() if place is not None):
         module = model.get_submodule(path)
+        found = interference(module)
+        if found is not None:
+            raise UnsupportedModel(f"{path}: {found}; install before that, or undo it")
         if not isinstance(module, Folded):
-            swaps.append((module, _folded_class(module, path)))
+            swaps.append((module, _folded_class(module, path, known)))
+    _check_aliases(model, places.values())
     carried: dict[str, tuple[Centring, ...]] = {}
     for op in ops:
         place = locate(model, op.module, named)
         if place is not None:
             carried[place] = (*carried.get(place, ()), op)
-    for module, _ in swaps:
-        _check_forward(module)
-    for path in carried:
-        _check_forward(model.get_submodule(path))
+    for path, centrings in carried.items():
+        _check_forward(model.get_submodule(path), path, centrings)
 
+    fold = _add_hooks(model, tuple(entry_inputs), unproven, merged, covered)
     for module, cls in swaps:
-        _become(module, cls)
+        become(module, cls)
     for path, centrings in carried.items():
         module = model.get_submodule(path)
         if not hasattr(module, "centrings"):
             plain: Any = type(module)
-            _become(module, centred_subclass(plain))
+            become(module, centred_subclass(plain))
             module.register_forward_hook(be_called)
         module.centrings = centrings  # type: ignore[assignment]
-    _add_hooks(model, tuple(entry_inputs), tuple(unproven), merged)
-    set_shifted(model, MOVED, False)
+        module._enjoyln_fold = fold  # type: ignore[assignment]
+    for module in model.modules():
+        if isinstance(module, Folded):
+            module._enjoyln_fold = fold
+    for module, entry in entries(model):
+        entry.moved, entry.trouble, entry.check = False, "", KeepStructure(module)
     return model
 
 
 def _add_hooks(
-    model: nn.Module, entry_inputs: tuple[str, ...], unproven: tuple[str, ...], merged: bool
-) -> None:
+    model: nn.Module,
+    entry_inputs: tuple[str, ...],
+    unproven: tuple[str, ...],
+    merged: bool,
+    covered: Covered | None,
+) -> Fold:
     """On the model, and on its base model and encoder, which may be called by themselves."""
     models = {id(m): m for m in (model, getattr(model, "base_model", model))}
-    hooked = {**models}
-    for module in models.values():
-        encoder = encoder_of(module)
-        path = next((name for name, m in module.named_modules() if m is encoder), None)
-        if encoder is not None and path is not None and id(encoder) not in models:
-            hooked[id(encoder)] = encoder
-            if _once(module, Around(path, 1), module.register_forward_pre_hook):
-                call_first(module)
-            _once(module, Around(path, -1), module.register_forward_hook, always_call=True)
+    encoders = [encoder_of(module) for module in models.values()]
+    inner = {id(m): m for m in encoders if m is not None and id(m) not in models}
+    hooked = {**models, **inner}
+    present = [enter for module in hooked.values() if (enter := enter_of(module)) is not None]
+    fold = present[0].fold if present else Fold()
     for module in hooked.values():
-        module.within, module.guarding = 0, False  # type: ignore[assignment]
-        order = tuple(inspect.signature(module.forward).parameters)
-        if entry_inputs:
-            centre = CentreInputs(entry_inputs, order)
-            _once(module, centre, module.register_forward_pre_hook, with_kwargs=True)
+        alone, order = id(module) in inner, tuple(inspect.signature(module.forward).parameters)
+        enter = Enter(fold)
+        if _once(module, enter, module.register_forward_pre_hook):
+            fold.entries.append(enter)
+            module.register_forward_hook(Leave(enter), always_call=True)
         taken = set(unproven) & set(order)
-        if taken:
-            guard = GuardInputs(tuple(sorted(taken)), order, merged)
-            if _once(module, guard, module.register_forward_pre_hook, with_kwargs=True):
-                module.register_forward_hook(end_of_guard, always_call=True)
+        if taken or covered is not None:
+            proven = None if covered is None else covered.calls_of(module)
+            guard = GuardInputs(tuple(sorted(taken)), order, merged, alone, proven)
+            _once(module, guard, module.register_forward_pre_hook, with_kwargs=True)
+        if entry_inputs:
+            centre = CentreInputs(entry_inputs, order, alone)
+            _once(module, centre, module.register_forward_pre_hook, with_kwargs=True)
+    return fold
+
+
+def enter_of(module: nn.Module) -> Enter | None:
+    """The hook with which a call of ``module`` begins, if one was installed."""
+    found = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter))
+    return next(found, None)
+
+
+def entries(model: nn.Module) -> list[tuple[nn.Module, Enter]]:
+    """Every hooked module in ``model``, with the hook that begins its calls."""
+    found = ((module, enter_of(module)) for module in model.modules())
+    return [(module, enter) for module, enter in found if enter is not None]
 
 
 def _once(module: nn.Module, hook: Any, register: Callable[..., Any], **how: bool) -> bool:
@@ -368,17 +487,6 @@ def _once(module: nn.Module, hook: Any, register: Callable[..., Any], **how: boo
         return False
     register(hook, **how)
     return True
-
-
-def call_first(module: nn.Module) -> None:
-    """Of its forward pre-hooks, the one that was registered last is called first.
-
-    ``prepend=True`` changes the order of an ``OrderedDict`` alone, and Dynamo before torch 2.13
-    reads that of the dictionary beneath.
-    """
-    hooks = module._forward_pre_hooks
-    for key in list(hooks)[:-1]:
-        hooks[key] = hooks.pop(key)
 
 
 def locate(
@@ -409,33 +517,36 @@ def locate(
     )
 
 
-def _folded_class(module: nn.Module, path: str) -> type:
+def _folded_class(module: nn.Module, path: str, known: Known) -> type:
     base: Any = type(module)
-    if base.forward is nn.LayerNorm.forward:
+    if runs_torchs_layer_norm(module):
         return rms_subclass(base)
-    form = layer_norm_form(module)
-    if form is None:
+    form = examine(module, known)
+    if not isinstance(form, LayerNormForm):
+        why = "" if form is None else f" ({form})"
         raise UnsupportedModel(
-            f"{path}: {base.__name__} does not compute LayerNorm, so it stays as it is"
+            f"{path}: {base.__name__} does not compute LayerNorm{why}, so it stays as it is"
         )
     return rms_spelled_out(base, form)
 
 
-def _check_forward(module: nn.Module) -> None:
-    """Accelerate keeps the forward it wraps in ``_old_forward``; other patches hide the class."""
-    if "forward" not in module.__dict__:
-        return
-    old = module.__dict__.get("_old_forward")
-    if getattr(old, "__func__", None) is not type(module).forward:
-        raise UnsupportedModel(
-            f"{type(module).__name__}: forward was replaced on the instance; install before that"
-        )
+def _check_aliases(model: nn.Module, places: Iterable[str | None]) -> None:
+    """A norm that is registered under several names is proven under the first of them."""
+    first, folded = first_names(model), set(places)
+    for path in sorted(folded - {None}):  # type: ignore[type-var]
+        if first.get(path or "", path) not in folded:
+            raise UnsupportedModel(
+                f"{path}: is the same module as {first[path or '']}, which stays LayerNorm"
+            )
 
 
-def _become(module: nn.Module, cls: type) -> None:
-    module.__class__ = cls
-    if "_old_forward" in module.__dict__:
-        module._old_forward = MethodType(cls.forward, module)  # type: ignore
+def _check_forward(module: nn.Module, path: str, centrings: Iterable[Centring]) -> None:
+    """Nobody may come between a module and the centring that it carries."""
+    after = any(op.place == "output" for op in centrings)
+    if replaced_forward(module) or (after and foreign_hooks(forward_hooks(module))):
+        what = "a forward hook may change what it returns" if after else ""
+        what = "its forward was replaced on the instance" if replaced_forward(module) else what
+        raise UnsupportedModel(f"{path}: {what}; install before that, or undo it")
 
 
 @contextmanager

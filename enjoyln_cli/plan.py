@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from enjoyln_cli.axis import Axis
+from enjoyln_cli.covered import Covered
 from enjoyln_cli.errors import EnjoyLNError
 
 Status = Literal["static", "centred", "kept"]
@@ -29,9 +30,9 @@ class Options:
     def __post_init__(self) -> None:
         """Raises ``EnjoyLNError`` for what is no such option."""
         if self.merge not in (None, "bias", "affine"):
-            raise EnjoyLNError(f"merge is {self.merge!r}; it is None, 'bias' or 'affine'")
+            raise EnjoyLNError(f"merge is {self.merge!r}, but must be None, 'bias' or 'affine'")
         if self.widen_to < 1:
-            raise EnjoyLNError(f"widen_to is {self.widen_to}; it is 1 at the least")
+            raise EnjoyLNError(f"widen_to is {self.widen_to}, but must be at least 1")
 
 
 PLAIN = Options()
@@ -252,6 +253,8 @@ class Plan:
     unmerged: tuple[Unmerged, ...] = ()
     untied: tuple[Untied, ...] = ()
     settings: tuple[Setting, ...] = ()
+    covered: Covered | None = None
+    """The calls that are proven; ``None`` for transformers' classes: all without ``unproven``."""
 
     @property
     def folded(self) -> tuple[Verdict, ...]:

@@ -23,6 +23,11 @@ CACHE = "past_key_values"
 STATES = "hidden_states"
 
 
+def as_names(outputs: str | Iterable[str]) -> tuple[str, ...]:
+    """``outputs`` as a tuple: a string is one name, not its letters."""
+    return (outputs,) if isinstance(outputs, str) else tuple(outputs)
+
+
 def returning(config: Any, outputs: Iterable[str]) -> Any:
     """A transformers config with which a model returns ``outputs``: hidden states, if asked for."""
     if not any(STATES in pattern for pattern in outputs):

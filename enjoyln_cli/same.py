@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from enjoyln_cli.calls import Call
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.trace import Steps, ready
+from enjoyln_cli.reasons import say_why
+from enjoyln_cli.running import Steps, ready
 from enjoyln_cli.weightless import on_cpu, weightless, without_weights
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
@@ -33,13 +34,13 @@ def require_same(tied: nn.Module, model: nn.Module, call: Call) -> None:
         same = _ops(tied, call, groups) == _ops(model, call, groups)
     except Exception as error:  # whatever a model raises
         raise UnsupportedModel(
-            f"{type(tied).__name__} does not run without its weights ({type(error).__name__}), so "
-            "nobody can tell what else it computes when it is untied; fold it without untying"
+            f"{type(tied).__name__} does not run without its weights, so it cannot be checked what "
+            f"untying would change; fold it without --untie: {say_why(error)}"
         ) from error
     if not same:
         raise UnsupportedModel(
-            f"{type(tied).__name__} computes something else when nothing is tied, so it cannot be "
-            "untied; fold it without untying"
+            f"{type(tied).__name__} gives other results with untied weights, so they stay tied; "
+            "fold it without --untie"
         )
 
 
@@ -73,7 +74,7 @@ def _ops(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:
     It is the second run: in its first a model may settle what it is made of (BigBird's attention).
     """
     bare = without_weights(model)
-    run = Steps(bare, call.flags, None)
+    run = Steps(bare, call.flags, None, cache=call.cache)
     with ready(bare), weightless():
         run(*on_cpu(call.steps))
         held = chain(bare.named_buffers(), bare.named_parameters(remove_duplicate=False))

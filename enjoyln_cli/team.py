@@ -62,7 +62,7 @@ def joined(on_event: Callable[[str, str], None] | None = None) -> Iterator[Team]
         yield team
         return
     if on_event:
-        on_event("stage", f"meeting {team.size - 1} other processes")
+        on_event("stage", f"waiting for {team.size - 1} other processes")
     import torch.distributed as dist
 
     try:
@@ -70,7 +70,7 @@ def joined(on_event: Callable[[str, str], None] | None = None) -> Iterator[Team]
         group = dist.new_group(backend="gloo", timeout=WORKING)
     except (RuntimeError, ValueError) as error:
         raise OutputError(
-            f"WORLD_SIZE speaks of {team.size} processes, and they did not meet "
+            f"WORLD_SIZE is {team.size}, but the other processes did not connect "
             f"({_first_line(error)}); start all of them, or unset RANK and WORLD_SIZE"
         ) from error
     try:

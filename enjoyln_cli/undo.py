@@ -80,6 +80,7 @@ def fits(undo: Undo) -> bool:
     return all(
         0 <= axis.dim < len(shape)
         and min(axis.start, axis.outer - 1, axis.size - 1, axis.inner - 1) >= 0
+        and axis.step == 0
         and axis.stop <= shape[axis.dim]
         and means.shape == _shape_of_means(shape, axis)
         and means.dtype == kind_of(undo.dtype)

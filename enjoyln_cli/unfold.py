@@ -57,7 +57,7 @@ from enjoyln_cli.steps import Slot
 from enjoyln_cli.stream import Task, summed, write_tensors
 from enjoyln_cli.undo import Undo, predicted
 
-WITHOUT = f"remove its folder {FOLDER} to unfold without what was kept"
+WITHOUT = f"delete its folder {FOLDER} to get a copy that is not bit for bit the original"
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _shards(folded: Checkpoint, kept: Kept) -> list[Shard]:
     for name, digest in kept.unread.items():
         if name not in folded.tensors or digest_of_tensor(blocks_of(folded, name)) != digest:
             raise BadCheckpoint(
-                f"{name} is not what the fold wrote, and would not come back: the weights were "
+                f"{name} is not what the fold wrote, so it cannot be restored: the weights were "
                 f"changed since; {WITHOUT}"
             )
     shards = []

@@ -194,4 +194,4 @@ def test_a_feature_that_is_taken_for_its_shape_is_not_observed() -> None:
 def test_a_feature_that_is_taken_for_its_values_is_observed() -> None:
     model, x = moved(Measured(True)), torch.randn(2, 7, 5, dtype=torch.float64)
     (kept,) = analyze(model, x).plan.kept
-    assert "is read elsewhere" in kept.reason and "write.weight" in kept.culprit
+    assert "is also used elsewhere" in kept.reason and "write.weight" in kept.culprit

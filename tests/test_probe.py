@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from enjoyln_cli.analysis import analyze_module
+from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.fold import centre_parameters
+from enjoyln_cli.kernels import literally
 from enjoyln_cli.norms import install
-from enjoyln_cli.probe import LayerNormForm, computes_rms_norm, layer_norm_form
+from enjoyln_cli.plan import Options
+from enjoyln_cli.probe import LayerNormForm, computes_rms_norm, examine, layer_norm_form
 
 WIDTH = 13
 
@@ -220,3 +223,275 @@ def test_a_group_norm_of_rows_normalises_each_alone(groups: int, listed: str) ->
     assert verdict.status == listed and ("groups" in verdict.reason) == (groups > 1)
     images = nn.Sequential(nn.Conv2d(5, width, 1), nn.GroupNorm(groups, width))
     assert analyze_module(images, torch.randn(2, 5, 4, 4)).plan.norms == ()  # over positions too
+
+
+class Trap(Spelled):
+    """LayerNorm on common inputs, and something else on others."""
+
+    def __init__(self, kind: str, eps: float = 1e-6) -> None:
+        super().__init__("last", eps)
+        self.trap, self.calls = kind, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given, trap = x, self.trap
+        if trap == "by value" and x.max() > 1e9:
+            return x
+        if trap == "by item" and float(x.sum()) == 12345.0:
+            return x
+        if trap == "by length" and x.ndim > 2 and x.shape[1] > 512:
+            return x
+        if trap == "by rows" and x.numel() > 1_000_000:
+            return x
+        if trap == "one token" and x.ndim > 2 and x.shape[1] == 1:
+            return x * 2
+        if trap == "by gradient" and torch.is_grad_enabled():
+            return x.exp()
+        if trap == "by requires_grad" and x.requires_grad:
+            return x * 3
+        if trap == "by stride" and not x.is_contiguous():
+            return x * 3
+        if trap == "half" and x.dtype == torch.bfloat16:
+            return x.clamp(-3, 3)
+        if trap == "input clamped":
+            x = x.clamp(-1e7, 1e7)
+        if trap == "finite":
+            x = torch.nan_to_num(x)
+        if trap == "loop" and x.ndim > 2:
+            x = torch.stack([x[:, i] for i in range(x.shape[1])], 1)
+        centred = x - x.mean(-1, keepdim=True)
+        variance = centred.pow(2).mean(-1, keepdim=True)
+        if trap == "rows together":
+            variance = variance + 1e-13 * variance.mean()
+        if trap == "no small variance":
+            variance = variance.clamp_min(1e-14)
+        if trap == "chosen variance":
+            variance = torch.where(variance > 1e-20, variance, torch.ones_like(variance))
+        y = centred / (variance + self.tiny).sqrt()
+        if trap == "eps outside":
+            y = centred / (variance.sqrt() + 1e-12)
+        weight, bias = self.weight, self.bias
+        if trap == "weight clamped":
+            weight = weight.clamp(-50, 50)
+        if trap == "weight absolute":
+            weight = weight.square().sqrt()
+        if trap == "weight relu":
+            weight = (weight + weight.square().sqrt()) / 2
+        if trap == "weight shifted":
+            weight = weight + 1e-8
+        if trap == "constant":
+            bias = bias + 1e-8
+        if trap == "scaled":
+            y = y * (1 + 3e-6)
+        if trap == "counts":
+            self.calls += 1
+            y = y if self.calls < 1000 else 2 * y
+        y = weight * y + bias
+        if trap == "saturates":
+            y = 1e12 * (y / 1e12).tanh()
+        if trap == "writes":
+            given.copy_(y)
+        return y
+
+
+MORE = "which is not part of a LayerNorm"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("by value", "reads values of its input"),
+        ("by item", "reads values of its input"),
+        ("by length", "branches on the number of rows"),
+        ("by rows", "branches on the number of rows"),
+        ("one token", "branches on the number of rows"),
+        ("loop", "branches on the number of rows"),
+        ("by gradient", "not compute LayerNorm of"),
+        ("by requires_grad", "not compute LayerNorm of"),
+        ("by stride", "not compute LayerNorm of an input that is not contiguous"),
+        ("half", "computes clamp, " + MORE),
+        ("input clamped", "computes clamp, " + MORE),
+        ("finite", "computes nan_to_num, " + MORE),
+        ("no small variance", "computes clamp_min, " + MORE),
+        ("chosen variance", MORE),
+        ("rows together", "not compute LayerNorm of rows that are tiny, huge or constant"),
+        ("eps outside", "not compute LayerNorm of rows that are tiny, huge or constant"),
+        ("weight clamped", "computes clamp, " + MORE),
+        ("weight absolute", ""),
+        ("weight relu", ""),
+        ("weight shifted", "where its parameters are"),
+        ("constant", "where its parameters are"),
+        ("scaled", "not compute LayerNorm of"),
+        ("counts", "changes the module"),
+        ("saturates", "computes tanh, " + MORE),
+        ("writes", "computes copy_, " + MORE),
+    ],
+)
+def test_what_is_a_layer_norm_on_common_inputs_alone_stays(kind: str, reason: str) -> None:
+    torch.manual_seed(0)
+    norm = Trap(kind, 0.0 if kind == "eps outside" else 1e-6)
+    model = Block(norm).double()
+    assert layer_norm_form(norm) is None and reason in (examine(norm, {}) or "")
+    refused = {
+        "counts": "each call changes norm.calls",
+        "by gradient": "asks for torch.is_grad_enabled",
+        "by requires_grad": "asks for requires_grad of a tensor",
+    }
+    if kind in refused:  # the whole model, whatever else it is made of
+        with pytest.raises(TraceFailed, match=refused[kind]):
+            analyze_module(model, torch.randn(2, 5, WIDTH).double())
+    elif kind not in ("by value", "by item"):  # with these, no graph can be captured
+        norms = analyze_module(model, torch.randn(2, 5, WIDTH).double()).plan.norms
+        assert [v.status for v in norms] == ["kept"] * bool(reason)
+        assert all(reason in v.reason for v in norms)
+    with pytest.raises(UnsupportedModel, match="norm: Trap does not compute LayerNorm"):
+        install(model, ["norm"], ())
+
+
+class Gain(Spelled):
+    """Its class tells how it computes, and may be told otherwise later."""
+
+    limit: float | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if self.limit is None else y.clamp(-self.limit, self.limit)
+
+
+def test_a_verdict_is_forgotten_where_code_may_have_changed() -> None:
+    norm = Gain()
+    assert layer_norm_form(norm) is not None
+    Gain.limit = 2.0
+    assert layer_norm_form(norm) is None
+
+
+class Fields(Spelled):
+    """Holds things beside its parameters that only look plain."""
+
+    def __init__(self, limits: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.limits = limits
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y.clamp(*self.limits[0].bounds) if self.limits[0].bounds else y
+
+
+class Limits:
+    def __init__(self, *bounds: float) -> None:
+        self.bounds = bounds
+
+    def __repr__(self) -> str:
+        return "Limits"
+
+
+def test_norms_that_only_look_alike_are_looked_at_one_by_one() -> None:
+    model = nn.Sequential(Block(Fields((Limits(),))), Block(Fields((Limits(-2.0, 2.0),)))).double()
+    plan = analyze_module(model, torch.randn(2, 5, WIDTH).double()).plan
+    assert [v.norm for v in plan.folded] == ["0.norm"]
+
+
+class Custom(nn.Module):
+    """LayerNorm with parameters of other names, shapes and kinds."""
+
+    def __init__(self, shape: tuple[int, ...] = (WIDTH,), dim: int = -1, kind: str = "") -> None:
+        super().__init__()
+        self.dim, self.kind = dim, kind
+        self.gamma = nn.Parameter(torch.ones(shape))
+        if "buffer" in kind:
+            self.register_buffer("beta", torch.zeros(shape), persistent="stored" in kind)
+        elif "unbiased" not in kind:
+            self.beta = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        centred = hidden - hidden.mean(self.dim, keepdim=True)
+        y = centred / torch.sqrt(centred.pow(2).mean(self.dim, keepdim=True) + 1e-5)
+        gamma = self.gamma + 1 if "plus" in self.kind else self.gamma
+        return y * gamma if "unbiased" in self.kind else y * gamma + self.beta
+
+
+class Swapped(nn.Module):
+    """Its ``bias`` is what it multiplies by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset, self.factor = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, (WIDTH,), self.factor, self.offset)
+
+
+class Shift(nn.Module):
+    """Adds, and multiplies by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.zeros(1, 1, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, (WIDTH,)) + self.beta
+
+
+TOKENS, ROW, IMAGE = (2, 5, WIDTH), (2, WIDTH, 7), (2, WIDTH, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [
+        (Custom(), TOKENS),
+        (Custom(kind="unbiased"), TOKENS),
+        (Custom(kind="plus"), TOKENS),
+        (Custom(kind="buffer"), TOKENS),
+        (Custom(kind="stored buffer"), TOKENS),
+        (Custom((1, 1, WIDTH)), TOKENS),
+        (Custom((1, WIDTH)), TOKENS),
+        (Custom((1, WIDTH, 1), 1), ROW),
+        (Custom((1, WIDTH, 1), 1, "plus buffer"), ROW),
+        (Custom((WIDTH, 1, 1), 1), IMAGE),
+        (Custom((1, WIDTH, 1, 1), 1), IMAGE),
+        (Custom((1, WIDTH, 1, 1), 1, "unbiased"), IMAGE),
+        (Swapped(), TOKENS),
+        (Shift(), TOKENS),
+        (nn.LayerNorm((1, WIDTH)), (2, 5, 1, WIDTH)),
+        (nn.LayerNorm((1, 1, WIDTH)), (2, 1, 1, WIDTH)),
+        (nn.LayerNorm((1, WIDTH), elementwise_affine=False), (2, 5, 1, WIDTH)),
+        (nn.LayerNorm((1, WIDTH), bias=False), (2, 5, 1, WIDTH)),
+    ],
+)
+def test_parameters_of_other_names_and_shapes_fold(norm: nn.Module, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = Block(copy.deepcopy(norm), len(shape) - 2 if shape[1] == WIDTH else 0).double().eval()
+    for tensor in (*model.parameters(), *model.buffers()):
+        nn.init.normal_(tensor, 0.7, 0.4)
+    plan = analyze_module(model, torch.randn(shape, dtype=torch.float64)).plan
+    assert [v.status for v in plan.norms] == ["static"]
+    folded, x = copy.deepcopy(model), 3 * torch.randn(shape, dtype=torch.float64) + 1
+    centre_parameters(folded, plan)
+    install(folded, ["norm"], plan.ops)
+    with torch.no_grad(), literally():
+        assert torch.allclose(folded(x), model(x), rtol=1e-12, atol=1e-12)
+        install(model, ["norm"], plan.ops)  # the weights as they were: RMSNorm sees a mean
+        assert not torch.allclose(folded(x), model(x), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["", "buffer", "unbiased"])
+def test_parameters_of_other_names_are_not_merged(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Block(Custom(kind=kind)).double()
+    x = torch.randn(2, 5, WIDTH).double()
+    plan = analyze_module(model, x, options=Options(merge="affine")).plan
+    assert len(plan.folded) == 1 and plan.merged == ()
+    assert "other names than weight and bias" in plan.unmerged[0].reason
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.write, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm((2, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.write(x))
+
+
+def test_a_layer_norm_over_several_features_is_none_over_one_dimension() -> None:
+    (verdict,) = analyze_module(Pairs(), torch.randn(5, 2, WIDTH)).plan.norms
+    assert verdict.status == "kept" and "several dimensions" in verdict.reason

@@ -77,12 +77,12 @@ def test_a_locale_without_utf8(tmp_path: Path, environment: dict[str, str]) -> N
     source, out = tmp_path / "modèle", tmp_path / "été"
     shutil.copytree(GPT2, source)
     status, said, _ = started(["fold", source, "-o", out, "--no-verify"], **environment)
-    assert status == 0 and said.startswith(b"folded 7 of 7 LayerNorms")
+    assert status == 0 and said.startswith(b"converted 7 of 7 LayerNorms")
     (out / "README.md").read_bytes().decode("utf-8")
     assert (out / "model.safetensors").is_file()
     words = ["report", GPT2, "--why", "transformer.h.0.ln_1"]
     status, said, err = started(words, **environment)
-    assert (status, err) == (0, b"") and said.startswith(b"transformer.h.0.ln_1 folds")
+    assert (status, err) == (0, b"") and said.startswith(b"transformer.h.0.ln_1 becomes RMSNorm")
 
 
 def on_a_terminal(words: list[object], **environment: str) -> str:
@@ -110,7 +110,7 @@ def on_a_terminal(words: list[object], **environment: str) -> str:
 def test_a_narrow_terminal_shows_every_number() -> None:
     text = on_a_terminal(["report", GPT2], COLUMNS="20", NO_COLOR="1")
     lines = [line.strip() for line in text.splitlines()]
-    for line in ("LNs 7", "in weights 0", "in all 7", "ops 1", "parameters 144,960"):
+    for line in ("LayerNorms 7", "become RMSNorm 7", "stay 0"):
         assert line in lines
     assert "\x1b[3" not in text, "a colour"
 
@@ -123,4 +123,4 @@ def test_a_narrow_terminal_shows_help() -> None:
 def test_a_fold_on_a_narrow_terminal(tmp_path: Path) -> None:
     words = ["fold", GPT2, "-o", tmp_path / "out", "--no-verify"]
     text = on_a_terminal(words, COLUMNS="20", NO_COLOR="1")
-    assert "folded 7 of 7" in text and "\x1b[3" not in text
+    assert "converted 7 of 7" in text and "\x1b[3" not in text

@@ -85,7 +85,8 @@ def test_one_that_dies_ends_the_run_which_can_be_gone_on_with(
     done = finished(work_of(out))
     assert done and not out.exists()
     if dies == 1:
-        words = f"one of the 2 processes has ended early; {done} finished files are kept in"
+        files = f"{done} finished file{'s' * (done != 1)}"
+        words = f"one of the 2 processes has ended early; {files} kept in"
         assert words in found[0][1] and "--resume" in found[0][1]
     found = together(*[(MEMBER, source, out, "resume=1")] * 2)
     assert found == [(0, f"resumed {done}\n"), (0, "")]
@@ -122,7 +123,7 @@ def test_nan_is_named_by_whoever_finds_it(tmp_path: Path, out: Path) -> None:
 
 
 def test_keeping_means_takes_one_process(source: Path, out: Path) -> None:
-    with pytest.raises(OutputError, match="takes one process"):
+    with pytest.raises(OutputError, match="single process"):
         fold(source, out, keep_means=True, team=Team(0, 2))
     assert os.listdir(out.parent) == ["model"]
 

@@ -1,0 +1,215 @@
+"""What a call leaves behind: values that something still holds, and state that a module keeps.
+
+A value leaves a call in any way that Python has: in an object of any class, on a module, in a list,
+in a closure. A graph is told of none of these. But a tensor that nobody holds is gone when the call
+returns, so what is still alive, and was computed in the call, is an output. Where a call leaves
+something behind, the next one may compute with it, so a second one is traced in the same graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.nodes import packet
+from enjoyln_cli.questions import OF_TENSORS, from_outside
+from enjoyln_cli.reachable import slots
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_READS = {"item", "tolist", "is_nonzero", "equal", "allclose"} | {
+    f"__{name}__" for name in ("bool", "int", "float", "index", "complex")
+}
+_COPIES = {torch.ops.aten.detach_, torch.ops.aten.lift_fresh_copy}
+_LATER = (
+    types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.FunctionType,
+    types.MethodType, functools.partial, map, filter, zip,
+)  # fmt: skip
+_DEPTH = 6
+"""How deep the objects are looked into that a module keeps."""
+
+
+class WatchPython(TorchFunctionMode):
+    """Collects the tensors whose values Python reads as numbers, and what is asked of tensors.
+
+    Raises ``TraceFailed`` where a tensor is given other memory, which no graph shows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[torch.Tensor] = []
+        self.questions: dict[str, None] = {}
+        """Those about gradients that code from outside asks."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise TraceFailed("forward assigns to the .data of a tensor, which no graph shows")
+        if (question := _question(func, args)) and from_outside(sys._getframe(1)):
+            self.questions[question] = None
+        result = func(*args, **(kwargs or {}))
+        if is_dynamo_compiling() or getattr(func, "__name__", "") not in _READS:
+            return result
+        if any(isinstance(leaf, _NUMBERS) for leaf in pytree.tree_leaves(result)):
+            given = pytree.tree_leaves((args, kwargs))
+            self.read += [value for value in given if isinstance(value, torch.Tensor)]
+        return result
+
+
+def _question(func: Any, args: tuple[Any, ...]) -> str | None:
+    """What ``func`` asks of a computed tensor about gradients, as a name; ``None`` for nothing."""
+    attribute = getattr(func, "__self__", None)  # the descriptor whose method reads it
+    names = {getattr(one, "__name__", "") for one in (func, attribute)} & OF_TENSORS
+    if not names or not args or isinstance(args[0], nn.Parameter):
+        return None
+    return f"{names.pop()} of a tensor"
+
+
+def require_finished(result: Any) -> None:
+    """Raises ``TraceFailed`` where a call returned something that computes only later."""
+    waiting, visited = [result], set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        if isinstance(value, _LATER):
+            raise TraceFailed(
+                f"forward returns a {type(value).__name__}, which computes when it is used, and "
+                "not in the call"
+            )
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple, set)):
+            waiting += value
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """How often each was written in place, by identity."""
+    return {id(tensor): version(tensor) for tensor in tensors}
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often the tensor was written in place, where torch counts that."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def still_alive(returned: Iterable[torch.Tensor], given: Mapping[int, int]) -> list[torch.Tensor]:
+    """The tensors of the call that is being traced that something holds, other than ``returned``.
+
+    What was there before, with these versions, is not among them, unless it was written in place,
+    and nothing without elements is.
+    """
+    mode: Any = get_proxy_mode()
+    if mode is None:
+        return []
+    known = {id(tensor) for tensor in returned}
+    found = _tracked(mode.tracer, known, given)
+    if found:
+        del found
+        gc.collect(0)  # everything since the trace began is in the youngest generation
+        found = _tracked(mode.tracer, known, given)
+    return _held_by_python(found) if found else []
+
+
+def _tracked(tracer: Any, known: set[int], given: Mapping[int, int]) -> list[torch.Tensor]:
+    return [
+        tensor
+        for tensor, proxy in tracer.tensor_tracker.items()
+        if id(tensor) not in known and not _is_constant(proxy.proxy.node)
+        if given.get(id(tensor)) != version(tensor)
+        if not any(isinstance(size, int) and size == 0 for size in tensor.shape)
+    ]
+
+
+def _is_constant(node: Node) -> bool:
+    """Whether a value was there before the call, or is a number that its code writes."""
+    while node.op == "call_function" and packet(node) in _COPIES and node.args:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op != "call_function"
+
+
+def _held_by_python(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Without those that live only because another tensor is a view of them."""
+    frames, frame = set(), sys._getframe()
+    while frame is not None:
+        frames.add(id(frame))
+        frame = frame.f_back  # type: ignore[assignment]
+    held: set[int] = set()
+    for holder in gc.get_referrers(*tensors):
+        if holder is not tensors and id(holder) not in frames:
+            held.update(map(id, gc.get_referents(holder)))
+    return [tensor for tensor in tensors if id(tensor) in held]
+
+
+def kept_state(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """What each module keeps, by module and attribute: numbers, and the kinds of everything else.
+
+    Of a tensor the dtype and the number of dimensions count, not the values.
+    """
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            found[path, name] = _described(value, _DEPTH, {id(module)})
+    return found
+
+
+def changed(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[tuple[str, str]]:
+    """The attributes that differ."""
+    names = dict.fromkeys((*before, *after))
+    return [name for name in names if before.get(name) != after.get(name)]
+
+
+def _described(value: Any, depth: int, around: set[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.dim(), value.dtype)
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype)):
+        return (type(value).__name__, repr(value))
+    if isinstance(value, nn.Module):
+        return ("module", id(value))
+    kind = type(value).__name__
+    if depth == 0 or id(value) in around:
+        return kind
+    inside = around | {id(value)}
+    if isinstance(value, Mapping):
+        pairs = [(repr(k), _described(v, depth - 1, inside)) for k, v in list(value.items())]
+        return (kind, tuple(pairs))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return (kind, tuple(_described(v, depth - 1, inside) for v in list(value)))
+    if callable(value) or isinstance(value, type):
+        return kind
+    parts = {name: getattr(value, name, None) for name in slots(type(value))}
+    parts |= getattr(value, "__dict__", {})
+    return (kind, tuple((n, _described(v, depth - 1, inside)) for n, v in parts.items()))
+
+
+def holders(tensors: Iterable[weakref.ref[torch.Tensor]]) -> list[str]:
+    """What holds those tensors of a trace that are still there, each in a few words."""
+    if not any(ref() is not None for ref in tensors):
+        return []
+    gc.collect()
+    return [_holder(ref) for ref in tensors if ref() is not None]
+
+
+def _holder(ref: weakref.ref[torch.Tensor]) -> str:
+    for holder in gc.get_referrers(ref()):
+        if isinstance(holder, dict):
+            name = next((key for key, value in holder.items() if value is ref()), "")
+            return f"{name!r} of a dictionary or object"
+        if not isinstance(holder, types.FrameType):
+            return f"a value in a {type(holder).__name__}"
+    return "an object that Python does not show"
