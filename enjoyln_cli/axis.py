@@ -3,25 +3,30 @@
 An axis lives on one dimension of a tensor. Its elements ``start .. start + outer * size * inner``
 of that dimension are seen as ``(outer, size, inner)``; every mean runs over ``size``. The feature
 axis of a ``(batch, tokens, d)`` tensor is ``Axis(2, 0, 1, d, 1)``; the heads of a query projection
-are ``Axis(2, 0, heads, head_dim, 1)``; the value part of a fused one starts at ``2 * d``.
+are ``Axis(2, 0, heads, head_dim, 1)``; the value part of a fused one starts at ``2 * d``. Where
+the parts of each head stand side by side, its groups are ``step`` apart: ``3 * head_dim``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
 
 @dataclass(frozen=True, order=True)
 class Axis:
-    """``size`` consecutive (or ``inner``-strided) elements of ``dim``, repeated ``outer`` times."""
+    """``size`` consecutive (or ``inner``-strided) elements of ``dim``, repeated ``outer`` times.
+
+    Blocks of ``size * inner`` elements begin ``step`` apart; 0: one begins where another ends.
+    """
 
     dim: int
     start: int
     outer: int
     size: int
     inner: int
+    step: int = 0
 
     @property
     def length(self) -> int:
@@ -30,7 +35,22 @@ class Axis:
 
     @property
     def stop(self) -> int:
-        return self.start + self.length
+        """One after the last element of ``dim`` that the axis covers."""
+        block = self.size * self.inner
+        return self.start + (self.outer - 1) * (self.step or block) + block
+
+
+def blocks(axis: Axis) -> tuple[Axis, ...]:
+    """The axis as axes that cover consecutive elements: itself, or one for each of its blocks."""
+    if not axis.step:
+        return (axis,)
+    starts = range(axis.start, axis.stop, axis.step)
+    return tuple(replace(axis, start=start, outer=1, step=0) for start in starts)
+
+
+def as_numbers(axis: Axis) -> list[int]:
+    """The numbers that files hold: the step only where there is one, which older readers refuse."""
+    return list(astuple(axis)) if axis.step else list(astuple(axis))[:5]
 
 
 def feature_axis(shape: tuple[int, ...], dim: int = -1) -> Axis:
@@ -44,6 +64,8 @@ def group_means(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
     ``x`` has any shape; the result has ``axis.dim`` split into ``(outer, 1, inner)``.
     """
+    if axis.step:
+        return torch.cat([group_means(x, block) for block in blocks(axis)], axis.dim)
     part = x.narrow(axis.dim, axis.start, axis.length)
     return part.unflatten(axis.dim, (axis.outer, axis.size, axis.inner)).mean(
         axis.dim + 1, keepdim=True
@@ -52,6 +74,10 @@ def group_means(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def centre(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """``P x``: ``x`` with the mean over every group of ``axis`` removed; the rest is untouched."""
+    if axis.step:
+        for block in blocks(axis):
+            x = centre(x, block)
+        return x
     part = x.narrow(axis.dim, axis.start, axis.length)
     groups = part.unflatten(axis.dim, (axis.outer, axis.size, axis.inner))
     centred = (groups - groups.mean(axis.dim + 1, keepdim=True)).flatten(axis.dim, axis.dim + 2)
@@ -77,6 +103,8 @@ def through_view(axis: Axis, shape: tuple[int, ...], into: tuple[int, ...]) -> A
 
     ``None`` where no single dimension of ``into`` holds each group at one stride.
     """
+    if axis.step:
+        return axis if shape == into else None
     for source, target in _aligned(shape, into):
         if axis.dim in source:
             return _within(axis, shape, into, source, target)

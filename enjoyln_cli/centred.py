@@ -16,23 +16,26 @@ looked at, looks again where they are not, and makes the norms compute LayerNorm
 
 from __future__ import annotations
 
+import copy
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.comptime import comptime
 from torch._subclasses import FakeTensor
-from torch.compiler import is_dynamo_compiling
 
+from enjoyln_cli.adapters import about_quantised, about_replaced, quantised, require_addition
 from enjoyln_cli.axis import Axis, group_means, scaled
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
 from enjoyln_cli.marker import Centred
-from enjoyln_cli.norms import MOVED, Folded, call_first, encoder_of, locate, set_shifted
+from enjoyln_cli.neutral import neutral_parameters, set_flags
+from enjoyln_cli.norms import Folded, encoder_of, enter_of, locate
+from enjoyln_cli.scope import Enter
+from enjoyln_cli.structure import KeepStructure, Snapshot, set_trouble, trouble_with
 from enjoyln_cli.units import UNITS, Layers, Units, intact
 
 Naming = Callable[[str], str | None]
@@ -42,7 +45,7 @@ SLICE = 1 << 24
 """Elements of a tensor that are looked at at once."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Narrowest first."""
-WHAT_NOW = "call enjoyln_cli.refold(model), which centres it again, or go on with LayerNorm"
+WHAT_NOW = "call enjoyln_cli.refold(model) to centre it again, or go on with LayerNorm"
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class Watched:
     ops: tuple[str, ...]
     """Modules that carry an explicit centring."""
     units: tuple[Units, ...] = ()
+    weightless: tuple[str, ...] = ()
+    """Norms whose weight a merge has set to one."""
+    biasless: tuple[str, ...] = ()
+    """Norms whose bias it has set to zero."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -67,6 +74,8 @@ def watched(
     weights: Iterable[Centred],
     ops: Iterable[str],
     units: Iterable[Units] = (),
+    weightless: Iterable[str] = (),
+    biasless: Iterable[str] = (),
 ) -> Watched:
     """The names of the class that was folded as names of ``model``, without those of a lost head.
 
@@ -76,15 +85,25 @@ def watched(
     names = (*(one.parameter for one in weights), *ops)
     try:
         return _renamed(
-            Watched(weights, ops, units),
+            Watched(weights, ops, units, tuple(weightless), tuple(biasless)),
             lambda name: locate(model, name, names, tensor_at),
             lambda name: locate(model, name, names),
         )
     except EnjoyLNError as error:
-        raise NotCentred(
-            f"{error}, or a layer has been replaced (by an adapter or a quantised one): what it "
-            "writes cannot be known to have zero mean; merge the adapter, or go on with LayerNorm"
-        ) from None
+        raise NotCentred(_about_missing(model, names) or str(error)) from None
+
+
+def _about_missing(model: nn.Module, names: tuple[str, ...]) -> str:
+    """What to say of the first layer that is there without its tensor; empty if there is none."""
+    for name in names:
+        path, _, own = name.rpartition(".")
+        with suppress(EnjoyLNError):
+            place = locate(model, path, names)
+            module = model.get_submodule(place) if place else None
+            if module is not None and own not in {**module._buffers, **module._parameters}:
+                inner = (type(m) for m in module.modules() if own in m._parameters)
+                return about_replaced(place or "", module, next(inner, nn.Linear))
+    return ""
 
 
 def _renamed(watch: Watched, tensor: Naming, module: Naming) -> Watched:
@@ -98,9 +117,11 @@ def _renamed(watch: Watched, tensor: Naming, module: Naming) -> Watched:
         first, second, bias = tensor(some.first), tensor(some.second), some.bias
         if first is not None and second is not None:
             units.append(Units(first, bias and tensor(bias), second, some.dim, some.start))
-    places = map(module, watch.ops)
-    held = tuple(place for place in places if place is not None)
-    return Watched(tuple(weights), held, tuple(units))
+    named = (watch.ops, watch.weightless, watch.biasless)
+    ops, weightless, biasless = (
+        tuple(place for place in map(module, names) if place is not None) for names in named
+    )
+    return Watched(tuple(weights), ops, tuple(units), weightless, biasless)
 
 
 def tensor_at(model: nn.Module, path: str) -> torch.Tensor:
@@ -118,19 +139,42 @@ def check_centred(model: nn.Module, watch: Watched) -> None:
     for path in watch.ops:
         if not getattr(model.get_submodule(path), "centrings", ()):
             raise NotCentred(
-                f"{path}: the explicit centring that it carried is gone (a layer that was replaced "
-                f"or resized); {WHAT_NOW}"
+                f"{path}: its added mean subtraction is gone, since the layer was replaced or "
+                f"resized; {WHAT_NOW}"
             )
     beside = {some.second: some for some in watch.units}
+    require_unquantised(model, watch.tensors)
     for one in watch.weights:
         with _at_hand(model, one.parameter), _at_hand(model, one.scale or one.parameter):
             tensor = tensor_at(model, one.parameter)
             scale = tensor_at(model, one.scale) if one.scale else None
             for part in _without_units(tensor.detach(), beside.get(one.parameter)):
                 _check_tensor(one, part, None if scale is None else scale.detach())
+    _check_biases(model, watch)
     for some in watch.units:
         with _at_hand(model, some.first), _at_hand(model, some.second):
             _check_units(some, layers_of(model, some))
+
+
+def require_unquantised(model: nn.Module, paths: Iterable[str]) -> None:
+    """Raises ``NotCentred`` for the first quantised tensor of those at ``paths``."""
+    for path in paths:
+        if found := quantised(tensor_at(model, path)):
+            raise NotCentred(about_quantised(path.rpartition(".")[0], found))
+
+
+def _check_biases(model: nn.Module, watch: Watched) -> None:
+    """Raises ``NotCentred`` where a layer with a centred weight adds what was not centred."""
+    for one in watch.weights:
+        path, _, name = one.parameter.rpartition(".")
+        module = model.get_submodule(path)
+        layer = isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        added = getattr(module, "bias", None) if layer and name == "weight" else None
+        if added is not None and f"{path}.bias" not in watch.tensors:
+            raise NotCentred(
+                f"{path}: has a bias that it did not have when it was centred; convert the model "
+                "as it is now, or go on with LayerNorm"
+            )
 
 
 def layers_of(model: nn.Module, units: Units) -> Layers:
@@ -184,8 +228,8 @@ def _check_tensor(one: Centred, tensor: torch.Tensor, scale: torch.Tensor | None
         raise NotCentred(f"{one.parameter}: its values are not in memory; load the model first")
     if tensor.dtype not in FLOATS:
         raise NotCentred(
-            f"{one.parameter}: {tensor.dtype} (a quantised layer) has no mean that could be looked "
-            "at; optimize the model before it is quantised, or go on with LayerNorm"
+            f"{one.parameter}: {tensor.dtype} has no mean that could be looked at; load the model "
+            "in a floating dtype, or go on with LayerNorm"
         )
     if one.axis.dim >= tensor.ndim or one.axis.stop > tensor.shape[one.axis.dim]:
         raise NotCentred(
@@ -208,8 +252,8 @@ def _check_tensor(one: Centred, tensor: torch.Tensor, scale: torch.Tensor | None
     if worst > 0:
         rounding = _bound(tensor.dtype)
         raise NotCentred(
-            f"{one.parameter}: has a mean of {worst:.1e} of its size where {rounding:.0e} is "
-            f"rounding, so it has changed since it was centred; {WHAT_NOW}"
+            f"{one.parameter}: its mean is {worst:.1e} of its size, and rounding explains at most "
+            f"{rounding:.0e}, so it has changed since it was centred; {WHAT_NOW}"
         )
 
 
@@ -248,8 +292,8 @@ def _beyond(
 # While the model is in use.
 
 
-class KeepCentred:
-    """A forward pre-hook: once what a model rests on has moved, its norms compute LayerNorm.
+class KeepCentred(KeepStructure):
+    """Once what a model rests on has moved or been edited, its norms compute LayerNorm.
 
     The first call looks at the values; later ones see what torch counts as a change of a tensor,
     or another tensor or module, and not what is written through ``tensor.data``. Under
@@ -257,138 +301,113 @@ class KeepCentred:
     Copies and pickles look anew.
     """
 
-    def __init__(self, watch: Watched, model: nn.Module) -> None:
+    def __init__(
+        self,
+        watch: Watched,
+        model: nn.Module,
+        reference: nn.Module | None = None,
+        outer: Enter | None = None,
+    ) -> None:
+        super().__init__(model, _loose(reference or model, watch), reference)
         self.watch = watch
-        self.outer: KeepCentred | None = None
-        modules = {path: model.get_submodule(path) for path in _modules_of(watch)}
-        self.kinds = {path: (type(module), _foreign(module)) for path, module in modules.items()}
-        self.trouble = ""
-        self._forget()
-
-    def _forget(self) -> None:
-        self.modules: list[tuple[dict[str, Any], str, Any, Any, Any, int]] = []
-        self.tensors: list[tuple[dict[str, Any], str, Any, int, int]] = []
+        self.linear = _linear(reference or model, watch)
+        self.outer = outer
+        """The entry of the model around, which tells of the same trouble."""
+        self.merged = neutral_parameters(model, watch.weightless, watch.biasless)
+        self.paths = (*watch.tensors, *(one.path for one in self.merged))
+        self.values: Any = Values(model, self.paths)
+        set_flags(model, self.merged)
         self.trained = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("watch", "outer", "kinds", "trouble")
-        return {name: value for name, value in vars(self).items() if name in kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if module.training:
-            return
-        if is_dynamo_compiling():
-            comptime(_look_while_compiling)
-        else:
-            look(self, module)
+        return {**super().__getstate__(), "values": None}
 
     def unchanged(self) -> bool:
         """Whether all modules and tensors are those of the last look, with the values of then."""
-        if self.trained != Folded.trained:
-            return False
-        for children, name, module, before, after, hooks in self.modules:
-            if children.get(name) is not module or len(before) + len(after) != hooks:
-                return False
-        for tensors, name, tensor, version, pointer in self.tensors:
-            found = tensors.get(name)
-            if found is not tensor:
-                if tensor is not None or found is None or not found.is_meta:
-                    return False
-            elif version >= 0 and (found._version != version or found.data_ptr() != pointer):
-                return False
-        return True
+        looked = self.values is not None and self.trained == Folded.trained
+        return looked and self.values.unchanged() and super().unchanged()
 
-    def walk(self, model: nn.Module) -> None:
-        """Remember the modules and tensors that are there now. Raises ``NotCentred``."""
-        self._forget()
-        for path, (kind, foreign) in self.kinds.items():
+    def _look(self, entry: Enter, model: nn.Module) -> None:
+        trained, values = Folded.trained, Values(model, self.paths)
+        known = not values.fake or bool(self.values and self.values.unchanged())
+        flags = [] if values.fake and known else set_flags(model, self.merged, known)
+        snapshot = Snapshot(model, self.built.loose, [*values.facts, *flags])
+        trouble = trouble_with(self._compare, model)
+        if values.fake:
+            trouble = trouble or entry.trouble  # no values to look at: what is known goes on
+            if not trouble:
+                return
+        set_trouble(entry, trouble, bool(self.outer and self.outer.trouble))
+        self.snapshot, self.values, self.trained = snapshot, values, trained
+        entry.moved = False
+
+    def _compare(self, model: nn.Module) -> None:
+        for path, (kind, dim) in self.linear.items():
+            with suppress(AttributeError):  # a layer that is gone
+                require_addition(path, model.get_submodule(path), kind, dim)
+        self.built.compare(model)
+        check_centred(model, self.watch)
+
+
+class Values:
+    """Which tensors there are, with which values, as far as torch counts their changes."""
+
+    def __init__(self, model: nn.Module, paths: Iterable[str]) -> None:
+        held: list[tuple[dict[str, Any], str]] = []
+        for path in paths:
             above, _, name = path.rpartition(".")
-            holder = model.get_submodule(above)._modules
-            module = holder.get(name)
-            hooks = (
-                (module._forward_pre_hooks, module._forward_hooks)
-                if module is not None
-                else ({}, {})
-            )
-            self.modules.append((holder, name, module, *hooks, sum(map(len, hooks))))
-            if type(module) is not kind and not issubclass(kind, type(module)):
-                raise NotCentred(
-                    f"{path}: is a {type(module).__name__} now and was a {kind.__name__}: what it "
-                    "writes cannot be known to have zero mean; merge the adapter, or go on with "
-                    "LayerNorm"
-                )
-            if module is not None and _foreign(module) > foreign:
-                raise NotCentred(
-                    f"{path}: has a forward hook that was not there, which may change what it "
-                    "writes; remove it, or go on with LayerNorm"
-                )
-        for path in self.watch.tensors:
-            above, _, name = path.rpartition(".")
-            owner = model.get_submodule(above)
-            held = owner._buffers if name in owner._buffers else owner._parameters
-            self.tensors.append((held, name, *_print_of(held.get(name))))
+            with suppress(AttributeError):  # a layer that is gone: the modules have changed
+                owner = model.get_submodule(above)
+                held.append((owner._buffers if name in owner._buffers else owner._parameters, name))
+        self.away = [(group, name) for group, name in held if _is_away(group.get(name))]
+        there = [(group, name) for group, name in held if not _is_away(group.get(name))]
+        self.facts = [(group, name, group[name]) for group, name in there]
+        """To be compared with the modules."""
+        tensors = [tensor for _, _, tensor in self.facts]
+        self.fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        self.counted = [t for t in tensors if not (isinstance(t, FakeTensor) or t.is_inference())]
+        self.versions = [*map(_VERSION, self.counted)]
+        self.addresses = [*map(torch.Tensor.data_ptr, self.counted)]
+
+    def unchanged(self) -> bool:
+        return (
+            [*map(_VERSION, self.counted)] == self.versions
+            and [*map(torch.Tensor.data_ptr, self.counted)] == self.addresses
+            and all(_is_away(group.get(name)) for group, name in self.away)
+        )
 
 
-def _foreign(module: nn.Module) -> int:
-    """Hooks of a user: neither of transformers, which only record, nor of this package."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    homes = (str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks)
-    return sum(not home.startswith(("transformers.", "enjoyln_cli.")) for home in homes)
+def _is_away(tensor: Any) -> bool:
+    """Whether there is none, or one that accelerate fetches, which is another one every time."""
+    return tensor is None or bool(tensor.is_meta)
 
 
-def _modules_of(watch: Watched) -> dict[str, None]:
-    """Every module on the way to a watched one, and the one itself."""
-    found: dict[str, None] = {}
-    owners = [name.rpartition(".")[0] for name in watch.tensors]
-    for path in (*owners, *watch.ops):
-        parts = path.split(".") if path else []
-        found.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
+_VERSION = attrgetter("_version")
+LINEAR = ("Linear", "Conv1D")
+
+
+def _linear(model: nn.Module, watch: Watched) -> dict[str, tuple[type, int]]:
+    """The centred linear layers: their classes, and which dimension of the weight is centred."""
+    found = {}
+    for one in watch.weights:
+        path, _, name = one.parameter.rpartition(".")
+        kind = type(model.get_submodule(path))
+        if kind.__name__ in LINEAR and name == "weight":
+            found[path] = kind, one.axis.dim
     return found
 
 
-def _print_of(tensor: Any) -> tuple[Any, int, int]:
-    """A tensor, its version and its address. One that accelerate fetches is another every time."""
-    if tensor is None or tensor.is_meta:
-        return None, -1, 0
-    if isinstance(tensor, FakeTensor) or tensor.is_inference():
-        return tensor, -1, 0
-    return tensor, tensor._version, tensor.data_ptr()
-
-
-def _look_while_compiling(context: Any) -> None:
-    """Where Dynamo compiles the call of a hook: with the objects that its names stand for.
-
-    Functions that Dynamo takes for constant get no such objects before torch 2.13.
-    """
-    hook, module = (
-        context.get_local(name)._ComptimeVar__variable.value for name in ("self", "module")
-    )
-    look(hook, module)
-
-
-def look(hook: KeepCentred, model: nn.Module) -> bool:
-    """Whether all is as it was centred. The folded norms in ``model`` know it afterwards."""
-    if hook.unchanged():
-        return not hook.trouble
-    before, hook.trouble = hook.trouble, ""
-    try:
-        hook.walk(model)
-        check_centred(model, hook.watch)
-    except (EnjoyLNError, AttributeError, RuntimeError, TypeError) as error:
-        hook.trouble = str(error).split("\n")[0]
-        if not (before or (hook.outer and hook.outer.trouble)):
-            warnings.warn(f"computing LayerNorm: {hook.trouble}", stacklevel=2)
-    if any(isinstance(tensor, FakeTensor) for _, _, tensor, _, _ in hook.tensors):
-        hook.trouble = hook.trouble or before  # no values to look at: what is known goes on
-        if not hook.trouble:
-            return True
-    set_shifted(model, MOVED, bool(hook.trouble))
-    hook.trained = Folded.trained
-    return not hook.trouble
+def _loose(model: nn.Module, watch: Watched) -> list[str]:
+    """Linear layers that were not centred: what comes out of them may have any mean."""
+    paths = (*(name.rpartition(".")[0] for name in watch.tensors), *watch.ops)
+    held = {id(model.get_submodule(path)) for path in paths}
+    return [
+        path
+        for path, module in model.named_modules()
+        if type(module).__name__ in LINEAR
+        and type(module).__module__ in (nn.Linear.__module__, "transformers.pytorch_utils")
+        and id(module) not in held
+    ]
 
 
 def keep_centred(
@@ -396,24 +415,33 @@ def keep_centred(
     weights: Iterable[Centred],
     ops: Iterable[str],
     units: Iterable[Units] = (),
+    weightless: Iterable[str] = (),
+    biasless: Iterable[str] = (),
 ) -> None:
-    """Hook a model that was checked, so that its norms go on computing what is right."""
-    weights, ops, units = tuple(weights), tuple(ops), tuple(units)
-    inner: KeepCentred | None = None
-    places = {id(m): m for m in (getattr(model, "base_model", model), model)}
-    watches = [(module, watched(module, weights, ops, units)) for module in places.values()]
+    """Have the calls of a model with installed norms look whether its weights are centred."""
+    named = tuple(weights), tuple(ops), tuple(units), tuple(weightless), tuple(biasless)
+    outer: Enter | None = None
+    places = {id(m): m for m in (model, getattr(model, "base_model", model))}
+    watches = [(module, watched(module, *named)) for module in places.values()]
     if (encoder := encoder_of(model)) is not None and id(encoder) not in places:
-        watches.insert(0, (encoder, _part_in(encoder, model, watches[-1][1])))
+        watches.append((encoder, _part_in(encoder, model, watches[0][1])))
+    reference = _unedited(model)
     for module, watch in watches:
-        hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, KeepCentred)]:
-            del hooks[key]
-        hook = KeepCentred(watch, module)
-        module.register_forward_pre_hook(hook)
-        call_first(module)
-        if inner:
-            inner.outer = hook
-        inner = hook
+        entry = enter_of(module)
+        if entry is not None:
+            path = next(name for name, m in model.named_modules() if m is module)
+            inner = reference.get_submodule(path) if reference is not None else None
+            entry.check = KeepCentred(watch, module, inner, outer)
+            outer = entry
+
+
+def _unedited(model: Any) -> nn.Module | None:
+    """Another model of this class and config, without weights; ``None`` where more is needed."""
+    try:
+        with torch.device("meta"):
+            return type(model)(copy.deepcopy(model.config))  # type: ignore[no-any-return]
+    except Exception:  # code of any class: it may take more than the config
+        return None
 
 
 def _part_in(inner: nn.Module, model: nn.Module, watch: Watched) -> Watched:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import networkx
 from networkx.algorithms.flow import boykov_kolmogorov
@@ -20,17 +20,12 @@ from torch.fx import Node
 
 from enjoyln_cli.axis import Axis, feature_axis, moved
 from enjoyln_cli.flow import Flow, Observer, Value
-from enjoyln_cli.nodes import Opaque, aten, packet, rank_of, shape_of
-from enjoyln_cli.trace import Trace
+from enjoyln_cli.nodes import Opaque, rank_of, shape_of
+from enjoyln_cli.places import Spot, Where
 from enjoyln_cli.widen import Edge, Mlp, Widenings
 
 SAVING, COST, WIDENING = 2, 3, 1
 """What a folded norm saves, and a centring operation and a wider MLP cost, in proportion."""
-
-
-Where = Literal["output", "input", "entry"]
-Spot = tuple[str, Where]
-"""A module, and which of its values."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +73,14 @@ class Problem:
 
     def __post_init__(self) -> None:
         readers, carried = defaultdict(list), defaultdict(list)
+        lost = {spot for trace in self.flow.traces for spot in trace.lost}
         for position, trace in enumerate(self.flow.traces):
             for node, names in trace.parameters.items():
                 readers[self.groups[names[0]]].append((position, node))
-            for node, spot in (outputs_of_leaves(trace) | inputs_of_blocks(trace)).items():
-                carried[spot].append((position, node))
-                self._spots[position, node] = spot
+            for node, spot in trace.places.items():
+                if spot not in lost:
+                    carried[spot].append((position, node))
+                    self._spots[position, node] = spot
         self._readers, self._carried = dict(readers), dict(carried)
 
     def item(self, value: Value) -> Item:
@@ -128,7 +125,7 @@ class Problem:
         if reason := self.locked(parameter):
             return reason
         observer = self.observer(parameter)
-        return f"centring it would be seen by {self.place(observer)}" if observer else None
+        return f"centring it would be noticed by {self.place(observer)}" if observer else None
 
     def observer(self, item: Item) -> Observer | None:
         """Somebody who sees a shift of ``item``, in any trace."""
@@ -157,7 +154,8 @@ class Problem:
         from_end = moved(item.axis, item.axis.dim - rank_of(item.node))
         name = self.flow.traces[item.trace].inputs.get(item.node)
         if name is not None:
-            free = self.observer(item) is None and from_end.dim == -1
+            argument = name.isidentifier()  # else a part of one, which nobody centres on entry
+            free = argument and self.observer(item) is None and from_end.dim == -1
             return Carrier(name, "entry", from_end) if free else None
         spot = self._spots.get((item.trace, item.node))
         if spot is None:
@@ -171,33 +169,6 @@ class Problem:
     def carried(self, carrier: Carrier) -> list[tuple[int, Node]]:
         """Every value, with the position of its trace, that an operation at ``carrier`` acts on."""
         return self._carried[carrier.module, carrier.place]
-
-
-def inputs_of_blocks(trace: Trace) -> dict[Node, Spot]:
-    """The first input of each call of a block, as ``capture`` marks it."""
-    found: dict[Node, Spot] = {}
-    for node in trace.graph.nodes:
-        calls = trace.calls_of(node)
-        if packet(node) is aten.alias and calls and calls[-1][1] not in trace.leaves:
-            call, path = calls[-1]
-            if call not in dict(trace.calls_of(node.args[0])):
-                found[node] = (path, "input")
-    return found
-
-
-def outputs_of_leaves(trace: Trace) -> dict[Node, Spot]:
-    """The value that each call of a leaf module hands out, where it is one."""
-    leaving: dict[str, list[Node]] = defaultdict(list)
-    modules: dict[str, str] = {}
-    for node in trace.graph.nodes:
-        calls = trace.calls_of(node)
-        if not calls or calls[-1][1] not in trace.leaves:
-            continue
-        call, modules[calls[-1][0]] = calls[-1]
-        inside = all(call in dict(trace.calls_of(user)) for user in node.users)
-        if node.users and not inside:
-            leaving[call].append(node)
-    return {n[0]: (modules[call], "output") for call, n in leaving.items() if len(n) == 1}
 
 
 @dataclass(frozen=True)

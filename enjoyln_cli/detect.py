@@ -1,6 +1,7 @@
 """Which modules of a model are LayerNorms, and which values they are called with.
 
-Decided by what a module computes (see ``probe``). A norm that cannot be swapped is listed with the
+Decided by what a module computes (see ``probe``) and by whether each of its calls does that and
+nothing else (see ``norm_modules``). A norm that cannot be swapped is listed with the
 reason. A GroupNorm is one where it normalises each position alone, which is where its input is
 ``(rows, features)``; every GroupNorm in the modelling code of transformers 5.23 stands behind
 convolutions instead, normalises over positions too, and is none.
@@ -8,7 +9,9 @@ convolutions instead, normalises over positions too, and is none.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from typing import Any
 
 from torch import nn
 from torch.fx import Node
@@ -16,23 +19,33 @@ from torch.fx import Node
 from enjoyln_cli.axis import feature_axis
 from enjoyln_cli.flow import Flow, Value
 from enjoyln_cli.nodes import aten, packet, shape_of
-from enjoyln_cli.probe import Gain, LayerNormForm, computes_rms_norm, layer_norm_form
+from enjoyln_cli.norm_modules import interference, runs_torchs_layer_norm
+from enjoyln_cli.probe import Gain, Known, LayerNormForm, computes_rms_norm, examine
 
 
 def layer_norms(model: nn.Module) -> tuple[dict[str, LayerNormForm], dict[str, str]]:
     """How each LayerNorm module normalises; those not to be swapped, with why."""
     found: dict[str, LayerNormForm] = {}
     refused: dict[str, str] = {}
+    known: Known = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
-            refused[path] = "it normalises over several dimensions at once"
-        elif type(module).forward is nn.LayerNorm.forward:
-            gain: Gain = "1" if module.weight is None else "weight"
-            found[path] = LayerNormForm(-1, gain, module.bias is not None, module.eps)
-        elif form := layer_norm_form(module):
+        form: LayerNormForm | str | None
+        if isinstance(module, nn.LayerNorm) and math.prod(module.normalized_shape[:-1]) != 1:
+            form = "it normalises over several dimensions at once"
+        elif runs_torchs_layer_norm(module):
+            norm: Any = module
+            gain: Gain = "1" if norm.weight is None else "weight"
+            form = LayerNormForm(-1, gain, norm.bias is not None, norm.eps)
+        else:
+            form = examine(module, known)
+        if form is None and isinstance(module, nn.LayerNorm):
+            form = f"{type(module).__name__} computes something else than a LayerNorm"
+        if isinstance(form, LayerNormForm):
+            form = interference(module) or form
+        if isinstance(form, str):
+            refused[path] = form
+        elif form is not None:
             found[path] = form
-        elif isinstance(module, nn.LayerNorm):
-            refused[path] = f"{type(module).__name__} computes something else than a LayerNorm"
     return found, refused
 
 
@@ -54,14 +67,24 @@ def norm_calls(
             elif not shape:
                 refused[path] = "it takes more than one tensor"
             elif not norms[path].holds_for(len(shape)):
-                elsewhere[path] = f"of {len(shape)} dimensions, it computes something else"
+                elsewhere[path] = (
+                    f"for inputs of {len(shape)} dimensions it computes something else"
+                )
             else:
                 axis = feature_axis(shape, norms[path].dim)
                 calls[path].append(Value(position, entering[0], axis))
+        refused |= {path: why for path, why in trace.unseen.items() if path in norms}
         inside = [(trace.module_of(node), why) for node in trace.graph.nodes if (why := _op(node))]
         for path, why in dict(inside).items():
             if path not in norms and path not in refused and not _foreign(path, flow):
                 refused[path] = why
+    for path in calls:
+        if any(path in trace.hidden for trace in flow.traces):
+            refused.setdefault(
+                path, "an operator such as torch.cond may call it without being seen"
+            )
+    for path in {path for trace in flow.traces for path in trace.leaving_unreturned(norms)}:
+        refused.setdefault(path, "a value from inside of it is used outside")
     for path, values in calls.items():
         if not values and path not in elsewhere:
             refused.setdefault(path, "no traced call runs it")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
 
+from enjoyln_cli.covered import CallForm
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.merging import MergeLine, lines_of
 from enjoyln_cli.plan import (
@@ -111,6 +112,8 @@ class Variant:
     untied: tuple[CopyLine, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Entries of ``config.json`` that change, by name."""
+    calls: tuple[CallForm, ...] = ()
+    """Those that are proven, where any other is not."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,7 @@ def recipe_of(
         _collapsed(merges, layers),
         copy_lines(plan),
         {one.name: one.value for one in other_settings(plan)},
+        plan.covered.forms if plan.covered else (),
     )
     used = sorted({name for span in spans for name in attributes(span)})
     record = Record(
@@ -347,14 +351,14 @@ def variant_for(recipe: Recipe, model_type: str, model_class: str, config: Any =
     """
     if recipe.model_type != model_type:
         raise RecipeError(
-            f"{recipe.where}: made for {recipe.model_type} and the model is {model_type}; "
-            "pass a recipe of its family"
+            f"{recipe.where}: made for {recipe.model_type}, and the model is {model_type}; "
+            f"pass a recipe for {model_type}"
         )
     found = [variant for variant in recipe.variants if variant.model_class == model_class]
     if not found:
         classes = ", ".join(dict.fromkeys(variant.model_class for variant in recipe.variants))
         raise RecipeError(
-            f"{recipe.where}: made for {classes} and the plan is for {model_class}; "
+            f"{recipe.where}: made for {classes}, and the plan is for {model_class}; "
             "choose the class with --model-class"
         )
     values = as_mapping(config)
@@ -383,7 +387,8 @@ def outputs_asked(recipe: Recipe, model_class: str | None, config: Any) -> tuple
     }
     if len(asked) > 1:
         raise RecipeError(
-            f"{recipe.where}: keeps other outputs for each class; choose one with --model-class"
+            f"{recipe.where}: its classes keep different outputs the same; choose one with "
+            "--model-class"
         )
     return asked.pop() if asked else ()
 
@@ -404,8 +409,8 @@ def options_asked(recipe: Recipe) -> Options:
     for name, value in recipe.options.items():
         if name not in known or not known[name](value):
             raise RecipeError(
-                f"{recipe.where}: options: {name}: {value!r:.60} is nothing that a fold can be "
-                "told; take it out"
+                f"{recipe.where}: options: {name}: {value!r:.60} is not something that "
+                "this option can be; take it out"
             )
     return replace(PLAIN, **recipe.options)
 

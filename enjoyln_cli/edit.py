@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from enjoyln_cli.axis import Axis, centre
+from enjoyln_cli.axis import Axis, blocks, centre
 from enjoyln_cli.plan import Grown, Merge, Named, Plan, Widening
 from enjoyln_cli.units import UNITS, read_by_units, written_by_units
 
@@ -67,7 +67,11 @@ class Edit:
     """Of as many elements as the tensor."""
     scale: Vector | None = None
     axes: tuple[Axis, ...] = ()
+    """Each over consecutive elements: one whose groups are a step apart becomes several."""
     append: Append | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple(b for axis in self.axes for b in blocks(axis)))
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from enjoyln_cli import products, rules  # noqa: F401  (they fill the table that pull looks up)
+from enjoyln_cli import lookups, products, rules  # noqa: F401  (they fill the table of pull)
 from enjoyln_cli.axis import Axis, moved, through_view
 from enjoyln_cli.nodes import (
     SPLITS,
@@ -33,6 +34,7 @@ from enjoyln_cli.nodes import (
     shape_of,
     taken,
 )
+from enjoyln_cli.picks import MOVES, picked, pushed, source_of
 from enjoyln_cli.trace import Trace
 
 
@@ -89,7 +91,7 @@ class Flow:
     def _pull(self, node: Node, axis: Axis) -> Pull:
         if node in self.products:
             return ((self.products[node], axis),)
-        found = pull(node, axis)
+        found = origin(node, axis)
         refused = isinstance(found, Opaque) and node in self.refused
         return Opaque(self.refused[node]) if refused else found
 
@@ -120,13 +122,16 @@ class Flow:
         for consumer in consumers(value.node):
             if consumer.op == "output" and not self.is_required(value):
                 continue
-            found = push(consumer, value.node, value.axis)
             if self.products.get(consumer) is value.node:
-                found = value.axis
-            if isinstance(found, Opaque):
-                yield Observer(value.trace, consumer, found.reason)
-            elif isinstance(found, Axis):
-                yield Value(value.trace, consumer, found)
+                yield Value(value.trace, consumer, value.axis)
+                continue
+            for reader, read, found in outcomes(consumer, value.node, value.axis):
+                if reader.op == "output" and not self.is_required(replace(value, node=read)):
+                    continue
+                if isinstance(found, Opaque):
+                    yield Observer(value.trace, reader, found.reason)
+                elif isinstance(found, Axis):
+                    yield Value(value.trace, reader, found)
 
     def is_required(self, value: Value) -> bool:
         """Whether a value that the model returns is one that has to stay the same."""
@@ -145,12 +150,22 @@ class Flow:
 
 
 def consumers(node: Node) -> Iterator[Node]:
-    """The nodes that read a value; a split stands for the parts that are taken of it."""
+    """The nodes that read a value; a split stands for the parts that are taken of it, and read."""
     for user in node.users:
-        if packet(user) in SPLITS or packet(user) is aten.unbind:
-            yield from (part if is_part(part) else user for part in user.users)
+        if packet(user) in TAKEN_APART:
+            yield from (part if is_part(part) else user for part in user.users if part.users)
         else:
             yield user
+
+
+def origin(node: Node, axis: Axis) -> Pull:
+    """``pull``; for what is picked from a view, the value that the view is of, where that can be.
+
+    There the mean is over the picked elements alone, of all that ``pull`` asks to be zero-mean.
+    """
+    found = pull(node, axis)
+    pick = None if isinstance(found, Opaque) else picked(node, axis)
+    return found if pick is None else (pick,)
 
 
 def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
@@ -177,6 +192,36 @@ def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
     return Opaque(reasons[0] if reasons else f"{op_name(node)} reads its mean")
 
 
+def outcomes(
+    node: Node, operand: Node, axis: Axis
+) -> Iterator[tuple[Node, Node, Axis | Absorbed | Opaque]]:
+    """``(reader, what it reads, what becomes of a shift of operand there)``, of one consumer.
+
+    Usually that is ``node`` itself. Where it is a view that scatters the elements of the axis over
+    several dimensions, it is whoever takes some of them from the view.
+    """
+    found = push(node, operand, axis)
+    if not isinstance(found, Opaque) or packet(node) not in MOVES or source_of(node) is not operand:
+        yield node, operand, found
+        return
+    waiting = [node]
+    while waiting:
+        read = waiting.pop()
+        for reader in consumers(read):
+            if packet(reader) in SHAPE_ONLY or reader.meta.get("unread"):
+                continue
+            below = pushed(reader, operand, axis) if source_of(reader) is read else None
+            if below is None and source_of(reader) is read:
+                waiting.append(reader)
+            elif below is None:
+                seen = found if reader.op != "output" else Opaque("the model returns it")
+                yield reader, read, seen
+            else:
+                yield reader, read, below[0] if below else Absorbed()
+
+
+TAKEN_APART = SPLITS | {aten.unbind, aten.embedding_bag}
+"""Ops that give several results, of which rules know each."""
 SHAPE_ONLY = {
     aten._assert_tensor_metadata,
     aten.empty_like,
@@ -193,6 +238,7 @@ SHAPE_ONLY = {
 LIKE = {aten.type_as, aten.view_as, aten.expand_as, aten.reshape_as}
 """Ops that read the dtype or shape of their second operand, not its values."""
 _SOFTMAX = {aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax}
+_SPREADS = {aten.var, aten.std}
 
 
 def readers_of(node: Node) -> set[Node]:
@@ -201,22 +247,27 @@ def readers_of(node: Node) -> set[Node]:
 
 
 def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
-    """Norms, softmax, ``x - mean(x)`` over this very axis; what reads shapes or other elements."""
+    """Norms, softmax, ``x - mean(x)``, variances over this axis; what reads shapes or else."""
     op, shape = packet(node), shape_of(operand)
     if op in SHAPE_ONLY:
         return True
-    if shape is None or occurrences(node, operand) != 1:
+    if not shape or occurrences(node, operand) != 1:
         return False
     if op in LIKE and node.args[0] is not operand:
         return True
     if op is aten.layer_norm:
-        over_last = len(node.args[1]) == 1 and axis.dim == len(shape) - 1  # type: ignore[arg-type]
+        sizes: Any = node.args[1]  # of several dimensions, the leading ones may be of size 1
+        over_last = set(sizes[:-1]) <= {1} and axis.dim == len(shape) - 1
         return node.args[0] is operand and over_last and is_whole(axis, shape)
     if op is aten.group_norm and len(shape) == 2:  # of more dimensions, over positions too
         groups = int(node.args[1])  # type: ignore[arg-type]
         return node.args[0] is operand and axis == Axis(1, 0, groups, shape[1] // groups, 1)
     if op in _SOFTMAX:
         same = argument(node, 1, "dim") % len(shape) == axis.dim
+        return same and is_whole(axis, shape)
+    if op in _SPREADS:
+        dims = argument(node, 1, "dim")
+        same = isinstance(dims, (list, tuple)) and [dim % len(shape) for dim in dims] == [axis.dim]
         return same and is_whole(axis, shape)
     if op is aten.mean:
         return bool(node.users) and all(centred_operand(u) == (operand, axis) for u in node.users)

@@ -13,9 +13,10 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from enjoyln_cli import merging
+from enjoyln_cli import calltext, merging
 from enjoyln_cli.asked import PLACES, Asked, Edit, asked_for
 from enjoyln_cli.axis import Axis
+from enjoyln_cli.covered import OTHER_CALLS, CallForm, Covered
 from enjoyln_cli.draft import (
     CopyLine,
     NormLine,
@@ -148,11 +149,16 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
         ("outputs", variant.outputs, plan.outputs),
         ("entry_inputs", variant.entry_inputs, plan.entry_inputs),
         ("unproven", variant.unproven, plan.unproven),
+        ("calls", _texts(variant.calls), _texts(plan.covered.forms if plan.covered else ())),
         *_beside(variant, plan),
     ):
         if set(ours) != set(theirs):
             lines.append(f"{what}: the recipe has {_listed(ours)}, the proof {_listed(theirs)}")
     return tuple(lines)
+
+
+def _texts(forms: Iterable[CallForm]) -> tuple[str, ...]:
+    return tuple(map(calltext.written, forms))
 
 
 def _beside(variant: Variant, plan: Plan) -> Iterator[tuple[str, set[str], set[str]]]:
@@ -215,6 +221,7 @@ def to_plan(recipe: Recipe, shapes: Mapping[str, Sequence[int]], *, config: Any 
         unmerged=unmerged,
         untied=tuple(_stored_copy(line, shapes, where) for line in variant.untied),
         settings=(*sized(widened), *(Setting(n, v) for n, v in variant.settings.items())),
+        covered=Covered(variant.calls) if OTHER_CALLS in variant.unproven else None,
     )
 
 
@@ -225,7 +232,7 @@ def _require_known(asked: Asked, plan: Plan, where: str) -> None:
     for name in asked.norms:
         if name not in norms:
             raise RecipeError(
-                f"{where}: {name} is no LayerNorm of {plan.model_class}{_close(name, norms)}"
+                f"{where}: {name} is not a LayerNorm of {plan.model_class}{_close(name, norms)}"
             )
     for name in asked.writers:
         if name not in parameters:
@@ -237,7 +244,7 @@ def _require_known(asked: Asked, plan: Plan, where: str) -> None:
     for name in asked.left:
         if templated(name, layers)[0] not in known:
             raise RecipeError(
-                f"{where}: leaves {name}, which nobody centres{_close(name, parameters)}"
+                f"{where}: leaves {name}, which is not centred anyway{_close(name, parameters)}"
             )
     proven = {(op.module, op.place) for op in plan.ops}
     for module, place in asked.ops:
@@ -430,9 +437,10 @@ def _by_layer(found: Iterable[tuple[str, str]], layers: Mapping[str, int]) -> li
 def _shown(axis: Axis) -> str:
     if (axis.start, axis.outer, axis.inner) == (0, 1, 1):
         return f"the {axis.size} elements of dimension {axis.dim}"
+    step = f", one every {axis.step}" if axis.step else ""
     return (
         f"{axis.outer} groups of {axis.size} elements ({axis.inner} apart) "
-        f"of dimension {axis.dim} from element {axis.start}"
+        f"of dimension {axis.dim} from element {axis.start}{step}"
     )
 
 

@@ -20,8 +20,8 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from enjoyln_cli.axis import Axis
-from enjoyln_cli.flow import Absorbed, consumers, push
-from enjoyln_cli.nodes import Opaque, pull
+from enjoyln_cli.flow import Absorbed, consumers, origin, outcomes
+from enjoyln_cli.nodes import Opaque
 
 Stored = tuple[tuple[str, Axis], ...]
 
@@ -103,7 +103,7 @@ def _sources(node: Node, axis: Axis) -> list[tuple[Node, Axis]] | Opaque:
     if node.op == "placeholder":
         return [(node, axis)]
     found: list[tuple[Node, Axis]] = []
-    pairs = pull(node, axis)
+    pairs = origin(node, axis)
     for operand, below in () if isinstance(pairs, Opaque) else pairs:
         deeper = _sources(operand, below)
         if isinstance(deeper, Opaque):
@@ -119,9 +119,9 @@ def _only_seen_by(node: Node, axis: Axis, own: tuple[Node, Axis]) -> bool:
             if (node, axis) != own:
                 return False
             continue
-        found = push(consumer, node, axis)
-        if isinstance(found, Absorbed):
-            continue
-        if isinstance(found, Opaque) or not _only_seen_by(consumer, found, own):
-            return False
+        for reader, _, found in outcomes(consumer, node, axis):
+            if isinstance(found, Absorbed):
+                continue
+            if isinstance(found, Opaque) or not _only_seen_by(reader, found, own):
+                return False
     return True

@@ -105,6 +105,10 @@ def find_merges(
         moving = own[: affine and form.gain != "1"] + own[1:] * form.biased
         if not moving:
             continue
+        if (form.weight, form.bias) != ("weight", "bias"):
+            reason = "its parameters have other names than weight and bias"
+            unmerged.append(Unmerged(norm, reason, norm))
+            continue
         found = _own_obstacle(search, norm, moving) or _linears(search, norm, form)
         if isinstance(found, _Obstacle):
             unmerged.append(Unmerged(norm, found.reason, found.culprit))
@@ -166,7 +170,7 @@ def _own_obstacle(search: _Search, norm: str, moving: Iterable[str]) -> _Obstacl
             return _Obstacle("its parameters are tied, or stored in another layout", name)
         for position, node in search.readers.get(name, ()):
             if norm not in dict(search.flow.traces[position].calls_of(node)).values():
-                return _Obstacle("its parameters are read elsewhere, too", name)
+                return _Obstacle("its parameters are used elsewhere, too", name)
     return None
 
 
@@ -220,7 +224,9 @@ def _read(search: _Search, value: Value) -> list[_Linear] | _Obstacle:
             if linear is None:
                 name = op_name(whole if isinstance(whole, Node) else reader)
                 where = trace.module_of(reader)
-                return _Obstacle(f"its result is read by {name}, which is no linear layer", where)
+                return _Obstacle(
+                    f"its result is read by {name}, which is not a linear layer", where
+                )
             linears.append(linear)
     return linears
 
@@ -303,7 +309,7 @@ def _layers_obstacle(search: _Search, linears: list[_Linear], biased: bool) -> _
             return _Obstacle(reason, one.weight)
         for name in filter(None, (one.weight, one.bias)):
             if not search.readers[name] <= own[name]:
-                reason = "a linear layer that reads it has a parameter that is read elsewhere, too"
+                reason = "a linear layer that reads it has a parameter that is used elsewhere, too"
                 return _Obstacle(reason, name)
             if not search.single(name):
                 reason = "a linear layer that reads it is tied, or stored in another layout"

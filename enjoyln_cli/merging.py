@@ -75,7 +75,7 @@ def asked_of(
     for norm, line in asked.items():
         if line.merge is None:
             if norm not in proven and norm not in known:
-                raise RecipeError(f"{where}: keeps {norm} unmerged, which nobody merges")
+                raise RecipeError(f"{where}: keeps {norm} unmerged, which is not merged anyway")
             continue
         if norm not in proven:
             reason = f": {known[norm].reason}" if norm in known else "; see --merge"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def rule(*ops: Any) -> Callable[[Rule], Rule]:
 def pull(node: Node, axis: Axis) -> Pull:
     """The operands whose zero mean makes the value of ``node`` zero-mean over ``axis``."""
     if node.op != "call_function":
-        return Opaque("its values are given, not computed")
+        return Opaque("it is an input or a constant, not computed from weights")
     if node.meta.get("written"):
         return Opaque(WRITTEN)
     if axis.size == 1:
@@ -66,7 +67,43 @@ def pull(node: Node, axis: Axis) -> Pull:
     found = _RULES.get(packet(node)) or _RULES.get(getattr(packet(node), "_qualified_op_name", ""))
     if found is None:
         return Opaque(f"{op_name(node)} does not keep a zero mean")
-    return found(node, axis)
+    if not _has(node, axis) or not _is_called_in_order(node):
+        return Opaque(f"{op_name(node)} gives a tensor of an unexpected shape")
+    pairs = found(node, axis)
+    if isinstance(pairs, Opaque):
+        return pairs
+    if not all(_has(operand, below) for operand, below in pairs):
+        return Opaque(f"{op_name(node)} takes operands of shapes for which no zero mean is proven")
+    if not all(map(is_floating, (node, *(operand for operand, _ in pairs)))):
+        return Opaque(f"{op_name(node)} takes or gives other numbers than floating-point ones")
+    return pairs
+
+
+def _has(value: Any, axis: Axis) -> bool:
+    """Whether ``value`` is a tensor of known shape that has all elements of the axis."""
+    shape = shape_of(value)
+    if shape is None or not 0 <= axis.dim < len(shape):
+        return False
+    return axis.start >= 0 and axis.stop <= shape[axis.dim]
+
+
+def _is_called_in_order(node: Node) -> bool:
+    """Whether every argument stands where the op's schema has it, as tracing writes them.
+
+    Rules read arguments by position; only those that the schema takes by name alone are named.
+    """
+    if not hasattr(node.target, "_schema"):
+        return True
+    needed, named = _places(node.target)
+    return len(node.args) >= needed and named.issuperset(node.kwargs)
+
+
+@cache
+def _places(target: Any) -> tuple[int, frozenset[str]]:
+    """How many arguments have to stand in order, and the names of those that never do."""
+    ordered = [a for a in target._schema.arguments if not a.kwarg_only]
+    needed = sum(not argument.has_default_value() for argument in ordered)
+    return needed, frozenset(a.name for a in target._schema.arguments if a.kwarg_only)
 
 
 def packet(node: Node) -> Any:
@@ -143,8 +180,16 @@ SPLITS = {aten.split, aten.split_with_sizes, aten.chunk}
 
 
 def taken(node: Node) -> tuple[int, int, int] | None:
-    """``(dim, start, stop)`` of the elements that a slice, or one part of a split, takes."""
+    """``(dim, start, stop)`` of the elements that a slice or one part of a split, takes."""
     source: Any = node.args[0] if node.args else None
+    if packet(node) is aten.narrow:
+        into, (dim, start, length) = shape_of(source), node.args[1:4]
+        if into is None or not (isinstance(dim, int) and isinstance(start, int)):
+            return None
+        if not isinstance(length, int):
+            return None
+        start %= max(into[dim], 1)
+        return dim % len(into), start, start + length
     if packet(node) is aten.slice:
         into, bounds = shape_of(source), [argument(node, 2, "start"), argument(node, 3, "end")]
         dim, step = argument(node, 1, "dim", 0), argument(node, 4, "step", 1)
@@ -155,7 +200,9 @@ def taken(node: Node) -> tuple[int, int, int] | None:
     if not is_part(node) or packet(source) not in SPLITS:
         return None
     dim, part = argument(source, 2, "dim", 0) % rank_of(source.args[0]), int(str(node.args[1]))
-    sizes = [int(value.shape[dim]) for value in source.meta["val"]]
+    sizes = [value.shape[dim] for value in source.meta["val"]]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
     start = sum(sizes[:part])
     return dim, start, start + sizes[part]
 
@@ -180,8 +227,10 @@ def centred_operand(node: Node) -> tuple[Node, Axis] | None:
     x, mean = node.args
     if not isinstance(x, Node) or not isinstance(mean, Node) or mean.target is not aten.mean.dim:
         return None
+    if x.meta.get("written") or mean.meta.get("written"):
+        return None  # perhaps between the two reads
     dims, shape = argument(mean, 1, "dim"), shape_of(x)
-    if mean.args[0] is not x or mean.kwargs.get("dtype") is not None or shape is None:
+    if mean.args[0] is not x or mean.kwargs.get("dtype") is not None or not shape:
         return None
     if not argument(mean, 2, "keepdim", False) or dims is None or len(dims) != 1:
         return None

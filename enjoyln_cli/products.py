@@ -9,6 +9,10 @@ centring these is centring the result, ``P (W x + b) = (P W) x + P b``.
 
 from __future__ import annotations
 
+import string
+from collections.abc import Sequence
+from typing import Any
+
 from torch.fx import Node
 
 from enjoyln_cli.axis import Axis, moved
@@ -32,62 +36,39 @@ def _weight_and_bias(node: Node, axis: Axis) -> Pull:
     return ((node.args[1], rows),) if bias is None else ((node.args[1], rows), (bias, rows))
 
 
-@rule(aten.embedding)
-def _embedding(node: Node, axis: Axis) -> Pull:
-    """Rows of a table are looked up: each has to be zero-mean."""
-    if axis.dim != rank_of(node) - 1:
-        return Opaque("a mean over tokens")
-    return ((node.args[0], moved(axis, 1)),)
+def _product(node: Node, axis: Axis, equation: str, factors: Sequence[Any]) -> Pull:
+    """Linear in the one factor that carries the mean's letter, all others fixed.
 
-
-@rule(aten.linear)
-def _linear(node: Node, axis: Axis) -> Pull:
-    """``P (W x + b) = (P W) x + P b``: the weight's rows and the bias (CBWC, Enjoy-LN def. 2)."""
-    if axis.dim != rank_of(node) - 1:
-        return Opaque("a mean over tokens")
-    return _weight_and_bias(node, axis)
-
-
-@rule(aten.matmul, aten.mm, aten.bmm)
-def _matmul(node: Node, axis: Axis) -> Pull:
-    """A product of matrices keeps the columns of its right factor and the rows of its left one."""
-    left, right = node.args[:2]
-    rank = rank_of(node)
-    if min(rank_of(left), rank_of(right)) < 2:
-        return Opaque("a product with a vector")
-    if axis.dim == rank - 1:
-        return ((right, moved(axis, rank_of(right) - 1)),)
-    if axis.dim == rank - 2:
-        return ((left, moved(axis, rank_of(left) - 2)),)
-    return Opaque("a product that treats the elements of the mean apart")
-
-
-@rule(aten.einsum)
-def _einsum(node: Node, axis: Axis) -> Pull:
-    """Linear in the one operand that carries the mean's letter, all others fixed."""
-    terms, output = _letters(node.args[0], [rank_of(operand) for operand in node.args[1]])
-    if len(output) != rank_of(node):
+    ``equation`` is einsum's; factors of other ranks than it has letters are refused.
+    """
+    spelled = _letters(equation, [rank_of(factor) for factor in factors])
+    if spelled is None or len(spelled[1]) != rank_of(node):
         return Opaque("a product whose equation does not say what it gives")
+    terms, output = spelled
     letter = output[axis.dim]
     carrying = [
-        (operand, term)
-        for operand, term in zip(node.args[1], terms, strict=True)
-        if letter in term and shape_of(operand)[term.index(letter)] == shape_of(node)[axis.dim]
+        (factor, term)
+        for factor, term in zip(factors, terms, strict=True)
+        if letter in term and shape_of(factor)[term.index(letter)] == shape_of(node)[axis.dim]
     ]
     if len(carrying) != 1 or carrying[0][1].count(letter) != 1:
-        return Opaque("a product of factors that differ along the mean")
-    operand, term = carrying[0]
-    return ((operand, moved(axis, term.index(letter))),)
+        return Opaque("a product of factors that are not the same for all features")
+    factor, term = carrying[0]
+    return ((factor, moved(axis, term.index(letter))),)
 
 
-def _letters(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
-    """The letter of each dimension of every operand and of the result.
+def _letters(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]] | None:
+    """The letter of each dimension of every factor and of the result; ``None`` if ranks differ.
 
     An ellipsis stands for as many dimensions as the others leave, counted from the end.
     """
     inputs, _, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
+    if len(terms) != len(ranks):
+        return None
     hidden = [rank - len(t.replace("...", "")) for t, rank in zip(terms, ranks, strict=True)]
+    if any(n < 0 or (n and "..." not in t) for n, t in zip(hidden, terms, strict=True)):
+        return None
 
     def spelled(term: str, count: int) -> list[str]:
         before, dots, after = term.partition("...")
@@ -95,6 +76,57 @@ def _letters(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str
 
     spelled_out = [spelled(term, count) for term, count in zip(terms, hidden, strict=True)]
     return spelled_out, spelled(output, max(hidden, default=0))
+
+
+@rule(aten.embedding)
+def _embedding(node: Node, axis: Axis) -> Pull:
+    """Rows of a table are looked up: each has to be zero-mean."""
+    if axis.dim != rank_of(node) - 1 or rank_of(node.args[0]) != 2:
+        return Opaque("a mean over tokens")
+    return ((node.args[0], moved(axis, 1)),)
+
+
+@rule(aten.linear)
+def _linear(node: Node, axis: Axis) -> Pull:
+    """``P (W x + b) = (P W) x + P b``: the weight's rows and the bias (CBWC, Enjoy-LN def. 2)."""
+    x, weight, bias = node.args[0], node.args[1], argument(node, 2, "bias")
+    if axis.dim != rank_of(node) - 1 or rank_of(node) != rank_of(x):
+        return Opaque("a mean over tokens")
+    if rank_of(weight) != 2 or (bias is not None and rank_of(bias) != 1):
+        return Opaque("a linear layer whose weight is no matrix, or whose bias is no vector")
+    return _weight_and_bias(node, axis)
+
+
+@rule(aten.matmul, aten.mm, aten.bmm)
+def _matmul(node: Node, axis: Axis) -> Pull:
+    """A product of matrices keeps the columns of its right factor and the rows of its left one."""
+    if min(map(rank_of, node.args[:2])) < 2:
+        return Opaque("a product with a vector")
+    return _product(node, axis, "...ij,...jk->...ik", node.args[:2])
+
+
+@rule(aten.einsum)
+def _einsum(node: Node, axis: Axis) -> Pull:
+    """The equation says which dimensions of the result are whose."""
+    return _product(node, axis, node.args[0], node.args[1])
+
+
+@rule(aten.tensordot)
+def _tensordot(node: Node, axis: Axis) -> Pull:
+    """The dimensions that are not summed over, of the left factor and then of the right one."""
+    left, right = node.args[:2]
+    n, m = rank_of(left), rank_of(right)
+    pairs = [(i % n, j % m) for i, j in zip(*node.args[2:4], strict=True)]
+    letters = string.ascii_letters
+    if n + m > len(letters):
+        return Opaque("a product over very many dimensions")
+    first, second = list(letters[:n]), list(letters[n : n + m])
+    for i, j in pairs:
+        second[j] = first[i]
+    summed = {first[i] for i, _ in pairs}
+    output = [letter for letter in first + second if letter not in summed]
+    equation = f"{''.join(first)},{''.join(second)}->{''.join(output)}"
+    return _product(node, axis, equation, (left, right))
 
 
 @rule(aten._grouped_mm, "transformers::grouped_mm_fallback")
@@ -111,11 +143,13 @@ def _grouped_matmul(node: Node, axis: Axis) -> Pull:
 @rule(aten.addmm, aten.baddbmm)
 def _addmm(node: Node, axis: Axis) -> Pull:
     """``β C + α A B``: the columns of ``B`` and of ``C`` (Conv1D stores its weight as ``B``)."""
-    added, left, right = node.args[:3]
-    rank = rank_of(node)
-    if axis.dim != rank - 1 or constant_along(added, axis, rank):
-        return Opaque("a product whose added term is the same for every element of the mean")
-    return ((right, moved(axis, rank_of(right) - 1)), (added, broadcast(added, axis, rank)))
+    added, rank = node.args[0], rank_of(node)
+    if constant_along(added, axis, rank):
+        return Opaque("a product whose added term is the same for all features")
+    found = _product(node, axis, "...ij,...jk->...ik", node.args[1:3])
+    if isinstance(found, Opaque):
+        return found
+    return (*found, (added, broadcast(added, axis, rank)))
 
 
 @rule(aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)
@@ -127,7 +161,7 @@ def _convolution(node: Node, axis: Axis) -> Pull:
     if groups != 1:
         return Opaque("a grouped convolution, whose channels see different inputs")
     if transposed or axis.dim != rank_of(node) - rank_of(node.args[1]) + 1:
-        return Opaque("a convolution along the mean")
+        return Opaque("a convolution along the features")
     return _weight_and_bias(node, axis)
 
 
@@ -138,7 +172,7 @@ def _transposed_convolution(node: Node, axis: Axis) -> Pull:
     if argument(node, 6, "groups", 1) != 1:
         return Opaque("a grouped convolution, whose channels see different inputs")
     if axis.dim != rank_of(node) - rank_of(weight) + 1:
-        return Opaque("a convolution along the mean")
+        return Opaque("a convolution along the features")
     pairs = ((weight, moved(axis, 1)),)
     return pairs if bias is None else (*pairs, (bias, moved(axis, 0)))
 
@@ -146,9 +180,10 @@ def _transposed_convolution(node: Node, axis: Axis) -> Pull:
 @rule(aten.scaled_dot_product_attention)
 def _attention(node: Node, axis: Axis) -> Pull:
     """Attention is linear in the values, and keeps their features apart from the positions."""
+    values = node.args[2]
     if axis.dim != rank_of(node) - 1 or argument(node, 4, "dropout_p", 0.0):
-        return Opaque("attention over the mean, or with dropout")
-    return ((node.args[2], axis),)
+        return Opaque("attention over the features, or with dropout")
+    return ((values, moved(axis, rank_of(values) - 1)),)
 
 
 @rule(aten.layer_norm)

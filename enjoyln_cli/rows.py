@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from enjoyln_cli import calltext
 from enjoyln_cli.errors import size
 
 if TYPE_CHECKING:
@@ -19,10 +20,17 @@ if TYPE_CHECKING:
     from enjoyln_cli.fold import FoldResult
     from enjoyln_cli.gains import Gain
     from enjoyln_cli.plan import Plan
+    from enjoyln_cli.suggest import Suggestion
     from enjoyln_cli.unfold import Unfolded
 
 Row = dict[str, Any]
 """One model's report, ready for JSON."""
+
+UNTIED = "an engine that ignores the copy gives wrong results; docs/untied_heads.md has a check"
+"""What a user has to know of a result with untied weights."""
+
+MOST_CALLS = 3
+"""Of the proven calls in one line."""
 
 _PATH = re.compile(r"\w+(?:\.\w+)+")
 _LAYER = re.compile("(?<![0-9])(?:0|[1-9][0-9]*)(?![0-9])")
@@ -35,12 +43,14 @@ def row(
     paper: Sequence[str] | None = None,
     gains: Sequence[Gain] = (),
     options: Mapping[str, Plan] | None = None,
+    suggested: Sequence[Suggestion] = (),
 ) -> Row:
     """One model's report as plain data: all that ``report`` shows.
 
     ``paper``: the norms that Algorithm 1 as printed would fold; without it there is no such entry.
     ``gains``: what folds besides if some output may change. ``options``: the plans with one more
-    option each.
+    option each. ``suggested``: the options of ``fold`` that convert more. The keys are documented
+    in ``docs/formats.md``.
     """
     shapes = {(w.parameter, w.tensor if w.held else ""): w.shape for w in plan.writers}
     found: Row = {
@@ -49,19 +59,24 @@ def row(
         "model_class": plan.model_class,
         "classes": list(plan.classes),
         "outputs": list(plan.outputs),
-        "norms": len(plan.norms),
-        "folded_static": sum(v.status == "static" for v in plan.norms),
-        "folded": len(plan.folded),
-        "centering_ops": len(plan.ops),
-        "writers": len(shapes),
-        "parameters": sum(prod(shape) for shape in shapes.values()),
-        "kept": [
+        "layernorms": len(plan.norms),
+        **_counted(plan),
+        "stay_layernorm": len(plan.kept),
+        "tensors_centred": len(shapes),
+        "parameters_centred": sum(prod(shape) for shape in shapes.values()),
+        "suggestions": [vars(one) for one in suggested],
+        "norms_that_stay": [
             {"name": v.norm, "reason": v.reason, "culprit": v.culprit, "path": list(v.path)}
             for v in plan.kept
         ],
-        "verdicts": [{"name": v.norm, "status": v.status, "ops": list(v.ops)} for v in plan.norms],
-        "ops": [{"module": c.module, "place": c.place, "reason": c.reason} for c in plan.ops],
-        "centred": [{"tensor": w.tensor, "shape": list(w.shape)} for w in plan.writers],
+        "verdicts": [
+            {"name": v.norm, "verdict": VERDICTS[v.status], "subtractions": list(v.ops)}
+            for v in plan.norms
+        ],
+        "subtractions": [
+            {"module": c.module, "place": c.place, "reason": c.reason} for c in plan.ops
+        ],
+        "centred_tensors": [{"tensor": w.tensor, "shape": list(w.shape)} for w in plan.writers],
         "widened": [
             {
                 "tensor": one.second.tensor,
@@ -85,7 +100,7 @@ def row(
             {"name": one.norm, "reason": one.reason, "culprit": one.culprit}
             for one in plan.unmerged
         ],
-        "merged": list(dict.fromkeys(w.scale.tensor for w in plan.writers if w.scale)),
+        "merged_scales": list(dict.fromkeys(w.scale.tensor for w in plan.writers if w.scale)),
         "untied": [
             {"tensor": u.tensor, "copy_of": u.stored, "parameters": prod(u.shape)}
             for u in plan.untied
@@ -93,8 +108,9 @@ def row(
         "settings": {setting.name: setting.value for setting in plan.settings},
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
+        "calls": [calltext.written(form) for form in plan.covered.forms] if plan.covered else None,
         "by_example": list(plan.by_example),
-        "rms_norms": dict(plan.other_norms),
+        "already_rmsnorm": dict(plan.other_norms),
         "gains": [
             {"without": list(g.without), "norms": g.norms, "outputs": list(g.outputs)}
             for g in gains
@@ -103,15 +119,48 @@ def row(
     if paper is not None:
         found["paper"] = list(paper)
     if options:
-        found["options"] = {
-            name: {
-                "folded_static": sum(v.status == "static" for v in other.norms),
-                "folded": len(other.folded),
-                "centering_ops": len(other.ops),
-            }
-            for name, other in options.items()
-        }
-    return found
+        found["options"] = {name: _with_old_names(_counted(p)) for name, p in options.items()}
+    return _with_old_names(found)
+
+
+def _counted(plan: Plan) -> Row:
+    statuses = [verdict.status for verdict in plan.norms]
+    return {
+        "become_rmsnorm": len(plan.folded),
+        "in_weights_alone": statuses.count("static"),
+        "with_added_subtraction": statuses.count("centred"),
+        "added_subtractions": len(plan.ops),
+    }
+
+
+VERDICTS = {
+    "static": "in_weights_alone",
+    "centred": "with_added_subtraction",
+    "kept": "stays_layernorm",
+}
+"""The ``status`` of a ``plan.Verdict`` in the words that users read."""
+
+_OLD_NAMES = {
+    "norms": "layernorms",
+    "folded": "become_rmsnorm",
+    "folded_static": "in_weights_alone",
+    "centering_ops": "added_subtractions",
+    "writers": "tensors_centred",
+    "parameters": "parameters_centred",
+    "kept": "norms_that_stay",
+    "ops": "subtractions",
+    "centred": "centred_tensors",
+    "merged": "merged_scales",
+    "rms_norms": "already_rmsnorm",
+}
+_OLD_STATUSES = {verdict: status for status, verdict in VERDICTS.items()}
+
+
+def _with_old_names(found: Row) -> Row:
+    """With the keys of version 0.1 too, which will go in version 0.3."""
+    for one in found.get("verdicts", ()):
+        one |= {"status": _OLD_STATUSES[one["verdict"]], "ops": one["subtractions"]}
+    return found | {name: found[new] for name, new in _OLD_NAMES.items() if new in found}
 
 
 def fold_row(
@@ -141,7 +190,8 @@ def fold_row(
     found |= {"out": str(result.out), "bytes_written": result.bytes_written}
     found["resumed"] = result.resumed
     found["streamed"] = ready.opening.stream
-    return found | {"seconds": result.seconds, "verification": checked}
+    found |= {"seconds": result.seconds, "check_seconds": result.check_seconds}
+    return found | {"verification": checked}
 
 
 def unfold_row(result: Unfolded) -> Row:
@@ -206,61 +256,108 @@ def _ranges(values: list[int]) -> str:
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
-def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+_COLUMNS = {
+    "model": "model",
+    "LayerNorms": "layernorms",
+    "become RMSNorm": "become_rmsnorm",
+    "of these with an added mean subtraction": "with_added_subtraction",
+    "stay": "stay_layernorm",
+}
+"""Heads of the report's table, and the keys of a row that stand below them."""
+_FURTHER_COLUMNS = {
+    "added mean subtractions": "added_subtractions",
+    "tensors centred": "tensors_centred",
+    "parameters centred": "parameters_centred",
+}
+"""Of CSV and Markdown, where no notes stand below the table."""
+
+
+def cells(rows: Sequence[Row], further: bool = False) -> tuple[list[str], list[list[str]]]:
     """Heads of columns, and one list of texts for each row."""
-    paper = any("paper" in found for found in rows)
+    columns = _COLUMNS | (_FURTHER_COLUMNS if further else {})
     options = list(dict.fromkeys(name for found in rows for name in found.get("options", ())))
-    head = ["model", "LNs", "in weights", "in all", "ops", "kept", "writers", "parameters"]
-    keys = ("model", "norms", "folded_static", "folded", "centering_ops")
+    paper = any("paper" in found for found in rows)
+    head = [*columns, *(f"with --{name}" for name in options), *["paper's Algorithm 1"] * paper]
     body = []
     for found in rows:
-        texts = [str(found[key]) for key in keys]
-        texts += [str(len(found["kept"])), str(found["writers"]), str(found["parameters"])]
-        texts += [str(found["options"][name]["folded_static"]) for name in options]
-        if paper:
-            texts.append(str(len(found["paper"])))
+        texts = [str(found[key]) for key in columns.values()]
+        texts += [str(found["options"][name]["in_weights_alone"]) for name in options]
+        texts += [str(len(found["paper"]))] if paper else []
         body.append(texts)
-    return head + options + ["paper"] * paper, body
+    return head, body
 
 
 def reasons(found: Row) -> list[tuple[str, list[dict[str, Any]]]]:
     """The kept norms of a row, grouped by their reason."""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for kept in found["kept"]:
+    for kept in found["norms_that_stay"]:
         groups.setdefault(kept["reason"], []).append(kept)
     return list(groups.items())
 
 
 def notes(found: Row) -> list[str]:
-    """What the numbers of one row leave out: the reasons of ops and of kept norms."""
-    model, already = found["model"], sum(found["rms_norms"].values())
-    if not found["norms"]:
+    """What the numbers of one row leave out: what is added, and why norms stay."""
+    model, already = found["model"], sum(found["already_rmsnorm"].values())
+    if not found["layernorms"]:
         if already:
-            return [f"{model}: {already} norms are RMSNorm already, no LayerNorm to fold"]
+            return [f"{model}: {already} norms are RMSNorm already, no LayerNorm to convert"]
         return [f"{model}: no LayerNorm in this model"]
     lines = [f"{model} ({found['model_class']})"]
     if found["outputs"]:
         lines.append(f"  only these outputs stay the same: {', '.join(found['outputs'])}")
-    for op in found["ops"]:
-        lines.append(f"  centre the {op['place']} of {op['module']}: {op['reason']}")
+    for op in found["subtractions"]:
+        where = f"{'result' if op['place'] == 'output' else 'input'} of {op['module']}"
+        lines.append(f"  subtract the mean from the {where}: {op['reason']}")
     lines += _widened(found["widened"])
     lines += _merged(found)
     for copy in found["untied"]:
-        lines.append(f"  untie {copy['tensor']}: a copy of {copy['copy_of']}")
+        lines.append(f"  store {copy['tensor']} separately{_copied(copy)}")
+    if found["untied"]:
+        lines.append(f"    {UNTIED}")
     if more := _more(found):
         lines.append(f"  {more} more than the original")
     for reason, kept in reasons(found):
-        names = ", ".join(compact(k["name"] for k in kept))
-        lines.append(f"  keep {len(kept)}: {reason}: {names}")
+        lines.append(
+            f"  {'1 stays' if len(kept) == 1 else f'{len(kept)} stay'} LayerNorm: {reason}"
+        )
+        lines.append(f"    {', '.join(compact(k['name'] for k in kept))}")
         culprits = compact(dict.fromkeys(k["culprit"] for k in kept if k["culprit"]))
         lines += [f"    because of {culprit}" for culprit in culprits]
+    lines += [f"  {suggestion(one)}" for one in found["suggestions"]]
     lines += [_gain(gain, found) for gain in found["gains"]]
     if found["by_example"]:
         called = ", ".join(found["by_example"])
-        lines.append(f"  recorded in runs on example inputs, whose values decide shapes: {called}")
-    if found["unproven"]:
-        lines.append(f"  not proven for calls with {', '.join(compact(found['unproven']))}")
+        lines.append(
+            f"  proven on example inputs, since the values of inputs decide shapes: {called}"
+        )
+    if found["calls"] is not None:
+        lines.append(_proven_calls(found["calls"]))
+    elif found["unproven"]:
+        unproven = ", ".join(compact(found["unproven"]))
+        lines.append(f"  LayerNorm is used in calls with {unproven}")
     return lines if len(lines) > 1 else []
+
+
+def _proven_calls(calls: Sequence[str]) -> str:
+    """One line: the forms themselves stand in the marker, and in the row."""
+    shown = list(dict.fromkeys(calltext.summary(text) for text in calls))
+    if not shown:
+        return "  no form of call could be proven, so it cannot be converted"
+    more = f" and {len(shown) - MOST_CALLS} more" if len(shown) > MOST_CALLS else ""
+    named = "; ".join(shown[:MOST_CALLS])
+    return f"  proven for calls with {named}{more}; any other is refused"
+
+
+def _copied(copy: Row) -> str:
+    same = copy["tensor"] == copy["copy_of"]
+    return "" if same else f", as a copy of {copy['copy_of']}"
+
+
+def suggestion(one: Row) -> str:
+    """What a ``suggest.Suggestion``, as plain data, says to a user."""
+    if one["become_rmsnorm"] is None:
+        return f"{one['option']} may convert more"
+    return f"{one['option']} would convert {one['become_rmsnorm']} of {one['layernorms']}"
 
 
 def _widened(mlps: Sequence[Row]) -> list[str]:
@@ -272,10 +369,8 @@ def _widened(mlps: Sequence[Row]) -> list[str]:
     for (attribute, units, to), here in groups.items():
         many = counted(len(here), "MLP")
         names = ", ".join(compact(one["tensor"] for one in here if one["subtracts"]))
-        text = (
-            f"  widen {many} from {units} to {to} hidden units ({attribute}), to subtract the mean"
-        )
-        lines.append(f"{text} of what they are added to: {names}")
+        text = f"  add {to - units} hidden units to {many} ({attribute} {units} becomes {to})"
+        lines.append(f"{text}, which subtract the mean of the residual stream: {names}")
     return lines
 
 
@@ -310,25 +405,27 @@ def _more(found: Row) -> str:
 
 
 def _gain(gain: Row, found: Row) -> str:
-    norms = f"{gain['norms']} more LayerNorm" + ("s fold" if gain["norms"] != 1 else " folds")
+    norms = f"{gain['norms']} more LayerNorm" + ("s become" if gain["norms"] != 1 else " becomes")
     alone = f"; for {found['model_class']} alone" if len(found["classes"]) > 1 else ""
     outputs = ",".join(gain["outputs"])
-    return f"  Without {', '.join(gain['without'])}: {norms} (--outputs {outputs}{alone})"
+    changed = ", ".join(gain["without"])
+    return f"  if {changed} may change: {norms} RMSNorm (--outputs {outputs}{alone})"
 
 
 def counts(found: Row) -> str:
-    """``25 of 25 LayerNorms (0 in the weights alone), 1 centring op, 49 tensors centred``."""
-    ops = counted(found["centering_ops"], "centring op")
-    norms = f"{found['folded']} of {found['norms']} LayerNorms"
-    tensors = f"{found['writers']} tensors centred ({found['parameters']:,} parameters)"
+    """``25 of 25 LayerNorms, using 1 added mean subtraction; 49 tensors centred (...)``."""
+    norms = f"{found['become_rmsnorm']} of {found['layernorms']} LayerNorms"
+    added = found["added_subtractions"]
+    using = f"using {counted(added, 'added mean subtraction')}" if added else "in the weights alone"
+    tensors = counted(found["tensors_centred"], "tensor")
     more = (
-        ("merged", "scale", "merged into them"),
-        ("merged_norms", "norm", "merged into what reads them"),
+        ("merged_scales", "scale", "merged into them"),
+        ("merged_norms", "norm", "merged into the layers that read them"),
         ("widened", "MLP", "widened"),
     )
     shown = [f"{counted(len(found[key]), noun)} {what}" for key, noun, what in more if found[key]]
-    first = f"{norms} ({found['folded_static']} in the weights alone)"
-    return ", ".join([first, ops, tensors, *shown])
+    centred = f"{tensors} centred ({found['parameters_centred']:,} parameters)"
+    return f"{norms}, {using}; {', '.join([centred, *shown])}"
 
 
 def counted(many: int, noun: str) -> str:
@@ -338,10 +435,10 @@ def counted(many: int, noun: str) -> str:
 
 def as_csv(rows: Sequence[Row]) -> str:
     """One line per model under a line of heads."""
-    head, body = cells(rows)
+    head, body = cells(rows, further=True)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*head, "kept by reason"])
+    writer.writerow([*head, "why they stay"])
     for found, texts in zip(rows, body, strict=True):
         writer.writerow([*texts, _reason_counts(found)])
     return text.getvalue()
@@ -349,8 +446,8 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """A table for a README or a pull request."""
-    head, body = cells(rows)
-    lines = ["| " + " | ".join([*head, "kept by reason"]) + " |"]
+    head, body = cells(rows, further=True)
+    lines = ["| " + " | ".join([*head, "why they stay"]) + " |"]
     lines.append("|---|" + "---:|" * (len(head) - 1) + "---|")
     for found, texts in zip(rows, body, strict=True):
         line = [text.replace("|", "\\|") for text in [*texts, _reason_counts(found)]]
@@ -359,6 +456,6 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def _reason_counts(found: Row) -> str:
-    if not found["norms"] and found["rms_norms"]:
+    if not found["layernorms"] and found["already_rmsnorm"]:
         return "RMSNorm already"
     return "; ".join(f"{len(kept)} x {reason}" for reason, kept in reasons(found))

@@ -3,7 +3,8 @@
 A rule lists the operands in which the op is jointly linear and commutes with centring (see
 ``nodes.pull``), or says why a mean cannot be followed. An op without a rule is opaque to the search
 for sources and an observer of every shift: a missing rule costs coverage, never correctness. Here
-are the ops that move, choose and add elements; those that multiply by weights are ``products.py``.
+are the ops that move, choose and add elements; those that take them by number are ``lookups.py``,
+those that multiply by weights ``products.py``.
 """
 
 # Arguments of fx nodes are typed as a wide union; a rule knows its op's schema.
@@ -37,27 +38,7 @@ from enjoyln_cli.nodes import (
     shape_of,
     taken,
 )
-
-VIEWS = {
-    aten.view,
-    aten.reshape,
-    aten._unsafe_view,
-    aten.flatten,
-    aten.unflatten,
-    aten.unsqueeze,
-    aten.squeeze,
-    aten.view_as,
-}
-
-
-REPEATS = {
-    aten.expand,
-    aten.expand_as,
-    aten.repeat,
-    aten.to,
-    aten._to_copy,
-}
-"""Ops whose result is the same all along a dimension that its operand has one element of."""
+from enjoyln_cli.picks import VIEWS, carried
 
 
 @rule(*VIEWS)
@@ -69,9 +50,11 @@ def _view(node: Node, axis: Axis) -> Pull:
         return Opaque("a view of something that is no tensor")
     if source.meta["val"].dtype != node.meta["val"].dtype:
         return Opaque("a view of the bits as another dtype")
-    found = through_view(axis, shape, into)
+    found = through_view(axis, shape, into) or carried([node], source, axis)
     if found is None:
-        return Opaque(f"{op_name(node)} from {into} to {shape} splits the groups of the mean")
+        return Opaque(
+            f"{op_name(node)} from {into} to {shape} mixes the features with other dimensions"
+        )
     return ((source, found),)
 
 
@@ -101,7 +84,10 @@ def _dropout(node: Node, axis: Axis) -> Pull:
     return ((node.args[0], axis),)
 
 
-@rule(aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.movedim, aten.swapaxes)
+@rule(
+    aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.movedim, aten.moveaxis,
+    aten.swapaxes, aten.swapdims,
+)  # fmt: skip
 def _permute(node: Node, axis: Axis) -> Pull:
     """Dimensions change places; which went where is read off a tensor of the same rank."""
     source, rank = node.args[0], rank_of(node)
@@ -119,7 +105,7 @@ def _terms(terms: Iterable[Any], node: Node, axis: Axis, constant: str, same: st
                 continue
             return Opaque(f"the constant {term} {constant}")
         if constant_along(term, axis, rank):
-            return Opaque(f"a term that is the same for every element of the mean {same}")
+            return Opaque(f"a term that is the same for all features {same}")
         pairs.append((term, broadcast(term, axis, rank)))
     return tuple(pairs)
 
@@ -139,7 +125,7 @@ def _mul(node: Node, axis: Axis) -> Pull:
     rank = rank_of(node)
     varying = [f for f in node.args[:2] if not constant_along(f, axis, rank)]
     if len(varying) != 1 or not isinstance(varying[0], Node):
-        return Opaque("an elementwise product, whose factors differ along the mean")
+        return Opaque("an elementwise product with a factor that is not the same for all features")
     return ((varying[0], broadcast(varying[0], axis, rank)),)
 
 
@@ -151,7 +137,7 @@ def _div(node: Node, axis: Axis) -> Pull:
     if node.kwargs.get("rounding_mode") is not None or not isinstance(numerator, Node):
         return Opaque("a rounded division")
     if constant_along(numerator, axis, rank) or not constant_along(divisor, axis, rank):
-        return Opaque("a quotient, whose divisor differs along the mean")
+        return Opaque("a division by numbers that are not the same for all features")
     return ((numerator, broadcast(numerator, axis, rank)),)
 
 
@@ -162,8 +148,16 @@ def _where(node: Node, axis: Axis) -> Pull:
         return Opaque("where without branches")
     condition, *branches = node.args
     if not constant_along(condition, axis, rank_of(node)):
-        return Opaque("a choice that differs along the mean")
+        return Opaque("a choice that is not the same for all features")
     return _terms(branches, node, axis, "is filled in", "is filled in")
+
+
+@rule(aten.lerp)
+def _lerp(node: Node, axis: Axis) -> Pull:
+    """``x + w (y - x)``: linear in both ends where ``w`` is the same for every element."""
+    if not constant_along(node.args[2], axis, rank_of(node)):
+        return Opaque("a weight between two values that is not the same for all features")
+    return _terms(node.args[:2], node, axis, "is mixed in", "is mixed in")
 
 
 @rule(aten.masked_fill)
@@ -171,7 +165,9 @@ def _masked_fill(node: Node, axis: Axis) -> Pull:
     """Filling zeros by a mask that is the same along the mean is a product with that mask."""
     source, mask, value = node.args
     if isinstance(value, Node) or value != 0 or not constant_along(mask, axis, rank_of(node)):
-        return Opaque("a mask that fills something else than zero, or differs along the mean")
+        return Opaque(
+            "a mask that fills in another value than zero, or is not the same for all features"
+        )
     if not isinstance(source, Node) or shape_of(source) != shape_of(node):
         return Opaque("a mask that broadcasts its input")
     return ((source, axis),)
@@ -182,7 +178,7 @@ def _expand(node: Node, axis: Axis) -> Pull:
     """Copies along other dimensions; along the mean itself the value would be constant."""
     source = node.args[0]
     if not isinstance(source, Node) or constant_along(source, axis, rank_of(node)):
-        return Opaque("a value repeated along the mean")
+        return Opaque("a value that is repeated along the features")
     return ((source, broadcast(source, axis, rank_of(node))),)
 
 
@@ -192,18 +188,18 @@ def _repeat(node: Node, axis: Axis) -> Pull:
     source, rank = node.args[0], rank_of(node)
     times = [1] * (rank - len(node.args[1])) + list(node.args[1])  # tile may leave out the first
     if times[axis.dim] != 1 or axis.dim < rank - rank_of(source):
-        return Opaque("a value repeated along the mean")
+        return Opaque("a value that is repeated along the features")
     return ((source, broadcast(source, axis, rank_of(node))),)
 
 
-@rule(aten.slice)
+@rule(aten.slice, aten.narrow)
 def _slice(node: Node, axis: Axis) -> Pull:
     """Taking some elements: along another dimension nothing changes, along this one the start."""
     source, found = node.args[0], taken(node)
     if argument(node, 1, "dim", 0) % rank_of(node) != axis.dim:
         return ((source, axis),)
     if found is None:
-        return Opaque("a strided slice of the mean")
+        return Opaque("a strided slice of the features")
     return ((source, replace(axis, start=axis.start + found[1])),)
 
 
@@ -217,7 +213,16 @@ def _part(node: Node, axis: Axis) -> Pull:
     if packet(whole) is aten.unbind:
         dim = argument(whole, 1, "dim", 0) % (rank_of(node) + 1)
         return ((whole.args[0], moved(axis, axis.dim + (axis.dim >= dim))),)
+    if packet(whole) is aten.embedding_bag:
+        return _bag(whole, node.args[1], axis)
     return Opaque(f"{op_name(whole)} does not keep a zero mean")
+
+
+def _bag(node: Node, part: Any, axis: Axis) -> Pull:
+    """Sums or means of a table's rows: each has to be zero-mean."""
+    if part != 0 or axis.dim != 1 or argument(node, 4, "mode", 0) not in (0, 1):
+        return Opaque("the largest of several rows, or a mean over rows")
+    return ((node.args[0], axis),)
 
 
 @rule(aten.select)
@@ -231,7 +236,7 @@ def _select(node: Node, axis: Axis) -> Pull:
 @rule(aten.cat, aten.concat, aten.concatenate)
 def _cat(node: Node, axis: Axis) -> Pull:
     """Side by side along another dimension; along this one the mean has to lie in one part."""
-    parts = node.args[0]
+    parts = [part for part in node.args[0] if shape_of(part) != (0,)]  # of any rank, by old custom
     if argument(node, 1, "dim", 0) % rank_of(node) != axis.dim:
         return tuple((part, axis) for part in parts)
     for part in dict.fromkeys(parts):
@@ -239,7 +244,7 @@ def _cat(node: Node, axis: Axis) -> Pull:
             size = shape_of(part)[axis.dim]
             if at <= axis.start and axis.stop <= at + size:
                 return ((part, replace(axis, start=axis.start - at)),)
-    return Opaque("a concatenation along the mean mixes the means of its parts")
+    return Opaque("a concatenation along the features mixes the means of its parts")
 
 
 @rule(aten.stack)
@@ -247,7 +252,7 @@ def _stack(node: Node, axis: Axis) -> Pull:
     """Side by side along a new dimension."""
     dim = argument(node, 1, "dim", 0) % rank_of(node)
     if dim == axis.dim:
-        return Opaque("a stack along the mean")
+        return Opaque("a stack along the features")
     below = moved(axis, axis.dim - (axis.dim > dim))
     return tuple((part, below) for part in node.args[0])
 
@@ -257,10 +262,10 @@ def _reorder(node: Node, axis: Axis) -> Pull:
     """Whole groups are picked or change places along other dimensions."""
     dims = node.args[1] if op_name(node) == "index_select" else node.args[-1]
     listed = [dims] if isinstance(dims, int) else list(dims)
-    if op_name(node) == "roll" and len(node.args) < 3:
+    if op_name(node) == "roll" and (len(node.args) < 3 or not dims):
         return Opaque("a roll over all dimensions")
     if axis.dim in [dim % rank_of(node) for dim in listed]:
-        return Opaque(f"{op_name(node)} along the mean")
+        return Opaque(f"{op_name(node)} along the features")
     return ((node.args[0], axis),)
 
 
@@ -269,60 +274,8 @@ def _unfold(node: Node, axis: Axis) -> Pull:
     """Windows along another dimension; a new last one counts their elements."""
     source = node.args[0]
     if axis.dim in (node.args[1] % rank_of(source), rank_of(source)):
-        return Opaque("windows along the mean")
+        return Opaque("windows along the features")
     return ((source, axis),)
-
-
-def _reached(indices: list[Node | None]) -> int:
-    """The leading dimensions up to the last that is indexed; a mask indexes all of its own."""
-    used = max((place + 1 for place, index in enumerate(indices) if index is not None), default=0)
-    masks = (torch.bool, torch.uint8)
-    return sum(
-        rank_of(index) if index is not None and index.meta["val"].dtype in masks else 1
-        for index in indices[:used]
-    )
-
-
-@rule(aten.index)
-def _index(node: Node, axis: Axis) -> Pull:
-    """Advanced indexing of dimensions before the mean's own picks whole groups."""
-    source, indices = node.args[0], list(node.args[1])
-    used = [place for place, index in enumerate(indices) if index is not None]
-    rank, trailing = rank_of(source), rank_of(source) - _reached(indices)
-    side_by_side = used == list(range(used[0], used[-1] + 1)) if used else False
-    if not side_by_side or axis.dim < rank_of(node) - trailing:
-        return Opaque("an index along the mean")
-    return ((source, moved(axis, axis.dim - rank_of(node) + rank)),)
-
-
-@rule(aten.index_put)
-def _index_put(node: Node, axis: Axis) -> Pull:
-    """Whole groups are put in the place of others, or added to them."""
-    source, indices, values = node.args[0], list(node.args[1]), node.args[2]
-    dim = axis.dim - rank_of(node) + rank_of(values)
-    if axis.dim < _reached(indices):
-        return Opaque("an index along the mean")
-    if dim < 0 or shape_of(values)[dim] != shape_of(node)[axis.dim]:
-        return Opaque("one value in the place of many")
-    return ((source, axis), (values, moved(axis, dim)))
-
-
-@rule(aten.index_add, aten.index_copy)
-def _index_add(node: Node, axis: Axis) -> Pull:
-    """Rows are added to others, or take their place."""
-    source, dim, rows = node.args[0], node.args[1], node.args[3]
-    if dim % rank_of(node) == axis.dim:
-        return Opaque(f"{op_name(node)} along the mean")
-    return ((source, axis), (rows, axis))
-
-
-@rule(aten.repeat_interleave)
-def _repeat_interleave(node: Node, axis: Axis) -> Pull:
-    """Rows are repeated one by one, along another dimension than the mean."""
-    dim = argument(node, 2, "dim")
-    if dim is None or dim % rank_of(node) == axis.dim:
-        return Opaque("elements that are repeated along the mean")
-    return ((node.args[0], axis),)
 
 
 @rule(aten.copy)
@@ -331,17 +284,6 @@ def _copy(node: Node, axis: Axis) -> Pull:
     source = node.args[1]
     if shape_of(source) != shape_of(node) or not (is_floating(source) and is_floating(node)):
         return Opaque("a copy into another shape or kind of number")
-    return ((source, axis),)
-
-
-@rule(aten.gather)
-def _gather(node: Node, axis: Axis) -> Pull:
-    """Whole groups are picked where the index is one for every element of the mean."""
-    source, dim, index = node.args[:3]
-    if dim % rank_of(node) == axis.dim or not _is_repeated(index, axis.dim - rank_of(node)):
-        return Opaque("an index that differs along the mean")
-    if shape_of(source)[axis.dim] != shape_of(node)[axis.dim]:
-        return Opaque("an index that takes a part of the mean")
     return ((source, axis),)
 
 
@@ -358,7 +300,7 @@ def _reduce(node: Node, axis: Axis) -> Pull:
     else:
         dim = [d for d in range(rank) if d not in gone][axis.dim]
     if dim in gone or not is_floating(source):
-        return Opaque(f"{op_name(node)} over the mean's own dimension")
+        return Opaque(f"{op_name(node)} along the features")
     return ((source, moved(axis, dim)),)
 
 
@@ -366,20 +308,21 @@ def _reduce(node: Node, axis: Axis) -> Pull:
 def _cumsum(node: Node, axis: Axis) -> Pull:
     """A running sum along another dimension."""
     if argument(node, 1, "dim") % rank_of(node) == axis.dim:
-        return Opaque("a running sum along the mean")
+        return Opaque("a running sum along the features")
     return ((node.args[0], axis),)
 
 
 @rule(
     aten.avg_pool1d, aten.avg_pool2d, aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d,
-    aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d,
+    aten.upsample_nearest1d, aten.upsample_linear1d, aten.upsample_nearest2d,
+    aten.upsample_bicubic2d, aten.upsample_bilinear2d,
     aten._upsample_bicubic2d_aa, aten._upsample_bilinear2d_aa,
 )  # fmt: skip
 def _resample(node: Node, axis: Axis) -> Pull:
     """Spatial resampling is the same linear map for every channel (dimension 1 of N, C, …)."""
     spatial = axis.dim - rank_of(node) + (1 if "1d" in op_name(node) else 2)
     if spatial >= 0 and not _leaves_alone(node, spatial):
-        return Opaque(f"{op_name(node)} along the mean")
+        return Opaque(f"{op_name(node)} along the features")
     return ((node.args[0], axis),)
 
 
@@ -393,36 +336,19 @@ def _leaves_alone(node: Node, spatial: int) -> bool:
     return sizes == [1, 1, 0]
 
 
-@rule(aten.masked_scatter)
-def _masked_scatter(node: Node, axis: Axis) -> Pull:
-    """Whole rows are replaced, by the rows of the source in turn: a choice between two values."""
-    source, mask, values = node.args
-    shape, rows = shape_of(node), shape_of(values)
-    if axis.dim != rank_of(node) - 1 or not _is_repeated(mask, -1) or shape_of(source) != shape:
-        return Opaque("a mask that differs along the mean")
-    if not rows or rows[-1] != shape[-1]:
-        return Opaque("rows that are scattered across the mean")
-    return ((source, axis), (values, moved(axis, len(rows) - 1)))
-
-
-def _is_repeated(value: Any, dim: int) -> bool:
-    """Whether a value is the same all along ``dim`` (from the end): it was repeated."""
-    while isinstance(value, Node) and packet(value) in REPEATS:
-        value = value.args[0]
-        shape = shape_of(value)
-        if shape is not None and (-dim > len(shape) or shape[dim] == 1):
-            return True
-    return False
-
-
-@rule(aten.constant_pad_nd, aten.pad)
+@rule(
+    aten.constant_pad_nd, aten.pad, aten.replication_pad1d, aten.replication_pad2d,
+    aten.replication_pad3d, aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d,
+)  # fmt: skip
 def _pad(node: Node, axis: Axis) -> Pull:
-    """Zeros in new positions of other dimensions are zero-mean groups."""
-    mode = argument(node, 2, "mode", "constant") if op_name(node) == "pad" else "constant"
-    value = argument(node, 3 if op_name(node) == "pad" else 2, "value", 0)
+    """New positions of other dimensions hold zeros, or groups that stand elsewhere too."""
+    constant = op_name(node) == "constant_pad_nd"
+    if op_name(node) == "pad":
+        constant = argument(node, 2, "mode", "constant") == "constant"
+    value = argument(node, 3 if op_name(node) == "pad" else 2, "value", 0) if constant else 0
     padded = {rank_of(node) - 1 - i // 2 for i, width in enumerate(node.args[1]) if width != 0}
-    if mode != "constant" or value not in (0, None) or axis.dim in padded:
-        return Opaque("padding along the mean, or with something else than zeros")
+    if value not in (0, None) or axis.dim in padded:
+        return Opaque("padding along the features, or with a number that is not zero")
     return ((node.args[0], axis),)
 
 

@@ -110,9 +110,11 @@ def _obstacle(
     own |= dict.fromkeys(products[0].writers - {scale}, {p.linear for p in products})
     for name, nodes in own.items():
         if not readers[name] <= nodes:
-            return "a scale of the features, which somebody else reads, or what it scales"
+            return "a scale of the features that is also read elsewhere, or scales such a value"
         if not single(name):
-            return "a scale of the features, which is tied or stored otherwise, or what it scales"
+            return (
+                "a scale of the features that is tied or stored otherwise, or scales such a weight"
+            )
     return None
 
 

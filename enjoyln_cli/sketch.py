@@ -29,9 +29,9 @@ from enjoyln_cli.trace import Trace
 from enjoyln_cli.why import Tree, label
 
 VERDICTS: dict[str, tuple[Tone, str]] = {
-    "static": ("static", "folds"),
-    "centred": ("centred", "folds with an op"),
-    "kept": ("kept", "stays"),
+    "static": ("static", "becomes RMSNorm"),
+    "centred": ("centred", "becomes RMSNorm"),
+    "kept": ("kept", "stays LayerNorm"),
 }
 
 
@@ -71,7 +71,7 @@ def model_picture(name: str, analysis: Analysis) -> Picture:
     more = f" and {others} other class" + "es" * (others > 1) if others else ""
     title = f"{name} ({plan.model_class}{more})"
     return Picture(
-        title, ("folds " + counts(row(name, plan)),), collapsed(_ordered(found), found.links)
+        title, ("converts " + counts(row(name, plan)),), collapsed(_ordered(found), found.links)
     )
 
 
@@ -87,7 +87,7 @@ def _add_norms(found: Sketch, analysis: Analysis) -> None:
         verdict = verdicts[path]
         tone, word = VERDICTS[verdict.status]
         why = verdict.reason + (f": {verdict.culprit}" if verdict.culprit else "")
-        why = f"with the operation at {', '.join(verdict.ops)}" if verdict.ops else why
+        why = f"with the added mean subtraction at {', '.join(verdict.ops)}" if verdict.ops else why
         found.of_node[node] = found.add(Part("norm", path, tone, (word,), why))
 
 
@@ -167,7 +167,7 @@ def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> 
         why = "centred in the weights: " + ", ".join(weight.name for weight in weights)
     else:
         tone, lines = "plain", ()
-        why = "could be centred in the weights, which would fold no norm"
+        why = "could be centred in the weights, but no norm would become RMSNorm by it"
     part = found.add(Part("writer", path, tone, lines, why))
     for weight in blocked:
         _add_observer(found, analysis, weight, part)
@@ -200,7 +200,7 @@ def _add_ops(found: Sketch, analysis: Analysis) -> None:
             continue
         why = whys.get((carrier.module, carrier.place), "")
         words = f"{carrier.module}.(centre {carrier.place})"
-        part = found.add(Part("op", words, "op", (), f"one operation is added here: {why}"))
+        part = found.add(Part("op", words, "op", (), f"a mean subtraction is added here: {why}"))
         for trace, node in analysis.problem.carried(carrier):
             if trace == 0:
                 found.after[node] = part

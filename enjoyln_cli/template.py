@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from enjoyln_cli.axis import Axis
@@ -39,6 +39,7 @@ class Span:
 
     ``size`` missing: one group over all of ``length``. ``length`` missing: to the end of the
     dimension. ``part``: the k-th of n equal parts of the dimension, in place of start and length.
+    ``step``: from the first element of one group to that of the next, where there is more between.
     """
 
     dim: int
@@ -47,6 +48,7 @@ class Span:
     start: int = 0
     length: Number | None = None
     part: str | None = None
+    step: int = 0
 
 
 # Layers and names. ``{"h": 3}`` says that there are h.0, h.1 and h.2.
@@ -143,6 +145,11 @@ def _levels(words: Sequence[str], layers: Mapping[str, int]) -> list[int]:
 
 def symbolic(axis: Axis, extent: int | None, config: Mapping[str, Any]) -> Span:
     """An axis of a tensor whose dimension has ``extent`` elements (``None``: not known)."""
+    if axis.step:
+        to_end = extent is not None and axis.stop + axis.step > extent
+        length = None if to_end else _named(axis.length, config, False)
+        per_head = _named(axis.size, config, True)
+        return Span(axis.dim, per_head, axis.inner, axis.start, length, step=axis.step)
     grouped = axis.outer > 1 or axis.inner > 1
     size = _named(axis.size, config, grouped) if grouped or extent is None else None
     if extent is None:
@@ -164,15 +171,19 @@ def concrete(span: Span, extent: int | None, config: Mapping[str, Any]) -> Axis:
         number, parts = parted(span.part)
         length = extent // parts if extent % parts == 0 else -1
         start = (number - 1) * length
+    elif length is None and span.step and extent is not None and size is not None:
+        block = size * span.inner
+        length = ((extent - start - block) // span.step + 1) * block
     elif length is None:
         length = extent - start if extent is not None else (size or -1) * span.inner
     size = length // span.inner if size is None else size
     block = size * span.inner
-    outside = extent is not None and start + length > extent
+    found = Axis(span.dim, start, length // max(block, 1), size, span.inner, span.step)
+    outside = (extent is not None and found.stop > extent) or 0 < span.step <= block
     if block < 1 or length < 1 or length % block or start < 0 or outside:
         where = "a value of unknown size" if extent is None else f"{extent} elements"
         raise RecipeError(f"an axis with {_shown(span)} does not fit {where}")
-    return Axis(span.dim, start, length // block, size, span.inner)
+    return found if found.outer > 1 else replace(found, step=0)
 
 
 def parted(part: str) -> tuple[int, int]:
@@ -252,7 +263,8 @@ def written(span: Span) -> dict[str, Any]:
     fields |= {"start": span.start} if span.start else {}
     fields |= {} if span.length is None else {"length": span.length}
     fields |= {} if span.size is None else {"size": span.size}
-    return fields | ({"inner": span.inner} if span.inner != 1 else {})
+    fields |= {"inner": span.inner} if span.inner != 1 else {}
+    return fields | ({"step": span.step} if span.step else {})
 
 
 def _is_number(word: str) -> bool:

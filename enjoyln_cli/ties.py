@@ -60,8 +60,8 @@ def apart(
             before, new = ({found.name: found for found in these} for these in (tied, after))
             return Apart(before, new, untied, settings)
     raise UnsupportedModel(
-        f"no name is known under which {tied[0].name} would load a copy of {untied[0].stored}, so "
-        "it stays tied; fold it without untying"
+        f"{tied[0].name} would not load a separate copy of {untied[0].stored} under any name, so "
+        "it stays tied; fold it without --untie"
     )
 
 
@@ -84,7 +84,7 @@ def _flags_off(
     if left == [_shared(found.model) for found in tied]:
         raise UnsupportedModel(
             f"{tied[0].name} ties {together[1]} to {together[0]} whatever {FLAG} of its config "
-            "says, so a checkpoint cannot untie them; fold it without untying"
+            "says, so a checkpoint cannot untie them; fold it without --untie"
         )
     for name in tuple(names) if len(names) > 1 else ():
         fewer = [other for other in names if other != name]
@@ -96,7 +96,7 @@ def _flags_off(
     if back := _comes_back(config, names, checkpoint):
         raise UnsupportedModel(
             f"{back} of {type(config).__name__} is true again when it is loaded, whatever "
-            f"config.json says, so a checkpoint cannot untie {together[1]}; fold it without untying"
+            f"config.json says, so a checkpoint cannot untie {together[1]}; fold it without --untie"
         )
     return tuple(Setting(name, False) for name in names), models
 
@@ -138,7 +138,7 @@ def _names(found: Candidate, model: Any) -> dict[str, str]:
         if own is None and any(name in found.converted for name in together):
             raise UnsupportedModel(
                 f"{together[0]} is tied to {together[1]} and stored in another layout, so no copy "
-                "of it can be stored; fold it without untying"
+                "of it can be stored; fold it without --untie"
             )
         if own is None:
             continue

@@ -1,13 +1,12 @@
-"""The models that a speed is told from, and the ways in which they are run.
+"""The four models that are timed, and the modes in which they run.
 
-Beside the original and the folded model, with the same weights, stand two that compute something
-else and are there to be timed::
+Two models with the same weights are timed besides the original and the folded model::
 
-    stock   the folded model with torch's own RMSNorm, F.rms_norm, and the bias added after it
-    bare    the original with every norm handing on its input: what is left when norms cost nothing
+    torch_rms_norm  the folded model with torch's own RMSNorm, F.rms_norm, and the bias added after
+    no_norm         the original with norms that return their input; it computes something else
 
-``original - bare`` is what norms cost at all, so nothing that is done to norms can save more. Each
-mode runs all four in the same way, so that what compiling saves by itself is no merit of the fold::
+``original - no_norm`` is what norms cost, so no change to norms can save more. Each mode runs all
+four in the same way, so that what compiling saves by itself is not counted for the fold::
 
     eager       as they are
     fused       captured as one graph; of the folded one additions are computed with their norms
@@ -29,11 +28,18 @@ from torch.nn import functional as F
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.fusion import enjoyln
-from enjoyln_cli.norms import Folded, locate
+from enjoyln_cli.norms import Folded, affine, locate
 from enjoyln_cli.probe import LayerNormForm, layer_norm_form
 from enjoyln_cli.timing import WARM_UP, Task, nothing
 
-COLUMNS = ("original", "folded", "stock", "bare")
+LABELS = {
+    "original": "original",
+    "folded": "folded",
+    "torch_rms_norm": "torch's RMSNorm",
+    "no_norm": "no norm",
+}
+"""The four models by their names in JSON, and as people read them."""
+COLUMNS = tuple(LABELS)
 MODES = ("eager", "fused", "compile", "cudagraphs")
 RECOMPILED = 64
 """Times that one function may be compiled: once for each model, phase and size."""
@@ -50,15 +56,15 @@ def variants(original: Any, folded: Any, norms: Iterable[str]) -> dict[str, nn.M
 
     Paths may be those of a class around the model's, as ``norms.locate`` has them.
     """
-    bare, stock, names = shared(original), shared(folded), tuple(norms)
+    no_norm, with_torch, names = shared(original), shared(folded), tuple(norms)
     for path in (locate(original, name, names) for name in names):
         form = None if path is None else layer_norm_form(original.get_submodule(path))
         if path is None or form is None:
             continue
-        _become(bare.get_submodule(path), _pass_on)
-        if isinstance(stock.get_submodule(path), Folded):
-            _become(stock.get_submodule(path), _stock_forward(form))
-    return {"original": original, "folded": folded, "stock": stock, "bare": bare}
+        _become(no_norm.get_submodule(path), _pass_on)
+        if isinstance(with_torch.get_submodule(path), Folded):
+            _become(with_torch.get_submodule(path), _torch_forward(form))
+    return dict(zip(COLUMNS, (original, folded, with_torch, no_norm), strict=True))
 
 
 def _become(module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
@@ -70,14 +76,11 @@ def _pass_on(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
     return x
 
 
-def _stock_forward(form: LayerNormForm) -> Callable[..., torch.Tensor]:
+def _torch_forward(form: LayerNormForm) -> Callable[..., torch.Tensor]:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        gain = None if form.gain == "1" else weight
-        gain = 1 + gain if gain is not None and form.gain == "1 + weight" else gain
+        gain, bias = affine(self, form)
         x = x.movedim(form.dim, -1)
-        shape = x.shape[-1:] if gain is None else gain.shape
-        y = F.rms_norm(x, getattr(self, "normalized_shape", shape), gain, form.eps)
+        y = F.rms_norm(x, x.shape[-1:] if gain is None else gain.shape, gain, form.eps)
         return (y if bias is None else y + bias).to(x.dtype).movedim(-1, form.dim)
 
     return forward
@@ -87,7 +90,7 @@ def require(mode: str, device: torch.device) -> None:
     """Raises ``UnsupportedModel`` for a mode that ``device`` does not have."""
     if mode == "cudagraphs" and device.type != "cuda":
         others = ", ".join(name for name in MODES if name != mode)
-        raise UnsupportedModel(f"--mode {mode} needs a GPU, and this is {device}; take {others}")
+        raise UnsupportedModel(f"--mode {mode} needs a CUDA GPU, not {device}; use {others}")
 
 
 def in_mode(models: Mapping[str, Any], mode: str) -> dict[str, Any]:

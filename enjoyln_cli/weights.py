@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from enjoyln_cli.axis import Axis, group_means
+from enjoyln_cli.axis import Axis, blocks, group_means
 from enjoyln_cli.checkpoint import Checkpoint, read_tensor
 from enjoyln_cli.edit import Edit, Given, edited, given
 
@@ -90,19 +90,29 @@ def _kept(old: torch.Tensor, new: torch.Tensor, edit: Edit) -> torch.Tensor:
 
 
 def _is_rounded(old: torch.Tensor, new: torch.Tensor, edit: Edit, values: Given) -> bool:
-    """``new`` is the exact edit rounded to its dtype: within half a step, ties either way."""
+    """``new`` is the exact edit rounded to its dtype: within half a step, ties either way.
+
+    Where the edit gives NaN or infinity, as it does where the original holds such, so has ``new``.
+    """
     before = edited(old.double(), replace(edit, axes=(), append=None), values)
-    size = float(before.abs().max()) if before.numel() else 0.0
+    finite = before.isfinite()
+    whole = bool(finite.all())
+    size = float(torch.where(finite, before, 0.0).abs().max()) if before.numel() else 0.0
     exact = edited(before, Edit(axes=edit.axes, append=edit.append), Given())
     info = torch.finfo(new.dtype)
     step = info.eps * exact.abs() + info.smallest_normal * info.eps
-    return bool(((new.double() - exact).abs() <= 0.5001 * step + 1e-14 * size).all())
+    wide = new.double()
+    near = (wide - exact).abs() <= 0.5001 * step + 1e-14 * size
+    if not whole:
+        near = torch.where(exact.isfinite(), near, (wide == exact) | (wide.isnan() & exact.isnan()))
+    return bool(near.all())
 
 
 def _drift(parts: list[torch.Tensor], axis: Axis) -> float:
     """Root mean square of the groups' means over that of the elements."""
     means = torch.cat([group_means(part.double(), axis).flatten() for part in parts])
-    covered = [part.narrow(axis.dim, axis.start, axis.length).double() for part in parts]
+    spans = [(block.dim, block.start, block.length) for block in blocks(axis)]
+    covered = [part.narrow(*span).double() for part in parts for span in spans]
     size = sum(float(part.square().sum()) for part in covered)
     count = sum(part.numel() for part in covered)
     rms = math.sqrt(size / max(count, 1))

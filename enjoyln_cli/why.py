@@ -39,7 +39,7 @@ class Obstacle:
 
 def obstacle(problem: Problem, cut: Cut, norm: str) -> Obstacle:
     """The nearest source whose mean reaches the norm's input; first one that no MLP subtracts."""
-    unknown = Obstacle("its input could not be followed", norm, ())
+    unknown = Obstacle("its input could not be traced", norm, ())
     return next(obstacles(problem, cut, norm), unknown)
 
 
@@ -67,8 +67,8 @@ def obstacles(problem: Problem, cut: Cut, norm: str) -> Iterator[Obstacle]:
 
 
 def _reason(found: Opaque) -> str:
-    if found.reason.startswith("centring it would be seen"):
-        return "a weight that it rests on is read elsewhere, where centring it would show"
+    if found.reason.startswith("centring it would be noticed"):
+        return "a weight it depends on is also used elsewhere, where centring it would be noticed"
     return found.reason
 
 
@@ -80,7 +80,7 @@ def _not_subtracted(problem: Problem, before: dict[Item, Item | None], item: Ite
             return f", and the MLP cannot subtract it: {reason}"
         able = able or problem.subtracting(after, source) is not None
         source = after
-    return ", and it takes more MLPs to subtract it than norms would fold" * able
+    return ", and subtracting it would take more MLPs than norms would convert" * able
 
 
 def _culprit(problem: Problem, item: Item) -> str:
@@ -133,7 +133,7 @@ def own_mean(problem: Problem, carrier: Carrier) -> str:
 def tree(problem: Problem, cut: Cut, norm: str) -> Tree:
     """The zero-mean graph of one norm, over each different way in which it is called."""
     folded = norm in cut.folded
-    verdict = "folds: its input is zero-mean" if folded else "stays a LayerNorm"
+    verdict = "becomes RMSNorm: its input is zero-mean" if folded else "stays LayerNorm"
     found: dict[Tree, str] = {}
     for value in problem.norms[norm]:
         branch = _branch(problem, cut, problem.item(value))
@@ -165,7 +165,7 @@ def _branch(problem: Problem, cut: Cut, item: Item) -> Tree:
     if isinstance(item, Parameter):
         return Tree(_parameter_text(problem, cut, item, found), pure)
     if carrier in _inserted(cut):
-        return Tree(f"{label(problem, item)}: centred by an explicit operation", True)
+        return Tree(f"{label(problem, item)}: centred by an added mean subtraction", True)
     if isinstance(found, Opaque):
         return Tree(f"{label(problem, item)}: {found.reason}", pure)
     if not found:
@@ -226,7 +226,7 @@ def _parameter_text(
     problem: Problem, cut: Cut, item: Parameter, found: Opaque | tuple[Item, ...]
 ) -> str:
     axis, scale = item.axis, problem.scales.get(item.name)
-    groups = "" if axis.outer == axis.inner == 1 else f", {axis.outer * axis.inner} groups apart"
+    groups = "" if axis.outer == axis.inner == 1 else f", {axis.outer * axis.inner} groups"
     where = f"{item.name} (dimension {axis.dim}, {axis.size} elements{groups})"
     if isinstance(found, Opaque):
         return f"{where}: {found.reason}"

@@ -152,7 +152,7 @@ def find_widenings(
     for mlp, own in calls.items():
         reason = why[mlp]
         if reason is None and mlp not in counted:
-            reason = "no attribute of its config counts its hidden units, and nothing else"
+            reason = "no attribute of the config sets its number of hidden units and nothing else"
         for edge in (call.edge for call in own if call.edge):
             if reason is None:
                 edges[edge] = mlp
@@ -177,7 +177,7 @@ def _cannot_grow(
     reading = dict.fromkeys(mlp.parts, own) | {mlp.second: {c.second for c in calls}}
     for name, nodes in reading.items():
         if not readers[name] <= nodes:
-            return "a weight of it is read elsewhere, too"
+            return "a weight of it is used elsewhere, too"
         if not single(name):
             return "a weight of it is tied, or stored in another layout"
     return None
@@ -193,7 +193,7 @@ def _cannot_subtract(flow: Flow, calls: list[_Call]) -> str | None:
         shape = shape_of(call.second) or ()
         seen = flow.observer(Value(call.trace, call.second, feature_axis(shape)))
         if seen is not None:
-            return f"a shift of what it writes is seen ({seen.reason})"
+            return f"a shift of its output would be noticed ({seen.reason})"
     return None
 
 

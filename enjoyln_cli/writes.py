@@ -6,6 +6,7 @@ than before. Readers of old nodes (15.8 % error where this is ignored) are thus 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -100,13 +101,16 @@ def _is_fresh(node: Node) -> bool:
     return not composed and not shares and "unsafe" not in target.name()
 
 
-def mark_written(graph: Graph) -> None:
-    """``meta["written"]`` on every value that may share memory with one written in place."""
-    for node in _written(graph):
+def mark_written(graph: Graph, together: Sequence[Node] = ()) -> None:
+    """``meta["written"]`` on every value that may share memory with one written in place.
+
+    Those of ``together`` may share it from the start.
+    """
+    for node in _written(graph, together):
         node.meta["written"] = True
 
 
-def _written(graph: Graph) -> list[Node]:
+def _written(graph: Graph, together: Sequence[Node] = ()) -> list[Node]:
     """The values that may share memory with one that is written in place.
 
     A value is taken to share memory with all operands of the op that gives it, unless it is fresh.
@@ -118,6 +122,8 @@ def _written(graph: Graph) -> list[Node]:
             node = group[node]
         return node
 
+    for node in together[1:]:
+        group[first(node)] = first(together[0])
     for node in graph.nodes:
         if node.op == "call_function" and not _is_fresh(node):
             for operand in node.all_input_nodes:

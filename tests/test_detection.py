@@ -143,8 +143,9 @@ def error(model: Any, original: Any, given: dict[str, Any]) -> float:
 def converted(model: nn.Module, plan: Plan, guarded: bool = True) -> Any:
     result = copy.deepcopy(model)
     centre_parameters(result, plan)
-    unproven = plan.unproven if guarded else ()
-    return install(result, [v.norm for v in plan.folded], plan.ops, plan.entry_inputs, unproven)
+    unproven, covered = (plan.unproven, plan.covered) if guarded else ((), None)
+    norms = [v.norm for v in plan.folded]
+    return install(result, norms, plan.ops, plan.entry_inputs, unproven, covered=covered)
 
 
 @pytest.mark.parametrize(("model_type", "settings", "model_class"), CLASSES)
@@ -159,7 +160,8 @@ def test_a_class_by_itself_computes_what_it_did(
     for given in calls(original):
         with input_means(folded) as seen:
             assert error(folded, original, given) <= 1e-12, sorted(given)
-        assert max(seen.values(), default=0.0) <= 1e-12, sorted(given)
+        if given.keys().isdisjoint(plan.unproven):  # else LayerNorm, of what nobody centred
+            assert max(seen.values(), default=0.0) <= 1e-12, sorted(given)
         assert set(seen) == {verdict.norm for verdict in plan.folded}, sorted(given)
 
 
@@ -191,7 +193,8 @@ def test_one_fold_serves_every_class_that_loads_the_checkpoint(
             load(tmp_path / folder, dtype=torch.float64).eval()
             for folder in ("source", "out", "out")
         )
-        install(folded, marker.rmsnorm, marker.centering, marker.entry_inputs, marker.unproven)
+        norms, ops, covered = marker.rmsnorm, marker.centering, marker.covered
+        install(folded, norms, ops, marker.entry_inputs, marker.unproven, covered=covered)
         for given in calls(original):
             assert error(folded, original, given) <= 1e-12, (name, sorted(given))
             if "inputs_embeds" not in given:

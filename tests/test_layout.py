@@ -93,10 +93,10 @@ def test_centring_what_is_stored_centres_the_parameter_and_no_other(name: str) -
 @pytest.mark.parametrize(
     ("name", "parameter", "axis", "reason"),
     [
-        ("joined", "p", Axis(0, 0, 1, 12, 1), "concatenation along the mean"),
-        ("stacked", "p", Axis(0, 0, 1, 11, 1), "stack along the mean"),
+        ("joined", "p", Axis(0, 0, 1, 12, 1), "concatenation along the features"),
+        ("stacked", "p", Axis(0, 0, 1, 11, 1), "stack along the features"),
         ("split", "q", Axis(1, 0, 1, 8, 1), "together with other weights"),
-        ("split and turned", "q", Axis(0, 0, 3, 4, 1), "splits the groups of the mean"),
+        ("split and turned", "q", Axis(0, 0, 3, 4, 1), "mixes the features with other dimensions"),
     ],
 )
 def test_what_cannot_be_centred_on_disk_says_why(

@@ -38,7 +38,7 @@ from enjoyln_cli.verify import verify
 
 AFFINE, BIAS = Options(merge="affine"), Options(merge="bias")
 NO_BIAS = "a linear layer that reads it has no bias for what it adds"
-ELSEWHERE = "a linear layer that reads it has a parameter that is read elsewhere, too"
+ELSEWHERE = "a linear layer that reads it has a parameter that is used elsewhere, too"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,7 +54,7 @@ MODELS = [
     ("falcon", FALCON, "FalconForCausalLM", 2, {NO_BIAS}),
     ("albert", {**BERT, "embedding_size": 9}, "AlbertModel", 1, set()),
     ("vit", VIT, "ViTForImageClassification", 5, set()),
-    ("bert", BERT, "BertModel", 0, {"its result is read by add, which is no linear layer"}),
+    ("bert", BERT, "BertModel", 0, {"its result is read by add, which is not a linear layer"}),
 ]
 
 
@@ -187,7 +187,7 @@ def test_a_reader_that_takes_all(read: str, norm: Callable[[], nn.Module]) -> No
         torch.testing.assert_close(folded(rows(4)), model(rows(4)), rtol=1e-12, atol=1e-12)
 
 
-NO_LINEAR = "its result is read by {}, which is no linear layer"
+NO_LINEAR = "its result is read by {}, which is not a linear layer"
 REFUSED: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
     "a residual": (lambda m, y: y + m.down(m.up(y)), NO_LINEAR.format("add"), ""),
     "the caller": (lambda m, y: (m.up(y), y), "the model returns its result", ""),
@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
         "gate.bias",
     ),
     "somebody who reads its weight": (
-        lambda m, y: m.up(y) + m.norm.weight[:9], "its parameters are read elsewhere, too",
+        lambda m, y: m.up(y) + m.norm.weight[:9], "its parameters are used elsewhere, too",
         "norm.weight",
     ),
     "nobody": (lambda m, y: m.up(torch.zeros_like(y)), "no traced call reads its result", "norm"),
@@ -339,7 +339,7 @@ def test_the_marker_says_what_an_engine_may_leave_out(out: tuple[Path, Plan]) ->
     found, norms = read_marker(config), tuple(one.norm for one in out[1].merged)
     assert found.weightless == found.biasless == norms and len(norms) == 5
     config["enjoyln"]["merged"]["bias"].pop()
-    with pytest.raises(BadCheckpoint, match="not what was proven"):
+    with pytest.raises(BadCheckpoint, match="edited after the fold"):
         read_marker(config)
     config["enjoyln"]["merged"] = []
     with pytest.raises(BadCheckpoint, match="malformed at 'merged'"):
@@ -455,7 +455,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert "model.final_layernorm" in {one["name"] for one in found["unmerged_norms"]}
     text = "\n".join(notes(found))
     assert "merge the bias of model.layers.0-3.input_layernorm into model.layers.0-3.self" in text
-    assert "4 norms merged into what reads them" in counts(found)
+    assert "4 norms merged into the layers that read them" in counts(found)
     wrong = CliRunner().invoke(main, ["fold", "x", "-o", str(tmp_path / "o"), "--merge", "gamma"])
     assert wrong.exit_code == 2 and "affine" in wrong.output
 

@@ -123,7 +123,7 @@ def test_a_tied_embedding_is_not_centred() -> None:
     model = randomised(Stem(tied=True))
     found = verdict(model, "norm", ids())
     assert found.status == "kept"
-    assert "read elsewhere" in found.reason
+    assert "used elsewhere" in found.reason
     assert "embed.weight" in found.culprit or "head" in found.culprit
     assert error(model, lambda live: centred(live.embed.weight, 1), ids()) > 1e-3
 
@@ -274,12 +274,12 @@ def test_a_layer_scale_forbids_to_centre_the_weight_alone() -> None:
 @pytest.mark.parametrize(
     ("also", "reason"),
     [
-        ("scale", "somebody else reads"),
-        ("weight", "somebody else reads"),
+        ("scale", "read elsewhere"),
+        ("weight", "read elsewhere"),
         ("value", "elementwise product"),
         ("scale of two layers", "several layers"),
-        ("tied", "somebody else reads"),
-        ("bias of its own layer", "somebody else reads"),
+        ("tied", "read elsewhere"),
+        ("bias of its own layer", "read elsewhere"),
     ],
 )
 def test_a_layer_scale_that_others_read_is_not_merged(also: str, reason: str) -> None:

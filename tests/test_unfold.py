@@ -258,7 +258,7 @@ def test_a_trained_checkpoint_by_command(tmp_path: Path, back: Path) -> None:
     (source / "README.md").write_bytes(b"---\nlicense: mit\n---\r\n# Of the original\xff\n")
     run = CliRunner()
     dry = run.invoke(main, ["fold", str(source), "--keep-means", "--dry-run"])
-    assert dry.exit_code == 0 and " for the way back (an estimate)" in dry.stdout
+    assert dry.exit_code == 0 and " to restore the original (an estimate)" in dry.stdout
     done = run.invoke(main, ["fold", str(source), "-o", str(out), "--keep-means", "--json"])
     assert done.exit_code == 0, done.output
     stated = json.loads(done.stdout)
@@ -315,7 +315,7 @@ def test_weights_that_were_changed_since(out: Path, back: Path, name: str) -> No
     held = load_file(shard)
     held[name].flatten()[7] += 1
     save_file(held, shard, metadata={"format": "pt"})
-    refused(rf"{name} in {shard.name} is not what the fold wrote.*remove its folder", out, back)
+    refused(rf"{name} in {shard.name} is not what the fold wrote.*delete its folder", out, back)
     shutil.rmtree(out / FOLDER)
     assert not unfold(out, back).restored
 
@@ -425,7 +425,7 @@ def test_a_result_that_changes_while_it_is_unfolded(
 
 
 def test_another_dtype_is_not_kept(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="as large as the source"):
+    with pytest.raises(OutputError, match="cannot be combined with --dtype"):
         folded(source, tmp_path / "out", dtype=torch.bfloat16)
     assert not (tmp_path / "out").exists()
     arguments = ["fold", str(source), "-o", "x", "--keep-means", "--dtype", "bfloat16"]

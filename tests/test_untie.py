@@ -32,7 +32,7 @@ from enjoyln_cli.marker import read_marker
 from enjoyln_cli.norms import install
 from enjoyln_cli.plan import Options, Plan
 from enjoyln_cli.recipe import differences, follow, recipe_of
-from enjoyln_cli.rows import row
+from enjoyln_cli.rows import UNTIED, row
 from enjoyln_cli.same import require_same
 from enjoyln_cli.ties import apart
 
@@ -388,14 +388,14 @@ def test_a_class_that_computes_something_else_is_refused() -> None:
     tied = Scaled(0.5)
     tied.head.weight = tied.embed.weight
     require_same(tied, Scaled(0.5), ids)
-    with pytest.raises(UnsupportedModel, match="Scaled computes something else"):
+    with pytest.raises(UnsupportedModel, match="Scaled gives other results"):
         require_same(tied, Scaled(1.0), ids)
     swapped = Scaled(0.5)
     swapped.head, swapped.embed = nn.Linear(5, 7, bias=False), nn.Embedding(7, 5)
     require_same(tied, swapped, ids)
     apart_before, other = Scaled(0.5), Scaled(0.5)
     other.embed.weight = other.head.weight
-    with pytest.raises(UnsupportedModel, match="Scaled computes something else"):
+    with pytest.raises(UnsupportedModel, match="Scaled gives other results"):
         require_same(apart_before, other, ids)
     other.head.weight = nn.Parameter(torch.zeros(3, 2))
     with pytest.raises(UnsupportedModel, match="does not run without its weights"):
@@ -413,7 +413,7 @@ def test_a_class_that_settles_its_attention_in_its_first_call_is_the_same_afterw
 
 @pytest.mark.parametrize("options", [{"merge": "both"}, {"widen_to": 0}])
 def test_an_option_that_there_is_not(options: dict[str, Any]) -> None:
-    with pytest.raises(EnjoyLNError, match="it is"):
+    with pytest.raises(EnjoyLNError, match="but must be"):
         Options(**options)
 
 
@@ -433,7 +433,7 @@ def test_nothing_is_copied_where_nothing_is_tied(tmp_path: Path) -> None:
             on_event=lambda *event: told.append(event),
         )
     warnings = [text for level, text in told if level == "warning"]
-    assert warnings == ["nothing is untied: no LayerNorm rests on a weight that is tied"]
+    assert warnings == ["--untie changes nothing here: no LayerNorm depends on a tied weight"]
     for name in ("model.safetensors", "config.json"):
         plain, out = ((tmp_path / kind / name).read_bytes() for kind in ("plain", "out"))
         assert plain == out
@@ -478,11 +478,13 @@ def test_the_recipe_of_a_result_repeats_it(tmp_path: Path) -> None:
 def test_the_marker_tells_what_was_untied_and_a_tie_is_noticed(tmp_path: Path) -> None:
     out = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=UNTIE, verify=False).out
     config = json.loads((out / "config.json").read_text())
-    assert config["enjoyln"]["version"] == 3
+    assert config["enjoyln"]["version"] == 4
     assert read_marker(config).untied == (("lm_head.weight", "transformer.wte.weight"),)
     model = tf.GPT2LMHeadModel.from_pretrained(out)
     model.lm_head.weight = model.transformer.wte.weight
-    with pytest.raises(NotCentred, match="lm_head.weight and transformer.wte.weight are one"):
+    with pytest.raises(
+        NotCentred, match="lm_head.weight and transformer.wte.weight are tied again"
+    ):
         optimize(model)
     plain = convert(CHECKPOINTS / "gpt2", tmp_path / "plain", verify=False).out
     config = json.loads((plain / "config.json").read_text())
@@ -515,7 +517,8 @@ def test_the_command_line_says_what_is_untied_and_what_it_costs() -> None:
     assert (found["folded_static"], found["tensors"]) == (7, plain["tensors"] + 1)
     assert (plain["folded_static"], plain["bytes_added"]) == (0, 0)
     text = enjoyln("fold", source, "--untie", "--dry-run").stdout
-    assert "untie lm_head.weight: a copy of transformer.wte.weight" in text
+    assert "store lm_head.weight separately, as a copy of transformer.wte.weight" in text
+    assert UNTIED in text and UNTIED not in enjoyln("fold", source, "--dry-run").stdout
     assert f"{size / 1000:.1f} kB more than the original" in text
     counted = enjoyln("report", source, "--untie").stdout
     assert f"{size // 4:,} parameters more than the original" in counted
@@ -526,7 +529,7 @@ def test_the_command_line_says_what_is_untied_and_what_it_costs() -> None:
 def test_a_report_of_options_shows_the_gain_in_the_weights() -> None:
     text = enjoyln("report", CHECKPOINTS / "gpt2", "--options", "--format", "csv").stdout
     head, body = (line.split(",") for line in text.splitlines()[:2])
-    assert body[head.index("in weights")] == "0" and body[head.index("untie")] == "7"
+    assert body[head.index("become RMSNorm")] == "7" and body[head.index("with --untie")] == "7"
     always = tf.ViltConfig(**SMALL, intermediate_size=40, image_size=16, patch_size=8)
     found = Inspected("x", always, analyze_config(always, model_class="ViltForMaskedLM"))
     shown = found.row(options=True)

@@ -260,10 +260,13 @@ class Turned(Toy):
         (Gated, "it is gated"),
         (GatedInOne, "it is gated"),
         (ReadHidden, "its hidden values are read by amax too"),
-        (ReadWeight, "a weight of it is read elsewhere, too"),
-        (Seen, "a shift of what it writes is seen (the model returns it)"),
-        (Uncounted, "no attribute of its config counts its hidden units, and nothing else"),
-        (CountedTwice, "no attribute of its config counts its hidden units, and nothing else"),
+        (ReadWeight, "a weight of it is used elsewhere, too"),
+        (Seen, "a shift of its output would be noticed (the model returns it)"),
+        (Uncounted, "no attribute of the config sets its number of hidden units and nothing else"),
+        (
+            CountedTwice,
+            "no attribute of the config sets its number of hidden units and nothing else",
+        ),
     ],
 )
 def test_refused_with_the_reason(kind: type[Toy], why: str) -> None:
@@ -307,7 +310,7 @@ class SharedAndSeen(Shared):
 def test_all_calls_of_a_shared_mlp_are_one() -> None:
     found = planned(Shared).plan
     assert len(found.folded) == 2 and len(found.widened) == 1
-    assert "a shift of what it writes is seen" in reason(planned(SharedAndSeen))
+    assert "a shift of its output would be noticed" in reason(planned(SharedAndSeen))
 
 
 class Two(Toy):

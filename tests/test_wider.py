@@ -441,7 +441,7 @@ def test_the_marker(outs: dict[str, Path]) -> None:
         with pytest.raises(BadCheckpoint, match="malformed at"):
             read_marker(wrong)
     del config["enjoyln"]["units"][2]
-    with pytest.raises(BadCheckpoint, match="not what was proven"):
+    with pytest.raises(BadCheckpoint, match="edited after the fold"):
         read_marker(config)
 
 
@@ -494,26 +494,33 @@ def test_a_report_of_what_options_gain() -> None:
     alone = ("report", SOURCE, "--model-class", "BertModel")
     table = enjoyln(*alone, "--options", "--format", "csv").stdout.splitlines()
     head, body = (line.split(",") for line in table[:2])
-    assert body[head.index("in all")] == "1" and body[head.index("widen-mlp")] == "4"
+    assert body[head.index("become RMSNorm")] == "1"
+    assert body[head.index("with --widen-mlp")] == "4"
     found = json.loads(enjoyln(*alone, "--options", "--format", "json").stdout)
     assert found["options"]["widen-mlp"] == {
-        "folded_static": 4,
+        "become_rmsnorm": 4,
+        "in_weights_alone": 4,
+        "with_added_subtraction": 0,
+        "added_subtractions": 0,
         "folded": 4,
+        "folded_static": 4,
         "centering_ops": 0,
     }
     assert "options" not in json.loads(enjoyln(*alone, "--format", "json").stdout)
     shown = enjoyln(*alone, "--options").stdout
-    assert "widen-mlp, untie: in weights with that option" in " ".join(shown.split())
+    assert "with an option: how many become RMSNorm without an added mean subtraction" in " ".join(
+        shown.split()
+    )
 
 
 def test_a_report_with_the_option() -> None:
     shown = enjoyln("report", SOURCE, "--widen-mlp").stdout
-    assert "widen 3 MLPs from 320 to 328 hidden units (intermediate_size)" in shown
+    assert "add 8 hidden units to 3 MLPs (intermediate_size 320 becomes 328)" in shown
     why = enjoyln("report", SOURCE, "--widen-mlp", "--why", "bert.encoder.layer.0.output.LayerNorm")
     assert "its mean is subtracted by hidden units of bert.encoder.layer.0.output" in why.stdout
 
 
 def test_a_size_without_wider_mlps_is_no_request() -> None:
     done = enjoyln("report", SOURCE, "--widen-to", 64)
-    assert done.exit_code == 2 and "--widen-to goes with --widen-mlp" in done.stderr
+    assert done.exit_code == 2 and "--widen-to needs --widen-mlp" in done.stderr
     assert enjoyln("report", SOURCE, "--widen-mlp", "--widen-to", 0).exit_code == 2

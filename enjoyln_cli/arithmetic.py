@@ -1,0 +1,121 @@
+"""Which arithmetic a module does: only what has one formula for all inputs, or something else.
+
+A module that is tried on a few inputs may compute something else on others. It cannot where its
+``forward`` takes no decision and all its ops are analytic (sums, products, powers, moments): it is
+run on a tensor without values, whose number of rows is a symbol, and its ops are read.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ANALYTIC = {
+    "_reshape_alias", "_to_copy", "_unsafe_view", "add", "alias", "clone", "detach", "div",
+    "expand", "mean", "movedim", "mul", "native_group_norm", "native_layer_norm", "neg", "permute",
+    "pow", "reciprocal", "reshape", "rsqrt", "rsub", "sqrt", "square", "squeeze", "std", "std_mean",
+    "sub", "sum", "t", "transpose", "unsqueeze", "var", "var_mean", "view",
+}  # fmt: skip
+"""Ops of ``aten`` with one formula for all values, and those that move values or change a dtype."""
+VALUE = "its forward reads values of its input in Python, as `if` and `.item()` do"
+
+
+def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str | None:
+    """Why ``module`` may have another formula for some inputs of as many dimensions as ``size``.
+
+    Its parameters are in float64. The dimensions ``fixed`` always have that size, all others any.
+    """
+    sizes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+    fake = FakeTensorMode(shape_env=sizes)
+    copied = copy.deepcopy(module)
+    tables: tuple[dict[str, Any], ...] = (copied._parameters, copied._buffers)
+    for held in tables:
+        for name, tensor in held.items():
+            if tensor is not None:
+                held[name] = fake.from_tensor(tensor.detach(), static_shapes=True)
+    dynamic = [DimDynamic.STATIC if i in fixed else DimDynamic.DYNAMIC for i in range(len(size))]
+    x = fake.from_tensor(
+        torch.empty(size, dtype=torch.float64),
+        symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic),
+    )
+    ops, choices = _Ops(), _Choices(sizes)
+    try:
+        with torch.no_grad(), fake, ops, choices:
+            copied(x)
+        choices.look()
+    except (DataDependentOutputException, GuardOnDataDependentSymNode):
+        return VALUE
+    except Exception as error:  # whatever a foreign module raises, and what torch makes of it
+        return f"its forward cannot be read ({type(error).__name__})"
+    if choices.taken:
+        return "its forward branches on the number of rows of its input"
+    return ops.objection
+
+
+def other_op(module: nn.Module, x: torch.Tensor) -> str | None:
+    """Why ``module`` may have another formula for some inputs of the dtype of ``x``."""
+    ops = _Ops()
+    with torch.no_grad(), ops:
+        module(x)
+    return ops.objection
+
+
+class _Ops(TorchDispatchMode):
+    """Notes the first op that is not analytic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other: str | None = None
+
+    @property
+    def objection(self) -> str | None:
+        """What is wrong with that op, as a sentence."""
+        if self.other in (None, "_local_scalar_dense"):
+            return self.other and VALUE
+        return f"its forward computes {self.other}, which is not part of a LayerNorm"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace == "aten" and name.removesuffix("_") not in ANALYTIC:
+            self.other = self.other or name
+        elif func.namespace not in ("aten", "prim"):
+            self.other = self.other or f"{func.namespace}.{name}"
+        return func(*args, **(kwargs or {}))
+
+
+class _Choices(TorchFunctionMode):
+    """Notes whether anything but torch's own functions asks how large a dimension is."""
+
+    def __init__(self, sizes: ShapeEnv) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.taken = False
+        self.known = len(sizes.guards)
+
+    def look(self) -> None:
+        """What was asked since the last function of torch, the module itself has asked."""
+        self.taken = self.taken or len(self.sizes.guards) > self.known
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.look()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.known = len(self.sizes.guards)
