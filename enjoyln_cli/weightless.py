@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -34,14 +34,41 @@ _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, ate
 
 
 @contextmanager
-def weightless() -> Iterator[None]:
+def weightless() -> Iterator[Memory]:
     """Within it, a model on the meta device runs on inputs that have values.
 
     Raises ``RuntimeError`` where a value is asked for that depends on a weight.
     """
     all_chosen = symbolic.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
-    with _KeepWritten(), _KeepGiven(), all_chosen:
-        yield
+    with _KeepWritten(), _KeepGiven() as run, all_chosen:
+        yield run.computed
+
+
+class Memory:
+    """The memory of all values that a run computes."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def add(self, result: Any, operands: Any) -> None:
+        """What an op gave out, unless it is memory of an operand."""
+        before = _storages(operands)
+        found = _storages(result)
+        self._storages |= {key: one for key, one in found.items() if key not in before}
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in it, whatever object of Python it is."""
+        return not self._storages.keys().isdisjoint(_storages(tensor))
+
+
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    found = {}
+    for value in pytree.tree_leaves(values):
+        if isinstance(value, torch.Tensor):
+            with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse, not made yet
+                storage = value.untyped_storage()
+                found[storage._cdata] = storage
+    return found
 
 
 class _KeepWritten(TorchFunctionMode):
@@ -87,10 +114,18 @@ def forget_stored(model: nn.Module) -> None:
 class _KeepGiven(TorchDispatchMode):
     """Ops on tensors with values run on the CPU, all others on the meta device."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = Memory()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        result = self._run(func, args, dict(kwargs or {}))
+        self.computed.add(result, (args, kwargs))
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if _makes_new(func, given):
             kwargs["device"] = _device_of_new(func, args, kwargs, given)
@@ -177,8 +212,10 @@ def _check_put(target: torch.Tensor, indices: list[Any], values: Any = None) -> 
         )
 
 
-def without_weights(model: nn.Module) -> nn.Module:
+def without_weights(model: nn.Module, copied: list[torch.Tensor] | None = None) -> nn.Module:
     """``model`` itself if its weights are on the meta device, else a copy with weights there.
+
+    To ``copied`` all other tensors are added that it holds a copy of.
 
     Those that accelerate's hooks would bring there are not: the copy has no such hooks.
     """
@@ -189,11 +226,14 @@ def without_weights(model: nn.Module) -> nn.Module:
         id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
     }
     memo |= {id(module._hf_hook): None for module in hooked}
-    copied = copy.deepcopy(model, memo)
-    for module in copied.modules() if hooked else ():
+    bare = copy.deepcopy(model, memo)
+    if copied is not None:
+        held = memo.get(id(memo), ())  # where deepcopy keeps what it has copied
+        copied += [value for value in held if isinstance(value, torch.Tensor)]
+    for module in bare.modules() if hooked else ():
         for name in ("forward", "_old_forward", "_hf_hook"):
             module.__dict__.pop(name, None)
-    return copied
+    return bare
 
 
 def beside(model: nn.Module, value: Any) -> Any:

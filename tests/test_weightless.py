@@ -223,11 +223,12 @@ def example(*sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(sum(sizes), 5, dtype=torch.float64) + 0.3, torch.tensor(sizes)
 
 
-def converted(model: nn.Module, plan: Plan) -> nn.Module:
+def converted(model: nn.Module, plan: Plan, guarded: bool = True) -> nn.Module:
     folded = copy.deepcopy(model)
     centre_parameters(folded, plan)
     norms = [verdict.norm for verdict in plan.folded]
-    return install(folded, norms, plan.ops, plan.entry_inputs, plan.unproven)
+    unproven, covered = (plan.unproven, plan.covered) if guarded else ((), None)
+    return install(folded, norms, plan.ops, plan.entry_inputs, unproven, covered=covered)
 
 
 def error(folded: nn.Module, model: nn.Module, *given: Any, **named: Any) -> float:
@@ -327,7 +328,7 @@ def test_a_value_written_in_place_keeps_its_norm_and_no_other() -> None:
     assert reasons["last"] == "its memory is written in place"
     assert [verdict.norm for verdict in plan.folded] == ["side"]
     assert error(converted(model, plan), model, *example(2, 5)) <= 1e-12
-    forced = converted(model, plan)
+    forced = converted(model, plan, guarded=False)
     install(forced, ["last"], ())
     assert error(forced, model, *example(2, 5)) > 1e-3
 
@@ -356,7 +357,7 @@ def test_a_write_that_is_seen_through_shared_memory_keeps_the_norm(
     model = random(Shared(change, by_example))
     plan = analyze_module(model, *example(3, 4)).plan
     assert [verdict.norm for verdict in plan.kept] == ["norm"]
-    forced = converted(model, plan)
+    forced = converted(model, plan, guarded=False)
     install(forced, ["norm"], ())
     assert error(forced, model, *example(2, 5)) > 1e-3
 

@@ -35,6 +35,21 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
     return y.to(x.dtype)
 
 
+def exported_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``rms_norm`` by torch's operator, which an exported graph keeps as one, with any ``eps``.
+
+    Written out it would be several, in which the optimiser of ONNX drops an ``eps`` below 1e-8.
+    The operator of ONNX wants a weight; where torch's exporter has none, it makes one as large as
+    ``x``.
+    """
+    dtype = x.dtype if bias is None else wider(x.dtype)
+    weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
+    if weight is None and torch.onnx.is_in_onnx_export():
+        weight = x.new_ones(x.shape[-1:], dtype=dtype)
+    y = F.rms_norm(x.to(dtype).contiguous(), x.shape[-1:], weight, eps)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """``F.layer_norm`` over the last dimension, with ``weight`` and ``bias`` of any float dtype.
 

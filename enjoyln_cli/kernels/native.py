@@ -12,7 +12,8 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,6 +169,7 @@ def _hooks() -> tuple[Any, ...]:
         Tensor.contiguous,
         getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version),
         torch.is_autocast_enabled,
+        Tensor.is_neg,
     )
 
 
@@ -273,11 +275,24 @@ def use(isa: str) -> bool:
     return has("cpu") and _library().enjoyln_cpu(isa.encode()) is not None
 
 
+@contextmanager
+def _not_traced() -> Iterator[None]:
+    """Within it, ``torch.jit.trace`` records nothing."""
+    compiled: Any = torch._C
+    state = compiled._get_tracing_state()
+    compiled._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        compiled._set_tracing_state(state)
+
+
+@_not_traced()
 @_python_dispatch._disable_current_modes()
 def _check(loaded: Any, device: str) -> None:
     """A library made on somebody's machine is run against the formula before it is trusted.
 
-    On real tensors, also where the first use is in a graph that is being captured.
+    On real tensors, also where the first use is in a graph that is being captured or traced.
     """
     if loaded.run("rms_norm", torch.ones(1, 8, device=device), None, None, 1e-5) is NotImplemented:
         raise build.NoLibrary(f"the kernels for {device} do not run")

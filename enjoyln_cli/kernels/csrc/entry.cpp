@@ -60,7 +60,7 @@ struct Torch {
   PyObject *tensor, *parameter;             // the two types that are plain
   PyObject *modes, *tracing;                // functions without arguments
   PyObject *forward_ad, *level;             // a module's dict and the name in it
-  PyObject *empty_like, *contiguous, *increment_version, *autocast;
+  PyObject *empty_like, *contiguous, *increment_version, *autocast, *is_neg;
 } torch;
 
 // torch's own functions in C, as far as it has them, to make a tensor without a way through Python.
@@ -75,7 +75,8 @@ bool (*grad_enabled)() = nullptr;
 const int MOST_DIMENSIONS = 16;
 
 struct Names {
-  PyObject *requires_grad, *training, *shifted, *parameters, *weight, *bias, *eps, *shape;
+  PyObject *requires_grad, *training, *fold, *parameters, *weight, *bias, *eps, *shape;
+  PyObject *weightless, *biasless;
 } names;
 
 typedef int (*ParallelFor)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
@@ -140,8 +141,31 @@ bool watched(PyObject* const* tensors, int n) {
   return false;
 }
 
+int64_t size(const DLTensor& t) {
+  int64_t n = 1;
+  for (int i = 0; i < t.ndim; i++) n *= t.shape[i];
+  return n;
+}
+
+// References that end with the call.
+struct Held {
+  PyObject* p = nullptr;
+  ~Held() { if (p) Py_DecRef(p); }
+  PyObject* give() { PyObject* q = p; p = nullptr; return q; }
+};
+
+PyObject* call1(PyObject* function, PyObject* argument) {
+  return PyObject_Vectorcall(function, &argument, 1, nullptr);
+}
+
+// Where the elements of a tensor are. DLPack's function tells nothing of a lazy negation, and gives no
+// address for what only stands for a tensor (zeros, a functionalised one).
 bool view(PyObject* t, DLTensor* out, Dtype* dtype) {
   if (torch.dlpack->tensor_from_python(t, out)) return false;
+  if (!out->data && size(*out)) return false;
+  Held negated;
+  negated.p = call1(torch.is_neg, t);
+  if (!negated.p || PyObject_IsTrue(negated.p)) return false;
   out->data = (char*)out->data + out->byte_offset;
   if (out->lanes != 1) return false;
   if (out->code == DL_FLOAT && out->bits == 32) *dtype = F32;
@@ -161,26 +185,9 @@ bool contiguous(const DLTensor& t) {
   return true;
 }
 
-int64_t size(const DLTensor& t) {
-  int64_t n = 1;
-  for (int i = 0; i < t.ndim; i++) n *= t.shape[i];
-  return n;
-}
-
 bool alike(const DLTensor& a, const DLTensor& b) {
   return a.ndim == b.ndim && a.device_type == b.device_type && a.device_id == b.device_id &&
          !memcmp(a.shape, b.shape, sizeof(int64_t) * a.ndim);
-}
-
-// References that end with the call.
-struct Held {
-  PyObject* p = nullptr;
-  ~Held() { if (p) Py_DecRef(p); }
-  PyObject* give() { PyObject* q = p; p = nullptr; return q; }
-};
-
-PyObject* call1(PyObject* function, PyObject* argument) {
-  return PyObject_Vectorcall(function, &argument, 1, nullptr);
 }
 
 // Tells autograd that a tensor was written.
@@ -250,10 +257,12 @@ bool run_cpu(Call& c) {
     if (one.p && (!cpu->has(one.dtype) || (one.dtype == F64 && c.dtype != F64))) return false;
   const bool as_they_are = c.dtype == BF16 && c.w_dtype == BF16 && c.b_dtype == BF16;
   const Dtype want = as_they_are ? BF16 : c.dtype == F64 ? F64 : F32;
-  c.w = parameter(c.w, c.w_dtype, want, c.d, false);
-  c.b = parameter(c.b, c.b_dtype, want, c.d, true);
+  if (c.w || c.b || c.layer) {
+    c.w = parameter(c.w, c.w_dtype, want, c.d, false);
+    c.b = parameter(c.b, c.b_dtype, want, c.d, true);
+    if (!c.w || !c.b) return false;
+  }
   c.w_dtype = c.b_dtype = want;
-  if (!c.w || !c.b) return false;
   if (c.rows * c.d < serial_below || c.rows == 1 || !parallel_for) {
     cpu->rows(&c, 0, c.rows);
     return true;
@@ -381,13 +390,20 @@ bool is_set(PyObject* attributes, PyObject* name, bool if_missing) {
   return value ? PyObject_IsTrue(value) != 0 : if_missing;
 }
 
-// args: a module like nn.LayerNorm, and its input. Declines in training mode, where the module's
-// inputs are shifted, and where its parameters are not plain ones.
+// Whether a parameter changes nothing, as a module's own attribute says, and no gradient is wanted of it.
+bool is_neutral(PyObject* attributes, PyObject* name, PyObject* parameter) {
+  return is_set(attributes, name, false) && !(grad_enabled() && requires_grad(parameter) != 0);
+}
+
+// args: a module like nn.LayerNorm, its input, what it has to belong to for its input to have zero
+// mean, and whether parameters that change nothing need not be read. Declines where it does not, in
+// training mode, and where its parameters are not plain.
 PyObject* module_rms_norm(PyObject*, PyObject* const* args, ptrdiff_t n) {
   Held attributes;
-  attributes.p = n == 2 ? PyObject_GenericGetDict(args[0], nullptr) : nullptr;
+  attributes.p = n == 4 ? PyObject_GenericGetDict(args[0], nullptr) : nullptr;
   PyObject* own = attributes.p;
-  if (!own || is_set(own, names.training, true) || is_set(own, names.shifted, false))
+  if (!own || PyDict_GetItemWithError(own, names.fold) != args[2] ||
+      is_set(own, names.training, true))
     return declines();
   PyObject* parameters = PyDict_GetItemWithError(own, names.parameters);
   PyObject* eps = PyDict_GetItemWithError(own, names.eps);
@@ -395,12 +411,38 @@ PyObject* module_rms_norm(PyObject*, PyObject* const* args, ptrdiff_t n) {
   PyObject* weight = PyDict_GetItemWithError(parameters, names.weight);
   PyObject* bias = PyDict_GetItemWithError(parameters, names.bias);
   if (!weight || !bias) return declines();
+  const int skip = PyObject_IsTrue(args[3]);
+  if (skip && is_neutral(own, names.weightless, weight)) weight = &_Py_NoneStruct;
+  if (skip && is_neutral(own, names.biasless, bias)) bias = &_Py_NoneStruct;
   if (weight == &_Py_NoneStruct) {
     PyObject* shape = PyDict_GetItemWithError(own, names.shape);
     if (!shape || PyTuple_Size(shape) != 1) return declines();
   }
   PyObject* given[] = {args[1], weight, bias, eps};
   return norm(NORM, false, true, given, 4);
+}
+
+// args: three lists of as many dictionaries, names and values, two of dictionaries and sizes, two of
+// objects and types. Whether each dictionary has that value of that name (None: or nothing), each that
+// size, and each object that type. Not about tensors, and here since it is asked before every call.
+PyObject* same(PyObject*, PyObject* const* args, ptrdiff_t n) {
+  if (n != 7) return declines();
+  ptrdiff_t lengths[7];
+  for (int i = 0; i < 7; i++) lengths[i] = PyList_Size(args[i]);
+  if (lengths[0] < 0 || lengths[1] != lengths[0] || lengths[2] != lengths[0] || lengths[3] < 0 ||
+      lengths[4] != lengths[3] || lengths[5] < 0 || lengths[6] != lengths[5])
+    return declines();
+  for (ptrdiff_t i = 0; i < lengths[0]; i++) {
+    PyObject* value = PyDict_GetItemWithError(PyList_GetItem(args[0], i), PyList_GetItem(args[1], i));
+    if ((value ? value : &_Py_NoneStruct) != PyList_GetItem(args[2], i))
+      return PyErr_Occurred() ? declines() : PyBool_FromLong(0);
+  }
+  for (ptrdiff_t i = 0; i < lengths[3]; i++)
+    if (PyDict_Size(PyList_GetItem(args[3], i)) != PyLong_AsLongLong(PyList_GetItem(args[4], i)))
+      return PyErr_Occurred() ? declines() : PyBool_FromLong(0);
+  for (ptrdiff_t i = 0; i < lengths[5]; i++)
+    if (PyList_GetItem(args[5], i)->type != PyList_GetItem(args[6], i)) return PyBool_FromLong(0);
+  return PyBool_FromLong(1);
 }
 
 #define BOTH(text, form, layer)                                         \
@@ -416,6 +458,7 @@ PyMethodDef FUNCTIONS[] = {
     {"sum_rms_norm_over", function<SUM_OVER, false, true>, METH_FASTCALL, nullptr},
     {"sum_layer_norm_over", function<SUM_OVER, true, true>, METH_FASTCALL, nullptr},
     {"module_rms_norm", module_rms_norm, METH_FASTCALL, nullptr},
+    {"same", same, METH_FASTCALL, nullptr},
 };
 const int COUNT = sizeof(FUNCTIONS) / sizeof(FUNCTIONS[0]);
 
@@ -429,22 +472,23 @@ EXPORT PyObject* enjoyln_function(int i) {
 }
 EXPORT const char* enjoyln_name(int i) { return i < COUNT ? FUNCTIONS[i].name : nullptr; }
 
-// Takes the exchange capsule, the other 10 objects of `Torch` in its order, and what torch says about
+// Takes the exchange capsule, the other 11 objects of `Torch` in its order, and what torch says about
 // gradients by. Returns 0 where the DLPack is not one known here.
 EXPORT int enjoyln_start(PyObject* given, void* grad) {
-  PyObject* objects[11];
-  for (int i = 0; i < 11; i++) {
+  PyObject* objects[12];
+  for (int i = 0; i < 12; i++) {
     objects[i] = PyTuple_GetItem(given, i);
     if (!objects[i]) return 0;
     Py_IncRef(objects[i]);
   }
   torch.dlpack = (const DLPackExchangeAPI*)PyCapsule_GetPointer(objects[0], "dlpack_exchange_api");
   if (!torch.dlpack || torch.dlpack->major != 1 || !torch.dlpack->tensor_from_python) return 0;
-  memcpy(&torch.tensor, objects + 1, sizeof(PyObject*) * 10);
+  memcpy(&torch.tensor, objects + 1, sizeof(PyObject*) * 11);
   grad_enabled = (bool (*)())grad;
-  const char* texts[] = {"requires_grad", "training", "shifted", "_parameters",
-                         "weight",        "bias",     "eps",     "normalized_shape"};
-  for (int i = 0; i < 8; i++) ((PyObject**)&names)[i] = PyUnicode_InternFromString(texts[i]);
+  const char* texts[] = {"requires_grad", "training", "_enjoyln_fold", "_parameters",
+                         "weight",        "bias",     "eps",           "normalized_shape",
+                         "weightless",    "biasless"};
+  for (int i = 0; i < 10; i++) ((PyObject**)&names)[i] = PyUnicode_InternFromString(texts[i]);
   return 1;
 }
 

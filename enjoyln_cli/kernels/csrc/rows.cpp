@@ -123,8 +123,8 @@ template <class T> struct Row {
   bool fits;  // whether floats held its sums
 };
 
-// y = (x - mean) * scale * w + b for K rows.
-template <class T, class P, bool LAYER, int K>
+// y = (x - mean) * scale * w + b for K rows; with w and b of null, which BARE says, without them.
+template <class T, class P, bool LAYER, bool BARE, int K>
 void write(const Row<T>* rows, const P* w, const P* b, int64_t d) {
   const int L = Wide<T>::lanes;
   Vec<T> mean[K], scale[K];
@@ -138,25 +138,38 @@ void write(const Row<T>* rows, const P* w, const P* b, int64_t d) {
   }
   int64_t i = 0;
   for (; i + 2 * L <= d; i += 2 * L) {
-    const auto weight = Parameters<T, P>::load(w + i), bias = Parameters<T, P>::load(b + i);
+    Two<Vec<T>> weight = {}, bias = {};
+    if (!BARE) {
+      weight = Parameters<T, P>::load(w + i);
+      bias = Parameters<T, P>::load(b + i);
+    }
     EACH(k, K) {
       auto v = load_two(x[k] + i);
       if (LAYER) {
         v.a -= mean[k];
         v.b -= mean[k];
       }
-      v.a = v.a * scale[k] * weight.a + bias.a;
-      v.b = v.b * scale[k] * weight.b + bias.b;
+      v.a *= scale[k];
+      v.b *= scale[k];
+      if (!BARE) {
+        v.a = v.a * weight.a + bias.a;
+        v.b = v.b * weight.b + bias.b;
+      }
       store_two(y[k] + i, v);
     }
   }
   for (; i < d; i += L) {
     const int64_t n = d - i < L ? d - i : L;
-    const auto weight = load_some(w + i, n), bias = load_some(b + i, n);
+    Vec<T> weight = {}, bias = {};
+    if (!BARE) {
+      weight = load_some(w + i, n);
+      bias = load_some(b + i, n);
+    }
     EACH(k, K) {
       auto v = load_some(x[k] + i, n);
       if (LAYER) v -= mean[k];
-      store_some(y[k] + i, v * scale[k] * weight + bias, n);
+      v *= scale[k];
+      store_some(y[k] + i, BARE ? v : v * weight + bias, n);
     }
   }
 }
@@ -179,7 +192,8 @@ APART void careful(const Row<T>& row, const P* w, const P* b, int64_t d, double 
   }
   double scale = 1 / sqrt(sum / d + eps * shrink * shrink) + bad;
   for (int64_t i = 0; i < d; i++)
-    put(row.y + i, (one(row.x + i) * shrink - mean) * scale * one(w + i) + one(b + i));
+    put(row.y + i,
+        (one(row.x + i) * shrink - mean) * scale * (w ? one(w + i) : 1) + (b ? one(b + i) : 0));
 }
 
 // Adds and sums up K rows.
@@ -209,7 +223,7 @@ template <class T, bool LAYER, int K> void sum_up(const Call& c, int64_t row, Ro
   }
 }
 
-template <class T, class P, bool LAYER> void norms(const Call& c, int64_t row, int64_t end) {
+template <class T, class P, bool LAYER, bool BARE> void norms(const Call& c, int64_t row, int64_t end) {
   const P *w = (const P*)c.w, *b = (const P*)c.b;
   const int many = c.d * sizeof(T) <= 16384 ? MANY<T> : 1;  // or they drive each other from the cache
   Row<T> rows[MANY<T>];
@@ -219,18 +233,19 @@ template <class T, class P, bool LAYER> void norms(const Call& c, int64_t row, i
     for (int k = 0; k + 2 <= count; k += 2) sum_up<T, LAYER, 2>(c, row + k, rows + k);
     bool fit = true;
     for (int k = 0; k < count; k++) fit &= rows[k].fits;
-    if (fit && count == MANY<T>) write<T, P, LAYER, MANY<T>>(rows, w, b, c.d);
+    if (fit && count == MANY<T>) write<T, P, LAYER, BARE, MANY<T>>(rows, w, b, c.d);
     else
       for (int k = 0; k < count; k++)
-        if (rows[k].fits) write<T, P, LAYER, 1>(rows + k, w, b, c.d);
+        if (rows[k].fits) write<T, P, LAYER, BARE, 1>(rows + k, w, b, c.d);
         else careful(rows[k], w, b, c.d, c.eps, LAYER);
     row += count;
   }
 }
 
 template <class T, class P = Scalar<T>> void typed(const Call& c, int64_t begin, int64_t end) {
-  if (c.layer) norms<T, P, true>(c, begin, end);
-  else norms<T, P, false>(c, begin, end);
+  if (c.layer) norms<T, P, true, false>(c, begin, end);
+  else if (c.w) norms<T, P, false, false>(c, begin, end);
+  else norms<T, P, false, true>(c, begin, end);
 }
 
 template <class T> void widen(float* to, const T* from, int64_t n) {
@@ -246,8 +261,8 @@ template <class T> void widen(float* to, const T* from, int64_t n) {
 // Whether the instruction set has a way with the dtype.
 HIDDEN int HAS(NAME)(Dtype dtype) { return dtype != F16 || HAS_HALF; }
 
-// Computes the rows from begin to end; w and b are not null, and of float32, or float64 for float64,
-// or both bfloat16 for bfloat16.
+// Computes the rows from begin to end. w and b are of float32, or float64 for float64, or both bfloat16
+// for bfloat16; RMSNorm may be without both, and else neither is null.
 HIDDEN void ROWS(NAME)(const Call* c, int64_t begin, int64_t end) {
   if (c->dtype == BF16 && c->w_dtype == BF16) typed<bfloat, bfloat>(*c, begin, end);
   if (c->dtype == BF16 && c->w_dtype == F32) typed<bfloat>(*c, begin, end);
