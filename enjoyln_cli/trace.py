@@ -1,29 +1,24 @@
 """From a model and a call of it to a graph, with its parameters named.
 
-A model class is built on the meta device (no weights) and captured by ``torch.export``. Where that
-fails, or leaves a norm's input without a shape, since shapes depend on the values of inputs, the
-ops of one run on example values are recorded instead (see ``weightless``), and the graph holds for
-calls of that kind. Names are those of the plan's reference class, whichever class a graph came
-from.
+A model class is built on the meta device (no weights), and what it runs is recorded (see
+``recorder``), or captured by ``torch.export`` where a recording cannot tell all. Where that fails,
+or leaves a norm's input without a shape, since shapes depend on the values of inputs, the ops of
+one run on example values are recorded instead (see ``weightless``), and the graph holds for calls
+of that kind. Names are those of the plan's reference class, whichever class a graph came from.
 """
 
 from __future__ import annotations
 
-import gc
 import inspect
-import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, replace
-from io import StringIO
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, Node
-from torch.fx import config as fx_config
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -32,7 +27,20 @@ from enjoyln_cli.calls import Call
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.examples import accepted_by
 from enjoyln_cli.nodes import packet, shape_of
-from enjoyln_cli.returned import by_field, is_fed_back, tensors_in
+from enjoyln_cli.norm_modules import first_names
+from enjoyln_cli.places import Spot, lost_places, places_of, settle
+from enjoyln_cli.reasons import say_why
+from enjoyln_cli.recorder import is_recordable, record
+from enjoyln_cli.regions import (
+    closed,
+    has_closed,
+    put_back_regions,
+    read_by_closed,
+    read_inside,
+)
+from enjoyln_cli.returned import is_fed_back
+from enjoyln_cli.running import Steps, Watchers, ready
+from enjoyln_cli.sharing import kept_outside, shared_otherwise, ties
 from enjoyln_cli.weightless import (
     beside,
     on_cpu,
@@ -67,6 +75,17 @@ class Trace:
     fed_back: frozenset[str]
     """Fields that a later call may be given."""
     call: Call
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    """Norms that run where the graph does not show it, or in another way than by a call, and why.
+    """
+    locked: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that others see under no name of theirs, or that a call changes, and why."""
+    places: Mapping[Node, Spot] = field(default_factory=dict)
+    """The values that an operation can act on, with where it stands."""
+    lost: frozenset[Spot] = frozenset()
+    """Places that act on something else, too, and so cannot be used."""
+    hidden: frozenset[str] = frozenset()
+    """Modules that a control flow operator may call, whose graph is not this one."""
     by_example: bool = False
     """Whether the graph is that of the example's values, rather than of any."""
 
@@ -96,6 +115,23 @@ class Trace:
                     values.update(dict.fromkeys(self._from_outside(node, call, path)))
         yield from ((path, list(values)) for path, values in found.values())
 
+    def leaving_unreturned(self, paths: Container[str]) -> set[str]:
+        """Those of the modules without children out of which more goes than what they return."""
+        return {
+            path
+            for node in self.graph.nodes
+            for call, path in self.calls_of(node)
+            if path in paths and self.places.get(node) != (path, "output")
+            if any(call not in dict(self.calls_of(user)) for user in node.users)
+            if not self._is_given(node, call)
+        }
+
+    def _is_given(self, node: Node, call: str) -> bool:
+        """Whether a value of a call is one from outside: a cast that changes nothing, of that."""
+        source = uncast(node)
+        dtypes = {getattr(n.meta.get("val"), "dtype", n) for n in (node, source)}
+        return len(dtypes) == 1 and call not in dict(self.calls_of(source))
+
     def _from_outside(self, node: Node, call: str, path: str) -> list[Node]:
         return [
             operand
@@ -114,39 +150,20 @@ class Trace:
         return any(name.rpartition(".")[0] == path for name in names)
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """The parameters of a model that is captured, by its own names."""
+
+    model: nn.Module
+    ties: Mapping[str, tuple[str, ...]]
+    locked: Mapping[str, str]
+
+
 def uncast(node: Node) -> Node:
     """The value behind casts; one that changes nothing hands out the tensor it was given."""
     while getattr(node.target, "overloadpacket", None) in (aten.to, aten._to_copy, aten.alias):
         node = node.args[0]  # type: ignore[assignment]
     return node
-
-
-class Steps(nn.Module):
-    """Runs a model's calls in one graph and returns every tensor that it gives out."""
-
-    def __init__(self, model: nn.Module, flags: Mapping[str, Any], inner: str | None) -> None:
-        super().__init__()
-        self.model = model
-        self.flags = dict(flags)
-        self.inner = inner
-
-    def forward(self, *steps: Any) -> list[tuple[dict[str, list[torch.Tensor]], Any]]:
-        """For each step the model's output by field, and all that ``inner`` returned."""
-        returned: list[tuple[dict[str, list[torch.Tensor]], Any]] = []
-        cache: dict[str, Any] = {}
-        inside: list[Any] = []
-        if self.inner is not None:
-            base = self.model.get_submodule(self.inner)
-            hook = base.register_forward_hook(lambda *call: inside.append(call[-1]))
-        for args, kwargs in steps:
-            result = self.model(*args, **kwargs, **cache, **self.flags)
-            returned.append((by_field(result), tensors_in(inside)))
-            if getattr(result, "past_key_values", None) is None:
-                break
-            cache = {"past_key_values": result.past_key_values}
-        if self.inner is not None:
-            hook.remove()
-        return returned
 
 
 def _inner(path: str) -> str:
@@ -162,24 +179,33 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
     Raises ``TraceFailed`` where the model neither exports nor runs without its weights.
     """
     exported, exporting = None, None
+    weights = _Weights(model, ties(model), shared_otherwise(model))
+    aliases = first_names(model)
+
+    def named(path: str) -> str:
+        return naming(aliases.get(path, path))
+
+    if is_recordable(model):
+        with suppress(Exception), ready(model) as watchers:  # whatever it is, export tells
+            return _drawn(model, call, named, inner, weights, watchers)
     try:
-        with ready(model):
-            exported = _exported(model, call, naming, inner)
+        with ready(model) as watchers:
+            exported = _exported(model, call, named, inner, weights, watchers)
     except Exception as error:  # torch.export raises what it meets, of any class
-        exporting = error
+        exported, exporting = None, error
     if exported is not None and not _normalises_unknown_shapes(exported.graph):
         return exported
     try:
-        bare = without_weights(model)
-        with ready(bare):
-            return _recorded(bare, call, naming, inner)
+        copied: list[torch.Tensor] = []
+        bare = without_weights(model, copied)
+        weights = replace(weights, locked={**weights.locked, **kept_outside(model, copied)})
+        with ready(bare) as watchers:
+            return _recorded(bare, call, named, inner, weights, watchers)
     except Exception as error:
         if exported is not None:
             return exported
-        first = str(error).strip().split("\n")[0][:300]
         raise TraceFailed(
-            f"{type(model).__name__} could not be traced ({call.label}): "
-            f"{type(error).__name__}: {first}"
+            f"{type(model).__name__} could not be traced ({call.label}): {say_why(error)}"
         ) from exporting
 
 
@@ -194,29 +220,44 @@ def accepts(model: nn.Module, call: Call) -> bool:
     bare = without_weights(model)
     try:
         with ready(bare), weightless():
-            Steps(bare, call.flags, None)(*on_cpu(call.steps))
+            Steps(bare, call.flags, None, cache=call.cache)(*on_cpu(call.steps))
     except Exception:  # whatever a model raises at inputs of a wrong form
         return False
     return True
 
 
-@contextmanager
-def ready(model: nn.Module) -> Iterator[None]:
-    """In eval mode, without gradients, without warnings, with the inputs of blocks marked."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with warnings.catch_warnings(), torch.no_grad(), _brief_export(), _marked_inputs(model):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for module in training:
-            module.training = True
+def _drawn(
+    model: nn.Module,
+    call: Call,
+    naming: Naming,
+    inner: str | None,
+    weights: _Weights,
+    watchers: Watchers,
+) -> Trace:
+    runner = Steps(model, call.flags, inner, watchers, call.cache)
+    found = record(runner, call.steps)
+    settle(found.graph)
+    returned = _fields(found.returned, found.layout)
+    trace = _named(
+        found.graph, found.parameters, found.inputs, returned, model, call, naming, weights
+    )
+    return _with_memory(trace, model, weights, runner.replaced, found.constants, watchers)
 
 
-def _exported(model: nn.Module, call: Call, naming: Naming, inner: str | None) -> Trace:
-    runner = Steps(model, call.flags, inner)
+def _exported(
+    model: nn.Module,
+    call: Call,
+    naming: Naming,
+    inner: str | None,
+    weights: _Weights,
+    watchers: Watchers,
+) -> Trace:
+    runner = Steps(model, call.flags, inner, watchers, call.cache)
     program = torch.export.export(runner, beside(model, call.steps), strict=False)
+    put_back_regions(program.graph_module)
+    settle(program.graph)
+    if any(mutating(inside.graph) for inside in closed(program.graph_module)):
+        raise TraceFailed("a control flow operator writes in place, which cannot be analysed")
     replace_private_writes(program.graph)
     if mutating(program.graph):
         if hides_sharing(program.graph):
@@ -228,12 +269,15 @@ def _exported(model: nn.Module, call: Call, naming: Naming, inner: str | None) -
     named = dict(model.named_parameters(remove_duplicate=False))
     parameters: dict[Node, torch.Tensor] = {}
     inputs: list[Node | None] = []
+    constants: list[Any] = []
     for spec in program.graph_signature.input_specs:
         node = nodes.get(getattr(spec.arg, "name", ""))
         if spec.kind.name == "USER_INPUT":
             inputs.append(node)
         elif spec.kind.name == "PARAMETER" and node is not None:
             parameters[node] = named[_inner(spec.target)]
+        elif spec.kind.name == "CONSTANT_TENSOR":
+            constants.append(program.constants.get(spec.target))
     given_out = program.graph.output_node().args[0]
     outputs = list(zip(program.graph_signature.output_specs, given_out, strict=True))
     returned = _fields(
@@ -243,11 +287,20 @@ def _exported(model: nn.Module, call: Call, naming: Naming, inner: str | None) -
     for spec, node in outputs:
         if spec.kind.name != "USER_OUTPUT":
             returned.pop(node, None)  # it is written into a buffer too
-    return _named(program.graph, parameters, inputs, returned, model, call, naming)
+    found = _named(program.graph, parameters, inputs, returned, model, call, naming, weights)
+    outside = [*constants, *read_inside(program.graph_module)]
+    return _with_memory(found, model, weights, runner.replaced, outside, watchers)
 
 
-def _recorded(model: nn.Module, call: Call, naming: Naming, inner: str | None) -> Trace:
-    runner = Steps(model, call.flags, inner)
+def _recorded(
+    model: nn.Module,
+    call: Call,
+    naming: Naming,
+    inner: str | None,
+    weights: _Weights,
+    watchers: Watchers,
+) -> Trace:
+    runner = Steps(model, call.flags, inner, watchers, call.cache)
     leaves, layout = pytree.tree_flatten(on_cpu(call.steps))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     layouts: list[pytree.TreeSpec] = []
@@ -261,23 +314,87 @@ def _recorded(model: nn.Module, call: Call, naming: Naming, inner: str | None) -
         layouts.append(results_layout)
         return results
 
-    with weightless(), fx_traceback.preserve_node_meta(), _recorded_modules(runner):
+    with weightless() as computed, fx_traceback.preserve_node_meta(), _recorded_modules(runner):
         recorded = make_fx(run, pre_dispatch=True, _error_on_data_dependent_ops=False)(*tensors)
+    settle(recorded.graph)
     replace_private_writes(recorded.graph)
-    mark_written(recorded.graph)
     held = {id(parameter) for parameter in model.parameters()}
     parameters: dict[Node, torch.Tensor] = {}
+    constants: list[Any] = [read_inside(recorded)]
     for node in recorded.graph.nodes:
         if node.op == "get_attr":
             value = node.meta["val"] = getattr(recorded, node.target)
             if id(value) in held:
                 parameters[node] = value
+            else:
+                constants.append(value)
+    known = pytree.tree_leaves(constants)
+    if any(torch.is_tensor(value) and computed.holds(value) for value in known):
+        raise TraceFailed("a value leaves the graph as a parameter or a tensor of another class")
+    mark_written(recorded.graph, _sharing(parameters, model, weights))
     given = iter([node for node in recorded.graph.nodes if node.op == "placeholder"])
     inputs = [next(given) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     given_out: Any = recorded.graph.output_node().args[0]
     returned = _fields(list(given_out), layouts[-1])
-    found = _named(recorded.graph, parameters, inputs, returned, model, call, naming)
+    found = _named(recorded.graph, parameters, inputs, returned, model, call, naming, weights)
+    found = _with_memory(found, model, weights, runner.replaced, constants, watchers)
     return replace(found, by_example=True)
+
+
+def _sharing(
+    parameters: Mapping[Node, torch.Tensor], model: nn.Module, weights: _Weights
+) -> list[Node]:
+    """The nodes of parameters that lie in memory of others."""
+    named = {id(t): name for name, t in model.named_parameters(remove_duplicate=False)}
+    names = {node: named[id(tensor)] for node, tensor in parameters.items()}
+    return [n for n, name in names.items() if name in weights.locked or len(weights.ties[name]) > 1]
+
+
+def _with_memory(
+    trace: Trace,
+    model: nn.Module,
+    weights: _Weights,
+    replaced: Iterable[str],
+    outside: Iterable[Any],
+    watchers: Watchers,
+) -> Trace:
+    """The trace with what is known of the memory of parameters, of norms and of places.
+
+    A module that a control flow operator may call has no place: that call is not in the graph.
+    """
+    tensors = [value for value in pytree.tree_leaves(list(outside)) if torch.is_tensor(value)]
+    locked = dict.fromkeys(replaced, "a call of the model changes it")
+    locked |= kept_outside(weights.model, tensors)
+    outside_names = {trace.naming(name) for name in locked}
+    locked |= weights.locked
+    lost = watchers.places.lost | lost_places(trace.graph)
+    found = places_of(trace.graph)
+    hidden: set[str] = set()
+    if has_closed(trace.graph):
+        read = set(outside_names)
+        for node, names in trace.parameters.items():
+            if read_by_closed(node):
+                read.update(names)
+        hidden = _may_call(model, trace.naming, read)
+        lost |= {(path, at) for path in hidden for at in ("input", "output")}
+    return replace(
+        trace,
+        locked={trace.naming(name): reason for name, reason in locked.items()},
+        places={node: (trace.naming(path), at) for node, (path, at) in found.items()},
+        lost=frozenset((trace.naming(path), at) for path, at in lost),
+        unseen={trace.naming(path): why for path, why in watchers.norms.unseen.items()},
+        hidden=frozenset(map(trace.naming, hidden)),
+    )
+
+
+def _may_call(model: nn.Module, naming: Naming, read: Container[str]) -> set[str]:
+    """The modules that may be called where parameters ``read`` are: theirs, and those of none."""
+    found = set()
+    for path, module in model.named_modules():
+        own = [naming(f"{path}.{name}" if path else name) for name, _ in module.named_parameters()]
+        if not own or any(name in read for name in own):
+            found.add(path)
+    return found
 
 
 @contextmanager
@@ -306,62 +423,6 @@ def _recorded_modules(root: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-@contextmanager
-def _marked_inputs(model: nn.Module) -> Iterator[None]:
-    """The first input of each block appears as an ``alias`` inside of the block's call.
-
-    Blocks are modules with children that stand in a list. Their input is a place where a value can
-    be changed, and the graph by itself does not tell which of its values that is.
-    """
-
-    def mark(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (_marked(args[0]), *args[1:]), kwargs
-        first = next(iter(inspect.signature(module.forward).parameters), "")
-        if first in kwargs:
-            kwargs = {**kwargs, first: _marked(kwargs[first])}
-        return args, kwargs
-
-    hooks = [
-        block.register_forward_pre_hook(mark, with_kwargs=True)
-        for module in model.modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential))
-        for block in module
-        if block is not None and any(block.children())
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _marked(value: Any) -> Any:
-    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return aten.alias(value) if floating else value
-
-
-@contextmanager
-def _brief_export() -> Iterator[None]:
-    """Without what torch says about exceptions that it raises anyway, and a quarter faster.
-
-    No Python stack is recorded with each node, and nothing looks for garbage while a graph grows.
-    """
-    logged, collecting = logging.root.manager.disable, gc.isenabled()
-    unrecorded = getattr(fx_config, "do_not_emit_stack_traces", False)  # since torch 2.13
-    logging.disable(logging.ERROR)
-    fx_config.do_not_emit_stack_traces = True
-    gc.disable()
-    try:
-        with redirect_stderr(StringIO()):
-            yield
-    finally:
-        logging.disable(logged)
-        fx_config.do_not_emit_stack_traces = unrecorded
-        if collecting:
-            gc.enable()
-
-
 def _named(
     graph: Graph,
     parameters: Mapping[Node, torch.Tensor],
@@ -370,12 +431,15 @@ def _named(
     model: nn.Module,
     call: Call,
     naming: Naming,
+    weights: _Weights,
 ) -> Trace:
     """The trace of a graph; ``inputs`` are the nodes of the flattened steps, in their order."""
-    aliases: dict[int, list[str]] = {}
+    aliases: dict[int, dict[str, None]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(tensor), []).append(naming(name))
-    names = [_key(path) for path, _ in pytree.tree_flatten_with_path(call.steps)[0]]
+        tied = (naming(other) for other in weights.ties[name])
+        aliases.setdefault(id(tensor), {}).update(dict.fromkeys(tied))
+    order = inspect.signature(model.forward).parameters
+    names = [_input_name(path, order) for path, _ in pytree.tree_flatten_with_path(call.steps)[0]]
     accepted = accepted_by(model)
     leaves = {naming(path) for path, module in model.named_modules() if not any(module.children())}
     return Trace(
@@ -394,15 +458,27 @@ def _named(
 
 
 def _fields(returned: list[Node], layout: pytree.TreeSpec) -> dict[Node, tuple[str, ...]]:
-    """The fields of each value that ``Steps`` returned; none for what ``inner`` alone returned."""
+    """The fields of each value that ``Steps`` returned; none for what ``inner`` alone returned.
+
+    What leaves in another way than by being returned, which comes last, is not among them.
+    """
     fields: dict[Node, dict[str, None]] = {node: {} for node in returned}
-    for by_name, _ in pytree.tree_unflatten(returned, layout):
+    *steps, (_, others) = pytree.tree_unflatten(returned, layout)
+    for by_name, _ in steps:
         for name, nodes in by_name.items():
             for node in nodes:
                 fields[node][name] = None
-    return {node: tuple(names) for node, names in fields.items()}
+    return {node: tuple(names) for node, names in fields.items() if node not in others}
 
 
-def _key(path: Any) -> str:
-    last = path[-1]
-    return str(getattr(last, "key", getattr(last, "idx", last)))
+def _input_name(path: Any, order: Mapping[str, inspect.Parameter]) -> str:
+    """The argument of ``forward`` that is a value in ``steps``; ``extra.add`` for one inside of it.
+
+    One of ``*args`` has no name: ``*2``.
+    """
+    _, kind, *places = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+    if kind == "0":  # by position
+        named = [name for name, p in order.items() if p.kind <= p.POSITIONAL_OR_KEYWORD]
+        place = int(places[0])
+        places[0] = named[place] if place < len(named) else f"*{place}"
+    return ".".join(places)
