@@ -1,0 +1,206 @@
+"""Thousands of random modules: is any folded wrongly, does anything raise what is no refusal?
+
+    python scripts/random_modules.py --count 10000 --out modules.jsonl
+    python scripts/random_modules.py --count 500 --seed 4000 --workers 2
+    python scripts/random_modules.py --seed 123 --one          one of them, with its source
+    python scripts/random_modules.py --seed 123 --one --shrink  and with as little as still fails
+
+``tests/random_modules.py`` writes the modules, ``tests/random_check.py`` analyses each, folds it in
+memory, and compares all that leaves it, in float64, on inputs of other shapes and values. Every
+worker is a process of its own; one that crashes or takes too long is started again. Exits with 1
+where anything is wrong; a call that was not analysed has to be refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import multiprocessing.connection
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+SECONDS = 30
+"""What one module may take."""
+FAILURES = ("wrong", "apart", "raised", "spoiled", "crashed", "timeout")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--out", type=Path, help="a line of JSON for each module")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--one", action="store_true", help="the module --seed, with its source")
+    parser.add_argument("--shrink", action="store_true", help="make failures small first")
+    options = parser.parse_args()
+    if options.one:
+        return show(options.seed, options.shrink)
+    results = []
+    out = options.out.open("w") if options.out else None
+    begin = time.monotonic()
+    for result in run(range(options.seed, options.seed + options.count), options.workers):
+        results.append(result)
+        if out:
+            out.write(json.dumps(result) + "\n")
+            out.flush()
+        if result["outcome"] in FAILURES:
+            print(f"\r\x1b[K{described(result)}" if sys.stdout.isatty() else described(result))
+        if sys.stdout.isatty() or len(results) % 100 == 0:
+            gone = time.monotonic() - begin
+            left = gone / len(results) * (options.count - len(results))
+            text = f"{len(results)} of {options.count}, {left / 60:.0f} min left"
+            print(f"\r\x1b[K{text}" if sys.stdout.isatty() else text, end="", flush=True)
+            print("" if not sys.stdout.isatty() else "", end="\n" * (not sys.stdout.isatty()))
+    print()
+    print(summary(results))
+    return int(any(r["outcome"] in FAILURES for r in results))
+
+
+def described(result: dict[str, Any]) -> str:
+    parts = ", ".join(result["decisions"])
+    lines = [f"{result['outcome']} seed {result['seed']}: error {result['error']:.2g} [{parts}]"]
+    lines += [f"    {result[key]}" for key in ("call", "where") if result[key]]
+    if result["outcome"] in ("raised", "spoiled", "crashed"):
+        lines.append(f"    {result['reason'][:300]}")
+    return "\n".join(lines)
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    count = Counter(r["outcome"] for r in results)
+    folded = sum(bool(r["folded"]) for r in results)
+    norms = sum(r["folded"] for r in results), sum(r["norms"] for r in results)
+    lines = [
+        ", ".join(f"{number} {name}" for name, number in count.most_common()),
+        f"{folded} of {len(results)} modules have a folded norm; {norms[0]} of {norms[1]} norms",
+    ]
+    reasons = Counter(
+        reason.split("\n")[0][:150]
+        for r in results
+        if r["outcome"] in ("kept", "refused")
+        for reason in r["reason"].split("; ")
+    )
+    lines += ["why norms stay, and what is refused:"]
+    lines += [f"{number:6} {reason}" for reason, number in reasons.most_common(40)]
+    parts: Counter[str] = Counter()
+    for r in results:
+        if r["outcome"] in FAILURES:
+            parts.update(set(d.partition(": ")[2] for d in r["decisions"]))
+    if parts:
+        lines += ["what failing modules are made of:"]
+        lines += [f"{number:6} {what}" for what, number in parts.most_common(25)]
+    return "\n".join(lines)
+
+
+def run(seeds: range, workers: int) -> Iterator[dict[str, Any]]:
+    """The results, in the order in which they are found."""
+    context = multiprocessing.get_context("spawn")
+    waiting = iter(seeds)
+    running: dict[Any, Worker] = {}
+    for seed in waiting:
+        worker = Worker(context)
+        worker.give(seed)
+        running[worker.pipe] = worker
+        if len(running) == workers:
+            break
+    while running:
+        ready = multiprocessing.connection.wait([*running], timeout=1)
+        for pipe, worker in list(running.items()):
+            if pipe in ready:
+                result = worker.take()
+            elif time.monotonic() > worker.until:
+                result = failed(worker.seed, "timeout", f"took more than {SECONDS} s")
+                worker.process.kill()
+            else:
+                continue
+            yield result
+            if result["outcome"] in ("timeout", "crashed"):
+                del running[pipe]
+                worker.process.join()
+                worker = Worker(context)
+                running[worker.pipe] = worker
+            seed = next(waiting, None)
+            if seed is None:
+                worker.stop()
+                del running[worker.pipe]
+            else:
+                worker.give(seed)
+
+
+def failed(seed: int, outcome: str, why: str) -> dict[str, Any]:
+    from random_modules import write
+
+    made_of = [f"{place}: {what}" for place, what in write(seed).decisions.items()]
+    empty = {"norms": 0, "folded": 0, "error": 0.0, "call": "", "where": why, "skipped": 0}
+    return {"seed": seed, "outcome": outcome, "reason": why, "decisions": made_of, **empty}
+
+
+class Worker:
+    """A process that checks one module after the other."""
+
+    def __init__(self, context: Any) -> None:
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=work, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+        self.seed, self.until, self.first = 0, 0.0, True
+
+    def give(self, seed: int) -> None:
+        self.seed = seed
+        self.until = time.monotonic() + SECONDS + 60 * self.first
+        self.first = False
+        self.pipe.send(seed)
+
+    def take(self) -> dict[str, Any]:
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return failed(self.seed, "crashed", f"the process ended: {self.process.exitcode}")
+
+    def stop(self) -> None:
+        with suppress(OSError):
+            self.pipe.send(None)
+        self.process.join(5)
+        self.process.kill()
+
+
+def work(pipe: Any) -> None:
+    import torch
+    from random_check import check
+
+    torch.set_num_threads(1)
+    while (seed := pipe.recv()) is not None:
+        result = dataclasses.asdict(check(seed))
+        pipe.send(result)
+
+
+def show(seed: int, shrink: bool) -> int:
+    import torch
+    from random_check import checked, shrunk
+    from random_modules import write
+
+    torch.set_num_threads(1)
+    written = write(seed)
+    if shrink:
+        written = shrunk(written)
+    print(written)
+    print(f"# analysed: {written.example}")
+    result = checked(written)
+    print(f"# {result.outcome}: {result.folded} of {result.norms} norms, error {result.error:.3g}")
+    for text in (result.call, result.where, result.reason):
+        if text:
+            print("\n".join(f"#   {line}" for line in text.split("\n")))
+    return int(result.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
