@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import metadata as package_metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from enjoyln_cli.checkpoint import Source
 from enjoyln_cli.fold import BENCH_FILE, RECIPE_FILE, VERIFY_FILE
 from enjoyln_cli.pipeline import MODULES
 from enjoyln_cli.plan import Plan
-from enjoyln_cli.rows import counts, notes, number, row
+from enjoyln_cli.rows import UNTIED, counts, notes, number, row
 
 BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
 END = "<!-- enjoyln: end of the section -->"
@@ -132,8 +133,8 @@ def values(
     return {
         "title": out.name,
         "origin": origin,
-        "folded": found["folded"],
-        "norms": found["norms"],
+        "folded": found["become_rmsnorm"],
+        "norms": found["layernorms"],
         "done": _done(found, dtype),
         "recipe": RECIPE_FILE,
         "outputs": ", ".join(f"`{key}`" for key in plan.outputs),
@@ -141,6 +142,8 @@ def values(
         "relation": RELATION if source.revision else "",
         "merged": bool(plan.merged),
         "unproven": bool(plan.unproven),
+        "untied": ", ".join(f"`{one.tensor}`" for one in plan.untied),
+        "homepage": _homepage(),
         "begin": BEGIN,
         "end": END,
         "state": state,
@@ -152,7 +155,8 @@ def values(
 
 def _done(found: Values, dtype: str) -> list[str]:
     """What ``enjoyln fold`` prints of a plan."""
-    lines = [f"folded {counts(found)}", *notes(found)[1:]]
+    told = (line for line in notes(found)[1:] if UNTIED not in line)  # the card says more of it
+    lines = [f"converted {counts(found)}", *told]
     return [*lines, f"  all floating weights were converted to {dtype}"] if dtype else lines
 
 
@@ -182,13 +186,31 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
         "complaint": complaint,
         "checks": _checks(checked) if checked else [],
         "summary": str(checked.get("summary", ""))[:1].upper() + str(checked.get("summary"))[1:],
-        "rows": checked.get("rows"),
+        "inputs": _inputs(checked),
         "verify": VERIFY_FILE,
         "speeds": _speeds(measured.get("rows")),
         "conditions": _conditions(measured),
         "stock": stock,
         "fast": fast,
+        "homepage": _homepage(),
     }
+
+
+def _inputs(found: Values) -> str:
+    """How many inputs were run: ``16 inputs``, or ``8 of 128 images``."""
+    rows, full = found.get("rows"), found.get("full_rows")
+    kind = str(found.get("inputs_are", "inputs"))[:20]
+    is_partial = isinstance(rows, int) and isinstance(full, int) and rows < full
+    return f"{rows} of {full} {kind}" if is_partial else f"{rows} {kind}"
+
+
+def _homepage() -> str:
+    """Where this package can be had: the first of the project's URLs; empty where it has none."""
+    try:
+        urls = package_metadata("enjoyln").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return ""
+    return next((url.partition(",")[2].strip() for url in urls), "")
 
 
 def renewed(text: str, section: str) -> str:
@@ -218,6 +240,12 @@ def _checks(found: Values) -> list[tuple[str, str, str, str]]:
         ("runtime error", shown_number("runtime_error"), own, f"RMSNorm, in {dtype}"),
         ("stock error", shown_number("stock_error"), own, "plain transformers class"),
         ("ratio", shown_number("ratio"), "1", f"passes up to {shown_number('max_ratio')}"),
+        (
+            "worst position",
+            shown_number("worst_position_error"),
+            shown_number("worst_position_original"),
+            f"passes up to {shown_number('max_position_ratio')} times",
+        ),
         ("KL divergence", shown_number("kl"), "", "from the original"),
         ("top-1 agreement", shown_number("top1_agreement"), "", "with the original"),
     ]
@@ -229,17 +257,20 @@ def _checks(found: Values) -> list[tuple[str, str, str, str]]:
 
 
 def _speeds(found: Any) -> list[tuple[str, ...]]:
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for entry in found if isinstance(found, list) else []:
         if not isinstance(entry, dict):
             continue
         try:
-            low, middle, high = (f"{value:.3f}" for value in entry["speedup_quartiles"])
-            times = [f"{entry[name]:.4g} ms" for name in ("original_ms", "folded_ms")]
+            time = f"{entry['models']['original']['median_ms']:.4g} ms"
+            faster = f"{entry['speedup']:.3f}"
+            if entry["speedup_interval"] is not None:
+                low, high = (f"{value:.3f}" for value in entry["speedup_interval"])
+                faster += f" ({low} to {high})"
             words = [str(entry[name])[:100].replace("|", "\\|") for name in ("case", "verdict")]
-        except (KeyError, TypeError, ValueError):  # what somebody has written
+        except (KeyError, TypeError, ValueError):  # by an older version, or written by somebody
             continue
-        lines.append((words[0], *times, f"{middle} ({low} to {high})", words[1]))
+        lines.append((words[0], time, faster, words[1]))
     return lines
 
 
@@ -247,7 +278,7 @@ def _conditions(found: Values) -> str:
     """Where and how the times were measured, as one line."""
     told = [str(found[name])[:100] for name in ("hardware", "dtype", "date") if name in found]
     if "repeats" in found:
-        told.append(f"medians of {found['repeats']} turns")
+        told.append(f"medians of at most {found['repeats']} rounds")
     return ", ".join(told)
 
 

@@ -143,7 +143,7 @@ def open_source(
     if model and os.path.isdir(local):
         if stream:
             raise UnsupportedModel(
-                f"{model} is a directory, of which nothing has to be fetched: leave --stream out"
+                f"{model} is a directory, so there is nothing to download: leave --stream out"
             )
         if revision is not None:
             raise ModelNotFound(f"{model} is a directory and has no revision {revision!r}; drop it")
@@ -197,7 +197,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
             tensors[stored.name] = stored
     for name, shard in promised.items():
         if name not in tensors or tensors[name].file != shard:
-            raise BadCheckpoint(f"{shard} lacks {name}, which {first} promises; fetch it again")
+            raise BadCheckpoint(f"{shard} lacks {name}, which {first} lists; fetch it again")
     if not tensors:
         raise BadCheckpoint(f"{first} of {source.model} holds no tensors; fetch it again")
     require_unpacked(tensors)
@@ -229,10 +229,10 @@ def _located(source: Source, name: str) -> Path:
     try:
         real = (root / name).resolve()
     except (OSError, RuntimeError) as error:
-        raise BadCheckpoint(f"{root / name} is a link that leads nowhere") from error
+        raise BadCheckpoint(f"{root / name} is a broken link") from error
     if not any(real.is_relative_to(place) for place in allowed):
         raise BadCheckpoint(
-            f"{name} is a link out of {source.path}, to {real}; put the file itself there"
+            f"{name} is a link to {real}, outside of {source.path}; put the file itself there"
         )
     if not real.is_file():
         raise BadCheckpoint(f"{name} is missing in {source.path}; fetch it again")

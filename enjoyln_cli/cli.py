@@ -19,6 +19,7 @@ import click
 
 from enjoyln_cli import __version__, team, usage
 from enjoyln_cli.arguments import (
+    COMPUTE_DTYPES,
     DTYPES,
     FILE,
     FOLDER,
@@ -27,6 +28,7 @@ from enjoyln_cli.arguments import (
     Names,
     Options,
     bench_options,
+    checking_options,
     hub_options,
     json_option,
     model_class_option,
@@ -132,7 +134,7 @@ def ask(what: str, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise click.UsageError(
-            f"would push {what}; pass --yes to go on, as nobody can be asked here."
+            f"would push {what}; pass --yes to confirm, since there is no terminal to ask on"
         )
     try:
         click.confirm(f"Push {what}?", abort=True, err=True)
@@ -153,9 +155,11 @@ def main() -> None:
 
 @main.command()
 @click.argument("models", nargs=-1, metavar="MODEL...", shell_complete=usage.folders)
-@click.option("--why", metavar="NORM", help="Show why this norm folds or stays, as a tree.")
-@click.option("--paper", is_flag=True, help="Add the count of the paper's Algorithm 1 as printed.")
-@click.option("--options", is_flag=True, help="Add what each option of fold would gain.")
+@click.option(
+    "--why", metavar="NORM", help="Show why this norm becomes RMSNorm or stays LayerNorm."
+)
+@click.option("--paper", is_flag=True, help="Add the count of Algorithm 1 of the Enjoy-LN paper.")
+@click.option("--options", is_flag=True, help="Add the counts with --widen-mlp and with --untie.")
 @model_class_option
 @outputs_option
 @plan_options
@@ -164,42 +168,56 @@ def main() -> None:
     "types",
     multiple=True,
     metavar="TYPE",
-    help="That type's default config.",
+    help="Use this type's default config instead of a MODEL.",
 )
 @click.option(
     "--write-recipe", "save", type=NEW_FILE, metavar="FILE", help="Save the plan as YAML."
 )
-@click.option("--save", "picture", type=NEW_FILE, metavar="FILE", help="Draw: .svg, .html, .png.")
+@click.option(
+    "--save",
+    "picture",
+    type=NEW_FILE,
+    metavar="FILE",
+    help="Draw the model, or the norm of --why: .svg, .html, .png.",
+)
 @click.option("--format", "form", type=FORMATS, default="table", show_default=True)
 @hub_options
 def report(
     models: Names, types: Names, why: str | None, save: Path | None, opening: Options, **show: Any
 ) -> None:
-    """Which LayerNorms can go, and why not. Reads configs only, no weights."""
+    """Show which LayerNorms can become RMSNorm, and why others stay. Reads no weights."""
     if bool(models) == bool(types):
-        raise click.UsageError("name one MODEL or more, or a --model-type instead.")
+        raise click.UsageError("name at least one MODEL, or use --model-type instead.")
     if why and len(models or types) > 1:
-        raise click.UsageError("--why takes one model at a time.")
+        raise click.UsageError("--why takes one MODEL.")
     if save and (why or show["picture"]):
-        raise click.UsageError(f"--write-recipe and {'--why' if why else '--save'}: choose one.")
+        raise click.UsageError(
+            f"--write-recipe cannot be combined with {'--why' if why else '--save'}."
+        )
     if why and show["form"] != "table":
-        raise click.UsageError("--why shows a tree; drop --format.")
+        raise click.UsageError("--why cannot be combined with --format.")
     if show["picture"]:
         _check_picture(models or types, show["picture"])
     if save:
         check_file(save)
-    from enjoyln_cli.convert import recipe_text
-    from enjoyln_cli.report import write_rows, write_tree
+    from enjoyln_cli.progress import watching
 
-    found, failed = _inspected(models or types, bool(types), opening)
+    with watching(not sys.stderr.isatty()) as watch:
+        from enjoyln_cli.convert import recipe_text  # takes seconds
+        from enjoyln_cli.report import say, write_rows, write_tree
+
+        found, failed = _inspected(models or types, bool(types), opening, watch.event)
+        if not (save or why or show["picture"]):
+            rows = [one.row(show["paper"], show["options"]) for one in found]
     if show["picture"]:
         _draw((models or types)[0], found[0].analysis, show["picture"], why)
     elif why:
         write_tree(found[0].analysis.why(why))
     elif save and not failed:
         write_file(save, recipe_text(found).encode())
+        say(f"wrote {save}")
     elif not save:
-        write_rows([one.row(show["paper"], show["options"]) for one in found], show["form"])
+        write_rows(rows, show["form"])
     if failed:
         raise click.exceptions.Exit(1)
 
@@ -207,7 +225,7 @@ def report(
 def _check_picture(names: Names, file: Path) -> None:
     """Refuse what cannot be drawn before anything is computed."""
     if len(names) > 1:
-        raise click.UsageError("--save draws one model at a time.")
+        raise click.UsageError("--save takes one MODEL.")
     from enjoyln_cli import draw
 
     draw.check(file)
@@ -221,14 +239,17 @@ def _draw(name: str, analysis: Any, file: Path, norm: str | None) -> None:
     say(f"drew {file}")
 
 
-def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[Any], bool]:
+def _inspected(
+    names: Names, are_types: bool, opening: Options, event: Callable[[str, str], None]
+) -> tuple[list[Any], bool]:
     """Every model that could be analysed; one that could not is named and the others go on."""
     from enjoyln_cli import convert
 
     found, failed = [], False
     for name in names:
         try:
-            found.append(convert.inspect(name, convert.Opening(**opening), is_type=are_types))
+            opened = convert.Opening(**opening)
+            found.append(convert.inspect(name, opened, is_type=are_types, on_event=event))
         except EnjoyLNError as error:
             if len(names) == 1:
                 raise
@@ -240,21 +261,43 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 @main.command()
 @click.argument("model", shell_complete=usage.folders)
 @click.option("-o", "--out", type=FOLDER, help="New directory for the result.")
-@click.option("--recipe", type=FILE, help="Make these edits only; refused where unproven.")
+@click.option(
+    "--recipe", type=FILE, help="Make only the edits of this recipe; refused if one is not proven."
+)
 @model_class_option
 @outputs_option
 @plan_options
-@click.option("--dtype", type=DTYPES, help="Convert all floating weights on the way.")
-@click.option("--max-shard-size", callback=parse_size, metavar="SIZE", help="Cut shards anew: 5GB.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Workers; as many as cores by default.")
-@click.option("--keep-means", is_flag=True, help="Keep what `enjoyln unfold` restores MODEL from.")
-@click.option("--allow-nonfinite", is_flag=True, help="Let NaN and Inf spread over their groups.")
-@click.option("--stream", is_flag=True, help="Fetch, fold and drop file by file; not verified.")
-@click.option("--dry-run", is_flag=True, help="Show the plan and the sizes, write nothing.")
+@click.option("--dtype", type=DTYPES, help="Also convert all floating-point weights to this dtype.")
+@click.option(
+    "--max-shard-size",
+    callback=parse_size,
+    metavar="SIZE",
+    help="Re-shard into files of at most this size, such as 5GB.",
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Parallel workers (default: number of cores)."
+)
+@click.option(
+    "--keep-means",
+    is_flag=True,
+    help="Save the data that `enjoyln unfold` needs to restore MODEL exactly.",
+)
+@click.option(
+    "--allow-nonfinite",
+    is_flag=True,
+    help="Accept weights with NaN or Inf; centring spreads them within a tensor.",
+)
+@click.option(
+    "--stream", is_flag=True, help="Download, convert and delete one file at a time; not verified."
+)
+@click.option("--dry-run", is_flag=True, help="Show the plan and the sizes; write nothing.")
 @click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
+@checking_options(60)
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--resume", is_flag=True, help="Go on where a killed run stopped, if there was one.")
-@click.option("--push-to-hub", "repo_id", metavar="REPO_ID", help="Then push OUT there.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run, if there is one.")
+@click.option(
+    "--push-to-hub", "repo_id", metavar="REPO_ID", help="Then upload OUT to this repository."
+)
 @push_options
 @quiet_option
 @json_option
@@ -262,34 +305,43 @@ def _inspected(names: Names, are_types: bool, opening: Options) -> tuple[list[An
 def fold(
     model: str, out: Path | None, dry_run: bool, quiet: bool, as_json: bool, **options: Any
 ) -> None:
-    """Convert MODEL into the new directory OUT, and verify the result."""
+    """Convert MODEL into the new directory OUT and verify the result."""
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
     if options["keep_means"] and options["dtype"]:
-        raise click.UsageError("--keep-means keeps what centring loses, not what --dtype does.")
+        raise click.UsageError("--keep-means cannot be combined with --dtype.")
     if not options["repo_id"]:
         refuse_push_options(options)
     if options["opening"]["stream"]:
         if options["max_shard_size"]:
-            raise click.UsageError("--stream keeps the files as they are; drop --max-shard-size.")
+            raise click.UsageError("--stream cannot be combined with --max-shard-size.")
         options["verify"] = False
     out = None if dry_run else out
     helps = team.present().rank > 0
     chatty = not (quiet or as_json or helps)
     if chatty:
         show_transfers()
+    if not options["verify"] and (options["samples"] or options["seconds"]):
+        what = "--samples" if options["samples"] else "--seconds"
+        raise click.UsageError(f"{what} goes with the check; drop --no-verify and --stream.")
+    if options["seconds"] is None:
+        del options["seconds"]
     push_it = _push_after(options, dry_run, helps, chatty)
-    from enjoyln_cli import convert, rows
-    from enjoyln_cli.report import watching, write_fold, write_json
+    from enjoyln_cli.progress import watching
 
-    opening = convert.Opening(**options.pop("opening"))
-    place = {name: options[name] for name in ("force", "resume")}
     with watching(not chatty) as watch, team.joined(watch.event) as us:
+        from enjoyln_cli import convert, rows  # takes seconds
+
+        options["on_check"] = watch.seconds
+        opening = convert.Opening(**options.pop("opening"))
+        place = {name: options[name] for name in ("force", "resume")}
         begin = partial(convert.prepare, model, out, opening, **place, on_event=watch.event)
         ready, last = team.agree(us, begin), (watch.event, watch.progress)
         result = convert.write(ready, out, *last, **options, team=us) if out else None
     if helps:
         return
+    from enjoyln_cli.report import write_fold, write_json
+
     shown = {name: options[name] for name in ("dtype", "keep_means")}
     found = rows.fold_row(model, ready, result, watch.warnings, **shown)
     found |= push_it(out)
@@ -312,7 +364,7 @@ def _push_after(
         return lambda out: {}
     if not options["verify"]:
         raise click.UsageError(
-            "--push-to-hub takes verified results only; drop --no-verify and --stream."
+            "--push-to-hub pushes verified results only; drop --no-verify and --stream."
         )
     if helps:
         return lambda out: {}
@@ -335,9 +387,11 @@ def _push_after(
             sent = hub.send(upload, commit_message=message, token=to["token"])
             return {"pushed": sent.to_json()}
         except EnjoyLNError as error:
-            raise type(error)(f"{out} is written and not pushed: {error}") from error
+            raise type(error)(f"{out} was written but not pushed: {error}") from error
         except KeyboardInterrupt as error:
-            raise KeyboardInterrupt(f"{out} is written; {str(error) or 'not pushed'}") from None
+            raise KeyboardInterrupt(
+                f"{out} was written; {str(error) or 'it was not pushed'}"
+            ) from None
 
     return push_it
 
@@ -347,20 +401,25 @@ def _push_after(
 @click.option(
     "-o", "--out", "back", type=FOLDER, required=True, metavar="BACK", help="New directory."
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Workers; as many as cores by default.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Parallel workers (default: number of cores)."
+)
 @click.option("--force", is_flag=True, help="Replace BACK if it exists.")
 @quiet_option
 @json_option
 def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Give back what OUT was made from, bit for bit if it was folded with --keep-means.
+    """Restore the original of OUT, bit for bit if it was folded with --keep-means.
 
-    Otherwise BACK is OUT without its marker: a LayerNorm checkpoint that computes the same.
+    Otherwise BACK is a copy of OUT without its `enjoyln` entry: a LayerNorm checkpoint
+    that gives the same outputs.
     """
-    from enjoyln_cli import rows
-    from enjoyln_cli import unfold as restore
-    from enjoyln_cli.report import watching, write_json, write_unfold
+    from enjoyln_cli.progress import watching
 
     with watching(quiet or as_json) as watch:
+        from enjoyln_cli import rows  # takes seconds
+        from enjoyln_cli import unfold as restore
+        from enjoyln_cli.report import write_json, write_unfold
+
         found = rows.unfold_row(restore(folded, back, on_progress=watch.progress, **options))
     if as_json:
         write_json(found)
@@ -370,25 +429,49 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
 
 @main.command()
 @click.argument("out", type=FOLDER)
-@click.option("--against", metavar="MODEL", help="The original, if not the one OUT remembers.")
-@click.option("--text", type=FILE, help="Text to run on, with its perplexity.")
-@click.option("--image", "images", type=FILE, multiple=True, help="Images to run on.")
-@click.option("--compute-dtype", "dtype", type=DTYPES, help="Run in this dtype instead of OUT's.")
-@click.option("--max-ratio", type=float, default=1.25, show_default=True, help="Pass up to this.")
+@click.option(
+    "--against", metavar="MODEL", help="The original, if it has moved since OUT was made."
+)
+@click.option(
+    "--text", type=FILE, help="Running text to run on; adds the perplexity of a language model."
+)
+@click.option(
+    "--image", "images", type=FILE, multiple=True, help="Run on this image; may be repeated."
+)
+@click.option(
+    "--compute-dtype",
+    "dtype",
+    type=COMPUTE_DTYPES,
+    help="Run in this dtype (default: that of OUT).",
+)
+@click.option(
+    "--max-ratio", type=float, default=1.25, show_default=True, help="Fail above this error ratio."
+)
+@checking_options(None)
 @placing_options
-@click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Run N first blocks only.")
+@click.option(
+    "--layers", type=click.IntRange(min=1), metavar="N", help="Run only the first N blocks."
+)
 @quiet_option
 @json_option
 @hub_options
 def verify(out: Path, quiet: bool, as_json: bool, opening: Options, **options: Any) -> None:
-    """Prove that OUT computes the original function. Exit status 0 if so, 1 if not."""
-    if options["text"] and options["images"]:
-        raise click.UsageError("--text and --image: a model is run on one of them, choose it.")
-    from enjoyln_cli import verify as check
-    from enjoyln_cli.report import watching, write_json, write_verification
+    """Check that OUT gives the original's outputs: exit status 0 if so, 1 if not."""
+    own = {"--text": options["text"], "--image": options["images"]}
+    own["--samples with a file"] = isinstance(options["samples"], Path)
+    given = [name for name, value in own.items() if value]
+    if len(given) > 1:
+        raise click.UsageError(f"{given[0]} and {given[1]} cannot be combined.")
+    from enjoyln_cli.progress import watching
 
     with watching(quiet or as_json) as watch:
-        found = check(out, on_event=watch.event, **options, **opening)
+        watch.event("stage", f"verifying {out}")
+        from enjoyln_cli import verify as check  # takes seconds
+
+        told: Options = {"on_event": watch.event, "on_progress": watch.seconds}
+        found = check(out, **told, **options, **opening)
+    from enjoyln_cli.report import write_json, write_verification
+
     if as_json:
         write_json(found.to_json())
     elif not quiet:
@@ -402,27 +485,52 @@ def verify(out: Path, quiet: bool, as_json: bool, opening: Options, **options: A
 @main.command()
 @click.argument("out", type=FOLDER)
 @click.option(
-    "--original", "--against", "against", metavar="MODEL", help="If not the one OUT remembers."
+    "--original",
+    "--against",
+    "against",
+    metavar="MODEL",
+    help="The original, if it has moved since OUT was made.",
 )
 @bench_options
-@click.option("--dtype", type=DTYPES, help="Run in this dtype instead of OUT's.")
-@click.option("--device", metavar="DEVICE", help="cpu or cuda; a GPU where there is one.")
-@click.option("--plot", "picture", type=NEW_FILE, metavar="FILE", help="Draw: .png, .svg.")
+@click.option(
+    "--dtype", "run_dtype", type=DTYPES, help="Run in this dtype (default: that of OUT's weights)."
+)
+@click.option(
+    "--device", metavar="DEVICE", help="cpu, cuda or mps (default: a GPU if there is one)."
+)
+@click.option(
+    "--plot", "picture", type=NEW_FILE, metavar="FILE", help="Draw the results: .png or .svg."
+)
 @quiet_option
 @json_option
 @hub_options
 def bench(
-    out: Path, picture: Path | None, quiet: bool, as_json: bool, opening: Options, **options: Any
+    out: Path,
+    picture: Path | None,
+    quiet: bool,
+    as_json: bool,
+    opening: Options,
+    asked: Options,
+    run_dtype: str | None,
+    **options: Any,
 ) -> None:
-    """Time OUT beside its original on this machine, and what is left to gain."""
-    from enjoyln_cli import bench as measure
-    from enjoyln_cli import plot
-    from enjoyln_cli.report import watching, write_bench, write_json
+    """Time OUT and its original on this machine: what norms cost, and how much of it is saved.
+
+    Takes about two minutes: a first short measurement decides which sizes fit, and how many rounds.
+    """
+    from enjoyln_cli.progress import watching
 
     if picture:
+        from enjoyln_cli import plot
+
         plot.check(picture)
     with watching(quiet or as_json) as watch:
-        found = measure(out, on_event=watch.event, **options, **opening)
+        from enjoyln_cli.bench import Asked  # takes seconds
+        from enjoyln_cli.bench import bench as measure
+        from enjoyln_cli.report import write_bench, write_json
+
+        told: Options = {"on_event": watch.event, "on_progress": watch.seconds}
+        found = measure(out, asked=Asked(**asked), dtype=run_dtype, **told, **options, **opening)
     if as_json:
         write_json(found.to_json())
     elif not quiet:
@@ -435,16 +543,18 @@ def bench(
 @click.argument("out", type=FOLDER)
 @click.argument("repo_id")
 @push_options
-@click.option("--revision", metavar="REV", help="Branch to push to; made where there is none.")
+@click.option("--revision", metavar="REV", help="Branch to push to; created if missing.")
 @click.option("--token", metavar="TOKEN", help="Hub token that may write.")
-@click.option("--dry-run", is_flag=True, help="List the files and what is new, send nothing.")
-@click.option("--force", is_flag=True, help="Push what is not verified; the card says so.")
+@click.option("--dry-run", is_flag=True, help="List the files and what is new; send nothing.")
+@click.option(
+    "--force", is_flag=True, help="Push although OUT is not verified; the model card says so."
+)
 @quiet_option
 @json_option
 def push(
     out: Path, repo_id: str, dry_run: bool, quiet: bool, as_json: bool, **options: Any
 ) -> None:
-    """Upload OUT, verified, to the Hub as REPO_ID. Goes on where an earlier run stopped."""
+    """Upload a verified OUT to the Hub as REPO_ID. Continues an interrupted upload."""
     chatty = not quiet and not as_json
     if chatty:
         show_transfers()
@@ -452,7 +562,7 @@ def push(
     from enjoyln_cli.report import upload_line, write_doubts, write_json, write_push
 
     yes, message = options.pop("yes"), options.pop("commit_message")
-    upload = hub.prepare(out, repo_id, **options)
+    upload = hub.prepare(out, repo_id, look_only=dry_run, **options)
     if chatty:
         write_doubts(upload)
     if not dry_run:
@@ -467,7 +577,7 @@ def push(
 @main.command()
 @json_option
 def env(as_json: bool) -> None:
-    """What is active on this machine, what is missing and why. Compiles the kernels."""
+    """Show which kernels this machine uses, what is missing and why. Compiles them."""
     from enjoyln_cli.kernels.environment import environment
     from enjoyln_cli.report import write_environment, write_json
 

@@ -107,8 +107,8 @@ def require_plausible(config: Mapping[str, Any], model: str) -> None:
     """
     for name in _ELSEWHERE & config.keys():
         raise BadCheckpoint(
-            f"the {CONFIG} of {model} has {name}, so that transformers would read something else "
-            "than it says; take that out"
+            f"the {CONFIG} of {model} has {name}, which makes transformers read another config "
+            "than this file; remove it"
         )
     named = config.get("architectures")
     if not (named is None or isinstance(named, list) and all(isinstance(n, str) for n in named)):
@@ -146,7 +146,7 @@ def require_unquantised(config: Mapping[str, Any], model: str) -> None:
             method = found.get("quant_method") if isinstance(found, dict) else None
             raise UnsupportedModel(
                 f"{model} is quantised ({method or 'so its config says'}) and cannot be centred "
-                "exactly; fold the original checkpoint, then quantise the result"
+                "exactly; fold the original checkpoint and run the result unquantised"
             )
 
 

@@ -7,7 +7,7 @@ a recipe can only choose among proven edits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,21 +15,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from enjoyln_cli import checkpoint as store
+from enjoyln_cli.clock import Progress
 from enjoyln_cli.edit import edits_of
 from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
+from enjoyln_cli.holders import holds_a_model, models_in
 from enjoyln_cli.keeping import bytes_to_keep
 from enjoyln_cli.news import Event, by_python
 from enjoyln_cli.output import check_place, finished, work_of
 from enjoyln_cli.placing import bytes_to_write
 from enjoyln_cli.plan import PLAIN, Options
-from enjoyln_cli.rows import Row, row
+from enjoyln_cli.rows import Row, counted, row, suggestion
 from enjoyln_cli.stream import summed
+from enjoyln_cli.suggest import better, suggestions
 from enjoyln_cli.team import ALONE, Team
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import Pipeline, PretrainedConfig
 
     from enjoyln_cli.analysis import Analysis
+    from enjoyln_cli.calls import ExampleCalls
     from enjoyln_cli.fold import FoldResult
     from enjoyln_cli.plan import Plan
     from enjoyln_cli.recipe import Recipe
@@ -37,8 +41,8 @@ if TYPE_CHECKING:
 
 OPTIONS: dict[str, dict[str, Any]] = {"widen-mlp": {"widen_mlp": True}, "untie": {"untie": True}}
 """What a report can set beside the plan: the name of a column to what it allows."""
-
-"""Receives ``("stage" | "warning", text)``."""
+CHECK_SECONDS = 60.0
+"""The time that the check of a fold may take, by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,8 @@ class Opening:
     recipe: str | Path | None = None
     stream: bool = False
     """Fetch files of weights from the Hub one by one, and drop them when they are folded."""
+    example_calls: ExampleCalls = field(default=(), repr=False)
+    """Calls to prove beside those that the config tells."""
 
     @property
     def hub(self) -> dict[str, Any]:
@@ -88,8 +94,14 @@ class Inspected:
             name: _allowing(found, replace(self.options, **setting))
             for name, setting in (OPTIONS if options else {}).items()
         }
-        paper_norms = found.paper if paper else None
-        return row(self.name, found.plan, paper_norms, found.gains(), allowed)
+        return row(
+            self.name,
+            found.plan,
+            found.paper if paper else None,
+            found.gains(),
+            allowed,
+            () if options else suggestions(found, self.options),
+        )
 
 
 def _allowing(found: Analysis, options: Options) -> Plan:
@@ -129,33 +141,48 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def analyze(
-    model: str | Path | PretrainedConfig | torch.nn.Module,
+    model: str | Path | PretrainedConfig | torch.nn.Module | Pipeline,
     *example_inputs: Any,
     model_class: str | None = None,
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
-    outputs: Sequence[str] = (),
+    outputs: str | Sequence[str] = (),
     options: Options = PLAIN,
+    example_calls: ExampleCalls = (),
     **example_keywords: Any,
 ) -> Analysis:
     """Which LayerNorms of ``model`` can become RMSNorm, and why the others cannot.
 
     ``model`` is a Hub id, a directory, a configuration (weights are neither read nor downloaded),
-    or any live module together with the inputs of one call of it. ``outputs`` are the fields of
+    or any live module together with the inputs of one call of it; of a pipeline or a model of
+    sentence-transformers the model inside. ``example_calls`` are further calls that have to be
+    proven, each as a pair ``(args, kwargs)``; code outside of transformers refuses calls of another
+    form than those that were analysed. ``outputs`` are the fields of
     what it returns that have to stay the same, as names or patterns
     (``vision_model_output.pooler_output``, ``logits_*``); all of them by default. ``options`` allow
     more than centring. Raises ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis import analyze_config, analyze_module
+    from enjoyln_cli.returned import as_names
 
+    outputs = as_names(outputs)
+    if holds_a_model(model):
+        model = _only_model_in(model)
     if isinstance(model, torch.nn.Module):
         return analyze_module(
-            model, *example_inputs, outputs=outputs, options=options, **example_keywords
+            model,
+            *example_inputs,
+            outputs=outputs,
+            options=options,
+            example_calls=example_calls,
+            **example_keywords,
         )
     if example_inputs or example_keywords:
-        raise EnjoyLNError("example inputs go with a live torch.nn.Module, not with a checkpoint")
+        raise EnjoyLNError(
+            "example inputs are for a torch.nn.Module in memory; pass example_calls for this"
+        )
     config: Any = model
     if isinstance(model, (str, Path)):
         source = store.open_source(
@@ -164,17 +191,37 @@ def analyze(
         config = store.load_config(source, trust_remote_code)
     elif not trust_remote_code:
         store.require_no_code_of(config, f"this {type(config).__name__}")
-    return analyze_config(config, model_class=model_class, outputs=outputs, options=options)
+    return analyze_config(
+        config,
+        model_class=model_class,
+        outputs=outputs,
+        options=options,
+        example_calls=example_calls,
+    )
 
 
-def inspect(name: str, opening: Opening, *, is_type: bool = False) -> Inspected:
+def _only_model_in(holder: Any) -> torch.nn.Module:
+    models = models_in(holder)
+    if len(models) > 1:
+        names = ", ".join(type(one).__name__ for one in models)
+        raise UnsupportedModel(
+            f"{type(holder).__name__} holds {len(models)} models ({names}); pass one of them"
+        )
+    return models[0]
+
+
+def inspect(
+    name: str, opening: Opening, *, is_type: bool = False, on_event: Event | None = None
+) -> Inspected:
     """Analyse the model ``name``, or with ``is_type`` that model type's default configuration."""
+    event = on_event or by_python
     if is_type:
         config = default_config(name)
     else:
         source = _source(name, opening)
         config = store.load_config(source, opening.trust_remote_code)
         store.require_unfolded(config, source.model)
+    event("stage", f"analysing {name}")
     found = analyze(
         config,
         model_class=opening.model_class,
@@ -220,7 +267,7 @@ def prepare(
     from enjoyln_cli.recipe import load_recipe, options_asked, outputs_asked
 
     event = on_event or by_python
-    event("stage", f"opening {model}")
+    event("stage" if Path(model).is_dir() else "download", f"opening {model}")
     source = _source(str(model), opening)
     config = store.load_config(source, opening.trust_remote_code)
     store.require_unfolded(config, source.model)
@@ -229,7 +276,7 @@ def prepare(
     source = _source(str(model), replace(opening, revision=source.revision), weights=True)
     checkpoint = store.open_checkpoint(source)
     config = store.load_config(source, opening.trust_remote_code)  # with a pipeline's settings
-    event("stage", f"tracing {config.model_type}")
+    event("stage", f"finding the LayerNorms of {config.model_type} that can be converted")
     asked = None if opening.recipe is None else load_recipe(opening.recipe)
     model_class, outputs = opening.model_class, opening.outputs
     outputs = outputs or (outputs_asked(asked, model_class, config) if asked else ())
@@ -237,19 +284,31 @@ def prepare(
     if asked is not None and options == PLAIN:
         options = options_asked(asked)
     found = analyze_config(
-        config, model_class=model_class, checkpoint=checkpoint, outputs=outputs, options=options
+        config,
+        model_class=model_class,
+        checkpoint=checkpoint,
+        outputs=outputs,
+        options=options,
+        example_calls=opening.example_calls,
     )
     plan = _settled(found.plan, config, asked, options, event)
     if unproven := set(config.architectures or ()) - set(plan.classes):
         event(
             "warning",
-            f"the result is proven for {', '.join(plan.classes)}; loaded as "
-            f"{', '.join(sorted(unproven))}, its saved class, it may compute something else",
+            f"the result is proven for {', '.join(plan.classes)} only; loaded as "
+            f"{', '.join(sorted(unproven))}, its saved class, it may give other outputs",
         )
     if options.untie and not plan.untied:
-        event("warning", "nothing is untied: no LayerNorm rests on a weight that is tied")
+        event("warning", "--untie changes nothing here: no LayerNorm depends on a tied weight")
     if not plan.folded:
-        raise NothingToFold(_nothing(str(model), plan))
+        event("stage", "looking for options that would convert some")
+        alone = {
+            name: analyze_config(config, model_class=name, checkpoint=checkpoint, options=options)
+            for name in (plan.classes if len(plan.classes) > 1 and not opening.model_class else ())
+        }
+        raise NothingToFold(_nothing(str(model), found, options, alone))
+    if plan.covered is not None:
+        plan.covered.require_any(plan.model_class)
     text = recipe_text([Inspected(str(model), config, replace(found, plan=plan), options)])
     return Prepared(source, config, checkpoint, plan, text, opening)
 
@@ -279,20 +338,27 @@ def write(
     verify: bool = True,
     keep_means: bool = False,
     allow_nonfinite: bool = False,
+    samples: int | str | Path | None = None,
+    seconds: float | None = CHECK_SECONDS,
+    on_check: Progress = lambda done, total: None,
     team: Team = ALONE,
 ) -> FoldResult:
     """Carry out what ``prepare`` settled. See ``convert``; of a ``team`` all call this."""
     from enjoyln_cli.fold import fold_checkpoint
+    from enjoyln_cli.user_data import read_user_data, seconds_of
 
     event = on_event or by_python
     verify = verify and not ready.opening.stream
     dtype = _dtype(dtype)
+    read_user_data(samples=samples)  # before anything is written
+    seconds_of(seconds)
 
     def check(folded: Path) -> Verification:
         from enjoyln_cli.verify import verify as measure
 
         event("stage", "verifying")
-        return measure(folded, plan=ready.plan, on_event=event, **ready.opening.hub)
+        how: dict[str, Any] = {"samples": samples, "seconds": seconds, "on_progress": on_check}
+        return measure(folded, plan=ready.plan, on_event=event, **how, **ready.opening.hub)
 
     def finish(folded: Path) -> None:
         from enjoyln_cli.hub import write_card
@@ -303,7 +369,7 @@ def write(
         write_card(folded, ready.plan, ready.source, options, Path(out).expanduser().absolute())
 
     left = finished(work_of(Path(out))) if resume else 0
-    before = f", {left} files of it were finished by an earlier run" if left else ""
+    before = f", {counted(left, 'file')} finished by an earlier run" if left else ""
     event("stage", f"writing {out}{before}")
     return fold_checkpoint(
         ready.checkpoint,
@@ -334,8 +400,9 @@ def convert(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
-    outputs: Sequence[str] = (),
+    outputs: str | Sequence[str] = (),
     options: Options = PLAIN,
+    example_calls: ExampleCalls = (),
     on_event: Event | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     dtype: torch.dtype | str | None = None,
@@ -347,34 +414,44 @@ def convert(
     keep_means: bool = False,
     allow_nonfinite: bool = False,
     stream: bool = False,
+    samples: int | str | Path | None = None,
+    seconds: float | None = CHECK_SECONDS,
+    on_check: Progress = lambda done, total: None,
 ) -> FoldResult:
     """Fold ``model`` (a Hub id or a directory) into the new directory ``out``.
 
     ``dtype`` converts all floating weights on the way, ``max_shard_size`` (bytes) cuts the shards
     anew, ``on_progress`` receives bytes done and bytes in all, ``on_event`` stages and warnings.
     ``outputs`` are those of ``analyze``: what has to stay the same, where that is not everything;
-    ``options`` what may be changed besides centring.
+    ``options`` what may be changed besides centring, ``example_calls`` what has to be proven beside
+    the usual calls.
     With ``keep_means`` the result can be undone bit for bit (``unfold``), at the price of some more
     bytes and not together with ``dtype``. NaN and Inf in weights that are edited are refused, and
     with ``allow_nonfinite`` spread over what is centred with them. With ``resume`` it goes on where
     a run that was killed or interrupted has stopped; without, and without ``force``, what that has
     left is refused.
     With ``verify`` a result that does not compute the original function is not kept:
-    ``VerificationFailed``. With ``stream`` the files of weights are fetched from the Hub one by
-    one, and each is dropped from the cache when it is folded if it was not there before; nothing is
-    verified then, as that takes the whole original. Raises ``EnjoyLNError`` in every case that
-    leaves no ``out``.
+    ``VerificationFailed``. ``samples`` and ``seconds`` are those of ``verify.verify``: the check
+    ends in about a minute, and compares every stored tensor and the identity in float64 all the
+    same; with ``seconds=None`` it takes as long as it takes. ``on_check`` receives the seconds that
+    it has taken, and those that it should take. With ``stream`` the files of weights are
+    fetched from the Hub one by one, and each is dropped from the cache when it is folded if it was
+    not there before; nothing is verified then, as that takes the whole original. Raises
+    ``EnjoyLNError`` in every case that leaves no ``out``.
     """
+    from enjoyln_cli.returned import as_names
+
     opening = Opening(
         revision=revision,
         token=token,
         cache_dir=cache_dir,
         trust_remote_code=trust_remote_code,
         model_class=model_class,
-        outputs=outputs,
+        outputs=as_names(outputs),
         options=options,
         recipe=recipe,
         stream=stream,
+        example_calls=example_calls,
     )
     ready = prepare(model, out, opening, force=force, resume=resume, on_event=on_event)
     return write(
@@ -390,6 +467,9 @@ def convert(
         verify=verify,
         keep_means=keep_means,
         allow_nonfinite=allow_nonfinite,
+        samples=samples,
+        seconds=seconds,
+        on_check=on_check,
     )
 
 
@@ -424,22 +504,33 @@ def _settled(
     found = differences(shipped, plan, config=config) if shipped and same_classes else ()
     if found:
         what = "; ".join(found)
-        event("warning", f"going by the proof, from which the shipped recipe differs: {what}")
+        event(
+            "warning",
+            f"the recipe that ships with enjoyln differs from the proof, which is followed: {what}",
+        )
     return plan
 
 
-def _nothing(model: str, plan: Plan) -> str:
-    already = sum(count for _, count in plan.other_norms)
+def _nothing(model: str, found: Analysis, options: Options, alone: Mapping[str, Analysis]) -> str:
+    """Why no norm of ``model`` becomes RMSNorm, and which options would convert some.
+
+    ``alone`` has the analyses for each of the plan's classes by itself.
+    """
+    plan, already = found.plan, sum(count for _, count in found.plan.other_norms)
     if not plan.norms and already:
-        return f"{model} has nothing to fold: its {already} norms are RMSNorm already"
+        return f"{model} has nothing to convert: its {already} norms are RMSNorm already"
     if not plan.norms:
-        return f"{model} has nothing to fold: there is no LayerNorm in it"
+        return f"{model} has nothing to convert: there is no LayerNorm in it"
     reasons: dict[str, list[str]] = {}
     for verdict in plan.kept:
         reasons.setdefault(verdict.reason, []).append(verdict.norm)
     why = "; ".join(f"{len(norms)} x {reason}" for reason, norms in reasons.items())
+    by_class = ((f"--model-class {name}", one.plan) for name, one in alone.items())
+    more = (*suggestions(found, options, count_untied=True), *better(plan, by_class))
+    ways = [suggestion(vars(one)) for one in more]
+    ways += [
+        f"--outputs {','.join(gain.outputs)} would convert {gain.norms}" for gain in found.gains()
+    ]
+    help_ = f"{', '.join(ways)}; " if ways else ""
     look = f"enjoyln report {model} --why {plan.kept[0].norm}"
-    return (
-        f"no LayerNorm of {model} can be folded ({why}); `{look}` shows where, and --model-class "
-        f"asks for one class instead of all of {', '.join(plan.classes)}"
-    )
+    return f"no LayerNorm of {model} can be converted ({why}); {help_}`{look}` shows where"

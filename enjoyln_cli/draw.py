@@ -35,16 +35,16 @@ from enjoyln_cli.pictures import (
 )
 
 COLOURS: dict[Tone, tuple[str, str, str]] = {
-    "static": ("#52d1b7", "#0b3d20", "norm that folds in the weights"),
-    "centred": ("#addbff", "#0b4a72", "norm that folds with an operation"),
-    "kept": ("#e8756a", "#4a0e00", "norm that stays a LayerNorm"),
-    "op": ("#4693ff", "#02182e", "operation that is added"),
+    "static": ("#52d1b7", "#0b3d20", "becomes RMSNorm, in the weights alone"),
+    "centred": ("#addbff", "#0b4a72", "becomes RMSNorm, with an added mean subtraction"),
+    "kept": ("#e8756a", "#4a0e00", "stays LayerNorm"),
+    "op": ("#4693ff", "#02182e", "added mean subtraction"),
     "writer": ("#f5ec8a", "#4f4a00", "zero-mean"),
     "zero": ("#f5ec8a", "#4f4a00", "zero-mean"),
     "left": ("#f7a440", "#4a3000", "keeps a mean"),
     "mean": ("#f7a440", "#4a3000", "keeps a mean"),
-    "observer": ("#b184bc", "#34084a", "would see the mean go"),
-    "plain": ("#ffffff", "#455a64", "input, output, or weights that stay"),
+    "observer": ("#b184bc", "#34084a", "would notice a missing mean"),
+    "plain": ("#ffffff", "#455a64", "input, output, or unchanged weights"),
     "group": ("#f5f7f8", "#546e7a", ""),
 }
 """Fill, line, which is also the colour of text, and what the legend says.
@@ -66,14 +66,13 @@ MOST_PIXELS = 100_000_000
 def check(file: Path) -> None:
     """Raises ``OutputError`` for a file that cannot be drawn, before there is anything to draw."""
     if file.suffix.lower() not in SUFFIXES:
-        raise OutputError(f"{file} says no picture format; end it in {', '.join(SUFFIXES)}")
-    needed = {"grandalf": "the layout library grandalf"}
-    if file.suffix.lower() == ".png":
-        needed["PIL"] = "Pillow, which an .svg does not"
-    for library, words in needed.items():
-        if find_spec(library) is None:
-            kind = "a PNG" if library == "PIL" else "a picture"
-            raise OutputError(f"{kind} needs {words}; pip install 'enjoyln[pictures]'")
+        raise OutputError(
+            f"unsupported picture format {file.suffix or file.name!r}; use {', '.join(SUFFIXES)}"
+        )
+    if find_spec("grandalf") is None:
+        raise OutputError("a picture needs the layout library grandalf; pip install grandalf")
+    if file.suffix.lower() == ".png" and find_spec("PIL") is None:
+        raise OutputError("a PNG needs Pillow, which an .svg does not; pip install pillow")
     check_file(file)
 
 

@@ -73,7 +73,8 @@ def shards_in_index(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not weights:
         raise BadCheckpoint(f"{path} has no weight_map; fetch it again")
-    if not isinstance(metadata := content.get("metadata"), dict | None):
+    metadata = content.get("metadata")
+    if not isinstance(metadata, dict | None):
         raise BadCheckpoint(
             f"metadata in {path} is {metadata!r:.100}, not a JSON object; fetch it again"
         )
@@ -86,6 +87,11 @@ def shards_in_index(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
                 f"{path.name} puts {name} into {shard!r:.100}, which is no {kind} file of its own "
                 "directory; do not use this checkpoint"
             )
+    if metadata is None:
+        raise BadCheckpoint(
+            f'{path} has no metadata, without which transformers cannot load it; add "metadata": '
+            "{} to it, or fetch it again"
+        )
     return tuple(sorted(set(weights.values()))), weights
 
 

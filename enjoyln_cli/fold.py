@@ -75,11 +75,14 @@ class FoldResult:
     plan: Plan
     bytes_written: int
     seconds: float
+    """Of writing, the check apart."""
     verification: Any | None
     bytes_kept: int = 0
     """Of those written: what it takes to restore the source."""
     resumed: int = 0
     """Weight files that an earlier run had finished."""
+    check_seconds: float = 0.0
+    """Of the check."""
 
 
 def fold_checkpoint(
@@ -124,11 +127,11 @@ def fold_checkpoint(
     edits = checked_edits(plan, checkpoint)
     if keep_means and dtype is not None:
         raise OutputError(
-            f"what rounding to {dtype} loses is not kept, it is as large as the source; fold "
-            "without --dtype to keep the means, and convert the result"
+            f"--keep-means cannot be combined with --dtype: restoring what {dtype} rounds away "
+            "would take another whole checkpoint; fold without --dtype, then convert the result"
         )
     if keep_means and team.size > 1:
-        raise OutputError("--keep-means takes one process; start it alone")
+        raise OutputError("--keep-means works in a single process only; start it without torchrun")
     names = [name for name in other_files(checkpoint) if not is_own(name)]
     around = pipeline_files(checkpoint)
     others = states_of(source.path, names), states_of(source.root, around)
@@ -149,9 +152,9 @@ def fold_checkpoint(
             spool = stack.enter_context(TemporaryFile(dir=inner / FOLDER))
             keeper = keeper_of(checkpoint, edits, spool.fileno())
         else:
-            asked = {"dtype": str(dtype), "size of the shards": str(max_shard_size)}
+            asked = {"dtype": str(dtype), "--max-shard-size": str(max_shard_size)}
             asked["recipe"] = digest_of(recipe_text)
-            asked["leave for NaN and Inf"] = str(allow_nonfinite)
+            asked["--allow-nonfinite"] = str(allow_nonfinite)
             known = _known_by_name(checkpoint)
             made_from = _made_from(checkpoint, known, edits, others, asked)
             reread = None if known else partial(blocks_of, checkpoint)
@@ -175,7 +178,7 @@ def fold_checkpoint(
         require_unchanged(source.path, {**checkpoint.states, **others[0]})
         require_unchanged(source.root, others[1])
         config = changed(config, {one.name: one.value for one in plan.settings})
-        config = config_with_marker(config, plan, source)
+        config = config_with_marker(config, plan, source, allow_nonfinite)
         if dtype is not None:
             config = _with_dtype(config, str(dtype).removeprefix("torch."))
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -189,15 +192,18 @@ def fold_checkpoint(
             if (source.root / CARD_FILE).is_file():
                 files[CARD_FILE] = (source.root / CARD_FILE).read_bytes()
             save(keeper, inner / FOLDER, config[MARKER], headers, files)
+        checking = perf_counter()
         verification = check(staged) if check else None
+        check_seconds = perf_counter() - checking
         if verification is not None and not verification.passed:
             raise VerificationFailed(str(verification.summary))
         if finish:
             finish(staged)
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
         kept = (inner / FOLDER / FILE).stat().st_size if keeper else 0
-    seconds, taken_over = perf_counter() - begin, len(journal.taken_over) if journal else 0
-    return FoldResult(out, plan, size, seconds, verification, kept, taken_over)
+    seconds = perf_counter() - begin - check_seconds
+    taken_over = len(journal.taken_over) if journal else 0
+    return FoldResult(out, plan, size, seconds, verification, kept, taken_over, check_seconds)
 
 
 def _made_from(
@@ -308,8 +314,10 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
 
     What the plan unties becomes a parameter of its own first. A parameter that several names share
     is edited once. Raises ``BadCheckpoint`` for a parameter that ``model`` lacks or holds in
-    another shape; nothing is changed then.
+    another shape, ``UnsupportedModel`` where no call is proven; nothing is changed then.
     """
+    if plan.covered is not None and plan.writers:
+        plan.covered.require_any(type(model).__name__)
     tensors = _tensors(model)
     for writer in plan.writers:
         tensor = tensors.get(writer.parameter)
@@ -414,9 +422,11 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return held
 
 
-def config_with_marker(config: dict[str, Any], plan: Plan, source: Source) -> dict[str, Any]:
+def config_with_marker(
+    config: dict[str, Any], plan: Plan, source: Source, nonfinite: bool = False
+) -> dict[str, Any]:
     """A copy of ``config`` with the marker as its last entry."""
-    return {**config, MARKER: marker(plan, source)}
+    return {**config, MARKER: marker(plan, source, nonfinite)}
 
 
 def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:

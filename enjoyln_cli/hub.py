@@ -190,8 +190,11 @@ def prepare(
     create_pr: bool = False,
     token: str | None = None,
     force: bool = False,
+    look_only: bool = False,
 ) -> Upload:
     """What pushing ``out`` to ``repo_id`` would send. Nothing is sent or written.
+
+    To ``look_only``, with nothing to be sent afterwards, takes no token.
 
     Raises ``PushRefused`` where the result is not verified as it lies there (unless ``force``), or
     where the Hub refuses; ``ModelNotFound`` or ``BadCheckpoint`` where ``out`` is no fold's result.
@@ -206,7 +209,14 @@ def prepare(
         raise PushRefused(
             f"{out} is not pushed: {complaint}; run `enjoyln verify {out}`, or insist with --force"
         )
-    found = target(repo_id, private=private, revision=revision, create_pr=create_pr, token=token)
+    found = target(
+        repo_id,
+        private=private,
+        revision=revision,
+        create_pr=create_pr,
+        token=token,
+        look_only=look_only,
+    )
     origins = _origins(source, marker.source).items()
     warnings = tuple(f"{', '.join(names)} would publish the path {path}" for path, names in origins)
     text = None
@@ -216,8 +226,8 @@ def prepare(
         text = card.renewed(text, renewed)
     if complaint and complaint not in (text or ""):
         raise PushRefused(
-            f"{out} is not pushed: its {CARD_FILE} has lost the section of enjoyln, which would "
-            f"say that {complaint}; run `enjoyln verify {out}`"
+            f"{out} is not pushed: its {CARD_FILE} no longer has the section of enjoyln, which "
+            f"would have to say that {complaint}; run `enjoyln verify {out}`"
         )
     files = _files(out, found.there, text)
     return Upload(out, found, files, text, complaint, warnings)
@@ -278,7 +288,7 @@ def send(upload: Upload, *, commit_message: str | None = None, token: str | None
     try:
         return _send(upload, commit_message, token)
     except KeyboardInterrupt:
-        left = f"{to.repo_id} may be there, without all files"
+        left = f"{to.repo_id} may now exist without all of its files"
         raise KeyboardInterrupt(f"{left}; {_again(to, token)}") from None
     except Exception as error:  # of huggingface_hub and its HTTP library
         raise refusal(error, to.repo_id, _again(to, token)) from error

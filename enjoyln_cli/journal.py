@@ -191,7 +191,7 @@ def _same_reads(journal: Journal, found: Noted) -> bool:
         except BadCheckpoint:
             same = False
         if not same:
-            return _given_up(journal, f"{name} of the source was another then")
+            return _given_up(journal, f"{name} of the source has changed since")
     return True
 
 
@@ -200,8 +200,7 @@ def _given_up(journal: Journal, difference: str) -> bool:
     if journal.anew:
         return False
     raise OutputError(
-        f"--resume cannot go on with what {journal.work} holds: {difference}; start anew with "
-        "--force"
+        f"--resume cannot continue the run in {journal.work}: {difference}; start anew with --force"
     )
 
 

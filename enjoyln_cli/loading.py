@@ -8,6 +8,8 @@ centrings are installed in place. Nothing else about the model changes, and what
 from __future__ import annotations
 
 import inspect
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from enjoyln_cli.centred import (
     check_centred,
     keep_centred,
     layers_of,
+    require_unquantised,
     tensor_at,
     watched,
 )
@@ -26,13 +29,18 @@ from enjoyln_cli.checkpoint import open_source
 from enjoyln_cli.classes import class_named
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.fold import centre_parameters
+from enjoyln_cli.holders import models_in
 from enjoyln_cli.marker import Centred, Marker, read_marker
 from enjoyln_cli.norms import encoder_of, install, locate
 from enjoyln_cli.plan import Plan, Scale, Writer
 from enjoyln_cli.units import intact, moved_on, room, set_units
 
 Model = TypeVar("Model", bound=nn.Module)
+Holder = TypeVar("Holder")
+"""A model, or what holds one: a pipeline, an adapter, a model of sentence-transformers."""
 
+NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
+"""Of blocks, in the path of a module."""
 HUB = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only", "code_revision")
 """Arguments of ``from_pretrained`` that the config needs, too."""
 
@@ -67,30 +75,37 @@ def saved_class(folder: str, **kwargs: Any) -> Any:
     return class_named(name)
 
 
-def optimize(model: Model) -> Model:
+def optimize(model: Holder) -> Holder:
     """Make a loaded converted model compute with RMSNorm, in place; returns it.
 
-    It goes on as every model does: saving, copies, devices and dtypes, ``generate``. In training
-    mode it computes LayerNorm, and afterwards until ``refold``. Raises ``BadCheckpoint`` where the
-    config has no marker, ``UnsupportedModel`` for a class that the fold is not proven for,
-    ``NotCentred`` where a weight has moved or cannot be looked at; then nothing is changed.
+    Of a pipeline, or of any module around models of transformers, those inside. It goes on as every
+    model does: saving, copies, devices and dtypes, ``generate``. In training mode it computes
+    LayerNorm, and afterwards until ``refold``. Raises ``BadCheckpoint`` where the config has no
+    marker, ``UnsupportedModel`` for a class that the fold is not proven for, ``NotCentred`` where a
+    weight has moved or cannot be looked at; then nothing is changed.
     """
-    found = marker_of(model)
-    check_centred(model, watched(model, _weights(found), (), found.units))
-    return installed(model, found)
+    proven = [(inner, marker_of(inner)) for inner in models_in(model)]
+    for inner, found in proven:
+        check_centred(inner, watched(inner, _weights(found), (), found.units))
+    for inner, found in proven:
+        installed(inner, found)
+    return model
 
 
 def installed(model: Model, found: Marker) -> Model:
     """``optimize`` for a model whose weights were looked at, or are not there yet."""
     unproven = (*found.unproven, *_inner_inputs(model, found))
-    merged = bool(found.weightless or found.biasless)
-    install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven, merged)
-    keep_centred(model, _weights(found), [op.module for op in found.centering], found.units)
+    merged, covered = bool(found.weightless or found.biasless), found.covered
+    install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven, merged, covered)
+    ops = [op.module for op in found.centering]
+    keep_centred(model, _weights(found), ops, found.units, found.weightless, found.biasless)
     return model
 
 
-def refold(model: Model) -> Model:
+def refold(model: Holder) -> Holder:
     """Centre the weights of a converted model again, after training, and ``optimize`` it.
+
+    Of a pipeline, or of any module around models of transformers, those inside.
 
     The function that the model computes with LayerNorm stays the same: which weights may be centred
     was proven from the structure, whatever the values. Hidden units that subtracted a mean and have
@@ -98,15 +113,19 @@ def refold(model: Model) -> Model:
     where the structure is another one (adapters, quantised layers), weights are not in memory, or
     there is no such place.
     """
+    for inner in models_in(model):
+        _refold(inner)
+    return model
+
+
+def _refold(model: nn.Module) -> None:
     found = marker_of(model)
     watch = watched(model, _weights(found), (), found.units)
+    require_unquantised(model, watch.tensors)
     for path in watch.tensors:
-        tensor = tensor_at(model, path)
-        if tensor.is_meta or not tensor.is_floating_point():
-            what = "offloaded" if tensor.is_meta else f"{tensor.dtype}"
+        if tensor_at(model, path).is_meta:
             raise NotCentred(
-                f"{path}: is {what} and cannot be centred; load the model without offloading and "
-                "quantisation"
+                f"{path}: is offloaded and cannot be centred; load the model without offloading"
             )
     writers = []
     for one in watch.weights:
@@ -133,7 +152,7 @@ def refold(model: Model) -> Model:
         centre_parameters(model, plan)  # a mean's own rounding, where it was far above the rest
     for layers, some in units:
         set_units(layers, some)
-    return optimize(model)
+    optimize(model)
 
 
 def marker_of(model: nn.Module) -> Marker:
@@ -147,6 +166,7 @@ def marker_of(model: nn.Module) -> Marker:
     found = read_marker(config.to_dict(), type(model).__name__)
     _require_proven(found, type(model).__name__)
     _require_untied(model, found)
+    _require_same_blocks(model, found)
     return found
 
 
@@ -156,6 +176,22 @@ def _require_proven(found: Marker, name: str) -> None:
             f"the fold is proven for {', '.join(found.classes)}, and not for {name}; load it as "
             f"one of them, or convert {found.source} with --model-class {name}"
         )
+
+
+def _require_same_blocks(model: nn.Module, found: Marker) -> None:
+    """Raises ``NotCentred`` for a norm in one more block like those that were converted."""
+    names = (*found.rmsnorm, *found.layernorm)
+    paths = set()
+    for name in names:
+        with suppress(UnsupportedModel):  # a layer that was replaced
+            paths.add(locate(model, name, names))
+    alike = {NUMBERS.sub("#", path) for path in paths if path is not None}
+    for path, _ in model.named_modules():
+        if path not in paths and NUMBERS.sub("#", path) in alike:
+            raise NotCentred(
+                f"{path}: was not there when the model was converted; convert the model as it is "
+                "now, or go on with LayerNorm"
+            )
 
 
 def _require_untied(model: nn.Module, found: Marker) -> None:
@@ -169,7 +205,7 @@ def _require_untied(model: nn.Module, found: Marker) -> None:
         tensors = [None if path is None else tensor_at(model, path) for path in paths]
         if tensors[0] is not None and tensors[0] is tensors[1]:
             raise NotCentred(
-                f"{pair[0]} and {pair[1]} are one parameter again, so the model computes something "
+                f"{pair[0]} and {pair[1]} are tied again, so the model computes something "
                 "else; load it with the config that it was converted with"
             )
 

@@ -9,18 +9,20 @@ from pathlib import Path
 from enjoyln_cli.files import write_whole
 
 Event = Callable[[str, str], None]
-"""Receives ``("stage", text)`` or ``("warning", text)``."""
+"""Receives ``("stage", text)``, or ``("download", text)`` for a stage in which the Hub's library
+draws its own bars; ``("warning", text)``; and ``("failure", text)`` for a file that could not be
+written and is not the job's result."""
 
 
 def by_python(level: str, text: str) -> None:
-    """For callers that did not say whom to tell: warnings are Python's, stages are not told."""
-    if level == "warning":
+    """Issue warnings and failures with ``warnings.warn``; ignore stages."""
+    if level in ("warning", "failure"):
         warnings.warn(text, stacklevel=3)
 
 
 def keep(path: Path, text: str, event: Event) -> None:
-    """Write what was measured; where nobody may, a warning: it is still there to be printed."""
+    """Write what was measured; where that fails, say so, since it can still be printed."""
     try:
         write_whole(path, text)
     except OSError as error:
-        event("warning", f"{path} is not written: {error.strerror or error}")
+        event("failure", f"{path} is not written: {error.strerror or error}")

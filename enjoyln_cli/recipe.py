@@ -29,6 +29,7 @@
       config: {tie_word_embeddings: false}       # entries of config.json that change
       entry_inputs: [inputs_embeds]
       unproven: [cross_attn_head_mask]
+      calls: ["Net(x=float[a, b])"]              # with code of others: all that is proven
     options: {}
     record: {layers: {transformer.h: 12}, config: {n_embd: 768}, versions: {torch: 2.13.0}}
 
@@ -52,7 +53,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from enjoyln_cli import merging, schema, wider
+from enjoyln_cli import calltext, merging, schema, wider
+from enjoyln_cli.covered import CallForm
 from enjoyln_cli.draft import (
     CopyLine,
     NormLine,
@@ -103,8 +105,9 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _HEAD = """\
 # The LayerNorms of {model_type} that become RMSNorm, and the edits that keep the function the same.
-# {{i}} stands for every layer; a line that names its layer goes before it.
-# To choose, write keep for a norm and pass this file with --recipe: it is followed or refused.
+# {{i}} stands for every layer; a line with the number of a layer overrides it.
+# fold: in the weights alone; fold_with: with the named mean subtractions; keep: stays LayerNorm.
+# To leave a norm as it is, write keep for it and pass this file with --recipe.
 """
 
 
@@ -169,6 +172,7 @@ def _variant_data(variant: Variant) -> dict[str, Any]:
         "config": _Inline(sorted(variant.settings.items())),
         "entry_inputs": _Row(variant.entry_inputs),
         "unproven": _Row(variant.unproven),
+        "calls": [calltext.written(form) for form in variant.calls],
     }
     return {key: value for key, value in data.items() if value or key == "norms"}
 
@@ -338,6 +342,7 @@ def _variant(value: Any, at: str) -> Variant:
             "config",
             "entry_inputs",
             "unproven",
+            "calls",
         ),
     )
     model_class = schema.word(data["model_class"], f"{at}.model_class")
@@ -359,7 +364,15 @@ def _variant(value: Any, at: str) -> Variant:
         tuple(schema.entries(data.get("merge", {}), f"{at}.merge", merging.read).values()),
         tuple(schema.entries(data.get("untie", {}), f"{at}.untie", _copy).values()),
         schema.entries(data.get("config", {}), f"{at}.config", _entry),
+        schema.items(data.get("calls", []), f"{at}.calls", _call),
     )
+
+
+def _call(value: Any, at: str) -> CallForm:
+    try:
+        return calltext.read(str(value))
+    except ValueError as error:
+        raise RecipeError(f"{at}: {error}") from error
 
 
 def _copy(name: str, value: Any, at: str) -> CopyLine:
@@ -383,7 +396,7 @@ def _norm(name: str, value: Any, at: str) -> NormLine:
         return NormLine(name, value == "fold")
     if not isinstance(value, Mapping):
         raise RecipeError(
-            f"{at}: {schema.shown(value)} is no fate of a norm; write fold, keep, "
+            f"{at}: {schema.shown(value)} is nothing a norm can become; write fold, keep, "
             "fold_with: [modules], or keep: reason"
         )
     if "fold_with" in value:
@@ -445,12 +458,14 @@ def _op(value: Any, at: str) -> OpLine:
 
 
 _SCALE = ("scale", "scale_parameter")
-_AXIS = ("part", "start", "length", "size", "inner")
+_AXIS = ("part", "start", "length", "size", "inner", "step")
 
 
 def _span(data: Mapping[str, Any], at: str, lowest: int) -> Span:
     if "part" in data and ("start" in data or "length" in data):
         raise RecipeError(f"{at}: part stands in place of start and length; write one or the other")
+    if "step" in data and ("part" in data or "size" not in data):
+        raise RecipeError(f"{at}: a step stands with a size, and not with a part")
     part = data.get("part")
     if part is not None:
         try:
@@ -464,6 +479,7 @@ def _span(data: Mapping[str, Any], at: str, lowest: int) -> Span:
         schema.number(data.get("start", 0), f"{at}.start", 0),
         schema.size(data["length"], f"{at}.length") if "length" in data else None,
         part,
+        schema.number(data["step"], f"{at}.step", 1) if "step" in data else 0,
     )
 
 

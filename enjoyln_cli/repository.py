@@ -29,7 +29,7 @@ class Target:
     """With its owner."""
     url: str
     user: str
-    """Whose token it is."""
+    """Whose token it is; empty without one."""
     exists: bool
     private: bool
     """What it is, or what it is going to be."""
@@ -69,13 +69,18 @@ def target(
     revision: str | None = None,
     create_pr: bool = False,
     token: str | None = None,
+    look_only: bool = False,
 ) -> Target:
-    """The repository as it is now. Raises ``PushRefused`` where this user cannot push there."""
+    """The repository as it is now. Raises ``PushRefused`` where this user cannot push there.
+
+    To ``look_only`` takes no token: then nothing is known of anybody's rights, and a private
+    repository looks as if it were not there.
+    """
     if create_pr and revision is not None:
         raise PushRefused("a pull request starts from the main branch; drop --revision")
     require_token(token)
     try:
-        return _target(repo_id, private, revision, create_pr, token)
+        return _target(repo_id, private, revision, create_pr, token, look_only)
     except EnjoyLNError:
         raise
     except Exception as error:  # of huggingface_hub and its HTTP library
@@ -83,14 +88,22 @@ def target(
 
 
 def _target(
-    repo_id: str, private: bool | None, revision: str | None, create_pr: bool, token: str | None
+    repo_id: str,
+    private: bool | None,
+    revision: str | None,
+    create_pr: bool,
+    token: str | None,
+    look_only: bool,
 ) -> Target:
-    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub import HfApi, constants, errors, get_token
     from huggingface_hub.utils import validate_repo_id
 
     validate_repo_id(repo_id)
     api = HfApi(token=token)
-    who = api.whoami()
+    anonymous = look_only and not (token or get_token())
+    who = {"name": ""} if anonymous else api.whoami()
+    if "/" not in repo_id and anonymous:
+        raise PushRefused(f"whose {repo_id} is it? write owner/{repo_id}, or pass --token")
     repo_id = repo_id if "/" in repo_id else f"{who['name']}/{repo_id}"
     url = without_credentials(f"{constants.ENDPOINT}/{repo_id}")
     made = revision is not None
@@ -112,7 +125,7 @@ def _target(
             found = replace(found, new_branch=False, commit=str(at.sha))
         except errors.RevisionNotFoundError:
             _require_no_pull(found)
-    pulls = own_pulls(found, token) if create_pr else frozenset()
+    pulls = own_pulls(found, token) if create_pr and found.user else frozenset()
     return replace(found, there=_files(api, found), pulls=pulls)
 
 
@@ -158,12 +171,13 @@ def _require_rights(to: Target, who: Mapping[str, Any]) -> None:
     own += ", or open a pull request with --create-pr" if to.exists else ""
     if role == "write" and "orgs" in who and owner.lower() not in {to.user.lower(), *orgs}:
         raise PushRefused(
-            f"{to.user} may not write to {to.repo_id}: {owner} is no organization of theirs; {own}"
+            f"{to.user} may not write to {to.repo_id}: {owner} is not an organization of theirs; "
+            f"{own}"
         )
     org = orgs.get(owner.lower(), {})
     if not to.exists and org.get("roleInOrg") == "read" and not org.get("resourceGroups"):
         raise PushRefused(
-            f"{to.user} may only read in {owner}, and cannot make {to.repo_id}; {own}, or ask "
+            f"{to.user} may only read in {owner}, and cannot create {to.repo_id}; {own}, or ask "
             f"{owner} for the right to write"
         )
 

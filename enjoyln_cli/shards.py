@@ -244,6 +244,16 @@ def read_bin_header(path: Path) -> list[Stored]:
     """The tensors of a pickled state dict, in its order. Raises as ``load_bin`` does."""
     found = []
     for name, tensor in load_bin(path).items():
+        if tensor.is_meta:
+            raise BadCheckpoint(
+                f"{name} in {path.name} has a shape and no values (it is a meta tensor); load all "
+                "weights before saving the model anew"
+            )
+        if tensor.is_nested:
+            raise BadCheckpoint(
+                f"{name} in {path.name} is a nested tensor, which safetensors cannot hold; save "
+                "the model anew"
+            )
         dtype = _NAMES.get(tensor.dtype)
         if tensor.is_quantized or tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
             raise _quantised(name, path.name, str(tensor.dtype))

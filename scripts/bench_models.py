@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -31,7 +32,7 @@ from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.marker import marker
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.speeds import hardware
-from enjoyln_cli.timing import Task, quartiles, turns, waiting_for
+from enjoyln_cli.timing import Task, quartiles, time_rounds, waiting_for
 from enjoyln_cli.variants import shared
 from enjoyln_cli.workload import moved, sizes
 
@@ -125,7 +126,7 @@ def norms_alone(
             lambda m, x, r: kernels.sum_layer_norm_over(x, r, m.weight, m.bias, m.eps)
         ),
     }
-    times = turns(tasks, repeats, waiting_for(device))
+    times = time_rounds(tasks, repeats, waiting_for(device))
     return {"count": len(given)} | {
         name: quartiles(values).times(1e3).rounded(6) for name, values in times.items()
     }
@@ -148,7 +149,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     device, modes = torch.device(args.device), tuple(args.mode.split(","))
     pairs = tuple(product(args.batch_size, args.seq_len))
-    asked = Asked(pairs, modes, repeats=args.repeats)
+    asked = Asked(pairs, modes, repeats=args.repeats, seconds=math.inf)
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
         "torch": torch.__version__,

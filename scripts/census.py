@@ -118,7 +118,7 @@ def proof_runs(model: Any, dtype: Any) -> list[Run]:
     from torch.utils import _pytree as pytree
 
     from enjoyln_cli.analysis import accepted_calls
-    from enjoyln_cli.trace import Steps
+    from enjoyln_cli.running import Steps
     from enjoyln_cli.weightless import without_weights
 
     generator, runs = torch.Generator().manual_seed(7), []
@@ -253,7 +253,7 @@ def examine(model_class: str, model_type: str, every_option: bool = False) -> di
         folded = copy.deepcopy(model)
         centre_parameters(folded, plan)
         names = [verdict.norm for verdict in plan.folded]
-        install(folded, names, plan.ops, plan.entry_inputs, plan.unproven)
+        install(folded, names, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
         with input_means(folded) as means:
             apart = [differing(outputs_of(run, folded, dtype), expected[run]) for run in expected]
         row["error"] = max(apart)

@@ -14,9 +14,10 @@ proof (prefill and decoding with the cache, optional inputs); in float64 unless 
 come from several runs of the script while it grew, for each class the latest that examined it.
 """
 LEGEND = """\
-Of the *LNs*, those *in weights* fold by editing weights alone, those *with ops* need an explicit
-centring too. *kept* counts by reason: **m** the output of a LayerNorm with weights, **r** a weight
-that is read elsewhere, **n** not exercised by these inputs, **o** others.
+Of the *LNs*, those *in weights* become RMSNorm in the weights alone, those *with ops* with an added
+mean subtraction. *kept* counts those that stay by reason: **m** the output of a LayerNorm with
+weights, **r** a weight that is also used elsewhere, **n** not exercised by these inputs, **o**
+others.
 """
 
 
@@ -120,7 +121,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 def _kind(reason: str) -> str:
     if reason.startswith("the output of a LayerNorm with weights"):
         return "m"
-    if "is read elsewhere" in reason:
+    if "is also used elsewhere" in reason or "is read elsewhere" in reason:
         return "r"
     return "n" if reason == "no traced call runs it" else "o"
 
@@ -150,8 +151,8 @@ def _totals(
         *([f"* {left} types have not been examined yet."] if left else []),
         f"* {types(runnable)} types can be built and given inputs; {types(analysed)} of them are "
         f"analysed, {types(done)} folded and compared ({len(done)} classes).",
-        f"* {counts['norms']} LayerNorms: {counts['static']} fold in the weights, "
-        f"{counts['folded'] - counts['static']} with an explicit centring, "
+        f"* {counts['norms']} LayerNorms: {counts['static']} become RMSNorm in the weights alone, "
+        f"{counts['folded'] - counts['static']} with an added mean subtraction, "
         f"{counts['norms'] - counts['folded']} stay.",
         f"* Wrong folds: {len(wrong)}. Largest error in float64 {max(exact, default=0):.0e} "
         f"({len(exact)} classes), in float32 {max(single, default=0):.0e} ({len(single)}).",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -168,7 +169,8 @@ def measure(
             original = random_model(*vit, getattr(torch, kind or dtype), str(device))
             folded = folded_of(original, plan)
             asked = Asked(tuple((rows, 1) for rows in batches), phases=("prefill",),
-                          repeats=scale.repeats, seconds=scale.seconds)  # fmt: skip
+                          repeats=scale.repeats, seconds=math.inf,
+                          case_seconds=scale.seconds)  # fmt: skip
             rows, left_out = _compared(original, folded, plan, asked, device)
             found.vits[size, kind or dtype] = rows
             found.left_out += [f"ViT {size}: {line}" for line in left_out]
@@ -200,7 +202,9 @@ def _measure_model(
     found.folded[name] = f"{len(plan.folded)} of {len(plan.norms)}"
     for mode, asked_for in (("eager", pairs), ("fused", [p for p in pairs if p in scale.fused])):
         if asked_for:
-            asked = Asked(tuple(asked_for), (mode,), ("prefill",), scale.repeats, scale.seconds)
+            asked = Asked(
+                tuple(asked_for), (mode,), ("prefill",), scale.repeats, math.inf, scale.seconds
+            )
             rows, left_out = _compared(original, folded, plan, asked, device)
             found.left_out += [f"{name}: {line}" for line in left_out]
             for row in rows:
@@ -212,7 +216,8 @@ def _compared(
 ) -> tuple[list[Row], list[str]]:
     """As ``compared``, where one mode that fails leaves the others."""
     try:
-        return compared(original, folded, norms_of(plan), asked, device, log)
+        event = lambda level, text: log(text)  # noqa: E731
+        return compared(original, folded, norms_of(plan), asked, device, event)
     except UnsupportedModel as error:
         return [], [str(error)]
 
@@ -247,8 +252,8 @@ def tax(row: Row | None) -> str:
     """What norms cost, of the original's time."""
     if row is None:
         return "-"
-    words = "" if row.taxed else " (within the spread)"
-    return f"{100 * row.norm_tax.median:.2f} %{words}"
+    words = "" if row.cost_is_measurable else " (too small to measure)"
+    return f"{100 * row.norm_cost.median:.2f} %{words}"
 
 
 def throughput(row: Row | None, column: str) -> str:
@@ -377,11 +382,8 @@ def vits(found: Measured) -> str:
 
 
 def _normalised(rows: Sequence[Row]) -> list[str]:
-    columns = ("bare", "original", "folded", "stock")
-    return [
-        f"{statistics.fmean(r.ms[name].median / r.ms['original'].median for r in rows):.4f}"
-        for name in columns
-    ]
+    columns = ("no_norm", "original", "folded", "torch_rms_norm")
+    return [f"{statistics.fmean(1 / r.faster(name).median for r in rows):.4f}" for name in columns]
 
 
 def page(found: Measured, command: str, dtype: str, device: torch.device, scale: Scale) -> str:
@@ -397,16 +399,16 @@ Written by `{command}` on {date.today().isoformat()}.
 
 * {hardware(device)}, {dtype}, kernels: {kernels.native.status(device.type).what}
 * load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; far above the threads
-  of the run, other programs were running, and small differences are lost in the spread
+  of the run, other programs were running, and small differences are lost in the noise
 * enjoyln {__version__}, torch {torch.__version__}, transformers {transformers.__version__}
 * Weights are random, of the sizes that the papers name; classes without a head.
 * Norms that fold: {norms}. The papers fold all of them; in BERT, a post-LN model, that would change
   what is computed, so here those are folded that fold exactly.
-* Medians of {scale.repeats} turns, fewer where a turn takes long. `saved` and `norms cost` are
-  medians of the shares within a turn; less than nothing is saved where the folded model takes
-  longer. `{NO_GAIN}`: the quartiles of before / after within a turn lie on both sides of 1;
-  `slower`: below it. `norms cost`: what leaving out every norm would save, the most that anything
-  done to norms can. `-`: not run on this machine.
+* Medians of {scale.repeats} rounds, fewer where a round takes long. `saved` and `norms cost` are
+  medians of the shares within a round; less than nothing is saved where the folded model takes
+  longer. `slower`: the 95 % interval of before / after lies below 1. `{NO_GAIN}`: it does not lie
+  above 1 either, or more is saved than norms cost. `norms cost`: what leaving out every norm would
+  save, the most that any change to norms can save. `-`: not run on this machine.
 * The papers' times were taken on GPUs, and their sizes fit float32.
 {left_out}
 ## Enjoy-LN, Tables 4 and 5: what folding costs, and what it gains

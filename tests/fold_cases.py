@@ -22,12 +22,13 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "conv.weight": (24, 3, 5, 5),
     "big.weight": (521, 1031),
     "wide.weight": (3, 1100, 700),
+    "tall.weight": (650, 1000),
     "qkv.weight": (750, 1000),
     "ln.weight": (24,),
     "scalar": (),
     "empty": (0, 24),
 }
-"""``big``, ``wide`` and ``qkv`` are larger than a block, at odd sizes."""
+"""``big``, ``wide``, ``tall`` and ``qkv`` are larger than a block, at odd sizes."""
 
 EDITS: dict[str, tuple[Axis, ...]] = {
     "wte.weight": (Axis(1, 0, 1, 24, 1),),
@@ -38,6 +39,7 @@ EDITS: dict[str, tuple[Axis, ...]] = {
     "conv.weight": (Axis(0, 0, 1, 24, 1),),
     "big.weight": (Axis(0, 0, 1, 521, 1),),
     "wide.weight": (Axis(1, 100, 2, 450, 1),),
+    "tall.weight": (Axis(0, 0, 5, 40, 1, 130), Axis(0, 50, 5, 20, 2, 130)),
     "qkv.weight": (Axis(0, 250, 5, 50, 1), Axis(0, 0, 1, 50, 5)),
 }
 

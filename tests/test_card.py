@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard
 from enjoyln_cli import card, fold, hub
 from enjoyln_cli.checkpoint import Source
 from enjoyln_cli.plan import PLAIN, Options
+from enjoyln_cli.rows import UNTIED
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 
@@ -135,12 +136,14 @@ def test_line_ends_and_a_byte_order_mark_are_no_obstacle(tmp_path: Path) -> None
 def test_the_card_says_what_was_done(out: Path) -> None:
     text = made(out).text
     assert "# tiny-rms\n" in text and "`tiny`, in which 7 of 7 LayerNorms" in text
-    assert "folded 7 of 7 LayerNorms (0 in the weights alone), 1 centring op" in text
-    assert "  centre the output of transformer.wte: " in text
+    assert "converted 7 of 7 LayerNorms, using 1 added mean subtraction; 13 tensors centred" in text
+    assert "  subtract the mean from the result of transformer.wte: " in text
     assert "  all floating weights were converted to bfloat16\n" in text
     assert "All outputs stay the same. " in text
     assert "The proof holds for `GPT2LMHeadModel`, `GPT2Model`. Called with an input that" in text
-    assert "  not proven for calls with encoder_attention_mask, encoder_hidden_states\n" in text
+    assert (
+        "  LayerNorm is used in calls with encoder_attention_mask, encoder_hidden_states\n" in text
+    )
     assert "enjoyln fold ./tiny -o tiny-rms --dtype bfloat16\n" in text
     assert re.search(r"enjoyln \d+\.\d+.*torch \d+.*transformers \d+", text)
     assert text.count("```bibtex") == 1 and "Pre-{RMSNorm}" in text and "Anonymous" in text
@@ -149,11 +152,18 @@ def test_the_card_says_what_was_done(out: Path) -> None:
 
 def test_kept_norms_have_their_reasons(tmp_path: Path) -> None:
     text = made(folded(tmp_path, name="bert", model_class="BertModel", verify=False)).text
-    assert re.search(r"\n  keep 6: .*not zero-mean: encoder.layer.0-2.attention.output", text)
+    assert re.search(r"\n  6 stay LayerNorm: .*not zero-mean\n    encoder.layer.0-2.att", text)
     assert "--model-class BertModel --no-verify" in text
-    assert "The result was not verified" in text and "identity error" not in text
+    assert "has not been verified" in text and "identity error" not in text
     assert 'BertModel.from_pretrained("tiny-rms")' in text, "the saved class is not proven"
     assert 'from_pretrained("tiny-rms", BertModel)' in text
+
+
+def test_the_card_says_what_an_engine_may_do_to_an_untied_head(tmp_path: Path, out: Path) -> None:
+    text = made(folded(tmp_path, options=Options(untie=True), verify=False)).text
+    assert "`lm_head.weight` was tied to another weight" in text and "untied_heads.md" in text
+    assert "store lm_head.weight separately" in text and UNTIED not in text
+    assert "untied_heads.md" not in made(out).text
 
 
 def test_the_card_has_the_numbers_of_the_verification(out: Path) -> None:
@@ -178,13 +188,14 @@ def test_the_examples_of_the_card_run(out: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_measured_speed_is_told_where_it_was_measured(out: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(out, tmp_path / "copy"))
-    good = {"case": "1 x 512 | eager", "original_ms": 20.0, "folded_ms": 16.0, "verdict": "faster"}
-    rows: list[Any] = [good | {"speedup_quartiles": [1.1, 1.25, 1.4]}]
+    good: dict[str, Any] = {"case": "1 x 512 | eager", "speedup": 1.25, "verdict": "faster"}
+    good["models"] = {"original": {"median_ms": 20.0}}
+    rows: list[Any] = [good | {"speedup_interval": [1.1, 1.4]}]
     rows += [{"case": "broken", "original_ms": None, "folded_ms": 1.0}, "nonsense"]
     (copy / "enjoyln_bench.json").write_text(json.dumps({"hardware": "2 cores", "rows": rows}))
     section = hub.section(copy, "", "me/x", ["GPT2Model"])
-    assert "## Measured speed\n\n2 cores.\nIn brackets:" in section
-    line = "| 1 x 512 \\| eager | 20 ms | 16 ms | 1.250 (1.100 to 1.400) | faster |"
+    assert "## Measured speed\n\n2 cores.\nEach model runs once per round." in section
+    line = "| 1 x 512 \\| eager | 20 ms | 1.250 (1.100 to 1.400) | faster |"
     assert line in section and "broken" not in section
     assert "Measured speed" not in made(out).text
     (copy / "enjoyln_bench.json").write_text("[1, 2")

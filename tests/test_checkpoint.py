@@ -23,7 +23,9 @@ ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors
 
 
 def write_index(folder: Path, weight_map: Any, name: str = "model.safetensors") -> None:
-    (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / f"{name}.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def test_shards_in_order(folder: Path) -> None:
@@ -131,7 +133,7 @@ def test_sharded_pickles(folder: Path) -> None:
         ({}, "has no weight_map"),
         (["a"], "has no weight_map"),
         ({"a": ONE, "b": TWO}, f"{TWO} is missing"),
-        ({"a": ONE, "b": ONE}, f"{ONE} lacks b, which model.safetensors.index.json promises"),
+        ({"a": ONE, "b": ONE}, f"{ONE} lacks b, which model.safetensors.index.json lists"),
     ],
 )
 def test_indices_that_lie(folder: Path, weight_map: Any, words: str) -> None:
@@ -147,7 +149,7 @@ def test_indices_that_are_none(folder: Path, text: str) -> None:
     refused(folder, "index.json (is not valid JSON|has no weight_map)")
 
 
-@pytest.mark.parametrize("metadata", [None, {}, {"total_size": 48, "of": "somebody"}])
+@pytest.mark.parametrize("metadata", [{}, {"total_size": 48, "of": "somebody"}])
 def test_metadata_of_an_index_may_be_anything_by_name(folder: Path, metadata: Any) -> None:
     save_file(tensors("a"), folder / ONE)
     index = {"metadata": metadata, "weight_map": {"a": ONE}}
@@ -162,6 +164,20 @@ def test_metadata_of_an_index_without_names(folder: Path, metadata: Any) -> None
     index = {"metadata": metadata, "weight_map": {"a": ONE}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(folder, "metadata in .*index.json is .*, not a JSON object; fetch it again")
+
+
+@pytest.mark.parametrize("index", [{}, {"metadata": None}], ids=["none", "null"])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_an_index_without_metadata(folder: Path, index: dict[str, Any], name: str) -> None:
+    """transformers raises ``KeyError`` or ``TypeError`` at it, for the original and the result."""
+    shard = name.replace(".", "-00001-of-00001.")
+    if name == "model.safetensors":
+        save_file(tensors("a"), folder / shard)
+    else:
+        torch.save(tensors("a"), folder / shard)
+    text = json.dumps({**index, "weight_map": {"a": shard}})
+    (folder / f"{name}.index.json").write_text(text)
+    refused(folder, 'index.json has no metadata, .*; add "metadata": {} to it')
 
 
 def test_an_index_that_mixes_up_its_shards(folder: Path) -> None:
@@ -192,10 +208,10 @@ def test_links_stay_in_the_directory_or_its_part_of_the_hub_cache(tmp_path: Path
     save_file(tensors("b"), inside / "weights")
     assert list(opened(inside).tensors) == ["b"]
     other = linked("models--two", "../../../models--one/blobs/aa")
-    refused(other, "model.safetensors is a link out of")
-    refused(linked("absolute", str(tmp_path / "models--one/blobs/aa")), "is a link out of")
+    refused(other, "model.safetensors is a link to")
+    refused(linked("absolute", str(tmp_path / "models--one/blobs/aa")), "is a link to")
     refused(linked("broken", "nothing"), "model.safetensors is missing")
-    refused(linked("loop", "model.safetensors"), "model.safetensors (is a link|is missing)")
+    refused(linked("loop", "model.safetensors"), "model.safetensors is (a broken link|missing)")
 
 
 @pytest.mark.parametrize(
@@ -273,7 +289,7 @@ def test_other_files_are_no_way_out(folder: Path, tmp_path: Path) -> None:
     found = opened(folder)
     for target in (tmp_path / "secret" / "key", tmp_path / "secret", tmp_path / "nothing"):
         (folder / "tokenizer.json").symlink_to(target)
-        with pytest.raises(BadCheckpoint, match="tokenizer.json is a link out of"):
+        with pytest.raises(BadCheckpoint, match="tokenizer.json is a link to"):
             other_files(found)
         (folder / "tokenizer.json").unlink()
     assert other_files(found) == ("config.json",)

@@ -163,7 +163,7 @@ def test_code_does_not_come_in_by_another_way(
     hidden = {"model_type": "gpt2", "auto_map": code}
     (folder / "config.4.0.0.json").write_text(json.dumps(hidden))
     (folder / "modeling.py").write_text(CODE.format(mark=mark))
-    with pytest.raises(BadCheckpoint, match=f"has {key}, .* take that out"):
+    with pytest.raises(BadCheckpoint, match=f"has {key}, .* remove it"):
         load_config(open_source(str(folder)))
     monkeypatch.setattr("enjoyln_cli.config._ELSEWHERE", set())
     with pytest.raises(UnsupportedModel, match=r"code of its own \(modeling.Own\)"):

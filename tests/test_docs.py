@@ -50,7 +50,10 @@ BLOCK = re.compile(
     r"(?:\n+```text\n(?P<printed>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
 )
-VARIES = re.compile(r"(\d+(?:\.\d+)?e[+-]\d+)|(\d+(?:\.\d+)+)|(\.\.\.)|(\S+)(?= saw a mean)")
+VARIES = re.compile(
+    r"(?<=input mean: )(?P<mean>\S+ \(\S+\))|(?P<error>\d+(?:\.\d+)?e[+-]\d+)"
+    r"|(?P<number>\d+(?:\.\d+)+)|(?P<any>\.\.\.)"
+)
 A_NUMBER = r"(-?\d+(?:\.\d+)*(?:e[+-]\d+)?)"
 LARGER = 100
 """How many times as large an error may be as on the page."""
@@ -95,8 +98,8 @@ def same(expected: str, printed: str) -> bool:
     pattern, errors, end = "", [], 0
     for found in VARIES.finditer(expected):
         pattern += re.escape(expected[end : found.start()])
-        pattern += "(.*?)" if found[3] else r"(\S+)" if found[4] else A_NUMBER
-        errors.append(float(found[1]) if found[1] else None)
+        pattern += {"any": "(.*?)", "mean": r"(\S+ \(\S+\))"}.get(str(found.lastgroup), A_NUMBER)
+        errors.append(float(found["error"]) if found["error"] else None)
         end = found.end()
     match = re.fullmatch(pattern + re.escape(expected[end:]), printed, re.DOTALL)
     if match is None:
@@ -279,8 +282,8 @@ def headings(page: Path) -> set[str]:
         ("┏━━━┓\n┃ a ┃", "┏━━━━━┓\n┃  a  ┃  ", True),
         ("one\n...\nlast", "one\ntwo\nthree\nlast", True),
         ("one\n...", "two\nthree", False),
-        ("h.0.ln saw a mean of 2.0e-08", "h.1.ln saw a mean of 1.0e-08", True),
-        ("h.0.ln saw a mean of 2.0e-08", "h.1.ln saw nothing", False),
+        ("input mean: 2.0e-08 (h.0.ln)", "input mean: 1.0e-08 (h.1.ln)", True),
+        ("input mean: 2.0e-08 (h.0.ln)", "input mean: none", False),
         ("", "something", False),
     ],
 )

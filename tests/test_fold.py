@@ -393,7 +393,7 @@ def test_a_hub_id_is_remembered_with_its_commit(source: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 4},
+        {"version": 5},
         {"version": True},
         {"source": None},
         {"revision": 3},
@@ -463,7 +463,7 @@ def test_a_marker_that_somebody_changed_is_refused(source: Path, change: dict[st
     )
     moved = {**entry, "source": "elsewhere", "revision": "abc", "tool": "enjoyln 9"}
     assert read_marker({"enjoyln": moved}).source == "elsewhere"
-    with pytest.raises(BadCheckpoint, match="not what was proven"):
+    with pytest.raises(BadCheckpoint, match="edited after the fold"):
         read_marker({"enjoyln": {**entry, **change}})
 
 

@@ -225,7 +225,7 @@ def test_a_push_can_be_loaded_by_stock_transformers(
     assert done.out.splitlines()[-1] == f"{hub.url}/me/gpt2-rms/commit/{there.refs['main']}"
     assert there.private and len(there.log) == 1
     assert there.files()["model.safetensors"] == (out / "model.safetensors").read_bytes()
-    assert "nothing to push: me/gpt2-rms has all 8 files as they are" in again.out
+    assert "nothing to push: me/gpt2-rms already has all of it (8 files)" in again.out
     assert again.out.splitlines()[-1] == f"{hub.url}/me/gpt2-rms/tree/main" and len(there.log) == 1
     assert not any(TOKEN.encode() in data for data in there.files().values())
     code = """
@@ -317,7 +317,7 @@ def test_nothing_is_sent_where_nothing_differs(hub: Hub, home: Path, out: Path) 
     calls = [call, [*call, "--create-pr"], [*call, "--dry-run"]]
     for done in enjoyln(hub, home, *calls, HF_TOKEN=TOKEN):
         assert done.status == 0, "nobody has to say yes to that"
-        assert "nothing to push: me/same has all 8 files as they are" in done.out
+        assert "nothing to push: me/same already has all of it (8 files)" in done.out
     assert set(hub.repositories["me/same"].refs) == {"main"}
     assert {request.method for request in hub.requests} == {"GET"}
 
@@ -370,8 +370,9 @@ def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
     first, second = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
     assert first.status == second.status == 2
     for done, what in ((first, "8 new and 0 changed of 8 files,"), (second, "the result to me/un")):
-        assert f"would push {what}" in " ".join(done.err.split())
-        assert "pass --yes to go on, as nobody can be asked here" in " ".join(done.err.split())
+        said = " ".join(done.err.split())
+        assert f"would push {what}" in said
+        assert "pass --yes to confirm, since there is no terminal to ask on" in said
     call = ["fold", GPT2, "--dry-run", "--push-to-hub", "me/unasked"]
     (tried,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
     assert "would then push to me/unasked (new, public)" in tried.out
@@ -439,7 +440,7 @@ def test_a_push_is_refused_by_the_hub_in_one_line(hub: Hub, home: Path, out: Pat
     found = [done.error for done in enjoyln(hub, home, *calls)]
     assert "needs a token; run `hf auth login`" in found[0]
     assert "does not know the token" in found[1]
-    assert "me may not write to org/gpt2: org is no organization" in found[2]
+    assert "me may not write to org/gpt2: org is not an organization" in found[2]
     assert "may not write to org/new" in found[3]
     assert "no name of a repository" in found[4]
     assert "needs a token" in found[5] and not (out.parent / "other").exists()
@@ -464,7 +465,7 @@ def test_who_may_not_write_learns_it_before_anything_is_done(
         assert "the token may only read" in line and f"{hub.url}/settings/tokens" in line
     for line in found[2:4]:
         assert "push to me/gpt2, or open a pull request with --create-pr" in line
-    assert "org is no organization of theirs; push to me/new" in found[4]
+    assert "org is not an organization of theirs; push to me/new" in found[4]
     assert "--create-pr" not in found[4]
     assert "me may only read in readers" in found[5]
     assert not other.exists()
@@ -508,7 +509,7 @@ def test_ctrl_c_says_what_is_left_and_a_second_push_goes_on(
     _, shown = process.communicate(timeout=60)
     assert process.returncode == 130
     (line,) = [line for line in shown.splitlines() if line.startswith("error: ")]
-    assert "interrupted; me/held may be there, without all files; push again" in line
+    assert "interrupted; me/held may now exist without all of its files; push again" in line
     assert "Traceback" not in shown and hub.repositories["me/held"].log == []
     (done,) = enjoyln(hub, home, ["push", out, "me/held", "--yes"], HF_TOKEN=TOKEN)
     assert done.status == 0, done.err
@@ -605,7 +606,7 @@ def test_a_forced_push_says_so_in_its_card(hub: Hub, home: Path, out: Path) -> N
         "**Pushed with `--force`**: model.safetensors has changed since its verification; "
         "notes.txt came after its verification." in card
     )
-    assert "Of the files as they were when they were last verified: As close" in card
+    assert "Of the files as they were when they were last verified: Same outputs" in card
     assert "notes.txt" in there and not {".cache/secret", ".DS_Store"} & {*there}
 
 
@@ -613,7 +614,7 @@ def test_a_card_that_cannot_say_so_stops_a_forced_push(hub: Hub, home: Path, out
     (out / "notes.txt").write_text("mine")
     (out / "README.md").write_text("# All mine")
     (done,) = enjoyln(hub, home, ["push", out, "me/mute", "--yes", "--force"], HF_TOKEN=TOKEN)
-    assert "has lost the section" in done.error and "me/mute" not in hub.repositories
+    assert "no longer has the section" in done.error and "me/mute" not in hub.repositories
 
 
 def test_a_public_repository_is_not_taken_for_a_private_one(

@@ -110,7 +110,7 @@ def test_the_stream_goes_from_the_input_through_the_op_to_the_output(gpt2: Analy
 def test_a_kept_norm_says_why() -> None:
     bert = analysis_of("bert")
     kept = drawn(model_picture("bert", bert))["kept"]
-    assert all(texts[1] == "stays" for texts, _ in kept)
+    assert all(texts[1] == "stays LayerNorm" for texts, _ in kept)
     reasons = {verdict.reason for verdict in bert.plan.kept}
     assert all(any(reason in title for reason in reasons) for _, title in kept)
 
@@ -388,7 +388,7 @@ def test_report_saves(extra: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_what_cannot_be_saved_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "is.svg").mkdir()
-    for name, hint in (("it.pdf", ".svg, .html, .png"), ("none/it.svg", "is no directory")):
+    for name, hint in (("it.pdf", ".svg, .html, .png"), ("none/it.svg", "is not a directory")):
         status, text = said("--save", tmp_path / name)
         assert status == 1 and hint in text and text.count("\n") == 1
     with pytest.raises(OutputError, match="it is a directory"):
@@ -404,4 +404,5 @@ def test_a_missing_library_is_a_hint(
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     status, text = said("--save", tmp_path / f"it{kind}")
-    assert status == 1 and "pip install 'enjoyln[pictures]'" in text and text.count("\n") == 1
+    package = {"PIL": "pillow"}.get(library, library)
+    assert status == 1 and f"pip install {package}\n" in text and text.count("\n") == 1

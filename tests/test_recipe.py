@@ -401,7 +401,7 @@ REFUSED = {
     ),
     "a tensor left that nobody centres": (
         _gpt2((WPE, WPE + "    transformer.h.1.mlp.c_fc.bias: leave\n")),
-        "leaves transformer.h.1.mlp.c_fc.bias, which nobody centres; did you mean",
+        "leaves transformer.h.1.mlp.c_fc.bias, which is not centred anyway; did you mean",
     ),
     "all heads at once": (
         _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0}")),
@@ -418,11 +418,11 @@ REFUSED = {
     ),
     "a norm that is not there": (
         _gpt2((LN_F, "transformer.ln_g: fold")),
-        "transformer.ln_g is no LayerNorm of GPT2LMHeadModel; did you mean transformer.ln_f",
+        "transformer.ln_g is not a LayerNorm of GPT2LMHeadModel; did you mean transformer.ln_f",
     ),
     "keeping a norm that is not there": (
         _gpt2((LN_F, LN_F + "\n    transformer.h.7.ln_1: keep")),
-        "transformer.h.7.ln_1 is no LayerNorm",
+        "transformer.h.7.ln_1 is not a LayerNorm",
     ),
     "layers that are not there": (
         _gpt2((LN_F, LN_F + "\n    encoder.layer.{i}.ln: keep")),
@@ -434,9 +434,9 @@ REFUSED = {
     ),
     "another class": (
         _gpt2(("model_class: GPT2LMHeadModel", "model_class: GPT2Model")),
-        "made for GPT2Model and the plan is for GPT2LMHeadModel",
+        "made for GPT2Model, and the plan is for GPT2LMHeadModel",
     ),
-    "another family": (_gpt2(("model_type: gpt2", "model_type: opt")), "made for opt and the"),
+    "another family": (_gpt2(("model_type: gpt2", "model_type: opt")), "made for opt, and the"),
     "an untied model": (
         _gpt2(("tie_word_embeddings: true", "tie_word_embeddings: false")),
         "made for models with tie_word_embeddings: False",
@@ -637,7 +637,7 @@ HOSTILE = {
     ),
     "a path as type": (GOOD.replace("type: gpt2", "type: ../gpt2"), "model_type: '../gpt2' is not"),
     "no variants": ("version: 1\nmodel_type: gpt2\nvariants: []", "variants is empty"),
-    "an unknown fate": (BODY + "{a: drop}", "norms.a: 'drop' is no fate"),
+    "an unknown fate": (BODY + "{a: drop}", "norms.a: 'drop' is nothing a norm can become"),
     "two fates": (BODY + "{a: {fold_with: [b], keep: c}}", "norms.a: unknown key 'keep'"),
     "a path as norm": (BODY + "{../a: fold}", "'../a' is not a dotted name"),
     "an absolute path": (BODY + "{/etc/passwd: fold}", "is not a dotted name"),

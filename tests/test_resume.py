@@ -103,9 +103,9 @@ def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
     process.communicate(timeout=120)
     assert not out.exists() and finished(work_of(out)) == 1
     line = refused("fold", GPT2, "-o", out)
-    assert "--resume" in line and "--force" in line and "tracing" not in line
+    assert "--resume" in line and "--force" in line and "finding" not in line
     said = good("fold", GPT2, "-o", out, "--resume")
-    assert "an earlier run had finished 1 of the weight files" in said
+    assert "1 weight file had been finished by an earlier run" in said
     assert contents(out) == whole
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -121,7 +121,7 @@ def test_ctrl_c_says_what_it_leaves(tmp_path: Path) -> None:
     assert process.returncode == 130
     (line,) = rest.splitlines()
     work = work_of(tmp_path / "out")
-    assert line.startswith(f"error: interrupted; 1 finished files are kept in {work}; go on with")
+    assert line.startswith(f"error: interrupted; 1 finished file kept in {work}; go on with")
     assert list(tmp_path.iterdir()) == [work]
 
 
@@ -244,7 +244,7 @@ def test_a_note_of_other_reads(source: Path, out: Path, damage: Any, signed: boo
         note["digest"] = digest_of(note)
     path.write_text(json.dumps(note))
     if signed and damage is not forgotten:
-        refuses(source, out, "of the source was another then", resume=True)
+        refuses(source, out, "of the source has changed since", resume=True)
         return
     assert fold(source, out, resume=True).resumed == 2
     assert contents(out) == whole
@@ -273,7 +273,7 @@ def test_where_there_is_nothing_to_resume_a_fold_begins(source: Path, out: Path)
     whole = expected(source, out)
     assert fold(source, out, resume=True).resumed == 0
     assert contents(out) == whole
-    refuses(source, out, "exists, as a whole; there is nothing to resume", resume=True)
+    refuses(source, out, "is complete, so there is nothing to resume", resume=True)
 
 
 # Refused.
@@ -317,7 +317,7 @@ def test_weights_that_changed_in_secret(tmp_path: Path, out: Path, kind: str, te
     store(source, values, kind)
     stopped(source, out)
     rewrite(source, values[tensor], values[tensor] + 1)
-    words = f"{tensor} of the source was another then; start anew with --force"
+    words = f"{tensor} of the source has changed since; start anew with --force"
     refuses(source, out, words, resume=True)
     assert fold(source, out, resume=True, force=True).resumed == 0
     whole = contents(out)
@@ -348,7 +348,7 @@ def test_the_cache_of_the_hub(tmp_path: Path, out: Path, linked: bool) -> None:
         words = "the file model.safetensors was .* bytes, 0123 then and is .* bytes, 4567 now"
     else:
         rewrite(source, values["big.weight"], values["big.weight"] + 1)
-        words = "big.weight of the source was another then"
+        words = "big.weight of the source has changed since"
     with pytest.raises(OutputError, match=words):
         fold_checkpoint(cached, plan, out, recipe_text="r", resume=True)
 
@@ -379,7 +379,7 @@ def test_values_from_other_files_that_changed_in_secret(
     for shard in SHARDS[1:]:
         (work_of(out) / "finished" / f"{shard}.json").unlink()
     rewrite(source, values[tensor], values[tensor] + 1)
-    with pytest.raises(OutputError, match=f"{tensor} of the source was another then"):
+    with pytest.raises(OutputError, match=f"{tensor} of the source has changed since"):
         begin(resume=True)
     rewrite(source, values[tensor] + 1, values[tensor])
     assert begin(resume=True) == 1
@@ -389,8 +389,8 @@ def test_values_from_other_files_that_changed_in_secret(
     ("options", "words"),
     [
         ({"dtype": torch.float16}, "the dtype was None then and is torch.float16 now"),
-        ({"max_shard_size": 10**6}, "the size of the shards"),
-        ({"allow_nonfinite": True}, "the leave for NaN and Inf was False then and is True now"),
+        ({"max_shard_size": 10**6}, "the --max-shard-size was None then and is 1000000 now"),
+        ({"allow_nonfinite": True}, "the --allow-nonfinite was False then and is True now"),
         ({"edits": {"out.weight": EDITS["out.weight"]}}, "the plan"),
     ],
 )
@@ -404,7 +404,9 @@ def test_another_plan_or_option(
 def test_force_gives_up_what_another_plan_has_left(source: Path, out: Path) -> None:
     stopped(source, out)
     options = {"dtype": torch.float16}
-    refuses(source, out, "--resume cannot go on .* start anew with --force", resume=True, **options)
+    refuses(
+        source, out, "--resume cannot continue .* start anew with --force", resume=True, **options
+    )
     assert fold(source, out, resume=True, force=True, **options).resumed == 0
     whole = contents(out)
     assert fold(source, out, force=True, **options).resumed == 0 and contents(out) == whole
@@ -420,7 +422,7 @@ def test_with_kept_means_nothing_is_taken_over(source: Path, out: Path) -> None:
 
 def test_without_resume_nothing_is_lost(source: Path, out: Path) -> None:
     work = stopped(source, out)
-    refuses(source, out, f"3 finished files are kept in {work}; go on with --resume, or .*--force")
+    refuses(source, out, f"3 finished files kept in {work}; go on with --resume, or .*--force")
     assert fold(source, out, force=True).resumed == 0
 
 

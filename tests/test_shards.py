@@ -120,6 +120,23 @@ def test_pickles_that_are_no_state_dict(folder: Path, content: Any, words: str) 
     refused(folder, words)
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_pickle_of_a_model_without_weights(folder: Path, zipped: bool, name: str) -> None:
+    """One that was saved from the meta device, in whole or in part."""
+    state = tensors("a", "b")
+    state[name] = state[name].to("meta")
+    path = folder / "pytorch_model.bin"
+    torch.save(state, path, _use_new_zipfile_serialization=zipped)
+    refused(folder, f"{name} in pytorch_model.bin has a shape and no values")
+
+
+def test_a_pickle_with_a_nested_tensor(folder: Path) -> None:
+    state = {**tensors("a"), "b": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}
+    torch.save(state, folder / "pytorch_model.bin")
+    refused(folder, "b in pytorch_model.bin is a nested tensor")
+
+
 def test_damaged_pickles(folder: Path) -> None:
     path = folder / "pytorch_model.bin"
     torch.save(tensors("a", "b"), path)

@@ -37,7 +37,7 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
     "sharded/model": {
         "config.json": CONFIG,
         "model.safetensors.index.json": json.dumps(
-            {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+            {"metadata": {}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
         ).encode(),
         "model-00001-of-00001.safetensors": TENSORS,
         "model.fp16.safetensors": TENSORS,
