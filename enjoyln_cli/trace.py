@@ -159,6 +159,21 @@ class _Weights:
     locked: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class _Capture:
+    """A call of a model while it is captured; the model may have no weights."""
+
+    model: nn.Module
+    call: Call
+    naming: Naming
+    inner: str | None
+    weights: _Weights
+    watchers: Watchers
+
+    def runner(self) -> Steps:
+        return Steps(self.model, self.call.flags, self.inner, self.watchers, self.call.cache)
+
+
 def uncast(node: Node) -> Node:
     """The value behind casts; one that changes nothing hands out the tensor it was given."""
     while getattr(node.target, "overloadpacket", None) in (aten.to, aten._to_copy, aten.alias):
@@ -187,10 +202,10 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
 
     if is_recordable(model):
         with suppress(Exception), ready(model) as watchers:  # whatever it is, export tells
-            return _drawn(model, call, named, inner, weights, watchers)
+            return _drawn(_Capture(model, call, named, inner, weights, watchers))
     try:
         with ready(model) as watchers:
-            exported = _exported(model, call, named, inner, weights, watchers)
+            exported = _exported(_Capture(model, call, named, inner, weights, watchers))
     except Exception as error:  # torch.export raises what it meets, of any class
         exported, exporting = None, error
     if exported is not None and not _normalises_unknown_shapes(exported.graph):
@@ -200,7 +215,7 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
         bare = without_weights(model, copied)
         weights = replace(weights, locked={**weights.locked, **kept_outside(model, copied)})
         with ready(bare) as watchers:
-            return _recorded(bare, call, named, inner, weights, watchers)
+            return _recorded(_Capture(bare, call, named, inner, weights, watchers))
     except Exception as error:
         if exported is not None:
             return exported
@@ -226,34 +241,18 @@ def accepts(model: nn.Module, call: Call) -> bool:
     return True
 
 
-def _drawn(
-    model: nn.Module,
-    call: Call,
-    naming: Naming,
-    inner: str | None,
-    weights: _Weights,
-    watchers: Watchers,
-) -> Trace:
-    runner = Steps(model, call.flags, inner, watchers, call.cache)
-    found = record(runner, call.steps)
+def _drawn(this: _Capture) -> Trace:
+    runner = this.runner()
+    found = record(runner, this.call.steps)
     settle(found.graph)
     returned = _fields(found.returned, found.layout)
-    trace = _named(
-        found.graph, found.parameters, found.inputs, returned, model, call, naming, weights
-    )
-    return _with_memory(trace, model, weights, runner.replaced, found.constants, watchers)
+    trace = _named(this, found.graph, found.parameters, found.inputs, returned)
+    return _with_memory(this, trace, runner.replaced, found.constants)
 
 
-def _exported(
-    model: nn.Module,
-    call: Call,
-    naming: Naming,
-    inner: str | None,
-    weights: _Weights,
-    watchers: Watchers,
-) -> Trace:
-    runner = Steps(model, call.flags, inner, watchers, call.cache)
-    program = torch.export.export(runner, beside(model, call.steps), strict=False)
+def _exported(this: _Capture) -> Trace:
+    runner = this.runner()
+    program = torch.export.export(runner, beside(this.model, this.call.steps), strict=False)
     put_back_regions(program.graph_module)
     settle(program.graph)
     if any(mutating(inside.graph) for inside in closed(program.graph_module)):
@@ -266,7 +265,7 @@ def _exported(
     if left := mutating(program.graph):
         raise TraceFailed(f"{left[0].target} writes in place, so the graph cannot be analysed")
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named = dict(this.model.named_parameters(remove_duplicate=False))
     parameters: dict[Node, torch.Tensor] = {}
     inputs: list[Node | None] = []
     constants: list[Any] = []
@@ -287,21 +286,14 @@ def _exported(
     for spec, node in outputs:
         if spec.kind.name != "USER_OUTPUT":
             returned.pop(node, None)  # it is written into a buffer too
-    found = _named(program.graph, parameters, inputs, returned, model, call, naming, weights)
+    found = _named(this, program.graph, parameters, inputs, returned)
     outside = [*constants, *read_inside(program.graph_module)]
-    return _with_memory(found, model, weights, runner.replaced, outside, watchers)
+    return _with_memory(this, found, runner.replaced, outside)
 
 
-def _recorded(
-    model: nn.Module,
-    call: Call,
-    naming: Naming,
-    inner: str | None,
-    weights: _Weights,
-    watchers: Watchers,
-) -> Trace:
-    runner = Steps(model, call.flags, inner, watchers, call.cache)
-    leaves, layout = pytree.tree_flatten(on_cpu(call.steps))
+def _recorded(this: _Capture) -> Trace:
+    runner = this.runner()
+    leaves, layout = pytree.tree_flatten(on_cpu(this.call.steps))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     layouts: list[pytree.TreeSpec] = []
 
@@ -318,7 +310,7 @@ def _recorded(
         recorded = make_fx(run, pre_dispatch=True, _error_on_data_dependent_ops=False)(*tensors)
     settle(recorded.graph)
     replace_private_writes(recorded.graph)
-    held = {id(parameter) for parameter in model.parameters()}
+    held = {id(parameter) for parameter in this.model.parameters()}
     parameters: dict[Node, torch.Tensor] = {}
     constants: list[Any] = [read_inside(recorded)]
     for node in recorded.graph.nodes:
@@ -331,32 +323,25 @@ def _recorded(
     known = pytree.tree_leaves(constants)
     if any(torch.is_tensor(value) and computed.holds(value) for value in known):
         raise TraceFailed("a value leaves the graph as a parameter or a tensor of another class")
-    mark_written(recorded.graph, _sharing(parameters, model, weights))
+    mark_written(recorded.graph, _sharing(this, parameters))
     given = iter([node for node in recorded.graph.nodes if node.op == "placeholder"])
     inputs = [next(given) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     given_out: Any = recorded.graph.output_node().args[0]
     returned = _fields(list(given_out), layouts[-1])
-    found = _named(recorded.graph, parameters, inputs, returned, model, call, naming, weights)
-    found = _with_memory(found, model, weights, runner.replaced, constants, watchers)
-    return replace(found, by_example=True)
+    found = _named(this, recorded.graph, parameters, inputs, returned)
+    return replace(_with_memory(this, found, runner.replaced, constants), by_example=True)
 
 
-def _sharing(
-    parameters: Mapping[Node, torch.Tensor], model: nn.Module, weights: _Weights
-) -> list[Node]:
+def _sharing(this: _Capture, parameters: Mapping[Node, torch.Tensor]) -> list[Node]:
     """The nodes of parameters that lie in memory of others."""
-    named = {id(t): name for name, t in model.named_parameters(remove_duplicate=False)}
+    locked, tied = this.weights.locked, this.weights.ties
+    named = {id(t): name for name, t in this.model.named_parameters(remove_duplicate=False)}
     names = {node: named[id(tensor)] for node, tensor in parameters.items()}
-    return [n for n, name in names.items() if name in weights.locked or len(weights.ties[name]) > 1]
+    return [node for node, name in names.items() if name in locked or len(tied[name]) > 1]
 
 
 def _with_memory(
-    trace: Trace,
-    model: nn.Module,
-    weights: _Weights,
-    replaced: Iterable[str],
-    outside: Iterable[Any],
-    watchers: Watchers,
+    this: _Capture, trace: Trace, replaced: Iterable[str], outside: Iterable[Any]
 ) -> Trace:
     """The trace with what is known of the memory of parameters, of norms and of places.
 
@@ -364,10 +349,10 @@ def _with_memory(
     """
     tensors = [value for value in pytree.tree_leaves(list(outside)) if torch.is_tensor(value)]
     locked = dict.fromkeys(replaced, "a call of the model changes it")
-    locked |= kept_outside(weights.model, tensors)
+    locked |= kept_outside(this.weights.model, tensors)
     outside_names = {trace.naming(name) for name in locked}
-    locked |= weights.locked
-    lost = watchers.places.lost | lost_places(trace.graph)
+    locked |= this.weights.locked
+    lost = this.watchers.places.lost | lost_places(trace.graph)
     found = places_of(trace.graph)
     hidden: set[str] = set()
     if has_closed(trace.graph):
@@ -375,14 +360,14 @@ def _with_memory(
         for node, names in trace.parameters.items():
             if read_by_closed(node):
                 read.update(names)
-        hidden = _may_call(model, trace.naming, read)
+        hidden = _may_call(this.model, trace.naming, read)
         lost |= {(path, at) for path in hidden for at in ("input", "output")}
     return replace(
         trace,
         locked={trace.naming(name): reason for name, reason in locked.items()},
         places={node: (trace.naming(path), at) for node, (path, at) in found.items()},
         lost=frozenset((trace.naming(path), at) for path, at in lost),
-        unseen={trace.naming(path): why for path, why in watchers.norms.unseen.items()},
+        unseen={trace.naming(path): why for path, why in this.watchers.norms.unseen.items()},
         hidden=frozenset(map(trace.naming, hidden)),
     )
 
@@ -424,19 +409,17 @@ def _recorded_modules(root: nn.Module) -> Iterator[None]:
 
 
 def _named(
+    this: _Capture,
     graph: Graph,
     parameters: Mapping[Node, torch.Tensor],
     inputs: Iterable[Node | None],
     returned: dict[Node, tuple[str, ...]],
-    model: nn.Module,
-    call: Call,
-    naming: Naming,
-    weights: _Weights,
 ) -> Trace:
     """The trace of a graph; ``inputs`` are the nodes of the flattened steps, in their order."""
+    model, call, naming = this.model, this.call, this.naming
     aliases: dict[int, dict[str, None]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
-        tied = (naming(other) for other in weights.ties[name])
+        tied = (naming(other) for other in this.weights.ties[name])
         aliases.setdefault(id(tensor), {}).update(dict.fromkeys(tied))
     order = inspect.signature(model.forward).parameters
     names = [_input_name(path, order) for path, _ in pytree.tree_flatten_with_path(call.steps)[0]]
