@@ -372,7 +372,7 @@ def _unproven(read: Sequence[Read]) -> list[str]:
     A class hands keywords that it does not know on to its base model. What that makes of them is
     proven where any class has been given them.
     """
-    if _covered(read) is not None:
+    if not _are_stock(read):
         return [OTHER_CALLS]
     left: set[str] = set()
     reached: set[str] = set()
@@ -383,12 +383,16 @@ def _unproven(read: Sequence[Read]) -> list[str]:
     return sorted(left | reached.difference(*(one.inputs for one in read)))
 
 
+def _are_stock(read: Sequence[Read]) -> bool:
+    return all(is_stock(one.model) for one in read)
+
+
 def _covered(read: Sequence[Read], settings: Iterable[Setting] = ()) -> Covered | None:
     """The calls that were traced; ``None`` where the conventions of transformers say it.
 
     What ``settings`` of the config change is no longer as it was traced.
     """
-    if all(is_stock(one.model) for one in read):
+    if _are_stock(read):
         return None
     changed = {setting.name.rpartition(".")[2] for setting in settings}
     attributes = (entry for one in read for entry in attributes_of(one.model))

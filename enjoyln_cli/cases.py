@@ -92,10 +92,6 @@ class Asked:
         return self.pairs is not None and self.seconds is None
 
 
-FULL = Asked(pairs=GRID, seconds=math.inf)
-"""All of the grid, however long it takes."""
-
-
 def compared(
     original: Any,
     folded: Any,

@@ -45,7 +45,7 @@ class Clock:
 def duration(seconds: float) -> str:
     """``45 s``, ``2 min 5 s``, ``3 h 20 min``."""
     whole = round(seconds)
-    if whole < 2 * MINUTE or whole == 2 * MINUTE:
+    if whole <= 2 * MINUTE:
         return f"{whole} s"
     minutes, rest = divmod(whole, MINUTE)
     if minutes < MINUTE:

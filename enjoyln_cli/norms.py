@@ -41,7 +41,7 @@ from enjoyln_cli.norm_modules import (
     replaced_forward,
     runs_torchs_layer_norm,
 )
-from enjoyln_cli.places import change_input, change_output, first_parameter
+from enjoyln_cli.places import change_input, change_output
 from enjoyln_cli.plan import Centring
 from enjoyln_cli.probe import Known, LayerNormForm, examine, per_feature
 from enjoyln_cli.scope import (
@@ -227,7 +227,7 @@ def centred_subclass(base: type) -> type:
     Which value that is, ``places`` tells for the proof and here alike.
     """
     inner: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
-    first = first_parameter(base)
+    first = first_input(inner)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if thread.running.proven is not self._enjoyln_fold:

@@ -22,7 +22,12 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
-from enjoyln_cli.norm_modules import foreign_hooks, forward_hooks, replaced_forward
+from enjoyln_cli.norm_modules import (
+    first_input,
+    foreign_hooks,
+    forward_hooks,
+    replaced_forward,
+)
 
 Where = Literal["output", "input", "entry"]
 Spot = tuple[str, Where]
@@ -31,11 +36,6 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 MARK = "enjoyln_place"
 aten = torch.ops.aten
-
-
-def first_parameter(cls: type) -> str:
-    """The name of the first input of ``cls.forward``."""
-    return next(iter([*inspect.signature(cls.forward).parameters][1:]), "")  # type: ignore
 
 
 def change_input(
@@ -123,7 +123,7 @@ def _be_called(module: nn.Module, args: Any) -> None:
 
 
 def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callable[..., Any]:
-    inner, first = module.forward, first_parameter(type(module))
+    inner, first = module.forward, first_input(type(module).forward)
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -127,11 +127,8 @@ class Verification:
     @property
     def count(self) -> str:
         """``16 inputs``, or ``8 of 128 images``."""
-        return (
-            f"{self.rows} of {self.full_rows} {self.inputs_are}"
-            if self.is_partial
-            else (f"{self.rows} {self.inputs_are}")
-        )
+        part = f" of {self.full_rows}" if self.is_partial else ""
+        return f"{self.rows}{part} {self.inputs_are}"
 
     @property
     def summary(self) -> str:

@@ -73,14 +73,6 @@ class Recorded(nn.Module):
         mean[:, 0] += 1.0
         return torch.cat([x, x], -1)[..., :D] - mean + x.detach() * self.gain
 
-    def subtracted_mean(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        x = x.tanh()
-        mean = x.mean(-1, keepdim=True)
-        result = x - mean
-        mean.add_(1.0)
-        x.mul_(self.gain)
-        return result
-
     def index(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         places = (tokens % 2).unsqueeze(-1).repeat(1, 1, D)
         places[..., 0] = 2
