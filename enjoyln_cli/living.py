@@ -145,15 +145,28 @@ def _is_constant(node: Node) -> bool:
 
 def _held_by_python(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Without those that live only because another tensor is a view of them."""
-    frames, frame = set(), sys._getframe()
-    while frame is not None:
-        frames.add(id(frame))
-        frame = frame.f_back  # type: ignore[assignment]
-    held: set[int] = set()
-    for holder in gc.get_referrers(*tensors):
-        if holder is not tensors and id(holder) not in frames:
-            held.update(map(id, gc.get_referents(holder)))
-    return [tensor for tensor in tensors if id(tensor) in held]
+    counts = zip(tensors, _references(tensors), strict=True)
+    return [tensor for tensor, count in counts if count != _UNHELD]
+
+
+def _references(tensors: list[torch.Tensor]) -> list[int]:
+    """How many references Python has to each tensor of a list."""
+    counted: list[tuple[Any, int]] = [(tensor, sys.getrefcount(tensor)) for tensor in tensors]
+    # Other tensors, such as views of it, have one among them.
+    return [count - (tensor._use_count() > _OWNERS) for tensor, count in counted]
+
+
+def _references_of_unheld() -> int:
+    """``_references`` of a tensor that only its list holds; -1 where that cannot be told."""
+    alone, viewed, held = (torch.empty(1) for _ in range(3))
+    tensors, _view = [alone, viewed, held], viewed[:]
+    del alone, viewed
+    counts = _references(tensors)
+    return counts[0] if counts[0] == counts[1] == counts[2] - 1 else -1
+
+
+_OWNERS: int = torch.empty(1)._use_count()  # type: ignore[attr-defined]
+_UNHELD = _references_of_unheld()
 
 
 def kept_state(model: nn.Module) -> dict[tuple[str, str], Any]:

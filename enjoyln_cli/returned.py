@@ -45,7 +45,7 @@ def by_field(value: Any) -> dict[str, list[torch.Tensor]]:
     A tensor that is returned twice stands under both names.
     """
     found: dict[str, list[torch.Tensor]] = {}
-    for path, tensor in _walk(value, (), ()):
+    for path, tensor in _walk(value, (), (), {}):
         found.setdefault(".".join(path) or ALONE, []).append(tensor)
     return found
 
@@ -56,8 +56,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _walk(
-    value: Any, path: tuple[str, ...], around: tuple[int, ...]
+    value: Any, path: tuple[str, ...], around: tuple[int, ...], opened: dict[int, Any]
 ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors with their paths; an object with attributes, which may lead on to many others,
+    is ``opened`` where it is met first."""
     if isinstance(value, torch.Tensor):
         yield path, value
         return
@@ -68,10 +70,13 @@ def _walk(
         parts = value.items()
     elif isinstance(value, (list, tuple, set)):
         parts = enumerate(value)
+    elif id(value) in opened:
+        return
     else:
+        opened[id(value)] = value
         parts = getattr(value, "__dict__", {}).items()
     for key, part in parts:
-        yield from _walk(part, (*path, str(key)), (*around, id(value)))
+        yield from _walk(part, (*path, str(key)), (*around, id(value)), opened)
 
 
 def is_fed_back(field: str, accepted: Collection[str]) -> bool:

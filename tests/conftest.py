@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,13 @@ def pytest_configure() -> None:
     transformers.logging.set_verbosity_error()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_of_this_module_alone() -> None:
+    """Each ``gc.collect`` passes over what was imported and made before: up to a second a time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections import deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,6 +112,17 @@ WAYS = [
 @pytest.mark.parametrize("how", WAYS)
 def test_a_value_that_leaves_is_seen(how: str) -> None:
     found = fold_in_place(randomised(Leaving(how)), ids())
+    assert found.error < 1e-12 and not found.folded
+
+
+def test_a_value_is_seen_where_no_garbage_is_looked_for() -> None:
+    """A server may ``gc.freeze`` what it has loaded, so that nobody finds what that refers to."""
+    OUTSIDE[:] = [[]]
+    gc.freeze()
+    try:
+        found = fold_in_place(randomised(Leaving("list outside")), ids())
+    finally:
+        gc.unfreeze()
     assert found.error < 1e-12 and not found.folded
 
 
