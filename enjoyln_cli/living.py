@@ -42,6 +42,13 @@ _DEPTH = 6
 """How deep the objects are looked into that a module keeps."""
 
 
+_WHOLE = {
+    "__array__", "__dlpack__", "__format__", "__reduce_ex__", "__repr__", "numpy", "storage",
+    "untyped_storage",
+}  # fmt: skip
+"""What else gives Python the values of a tensor."""
+
+
 class WatchPython(TorchFunctionMode):
     """Collects the tensors whose values Python reads as numbers, and what is asked of tensors.
 
@@ -51,6 +58,8 @@ class WatchPython(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.read: list[torch.Tensor] = []
+        self.read_values = False
+        """Whether any value was read, be it of an input."""
         self.questions: dict[str, None] = {}
         """Those about gradients that code from outside asks."""
 
@@ -62,8 +71,10 @@ class WatchPython(TorchFunctionMode):
         if (question := _question(func, args)) and from_outside(sys._getframe(1)):
             self.questions[question] = None
         result = func(*args, **(kwargs or {}))
-        if is_dynamo_compiling() or getattr(func, "__name__", "") not in _READS:
+        name = getattr(func, "__name__", "")
+        if is_dynamo_compiling() or name not in _READS | _WHOLE:
             return result
+        self.read_values = True
         if any(isinstance(leaf, _NUMBERS) for leaf in pytree.tree_leaves(result)):
             given = pytree.tree_leaves((args, kwargs))
             self.read += [value for value in given if isinstance(value, torch.Tensor)]

@@ -30,8 +30,8 @@ NAMES = (
     "transformers.utils.import_utils.is_tracing",
 )  # fmt: skip
 """Functions whose answer may be another in a later call."""
-OF_TENSORS = {"requires_grad", "is_leaf", "grad_fn", "is_inference"}
-"""What a computed tensor tells of the same."""
+OF_TENSORS = {"requires_grad", "is_leaf", "grad_fn", "is_inference", "data_ptr"}
+"""What a computed tensor tells of the same, or of where it lies."""
 HOMES = ("torch", "transformers", "enjoyln_cli", "accelerate", "peft", "bitsandbytes")
 """Packages whose code may ask."""
 

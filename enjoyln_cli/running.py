@@ -64,6 +64,8 @@ class Steps(nn.Module):
         self.before = before
         self.replaced: set[str] = set()
         """Parameters that a call changes or puts others in the place of."""
+        self.read_values = False
+        """Whether Python read a value of a tensor, and so may take another path with another."""
 
     def forward(self, *steps: Any) -> list[tuple[dict[str, list[torch.Tensor]], Any]]:
         """For each step the model's output by field, and all else that leaves it.
@@ -95,6 +97,7 @@ class Steps(nn.Module):
                     raise TraceFailed(
                         f"each call changes {where}, so that no call tells what the next one does"
                     )
+        self.read_values |= watch.read_values
         if self.watchers:
             self.watchers.left.extend(map(weakref.ref, left))
         if asked := [*questions, *watch.questions]:

@@ -50,8 +50,8 @@ def traced_forms(model: nn.Module, trace: Trace) -> tuple[CallForm, ...]:
     Where it is not known for which sizes they hold, the first with the sizes that it had.
     """
     call = trace.call
-    if trace.by_example and any(map(_is_read_by_python, trace.graph.nodes)):
-        return ()  # other values may take another path
+    if trace.by_values:
+        return ()
     if not trace.by_example and (general := _general_forms(model, call, trace)):
         return general
     args, kwargs = call.steps[0]
@@ -177,12 +177,6 @@ def _operations(graph: Graph) -> list[Any]:
         and target.overloadpacket not in others
         and not target.name().startswith(("aten::_assert", "aten::sym_constrain"))
     ]
-
-
-def _is_read_by_python(node: Node) -> bool:
-    """Whether values decide what comes after: they became a number, or a number of rows."""
-    told = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    return not told.isdisjoint(getattr(node.target, "tags", ()))
 
 
 def _is_whole(node: Node) -> bool:

@@ -88,6 +88,8 @@ class Trace:
     """Modules that a control flow operator may call, whose graph is not this one."""
     by_example: bool = False
     """Whether the graph is that of the example's values, rather than of any."""
+    by_values: bool = False
+    """Whether Python read such a value, so that others may have another graph."""
 
     def module_of(self, node: Node) -> str:
         """Path of the innermost module whose forward computed the node."""
@@ -329,7 +331,15 @@ def _recorded(this: _Capture) -> Trace:
     given_out: Any = recorded.graph.output_node().args[0]
     returned = _fields(list(given_out), layouts[-1])
     found = _named(this, recorded.graph, parameters, inputs, returned)
-    return replace(_with_memory(this, found, runner.replaced, constants), by_example=True)
+    found = _with_memory(this, found, runner.replaced, constants)
+    read = runner.read_values or any(map(_tells_python, recorded.graph.nodes))
+    return replace(found, by_example=True, by_values=read)
+
+
+def _tells_python(node: Node) -> bool:
+    """Whether values decide what comes after: they became a number, or a number of rows."""
+    told = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return not told.isdisjoint(getattr(node.target, "tags", ()))
 
 
 def _sharing(this: _Capture, parameters: Mapping[Node, torch.Tensor]) -> list[Node]:

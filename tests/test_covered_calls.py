@@ -6,9 +6,11 @@ import copy
 import json
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -249,6 +251,39 @@ def test_a_call_whose_path_values_decide_is_not_proven() -> None:
         ):
             carry_out(model, plan)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+READ_OF_SIZES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "int": lambda sizes: int(sizes[0]),
+    "tolist": lambda sizes: sizes.tolist()[0],
+    "numpy": lambda sizes: sizes.numpy()[0],
+    "an array": lambda sizes: numpy.asarray(sizes)[0],
+    "text": lambda sizes: int(str(sizes)[8]),
+    "a mask": lambda sizes: len(sizes[sizes == 1]),
+    "shape": lambda sizes: sizes.shape[0] + 1,
+}
+
+
+class Read(nn.Module):
+    """One row gets a mean of its own where what is read of ``sizes`` is one."""
+
+    def __init__(self, read: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.own, self.norm, self.read = nn.Linear(5, D), nn.LayerNorm(D), read
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        stream = self.own(x)
+        if self.read(sizes) == 1:
+            stream = stream + stream.exp()
+        return self.norm(stream)
+
+
+@pytest.mark.parametrize("how", READ_OF_SIZES)
+def test_a_call_is_not_proven_where_values_are_read_in_any_way(how: str) -> None:
+    model = moved(Read(READ_OF_SIZES[how]))
+    plan = analyze(model, x(), torch.tensor([3, 4])).plan
+    assert plan.folded and plan.covered is not None
+    assert bool(plan.covered.forms) == (how == "shape")
 
 
 def test_an_example_of_one_row_is_traced_with_two() -> None:

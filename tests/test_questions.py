@@ -35,6 +35,7 @@ QUESTIONS: dict[str, Choice] = {
     "grad_fn of a tensor": lambda h: h.grad_fn is not None,
     "is_leaf of a tensor": lambda h: not h.is_leaf,
     "is_inference of a tensor": lambda h: h.is_inference(),
+    "data_ptr of a tensor": lambda h: h.data_ptr() % 3 == 1,
 }
 HIDDEN: dict[str, Choice] = {
     "imported by name": lambda h: imported(),
