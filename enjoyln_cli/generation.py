@@ -3,7 +3,7 @@
 Which arguments reach ``forward`` is decided by ``generate`` and by the model's own
 ``prepare_inputs_for_generation``, so nobody guesses them: ``generate`` runs once without weights,
 and its calls are noted. A prefill, the decoding step after it, and the next turn of a
-conversation, which reads several tokens beside what the cache holds, are each proven.
+conversation, which reads several tokens beside what the cache holds, are traced together.
 """
 
 from __future__ import annotations
