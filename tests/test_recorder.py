@@ -47,7 +47,7 @@ def stock(model_type: str) -> tuple[nn.Module, list[Call]]:
 def traced(how: Callable[..., trace.Trace], model: nn.Module, call: Call) -> trace.Trace:
     weights = trace._Weights(model, ties(model), shared_otherwise(model))
     with ready(model) as watchers:
-        return how(model, call, str, None, weights, watchers)
+        return how(trace._Capture(model, call, str, None, weights, watchers))
 
 
 def written(graph: Graph, trace: trace.Trace) -> list[Any]:
