@@ -65,6 +65,8 @@ class Remembered:
         """Those that functions name, also of modules."""
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
+        self.memory: list[Any] = []
+        """Arrays, storages and views of memory, which Python reads without torch."""
         self._arrays: list[tuple[Any, Any]] = []
         self._caches: list[Any] = []
         """Those of functions, which were empty."""
@@ -116,6 +118,7 @@ class Remembered:
         yield set, self._look_at_set
         yield (tuple, frozenset), self._wait_for
         yield torch.Tensor, self._look_at_tensor
+        yield (torch.UntypedStorage, torch.TypedStorage, memoryview), self.memory.append
         yield types.FunctionType, self._look_at_function
         yield type, self._look_at_class
         yield functools._lru_cache_wrapper, self._look_at_cache
@@ -154,6 +157,7 @@ class Remembered:
         self._wait_for(value.gi_frame.f_locals.values() if value.gi_frame else ())
 
     def _look_at_array(self, value: Any) -> None:
+        self.memory.append(value)
         self._arrays += [(value, value.copy())] if value.nbytes <= _LARGEST else []
 
     def _look_at_tensor(self, value: torch.Tensor) -> None:

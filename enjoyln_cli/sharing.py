@@ -12,8 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
+
+from enjoyln_cli.reachable import Remembered
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class Extent:
     def overlaps(self, other: Extent) -> bool:
         same = self.memory == other.memory
         return same and self.start < other.stop and other.start < self.stop
+
+
+Place = tuple[str, Extent]
 
 
 def extent_of(tensor: torch.Tensor) -> Extent | None:
@@ -68,7 +74,8 @@ def shared_otherwise(model: nn.Module) -> dict[str, str]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     found: dict[str, str] = {}
-    for (one, first), (other, second) in _overlapping([*parameters.items(), *buffers.items()]):
+    placed = _placed([*parameters.items(), *buffers.items()])
+    for (one, first), (other, second) in _overlapping(placed):
         if one in parameters and other in parameters and first == second:
             continue
         found.setdefault(one, f"it shares its memory with {other}")
@@ -76,25 +83,56 @@ def shared_otherwise(model: nn.Module) -> dict[str, str]:
     return {name: reason for name, reason in found.items() if name in parameters}
 
 
+def read_without_torch(model: nn.Module) -> dict[str, str]:
+    """Why a parameter cannot be edited: an array or storage that its code holds lies in its memory.
+
+    What is read of that is no operation, and stands in a graph as a number at most.
+    """
+    parameters = _placed(model.named_parameters(remove_duplicate=False))
+    if not any(len(extent.memory) == 1 for _, extent in parameters):
+        return {}  # none has an address
+    held = [("", found) for one in Remembered(model).memory if (found := _extent_of_memory(one))]
+    reason = "its memory is also read without torch, as by an array over it"
+    return dict.fromkeys(_shared_with_unnamed([*parameters, *held]), reason)
+
+
+def _extent_of_memory(held: Any) -> Extent | None:
+    """Where an array, a storage or a view of memory lies; ``None`` for one that has no bytes."""
+    if isinstance(held, (torch.UntypedStorage, torch.TypedStorage)):
+        start, size = held.data_ptr(), held.nbytes()
+        return Extent((str(held.device),), start, start + size, ()) if start and size else None
+    array = numpy.asarray(held)
+    steps = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+    first = array.__array_interface__["data"][0]
+    start = first + sum(step for step in steps if step < 0)
+    stop = first + sum(step for step in steps if step > 0) + array.itemsize
+    return Extent(("cpu",), start, stop, ()) if array.nbytes else None
+
+
 def kept_outside(model: nn.Module, tensors: Iterable[torch.Tensor]) -> dict[str, str]:
     """Why a parameter of ``model`` cannot be edited: one of ``tensors`` lies in its memory."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    others = [("", tensor) for tensor in tensors]
-    pairs = _overlapping([*parameters.items(), *others]) if others else ()
-    names = {name for pair in pairs if "" in (pair[0][0], pair[1][0]) for name, _ in pair}
+    others = _placed(("", tensor) for tensor in tensors)
+    if not others:
+        return {}
+    named = _placed(model.named_parameters(remove_duplicate=False))
     reason = "its memory is also read through a tensor that is not a parameter"
-    return dict.fromkeys(names & parameters.keys(), reason)
+    return dict.fromkeys(_shared_with_unnamed([*named, *others]), reason)
 
 
-Place = tuple[str, Extent]
+def _shared_with_unnamed(places: Iterable[Place]) -> set[str]:
+    pairs = _overlapping(places)
+    names = {name for pair in pairs if "" in (pair[0][0], pair[1][0]) for name, _ in pair}
+    return names - {""}
 
 
-def _overlapping(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[Place, Place]]:
-    """Every two tensors that have bytes in common, by going through memory once."""
-    placed = [(name, found) for name, tensor in named if (found := extent_of(tensor))]
-    placed.sort(key=lambda place: (str(place[1].memory), place[1].start))
+def _placed(named: Iterable[tuple[str, torch.Tensor]]) -> list[Place]:
+    return [(name, found) for name, tensor in named if (found := extent_of(tensor))]
+
+
+def _overlapping(places: Iterable[Place]) -> Iterator[tuple[Place, Place]]:
+    """Every two places that have bytes in common, by going through memory once."""
     before: list[Place] = []
-    for place in placed:
+    for place in sorted(places, key=lambda place: (str(place[1].memory), place[1].start)):
         before = [p for p in before if p[1].overlaps(place[1])]
         yield from ((other, place) for other in before)
         before.append(place)

@@ -40,7 +40,7 @@ from enjoyln_cli.regions import (
 )
 from enjoyln_cli.returned import is_fed_back
 from enjoyln_cli.running import Steps, Watchers, ready
-from enjoyln_cli.sharing import kept_outside, shared_otherwise, ties
+from enjoyln_cli.sharing import kept_outside, read_without_torch, shared_otherwise, ties
 from enjoyln_cli.weightless import (
     beside,
     on_cpu,
@@ -196,7 +196,7 @@ def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | Non
     Raises ``TraceFailed`` where the model neither exports nor runs without its weights.
     """
     exported, exporting = None, None
-    weights = _Weights(model, ties(model), shared_otherwise(model))
+    weights = _Weights(model, ties(model), {**read_without_torch(model), **shared_otherwise(model)})
     aliases = first_names(model)
 
     def named(path: str) -> str:

@@ -100,7 +100,28 @@ def a_column_in_a_list(model: Stem) -> None:
     model.forward = lambda t: model.norm(model.emb(t)) * model.parts[0].sum()  # type: ignore
 
 
+def an_array(model: Stem) -> None:
+    model.table = model.emb.weight.detach().numpy()
+    model.forward = lambda t: model.norm(model.emb(t)) * float(model.table.mean())  # type: ignore
+
+
+def an_array_backwards(model: Stem) -> None:
+    held = [model.emb.weight.detach().numpy()[::-1, 1]]
+    model.forward = lambda t: model.norm(model.emb(t)) * float(held[0][0])  # type: ignore
+
+
+def a_storage(model: Stem) -> None:
+    model.bytes = model.emb.weight.untyped_storage()
+    model.forward = lambda t: model.norm(model.emb(t)) * (1 + model.bytes[3])  # type: ignore
+
+
+def a_view_of_memory(model: Stem) -> None:
+    HELD["bytes"] = memoryview(model.emb.weight.detach().numpy())  # type: ignore[assignment]
+    model.forward = lambda t: model.norm(model.emb(t)) * HELD["bytes"][3, 1]  # type: ignore
+
+
 SHARING = [
+    an_array, an_array_backwards, a_storage, a_view_of_memory,
     two_parameters, transposed, a_row, from_numpy, a_buffer, an_attribute, a_list, a_nested_dict,
     a_closure, a_default_argument, a_global, a_column_in_a_list,
 ]  # fmt: skip
@@ -116,6 +137,14 @@ def test_a_weight_that_is_also_read_elsewhere_is_not_centred(
     found = fold_in_place(model, ids() % largest, others=[(ids(3, 4, 5) % largest,)])
     assert found.error < 1e-12
     assert "norm" not in found.folded or "extra.bias" in found.said
+
+
+def test_an_array_of_its_own_is_no_second_reader() -> None:
+    model = randomised(Stem())
+    model.table = model.emb.weight.detach().numpy().copy()
+    model.forward = lambda t: model.norm(model.emb(t)) * float(model.table.mean())  # type: ignore
+    found = fold_in_place(model, ids())
+    assert found.folded == {"norm"} and found.error < 1e-12
 
 
 def test_parameters_over_one_memory_are_one_tied_weight() -> None:
