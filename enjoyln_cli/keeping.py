@@ -87,9 +87,8 @@ def _bytes_each(checkpoint: Checkpoint, name: str, edit: Edit) -> float:
     undo = undo_of(edit, values, x.dtype, tuple(x.shape))
     learn(undo, x.double())
     written = edited(x.double(), edit, values).to(x.dtype).flatten()
-    found = corrections(
-        x.flatten(), predicted(undo, written, 0, torch.empty(0, dtype=torch.float64))
-    )
+    room = torch.empty(written.numel(), dtype=torch.float64)
+    found = corrections(x.flatten(), predicted(undo, written, 0, room))
     return found.nbytes / max(x.numel(), 1)
 
 
