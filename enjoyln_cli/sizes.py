@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo
 from torch.fx import Graph, Node
 from torch.fx.experimental import _config as symbolic
 from torch.utils import _pytree as pytree
@@ -126,8 +127,9 @@ def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm
     before = _Before(model)
     try:
         oblivious = symbolic.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+        uncached = dynamo.patch(fake_tensor_cache_enabled=False)  # slower with symbols than without
         steps = Steps(model, call.flags, None, cache=call.cache, before=before)
-        with ready(model), oblivious, _read_as_text():
+        with ready(model), oblivious, uncached, _read_as_text():
             program = torch.export.export(steps, placed, dynamic_shapes=(free,), strict=False)
             put_back_regions(program.graph_module)
             replace_private_writes(program.graph)
