@@ -2,6 +2,7 @@
 
     python scripts/random_modules.py --count 10000 --out modules.jsonl
     python scripts/random_modules.py --count 500 --seed 4000 --workers 2
+    python scripts/random_modules.py --alone                   every odd part, alone in a module
     python scripts/random_modules.py --seed 123 --one          one of them, with its source
     python scripts/random_modules.py --seed 123 --one --shrink  and with as little as still fails
 
@@ -39,15 +40,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--out", type=Path, help="a line of JSON for each module")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--alone", action="store_true", help="each odd part, alone in a module")
     parser.add_argument("--one", action="store_true", help="the module --seed, with its source")
     parser.add_argument("--shrink", action="store_true", help="make failures small first")
     options = parser.parse_args()
     if options.one:
-        return show(options.seed, options.shrink)
+        return show(options.seed, options.alone, options.shrink)
+    if options.alone:
+        from random_modules import odd_parts
+
+        options.seed, options.count = 0, len(odd_parts())
     results = []
     out = options.out.open("w") if options.out else None
     begin = time.monotonic()
-    for result in run(range(options.seed, options.seed + options.count), options.workers):
+    seeds = range(options.seed, options.seed + options.count)
+    for result in run(seeds, options.workers, options.alone):
         results.append(result)
         if out:
             out.write(json.dumps(result) + "\n")
@@ -100,13 +107,13 @@ def summary(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def run(seeds: range, workers: int) -> Iterator[dict[str, Any]]:
+def run(seeds: range, workers: int, alone: bool) -> Iterator[dict[str, Any]]:
     """The results, in the order in which they are found."""
     context = multiprocessing.get_context("spawn")
     waiting = iter(seeds)
     running: dict[Any, Worker] = {}
     for seed in waiting:
-        worker = Worker(context)
+        worker = Worker(context, alone)
         worker.give(seed)
         running[worker.pipe] = worker
         if len(running) == workers:
@@ -117,7 +124,7 @@ def run(seeds: range, workers: int) -> Iterator[dict[str, Any]]:
             if pipe in ready:
                 result = worker.take()
             elif time.monotonic() > worker.until:
-                result = failed(worker.seed, "timeout", f"took more than {SECONDS} s")
+                result = worker.failed("timeout", f"took more than {SECONDS} s")
                 worker.process.kill()
             else:
                 continue
@@ -125,7 +132,7 @@ def run(seeds: range, workers: int) -> Iterator[dict[str, Any]]:
             if result["outcome"] in ("timeout", "crashed"):
                 del running[pipe]
                 worker.process.join()
-                worker = Worker(context)
+                worker = Worker(context, alone)
                 running[worker.pipe] = worker
             seed = next(waiting, None)
             if seed is None:
@@ -135,20 +142,13 @@ def run(seeds: range, workers: int) -> Iterator[dict[str, Any]]:
                 worker.give(seed)
 
 
-def failed(seed: int, outcome: str, why: str) -> dict[str, Any]:
-    from random_modules import write
-
-    made_of = [f"{place}: {what}" for place, what in write(seed).decisions.items()]
-    empty = {"norms": 0, "folded": 0, "error": 0.0, "call": "", "where": why, "skipped": 0}
-    return {"seed": seed, "outcome": outcome, "reason": why, "decisions": made_of, **empty}
-
-
 class Worker:
     """A process that checks one module after the other."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, alone: bool) -> None:
+        self.alone = alone
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=work, args=(other,), daemon=True)
+        self.process = context.Process(target=work, args=(other, alone), daemon=True)
         self.process.start()
         other.close()
         self.seed, self.until, self.first = 0, 0.0, True
@@ -164,7 +164,17 @@ class Worker:
             return self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            return failed(self.seed, "crashed", f"the process ended: {self.process.exitcode}")
+            return self.failed("crashed", f"the process ended: {self.process.exitcode}")
+
+    def failed(self, outcome: str, why: str) -> dict[str, Any]:
+        from random_modules import write, write_alone
+
+        decisions = (write_alone if self.alone else write)(self.seed).decisions
+        made_of = [f"{place}: {what}" for place, what in decisions.items()]
+        empty = {"norms": 0, "folded": 0, "error": 0.0, "call": "", "where": why, "skipped": 0}
+        return {
+            "seed": self.seed, "outcome": outcome, "reason": why, "decisions": made_of, **empty
+        }  # fmt: skip
 
     def stop(self) -> None:
         with suppress(OSError):
@@ -173,23 +183,24 @@ class Worker:
         self.process.kill()
 
 
-def work(pipe: Any) -> None:
+def work(pipe: Any, alone: bool) -> None:
     import torch
-    from random_check import check
+    from random_check import checked
+    from random_modules import write, write_alone
 
     torch.set_num_threads(1)
     while (seed := pipe.recv()) is not None:
-        result = dataclasses.asdict(check(seed))
-        pipe.send(result)
+        written = (write_alone if alone else write)(seed)
+        pipe.send(dataclasses.asdict(checked(written)))
 
 
-def show(seed: int, shrink: bool) -> int:
+def show(seed: int, alone: bool, shrink: bool) -> int:
     import torch
     from random_check import checked, shrunk
-    from random_modules import write
+    from random_modules import write, write_alone
 
     torch.set_num_threads(1)
-    written = write(seed)
+    written = (write_alone if alone else write)(seed)
     if shrink:
         written = shrunk(written)
     print(written)

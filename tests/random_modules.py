@@ -512,6 +512,12 @@ def _calls(
     return found[0], tuple(found[1:])
 
 
+def write_alone(number: int) -> Written:
+    """A module in which only the odd part of this number is unusual."""
+    parts_by_number = [*odd_parts().values()]
+    return write(number, only=parts_by_number[number])
+
+
 def odd_parts() -> dict[str, Part | str]:
     """All that may be unusual, by table and name."""
     tables = {**vars(parts), **vars(streams)}

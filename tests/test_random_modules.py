@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from random_check import Result, check
-from random_modules import Written, write
+import pytest
+from random_check import Result, check, checked
+from random_modules import Written, odd_parts, write, write_alone
 
 QUICK = range(20)
 
@@ -22,6 +23,13 @@ def test_random_modules_fold_exactly_or_stay(one_thread: None) -> None:
     results = [check(seed) for seed in QUICK]
     assert failures(results) == []
     assert sum(r.folded > 0 for r in results) >= len(results) // 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(0, len(odd_parts()), 5))
+def test_what_is_odd_alone_folds_exactly_or_stays(number: int, one_thread: None) -> None:
+    """Every fifth part, in an otherwise usual model; ``--alone`` of the script tries them all."""
+    assert failures([checked(write_alone(number))]) == []
 
 
 def test_one_number_is_one_module() -> None:
