@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -69,8 +69,11 @@ class Read:
     model: nn.Module
     inputs: frozenset[str] = frozenset()
     """Names of the inputs that were given in any call."""
-    forms: tuple[CallForm, ...] = ()
-    """The calls that were traced, where what they had is all that is known."""
+    traces: tuple[Trace, ...] = ()
+    naming: Naming = str
+    forms: tuple[CallForm, ...] | None = None
+    """The calls that are covered, where the traces are all that is known; ``None`` until they are
+    asked for, which takes longer than the traces."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -373,7 +376,7 @@ def _unproven(read: Sequence[Read]) -> list[str]:
     proven where any class has been given them.
     """
     if not _are_stock(read):
-        return [OTHER_CALLS]
+        return [OTHER_CALLS] if _have_forms(read) else []
     left: set[str] = set()
     reached: set[str] = set()
     for one in read:
@@ -387,17 +390,22 @@ def _are_stock(read: Sequence[Read]) -> bool:
     return all(is_stock(one.model) for one in read)
 
 
+def _have_forms(read: Sequence[Read]) -> bool:
+    return all(one.forms is not None for one in read)
+
+
 def _covered(read: Sequence[Read], settings: Iterable[Setting] = ()) -> Covered | None:
     """The calls that were traced; ``None`` where the conventions of transformers say it.
 
-    What ``settings`` of the config change is no longer as it was traced.
+    So it is where no norm changes. What ``settings`` of the config change is no longer as it was
+    traced.
     """
-    if _are_stock(read):
+    if _are_stock(read) or not _have_forms(read):
         return None
     changed = {setting.name.rpartition(".")[2] for setting in settings}
     attributes = (entry for one in read for entry in attributes_of(one.model))
     return Covered(
-        tuple(dict.fromkeys(form for one in read for form in one.forms)),
+        tuple(dict.fromkeys(form for one in read for form in one.forms or ())),
         tuple(
             (owner, name, value)
             for owner, name, value in attributes
@@ -415,12 +423,8 @@ def _captured(
     that are not required, the first that the model accepts is traced.
     """
     traces, given, traced = [], set(), set()
-    forms: list[CallForm] = []
-    stock = is_stock(model)
     accepted = inspect.signature(model.forward).parameters
-    waiting = deque(calls)
-    while waiting:
-        call = waiting.popleft()
+    for call in calls:
         if not call.required and (call.label in traced or not accepts(model, call)):
             continue
         try:
@@ -430,17 +434,27 @@ def _captured(
                 raise
             continue
         traced.add(call.label)
-        if not stock:
-            found = traced_forms(model, traces[-1])
-            forms += found
-            if not traces[-1].by_example:
-                waiting.extend(in_one_row(model, call, found))
         for args, inputs in call.steps:
             named = {**dict(zip(accepted, args, strict=False)), **inputs}
             given |= {name for name, value in named.items() if value is not None}
         if len(call.steps) > 1 and (call.cache is not None or call.flags.get("use_cache")):
             given.add("past_key_values")
-    return traces, Read(model, frozenset(given), tuple(forms))
+    return traces, Read(model, frozenset(given), tuple(traces), naming)
+
+
+def _with_forms(read: Read) -> Read:
+    """``read`` with the forms of its calls, and traces of a single row where these do not hold."""
+    traces = list(read.traces)
+    forms: list[CallForm] = []
+    for trace in read.traces:
+        found = traced_forms(read.model, trace)
+        forms += found
+        if not trace.by_example:
+            alone = in_one_row(read.model, trace.call, found)
+            more, _ = _captured(read.model, alone, read.naming)
+            traces += more
+            forms += [form for one in more for form in traced_forms(read.model, one)]
+    return replace(read, traces=tuple(traces), forms=tuple(forms))
 
 
 def _analysis(
@@ -471,6 +485,11 @@ def _analysis(
     cut = cuts.solve(problem)
     places = [path for path, _ in found.model.named_modules() if path in norms or path in refused]
     verdicts = [outcome.verdict_on(problem, cut, path, refused) for path in places]
+    changes = any(verdict.status != "kept" for verdict in verdicts)
+    if changes and not (_are_stock(read) or _have_forms(read)):
+        read = [_with_forms(one) for one in read]
+        traces = tuple(trace for one in read for trace in one.traces)
+        return _analysis(found, traces, proven, model_type, read, outputs, options, beside)
     used = (names for t in flow.traces for node, names in t.parameters.items() if node.users)
     reached = {name for names in used for name in names}
     held = [name for name in (*found.stored, *found.converted) if name in groups]
