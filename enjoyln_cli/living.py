@@ -221,7 +221,7 @@ def _described(value: Any, depth: int, around: set[int]) -> Any:
     return (kind, tuple((n, _described(v, depth - 1, inside)) for n, v in parts.items()))
 
 
-def holders(tensors: Iterable[weakref.ref[torch.Tensor]]) -> list[str]:
+def what_holds(tensors: Iterable[weakref.ref[torch.Tensor]]) -> list[str]:
     """What holds those tensors of a trace that are still there, each in a few words."""
     if not any(ref() is not None for ref in tensors):
         return []

@@ -25,12 +25,12 @@ from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.living import (
     WatchPython,
     changed,
-    holders,
     kept_state,
     require_finished,
     still_alive,
     version,
     versions,
+    what_holds,
 )
 from enjoyln_cli.norm_modules import NormRuns, watched_norms
 from enjoyln_cli.places import Places, marked
@@ -175,7 +175,7 @@ def ready(model: nn.Module) -> Iterator[Watchers]:
         left = remembered.put_back()
         for module in training:
             module.training = True
-    left += holders([ref for ref in watchers.left if not remembered.has(ref())])
+    left += what_holds([ref for ref in watchers.left if not remembered.has(ref())])
     if left:
         raise TraceFailed(
             f"a call of the model changes {left[0]}, which cannot be put back after a trace; keep "
