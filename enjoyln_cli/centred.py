@@ -339,7 +339,8 @@ class KeepCentred(KeepStructure):
                 return
         set_trouble(entry, trouble, bool(self.outer and self.outer.trouble))
         self.snapshot, self.values, self.trained = snapshot, values, trained
-        entry.moved = False
+        for seen in [entry] if self.outer else entry.fold.entries:  # what is inside was seen, too
+            seen.moved = False
 
     def _compare(self, model: nn.Module) -> None:
         for path, (kind, dim) in self.linear.items():

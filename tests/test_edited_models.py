@@ -248,6 +248,17 @@ def test_what_is_put_back_computes_rms_norm_again(folder: Path) -> None:
     assert computes_rms(model, "bert") and difference(model, stock, "bert") < 1e-9
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_training_that_changes_no_centred_weight_leaves_rms_norm(folder: Path, name: str) -> None:
+    """One call of the whole model tells that of what is inside of it, too."""
+    model, _ = pair(name, folder)
+    norms = [module for module in model.modules() if isinstance(module, Folded)]
+    model.train().eval()
+    assert all(norm.shifted for norm in norms)
+    run(model, given(name))
+    assert not any(norm.shifted for norm in norms)
+
+
 def test_layers_that_only_read_may_be_anything(folder: Path) -> None:
     """Adapters and quantised layers; a hook behind a norm that multiplies by weights."""
     for name, path in (("gpt2", "transformer.h.0.attn.c_attn"), ("phi", "model.layers.0.mlp.fc1")):
