@@ -196,7 +196,10 @@ def op_key(node: Node) -> Any:
 
 
 FEW = 4
-CALLS = {"picks": 150, "slices": 800, "paddings": 2000, "gathers": 800, "images": 800}
+CALLS = {
+    "copies": 250, "orders": 250, "slices": 150, "picks": 80, "gathers": 150, "images": 250,
+    "paddings": 900, "matrices": 250,
+}  # fmt: skip
 """Of families with many ops, of which torch takes few calls, or whose chains are long."""
 ALWAYS = {"_same", "_permute", "_zeros", "_cast", "_view", "_matmul", "_reduce"}
 """Rules that refuse floating-point operands for few calls or none."""
@@ -212,10 +215,10 @@ def test_rules_hold_for_a_few_operands(name: str, seed: int) -> None:
 
 @pytest.mark.slow
 def test_rules_hold_for_any_operands() -> None:
-    """Ten thousand calls; every op with a rule is accepted at times, and refused at times."""
+    """Thousands of calls; every op with a rule is accepted at times, and refused at times."""
     counted = Counter[Any]()
     for name in FAMILIES:
-        for seed in range(CALLS.get(name, 250)):
+        for seed in range(CALLS.get(name, 120)):
             counted += judge_case(name, seed)
     met = {key[0] for key in counted if isinstance(key, tuple)}
     untested = {aten.dropout_, aten._grouped_mm}  # in place; not for float64, as its fallback
@@ -224,4 +227,4 @@ def test_rules_hold_for_any_operands() -> None:
     assert all(counted[op, True] for op in rules), [op for op in rules if not counted[op, True]]
     never = {op for op in rules if not counted[op, False]}
     assert {_RULES[op].__name__ for op in never} <= ALWAYS, never
-    assert min(counted[how] for how in ("passed", "passed views", "absorbed", "seen")) > 100
+    assert min(counted[how] for how in ("passed", "passed views", "absorbed", "seen")) > 50

@@ -26,9 +26,9 @@ def test_random_modules_fold_exactly_or_stay(one_thread: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(0, len(odd_parts()), 5))
+@pytest.mark.parametrize("number", range(0, len(odd_parts()), 10))
 def test_what_is_odd_alone_folds_exactly_or_stays(number: int, one_thread: None) -> None:
-    """Every fifth part, in an otherwise usual model; ``--alone`` of the script tries them all."""
+    """Every tenth part, in an otherwise usual model; ``--alone`` of the script tries them all."""
     assert failures([checked(write_alone(number))]) == []
 
 
