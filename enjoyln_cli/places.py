@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
+from enjoyln_cli.nodes import packet
 from enjoyln_cli.norm_modules import (
     first_input,
     foreign_hooks,
@@ -150,13 +151,18 @@ def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callab
 
 
 def settle(graph: Graph) -> None:
-    """The mark of an output goes to the value itself, where nothing else reads that."""
+    """The mark of an output goes to the value itself, where nothing else reads that.
+
+    A cast that changes nothing does not get it: a decomposition may leave that out.
+    """
     for node in list(graph.nodes):
         if _mark(node) is None or _mark(node)[1] != "output":
             continue
         value = node.args[0]
         returned = any(user.op == "output" for user in node.users)
         if returned or value.op != "call_function" or len(value.users) > 1 or _mark(value):
+            continue
+        if packet(value) is aten.to and _dtype(value) == _dtype(value.args[0]):
             continue
         value.meta["custom"] = {**value.meta.get("custom", {}), MARK: _mark(node)}
         node.replace_all_uses_with(value)
@@ -180,6 +186,10 @@ def _by_mark(graph: Graph) -> dict[Any, list[Node]]:
         if mark is not None and isinstance(node.meta.get("val"), torch.Tensor):
             found.setdefault(mark, []).append(node)
     return found
+
+
+def _dtype(node: Any) -> Any:
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _mark(node: Node) -> Any:

@@ -539,6 +539,39 @@ def test_a_recorded_run_is_watched_as_well(way: Callable[..., Any], reason: str)
     assert error(model, plan, *inputs) < 1e-12
 
 
+class CastBack(nn.Module):
+    """In float32; for a model in float32 its casts change nothing."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given, x = x.dtype, x.to(torch.float32)
+        mean = x.mean(-1, keepdim=True)
+        x = (x - mean) * torch.rsqrt((x - mean).pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (self.weight.to(torch.float32) * x).to(given)
+
+
+class WritesResult(nn.Module):
+    """Into memory that it sees in two ways, for which the graph has to be decomposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm, self.head = nn.Embedding(20, 12), CastBack(12), nn.Linear(12, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros(*ids.shape, 5)
+        result.transpose(0, 1).copy_(self.head(self.norm(self.emb(ids))).transpose(0, 1))
+        result.view(-1).add_(1.0)
+        return result
+
+
+def test_a_norm_that_casts_back_is_found_in_a_decomposed_graph() -> None:
+    plan = analyze_module(WritesResult().eval(), torch.arange(12).reshape(2, 6)).plan
+    assert [verdict.norm for verdict in plan.folded] == ["norm"]
+
+
 def test_a_model_is_left_as_it_was() -> None:
     model = randomised(Block(Named()))
     before = [(type(m), sorted(vars(m))) for m in model.modules()]
