@@ -55,7 +55,7 @@ from enjoyln_cli.same import require_same
 from enjoyln_cli.scales import find_scales
 from enjoyln_cli.sizes import in_one_row, in_two_rows, traced_forms
 from enjoyln_cli.ties import Apart
-from enjoyln_cli.trace import Naming, Trace, accepts, capture
+from enjoyln_cli.trace import Captures, Trace
 from enjoyln_cli.trials import further_calls
 from enjoyln_cli.weightless import without_weights
 from enjoyln_cli.why import Tree
@@ -66,14 +66,17 @@ from enjoyln_cli.widen import Widenings, find_widenings
 class Read:
     """What the traces of one model were given."""
 
-    model: nn.Module
+    captures: Captures
     inputs: frozenset[str] = frozenset()
     """Names of the inputs that were given in any call."""
     traces: tuple[Trace, ...] = ()
-    naming: Naming = str
     forms: tuple[CallForm, ...] | None = None
     """The calls that are covered, where the traces are all that is known; ``None`` until they are
     asked for, which takes longer than the traces."""
+
+    @property
+    def model(self) -> nn.Module:
+        return self.captures.model
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -283,8 +286,10 @@ def analyze_module(
         further = calls_like(example_calls)
         if args or kwargs or not (further or hasattr(model, "config")):
             calls = [Call("example inputs", ((args, kwargs),))]
+        elif hasattr(model, "config"):
+            calls = _likely_calls(Captures(without_weights(model)))
         else:
-            calls = _likely_calls(without_weights(model)) if hasattr(model, "config") else []
+            calls = []
         calls += further
         doubled = [two for call in calls for two in in_two_rows(model, call)]
         return analyze_calls(model, [*calls, *doubled], outputs, options)
@@ -307,7 +312,7 @@ def analyze_calls(
         tensors = dict(model.named_parameters(remove_duplicate=False))
         own = Candidate(model, {name: (name,) for name in tensors}, {}, ())
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        traces, given = _captured(model, calls)
+        traces, given = _captured(Captures(model), calls)
         return _analysis(own, traces, (own.name,), kind, [given], tuple(outputs), options)
 
 
@@ -347,18 +352,20 @@ def _traces(
 
     Raises ``UnsupportedModel`` where it computes something else since it was set ``apart``.
     """
-    model, naming = found.model, families.naming_between(found.model, reference.model)
-    calls = _likely_calls(model)
+    model = found.model
+    captures = Captures(model, families.naming_between(model, reference.model), inner)
+    calls = _likely_calls(captures)
     doubled = [two for call in more for two in in_two_rows(model, call)]
-    traces, given = _captured(model, [*calls, *more, *doubled], naming, inner)
+    traces, given = _captured(captures, [*calls, *more, *doubled])
     if apart is not None:
         require_same(apart.before[found.name].model, model, calls[0])
     return traces, given
 
 
-def _likely_calls(model: nn.Module) -> list[Call]:
+def _likely_calls(captures: Captures) -> list[Call]:
     """The calls to trace: in a form that the model accepts, or the likeliest if it accepts none."""
-    calls = accepted_calls(model) or next(iter(ways_to_call(model)), None)
+    model = captures.model
+    calls = _accepted_calls(captures) or next(iter(ways_to_call(model)), None)
     if calls is None:
         raise UnsupportedModel(f"no inputs can be made up for {type(model).__name__}")
     return [*calls, *further_calls(model, calls[0]), *generated_calls(model)]
@@ -366,7 +373,12 @@ def _likely_calls(model: nn.Module) -> list[Call]:
 
 def accepted_calls(model: nn.Module) -> list[Call] | None:
     """The calls in the first form that the model accepts; ``None`` if it accepts none."""
-    return next((calls for calls in ways_to_call(model) if accepts(model, calls[0])), None)
+    return _accepted_calls(Captures(model))
+
+
+def _accepted_calls(captures: Captures) -> list[Call] | None:
+    ways = ways_to_call(captures.model)
+    return next((calls for calls in ways if captures.accepts(calls[0])), None)
 
 
 def _unproven(read: Sequence[Read]) -> list[str]:
@@ -414,21 +426,19 @@ def _covered(read: Sequence[Read], settings: Iterable[Setting] = ()) -> Covered 
     )
 
 
-def _captured(
-    model: nn.Module, calls: Iterable[Call], naming: Naming = str, inner: str | None = None
-) -> tuple[list[Trace], Read]:
+def _captured(captures: Captures, calls: Iterable[Call]) -> tuple[list[Trace], Read]:
     """The graphs of the calls that can be traced, and what these give.
 
     A call of several steps that keeps its cache gives it to the next one. Of those with one label
     that are not required, the first that the model accepts is traced.
     """
     traces, given, traced = [], set(), set()
-    accepted = inspect.signature(model.forward).parameters
+    accepted = inspect.signature(captures.model.forward).parameters
     for call in calls:
-        if not call.required and (call.label in traced or not accepts(model, call)):
+        if not call.required and (call.label in traced or not captures.accepts(call)):
             continue
         try:
-            traces.append(capture(model, call, naming, inner))
+            traces.append(captures.capture(call))
         except TraceFailed:
             if call.required:
                 raise
@@ -439,7 +449,7 @@ def _captured(
             given |= {name for name, value in named.items() if value is not None}
         if len(call.steps) > 1 and (call.cache is not None or call.flags.get("use_cache")):
             given.add("past_key_values")
-    return traces, Read(model, frozenset(given), tuple(traces), naming)
+    return traces, Read(captures, frozenset(given), tuple(traces))
 
 
 def _with_forms(read: Read) -> Read:
@@ -451,7 +461,7 @@ def _with_forms(read: Read) -> Read:
         forms += found
         if not trace.by_example:
             alone = in_one_row(read.model, trace.call, found)
-            more, _ = _captured(read.model, alone, read.naming)
+            more, _ = _captured(read.captures, alone)
             traces += more
             forms += [form for one in more for form in traced_forms(read.model, one)]
     return replace(read, traces=tuple(traces), forms=tuple(forms))

@@ -210,8 +210,9 @@ def outcomes(
         for reader in consumers(read):
             if packet(reader) in SHAPE_ONLY or reader.meta.get("unread"):
                 continue
-            below = pushed(reader, operand, axis) if source_of(reader) is read else None
-            if below is None and source_of(reader) is read:
+            moves = source_of(reader) is read
+            below = pushed(reader, operand, axis) if moves else None
+            if below is None and moves:
                 waiting.append(reader)
             elif below is None:
                 seen = found if reader.op != "output" else Opaque("the model returns it")

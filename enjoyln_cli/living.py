@@ -13,6 +13,7 @@ import gc
 import sys
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -198,14 +199,23 @@ def changed(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[tuple[s
     return [name for name in names if before.get(name) != after.get(name)]
 
 
+_PLAIN_VALUES = {bool, int, str, bytes, type(None), torch.dtype}
+_CONTAINERS = {dict, OrderedDict, list, tuple, set}
+
+
 def _described(value: Any, depth: int, around: set[int]) -> Any:
+    exactly = type(value)
+    if exactly in _PLAIN_VALUES:
+        return (exactly, value)
+    if exactly in _CONTAINERS and not value:
+        return exactly
     if isinstance(value, torch.Tensor):
         return ("tensor", value.dim(), value.dtype)
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype)):
-        return (type(value).__name__, repr(value))
+        return (exactly, repr(value))
     if isinstance(value, nn.Module):
         return ("module", id(value))
-    kind = type(value).__name__
+    kind = exactly.__name__
     if depth == 0 or id(value) in around:
         return kind
     inside = around | {id(value)}

@@ -116,12 +116,16 @@ def op_name(node: Node) -> str:
     return str(getattr(packet(node), "__name__", packet(node)))
 
 
+_INT = frozenset({int})
+
+
 def shape_of(node: Any) -> tuple[int, ...] | None:
     """The traced shape of a tensor-valued node; ``None`` too where it depends on values."""
     value = node.meta.get("val") if isinstance(node, Node) else None
-    if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in value.shape):
+    if not isinstance(value, torch.Tensor):
         return None
-    return tuple(value.shape)
+    shape = tuple(value.shape)
+    return shape if _INT.issuperset(map(type, shape)) else None
 
 
 def rank_of(node: Any) -> int:

@@ -50,6 +50,10 @@ class Factor(NamedTuple):
     mean: bool = False
 
 
+Place = tuple[int, list[Factor]]
+"""Along one dimension: the first element that is taken, and where the others are."""
+
+
 def source_of(node: Node) -> Node | None:
     """The value of which ``node`` is a view, a permutation or a part; ``None`` for other ops."""
     op = node.args[0] if is_part(node) and node.args else node
@@ -84,19 +88,36 @@ def pushed(node: Node, source: Node, axis: Axis) -> tuple[Axis, ...] | None:
 
     ``None`` where no axis of ``node`` says so.
     """
-    chain, shape = [node], shape_of(source)
+    found = _taken_from(node, source)
+    if found is None:
+        return None
+    chain, places = found
+    if _is_apart(places[axis.dim], axis):
+        return ()
+    axes = _axes(shape_of(node), axis)
+    return next(((a,) for a in axes if carried(chain, source, a) == axis), None)
+
+
+def _taken_from(node: Node, source: Node) -> tuple[list[Node], list[Place]] | None:
+    """The ops that take ``node`` from ``source``, the last one first, and which elements.
+
+    Asked once for each axis of ``source``, so what was found is kept with the node.
+    """
+    known = node.meta.setdefault("taken_from", {})
+    if source not in known:
+        known[source] = _found_in(node, source)
+    return known[source]
+
+
+def _found_in(node: Node, source: Node) -> tuple[list[Node], list[Place]] | None:
+    chain = [node]
     while chain[-1] is not source:
         if (above := source_of(chain[-1])) is None:
             return None
         chain.append(above)
     chain.pop()
-    found = _places(chain, source)
-    if found is None or shape is None:
-        return None
-    if _is_apart(found[axis.dim], axis):
-        return ()
-    axes = _axes(shape_of(node), axis)
-    return next(((a,) for a in axes if carried(chain, source, a) == axis), None)
+    places = _places(chain, source)
+    return None if places is None else (chain, places)
 
 
 def carried(chain: list[Node], source: Node, axis: Axis) -> Axis | None:
@@ -127,9 +148,7 @@ def _axis(dim: int, start: int, factors: list[Factor]) -> Axis | None:
     return Axis(dim, start, outer, size, inner, 0 if side_by_side else step)
 
 
-def _places(
-    chain: list[Node], source: Node, axis: Axis | None = None
-) -> list[tuple[int, list[Factor]]] | None:
+def _places(chain: list[Node], source: Node, axis: Axis | None = None) -> list[Place] | None:
     """For each dimension of ``source``: the first element that is taken, and the others' places."""
     shape, taken = shape_of(source), _on_meta(chain, source)
     if shape is None or taken is None or 0 in shape or 0 in taken.shape:
@@ -169,9 +188,7 @@ def _on_meta(chain: list[Node], source: Node) -> torch.Tensor | None:
     return x if same else None
 
 
-def _spread(
-    factors: list[Factor], offset: int, shape: tuple[int, ...]
-) -> list[tuple[int, list[Factor]]] | None:
+def _spread(factors: list[Factor], offset: int, shape: tuple[int, ...]) -> list[Place] | None:
     """Places in the row-major elements of ``shape``, as places along each dimension of it."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     found: list[list[Factor]] = [[] for _ in shape]
@@ -220,10 +237,16 @@ def _merged(factors: list[Factor]) -> list[Factor]:
     return merged
 
 
-def _is_apart(place: tuple[int, list[Factor]], axis: Axis) -> bool:
+def _is_apart(place: Place, axis: Axis) -> bool:
     """Whether what is taken of a dimension has none of the elements of the axis."""
-    taken = {place[0]}
-    for count, stride, _ in place[1]:
+    first, factors = place
+    last = first + sum((count - 1) * stride for count, stride, _ in factors)
+    if last < axis.start or first >= axis.stop:
+        return True
+    if not axis.step and last - first + 1 == prod(factor.many for factor in factors):
+        return False
+    taken = {first}
+    for count, stride, _ in factors:
         taken = {at + i * stride for at in taken for i in range(count)}
     block, step = axis.size * axis.inner, axis.step or axis.size * axis.inner
     covered = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -138,7 +138,7 @@ def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callab
             return inner(*found[0], **found[1])
         output = inner(*args, **kwargs)
         value = output[0] if type(output) is tuple and output else output
-        through = any(value is given for given in pytree.tree_leaves((args, kwargs)))
+        through = _is_among(value, (*args, *kwargs.values()))
         changed = None
         if not through:
             changed = change_output(lambda x: places.mark(path, "output", x), output)
@@ -148,6 +148,12 @@ def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callab
         return changed
 
     return forward
+
+
+def _is_among(value: Any, given: Sequence[Any]) -> bool:
+    """Whether a value is one of those given, or inside of one."""
+    several = [one for one in given if not isinstance(one, torch.Tensor)]
+    return any(value is one for one in (*given, *pytree.tree_leaves(several)))
 
 
 def settle(graph: Graph) -> None:

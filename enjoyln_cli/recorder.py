@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from enjoyln_cli import meta_results
 from enjoyln_cli.nodes import packet
 from enjoyln_cli.running import Steps
 from enjoyln_cli.weightless import beside
@@ -227,7 +228,7 @@ class _Recorder(ProxyTorchDispatchMode):
         if len(devices) > 1:
             raise NotRecorded(f"{func} is given tensors with values and without")
         with no_python_dispatcher():
-            value = func(*args, **kwargs)
+            value = meta_results.compute(func, args, kwargs)
         if func is aten.dropout.default and value is args[0]:
             value = aten.alias(value)  # another tensor, as for all of torch's own tracers
         if func is aten.lift_fresh.default:

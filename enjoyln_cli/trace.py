@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -187,43 +188,80 @@ def _inner(path: str) -> str:
     return path.removeprefix("model").removeprefix(".")
 
 
-def capture(model: nn.Module, call: Call, naming: Naming = str, inner: str | None = None) -> Trace:
-    """The graph of one call in eval mode, with ``aten.linear``, ``layer_norm`` and others whole.
+class Captures:
+    """The graphs of the calls of one model; each that can be recorded is recorded once."""
 
-    What the submodule ``inner`` returns counts as returned, so that the graph also proves the class
-    of that submodule.
+    def __init__(self, model: nn.Module, naming: Naming = str, inner: str | None = None) -> None:
+        """``naming`` gives the plan's name of a path in ``model``.
 
-    Raises ``TraceFailed`` where the model neither exports nor runs without its weights.
-    """
-    exported, exporting = None, None
-    weights = _Weights(model, ties(model), {**read_without_torch(model), **shared_otherwise(model)})
-    aliases = first_names(model)
+        What the submodule ``inner`` returns counts as returned, so that a graph also proves the
+        class of that submodule.
+        """
+        self.model = model
+        self.naming = naming
+        self.inner = inner
+        self._recordings: dict[int, tuple[Call, Trace | None]] = {}
+        """By the identity of a call, which is kept so that it stays the only one of its kind."""
 
-    def named(path: str) -> str:
-        return naming(aliases.get(path, path))
+    def accepts(self, call: Call) -> bool:
+        """Whether the model takes inputs of this form: recorded, or tried without weights."""
+        return self._recording(call) is not None or accepts(self.model, call)
 
-    if is_recordable(model):
-        with suppress(Exception), ready(model) as watchers:  # whatever it is, export tells
-            return _drawn(_Capture(model, call, named, inner, weights, watchers))
-    try:
-        with ready(model) as watchers:
-            exported = _exported(_Capture(model, call, named, inner, weights, watchers))
-    except Exception as error:  # torch.export raises what it meets, of any class
-        exported, exporting = None, error
-    if exported is not None and not _normalises_unknown_shapes(exported.graph):
-        return exported
-    try:
-        copied: list[torch.Tensor] = []
-        bare = without_weights(model, copied)
-        weights = replace(weights, locked={**weights.locked, **kept_outside(model, copied)})
-        with ready(bare) as watchers:
-            return _recorded(_Capture(bare, call, named, inner, weights, watchers))
-    except Exception as error:
-        if exported is not None:
+    def capture(self, call: Call) -> Trace:
+        """The graph of one call in eval mode, with ``aten.linear``, ``layer_norm`` etc. whole.
+
+        Raises ``TraceFailed`` where the model neither exports nor runs without its weights.
+        """
+        if recording := self._recording(call):
+            return recording
+        model, exported, exporting = self.model, None, None
+        weights = self._weights
+        try:
+            with ready(model) as watchers:
+                exported = _exported(self._of(model, call, weights, watchers))
+        except Exception as error:  # torch.export raises what it meets, of any class
+            exported, exporting = None, error
+        if exported is not None and not _normalises_unknown_shapes(exported.graph):
             return exported
-        raise TraceFailed(
-            f"{type(model).__name__} could not be traced ({call.label}): {say_why(error)}"
-        ) from exporting
+        try:
+            copied: list[torch.Tensor] = []
+            bare = without_weights(model, copied)
+            weights = replace(weights, locked={**weights.locked, **kept_outside(model, copied)})
+            with ready(bare) as watchers:
+                return _recorded(self._of(bare, call, weights, watchers))
+        except Exception as error:
+            if exported is not None:
+                return exported
+            raise TraceFailed(
+                f"{type(model).__name__} could not be traced ({call.label}): {say_why(error)}"
+            ) from exporting
+
+    def _recording(self, call: Call) -> Trace | None:
+        """The graph of a call as it was recorded; ``None`` where export has to tell."""
+        if id(call) not in self._recordings:
+            self._recordings[id(call)] = call, self._record(call)
+        return self._recordings[id(call)][1]
+
+    def _record(self, call: Call) -> Trace | None:
+        if is_recordable(self.model):
+            with suppress(Exception), ready(self.model) as watchers:  # whatever it is, export tells
+                return _drawn(self._of(self.model, call, self._weights, watchers))
+        return None
+
+    @cached_property
+    def _weights(self) -> _Weights:
+        model = self.model
+        return _Weights(
+            model, ties(model), {**read_without_torch(model), **shared_otherwise(model)}
+        )
+
+    def _of(self, model: nn.Module, call: Call, weights: _Weights, watchers: Watchers) -> _Capture:
+        aliases = first_names(self.model)
+
+        def named(path: str) -> str:
+            return self.naming(aliases.get(path, path))
+
+        return _Capture(model, call, named, self.inner, weights, watchers)
 
 
 def _normalises_unknown_shapes(graph: Graph) -> bool:

@@ -1,52 +1,104 @@
-"""How long the analysis takes, and that it grows no faster than a model's number of layers.
+"""How long an analysis takes, beside one forward pass of the same model without weights.
 
     python scripts/bench_report.py
+    python scripts/bench_report.py bert bloom-176b
 
-GPT-2 with 12, 24, 48 and 96 layers, and OPT with the 96 layers and 12,288 features of its 175B
-model, as the language models that these checkpoints are. Each is analysed in a process of its own,
-from the config alone; seconds without the imports, and the process's peak memory.
+Each model is analysed in a process of its own, from its config alone. Printed are the processor
+time after the imports, the same as a multiple of one forward pass on the meta device (the median of
+seven, in the same process), and the process's peak memory. The last lines tell what the imports
+take, and show that the time grows no faster than a model's number of layers.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from typing import Any
 
 LAYERS = (12, 24, 48, 96)
-GPT2 = {"architectures": ["GPT2LMHeadModel"]}
-OPT_175B = {
-    "architectures": ["OPTForCausalLM"], "num_hidden_layers": 96, "hidden_size": 12288,
-    "num_attention_heads": 96, "ffn_dim": 49152, "word_embed_proj_dim": 12288,
+PHI_2 = {
+    "num_hidden_layers": 32, "hidden_size": 2560, "intermediate_size": 10240,
+    "num_attention_heads": 32,
 }  # fmt: skip
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"GPT-2, {layers} layers": ("gpt2", GPT2 | {"n_layer": layers}) for layers in LAYERS},
-    "OPT-175B": ("opt", OPT_175B),
-}
+STABLELM = {
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "qk_layernorm": True,
+}  # fmt: skip
+OPT_66B = {
+    "num_hidden_layers": 64, "hidden_size": 9216, "num_attention_heads": 72, "ffn_dim": 36864,
+    "word_embed_proj_dim": 9216,
+}  # fmt: skip
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("bert", "BertForMaskedLM", {}),
+    "gpt2": ("gpt2", "GPT2LMHeadModel", {}),
+    "vit": ("vit", "ViTForImageClassification", {}),
+    "phi-2": ("phi", "PhiForCausalLM", PHI_2),
+    "whisper": ("whisper", "WhisperForConditionalGeneration", {}),
+    "stablelm": ("stablelm", "StableLmForCausalLM", STABLELM),
+    "opt-66b": ("opt", "OPTForCausalLM", OPT_66B),
+    "bloom-176b": (
+        "bloom", "BloomForCausalLM", {"hidden_size": 14336, "n_layer": 70, "n_head": 112},
+    ),
+    **{f"gpt2-{n}-layers": ("gpt2", "GPT2LMHeadModel", {"n_layer": n}) for n in LAYERS},
+}  # fmt: skip
 ONE = """
-import json, resource, sys, time
-import transformers
+import json, resource, statistics, sys, time, warnings
+warnings.simplefilter("ignore")
+begin = time.process_time()
+import torch, transformers
+transformers.logging.set_verbosity_error()
+model_type, model_class, changes = json.loads(sys.argv[1])
+config = transformers.CONFIG_MAPPING[model_type](**changes, architectures=[model_class])
+cls = getattr(transformers, model_class)
+theirs = time.process_time() - begin
 from enjoyln_cli.analysis import analyze_config
-model_type, changes = json.loads(sys.argv[1])
-config = transformers.CONFIG_MAPPING[model_type](**changes)
+ours = time.process_time() - begin - theirs
 analyze_config(transformers.CONFIG_MAPPING["gpt2"](n_layer=1))
-begin = time.perf_counter()
+begin = time.process_time()
 plan = analyze_config(config).plan
-seconds = time.perf_counter() - begin
+analysis = time.process_time() - begin
 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-print(json.dumps([len(plan.norms), len(plan.folded), seconds, memory]))
+with torch.device("meta"):
+    model = cls(config).eval()
+    tokens = torch.zeros(2, 7, dtype=torch.long)
+    size = getattr(config, "image_size", 0)
+    inputs = {
+        "vit": {"pixel_values": torch.zeros(2, 3, size, size)},
+        "whisper": {"input_features": torch.zeros(2, 80, 3000), "decoder_input_ids": tokens},
+    }.get(model_type, {"input_ids": tokens})
+passes = []
+with torch.no_grad():
+    for _ in range(7):
+        begin = time.process_time()
+        model(**inputs)
+        passes.append(time.process_time() - begin)
+forward = statistics.median(passes)
+print(json.dumps([len(plan.norms), len(plan.folded), analysis, forward, memory, theirs, ours]))
 """
 
 
 def main() -> None:
-    print(f"{'model':20} {'LNs':>5} {'folded':>7} {'seconds':>8} {'per LN':>8} {'GB':>5}")
-    for name, case in CASES.items():
-        command = [sys.executable, "-c", ONE, json.dumps(case)]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}")
+    names = parser.parse_args().names or list(CASES)
+    if unknown := set(names) - CASES.keys():
+        parser.error(f"no model is called {unknown.pop()}; there is {', '.join(CASES)}")
+    print(f"{'model':16} {'LNs':>5} {'folded':>7} {'seconds':>8} {'of f':>6} {'f':>7} {'GB':>5}")
+    imports = []
+    for name in names:
+        command = [sys.executable, "-c", ONE, json.dumps(CASES[name])]
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        norms, folded, seconds, memory = json.loads(out.splitlines()[-1])
-        per_norm = seconds / norms
-        print(f"{name:20} {norms:5} {folded:7} {seconds:8.2f} {per_norm:8.3f} {memory:5.1f}")
+        norms, folded, seconds, forward, memory, *taken = json.loads(out.splitlines()[-1])
+        imports.append(taken)
+        print(
+            f"{name:16} {norms:5} {folded:7} {seconds:8.2f} {seconds / forward:6.1f} "
+            f"{forward:7.3f} {memory:5.1f}",
+            flush=True,
+        )
+    theirs, ours = (sorted(column)[len(column) // 2] for column in zip(*imports, strict=True))
+    print(f"imports: torch, transformers and the class {theirs:.1f} s, the analysis {ours:.1f} s")
 
 
 if __name__ == "__main__":

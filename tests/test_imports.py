@@ -48,6 +48,7 @@ LAYERS = (
     ("flow", "sizes"),
     ("trace", "trials", "generation", "rules", "lookups", "products"),
     ("recorder",),
+    ("meta_results",),
     ("picks", "probe", "running"),
     ("calls", "edit", "writes", "living", "places", "regions", "sharing"),
     ("plan", "nodes", "examples", "weightless", "norm_modules", "arithmetic", "calltext"),
