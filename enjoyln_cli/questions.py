@@ -59,14 +59,14 @@ def watched_questions(model: nn.Module) -> Iterator[dict[str, None]]:
         return
     functions = {name: _function(name) for name in NAMES}
     written_in_c = {id(one): name for name, one in functions.items()}
-    codes = {getattr(one, "__code__", None): name for name, one in functions.items()}
+    codes = {id(getattr(one, "__code__", one)): name for name, one in functions.items()}
 
     def note(frame: FrameType, event: str, function: Any) -> None:
         caller: FrameType | None
         if event == "c_call":
             name, caller = written_in_c.get(id(function)), frame
         else:
-            name, caller = codes.get(frame.f_code) if event == "call" else None, frame.f_back
+            name, caller = codes.get(id(frame.f_code)) if event == "call" else None, frame.f_back
         if name is not None and from_outside(caller):
             found[name] = None
 
