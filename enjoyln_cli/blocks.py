@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,6 +53,8 @@ class Target:
     direct: int | None
     pieces: list[Piece] | None = None
     """Each write with its digest, where that is wanted."""
+    one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
+    """Held for writes through the cache: the system lets one thread in, and the others spin."""
 
     def write(self, data: memoryview, at: int) -> None:
         """Write ``data`` from byte ``at``: whole pages past the cache, what is left through it."""
@@ -59,15 +62,21 @@ class Target:
             self.pieces.append((at, len(data), digest_of_piece(data).hex()))
         first = min(-at % PAGE, len(data))
         last = first + (len(data) - first) // PAGE * PAGE
-        _write_all(self.cached, data[:first], at)
+        self._write_cached(data[:first], at)
         try:
-            past = self.cached if self.direct is None else self.direct
-            _write_all(past, data[first:last], at + first)
+            if self.direct is None:
+                self._write_cached(data[first:last], at + first)
+            else:
+                _write_all(self.direct, data[first:last], at + first)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            _write_all(self.cached, data[first:last], at + first)
-        _write_all(self.cached, data[last:], at + last)
+            self._write_cached(data[first:last], at + first)
+        self._write_cached(data[last:], at + last)
+
+    def _write_cached(self, data: memoryview, at: int) -> None:
+        with self.one_at_a_time:
+            _write_all(self.cached, data, at)
 
 
 def _write_all(file: int, data: memoryview, at: int) -> None:
