@@ -236,7 +236,17 @@ def what_holds(tensors: Iterable[weakref.ref[torch.Tensor]]) -> list[str]:
     if not any(ref() is not None for ref in tensors):
         return []
     gc.collect()
+    if any(ref() is not None for ref in tensors):
+        _empty_caches_of_models()
     return [_holder(ref) for ref in tensors if ref() is not None]
+
+
+def _empty_caches_of_models() -> None:
+    """What functions of transformers' models have cached is computed anew when it is asked for."""
+    for value in gc.get_objects():
+        is_cache = type(value) is functools._lru_cache_wrapper
+        if is_cache and str(value.__module__).startswith("transformers.models."):
+            value.cache_clear()
 
 
 def _holder(ref: weakref.ref[torch.Tensor]) -> str:

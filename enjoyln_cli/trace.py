@@ -360,8 +360,8 @@ def _recorded(this: _Capture) -> Trace:
                 parameters[node] = value
             else:
                 constants.append(value)
-    known = pytree.tree_leaves(constants)
-    if any(torch.is_tensor(value) and computed.holds(value) for value in known):
+    known = [value for value in pytree.tree_leaves(constants) if torch.is_tensor(value)]
+    if any(map(computed.holds_real, known)):
         raise TraceFailed("a value leaves the graph as a parameter or a tensor of another class")
     mark_written(recorded.graph, _sharing(this, parameters))
     given = iter([node for node in recorded.graph.nodes if node.op == "placeholder"])
@@ -371,6 +371,7 @@ def _recorded(this: _Capture) -> Trace:
     found = _named(this, recorded.graph, parameters, inputs, returned)
     found = _with_memory(this, found, runner.replaced, constants)
     read = runner.read_values or any(map(_tells_python, recorded.graph.nodes))
+    read |= any(map(computed.holds, known))
     return replace(found, by_example=True, by_values=read)
 
 

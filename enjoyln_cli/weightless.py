@@ -49,25 +49,49 @@ class Memory:
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._whole: set[int] = set()
+        """Those computed from sizes, numbers in the code, and whole-number inputs alone."""
 
-    def add(self, result: Any, operands: Any) -> None:
-        """What an op gave out, unless it is memory of an operand."""
+    def add(self, result: Any, operands: Any, writes: bool) -> None:
+        """What an op gave out, unless it is memory of an operand, where it may have ``writes``."""
         before = _storages(operands)
         found = _storages(result)
         self._storages |= {key: one for key, one in found.items() if key not in before}
+        changed = found.keys() | before.keys() if writes else found.keys()
+        if all(map(self._is_whole, _tensors(operands))):
+            self._whole |= changed - before.keys()
+        else:
+            self._whole -= changed
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in it, whatever object of Python it is."""
         return not self._storages.keys().isdisjoint(_storages(tensor))
 
+    def holds_real(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in it that a weight, or an input of real numbers, may decide."""
+        return self.holds(tensor) and not self._is_whole(tensor)
+
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        keys = _storages(tensor).keys()
+        if keys and keys <= self._storages.keys():
+            return keys <= self._whole
+        return (
+            bool(keys)
+            and _known(tensor)
+            and not (tensor.is_floating_point() or tensor.is_complex())
+        )
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+
 
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
     found = {}
-    for value in pytree.tree_leaves(values):
-        if isinstance(value, torch.Tensor):
-            with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse, not made yet
-                storage = value.untyped_storage()
-                found[storage._cdata] = storage
+    for value in _tensors(values):
+        with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse, not made yet
+            storage = value.untyped_storage()
+            found[storage._cdata] = storage
     return found
 
 
@@ -122,7 +146,7 @@ class _KeepGiven(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = self._run(func, args, dict(kwargs or {}))
-        self.computed.add(result, (args, kwargs))
+        self.computed.add(result, (args, kwargs), func._schema.is_mutable)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

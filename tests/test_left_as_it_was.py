@@ -19,6 +19,7 @@ from torch import nn
 
 from enjoyln_cli.analysis import analyze_module
 from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.living import what_holds
 
 LIST: list[Any] = []
 DICT: dict[str, Any] = {"first": 1}
@@ -278,3 +279,16 @@ def test_installed_packages_are_not_opened() -> None:
     owners = [space.get("__name__", "") for space, _ in remembered._globals]
     assert __name__ in owners
     assert not any(name.startswith(("torch", "transformers", "numpy")) for name in owners)
+
+
+@pytest.mark.parametrize("home", ["transformers.models.oneformer.modeling_oneformer", "mine"])
+def test_what_transformers_caches_of_a_call_is_dropped(home: str) -> None:
+    def positions(size: int) -> torch.Tensor:
+        return torch.arange(size)
+
+    positions.__module__ = home
+    cached = functools.lru_cache(maxsize=1)(positions)
+    left = what_holds([weakref.ref(cached(3))])
+    of_model = home != "mine"
+    assert bool(left) != of_model
+    assert cached.cache_info().currsize == (0 if of_model else 1)

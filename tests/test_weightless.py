@@ -24,7 +24,7 @@ from enjoyln_cli.norms import install
 from enjoyln_cli.plan import Plan
 from enjoyln_cli.returned import tensors_in
 from enjoyln_cli.trace import accepts
-from enjoyln_cli.weightless import weightless, without_weights
+from enjoyln_cli.weightless import Memory, weightless, without_weights
 
 WIDTH = 12
 
@@ -446,3 +446,55 @@ def test_images_in_a_text_get_as_many_tokens_as_they_have_features() -> None:
     assert [int(row.sum()) for row in batch["input_ids"] == 40] == [16, 16]
     with torch.no_grad():
         assert model(**batch).logits.isfinite().all()
+
+
+def below(values: torch.Tensor) -> torch.Tensor:
+    """Which are at most as large as each; of a transform, whose results no recording shows."""
+    return torch.vmap(lambda one: torch.vmap(lambda other: one >= other)(values))(values)
+
+
+class Masked(nn.Module):
+    """A LayerNorm between two layers, whose rows a mask chooses."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+        self.mask = mask
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        bounded = int(ids.max()) < 100  # a value is read, so the call is recorded by example
+        if self.mask == "of positions":
+            mask = below(torch.arange(6))
+        elif self.mask == "of ids":
+            mask = below(ids)
+        else:
+            mask = below(x[0])
+        y: torch.Tensor = self.last(self.norm(self.first(x))).masked_fill(~mask, 0.0)
+        return y if bounded else -y
+
+
+@pytest.mark.parametrize("mask", ["of positions", "of ids"])
+def test_a_mask_of_whole_numbers_may_come_from_a_transform(mask: str) -> None:
+    model, x, ids = Masked(mask).double(), torch.randn(6, 6).double(), torch.arange(6)
+    plan = analyze_module(model, x, ids).plan
+    assert plan.by_example and [v.norm for v in plan.folded] == ["norm"]
+    assert error(converted(model, plan, guarded=False), model, x, ids) < 1e-12
+
+
+def test_a_mask_of_real_numbers_has_to_stand_in_the_graph() -> None:
+    model = Masked("of an input").double()
+    with pytest.raises(TraceFailed, match="leaves the graph as a parameter or a tensor of another"):
+        analyze_module(model, torch.randn(6, 6).double(), torch.arange(6))
+
+
+def test_what_a_real_number_is_written_into_is_not_whole() -> None:
+    real, memory = torch.randn(3), Memory()
+    mask, positive = torch.ones(3, dtype=torch.bool), real > 0
+    memory.add(mask, (), writes=False)
+    memory.add(positive, (real,), writes=False)
+    assert memory.holds(mask) and not memory.holds_real(mask)
+    assert memory.holds_real(positive) and memory.holds_real(positive[1:])
+    memory.add(None, (mask, torch.tensor([1])), writes=True)
+    assert not memory.holds_real(mask)
+    memory.add(None, (mask, positive), writes=True)
+    assert memory.holds_real(mask)
