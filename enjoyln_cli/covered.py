@@ -154,10 +154,14 @@ class ProvenCalls:
         return min(found, key=len) if found else list(given) or [OTHER_CALLS]
 
 
+_LAYERS = ("torch", "timm")
+"""Libraries whose modules transformers builds its own from; timm's are the backbones of DETR."""
+
+
 def is_stock(model: nn.Module) -> bool:
-    """Whether all code that runs in ``forward`` is that of transformers, around torch's layers."""
+    """Whether all code that runs in ``forward`` is that of transformers, around others' layers."""
     own = _from(type(model), ("transformers",))
-    return own and all(_from(type(m), ("transformers", "torch")) for m in model.modules())
+    return own and all(_from(type(m), ("transformers", *_LAYERS)) for m in model.modules())
 
 
 def _from(cls: type, packages: tuple[str, ...]) -> bool:

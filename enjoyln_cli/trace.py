@@ -130,10 +130,14 @@ class Trace:
         }
 
     def _is_given(self, node: Node, call: str) -> bool:
-        """Whether a value of a call is one from outside: a cast that changes nothing, of that."""
+        """Whether a value of a call is one from outside: a cast that changes nothing, of that.
+
+        What is not computed, such as a weight, comes from outside wherever it was first read.
+        """
         source = uncast(node)
         dtypes = {getattr(n.meta.get("val"), "dtype", n) for n in (node, source)}
-        return len(dtypes) == 1 and call not in dict(self.calls_of(source))
+        outside = source.op != "call_function" or call not in dict(self.calls_of(source))
+        return len(dtypes) == 1 and outside
 
     def _from_outside(self, node: Node, call: str, path: str) -> list[Node]:
         return [

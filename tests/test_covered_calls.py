@@ -693,6 +693,9 @@ def test_stock_code_is_known_by_where_it_comes_from() -> None:
             return super().forward(*args, **kwargs)
 
     assert not is_stock(Mine(model.config)) and not is_stock(Replaced(model.config))
+    backbone = type("Backbone", (nn.Linear,), {"__module__": "timm.models.resnet"})
+    model.transformer.h[0].mlp = backbone(8, 8)
+    assert is_stock(model)
     model.transformer.h[0].mlp = Labels()
     assert not is_stock(model)
 

@@ -572,6 +572,26 @@ def test_a_norm_that_casts_back_is_found_in_a_decomposed_graph() -> None:
     assert [verdict.norm for verdict in plan.folded] == ["norm"]
 
 
+class CountsRows(nn.Module):
+    """Reads a value, so it is recorded by example, and keeps it, so its call is recorded twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm, self.head = nn.Embedding(20, 12), CastBack(12), nn.Linear(12, 5)
+        self.largest = 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.largest = max(self.largest, int(ids.max()))
+        x: torch.Tensor = self.head(self.norm(self.emb(ids)))
+        return x
+
+
+def test_a_norm_that_casts_back_is_found_where_a_call_is_recorded_twice() -> None:
+    plan = analyze_module(CountsRows().eval(), torch.arange(12).reshape(2, 6)).plan
+    assert plan.by_example
+    assert [verdict.norm for verdict in plan.folded] == ["norm"]
+
+
 def test_a_model_is_left_as_it_was() -> None:
     model = randomised(Block(Named()))
     before = [(type(m), sorted(vars(m))) for m in model.modules()]
