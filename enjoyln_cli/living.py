@@ -13,7 +13,7 @@ import gc
 import sys
 import types
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -135,7 +135,7 @@ def still_alive(returned: Iterable[torch.Tensor], given: Mapping[int, int]) -> l
         del found
         gc.collect(0)  # everything since the trace began is in the youngest generation
         found = _tracked(mode.tracer, known, given)
-    return _held_by_python(found) if found else []
+    return _held_by_python(found, _in_graph(mode.tracer)) if found else []
 
 
 def _tracked(tracer: Any, known: set[int], given: Mapping[int, int]) -> list[torch.Tensor]:
@@ -155,10 +155,16 @@ def _is_constant(node: Node) -> bool:
     return node.op != "call_function"
 
 
-def _held_by_python(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Without those that live only because another tensor is a view of them."""
+def _in_graph(tracer: Any) -> Counter[int]:
+    """How often the graph itself holds a tensor, as the example of a node, by identity."""
+    values = (node.meta.get("val") for node in tracer.graph.nodes)
+    return Counter(id(value) for value in values if isinstance(value, torch.Tensor))
+
+
+def _held_by_python(tensors: list[torch.Tensor], in_graph: Counter[int]) -> list[torch.Tensor]:
+    """Without those that live only because another tensor is a view of them, or in the graph."""
     counts = zip(tensors, _references(tensors), strict=True)
-    return [tensor for tensor, count in counts if count != _UNHELD]
+    return [tensor for tensor, count in counts if count != _UNHELD + in_graph[id(tensor)]]
 
 
 def _references(tensors: list[torch.Tensor]) -> list[int]:

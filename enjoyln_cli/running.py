@@ -99,7 +99,7 @@ class Steps(nn.Module):
                     )
         self.read_values |= watch.read_values
         if self.watchers:
-            self.watchers.left.extend(map(weakref.ref, left))
+            self.watchers.left.extend(weakref.ref(one) for one in left if id(one) not in given)
         if asked := [*questions, *watch.questions]:
             raise TraceFailed(
                 f"its code asks for {asked[0]}, which may be another in a later call; a choice "

@@ -16,6 +16,7 @@ import pytest
 import torch
 from folding_live import VOCAB, D, fold_in_place, ids, randomised
 from torch import nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from enjoyln_cli.analysis import analyze_module
 from enjoyln_cli.errors import TraceFailed
@@ -292,3 +293,35 @@ def test_what_transformers_caches_of_a_call_is_dropped(home: str) -> None:
     of_model = home != "mine"
     assert bool(left) != of_model
     assert cached.cache_info().currsize == (0 if of_model else 1)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def layers(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.norm(self.first(x)))
+        return y
+
+
+class WritesItsInput(Layers):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x.mul_(2.0)
+        return self.layers(x) * int(ids.sum() > 2)
+
+
+class IndexesInATransform(Layers):
+    """As the masks of transformers do: the graph holds what the transform hands out."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(len(x))
+        with TransformGetItemToIndex():
+            mask = torch.vmap(lambda i: torch.vmap(lambda j: (i >= j) & (ids[j] > 0))(rows))(rows)
+        return self.layers(x).masked_fill(~mask, 0.0)
+
+
+@pytest.mark.parametrize("kind", [WritesItsInput, IndexesInATransform])
+def test_what_the_caller_or_the_graph_holds_is_not_left_behind(kind: type[Layers]) -> None:
+    plan = analyze_module(kind(), torch.randn(6, 6), torch.arange(6)).plan
+    assert [verdict.norm for verdict in plan.folded] == ["norm"]
