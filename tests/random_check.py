@@ -28,6 +28,7 @@ from enjoyln_cli.fold import centre_parameters
 from enjoyln_cli.kernels import literally
 from enjoyln_cli.norms import Folded, install
 from enjoyln_cli.plan import Plan
+from enjoyln_cli.reachable import Remembered
 
 FAILURES = ("wrong", "apart", "raised", "spoiled")
 REGISTRIES = frozenset(vars(nn.Module())) - {"_buffers"}
@@ -183,6 +184,7 @@ class Subject:
         """All that leaves a call; the exception that it raises."""
         args, kwargs = call.arguments(self.names)
         module = self.model.get_submodule(call.path)
+        before = Remembered(self.model)
         try:
             with getattr(torch, call.context)(), literally():
                 returned = module(*args, **kwargs)
@@ -190,6 +192,8 @@ class Subject:
                 seen |= dict(opened({"args": args, "kwargs": kwargs}, "inputs"))
                 kept = dict(self.state())
         except Exception as error:
+            if isinstance(error, EnjoyLNError):  # what hooks had done before is nobody's call
+                before.put_back()
             return error
         changed = {k: v for k, v in kept.items() if not _same(v, self.at_first.get(k))}
         return {k: _frozen(v) for k, v in {**seen, **changed}.items()}
