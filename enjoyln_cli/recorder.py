@@ -3,9 +3,10 @@
 The graph is that of ``torch.export``, in about a fourth of its time, for a model of which no value
 exists: weights, buffers and inputs have shapes only. So no value can choose a path, and one run is
 every run of these shapes. Whatever is not as simple as that is left to ``torch.export``: a number
-that Python reads, a write in place, a tensor that came from elsewhere, an operator that holds a
-graph, anything that raises. Then ``NotRecorded`` is raised, even where the model's own code catches
-what happened first.
+that Python reads, a write into what was there before, a tensor that came from elsewhere, an
+operator that holds a graph, anything that raises. Then ``NotRecorded`` is raised, even where the
+model's own code catches what happened first. Writes into memory of the call itself are recorded as
+they are; ``writes`` tells which of them make no difference.
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ class _Tracer:
     """The module calls that run, from the outermost inwards, as ``torch.export`` writes them."""
     _first: Node | None = None
     """The first operation."""
+    _given: set[int] = field(default_factory=set)
+    """The memory of all that was there before the call."""
 
     def placeholder(self, value: Any) -> Node:
         """A node for a value from outside; before the operations, whenever it is met."""
@@ -140,9 +143,14 @@ class _Tracer:
                 node = self.graph.placeholder("given")
         if isinstance(value, torch.Tensor):
             self.tensor_tracker[value] = _Known(node)
+            self._given.add(value.untyped_storage()._cdata)
             value = _shape_alone(value)
         node.meta["val"] = value
         return node
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor is the call's own."""
+        return tensor.is_meta and tensor.untyped_storage()._cdata not in self._given
 
     def node_of(self, tensor: torch.Tensor) -> Node:
         """The node that gave a tensor. One that stands in the code, with a value, is constant."""
@@ -213,22 +221,26 @@ class _Recorder(ProxyTorchDispatchMode):
             kind = _kind_of(func)
         if kind == "reads":
             return self._number(func, args, kwargs)
-        if func is aten.detach_.default and self.writing:
-            if args[0] not in self.tracer.tensor_tracker:
+        if func is aten.detach_.default:  # which ends torch.tensor, also of another tensor
+            if self.writing and args[0] not in self.tracer.tensor_tracker:
                 self.tracer.stand_in(args[0])
-            if self._stands_in_code(args[0]):
+            if self.writing and self._stands_in_code(args[0]):
                 return func(*args, **kwargs)
-        if kind == "writes":
-            raise NotRecorded(f"{func} writes in place")
+            raise NotRecorded("a tensor is copied past the graph")
         devices: dict[str, None] = {}
         if func is aten.lift_fresh.default and self.writing:
             self.tracer.stand_in(args[0])
         nodes = self._with_nodes(args, devices)
         named = self._with_nodes(kwargs, devices)
+        if kind == "writes" and not self._has_written(args):
+            raise NotRecorded(f"{func} writes into what was there before the call")
         if len(devices) > 1:
             raise NotRecorded(f"{func} is given tensors with values and without")
         with no_python_dispatcher():
-            value = meta_results.compute(func, args, kwargs)
+            if kind == "writes":
+                value = func(*args, **kwargs)
+            else:
+                value = meta_results.compute(func, args, kwargs)
         if func is aten.dropout.default and value is args[0]:
             value = aten.alias(value)  # another tensor, as for all of torch's own tracers
         if func is aten.lift_fresh.default:
@@ -241,6 +253,10 @@ class _Recorder(ProxyTorchDispatchMode):
                 taken = self.tracer.called(operator.getitem, (node, place), {}, part)
                 self._give(part, taken)
         return value
+
+    def _has_written(self, args: tuple[Any, ...]) -> bool:
+        """Whether the first argument lies in memory that the call itself has made."""
+        return isinstance(args[0], torch.Tensor) and self.tracer.made(args[0])
 
     def _give(self, value: Any, node: Node) -> None:
         if type(value) not in _PLAIN:

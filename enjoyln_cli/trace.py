@@ -289,6 +289,9 @@ def _drawn(this: _Capture) -> Trace:
     runner = this.runner()
     found = record(runner, this.call.steps)
     settle(found.graph)
+    replace_private_writes(found.graph)
+    if left := mutating(found.graph):
+        raise TraceFailed(f"{left[0].target} writes where others may read")
     returned = _fields(found.returned, found.layout)
     trace = _named(this, found.graph, found.parameters, found.inputs, returned)
     return _with_memory(this, trace, runner.replaced, found.constants)

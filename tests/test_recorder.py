@@ -23,6 +23,7 @@ DECODER = {"intermediate_size": 16, "num_key_value_heads": 2}
 CONFIGS = {
     "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 30},
     "bert": {**TEXT, "intermediate_size": 16, "is_decoder": False},
+    "mpnet": {**TEXT, "intermediate_size": 16},
     "stablelm": {**TEXT, **DECODER, "use_qk_layernorm": True},
     "vit": {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "image_size": 32},
     "whisper": {
@@ -82,6 +83,9 @@ def test_a_recording_is_the_graph_of_export(model_type: str) -> None:
         assert {*recorded.parameters.values()} == {*exported.parameters.values()}
 
 
+CONSTANT = torch.zeros(())
+
+
 class Code(nn.Module):
     """A norm of a linear layer, and between them ``change``."""
 
@@ -121,6 +125,21 @@ def write(code: Code, h: torch.Tensor) -> torch.Tensor:
     return h.mul_(2)
 
 
+def write_into_buffer(code: Code, h: torch.Tensor) -> torch.Tensor:
+    code.seen[1:].mul_(2)
+    return h + code.seen
+
+
+def write_into_constant(code: Code, h: torch.Tensor) -> torch.Tensor:
+    return h + CONSTANT.add_(1)
+
+
+def write_beside_a_view(code: Code, h: torch.Tensor) -> torch.Tensor:
+    first = h[:1]
+    h.mul_(2)
+    return h - first
+
+
 def save(code: Code, h: torch.Tensor) -> torch.Tensor:
     code.saved = h
     return h
@@ -148,16 +167,17 @@ def mix(code: Code, h: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED = [
-    read, read_and_go_on, list_and_go_on, choose, write, save, replace_buffer,
-    copy_past_the_graph, take_data, branch, mix,
+    read, read_and_go_on, list_and_go_on, choose, save, replace_buffer, copy_past_the_graph,
+    take_data, branch, mix, write_into_buffer, write_into_constant, write_beside_a_view,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
 def test_what_a_recording_cannot_tell_is_refused(change: Any) -> None:
     model = Code(change).to("meta").eval()
-    with pytest.raises(Exception), ready(model):  # noqa: B017
-        record(Steps(model, {}, None), (((torch.ones(2, 3, 8),), {}),))
+    with pytest.raises(Exception):  # noqa: B017
+        traced(trace._drawn, model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
+    assert float(CONSTANT) == 0.0
 
 
 def scale(code: Code, h: torch.Tensor) -> torch.Tensor:
@@ -168,7 +188,7 @@ def take_a_row(code: Code, h: torch.Tensor) -> torch.Tensor:
     return h[:, torch.tensor([0, 2], device=h.device)] + h.split(1, dim=1)[0]
 
 
-@pytest.mark.parametrize("change", [scale, take_a_row, *REFUSED], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("change", [scale, take_a_row, write, *REFUSED], ids=lambda c: c.__name__)
 def test_verdicts_without_weights_are_those_of_the_live_module(change: Any) -> None:
     def verdicts(model: nn.Module) -> Any:
         try:
@@ -189,6 +209,13 @@ def test_numbers_that_stand_in_the_code_are_recorded(change: Any) -> None:
     with ready(model):
         found = record(Steps(model, {}, None), (((torch.ones(2, 3, 8),), {}),))
     assert len(found.parameters) == 4 and len(found.constants) >= 1
+
+
+def test_a_write_that_nobody_else_sees_is_recorded() -> None:
+    model = Code(write).to("meta").eval()
+    found = traced(trace._drawn, model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
+    targets = {node.target for node in found.graph.nodes}
+    assert torch.ops.aten.mul.Tensor in targets and torch.ops.aten.mul_.Tensor not in targets
 
 
 def test_a_model_with_values_is_not_recorded() -> None:
