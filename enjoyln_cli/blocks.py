@@ -53,8 +53,8 @@ class Target:
     direct: int | None
     pieces: list[Piece] | None = None
     """Each write with its digest, where that is wanted."""
-    one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
-    """Held for writes through the cache: the system lets one thread in, and the others spin."""
+    cached_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a thread writes through the cache: others would spin on the file's own lock."""
 
     def write(self, data: memoryview, at: int) -> None:
         """Write ``data`` from byte ``at``: whole pages past the cache, what is left through it."""
@@ -75,7 +75,7 @@ class Target:
         self._write_cached(data[last:], at + last)
 
     def _write_cached(self, data: memoryview, at: int) -> None:
-        with self.one_at_a_time:
+        with self.cached_lock:
             _write_all(self.cached, data, at)
 
 

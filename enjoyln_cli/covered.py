@@ -159,7 +159,7 @@ _LAYERS = ("torch", "timm")
 
 
 def is_stock(model: nn.Module) -> bool:
-    """Whether all code that runs in ``forward`` is that of transformers, around others' layers."""
+    """Whether ``forward`` runs code of transformers alone, and of the layers that it builds on."""
     own = _from(type(model), ("transformers",))
     return own and all(_from(type(m), ("transformers", *_LAYERS)) for m in model.modules())
 

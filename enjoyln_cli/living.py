@@ -248,7 +248,7 @@ def what_holds(tensors: Iterable[weakref.ref[torch.Tensor]]) -> list[str]:
 
 
 def _empty_caches_of_models() -> None:
-    """What functions of transformers' models have cached is computed anew when it is asked for."""
+    """Empty the caches of functions in transformers' model files: they compute a result again."""
     for value in gc.get_objects():
         is_cache = type(value) is functools._lru_cache_wrapper
         if is_cache and str(value.__module__).startswith("transformers.models."):

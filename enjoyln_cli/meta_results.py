@@ -98,8 +98,12 @@ def _key_of(func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> 
     """
     if func.namespace != "aten" or _is_changed():
         raise _Unknown
-    described = _described(args, operands), *_described_by_name(kwargs, operands)
-    return func, described, torch.get_default_dtype(), _attention_kernels()
+    return (
+        func,
+        _described((args, *kwargs.items()), operands),
+        torch.get_default_dtype(),
+        _attention_kernels(),
+    )
 
 
 def _is_changed() -> bool:
@@ -120,10 +124,6 @@ def _attention_kernels() -> tuple[bool, ...]:
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
     )
-
-
-def _described_by_name(kwargs: dict[str, Any], operands: list[torch.Tensor]) -> list[Any]:
-    return [(name, _described(value, operands)) for name, value in kwargs.items()]
 
 
 def _described(value: Any, operands: list[torch.Tensor]) -> Any:

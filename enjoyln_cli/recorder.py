@@ -232,7 +232,7 @@ class _Recorder(ProxyTorchDispatchMode):
             self.tracer.stand_in(args[0])
         nodes = self._with_nodes(args, devices)
         named = self._with_nodes(kwargs, devices)
-        if kind == "writes" and not self._has_written(args):
+        if kind == "writes" and not self._writes_own_memory(args):
             raise NotRecorded(f"{func} writes into what was there before the call")
         if len(devices) > 1:
             raise NotRecorded(f"{func} is given tensors with values and without")
@@ -254,8 +254,8 @@ class _Recorder(ProxyTorchDispatchMode):
                 self._give(part, taken)
         return value
 
-    def _has_written(self, args: tuple[Any, ...]) -> bool:
-        """Whether the first argument lies in memory that the call itself has made."""
+    def _writes_own_memory(self, args: tuple[Any, ...]) -> bool:
+        """Whether the first argument, which most writes change, was made by the recorded call."""
         return isinstance(args[0], torch.Tensor) and self.tracer.made(args[0])
 
     def _give(self, value: Any, node: Node) -> None:

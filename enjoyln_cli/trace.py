@@ -205,7 +205,7 @@ class Captures:
         self.naming = naming
         self.inner = inner
         self._recordings: dict[int, tuple[Call, Trace | None]] = {}
-        """By the identity of a call, which is kept so that it stays the only one of its kind."""
+        """By the identity of a call. The call is kept too, so that no other gets its identity."""
 
     def accepts(self, call: Call) -> bool:
         """Whether the model takes inputs of this form: recorded, or tried without weights."""

@@ -53,7 +53,7 @@ class Memory:
         """Those computed from sizes, numbers in the code, and whole-number inputs alone."""
 
     def add(self, result: Any, operands: Any, writes: bool) -> None:
-        """What an op gave out, unless it is memory of an operand, where it may have ``writes``."""
+        """Note the memory of an op's results; ``writes``: it may have written into operands."""
         before = _storages(operands)
         found = _storages(result)
         self._storages |= {key: one for key, one in found.items() if key not in before}
@@ -150,7 +150,7 @@ class _KeepGiven(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = _tensors((args, kwargs))
         if _makes_new(func, given):
             kwargs["device"] = _device_of_new(func, args, kwargs, given)
             args = pytree.tree_map_only(torch.Tensor, _on(kwargs["device"]), args)

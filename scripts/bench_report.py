@@ -5,8 +5,8 @@
 
 Each model is analysed in a process of its own, from its config alone. Printed are the processor
 time after the imports, the same as a multiple of one forward pass on the meta device (the median of
-seven, in the same process), and the process's peak memory. The last lines tell what the imports
-take, and show that the time grows no faster than a model's number of layers.
+seven, in the same process), and the process's peak memory. A GPT-2 of 12 to 96 layers shows that
+the time grows no faster than the number of layers. The last line tells what the imports take.
 """
 
 from __future__ import annotations

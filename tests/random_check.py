@@ -192,7 +192,7 @@ class Subject:
                 seen |= dict(opened({"args": args, "kwargs": kwargs}, "inputs"))
                 kept = dict(self.state())
         except Exception as error:
-            if isinstance(error, EnjoyLNError):  # what hooks had done before is nobody's call
+            if isinstance(error, EnjoyLNError):  # undo what the model's own hooks did before
                 before.put_back()
             return error
         changed = {k: v for k, v in kept.items() if not _same(v, self.at_first.get(k))}
