@@ -13,15 +13,16 @@
     refold(model)          centre its weights again after training
     EnjoyLNConfig()        the same as a ``quantization_config`` of transformers
 
+    Options(untie=True)    what a fold may do besides centring
+    centre_parameters(model, plan), install(model, plan)   the two halves of a fold in memory
+
 Every refusal is an ``EnjoyLNError``. Names are looked up on first use: importing this package
 imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from enjoyln_cli.errors import (
@@ -41,15 +42,18 @@ from enjoyln_cli.errors import (
 )
 
 if TYPE_CHECKING:
-    from enjoyln_cli.bench import bench
-    from enjoyln_cli.convert import analyze
-    from enjoyln_cli.convert import convert as fold
-    from enjoyln_cli.hub import push
-    from enjoyln_cli.loading import from_pretrained, optimize, refold
-    from enjoyln_cli.quantizer import EnjoyLNConfig
-    from enjoyln_cli.recipe import load_recipe
-    from enjoyln_cli.unfold import unfold
-    from enjoyln_cli.verify import verify
+    from enjoyln_cli.benchmark.bench import bench
+    from enjoyln_cli.conversion.fold import analyze
+    from enjoyln_cli.conversion.fold import convert as fold
+    from enjoyln_cli.conversion.unfold import unfold
+    from enjoyln_cli.plan.plan import Options
+    from enjoyln_cli.publish.push import push
+    from enjoyln_cli.recipe.recipe_file import load_recipe
+    from enjoyln_cli.rewrite.directory import centre_parameters
+    from enjoyln_cli.runtime.install import install
+    from enjoyln_cli.runtime.loading import from_pretrained, optimize, refold
+    from enjoyln_cli.runtime.quantizer import EnjoyLNConfig
+    from enjoyln_cli.verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -61,6 +65,7 @@ __all__ = [
     "ModelNotFound",
     "NotCentred",
     "NothingToFold",
+    "Options",
     "OutputError",
     "PushRefused",
     "RecipeError",
@@ -70,8 +75,10 @@ __all__ = [
     "VerificationFailed",
     "analyze",
     "bench",
+    "centre_parameters",
     "fold",
     "from_pretrained",
+    "install",
     "load_recipe",
     "optimize",
     "push",
@@ -81,17 +88,20 @@ __all__ = [
 ]
 
 _LAZY = {
-    "EnjoyLNConfig": ("enjoyln_cli.quantizer", "EnjoyLNConfig"),
-    "analyze": ("enjoyln_cli.convert", "analyze"),
-    "bench": ("enjoyln_cli.bench", "bench"),
-    "fold": ("enjoyln_cli.convert", "convert"),
-    "from_pretrained": ("enjoyln_cli.loading", "from_pretrained"),
-    "load_recipe": ("enjoyln_cli.recipe", "load_recipe"),
-    "optimize": ("enjoyln_cli.loading", "optimize"),
-    "push": ("enjoyln_cli.hub", "push"),
-    "refold": ("enjoyln_cli.loading", "refold"),
-    "unfold": ("enjoyln_cli.unfold", "unfold"),
-    "verify": ("enjoyln_cli.verify", "verify"),
+    "EnjoyLNConfig": ("enjoyln_cli.runtime.quantizer", "EnjoyLNConfig"),
+    "Options": ("enjoyln_cli.plan.plan", "Options"),
+    "analyze": ("enjoyln_cli.conversion.fold", "analyze"),
+    "bench": ("enjoyln_cli.benchmark.bench", "bench"),
+    "centre_parameters": ("enjoyln_cli.rewrite.directory", "centre_parameters"),
+    "fold": ("enjoyln_cli.conversion.fold", "convert"),
+    "from_pretrained": ("enjoyln_cli.runtime.loading", "from_pretrained"),
+    "install": ("enjoyln_cli.runtime.install", "install"),
+    "load_recipe": ("enjoyln_cli.recipe.recipe_file", "load_recipe"),
+    "optimize": ("enjoyln_cli.runtime.loading", "optimize"),
+    "push": ("enjoyln_cli.publish.push", "push"),
+    "refold": ("enjoyln_cli.runtime.loading", "refold"),
+    "unfold": ("enjoyln_cli.conversion.unfold", "unfold"),
+    "verify": ("enjoyln_cli.verification.verify", "verify"),
 }
 
 
@@ -100,14 +110,3 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _LAZY[name]
     return getattr(import_module(module), attribute)
-
-
-class _Package(ModuleType):
-    """``fold``, ``verify`` and their like are functions, whichever module is imported when."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _LAZY and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -1,4 +1,4 @@
-"""Everything that enjoyln refuses to do, as exceptions, and how a message states a size.
+"""Everything that enjoyln refuses to do, as exceptions.
 
     EnjoyLNError                 one line for the user; the command exits with status 1
     ├── ModelNotFound            no such directory or repository, offline and not cached, gated
@@ -85,12 +85,3 @@ class VerificationFailed(EnjoyLNError):
 def without_credentials(text: str) -> str:
     """Each URL without the name and password that it may hold."""
     return re.sub(r"(?<=://)[^/\s@]+@", "", text)
-
-
-def size(nbytes: float) -> str:
-    """Bytes in decimal units, as disks count them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"

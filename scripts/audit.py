@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Node, map_arg
 
-from enjoyln_cli import why
-from enjoyln_cli.analysis import Analysis
-from enjoyln_cli.axis import Axis, centre
-from enjoyln_cli.cut import Parameter
-from enjoyln_cli.flow import Value
+from enjoyln_cli.analysis.analyze import Analysis
+from enjoyln_cli.plan.axis import Axis, centre
+from enjoyln_cli.proof import explain
+from enjoyln_cli.proof.flow import Value
+from enjoyln_cli.proof.min_cut import Parameter
 
 SEEN = 1e-9
 """Relative change of an output from which on a shift is taken to be seen."""
@@ -49,7 +49,7 @@ def audited(analysis: Analysis, model: torch.nn.Module, runs: Runs) -> dict[str,
             unread = verdict.reason == "no traced call runs it"
             found[verdict.norm] = _unread(model, runs, verdict.norm) if unread else verdict.reason
             continue
-        obstacles = why.obstacles(analysis.problem, analysis.cut, verdict.norm)
+        obstacles = explain.obstacles(analysis.problem, analysis.cut, verdict.norm)
         told = (answer(one.source) for one in obstacles)
         found[verdict.norm] = next(told, verdict.reason)  # of the source that is named
         if found[verdict.norm].startswith("unseen") and "true" in told:

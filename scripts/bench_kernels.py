@@ -161,7 +161,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def one_token(seconds: float) -> dict[str, Any]:
     """The module call at one token and a width of 768, beside ``nn.LayerNorm``."""
-    from enjoyln_cli.norms import install
+    from enjoyln_cli.runtime.install import install
 
     stock = nn.LayerNorm(768).eval()
     folded = install(nn.LayerNorm(768).eval(), [""], [])

@@ -26,15 +26,15 @@ import transformers
 from torch import nn
 
 from enjoyln_cli import analyze, kernels, optimize
-from enjoyln_cli.bench import Asked, compared
-from enjoyln_cli.config import MARKER
-from enjoyln_cli.fold import centre_parameters
-from enjoyln_cli.marker import marker
-from enjoyln_cli.plan import Plan
-from enjoyln_cli.speeds import hardware
-from enjoyln_cli.timing import Task, quartiles, time_rounds, waiting_for
-from enjoyln_cli.variants import shared
-from enjoyln_cli.workload import moved, sizes
+from enjoyln_cli.benchmark.baselines import shared
+from enjoyln_cli.benchmark.bench import Asked, compared
+from enjoyln_cli.benchmark.results import hardware
+from enjoyln_cli.benchmark.timing import Task, quartiles, time_rounds, waiting_for
+from enjoyln_cli.benchmark.workload import moved, sizes
+from enjoyln_cli.checkpoint.config import MARKER
+from enjoyln_cli.checkpoint.marker import marker
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.directory import centre_parameters
 
 BERT, GPT2, OPT, BLOOM = "BertModel", "GPT2LMHeadModel", "OPTForCausalLM", "BloomForCausalLM"
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -53,7 +53,7 @@ model_type, model_class, changes = json.loads(sys.argv[1])
 config = transformers.CONFIG_MAPPING[model_type](**changes, architectures=[model_class])
 cls = getattr(transformers, model_class)
 theirs = time.process_time() - begin
-from enjoyln_cli.analysis import analyze_config
+from enjoyln_cli.analysis.analyze import analyze_config
 ours = time.process_time() - begin - theirs
 analyze_config(transformers.CONFIG_MAPPING["gpt2"](n_layer=1))
 begin = time.process_time()

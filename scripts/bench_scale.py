@@ -73,9 +73,11 @@ def bloom() -> tuple[Any, dict[str, tuple[int, ...]], dict[str, str]]:
 
 def planned(config: Any, shapes: dict[str, tuple[int, ...]], places: dict[str, str]) -> Any:
     """The edits of the plan for the whole model, by stored tensor: of headers alone."""
-    from enjoyln_cli.analysis import analyze_config
-    from enjoyln_cli.checkpoint import Checkpoint, Source, Stored
-    from enjoyln_cli.fold import checked_edits
+    from enjoyln_cli.analysis.analyze import analyze_config
+    from enjoyln_cli.checkpoint.headers import Stored
+    from enjoyln_cli.checkpoint.reader import Checkpoint
+    from enjoyln_cli.checkpoint.source import Source
+    from enjoyln_cli.rewrite.directory import checked_edits
 
     tensors = {
         name: Stored(name, places[name], "BF16", shape, 8, 2 * prod(shape))
@@ -124,8 +126,9 @@ def write_bloom(out: Path) -> None:
 
 def fold_bloom(source: Path, out: Path) -> None:
     """Print what folding the simulated checkpoint took: it is edited as the whole would be."""
-    from enjoyln_cli.checkpoint import open_checkpoint, open_source
-    from enjoyln_cli.stream import write_shards
+    from enjoyln_cli.checkpoint.reader import open_checkpoint
+    from enjoyln_cli.checkpoint.source import open_source
+    from enjoyln_cli.rewrite.writer import write_shards
 
     begin = time.perf_counter()
     edits = planned(*bloom())
@@ -191,7 +194,7 @@ def shared(processes: int, model_type: str, repeats: int) -> dict[str, Any]:
     A run takes as long as its slowest process, from the plan to the published result. Ends the
     benchmark where the bytes differ.
     """
-    from enjoyln_cli.files import digest
+    from enjoyln_cli.fs.digests import digest
 
     cores = sorted(os.sched_getaffinity(0))[:processes]
     if len(cores) < processes:

@@ -73,7 +73,7 @@ def built(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     import torch
     import transformers
 
-    from enjoyln_cli.classes import apply_experts
+    from enjoyln_cli.models.classes import apply_experts
 
     config, _, accepted = sketched(model_class, model_type)
     torch.manual_seed(0)
@@ -100,8 +100,8 @@ Run = Callable[[Any], Any]
 
 def seeded_runs(model: Any, dtype: Any) -> dict[Run, list[Any]]:
     """One for each seed and batch, and what it returns; of text, two rows with padding in one."""
-    from enjoyln_cli.examples import accepted_by
-    from enjoyln_cli.inputs import seeded
+    from enjoyln_cli.calls.input_forms import accepted_by
+    from enjoyln_cli.comparison.batches import seeded
 
     rows = 2 if "input_ids" in accepted_by(model) else 1
     batches = (batch for seed in SEEDS for batch in seeded(model, rows, seed, dtype))
@@ -117,9 +117,9 @@ def proof_runs(model: Any, dtype: Any) -> list[Run]:
     import torch
     from torch.utils import _pytree as pytree
 
-    from enjoyln_cli.analysis import accepted_calls
-    from enjoyln_cli.running import Steps
-    from enjoyln_cli.weightless import without_weights
+    from enjoyln_cli.analysis.analyze import accepted_calls
+    from enjoyln_cli.effects.isolated_run import Steps
+    from enjoyln_cli.models.meta_device import without_weights
 
     generator, runs = torch.Generator().manual_seed(7), []
 
@@ -143,9 +143,9 @@ def outputs_of(run: Run, model: Any, dtype: Any) -> list[Any]:
     """Every tensor that ``model`` returns in this run; exact if ``dtype`` is float64."""
     import torch
 
-    from enjoyln_cli.compare import Float64
+    from enjoyln_cli.comparison.run import Float64
     from enjoyln_cli.kernels import literally
-    from enjoyln_cli.returned import tensors_in
+    from enjoyln_cli.models.outputs import tensors_in
 
     torch.manual_seed(0)
     with torch.no_grad(), literally(), Float64() if dtype == torch.float64 else nullcontext():
@@ -191,7 +191,7 @@ def rounded(model: Any) -> Any:
 
 def untied(model: Any, plan: Any) -> Any:
     """A copy in which what ``plan`` unties are parameters of their own; nothing else differs."""
-    from enjoyln_cli.fold import centre_parameters
+    from enjoyln_cli.rewrite.directory import centre_parameters
 
     copied = copy.deepcopy(model)
     centre_parameters(copied, replace(plan, writers=(), widened=(), merged=(), settings=()))
@@ -203,11 +203,11 @@ def examine(model_class: str, model_type: str, every_option: bool = False) -> di
     import torch
     from audit import audited
 
-    from enjoyln_cli.analysis import analyze_config
+    from enjoyln_cli.analysis.analyze import analyze_config
     from enjoyln_cli.errors import UnsupportedModel
-    from enjoyln_cli.fold import centre_parameters
-    from enjoyln_cli.norms import input_means, install
-    from enjoyln_cli.plan import Options
+    from enjoyln_cli.plan.plan import Options
+    from enjoyln_cli.rewrite.directory import centre_parameters
+    from enjoyln_cli.runtime.install import input_means, install
 
     options = Options(widen_mlp=True, untie=True, merge="affine") if every_option else Options()
     row: dict[str, Any] = {"type": model_type, "class": model_class, "status": "not built"}
@@ -294,7 +294,8 @@ def parents(
     import torch
     import transformers  # noqa: F401
 
-    from enjoyln_cli import analysis, norms  # noqa: F401
+    from enjoyln_cli.analysis import analyze  # noqa: F401
+    from enjoyln_cli.runtime import install  # noqa: F401
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

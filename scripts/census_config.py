@@ -297,10 +297,11 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
     """A small config, its model without weights, and whether that accepts any inputs."""
     import transformers
 
-    from enjoyln_cli.analysis import accepted_calls
-    from enjoyln_cli.classes import build, saved_shapes
-    from enjoyln_cli.detect import layer_norms
-    from enjoyln_cli.examples import main_inputs
+    from enjoyln_cli.analysis.analyze import accepted_calls
+    from enjoyln_cli.analysis.stored_names import saved_shapes
+    from enjoyln_cli.calls.input_forms import main_inputs
+    from enjoyln_cli.models.classes import build
+    from enjoyln_cli.proof.layer_norms import layer_norms
 
     failures: list[Exception] = []
     absent: dict[type, dict[str, Any]] = {}

@@ -21,14 +21,15 @@ import transformers
 from torch import nn
 
 from enjoyln_cli import analyze
-from enjoyln_cli.analysis import Analysis
-from enjoyln_cli.compare import relative_errors, run
-from enjoyln_cli.cut import Item, Parameter
-from enjoyln_cli.fold import centre_parameters
-from enjoyln_cli.inputs import seeded
-from enjoyln_cli.nodes import Opaque
-from enjoyln_cli.norms import install
-from enjoyln_cli.plan import Plan, Verdict, Writer
+from enjoyln_cli.analysis.analyze import Analysis
+from enjoyln_cli.comparison.batches import seeded
+from enjoyln_cli.comparison.run import run
+from enjoyln_cli.models.load import relative_errors
+from enjoyln_cli.plan.plan import Plan, Verdict, Writer
+from enjoyln_cli.proof.min_cut import Item, Parameter
+from enjoyln_cli.proof.pullback import Opaque
+from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.runtime.install import install
 
 ROOT = Path(__file__).parent.parent
 PHI_2 = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32}

@@ -45,12 +45,12 @@ from paper_figures import (
 )
 
 from enjoyln_cli import __version__, analyze, kernels
-from enjoyln_cli.bench import Asked, compared
+from enjoyln_cli.benchmark.bench import Asked, compared
+from enjoyln_cli.benchmark.results import Row, hardware
+from enjoyln_cli.benchmark.timing import NO_GAIN, waiting_for
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.fold import centre_parameters
-from enjoyln_cli.plan import Plan
-from enjoyln_cli.speeds import Row, hardware
-from enjoyln_cli.timing import NO_GAIN, waiting_for
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.directory import centre_parameters
 
 LONG = 16384
 """Positions of a model that is run on long rows; the tables of positions alone grow."""

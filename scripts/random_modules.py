@@ -6,10 +6,10 @@
     python scripts/random_modules.py --seed 123 --one          one of them, with its source
     python scripts/random_modules.py --seed 123 --one --shrink  and with as little as still fails
 
-``tests/random_modules.py`` writes the modules, ``tests/random_check.py`` analyses each, folds it in
-memory, and compares all that leaves it, in float64, on inputs of other shapes and values. Every
-worker is a process of its own; one that crashes or takes too long is started again. Exits with 1
-where anything is wrong; a call that was not analysed has to be refused.
+``tests/support/random_writer.py`` writes the modules, ``tests/support/random_check.py`` analyses
+each, folds it in memory, and compares all that leaves it, in float64, on inputs of other shapes and
+values. Every worker is a process of its own; one that crashes or takes too long is started again.
+Exits with 1 where anything is wrong; a call that was not analysed has to be refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 SECONDS = 30
 """What one module may take."""
@@ -47,7 +47,7 @@ def main() -> int:
     if options.one:
         return show(options.seed, options.alone, options.shrink)
     if options.alone:
-        from random_modules import odd_parts
+        from random_writer import odd_parts
 
         options.seed, options.count = 0, len(odd_parts())
     results = []
@@ -167,7 +167,7 @@ class Worker:
             return self.failed("crashed", f"the process ended: {self.process.exitcode}")
 
     def failed(self, outcome: str, why: str) -> dict[str, Any]:
-        from random_modules import write, write_alone
+        from random_writer import write, write_alone
 
         decisions = (write_alone if self.alone else write)(self.seed).decisions
         made_of = [f"{place}: {what}" for place, what in decisions.items()]
@@ -186,7 +186,7 @@ class Worker:
 def work(pipe: Any, alone: bool) -> None:
     import torch
     from random_check import checked
-    from random_modules import write, write_alone
+    from random_writer import write, write_alone
 
     torch.set_num_threads(1)
     while (seed := pipe.recv()) is not None:
@@ -197,7 +197,7 @@ def work(pipe: Any, alone: bool) -> None:
 def show(seed: int, alone: bool, shrink: bool) -> int:
     import torch
     from random_check import checked, shrunk
-    from random_modules import write, write_alone
+    from random_writer import write, write_alone
 
     torch.set_num_threads(1)
     written = (write_alone if alone else write)(seed)

@@ -1,148 +1,166 @@
-"""The architecture, enforced: imports point downwards, and every library has its owner."""
+"""The architecture, enforced: imports point one way, and every library has its owners."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "enjoyln_cli"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "enjoyln_cli"
 
-LAYERS = (
-    ("cli",),
-    ("convert", "usage", "arguments", "progress"),
-    ("quantizer", "bench"),
-    ("cases",),
-    ("report", "unfold", "hub", "verify", "loading", "sketch", "draw", "plot"),
-    ("card", "repository"),
-    ("alike", "budget"),
-    ("rows", "measure", "speeds", "variants", "workload"),
-    ("sampling",),
-    ("timing",),
-    ("weights", "centred", "fusion", "config_differences", "nonfinite", "missing_weights"),
-    ("compare", "neutral"),
-    ("user_data", "embedding"),
-    ("norms", "fold", "inputs"),
-    ("stream", "keeping", "marker", "offload", "structure"),
-    ("blocks", "recipe", "suggest"),
-    ("journal",),
-    ("kept", "follow"),
-    ("placing",),
-    ("steps",),
-    ("undo",),
-    ("asked",),
-    ("draft",),
-    ("wider", "merging"),
-    ("schema",),
-    ("template",),
-    ("analysis",),
-    ("outcome",),
-    ("resize",),
-    ("ties",),
-    ("why", "paper", "classes", "gains", "detect", "merge", "same"),
-    ("cut", "layout"),
-    ("scales", "widen"),
-    ("flow", "sizes"),
-    ("trace", "trials", "generation", "rules", "lookups", "products"),
-    ("recorder",),
-    ("meta_results",),
-    ("picks", "probe", "running"),
-    ("calls", "edit", "writes", "living", "places", "regions", "sharing"),
-    ("plan", "nodes", "examples", "weightless", "norm_modules", "arithmetic", "calltext"),
-    ("reachable", "reasons", "questions"),
-    ("returned", "specs"),
-    ("checkpoint",),
-    ("remote",),
-    ("config", "shards", "output", "news"),
-    ("pipeline",),
-    ("files",),
-    ("axis", "units", "distances", "corrections", "pictures", "team", "memory", "machine"),
-    ("pace",),
-    ("clock",),
-    ("covered", "scope", "adapters", "holders"),
-    ("errors", "console"),
+FOLDERS = (
+    "text",
+    "errors",
+    "clock",
+    "fs",
+    "events",
+    "plan",
+    "checkpoint",
+    "kernels",
+    "models",
+    "calls",
+    "graph",
+    "effects",
+    "trace",
+    "proof",
+    "analysis",
+    "recipe",
+    "archive",
+    "rewrite",
+    "runtime",
+    "comparison",
+    "verification",
+    "report",
+    "publish",
+    "conversion",
+    "benchmark",
+    "cli",
 )
-"""A module imports modules of later rows only. ``__init__`` and ``__main__`` stand above all."""
+"""Each imports itself and those before it, for type checking too."""
+
+MOST_FILES = 12
 
 OWNERS = {
-    "click": {"cli", "usage", "arguments"},
-    "rich": {"report", "progress", "console"},
-    "torch.export": {"trace", "sizes"},
-    "safetensors": {"checkpoint"},
-    "huggingface_hub": {"remote", "hub", "repository"},
-    "yaml": {"recipe"},
-    "networkx": {"cut"},
-    "xxhash": {"kept"},
-    "grandalf": {"pictures"},
-    "PIL": {"draw"},
-    "matplotlib": {"plot"},
+    "PIL": {"report.render"},
+    "click": {"cli.main", "cli.help", "cli.options"},
+    "grandalf": {"report.graph_layout"},
+    "huggingface_hub": {"checkpoint.download", "publish.push", "publish.target"},
+    "matplotlib": {"benchmark.plot"},
+    "networkx": {"proof.min_cut"},
+    "rich": {"cli.console", "cli.progress", "cli.streams"},
+    "torch.export": {"trace.capture", "trace.size_range"},
+    "xxhash": {"fs.digests"},
+    "yaml": {"recipe.recipe_file"},
 }
+"""Each library, and the modules that may import it."""
 
 
-def modules() -> list[str]:
-    return sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
+def modules(package: Path = PACKAGE) -> dict[str, Path]:
+    """Every module by its name inside the package; a folder's ``__init__`` has the folder's."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return {name: path for name, path in found.items() if name not in ("", "__main__")}
 
 
-def imported(module: str) -> set[str]:
-    """Full dotted names that a module imports anywhere, except for type checking only."""
+def imported(path: Path) -> set[str]:
+    """Full dotted names that a module imports anywhere, for type checking too."""
     names: set[str] = set()
-    for node in _runtime_nodes(ast.parse((PACKAGE / f"{module}.py").read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} imports relatively, line {node.lineno}"
+            assert node.level == 0, f"{path} imports relatively, line {node.lineno}"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.export":
             names.add("torch.export")
     return names
 
 
-def _runtime_nodes(tree: ast.AST) -> list[ast.AST]:
-    found: list[ast.AST] = []
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        found += [child, *_runtime_nodes(child)]
+def own_imports(package: Path = PACKAGE) -> dict[str, set[str]]:
+    """Each module with those of the package that it imports."""
+    known = modules(package)
+    found: dict[str, set[str]] = {}
+    for module, path in known.items():
+        names = {n.removeprefix("enjoyln_cli.") for n in imported(path) if "enjoyln_cli." in n}
+        targets = {n if n in known else n.rpartition(".")[0] for n in names}
+        found[module] = {target for target in targets if target in known} - {module}
     return found
 
 
-def own_modules(names: set[str]) -> set[str]:
-    return {
-        name.split(".")[1]
-        for name in names
-        if name.startswith("enjoyln_cli.") and name.split(".")[1] in set(modules())
-    }
+def wrong_way(imports: dict[str, set[str]]) -> list[str]:
+    rank = {folder: row for row, folder in enumerate(FOLDERS)}
+    return [
+        f"{module} must not import {target}"
+        for module, targets in imports.items()
+        for target in sorted(targets)
+        if rank[target.split(".")[0]] > rank[module.split(".")[0]]
+    ]
 
 
-@pytest.mark.parametrize("module", modules())
-def test_imports_point_downwards(module: str) -> None:
-    rank = {name: row for row, names in enumerate(LAYERS) for name in names}
-    assert module in rank, f"give {module} a place in LAYERS"
-    for target in own_modules(imported(module)):
-        assert rank[module] < rank[target], f"{module} must not import {target}"
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_folder_has_its_place() -> None:
+    assert {module.split(".")[0] for module in modules()} == set(FOLDERS)
+
+
+def test_imports_point_one_way() -> None:
+    assert wrong_way(own_imports()) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circle(own_imports()) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_is_taken_in_at_a_glance(folder: str) -> None:
+    files = [name for name in modules() if name.startswith(f"{folder}.")]
+    assert len(files) <= MOST_FILES
 
 
 @pytest.mark.parametrize("library", OWNERS)
-def test_every_library_has_one_owner(library: str) -> None:
+def test_every_library_has_its_owners(library: str) -> None:
     users = {
         module
-        for module in modules()
-        if any(name == library or name.startswith(library + ".") for name in imported(module))
+        for module, path in modules().items()
+        if any(name == library or name.startswith(library + ".") for name in imported(path))
     }
     assert users <= OWNERS[library]
 
 
-def test_an_upward_import_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "axis.py").write_text("def f():\n    from enjoyln_cli import plan\n")
-    (tmp_path / "plan.py").write_text("")
-    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
-    assert own_modules(imported("axis")) == {"plan"}
+def test_tests_mirror_the_folders_and_import_no_other_test() -> None:
+    found = sorted(TESTS.glob("*/**/test_*.py"))
+    beside = {"checkpoints", "scripts", "support", "system"}
+    assert {path.relative_to(TESTS).parts[0] for path in found} <= {*FOLDERS, *beside}
+    for path in found:
+        assert not [name for name in imported(path) if name.startswith("test_")], path
 
 
-@pytest.mark.parametrize("module", ["enjoyln_cli", "enjoyln_cli.cli"])
+def test_wrong_imports_would_be_seen(tmp_path: Path) -> None:
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "plan" / "axis.py").write_text("def f():\n    from enjoyln_cli.cli import main\n")
+    (tmp_path / "cli" / "main.py").write_text(
+        "if TYPE_CHECKING:\n    from enjoyln_cli.plan.axis import f\n"
+    )
+    imports = own_imports(tmp_path)
+    assert wrong_way(imports) == ["plan.axis must not import cli.main"]
+    assert set(circle(imports)) == {"plan.axis", "cli.main"}
+
+
+@pytest.mark.parametrize("module", ["enjoyln_cli", "enjoyln_cli.cli.main"])
 def test_importing_is_cheap(module: str) -> None:
     heavy = "{'torch', 'transformers', 'rich', 'networkx', 'yaml', 'safetensors'}"
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
@@ -150,19 +168,6 @@ def test_importing_is_cheap(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_exports_are_functions_even_after_their_modules_are_imported() -> None:
-    code = (
-        "import enjoyln_cli.fold, enjoyln_cli.verify; import enjoyln_cli as e; "
-        "from enjoyln_cli import analyze, fold, verify, load_recipe; "
-        "assert all(callable(f) for f in (analyze, fold, verify, load_recipe, e.fold, e.verify)); "
-        "assert set(e.__all__) <= set(dir(e)) | set(e._LAZY)"
-    )
+def test_every_public_name_is_there() -> None:
+    code = "import enjoyln_cli as e; assert all(callable(getattr(e, name)) for name in e.__all__)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_kernels_know_nothing_of_the_rest() -> None:
-    """Any module may import the package ``kernels``, which imports none of them."""
-    for path in (PACKAGE / "kernels").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("enjoyln_cli"):
-                assert str(node.module).startswith("enjoyln_cli.kernels"), path.name

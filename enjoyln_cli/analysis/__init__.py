@@ -1,0 +1,1 @@
+"""From a model to its plan: which norms fold, by which edits, and why the others stay."""

@@ -1,0 +1,151 @@
+"""Which attribute of a config counts the hidden units of an MLP, and nothing else.
+
+Found by trying: an integer of the config that equals their number is raised, and every class is
+built anew on the meta device. Where exactly the weights of MLPs that can grow have grown, each by
+that many units, no other tensor has changed, and the same ops run, stock transformers loads the
+wider checkpoint and computes the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from enjoyln_cli.analysis.same_ops import same_but_for_sizes
+from enjoyln_cli.calls.calls import Call
+from enjoyln_cli.checkpoint.config import set_entry
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.classes import build
+from enjoyln_cli.plan.mean_units import UNITS
+from enjoyln_cli.plan.plan import Grown, Widening
+from enjoyln_cli.proof.widening import Mlp, Resize, Resizing
+from enjoyln_cli.trace.capture import Naming
+
+Built = tuple[nn.Module, Naming]
+"""A model of one class, and how its names read in the plan's."""
+
+
+def resizing(
+    models: Sequence[Built], calls: Mapping[str, Call], groups: Mapping[str, str], multiple: int
+) -> Resizing:
+    """The search in the config of ``models``, to sizes that are multiples of ``multiple``.
+
+    ``calls`` has one that is made of each class. ``groups`` names the first of all names tied to a
+    parameter, in the plan's names.
+    """
+    config: Any = getattr(models[0][0], "config", {})
+
+    def resizes(wanted: tuple[Mlp, ...], able: tuple[Mlp, ...]) -> tuple[Resize, ...]:
+        found: list[Resize] = []
+        for size in dict.fromkeys(mlp.size for mlp in wanted):
+            to = wider(size, multiple)
+            for name in _equal(_numbers(config), size):
+                left = {mlp for mlp in wanted if mlp.size == size}
+                left -= {mlp for resize in found for mlp in resize.mlps}
+                changed = _changed(config, name, to)
+                mlps = _grown(models, calls, changed, groups, able, size, to)
+                if left.intersection(mlps):
+                    found.append(Resize(name, size, to, mlps))
+        return tuple(found)
+
+    return resizes
+
+
+def widenings_for(
+    used: set[Mlp], resizes: Iterable[Resize], stored: Mapping[str, Sequence[str]]
+) -> tuple[Widening, ...]:
+    """All MLPs that grow with those that are ``used``; ``stored`` names a parameter's tensors."""
+    return tuple(
+        _widening(mlp, resize, stored, subtracts=mlp in used)
+        for resize in resizes
+        if used.intersection(resize.mlps)
+        for mlp in resize.mlps
+    )
+
+
+def _widening(
+    mlp: Mlp, resize: Resize, stored: Mapping[str, Sequence[str]], subtracts: bool
+) -> Widening:
+    parts = {name: Grown(name, stored[name][0], dim) for name, dim in mlp.parts.items()}
+    return Widening(
+        first=parts[mlp.first],
+        bias=parts[mlp.bias] if mlp.bias else None,
+        second=parts[mlp.second],
+        size=resize.size,
+        to=resize.to,
+        features=mlp.features,
+        attribute=resize.attribute,
+        subtracts=subtracts,
+    )
+
+
+def wider(size: int, multiple: int) -> int:
+    """The next multiple that has room for the units besides ``size`` others."""
+    return -(-(size + UNITS) // multiple) * multiple
+
+
+def _grown(
+    models: Iterable[Built],
+    calls: Mapping[str, Call],
+    config: Any,
+    groups: Mapping[str, str],
+    able: tuple[Mlp, ...],
+    size: int,
+    to: int,
+) -> tuple[Mlp, ...]:
+    """The MLPs that have grown with ``config``; none where anything else has changed."""
+    dims = {name: (mlp, dim) for mlp in able for name, dim in mlp.parts.items()}
+    changed: set[str] = set()
+    for model, naming in models:
+        try:
+            grown = build(type(model), config)
+        except UnsupportedModel:
+            return ()
+        old, new = _shapes(model), _shapes(grown)
+        if old.keys() != new.keys():
+            return ()
+        for name in (name for name in old if old[name] != new[name]):
+            name, shapes = groups.get(naming(name), ""), (old[name], new[name])
+            if name not in dims or shapes[1] != _with(shapes[0], dims[name][1], size, to):
+                return ()
+            changed.add(name)
+        call = calls.get(type(model).__name__)
+        if old != new and not (call and same_but_for_sizes(model, grown, call, size, to)):
+            return ()
+    mlps = tuple(mlp for mlp in able if changed.intersection(mlp.parts))
+    return mlps if all(changed.issuperset(mlp.parts) for mlp in mlps) else ()
+
+
+def _with(shape: tuple[int, ...], dim: int, size: int, to: int) -> tuple[int, ...]:
+    grown = to if shape[dim] == size else -1
+    return (*shape[:dim], grown, *shape[dim + 1 :])
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    held = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+    return {name: tuple(tensor.shape) for name, tensor in held}
+
+
+def _numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """The whole numbers of a config, those of nested ones with dotted names."""
+    values = config if isinstance(config, Mapping) else vars(config)
+    for name, value in values.items():
+        if type(value) is int:
+            yield f"{prefix}{name}", value
+        elif hasattr(value, "to_dict") or (isinstance(value, Mapping) and isinstance(name, str)):
+            yield from _numbers(value, f"{prefix}{name}.")
+
+
+def _equal(numbers: Iterable[tuple[str, int]], size: int) -> list[str]:
+    return [name for name, value in numbers if value == size]
+
+
+def _changed(config: Any, name: str, value: int) -> Any:
+    """A copy of ``config`` with one number changed."""
+    changed = copy.deepcopy(config)
+    set_entry(changed, name, value)
+    return changed

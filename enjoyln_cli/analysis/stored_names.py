@@ -1,0 +1,136 @@
+"""What a checkpoint's stored tensors are called in each model class.
+
+transformers' own renaming decides (its conversion mapping and ``rename_source_key``); nothing is
+guessed from names here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.analysis.stored_layout import Conversion, conversion
+from enjoyln_cli.checkpoint.reader import Checkpoint, same_values
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.text import first_line
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A class on the meta device, and where its parameters come from."""
+
+    model: nn.Module
+    stored: dict[str, tuple[str, ...]]
+    """Parameter or buffer name to the names of the stored tensors that it equals."""
+    converted: dict[str, Conversion]
+    """Parameters that are made from stored tensors of another layout (stacked, fused, split)."""
+    missing: tuple[str, ...]
+    """Names that no stored tensor fills, tying counted."""
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+
+def saved_shapes(model: Any) -> dict[str, Shape]:
+    """The tensors that ``save_pretrained`` would write for this class, by name.
+
+    Raises ``UnsupportedModel`` where its weights cannot be turned into what is stored.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = dict(model.state_dict())
+    for target in model.all_tied_weights_keys:
+        state.pop(target, None)
+    try:
+        stored = dict(revert_weight_conversion(model, state))
+    except Exception as error:  # a conversion raises whatever its ops do at a size that fits ill
+        first = first_line(error)
+        raise UnsupportedModel(
+            f"{type(model).__name__}: transformers cannot tell how its weights are stored "
+            f"({type(error).__name__}: {first}); pass a checkpoint, or correct the sizes in the "
+            "config"
+        ) from error
+    return {name: tuple(tensor.shape) for name, tensor in stored.items()}
+
+
+def candidate(model: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | None) -> Candidate:
+    """How stored tensors of these ``shapes`` fill the class, with transformers' rules of loading.
+
+    Tied parameters that a checkpoint stores twice with different values are untied, as
+    ``from_pretrained`` does. Raises ``BadCheckpoint`` for a stored shape that is not the model's.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    state = model.state_dict()
+    mapping: list[Any] = get_model_conversion_mapping(model)
+    converters = [m for m in mapping if isinstance(m, WeightConverter)]
+    renamings = [m for m in mapping if not isinstance(m, WeightConverter)]
+    by_pattern = {pattern: m for m in converters for pattern in m.source_patterns}
+    stored: dict[str, list[str]] = {}
+    collected: dict[str, dict[str, tuple[str, Shape]]] = {}
+    prefix = model.base_model_prefix
+    for name in sorted(shapes, key=dot_natural_key):
+        key, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if key not in state and name in state:  # what another model's rule should not have renamed
+            key, pattern = rename_source_key(name, [], [], prefix, state)
+        if key in state and pattern is not None:
+            collected.setdefault(key, {})[name] = pattern, shapes[name]
+        elif key in state:
+            stored.setdefault(key, []).append(name)
+            if checkpoint is not None:
+                _check_shape(name, checkpoint, tuple(state[key].shape))
+    converted: dict[str, Conversion] = {}
+    for key, unordered in collected.items():
+        sources = {name: unordered[name] for name in sorted(unordered, key=dot_natural_key)}
+        pattern = next(iter(sources.values()))[0]
+        found = conversion(by_pattern[pattern], key, sources, model, state)
+        converted.update(dict.fromkeys(found.targets, found) if found else {})
+    filled = {*stored, *converted}
+    for target, source in dict(model.all_tied_weights_keys).items():
+        both = target in stored and source in stored
+        if (
+            both
+            and checkpoint
+            and not same_values(checkpoint, stored[target][0], stored[source][0])
+        ):
+            _untie(model, target)
+            continue
+        if target in filled or source in filled:
+            filled |= {target, source}
+    ignored = tuple(model._keys_to_ignore_on_load_missing or ())
+    missing = tuple(k for k in state if k not in filled and not _matches(k, ignored))
+    return Candidate(model, {k: tuple(v) for k, v in stored.items()}, converted, missing)
+
+
+def _check_shape(name: str, checkpoint: Checkpoint, shape: tuple[int, ...]) -> None:
+    entry = checkpoint.tensors[name]
+    if entry.shape != shape:
+        raise BadCheckpoint(
+            f"{entry.file}: {name} has shape {list(entry.shape)}, the model's config asks for "
+            f"{list(shape)}; config.json does not belong to these weights"
+        )
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _untie(model: Any, target: str) -> None:
+    parent, _, name = target.rpartition(".")
+    owner = model.get_submodule(parent)
+    tied = getattr(owner, name)
+    setattr(owner, name, nn.Parameter(torch.empty_like(tied), requires_grad=False))
+    model.all_tied_weights_keys.pop(target)

@@ -1,0 +1,334 @@
+"""What is kept of an original beside its folded form, so that it can be restored bit for bit.
+
+``original = correct(take_back(written), corrections)`` for every tensor, piece by piece; a piece is
+what was read at once. What was copied is the original. One safetensors file holds
+
+    pieces     I64 (n, 7)   number of the tensor; first byte and bytes of the piece in the original;
+                            whether it is told from what was written, or else the same;
+                            bytes of its gaps, its steps and its exact elements
+    digests    U8 (n, 16)   of the piece in the original: 128-bit XXH3, faster than the disk
+    gaps, steps, exact      U8, the corrections of all pieces, one after the other
+    means/I/NAME            added back, for the axis number I of the tensor
+    factor/I/NAME           divided by
+    header/FILE, file/FILE  U8, a weight file's header, or all of a file that the fold rewrites
+
+and in its ``__metadata__``, as JSON under ``kept``: ``version``; the digest of the ``marker`` that
+it belongs to; ``tensors``, name to ``{dtype, shape, axes, dims, written}`` with the name under
+which it is written; and ``sha256`` of all else in the file. It lies in a folder of its own, where
+nothing that loads a model looks for weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from enjoyln_cli.archive.prediction import Undo, fits
+from enjoyln_cli.archive.residuals import Corrections
+from enjoyln_cli.checkpoint.headers import DTYPES, Stored, bytes_of, read_safetensors_header
+from enjoyln_cli.checkpoint.result_files import FILE
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.fs.digests import digest_of, digest_of_piece
+from enjoyln_cli.plan.axis import Axis, as_numbers
+
+VERSION = 2
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_RUNS = ("gaps", "steps", "exact")
+_COPIED = 1 << 22
+"""Bytes copied at once."""
+_ADVICE = "fetch the result again, or fold the source anew"
+
+
+# Writing.
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Collects pieces from any thread, in whatever order, on the disk."""
+
+    undo: Mapping[str, Undo]
+    """Every tensor of the original."""
+    written: Mapping[str, str]
+    """Where a tensor is written under another name."""
+    spool: int
+    """A file of its own, open for reading and writing."""
+    pieces: list[tuple[int, ...]] = field(default_factory=list)
+    """As in the file, and where the corrections lie in the spool."""
+    digests: list[bytes] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)
+    """The digest of each written tensor of which something is read by no original's telling."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    told: dict[str, str] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.numbers.update({name: i for i, name in enumerate(self.undo)})
+        self.told.update({self.written.get(name, name): name for name in self.undo})
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """One tensor of the original, while it is on its way."""
+
+    keeper: Keeper
+    name: str
+    undo: Undo
+
+
+def keeping(keeper: Keeper, written: str) -> Keeping | None:
+    """The tensor of the original that is told from the written one, if there is one."""
+    name = keeper.told.get(written)
+    return None if name is None else Keeping(keeper, name, keeper.undo[name])
+
+
+def keep(kept: Keeping, start: int, data: memoryview, found: Corrections | None = None) -> None:
+    """One piece of the original: the bytes from ``start`` on, and what its prediction misses.
+
+    Without ``found`` it is written as it is.
+    """
+    keeper, told = kept.keeper, found is not None
+    runs = [found.gaps, found.steps, found.exact] if found else []
+    sizes = [run.nbytes for run in runs] or [0, 0, 0]
+    digest = digest_of_piece(data)
+    with keeper.lock:
+        at = sum(keeper.pieces[-1][4:]) if keeper.pieces else 0
+        keeper.pieces.append((keeper.numbers[kept.name], start, len(data), told, *sizes, at))
+        keeper.digests.append(digest)
+    for run in runs:
+        at += os.pwrite(keeper.spool, run.view(np.uint8).data, at)
+
+
+def save(
+    keeper: Keeper,
+    folder: Path,
+    marker: Any,
+    headers: Mapping[str, bytes],
+    files: Mapping[str, bytes],
+) -> None:
+    """Write all that was kept to ``folder``: the same bytes whoever worked on which piece when.
+
+    ``marker`` is the entry of the config that the result is recognised by.
+    """
+    order = sorted(range(len(keeper.pieces)), key=lambda i: keeper.pieces[i])
+    pieces = np.array([keeper.pieces[i] for i in order], dtype=np.int64).reshape(-1, 8)
+    digests = np.frombuffer(b"".join(keeper.digests[i] for i in order), dtype=np.uint8)
+    small = {"pieces": torch.from_numpy(pieces[:, :7].copy())}
+    for name, undo in keeper.undo.items():
+        small |= {f"means/{i}/{name}": means for i, means in enumerate(undo.means)}
+        small |= {f"factor/{i}/{name}": factor for i, factor in enumerate(undo.factors)}
+    small = dict(sorted(small.items(), key=lambda item: -item[1].dtype.itemsize))
+    small["digests"] = torch.from_numpy(digests.copy()).view(-1, 16)
+    for kind, texts in (("header", headers), ("file", files)):
+        for name, text in texts.items():
+            small[f"{kind}/{name}"] = torch.from_numpy(np.frombuffer(text, np.uint8).copy())
+    sizes = dict(zip(_RUNS, pieces[:, 4:7].sum(0).tolist(), strict=True))
+    metadata = {"version": VERSION, "marker": digest_of(marker), "unread": keeper.unread}
+    metadata["tensors"] = _described(keeper)
+    with (folder / FILE).open("xb") as file:
+        file.write(_header(small, sizes, {**metadata, "sha256": "0" * 64}))
+        digest = hashlib.sha256(json.dumps(metadata).encode())
+        for block in chain(_blocks_of(small), _corrections_of(keeper, pieces)):
+            digest.update(block)
+            file.write(block)
+        file.seek(0)
+        file.write(_header(small, sizes, {**metadata, "sha256": digest.hexdigest()}))
+
+
+def _described(keeper: Keeper) -> dict[str, Any]:
+    return {
+        name: {
+            "dtype": _CODES[undo.dtype],
+            "shape": list(undo.shape),
+            "axes": [as_numbers(axis) for axis in undo.axes],
+            "dims": list(undo.dims),
+            "written": keeper.written.get(name, name),
+        }
+        for name, undo in keeper.undo.items()
+    }
+
+
+def _header(
+    small: Mapping[str, torch.Tensor], sizes: Mapping[str, int], metadata: dict[str, Any]
+) -> bytes:
+    described = [(n, _CODES[t.dtype], list(t.shape), t.nbytes) for n, t in small.items()]
+    described += [(name, "U8", [size], size) for name, size in sizes.items()]
+    entries: dict[str, Any] = {"__metadata__": {"format": "enjoyln", "kept": json.dumps(metadata)}}
+    at = 0
+    for name, code, shape, nbytes in described:
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _blocks_of(small: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
+    for tensor in small.values():
+        yield bytes(bytes_of(tensor))
+
+
+def _corrections_of(keeper: Keeper, pieces: Any) -> Iterator[bytes]:
+    """All gaps in the order of the pieces, then all steps, then all exact elements."""
+    for run in range(3):
+        starts = pieces[:, 7] + pieces[:, 4 : 4 + run].sum(1)
+        for start, size in zip(starts.tolist(), pieces[:, 4 + run].tolist(), strict=True):
+            for first in range(start, start + size, _COPIED):
+                yield os.pread(keeper.spool, min(_COPIED, start + size - first), first)
+
+
+# Reading.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of bytes of an original tensor, and where its corrections lie in the file."""
+
+    start: int
+    nbytes: int
+    told: bool
+    """Whether it is told from what was written, or else the same."""
+    digest: bytes
+    runs: tuple[tuple[int, int], ...]
+    """First byte and number of bytes of the gaps, the steps and the exact elements."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was kept of one original."""
+
+    path: Path
+    undo: dict[str, Undo]
+    written: dict[str, str]
+    """Original tensor to the one that it is predicted from."""
+    pieces: dict[str, list[Piece]]
+    headers: dict[str, bytes]
+    files: dict[str, bytes]
+    unread: dict[str, str]
+    """Digests of written tensors, as in ``Keeper``."""
+
+
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+
+def open_kept(folder: Path, marker: Any) -> Kept:
+    """What lies in ``folder`` for the result that carries ``marker``.
+
+    Raises ``BadCheckpoint`` where it is damaged, contradicts itself or belongs to another result.
+    """
+    path = folder / FILE
+    try:
+        found, texts = read_safetensors_header(path)
+        stored = {one.name: one for one in found}
+        metadata = _mapping(json.loads(texts["kept"]))
+        if metadata["version"] != VERSION:
+            raise BadCheckpoint(
+                f"{path} has version {metadata['version']!r:.40}, this program reads {VERSION}; "
+                "upgrade enjoyln"
+            )
+        if metadata["marker"] != digest_of(marker):
+            raise BadCheckpoint(f"{path} belongs to another result of a fold; {_ADVICE}")
+        if metadata.pop("sha256") != _digest(path, found, metadata):
+            raise BadCheckpoint(f"{path} is damaged: its digest is another; {_ADVICE}")
+        return _kept(path, stored, metadata["tensors"], _mapping(metadata["unread"]))
+    except FileNotFoundError as error:
+        raise BadCheckpoint(f"{path} is missing; {_ADVICE}") from error
+    except (*_MALFORMED, RecursionError) as error:
+        raise BadCheckpoint(f"{path} is damaged: {type(error).__name__}; {_ADVICE}") from error
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return value
+
+
+def _digest(path: Path, found: list[Stored], metadata: dict[str, Any]) -> str:
+    """Of what ``save`` took it of: the metadata, then all tensors as they lie in the file."""
+    digest = hashlib.sha256(json.dumps(metadata).encode())
+    with path.open("rb") as file:
+        file.seek(min((one.offset for one in found), default=0))
+        while block := file.read(_COPIED):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _kept(
+    path: Path, stored: dict[str, Stored], tensors: dict[str, Any], unread: dict[str, Any]
+) -> Kept:
+    def read(name: str) -> torch.Tensor:
+        one = stored[name]
+        with path.open("rb") as file:
+            file.seek(one.offset)
+            data = bytearray(file.read(one.nbytes))
+        flat = torch.frombuffer(data, dtype=DTYPES[one.dtype]) if data else torch.empty(0)
+        return flat.to(DTYPES[one.dtype]).reshape(one.shape)
+
+    def texts(kind: str) -> dict[str, bytes]:
+        names = [name for name in stored if name.startswith(f"{kind}/")]
+        return {name.partition("/")[2]: read(name).numpy().tobytes() for name in names}
+
+    undo = {name: _undo(name, _mapping(one), read) for name, one in _mapping(tensors).items()}
+    written = {name: str(entry["written"]) for name, entry in tensors.items()}
+    table, digests = read("pieces").tolist(), read("digests").numpy()
+    at = [stored[run].offset for run in _RUNS]
+    pieces: dict[str, list[Piece]] = {name: [] for name in undo}
+    names = list(undo)
+    for (number, start, nbytes, told, *sizes), digest in zip(table, digests, strict=True):
+        runs = tuple(zip(at, sizes, strict=True))
+        pieces[names[number]].append(Piece(start, nbytes, bool(told), digest.tobytes(), runs))
+        at = [first + size for first, size in runs]
+    if at != [stored[run].offset + stored[run].nbytes for run in _RUNS]:
+        raise ValueError("pieces")
+    _check_pieces(undo, pieces)
+    return Kept(path, undo, written, pieces, texts("header"), texts("file"), unread)
+
+
+def _undo(name: str, entry: dict[str, Any], read: Callable[[str], torch.Tensor]) -> Undo:
+    axes = tuple(Axis(*map(int, numbers)) for numbers in entry["axes"])
+    dims = tuple(map(int, entry["dims"]))
+    undo = Undo(
+        DTYPES[entry["dtype"]],
+        tuple(map(int, entry["shape"])),
+        axes,
+        tuple(read(f"means/{i}/{name}") for i in range(len(axes))),
+        dims,
+        tuple(read(f"factor/{i}/{name}") for i in range(len(dims))),
+    )
+    if not fits(undo):
+        raise ValueError(name)
+    return undo
+
+
+def _check_pieces(undo: dict[str, Undo], pieces: dict[str, list[Piece]]) -> None:
+    """The pieces of a tensor follow each other from its first byte to its last."""
+    for name, found in pieces.items():
+        end = 0
+        for piece in found:
+            sizes = [size for _, size in piece.runs]
+            if piece.start != end or min(piece.nbytes, *sizes) < 0:
+                raise ValueError(name)
+            end += piece.nbytes
+        if end != prod(undo[name].shape) * undo[name].dtype.itemsize:
+            raise ValueError(name)
+
+
+def read_corrections(file: int, piece: Piece, dtype: torch.dtype) -> Corrections:
+    """The corrections of a piece, from the open file that holds them."""
+    gaps, steps, exact = (np.frombuffer(os.pread(file, n, at), np.uint8) for at, n in piece.runs)
+    return Corrections(gaps, steps.view(np.int8), exact.view(f"i{dtype.itemsize}"))
+
+
+TRANSFER = 1 << 22
+"""Bytes read or written at once."""

@@ -1,0 +1,96 @@
+"""What has to be kept of a checkpoint to undo its edits, and about how much that is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from enjoyln_cli.archive.archive_file import TRANSFER, Keeper
+from enjoyln_cli.archive.prediction import Undo, learn, predicted, undo_of
+from enjoyln_cli.archive.residuals import corrections
+from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS
+from enjoyln_cli.checkpoint.reader import Checkpoint, read_part, read_tensor
+from enjoyln_cli.plan.edits import Edit, Vector, edited, given
+
+SAMPLE = 1 << 16
+"""Elements of a tensor that an estimate is made from."""
+ENTRY, PIECE = 340, 80
+"""About how many bytes describe a tensor, and a piece of it."""
+
+
+def keeper_of(checkpoint: Checkpoint, edits: Mapping[str, Edit], spool: int) -> Keeper:
+    """Ready to keep every tensor of ``checkpoint``; ``spool`` is an open file for its use.
+
+    A tensor that is copied to another name, as it is, is told from that copy.
+    """
+    copies = {e.source: name for name, e in edits.items() if e.source and not e.changes}
+    undo = {}
+    for name, stored in checkpoint.tensors.items():
+        edit = edits.get(name)
+        if edit is None or name in copies or stored.dtype not in FLOATS:
+            undo[name] = Undo(DTYPES[stored.dtype], stored.shape)
+        else:
+            values = given(replace(edit, plus=None), lambda other: read_tensor(checkpoint, other))
+            undo[name] = undo_of(edit, values, FLOATS[stored.dtype], stored.shape)
+    return Keeper(undo, copies, spool)
+
+
+def unread(keeper: Keeper, edits: Mapping[str, Edit]) -> list[str]:
+    """The written tensors of which something is lost when the original is told from the others.
+
+    What was filled is told without it, what was appended is left out, and from the centred one of
+    two that were tied nothing is told.
+    """
+    return [
+        name
+        for name, edit in edits.items()
+        if edit.fill is not None or edit.append or name not in keeper.told
+    ]
+
+
+def bytes_to_keep(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> int:
+    """About how many bytes would be kept: every edited tensor is tried on some of its elements."""
+    keeper = keeper_of(checkpoint, edits, -1)
+    total = 0.0
+    for name, undo in keeper.undo.items():
+        stored = checkpoint.tensors[name]
+        total += ENTRY + PIECE * -(-stored.nbytes // TRANSFER)
+        total += sum(tensor.nbytes for tensor in (*undo.means, *undo.factors))
+        if name in edits and name not in keeper.written:
+            total += prod(stored.shape) * _bytes_each(checkpoint, name, edits[name])
+    return round(total)
+
+
+def _bytes_each(checkpoint: Checkpoint, name: str, edit: Edit) -> float:
+    """Bytes of corrections for each element, on a part of the tensor that holds whole groups."""
+    shape = checkpoint.tensors[name].shape
+    values = given(edit, lambda other: read_tensor(checkpoint, other))
+    free = [d for d in range(len(shape)) if d not in {axis.dim for axis in edit.axes}]
+    if prod(shape) <= SAMPLE or not free or edit.plus:
+        x = read_tensor(checkpoint, name)
+    else:
+        dim = max(free, key=lambda d: shape[d])
+        count = max(1, SAMPLE * shape[dim] // prod(shape))
+        span = (shape[dim] - count) // 2, count
+        x = read_part(checkpoint, name, dim, *span)
+        values = replace(
+            values,
+            times=_narrowed(values.times, edit.times, dim, span),
+            scale=_narrowed(values.scale, edit.scale, dim, span),
+        )
+    edit = replace(edit, append=None)
+    undo = undo_of(edit, values, x.dtype, tuple(x.shape))
+    learn(undo, x.double())
+    written = edited(x.double(), edit, values).to(x.dtype).flatten()
+    room = torch.empty(written.numel(), dtype=torch.float64)
+    found = corrections(x.flatten(), predicted(undo, written, 0, room))
+    return found.nbytes / max(x.numel(), 1)
+
+
+def _narrowed(
+    values: torch.Tensor | None, at: Vector | None, dim: int, span: tuple[int, int]
+) -> torch.Tensor | None:
+    return values.narrow(0, *span) if values is not None and at and at.dim == dim else values

@@ -1,0 +1,1 @@
+"""How fast a folded model is beside its original, on this machine."""

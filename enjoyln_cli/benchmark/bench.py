@@ -1,0 +1,185 @@
+"""Times a folded checkpoint and its original on this machine, within a given time.
+
+Decides what is loaded, where it runs, and what is written. The cases are timed in ``cases``, round
+by round (``timing``), each with two more models for comparison (``baselines``). What the times say
+is decided in ``results``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.analysis.analyze import analyze_config
+from enjoyln_cli.benchmark import machine
+from enjoyln_cli.benchmark.baselines import require
+from enjoyln_cli.benchmark.cases import Asked, compared
+from enjoyln_cli.benchmark.results import Bench
+from enjoyln_cli.checkpoint.config import load_config, raw_config
+from enjoyln_cli.checkpoint.marker import Marker, read_marker
+from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
+from enjoyln_cli.checkpoint.result_files import BENCH_FILE, RECIPE_FILE
+from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.clock import Clock, Progress
+from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.events import Event, by_python, keep
+from enjoyln_cli.models.load import load
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.recipe.recipe_file import load_recipe, options_asked, to_plan
+from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.runtime.loading import optimize
+from enjoyln_cli.text import first_line
+from enjoyln_cli.verification.verify import compute_dtype, dtype_name, original_of
+
+DEVICES = ("cpu", "cuda", "mps")
+"""Those that ``timing.waiting_for`` knows how to wait for."""
+CENTRED = 100e6
+"""Bytes of weights that are centred in a second, at least."""
+
+
+def bench(
+    out: str | Path,
+    *,
+    against: str | Path | None = None,
+    asked: Asked = Asked(),  # noqa: B008  (frozen)
+    dtype: str | torch.dtype | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    trust_remote_code: bool = False,
+    write: bool = True,
+    on_event: Event | None = None,
+    on_progress: Progress = lambda done, total: None,
+) -> Bench:
+    """Time the converted checkpoint ``out`` and its original on this machine.
+
+    ``against`` is the original, by default the one that ``out`` remembers. ``dtype`` is what both
+    are run in, by default what most of ``out`` is stored in; ``device`` is a GPU where there is
+    one. With ``write``, ``enjoyln_bench.json`` in ``out`` holds the result; a directory that cannot
+    be written to is a warning. ``on_event`` receives stages and warnings, ``on_progress`` the
+    seconds that have passed and those that the whole run should take (0 while that is not known).
+
+    The run ends after about two minutes, or ``asked.seconds``: the sizes and the number of rounds
+    are chosen for that after a first short measurement. Downloads come on top.
+
+    Raises ``BadCheckpoint`` where ``out`` was not converted, or not from that original,
+    ``ModelNotFound`` where the original is gone, ``UnsupportedModel`` for what this machine or this
+    model does not have, and where no case fits into ``asked.seconds``.
+    """
+    told: list[str] = []
+
+    def event(level: str, text: str) -> None:
+        if level == "warning":
+            told.append(text)
+        (on_event or by_python)(level, text)
+
+    stage = partial(event, "stage")
+    place = device_named(device)
+    for mode in asked.modes:
+        require(mode, place)
+    if not asked.limit > 0:
+        raise UnsupportedModel(f"seconds={asked.limit:g} leaves no time to measure anything")
+    folded = open_checkpoint(open_source(str(out), weights=True))
+    marker = read_marker(raw_config(folded.source), folded.source.model)
+    hub = {"token": token, "cache_dir": cache_dir}
+    original = original_of(folded.source, marker, against, revision, hub)
+    chosen = compute_dtype(folded, dtype)
+    threads = torch.get_num_threads() if place.type == "cpu" else 1
+    clock = Clock(time.perf_counter, asked.limit, on_progress)
+    if busy := machine.busy(machine.load_average(), 0, threads, machine.cores()):
+        event("warning", busy)
+    stage(f"loading {original.source.model} and {folded.source.model}")
+    clock.tell()
+    begin = time.perf_counter()
+    before = _loaded(original, marker, chosen, trust_remote_code)
+    load_seconds = time.perf_counter() - begin
+    after = optimize(_loaded(folded, marker, chosen, trust_remote_code))
+    weights = {"original": weight_bytes(before), "folded": weight_bytes(after)}
+    stage("analysing the model once more, to time how long folding takes")
+    plan, plan_seconds = _planned(original, folded, marker, trust_remote_code)
+    clock.after = 0.0 if plan is None else weights["original"] / CENTRED
+    norms = (*marker.rmsnorm, *marker.layernorm)
+    rows, left_out = compared(before, after, norms, asked, place, event, clock)
+    if not busy:
+        busy = machine.busy(machine.load_average(), threads, threads, machine.cores())
+        if busy:
+            event("warning", busy)
+    result = Bench(
+        rows=tuple(rows),
+        left_out=tuple(left_out),
+        source=original.source.model,
+        model_class=marker.model_class,
+        dtype=dtype_name(chosen),
+        device=str(place),
+        repeats=asked.repeats,
+        fold_seconds=None if plan is None else plan_seconds + _centring(before.to("cpu"), plan),
+        load_seconds=load_seconds,
+        weight_bytes=weights,
+        seconds=clock.spent,
+        warnings=tuple(told),
+    )
+    if write and not folded.source.cached:
+        text = json.dumps(result.to_json(), indent=2)
+        keep(folded.source.path / BENCH_FILE, text + "\n", event)
+    return result
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device of that name, by default a GPU if there is one; ``UnsupportedModel`` if not."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in DEVICES:
+        raise UnsupportedModel(f"--device {name} is not supported; use {', '.join(DEVICES)}")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = first_line(error).split(". ")[0]
+        raise UnsupportedModel(f"--device {name} is not available: {first}") from error
+    return device
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Memory of all parameters and buffers, those that are tied counted once."""
+    held = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in held.values())
+
+
+def _loaded(of: Checkpoint, marker: Marker, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    config = load_config(of.source, trust_remote_code)
+    model = load(of.source.path, marker.model_class, config, dtype, trust_remote_code)
+    return model.requires_grad_(False)
+
+
+def _planned(
+    original: Checkpoint, folded: Checkpoint, marker: Marker, trust_remote_code: bool
+) -> tuple[Plan | None, float]:
+    """The plan of ``folded``, found again, and the seconds that it took.
+
+    ``None`` where the recipe of ``folded`` is gone.
+    """
+    try:
+        recipe = load_recipe(folded.source.path / RECIPE_FILE)
+        shapes = {name: stored.shape for name, stored in folded.tensors.items()}
+        plan = to_plan(recipe, shapes, config=load_config(folded.source, trust_remote_code))
+    except EnjoyLNError:
+        return None, 0.0
+    config = load_config(original.source, trust_remote_code)
+    only = marker.model_class if len(marker.classes) == 1 else None
+    begin = time.perf_counter()
+    analyze_config(config, model_class=only, outputs=marker.outputs, options=options_asked(recipe))
+    return plan, time.perf_counter() - begin
+
+
+def _centring(model: Any, plan: Plan) -> float:
+    """Seconds to centre ``model``, the original, by ``plan``."""
+    begin = time.perf_counter()
+    centre_parameters(model, plan)
+    return time.perf_counter() - begin

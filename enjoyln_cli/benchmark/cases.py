@@ -1,0 +1,355 @@
+"""Times the cases of a pair of models one after the other, within a given time.
+
+Decides the sizes by default, tries short calls first, and lets ``budget`` choose from their times
+what fits. Each case that is done teaches how long the next ones take.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from enjoyln_cli.benchmark import machine
+from enjoyln_cli.benchmark.baselines import COLUMNS, compiling, in_mode, recorded, variants
+from enjoyln_cli.benchmark.budget import (
+    Calls,
+    Case,
+    Choice,
+    Cost,
+    choose,
+    cost,
+    describe,
+    fit,
+    just_one,
+)
+from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS
+from enjoyln_cli.benchmark.results import Row
+from enjoyln_cli.benchmark.timing import ENOUGH, FEWEST, Limit, Task, time_rounds, waiting_for
+from enjoyln_cli.benchmark.workload import (
+    PHASES,
+    Size,
+    decode,
+    decode_steps,
+    moved,
+    prefill,
+    prompt,
+    sizes,
+)
+from enjoyln_cli.calls.calls import keeps_cache
+from enjoyln_cli.checkpoint.marker import believed
+from enjoyln_cli.clock import Clock, duration
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.events import Event, by_python
+
+SECONDS = 120.0
+"""In which a run should end if nothing else is asked for."""
+GRID = tuple(product(GRID_ROWS, GRID_LENGTHS))
+"""Rows and tokens that are measured as far as there is time, and all of them with ``--full``."""
+SHORT = ((1, 8), (1, 32), (8, 32))
+"""For models that are too slow for the grid, or have no positions for it."""
+ALLOWED = 0.02
+"""Share of the time that is left, within which one call may be tried."""
+TRIED = 2.0
+"""Seconds that trying one call may take."""
+SAME = 5
+"""Calls of the smallest size, to see whether the machine is steady."""
+COMPILING = {"eager": 0.0, "fused": 10.0, "compile": 60.0, "cudagraphs": 15.0}
+"""Seconds until the four models are compiled, before it is known how long that takes."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured."""
+
+    pairs: tuple[tuple[int, int], ...] | None = None
+    """Rows and tokens of each; of ``GRID``, what fits into the time, by default."""
+    modes: tuple[str, ...] = ("eager",)
+    phases: tuple[str, ...] = PHASES
+    repeats: int = 15
+    """Rounds at most; each model runs once per round."""
+    seconds: float | None = None
+    """After which the whole run should end. By default ``SECONDS``, which may be exceeded where
+    ``pairs`` need longer; ``inf`` sets no limit. What does not fit is left out if this is given."""
+    case_seconds: float = math.inf
+    """After which one case does with ``ENOUGH`` rounds."""
+
+    @property
+    def limit(self) -> float:
+        """Seconds of the whole run."""
+        return SECONDS if self.seconds is None else self.seconds
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether cases are measured that do not fit into the time."""
+        return self.pairs is not None and self.seconds is None
+
+
+def compared(
+    original: Any,
+    folded: Any,
+    norms: Sequence[str],
+    asked: Asked,
+    device: torch.device,
+    event: Event = by_python,
+    clock: Clock | None = None,
+) -> tuple[list[Row], list[str]]:
+    """Both models, in memory and on the CPU, timed on ``device`` with the two for comparison.
+
+    ``norms`` are the paths of all LayerNorms; ``event`` is told what is chosen, and of every case;
+    ``clock`` began with the whole run. Also returns what was left out, a sentence each.
+    """
+    clock = clock or Clock(time.perf_counter, asked.limit)
+    found, left_out = sizes(original, asked.pairs or (*SHORT, *GRID))
+    phases = [phase for phase in asked.phases if phase != "decode" or keeps_cache(original)]
+    if len(phases) < len(asked.phases):
+        left_out.append(_no_cache(original))
+    if not phases or not asked.modes:
+        return [], left_out
+    models = variants(original.to(device), folded.to(device), norms)
+    with torch.no_grad():
+        calls = _first_calls(models, found, device, clock, event)
+        cases = [
+            Case(size, phase, mode, decode_steps(size, calls.seconds(size.rows)))
+            for mode, size, phase in product(asked.modes, found, phases)
+        ]
+        costs = {case: cost(case, calls).corrected(1, COMPILING[case.mode]) for case in cases}
+        choice = choose_cases(costs, asked, clock)
+        event("stage", describe(choice, clock.spent + clock.after, asked.limit, asked.repeats))
+        left_out += [_no_time(case, seconds) for case, seconds in choice.left_out.items()]
+        run = partial(_timed, models, device=device, clock=clock)
+        rows, dropped = run_each(run, choice, costs, asked, clock, event)
+    left_out += dropped
+    return [rows[case] for case in cases if case in rows], list(dict.fromkeys(left_out))
+
+
+def _no_cache(model: Any) -> str:
+    return f"decode: {type(model).__name__} has no cache"
+
+
+def _no_time(case: Case, seconds: float) -> str:
+    return f"{case}: needs about {duration(seconds)}"
+
+
+def _first_calls(
+    models: dict[str, Any],
+    found: Sequence[Size],
+    device: torch.device,
+    clock: Clock,
+    event: Event,
+) -> Calls:
+    """Calls of the original, from the smallest size on as far as they are short."""
+    wait, measured = waiting_for(device), {}
+    ordered = sorted(found, key=lambda size: size.items)
+
+    def seconds(task: Task) -> float:
+        wait()
+        begin = time.perf_counter()
+        task.run(None)
+        wait()
+        return time.perf_counter() - begin
+
+    (smallest,) = moved(ordered[:1], device)
+    with suppress(torch.OutOfMemoryError):
+        prefill(models["original"], smallest.given).run(None)
+        with believed(type(models["folded"]).__name__):
+            prefill(models["folded"], smallest.given).run(None)
+        same: list[float] = []
+        while len(same) < SAME and sum(same) < TRIED / 2:
+            same.append(seconds(prefill(models["original"], smallest.given)))
+        if strange := machine.unsteady(same):
+            event("warning", strange)
+        measured[smallest.items] = sorted(same)[len(same) // 2]
+        for size in moved(ordered[1:], device):
+            if size.items in measured:
+                continue
+            if Calls(measured).seconds(size.items) > min(TRIED, ALLOWED * clock.left):
+                break
+            seconds(prefill(models["original"], size.given))
+            measured[size.items] = seconds(prefill(models["original"], size.given))
+    return Calls(measured or {smallest.items: 1.0})
+
+
+def choose_cases(costs: dict[Case, Cost], asked: Asked, clock: Clock) -> Choice:
+    """What to time of these cases.
+
+    Raises ``UnsupportedModel`` where nothing fits into a time that was asked for.
+    """
+    usual, short = costs, {}
+    if asked.pairs is None:
+        usual = {
+            c: v for c, v in costs.items() if not c.size.tokens or c.size.tokens >= GRID_LENGTHS[0]
+        }
+        short = {case: value for case, value in costs.items() if case not in usual}
+    left_out: dict[Case, float] = {}
+    for some in (usual, short):
+        choice = choose(some, clock.left, asked.repeats, all_of_them=asked.keeps_all)
+        left_out = {**choice.left_out, **left_out}
+        if choice.cases:
+            return replace(choice, left_out=left_out)
+    least = just_one(short or usual, asked.repeats)
+    needed = clock.spent + clock.after + least.seconds
+    if asked.seconds is not None and costs:
+        raise UnsupportedModel(
+            f"no case fits into {duration(asked.limit)}: {least.cases[0]} alone needs about "
+            f"{duration(needed)} with loading; allow it with --seconds {math.ceil(needed)}"
+        )
+    del left_out[least.cases[0]]
+    return replace(least, left_out=left_out)
+
+
+Run = Callable[[Case, int, float, Callable[[int], None]], "Row | str"]
+
+
+def run_each(
+    run: Run,
+    choice: Choice,
+    costs: dict[Case, Cost],
+    asked: Asked,
+    clock: Clock,
+    event: Event,
+) -> tuple[dict[Case, Row], list[str]]:
+    """The rows of the chosen cases, and sentences about those that there was no time for.
+
+    Each case teaches how long the next ones take: ``learned`` has the factor and the seconds that
+    are added to what was expected, by phase and mode.
+    """
+    rows: dict[Case, Row] = {}
+    left_out: list[str] = []
+    todo = list(choice.cases)
+    learned: dict[tuple[str, str], tuple[float, float]] = {}
+    least = min(ENOUGH, max(asked.repeats, FEWEST))
+    while todo:
+        expected = [costs[c].corrected(*learned.get((c.phase, c.mode), (1.0, 0.0))) for c in todo]
+        count, rounds = fit(expected, clock.left, max(asked.repeats, FEWEST), least)
+        if asked.keeps_all and count < len(todo):
+            count, rounds = len(todo), FEWEST
+        elif not count and not rows:
+            count = 1
+        late = zip(todo[count:], expected[count:], strict=True)
+        left_out += [_no_time(case, price.of(least)) for case, price in late]
+        todo, expected = todo[:count], expected[:count]
+        if not todo:
+            break
+        case, now = todo.pop(0), expected[0]
+        lap = Lap(clock, now, rounds, sum(one.of(rounds) for one in expected[1:]))
+        until = min(clock.left - lap.later, asked.case_seconds)
+        found = run(case, rounds, until, lap.on_round)
+        if isinstance(found, str):
+            left_out.append(found)
+            continue
+        rows[case] = found
+        learned[case.phase, case.mode] = lap.taught(costs[case])
+        event("stage", _line(found))
+    return rows, left_out
+
+
+@dataclass
+class Lap:
+    """One case while it runs."""
+
+    clock: Clock
+    expected: Cost
+    rounds: int
+    later: float
+    """Seconds that the cases after it should take."""
+
+    def __post_init__(self) -> None:
+        self.begin = self.first = self.last = self.clock.now()
+        self.done = 0
+        self.clock.tell(self.expected.of(self.rounds) + self.later)
+
+    def on_round(self, done: int) -> None:
+        """Tell how long it will still take; ``done`` is 0 after warming up."""
+        self.last, self.done = self.clock.now(), done
+        if not done:
+            self.first = self.last
+        one = (self.last - self.first) / done if done else self.expected.one_round
+        self.clock.tell((self.rounds - done) * one + self.later)
+
+    def taught(self, planned: Cost) -> tuple[float, float]:
+        """How many times as long as planned a round took, and the seconds added before it."""
+        factor = (self.last - self.first) / max(self.done, 1) / planned.one_round
+        return factor, max(0.0, self.first - self.begin - factor * planned.before)
+
+
+def _line(row: Row) -> str:
+    text = f"{row.case}: original {row.ms['original'].median:.4g} ms"
+    return f"{text}, folded {row.speedup.median:.3f} times as fast"
+
+
+def _timed(
+    models: dict[str, Any],
+    case: Case,
+    rounds: int,
+    seconds: float,
+    on_round: Callable[[int], None],
+    *,
+    device: torch.device,
+    clock: Clock,
+) -> Row | str:
+    """One row, or why there is none; after ``seconds`` it does with fewer rounds."""
+    try:
+        until = clock.now() + seconds
+        return _row(models, case, rounds, until, on_round, device, clock)
+    except torch.OutOfMemoryError:
+        return f"{case}: does not fit in the memory of {device}"
+
+
+def _row(
+    models: dict[str, Any],
+    case: Case,
+    rounds: int,
+    until: float,
+    on_round: Callable[[int], None],
+    device: torch.device,
+    clock: Clock,
+) -> Row | str:
+    wait, mode = waiting_for(device), case.mode
+    (size,) = moved([case.size], device)
+    with compiling(mode):
+        if case.phase == "decode":
+            text = prompt(models["original"], size, case.steps)
+            if text is None:
+                return _no_cache(models["original"])
+            tasks = {n: decode(m, text) for n, m in in_mode(models, mode).items()}
+        else:
+            tasks = {n: prefill(m, size.given) for n, m in in_mode(models, mode).items()}
+        timed = tasks
+        if mode == "cudagraphs":
+            try:
+                timed = {n: recorded(task, device) for n, task in tasks.items()}
+            except UnsupportedModel as error:
+                return f"{case}: {error}"
+        limit = Limit(until - clock.now(), max(clock.left, until - clock.now()))
+        times = time_rounds(timed, rounds, wait, limit, on_round)
+        peaks = None
+        if device.type == "cuda" and mode != "cudagraphs":  # a graph keeps its memory
+            peaks = {n: _peak(lambda task=task: task.run(task.prepare()), device)  # type: ignore
+                     for n, task in tasks.items()}  # fmt: skip
+    return Row(
+        size=str(size),
+        batch_size=size.rows,
+        seq_len=size.tokens,
+        phase=case.phase,
+        mode=mode,
+        items=size.rows if case.phase == "decode" else size.items,
+        times={name: tuple(times[name]) for name in COLUMNS},
+        peak_bytes=peaks,
+        decode_steps=case.steps if case.phase == "decode" else None,
+    )
+
+
+def _peak(run: Callable[[], Any], device: torch.device) -> int:
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before

@@ -1,0 +1,144 @@
+"""The inputs that a model is timed on: their sizes, and the two phases that a text model has.
+
+    prefill  one call on whole rows, without a cache
+    decode   one token for each row in every call, with a cache: the last up to ``STEPS`` tokens
+
+Decides which of the requested sizes a model can run: a length beyond its table of positions is left
+out, inputs without a length (images) are taken once for each number of rows, and there is no decode
+where the model returns no cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from enjoyln_cli.benchmark.timing import Task
+from enjoyln_cli.calls.calls import keeps_cache
+from enjoyln_cli.comparison.batches import Batch, most_tokens, unpadded
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.classes import dtype_of
+
+PHASES = ("prefill", "decode")
+STEPS = 16
+"""Tokens of one run of decode; half of the text where that is shorter."""
+FEW_STEPS = 4
+STEPS_SECONDS = 0.5
+"""A run of decode that would take longer has fewer tokens, but not less than ``FEW_STEPS``."""
+TEXT = ("decoder_input_ids", "input_ids")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Inputs of one size."""
+
+    given: Batch
+    rows: int
+    tokens: int | None
+    """``None`` where the inputs have no length to choose."""
+
+    @property
+    def items(self) -> int:
+        """What a rate counts: tokens, or rows where there are none."""
+        return self.rows * (self.tokens or 1)
+
+    def __str__(self) -> str:
+        if self.tokens:
+            return f"{self.rows} x {self.tokens} tokens"
+        name, value = next(iter(self.given.items()))
+        return f"{name} {' x '.join(map(str, value.shape))}"
+
+
+def sizes(model: Any, pairs: Sequence[tuple[int, int]]) -> tuple[list[Size], list[str]]:
+    """The different inputs of these rows and tokens on the CPU, and a line for each left out.
+
+    Raises ``UnsupportedModel`` where none is left, or no inputs can be made up.
+    """
+    limit = most_tokens(model.config.get_text_config())
+    found: dict[Any, Size] = {}
+    left_out: dict[str, None] = {}
+    for rows, tokens in pairs:
+        fits = limit is None or tokens <= limit
+        given = unpadded(model, rows, tokens if fits else 1, dtype_of(model))
+        read = next((given[name] for name in TEXT if name in given), None)
+        if read is None or fits:
+            size = Size(given, rows, None if read is None else read.shape[1])
+            found.setdefault(tuple((n, v.shape) for n, v in given.items()), size)
+        else:
+            left_out[f"{tokens} tokens: {type(model).__name__} takes at most {limit}"] = None
+    if not found:
+        raise UnsupportedModel(
+            f"nothing to measure: {'; '.join(left_out)}; use a smaller --seq-len"
+        )
+    return list(found.values()), list(left_out)
+
+
+def prefill(model: Any, given: Batch) -> Task:
+    """One call of ``model`` on ``given``."""
+    caching = getattr(model.config, "use_cache", None) is not None
+    flags = {"use_cache": False} if caching else {}
+    return Task(lambda _: model(**given, **flags))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text of which all but the end has been read: where decode begins."""
+
+    cache: Any
+    following: dict[str, Any]
+    """What each further call is given besides the cache."""
+    steps: int
+
+
+def decode_steps(size: Size, seconds: float) -> int:
+    """Tokens of one run of decode, where each takes so many ``seconds``."""
+    longest = min(STEPS, (size.tokens or 2) // 2)
+    return min(longest, max(FEW_STEPS, math.floor(STEPS_SECONDS / seconds)))
+
+
+def prompt(model: Any, size: Size, steps: int) -> Prompt | None:
+    """The inputs of ``size`` read by ``model`` but for the last ``steps`` tokens.
+
+    ``None`` where the model returns no cache.
+    """
+    if not size.tokens or size.tokens <= steps or not keeps_cache(model):
+        return None
+    advancing = next(name for name in TEXT if name in size.given)
+    long = {name for name, v in size.given.items() if v.ndim > 1 and v.shape[1] == size.tokens}
+    if advancing == "decoder_input_ids":
+        long = {advancing}
+    start = {n: v[:, : size.tokens - steps] if n in long else v for n, v in size.given.items()}
+    try:
+        read = model(**start, use_cache=True)
+    except TypeError:  # of a class that hands on a keyword which nobody takes
+        return None
+    cache = getattr(read, "past_key_values", None)
+    if cache is None:
+        return None
+    following: dict[str, Any] = {advancing: size.given[advancing][:, -1:]}
+    encoded = getattr(read, "encoder_last_hidden_state", None)
+    if advancing == "decoder_input_ids" and encoded is not None:
+        following["encoder_outputs"] = (encoded,)
+    return Prompt(cache, following, steps)
+
+
+def decode(model: Any, text: Prompt) -> Task:
+    """Single tokens, one after the other, from the same cache every time."""
+
+    def run(cache: Any) -> None:
+        for _ in range(text.steps):
+            model(**text.following, past_key_values=cache, use_cache=True)
+
+    return Task(run, lambda: copy.deepcopy(text.cache), text.steps)
+
+
+def moved(found: Sequence[Size], device: torch.device) -> Iterator[Size]:
+    """The same inputs on another device."""
+    for size in found:
+        given = {name: value.to(device) for name, value in size.given.items()}
+        yield Size(given, size.rows, size.tokens)

@@ -1,0 +1,1 @@
+"""The calls of a model that a proof has to cover, and inputs for them."""

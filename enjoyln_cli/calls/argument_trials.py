@@ -1,0 +1,58 @@
+"""Further calls of code that shares no conventions: what does each of its arguments do?
+
+A class of transformers is called as the library documents it (see ``calls``). Of any other class
+the signature alone is known, so each argument that may be left out is tried by itself, beside the
+main inputs with and without a mask: a tensor where ``None`` is the default, another number where a
+number is. What such a call reads is then proven with the rest, or keeps a norm, on disk as well as
+at run time. Values that the code refuses stay unproven.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from enjoyln_cli.calls.calls import Call, example, keeps_cache
+from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.calls.input_spec import Spec
+from enjoyln_cli.plan.covered_calls import is_stock
+
+
+def further_calls(model: Any, main: Call) -> Iterator[Call]:
+    """Calls beside ``main`` to trace, of which a model may accept some; none for stock classes."""
+    if is_stock(model):
+        return
+    masked = main.steps[0][1]
+    bare = {name: value for name, value in masked.items() if name != "attention_mask"}
+    forms = {tuple(form): form for form in (masked, bare)}
+    if "token_type_ids" in accepted_by(model) and "input_ids" in masked:
+        types = torch.zeros_like(masked["input_ids"])
+        forms["token_type_ids",] = {**masked, "token_type_ids": types}
+    for inputs in forms.values():
+        beside = ", ".join(inputs)
+        yield Call(beside, (((), inputs),), required=False)
+        if keeps_cache(model):
+            flags = {"use_cache": False}
+            yield Call(f"{beside}, use_cache=False", (((), inputs),), flags, required=False)
+    for inputs in (masked, bare) if len(bare) < len(masked) else (masked,):
+        yield from _one_more(model, inputs, {*masked, "past_key_values"})
+
+
+def _one_more(model: Any, inputs: dict[str, Any], known: set[str]) -> Iterator[Call]:
+    """``inputs`` and one further argument; of several values the first that runs is traced."""
+    beside, (rows, *others) = ", ".join(inputs), next(iter(inputs.values())).shape
+    tokens, width = (*others, 1)[0], getattr(model.config, "hidden_size", None)
+    shapes = [Spec((rows,), 2), Spec((rows, tokens), 2)]
+    if isinstance(width, int):
+        shapes += [Spec((rows, tokens, width)), Spec((rows, width))]
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        values: list[Any] = []
+        if type(parameter.default) in (int, float):
+            values = [parameter.default + (1 if type(parameter.default) is int else 0.5)]
+        elif parameter.default is None and name not in known:
+            values = [example(model, spec) for spec in shapes]
+        for value in values:
+            yield Call(f"{beside}, {name}", (((), {**inputs, name: value}),), required=False)

@@ -1,0 +1,396 @@
+"""Which calls of a model a proof has to cover.
+
+A proof covers the paths traced, so every class is called as it is used: prefill and a decoding step
+with the cache in one graph, then once more with the optional inputs that it takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.calls.input_forms import (
+    accepted_by,
+    further_inputs,
+    main_inputs,
+    one_modality,
+    spoken_inputs,
+)
+from enjoyln_cli.calls.input_spec import (
+    MAKERS,
+    Inputs,
+    Spec,
+    hidden_size,
+    image_size,
+    ones,
+    patch_size,
+    positions,
+    whole_numbers,
+    with_parts,
+)
+from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.models.classes import dtype_of
+from enjoyln_cli.models.meta_device import weightless, without_weights
+from enjoyln_cli.models.outputs import tensors_in
+from enjoyln_cli.plan.covered_calls import is_stock
+
+BATCH, TOKENS = 2, 7
+MOST_ELEMENTS = 1 << 30
+"""Of an input that is made up: the largest that a model of today takes has a hundredth of it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way to call a model: ``steps`` run in turn, each handing its cache to the next."""
+
+    label: str
+    steps: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+    flags: dict[str, Any] = field(default_factory=dict)
+    required: bool = True
+    cache: Any = None
+    """What the first step is given as ``past_key_values``: an empty cache, or nothing."""
+
+
+ExampleCalls = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
+"""Calls that a user hands in: of each the arguments by position, and those by name."""
+
+
+def calls_like(examples: ExampleCalls) -> list[Call]:
+    """The calls that a user hands in. Raises ``EnjoyLNError`` for what is no pair of arguments."""
+    found = []
+    for number, example in enumerate(examples, 1):
+        pair = isinstance(example, tuple | list) and len(example) == 2
+        if not (pair and isinstance(example[0], tuple | list) and isinstance(example[1], Mapping)):
+            raise EnjoyLNError(
+                f"example_calls: number {number} is no pair of positional arguments and keywords; "
+                "write it as ((x,), {'mask': mask})"
+            )
+        args, kwargs = example
+        found.append(Call(f"example call {number}", ((tuple(args), dict(kwargs)),)))
+    return found
+
+
+def ways_to_call(model: Any) -> Iterator[list[Call]]:
+    """The calls that a proof for a transformers model has to cover, the likeliest inputs first.
+
+    A classifier without a padding token takes one row at a time, so a single row comes last.
+    Raises ``UnsupportedModel`` where no inputs can be made up.
+    """
+    try:
+        for rows in (BATCH, 1):
+            for given in forms(model, rows, TOKENS):
+                main, optional = main_call(model, given), list(_optional_calls(model, given, rows))
+                yield [main, *optional]
+                if len(main.steps) > 1:  # a model may go on in a way of its own
+                    yield [replace(main, label="one step", steps=main.steps[:1]), *optional]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of a config of any kind
+        raise UnsupportedModel(
+            f"no inputs for {type(model).__name__} can be told from its config ({error}); "
+            "pass example inputs to analyze() in Python"
+        ) from error
+
+
+def forms(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """The inputs that ``model`` may take, the likeliest first, with ``tokens`` of text."""
+    return (_with_placeholders(model, given) for given in main_inputs(model, rows, tokens))
+
+
+def _with_placeholders(model: Any, given: Inputs) -> Inputs:
+    """``given`` with a placeholder token for each feature that the other inputs are turned into.
+
+    Models of several modalities replace these tokens by what ``get_image_features`` gives.
+    """
+    if "input_ids" not in given:
+        return given
+    leading: tuple[int, ...] = ()
+    rows, tokens = given["input_ids"].shape[:2]
+    for kind in ("image", "video", "audio"):
+        token = _placeholder(model, kind)
+        if token is not None:
+            leading += (token,) * _features(model, kind, token, given, rows)
+    if not leading:
+        return given
+    length = tokens + len(leading) if len(leading) > 1 else tokens
+    ids = replace(given["input_ids"], shape=(rows, length), leading=leading)
+    places, accepted = Spec(ids.shape, 1, (1,) * len(leading)), accepted_by(model)
+    named = ("image_embeds_position_mask", "mm_token_type_ids")
+    added = {name: places for name in named if name in accepted}
+    if "position_ids" in given:
+        added["position_ids"] = positions(rows, length)
+    return given | {"input_ids": ids} | added
+
+
+def _placeholder(model: Any, kind: str) -> int | None:
+    """The token that stands for a feature of one modality, if the config has one."""
+    owners = with_parts([model.config])
+    ids = (getattr(c, f"{kind}_token_{end}", None) for c in owners for end in ("id", "index"))
+    marked = 0 if f"{kind}_embeds_position_mask" in accepted_by(model) else None
+    return next((value for value in ids if isinstance(value, int)), marked)
+
+
+_TOLD = re.compile(r"do not match, tokens: \d+, features:? (\d+)|value tensor of shape \[(\d+)")
+"""How models, and torch, say that there are more or fewer placeholders than features."""
+_GIVEN_AS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
+
+
+def _features(model: Any, kind: str, token: int, given: Inputs, rows: int) -> int:
+    """How many vectors stand for the inputs of one modality in each row of the tokens."""
+    bare = without_weights(model)
+    owners = list(bare.modules())[::-1]  # the others hand on what they are given
+    found_by = (getattr(owner, f"get_{kind}_features", None) for owner in owners)
+    encode = next((method for method in found_by if method is not None), None)
+    own = {name: spec for name, spec in given.items() if name.startswith(f"{kind}_")}
+    if encode is None and own.keys().isdisjoint(MAKERS):
+        # such models put them in place of one token, or say how many there are
+        return int(getattr(model.config, "latent_query_num", 1)) if _GIVEN_AS[kind] in given else 0
+    told_by_itself = encode is None  # the model is given one placeholder, and asks for more
+    if encode is None:
+        encode, given = bare.forward, own | {"input_ids": Spec((rows, 1), token + 1, (token,))}
+    parameters = inspect.signature(encode).parameters
+    names = given.keys() & parameters.keys()
+    if not names:
+        return 0
+    unknown = (n for n, p in parameters.items() if p.default is p.empty and p.kind <= 1)
+    examples: dict[str, Any] = dict.fromkeys(unknown)
+    examples |= {name: example(model, given[name]) for name in names}
+    try:
+        with torch.no_grad(), weightless():
+            found = encode(**examples)
+    except Exception as error:  # most often, the form is not the one that the model takes
+        told = _TOLD.search(str(error))
+        return int(told[told.lastindex or 0]) // rows if told else 0
+    if told_by_itself:
+        return 1
+    pooled = getattr(found, "pooler_output", None)
+    if pooled is None and (deep := getattr(found, "deepstack_features", None)):
+        pooled = deep[0]  # as many for each layer
+    vectors = tensors_in(found if pooled is None else pooled)
+    grid = given["image_grid_thw"].leading[1:] if "image_grid_thw" in given else None
+    shapes = [
+        vector.shape[::-1] if vector.shape[1:] == grid else vector.shape for vector in vectors
+    ]
+    return sum(math.prod(shape[:-1]) for shape in shapes) // rows  # channels first in some
+
+
+def main_call(model: Any, given: Inputs) -> Call:
+    """One call with ``given``, or a prefill and a decoding step where the model keeps a cache."""
+    reads_text = "input_ids" in given or "decoder_input_ids" in given
+    if not (reads_text and keeps_cache(model)):
+        kinds = {"input_ids": "tokens", "pixel_values": "images", "input_features": "audio"}
+        label = next((kinds[name] for name in given if name in kinds), next(iter(given)))
+        return Call(label, (_step(model, given, 0),))
+    following = dict(given)
+    advancing = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    rows, seen, *books = given[advancing].shape
+    following[advancing] = Spec((rows, 1, *books), given[advancing].below)
+    if advancing == "input_ids":  # what is not text has been read with the first tokens
+        following = {n: s for n, s in following.items() if n == "input_ids" or "encoder_" in n}
+    steps = (_step(model, given, 0), _step(model, following, seen))
+    return Call("prefill and decode", steps, {"use_cache": True})
+
+
+def keeps_cache(model: Any) -> bool:
+    """Whether a call can return a cache that the next one takes."""
+    parameters = inspect.signature(model.forward).parameters
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return "past_key_values" in parameters and ("use_cache" in parameters or hands_on)
+
+
+def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One call, with a mask over its tokens and, for a decoder alone, those ``seen`` before."""
+    inputs = {name: example(model, spec) for name, spec in given.items()}
+    if "input_ids" in given and "attention_mask" in accepted_by(model) - given.keys():
+        rows, tokens = given["input_ids"].shape[:2]
+        before = 0 if "decoder_input_ids" in given else seen
+        inputs["attention_mask"] = example(model, ones(rows, tokens + before))
+    return (), inputs
+
+
+def example(model: nn.Module, spec: Spec) -> torch.Tensor:
+    """An input with seeded values, real ones in the dtype of ``model``.
+
+    Raises ``UnsupportedModel`` for one that takes too much memory.
+    """
+    if math.prod(spec.shape) > MOST_ELEMENTS:
+        raise UnsupportedModel(
+            f"{type(model).__name__} asks for an input of shape {list(spec.shape)}, which is too "
+            "large to be made up; correct the sizes in the config"
+        )
+    if spec.below is None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(spec.shape, generator=generator).to(dtype_of(model))
+    return whole_numbers(spec)
+
+
+def activations(model: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
+    """What another model has computed: without values."""
+    return torch.zeros(shape, dtype=dtype_of(model), device="meta")
+
+
+def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
+    read = next((name for name in ("decoder_input_ids", "input_ids") if name in given), None)
+    if read and "encoder_outputs" in accepted_by(model):
+        yield from _decoder_alone(model, read, given[read], rows)
+    if "input_ids" in given:
+        if given.keys() - {"input_ids", "decoder_input_ids", "mm_token_type_ids"}:
+            alone: Inputs = {"input_ids": Spec((rows, TOKENS), given["input_ids"].below)}
+            if "decoder_input_ids" in given:
+                alone["decoder_input_ids"] = given["decoder_input_ids"]
+            yield replace(main_call(model, alone), label="text alone", required=False)
+        for form in one_modality(model, given, rows, TOKENS):
+            call = main_call(model, _beside_text(model, given, form, rows))
+            yield replace(call, label=f"{next(iter(form))} alone", required=False)
+        yield from _optional_text(model, given, rows)
+        yield from _cross_attention(model, given, rows)
+        yield from _spoken(model, given)
+    if "pixel_values" in given:
+        yield from _further(model, given, rows)
+    if set(given) == {"pixel_values"} and len(given["pixel_values"].shape) == 4:
+        yield from _optional_images(model, given["pixel_values"])
+    yield from _switched(model, given)
+
+
+def _spoken(model: Any, given: Inputs) -> Iterator[Call]:
+    """With sound in place of the text, where a model takes either of the two."""
+    for form in spoken_inputs(model, *given["input_ids"].shape[:2]):
+        if form.keys().isdisjoint(given):
+            with_decoder = {n: s for n, s in given.items() if n == "decoder_input_ids"}
+            call = main_call(model, form | with_decoder)
+            yield replace(call, label=f"{next(iter(form))} alone", required=False)
+
+
+def _further(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
+    """With a film in place of the images, with prompts for what is to be found in them."""
+    for form in further_inputs(model, given, rows, TOKENS):
+        films = "pixel_values_videos" in form
+        if films and "input_ids" not in given:
+            continue
+        inputs = form if films else given | form
+        call = main_call(model, _beside_text(model, given, inputs, rows))
+        yield replace(call, label=f"with {next(iter(form))}", required=False)
+
+
+def _beside_text(model: Any, given: Inputs, form: Inputs, rows: int) -> Inputs:
+    """``form`` with text like that of ``given``, if there is any, and its own placeholders."""
+    if "input_ids" not in given:
+        return form
+    text = replace(given["input_ids"], shape=(rows, TOKENS), leading=())
+    return _with_placeholders(model, form | {"input_ids": text})
+
+
+def _switched(model: Any, given: Inputs) -> Iterator[Call]:
+    """With each switch of ``forward`` the other way."""
+    defaults = {n: p.default for n, p in inspect.signature(model.forward).parameters.items()}
+    names = [n for n in optional_inputs(model) if not n.startswith(("output_", "return_"))]
+    if not is_stock(model):  # a name says nothing in code that shares no conventions
+        names = [name for name in defaults if name not in _CHOOSING]
+    for name in names:
+        if isinstance(default := defaults[name], bool):
+            call = main_call(model, given)
+            flags = call.flags | {name: not default}
+            yield replace(call, label=f"{name}={not default}", flags=flags, required=False)
+
+
+def _decoder_alone(model: Any, read: str, ids: Spec, rows: int) -> Iterator[Call]:
+    """As ``generate`` calls it: the encoder has run before, once for all steps."""
+    encoded = {"encoder_outputs": (activations(model, _encoded(model, rows).shape),)}
+    steps = tuple(
+        ((), {read: example(model, Spec((rows, tokens), ids.below)), **encoded})
+        for tokens in (TOKENS, 1)
+    )
+    caches = keeps_cache(model)
+    flags = {"use_cache": True} if caches else {}
+    yield Call("decoder alone", steps if caches else steps[:1], flags, required=False)
+
+
+def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
+    accepted, ids = accepted_by(model), example(model, Spec((rows, given["input_ids"].shape[1]), 2))
+    optional = [name for name in ("token_type_ids", "position_ids") if name in accepted]
+    inputs: dict[str, Any] = {**_step(model, given, 0)[1], **dict.fromkeys(optional, ids)}
+    table = _input_embeddings(model)
+    if "inputs_embeds" in accepted and table is not None:
+        width = int(getattr(table, "embedding_dim", table.weight.shape[-1]))
+        inputs["inputs_embeds"] = activations(model, (*ids.shape, width))
+        inputs.pop("input_ids")
+    elif not optional:
+        return
+    flags = {"use_cache": False} if keeps_cache(model) else {}
+    yield Call("optional inputs", (((), inputs),), flags, required=False)
+
+
+def _cross_attention(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
+    """As a decoder that reads what an encoder of its own has given."""
+    accepted = accepted_by(model)
+    if "encoder_hidden_states" in accepted:
+        inputs = {"input_ids": given["input_ids"], "encoder_hidden_states": _encoded(model, rows)}
+        if "encoder_attention_mask" in accepted:
+            inputs["encoder_attention_mask"] = ones(rows, TOKENS)
+        yield replace(main_call(model, inputs), label="cross attention", required=False)
+
+
+def _encoded(model: Any, rows: int) -> Spec:
+    """What an encoder gives to the decoder of ``model``."""
+    config = model.config.get_text_config(decoder=True)
+    width = getattr(config, "cross_attention_hidden_size", None) or hidden_size(config)
+    return Spec((rows, TOKENS, width))
+
+
+def _input_embeddings(model: Any) -> Any:
+    """The table that tokens are looked up in; ``None`` for a model that does not name one."""
+    try:
+        table = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
+    return table if isinstance(getattr(table, "weight", None), torch.Tensor) else None
+
+
+def _optional_images(model: Any, pixels: Spec) -> Iterator[Call]:
+    accepted, plain = accepted_by(model), {"pixel_values": example(model, pixels)}
+    rows, channels = pixels.shape[:2]
+    (height, width), patch = image_size(model.config), patch_size(model.config)
+    patches = (height // patch[0]) * (width // patch[1])
+    if "bool_masked_pos" in accepted:
+        masked = torch.zeros(rows, patches, dtype=torch.bool)
+        yield Call(
+            "masked positions", (((), {**plain, "bool_masked_pos": masked}),), required=False
+        )
+    if "attention_mask" in accepted:
+        mask = example(model, ones(rows, patches + 1))
+        inputs = {**plain, "attention_mask": mask}
+        yield Call("attention mask", (((), inputs),), required=False)
+    if "interpolate_pos_encoding" in accepted:
+        larger = example(model, Spec((rows, channels, height + patch[0], width + patch[1])))
+        flags = {"interpolate_pos_encoding": True}
+        yield Call("other image size", (((), {"pixel_values": larger}),), flags, required=False)
+
+
+_CHOOSING = frozenset({"use_cache", "return_dict", "output_attentions", "output_hidden_states"})
+"""Switches that choose what is returned, by transformers' own convention."""
+_CONVENTIONAL = _CHOOSING | {
+    "class_labels", "end_positions", "interpolate_pos_encoding", "labels", "logits_to_keep",
+    "mask_labels", "mc_labels", "next_sentence_label", "output_router_logits", "return_loss",
+    "sentence_order_label", "start_positions",
+}  # fmt: skip
+"""Inputs that change no output that a class of transformers returns without them: targets are read
+behind the outputs, or shifted into the decoder's ids, and switches choose among the outputs."""
+
+
+def optional_inputs(model: Any) -> list[str]:
+    """Inputs of ``forward`` that can change what a graph reads: no targets, nor known switches.
+
+    The names say so for classes of transformers alone; see ``plan.covered_calls`` for any others.
+    """
+    accepted = inspect.signature(model.forward).parameters.values()
+    return [
+        parameter.name
+        for parameter in accepted
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.name not in _CONVENTIONAL
+    ]

@@ -1,0 +1,107 @@
+"""What ``generate`` asks of a language model whose code is not that of transformers.
+
+Which arguments reach ``forward`` is decided by ``generate`` and by the model's own
+``prepare_inputs_for_generation``, so nobody guesses them: ``generate`` runs once without weights,
+and its calls are noted. A prefill, the decoding step after it, and the next turn of a
+conversation, which reads several tokens beside what the cache holds, are traced together.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from enjoyln_cli.calls.calls import BATCH, TOKENS, Call
+from enjoyln_cli.models.meta_device import weightless, without_weights
+from enjoyln_cli.plan.covered_calls import is_stock
+
+_TURN = 3
+"""Tokens of the next turn."""
+_FIXED = {"do_sample": False, "disable_compile": True, "eos_token_id": None}
+_WAYS: dict[str, dict[str, Any]] = {
+    "": {},
+    " without a cache": {"use_cache": False},
+}
+
+Step = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def generated_calls(model: Any) -> Iterator[Call]:
+    """The calls of ``generate``: none for stock classes, of which no forms need to be known."""
+    if is_stock(model) or not (hasattr(model, "can_generate") and model.can_generate()):
+        return
+    if getattr(model.config, "is_encoder_decoder", False):
+        return
+    present: list[Any] = []
+    for way, options in _WAYS.items():
+        for tokens, padded in ((TOKENS, True), (TOKENS, False), (1, False)):
+            try:
+                call = _call(_noted(model, tokens, padded, options))
+            except Exception:  # whatever a model raises that does not generate in this way
+                continue
+            form = pytree.tree_map(_shape, call.steps)
+            if (way, form) not in present:
+                present.append((way, form))
+                prompt = f"{tokens} {'padded ' if padded else ''}tokens"
+                yield replace(call, label=f"generate{way}, {prompt}")
+
+
+def _call(steps: list[Step]) -> Call:
+    """The steps that hand a cache on, without it; the first alone where there is none."""
+    (args, first), *others = steps
+    cache = first.pop("past_key_values", None)
+    caching = [step for step in others if step[1].pop("past_key_values", None) is not None]
+    return Call("generate", ((args, first), *caching), required=False, cache=cache)
+
+
+def _noted(model: nn.Module, tokens: int, padded: bool, options: dict[str, Any]) -> list[Step]:
+    """The arguments of ``forward`` while ``generate`` runs, and goes on with what it gave."""
+    bare: Any = without_weights(model)
+    forward = bare.forward
+    steps: list[Step] = []
+
+    @functools.wraps(forward)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        steps.append(pytree.tree_map(_copied, (args, kwargs)))
+        with weightless():
+            result = forward(*args, **kwargs)
+        result.logits = torch.zeros(result.logits.shape, device="cpu")
+        return result
+
+    def generate(ids: torch.Tensor, new: int, **given: Any) -> Any:
+        mask = torch.ones_like(ids)
+        mask[0, 0] = 0
+        given |= {"attention_mask": mask} if padded else {}
+        given |= {"max_new_tokens": new, "return_dict_in_generate": True, **_FIXED}
+        return bare.generate(ids, **given)
+
+    ids = torch.arange(1, 1 + BATCH * tokens).reshape(BATCH, tokens) % bare.config.vocab_size
+    own = "forward" in vars(bare)
+    bare.forward = noted
+    try:
+        with torch.no_grad():
+            found = generate(ids, 2, **options)
+            if not options and tokens > 1:
+                turn = torch.cat((found.sequences, ids[:, : _TURN - 1]), 1)
+                generate(turn, 1, past_key_values=found.past_key_values)
+    finally:
+        if own:
+            bare.forward = forward
+        else:
+            del bare.forward
+    return steps
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -1,0 +1,143 @@
+"""The inputs that a transformers model takes, told from its ``forward`` and its config.
+
+Decides which inputs go together in one call, the likeliest first. Whoever needs the tensors makes
+them, to trace a model or to compare two.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from enjoyln_cli.calls.input_spec import MAKERS, Inputs, Spec, ones, vocabulary
+from enjoyln_cli.errors import UnsupportedModel
+
+
+def accepted_by(model: Any) -> frozenset[str]:
+    """The names of the arguments of ``forward``."""
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """What one call of ``model`` needs, the likeliest form first.
+
+    The model's main inputs, what ``forward`` requires besides, and one of every other modality that
+    its config has a sub-model for. Raises ``UnsupportedModel`` for an input of no known kind.
+    """
+    accepted = accepted_by(model)
+    main = getattr(model, "main_input_name", "input_ids")
+    mains, required = [main] if isinstance(main, str) else list(main), _required(model)
+    read = [name for name in mains if name in accepted or not required]
+    if "input_ids" in accepted and accepted.isdisjoint(read) and MAKERS.keys() & {*read}:
+        read = ["input_ids"]  # of a part that names the main input of the whole
+    needed = dict.fromkeys(read + required)
+    others = [name for name in _PARTS if name not in needed and _has_part(model, name, accepted)]
+    others += [name for name in accepted if name not in needed and _kin(model, name)]
+    for more in dict.fromkeys((tuple(others), *((other,) for other in others), ())):
+        for bundle in product(*(_forms(model, name, rows, tokens) for name in (*needed, *more))):
+            given: Inputs = {}
+            for part in bundle:
+                given |= part
+            if "decoder_input_ids" in accepted:
+                given["decoder_input_ids"] = Spec((rows, tokens), vocabulary(model.config))
+            yield given
+
+
+def one_modality(model: Any, given: Inputs, rows: int, tokens: int) -> Iterator[Inputs]:
+    """Of each of several modalities beside text that ``given`` has, what belongs to it."""
+    kinds = [name for name in given if name in _PARTS and name != "input_ids"]
+    for name in kinds if len(kinds) > 1 else ():
+        forms = _forms(model, name, rows, tokens)
+        yield next(form for form in forms if form.items() <= given.items())
+
+
+def spoken_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
+    """Sound by itself, for a text model whose config has a part for it."""
+    if _has_part(model, "input_features", accepted_by(model)):
+        yield from _forms(model, "input_features", rows, tokens)
+
+
+def further_inputs(model: Any, given: Inputs, rows: int, tokens: int) -> Iterator[Inputs]:
+    """What ``forward`` takes beside ``given``, one kind of input at a time, in all of its forms."""
+    for name in ("pixel_values_videos", "input_boxes", "input_masks", "tile_fine_mask"):
+        if name in accepted_by(model) and name not in given:
+            yield from _forms(model, name, rows, tokens)
+
+
+def _required(model: Any) -> list[str]:
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+
+
+def _forms(model: Any, name: str, rows: int, tokens: int) -> list[Inputs]:
+    """The bundles of inputs that ``name`` can come in, of those that ``forward`` takes."""
+    accepted = accepted_by(model)
+    if name not in MAKERS and (kin := _kin(model, name)):
+        return _forms_of_kin(name, *kin, accepted, rows, tokens)
+    if name in _COMPANIONS and name not in MAKERS:
+        return [{}]  # comes along in the bundle of another one
+    if name not in MAKERS:
+        raise UnsupportedModel(
+            f"{type(model).__name__} takes {name}, which cannot be made up. "
+            "Pass example inputs to analyze() in Python"
+        )
+    made = list(MAKERS[name](model.config, rows, tokens))
+    found = [form for form in made if form.keys() <= accepted]
+    if name not in accepted:  # a forward that hands on what it is given
+        found = [form for form in made if form.keys() == {name}]
+    required = {n for n in _required(model) if n in _COMPANIONS and n not in MAKERS}
+    with_all = [form for form in found if required <= form.keys()]
+    return with_all if any(required & form.keys() for form in found) else found
+
+
+def _kin(model: Any, name: str) -> tuple[str, Any] | None:
+    """Of an input of a second tower, the known input it is like and the config of the tower.
+
+    ``high_res_pixel_values`` are pixels for what ``high_res_vision_config`` describes.
+    """
+    for known in ("pixel_values", "input_features", "input_ids"):
+        kind = name.removesuffix(known)
+        if kind.endswith("_") and kind != name:
+            parts = (part for key, part in vars(model.config).items() if key.startswith(kind))
+            part = next((part for part in parts if hasattr(part, "to_dict")), None)
+            return (known, part) if part is not None and kind != "decoder_" else None
+    return None
+
+
+def _forms_of_kin(
+    name: str, known: str, part: Any, accepted: frozenset[str], rows: int, tokens: int
+) -> list[Inputs]:
+    forms = [form[known] for form in MAKERS[known](part, rows, tokens) if form.keys() == {known}]
+    mask = name.replace("input_ids", "attention_mask")
+    masked = {mask: ones(rows, tokens)} if mask != name and mask in accepted else {}
+    return [{name: form, **masked} for form in forms]
+
+
+def _has_part(model: Any, name: str, accepted: frozenset[str]) -> bool:
+    configs = (model.config, getattr(model.config, "encoder", None))
+    return name in accepted and any(hasattr(c, part) for c in configs for part in _PARTS[name])
+
+
+_PARTS: dict[str, tuple[str, ...]] = {
+    "input_ids": ("text_config",),
+    "pixel_values": (
+        "vision_config", "image_config", "vq_config", "vit_config", "image_size", "patch_size",
+        "backbone_config",
+    ),
+    "input_features": (
+        "audio_config", "audio_encoder_config", "encoder_config", "speech_config",
+        "feature_projection_input_dim",
+    ),
+    "image_pixel_values": ("vision_config",),
+    "audio_input_features": ("audio_config",),
+}  # fmt: skip
+_COMPANIONS = frozenset({
+    "grid_thw", "image_grid_thw", "image_grid_hw", "pixel_attention_mask", "spatial_shapes",
+    "image_sizes", "merge_sizes", "input_features_mask", "audio_mel_mask", "past_time_features",
+    "past_observed_mask", "target_sizes", "image_merge_sizes", "future_time_features",
+    "entity_position_ids", "prompt_pixel_values", "prompt_masks", "past_values_padding", "freq",
+    "chunk_sample_lengths",
+})  # fmt: skip

@@ -1,0 +1,1 @@
+"""Where a model comes from, and what its directory holds."""

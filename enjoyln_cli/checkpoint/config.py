@@ -1,0 +1,228 @@
+"""Is this model's configuration one that can be worked with?
+
+Reads ``config.json`` as it is on disk and refuses, before anything is computed: no config, one that
+is not a JSON object, an architecture that transformers does not know, code of its own that nobody
+allowed to run, sizes that no model has, quantised weights, a model that is folded already.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from enjoyln_cli.checkpoint.file_roles import CONFIG
+from enjoyln_cli.checkpoint.sentence_transformers import MODULES, reads_hidden_states
+from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, UnsupportedModel
+from enjoyln_cli.text import did_you_mean, first_line
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from enjoyln_cli.checkpoint.source import Source
+
+MARKER = "enjoyln"
+
+MOST_LAYERS = 10_000
+"""A config that asks for more layers, or experts in one of them, is damaged or hostile."""
+_ELSEWHERE = {"configuration_files", "attribute_map"}
+"""Another file in place of this one, another name for an attribute."""
+_COUNTS = re.compile(r"(.*_)?(layers?|depths?|blocks|experts)")
+"""Attributes that say how often a part is built."""
+
+_INSTEAD = {
+    "adapter_config.json": "it is an adapter, merge it into its base model first",
+    "model_index.json": "it is a diffusers pipeline, pass one of its models",
+    MODULES: "the first module of its modules.json is no transformer",
+}
+
+
+def raw_config(source: Source) -> dict[str, Any]:
+    """``config.json``, parsed and otherwise as it is on disk.
+
+    Raises ``UnsupportedModel`` where there is none, ``BadCheckpoint`` where it is no JSON object.
+    """
+    path = source.path / CONFIG
+    if not path.is_file():
+        raise UnsupportedModel(f"{source.model} has no {CONFIG}; {_what_instead(source.root)}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{path} is not valid JSON ({error}); fetch it again") from error
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    if not isinstance(config, dict):
+        raise BadCheckpoint(
+            f"{path} holds a JSON {type(config).__name__}, not an object; fetch it again"
+        )
+    return config
+
+
+def _what_instead(path: Path) -> str:
+    for name, advice in _INSTEAD.items():
+        if (path / name).is_file():
+            return advice
+    inner = sorted(found.parent.name for found in path.glob(f"*/{CONFIG}"))
+    if inner:
+        return f"there is one in its folder {inner[0]}, pass that"
+    return "pass the directory that save_pretrained wrote"
+
+
+def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration object of transformers; custom code runs with ``trust_remote_code`` only.
+
+    It returns hidden states where the pipeline around the model reads them, so that they count as
+    outputs. Raises ``UnsupportedModel``, and ``BadCheckpoint`` as ``raw_config`` does.
+    """
+    raw = raw_config(source)
+    require_plausible(raw, source.model)
+    require_unquantised(raw, source.model)
+    if not trust_remote_code:
+        require_no_code(raw, source.model)
+    if not (trust_remote_code and "AutoConfig" in _code_of(raw)):
+        require_known_type(raw, source.model)
+    from transformers import AutoConfig
+
+    states = {"output_hidden_states": True} if reads_hidden_states(source.path) else {}
+    try:
+        config = AutoConfig.from_pretrained(
+            source.path, trust_remote_code=trust_remote_code, **states
+        )
+    except Exception as error:  # a config class rejects what it likes, and how; so may custom code
+        first = first_line(error)
+        raise UnsupportedModel(
+            f"transformers rejects the {CONFIG} of {source.model}: {type(error).__name__}: {first}"
+        ) from error
+    if not trust_remote_code:
+        require_no_code_of(config, source.model)
+    return config
+
+
+def require_plausible(config: Mapping[str, Any], model: str) -> None:
+    """Raises ``BadCheckpoint`` for what transformers would take hours, or no end, to refuse.
+
+    And for what would make it read something else than what is looked at here.
+    """
+    for name in _ELSEWHERE & config.keys():
+        raise BadCheckpoint(
+            f"the {CONFIG} of {model} has {name}, which makes transformers read another config "
+            "than this file; remove it"
+        )
+    named = config.get("architectures")
+    if not (named is None or isinstance(named, list) and all(isinstance(n, str) for n in named)):
+        raise BadCheckpoint(
+            f"the {CONFIG} of {model} has {named!r:.60} as architectures, where a list of class "
+            "names belongs; fetch it again"
+        )
+    for name, value in _numbers(config):
+        if _COUNTS.fullmatch(name) and value > MOST_LAYERS:
+            raise BadCheckpoint(
+                f"the {CONFIG} of {model} asks for {value!s:.20} {name}, and no model has more "
+                f"than {MOST_LAYERS}; do not use it"
+            )
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Every number of a nested config, with the key that it, or the list around it, stands at."""
+    waiting: list[tuple[str, Any]] = list(config.items())
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += [(name, item) for item in value]
+        elif isinstance(value, (int, float)):
+            yield name, value
+
+
+def require_unquantised(config: Mapping[str, Any], model: str) -> None:
+    """Raises ``UnsupportedModel`` where the config, or a part of it, says how it is quantised."""
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    for part in parts:
+        found = part.get("quantization_config") or part.get("compression_config")
+        if found:
+            method = found.get("quant_method") if isinstance(found, dict) else None
+            raise UnsupportedModel(
+                f"{model} is quantised ({method or 'so its config says'}) and cannot be centred "
+                "exactly; fold the original checkpoint and run the result unquantised"
+            )
+
+
+def require_no_code(config: Mapping[str, Any], model: str) -> None:
+    """Raises ``UnsupportedModel`` where the config names code of its own (``auto_map``)."""
+    named = _code_of(config)
+    if named:
+        raise UnsupportedModel(
+            f"{model} comes with code of its own ({next(iter(named.values()))}), which is not run; "
+            "read it, then pass --trust-remote-code"
+        )
+
+
+def require_no_code_of(config: PretrainedConfig, model: str) -> None:
+    """``require_no_code`` of a loaded config, in which ``auto_map`` may have another name."""
+    require_no_code({"auto_map": getattr(config, "auto_map", None)}, model)
+
+
+def _code_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    named = config.get("auto_map") or {}
+    return named if isinstance(named, dict) else {"auto_map": named}
+
+
+def require_known_type(config: Mapping[str, Any], model: str) -> None:
+    """Raises ``UnsupportedModel`` for a model type that transformers lacks, with the nearest."""
+    found = config.get("model_type")
+    if not isinstance(found, str) or not found:
+        raise UnsupportedModel(
+            f'the {CONFIG} of {model} names no model_type; add it, for example "model_type": "gpt2"'
+        )
+    from transformers import CONFIG_MAPPING
+
+    if found not in CONFIG_MAPPING:
+        hint = did_you_mean(found, CONFIG_MAPPING.keys()) or "upgrade it if it is a new one"
+        raise UnsupportedModel(f"{model}: transformers has no model type {found!r}; {hint}")
+
+
+def require_unfolded(
+    config: Mapping[str, Any] | PretrainedConfig, model: str = "the model"
+) -> None:
+    """Raises ``AlreadyFolded`` where the config, read or loaded, carries the ``enjoyln`` marker.
+
+    ``model`` is a name to show.
+    """
+    raw = config if isinstance(config, Mapping) else vars(config)
+    if MARKER in raw:
+        found = raw[MARKER]
+        origin = found.get("source") if isinstance(found, dict) else None
+        raise AlreadyFolded(
+            f"{model} is the result of an earlier fold; fold its source ({origin or 'unknown'}) "
+            "instead"
+        )
+
+
+def set_entry(config: Any, name: str, value: Any) -> None:
+    """Set an entry of a configuration in memory, where the part that ``name`` lies in is there.
+
+    A name has dots where the entry lies in a nested config, as in ``changed``.
+    """
+    *path, last = name.split(".")
+    for part in path:
+        config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
+    if isinstance(config, dict):
+        config[last] = value
+    elif config is not None:
+        setattr(config, last, value)
+
+
+def changed(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a parsed ``config.json`` with other ``entries``, by name.
+
+    A name has dots where the entry lies in a nested config: ``text_config.hidden_size``.
+    """
+    found = dict(config)
+    for name, value in entries.items():
+        first, _, rest = name.partition(".")
+        inner = found.get(first)
+        found[first] = changed(inner or {}, {rest: value}) if rest else value
+    return found

@@ -1,0 +1,309 @@
+"""What is fetched from the Hub, when, and what its answers mean.
+
+Decides which files of a repository a task needs. The files of weights are fetched with the others,
+or, where there is no room for all of them, one by one: the headers first, by parts of files
+(HTTP ranges), each file when its turn comes. It is dropped again if it was not in the cache before.
+A connection that breaks is taken up where it broke; of a run that failed whole files stay in the
+cache, where they are not dropped.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from enjoyln_cli.checkpoint.file_roles import (
+    CONFIG,
+    WEIGHTS,
+    comes_along,
+    shards_in_index,
+    weights_among,
+)
+from enjoyln_cli.checkpoint.headers import header_bytes
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
+from enjoyln_cli.fs.digests import digest
+from enjoyln_cli.text import first_line
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Remote:
+    """The safetensors files of a repository, known from their headers, fetched one at a time."""
+
+    model: str
+    path: Path
+    """The directory of the commit in the cache."""
+    headers: dict[str, bytes]
+    """File to its first bytes: the length of the header, and the header."""
+    sizes: dict[str, int]
+    place: dict[str, Any] = field(repr=False)
+    """``token``, ``cache_dir`` and ``local_files_only``."""
+    here: dict[str, Path] = field(default_factory=dict)
+    """Files that are at hand, and where."""
+
+    def read(self, file: str, start: int, count: int) -> bytes:
+        """So many bytes of a file from ``start`` on, without fetching all of it.
+
+        Raises ``BadCheckpoint`` where the Hub sends others, ``ModelNotFound`` where it sends none.
+        """
+        return _part(self.model, self.path, file, start, count, self.place)
+
+    @contextmanager
+    def at_hand(self, file: str) -> Iterator[None]:
+        """Within the block the file is in the cache, whole and as the Hub has it.
+
+        Raises ``BadCheckpoint`` for one that is damaged, or does not have the header that it had;
+        ``ModelNotFound`` where it cannot be fetched.
+        """
+        from huggingface_hub import hf_hub_download
+
+        known, linked = blobs(self.path), os.path.lexists(self.path / file)
+        try:
+            hf_hub_download(self.model, file, revision=self.path.name, **self.place)
+        except Exception as error:  # of huggingface_hub, its HTTP library, or the disk of the cache
+            raise _hub_error(error, self.model, self.path.name) from error
+        path = self.path / file
+        real = path.resolve()
+        try:
+            require_digests(self.path, {file}, known, self.model)
+            with path.open("rb") as opened:
+                header = opened.read(len(self.headers[file]))
+            if (header, path.stat().st_size) != (self.headers[file], self.sizes[file]):
+                raise BadCheckpoint(f"{file} of {self.model} is not what it was; start again")
+            self.here[file] = path
+            yield
+        finally:
+            self.here.pop(file, None)
+            if not linked:
+                path.unlink(missing_ok=True)
+            if not linked and real != path and real.name not in known:
+                real.unlink(missing_ok=True)
+
+
+def remote(model: str, path: Path, files: Sequence[str], place: dict[str, Any]) -> Remote:
+    """``files`` of the commit that ``path`` is named after, with their headers.
+
+    Raises ``UnsupportedModel`` for pickles, and as ``Remote.read`` does.
+    """
+    if any(not file.endswith(".safetensors") for file in files):
+        raise UnsupportedModel(
+            f"{model} has {files[0]}, a pickle, which can only be read whole: leave --stream out"
+        )
+    sizes = {file: _size(model, path, file, place) for file in files}
+    headers = {}
+    for file in files:
+
+        def read(start: int, count: int, file: str = file) -> bytes:
+            return _part(model, path, file, start, min(count, sizes[file] - start), place)
+
+        headers[file] = header_bytes(file, sizes[file], read)
+    return Remote(model, path, headers, sizes, place)
+
+
+def _size(model: str, path: Path, file: str, place: dict[str, Any]) -> int:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    if (path / file).is_file():
+        return (path / file).stat().st_size
+    url = hf_hub_url(model, file, revision=path.name)
+    return int(get_hf_file_metadata(url, token=place["token"]).size or 0)
+
+
+def _part(
+    model: str, path: Path, file: str, start: int, count: int, place: dict[str, Any]
+) -> bytes:
+    """From the cache where the file is there, else from the Hub."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+    if count <= 0:
+        return b""
+    if (path / file).is_file():
+        with (path / file).open("rb") as opened:
+            opened.seek(start)
+            return opened.read(count)
+    url = hf_hub_url(model, file, revision=path.name)
+    asked = {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
+    try:
+        headers = {**build_hf_headers(token=place["token"]), **asked}
+        with http_stream_backoff("GET", url, headers=headers, follow_redirects=True) as response:
+            hf_raise_for_status(response)
+            data = response.read() if response.status_code == 206 else b""
+    except Exception as error:  # of huggingface_hub or its HTTP library
+        raise _hub_error(error, model, path.name) from error
+    if len(data) != count:
+        raise BadCheckpoint(
+            f"{count} bytes of {file} of {model} were asked for and {len(data)} came; leave "
+            "--stream out where the Hub does not serve parts of files"
+        )
+    return data
+
+
+def require_token(token: str | None) -> None:
+    """Raises ``ModelNotFound`` for a token that is none, before a library can quote it in an error.
+
+    A token is printable ASCII without spaces: one that ends in a line break cannot be sent.
+    """
+    if token is not None and not re.fullmatch(r"[!-~]+", token):
+        what = "has characters that no token has, such as a line break" if token else "is empty"
+        raise ModelNotFound(f"the --token {what}; copy it anew, or run `hf auth login` instead")
+
+
+def similar(path: str) -> str:
+    """What to add to an error where a directory has almost this name: three letters of four."""
+    parent, name = os.path.split(path.rstrip("/"))
+    try:
+        names = [entry.name for entry in os.scandir(parent or ".") if entry.is_dir()]
+    except (OSError, ValueError):
+        return ""
+    close = difflib.get_close_matches(name, names, n=2, cutoff=0.75)
+    return f"; did you mean {' or '.join(os.path.join(parent, c) for c in close)}?" if close else ""
+
+
+def snapshot(
+    model: str,
+    revision: str | None,
+    token: str | None,
+    cache_dir: str | Path | None,
+    weights: bool,
+    stream: bool,
+) -> tuple[Path, Remote | None]:
+    """The directory in the cache, named after the commit, with what is needed in it.
+
+    With ``weights`` that is all that a checkpoint consists of; with ``stream`` all but the files of
+    weights, which the ``Remote`` then gives. Raises what ``open_source`` does.
+    """
+    from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
+
+    unreachable, what = None, "is not in the cache"
+    try:
+        unreachable = _unreachable(model, revision, token)
+        place: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
+        place["local_files_only"] = unreachable is not None
+        path = Path(hf_hub_download(model, CONFIG, revision=revision, **place)).parent
+        if b'"auto_map"' in (path / CONFIG).read_bytes():
+            snapshot_download(model, revision=path.name, allow_patterns=["*.py"], **place)
+        if not weights:
+            return path, None
+        what = "is in the cache without its weights"
+        if unreachable is None:
+            names = HfApi(token=token).list_repo_files(model, revision=path.name)
+        else:
+            names = [found.name for found in path.iterdir()]
+            if not set(names) & set(WEIGHTS):
+                raise errors.LocalEntryNotFoundError(what)
+        first = weights_among(names, model)
+        shards: tuple[str, ...] = ()
+        if first.endswith(".json"):
+            index = hf_hub_download(model, first, revision=path.name, **place)
+            shards = shards_in_index(Path(index))[0]
+        along = {first, *(name for name in names if comes_along(name))}
+        later = set(shards or (first,)) if stream else set()
+        patterns = [glob.escape(name) for name in sorted({*along, *shards} - later)]
+        cached = blobs(path)
+        if patterns:
+            snapshot_download(model, revision=path.name, allow_patterns=patterns, **place)
+        require_digests(path, {first, *shards} - later, cached, model)
+        return path, remote(model, path, sorted(later), place) if stream else None
+    except EnjoyLNError:
+        raise
+    except errors.LocalEntryNotFoundError as error:
+        if isinstance(answer := error.__cause__, errors.HfHubHTTPError):
+            raise _hub_error(answer, model, revision) from answer
+        raise _not_cached(model, what, unreachable or error) from error
+    except Exception as error:  # of huggingface_hub, its HTTP library, or the disk of the cache
+        raise _hub_error(error, model, revision) from error
+
+
+def blobs(path: Path) -> set[str]:
+    """Names in the cache of what a snapshot's files are links to."""
+    blobs = path.parent.parent / "blobs"
+    return {entry.name for entry in os.scandir(blobs)} if blobs.is_dir() else set()
+
+
+def require_digests(path: Path, names: Iterable[str], cached: set[str], model: str) -> None:
+    """Raises ``BadCheckpoint`` for weights that arrived as other bytes than the Hub has.
+
+    The cache names a large file after its SHA-256, and ``huggingface_hub`` looks at the size alone.
+    What was there before is not read again, nor what Xet has stored, which checks by itself.
+    """
+    for name in sorted(names):
+        blob = path / os.readlink(path / name) if (path / name).is_symlink() else path / name
+        if blob.name in cached or blob.is_symlink() or not _SHA256.fullmatch(blob.name):
+            continue
+        found = digest(blob)
+        if found != blob.name:
+            (path / name).unlink()
+            blob.unlink()
+            raise BadCheckpoint(
+                f"{name} of {model} did not arrive as the Hub has it: its SHA-256 is {found[:12]}, "
+                f"not {blob.name[:12]}; it was removed from the cache, fetch it again"
+            )
+
+
+def _unreachable(model: str, revision: str | None, token: str | None) -> Exception | None:
+    """Why the Hub gives no answer, asked once; ``None`` if it gives one, whatever it says."""
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
+
+    try:
+        get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), token=token)
+    except errors.HfHubHTTPError:
+        return None
+    except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
+        return error
+    return None
+
+
+def _not_cached(model: str, what: str, error: Exception) -> ModelNotFound:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        why = "HF_HUB_OFFLINE is set"
+    else:
+        cause = error.__cause__ or error
+        first = first_line(cause)
+        why = f"{constants.ENDPOINT} cannot be reached ({type(cause).__name__}: {first})"
+    return ModelNotFound(f"{model} {what}, and {why}; go online, or pass a directory")
+
+
+def _hub_error(error: Exception, model: str, revision: str | None) -> EnjoyLNError:
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{model}"
+    first = first_line(error)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    match error:
+        case errors.GatedRepoError():
+            return ModelNotFound(
+                f"{model} is gated: accept its terms at {page}, then run `hf auth login` or pass "
+                "--token"
+            )
+        case errors.RevisionNotFoundError():
+            return ModelNotFound(f"{model} has no revision {revision!r}; see {page}/tree/main")
+        case errors.DisabledRepoError():
+            return ModelNotFound(f"access to {model} is disabled by the Hub; see {page}")
+        case errors.RepositoryNotFoundError():
+            return ModelNotFound(
+                f"there is no directory {model} and no such model on the Hub; for a "
+                f"private model run `hf auth login` or pass --token{similar(model)}"
+            )
+        case errors.HfHubHTTPError() if status in (401, 403):
+            return ModelNotFound(
+                f"the Hub refuses access to {model} ({status}); run `hf auth login` or pass a "
+                "--token that may read it"
+            )
+        case errors.HfHubHTTPError() if status is not None and (status == 429 or status >= 500):
+            return ModelNotFound(f"the Hub does not give {model} now ({status}); try again later")
+        case errors.EntryNotFoundError():
+            return UnsupportedModel(f"{model} has no {CONFIG} on the Hub; see {page}/tree/main")
+        case errors.HFValidationError():
+            return ModelNotFound(f"there is no directory {model}, and it is no Hub id: {first}")
+    return ModelNotFound(f"{model} cannot be fetched: {type(error).__name__}: {first}")

@@ -1,0 +1,115 @@
+"""Which file of a model's directory is what: told from its name, and from the shard index.
+
+The weights are those that transformers would load (safetensors before pickles). Everything else
+comes along to a converted checkpoint, except the same weights in another form: a result must not
+hold a second, unconverted copy of the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""In the order in which transformers looks for them."""
+LONGEST_NAME = 255
+"""Bytes of a file's name."""
+
+_AT_THE_TOP = ("*.safetensors", "pytorch_model*.bin", "*.index.json", "*.pt", "*.pth")
+"""Weights, where they are those of the model itself and not of a module in a subfolder."""
+_FOREIGN = {
+    "TensorFlow": ("*.h5", "*.ckpt", "*.ckpt.*", "*.ckpt-*", "*.tflite", "saved_model/*"),
+    "Flax": ("*.msgpack",),
+    "ONNX": ("*.onnx", "*.onnx_data*", "onnx/*"),
+    "OpenVINO": ("openvino/*", "openvino_model*"),
+    "Rust": ("*.ot",),
+    "Core ML": ("coreml/*", "*.mlmodel", "*.mlpackage/*"),
+    "GGUF": ("*.gguf", "*.ggml"),
+}
+"""The model once more, for other frameworks. In these patterns ``*`` stands for ``/`` too."""
+_LEFT_OUT = ("checkpoint-*/*", "global_step*/*", "original/*", "optimizer.bin")
+"""States of a training, and the weights in the layout of their first publication."""
+_HOUSEKEEPING = (
+    *(".git/*", ".gitattributes", ".cache/*", "__pycache__/*", "*/__pycache__/*"),
+    *(".DS_Store", "*/.DS_Store", "Thumbs.db", "*/Thumbs.db"),
+)
+
+
+def weights_among(names: Iterable[str], model: str) -> str:
+    names = list(names)
+    for name in WEIGHTS:
+        if name in names:
+            return name
+    for framework, patterns in _FOREIGN.items():
+        for name in names:
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                raise UnsupportedModel(
+                    f"{model} has {framework} weights only ({name}); save it as safetensors first"
+                )
+    close = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
+    raise UnsupportedModel(
+        f"{model} has no weights: neither {WEIGHTS[0]} nor {WEIGHTS[2]}, single or with an index"
+        + (f" (but {', '.join(close[:3])})" if close else "")
+        + "; save it with save_pretrained first"
+    )
+
+
+def shards_in_index(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The shards that an index names, sorted, and the shard that it promises for each tensor."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{path} is not valid JSON ({error}); fetch it again") from error
+    weights = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weights, dict) or not weights:
+        raise BadCheckpoint(f"{path} has no weight_map; fetch it again")
+    metadata = content.get("metadata")
+    if not isinstance(metadata, dict | None):
+        raise BadCheckpoint(
+            f"metadata in {path} is {metadata!r:.100}, not a JSON object; fetch it again"
+        )
+    kind = ".bin" if ".bin" in path.name else ".safetensors"
+    for name, shard in weights.items():
+        if not name.isprintable():
+            raise BadCheckpoint(f"{path.name} names a tensor {name!r:.100}; fetch it again")
+        if not isinstance(shard, str) or not is_file_name(shard, kind) or shard == kind:
+            raise BadCheckpoint(
+                f"{path.name} puts {name} into {shard!r:.100}, which is no {kind} file of its own "
+                "directory; do not use this checkpoint"
+            )
+    if metadata is None:
+        raise BadCheckpoint(
+            f'{path} has no metadata, without which transformers cannot load it; add "metadata": '
+            "{} to it, or fetch it again"
+        )
+    return tuple(sorted(set(weights.values()))), weights
+
+
+def is_file_name(name: str, *ends: str) -> bool:
+    """Whether it names a file that a directory itself can hold, with one of the endings."""
+    fits = name.isprintable() and len(name.encode()) <= LONGEST_NAME
+    return fits and not {"/", "\\"} & {*name} and name.endswith(ends)
+
+
+def housekeeping(name: str) -> bool:
+    """Whether a file is a tool's own and no part of a model: of git, of a cache."""
+    return any(fnmatchcase(name, pattern) for pattern in _HOUSEKEEPING)
+
+
+def comes_along(name: str) -> bool:
+    patterns = [*_LEFT_OUT, *_HOUSEKEEPING, *(p for ps in _FOREIGN.values() for p in ps)]
+    if "/" not in name:
+        patterns += _AT_THE_TOP
+    return not any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+CONFIG = "config.json"

@@ -1,0 +1,351 @@
+"""What the weight files of a checkpoint hold, and whether they can be believed.
+
+A safetensors file is ``8 bytes: header length n, little endian | n bytes: JSON | tensors``. The
+header is read and checked here without the library, because its offsets are used to read and write
+in place: the tensors have to fill the rest of the file exactly, in any order, without gap or
+overlap, each with ``bytes == elements * size(dtype)``. A ``.bin`` file is a pickle, loaded with
+``weights_only=True`` and mapped into memory where its format allows that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.text import first_line
+
+MAX_HEADER = 100_000_000
+"""Bytes. The safetensors format forbids longer headers."""
+
+LONGEST = (1 << 63) - 1
+"""Elements that torch can count, also along the other dimensions of a tensor that is empty."""
+
+FIRST = 1 << 17
+"""Bytes read of a file at first: most headers are shorter."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Safetensors names of the dtypes that are read. Smaller floats come from quantisation only."""
+
+FLOATS = {code: dtype for code, dtype in DTYPES.items() if dtype.is_floating_point}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_QUANTISED = ("F4", "F6_", "F8_")
+_PACKED = ("I8", "U8", "I16", "U16", "I32", "U32")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file."""
+
+    name: str
+    file: str
+    """Relative to the checkpoint's directory."""
+    dtype: str
+    """Safetensors name: F32, F16, BF16, F64, I64, ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Position in the file, in bytes from its beginning; -1 for a ``.bin`` file."""
+    nbytes: int
+
+
+def read_safetensors_header(path: Path) -> tuple[list[Stored], dict[str, str]]:
+    """The tensors of a file in the order of their offsets, and its ``__metadata__``.
+
+    Raises ``BadCheckpoint`` for a header that contradicts itself or the file, ``UnsupportedModel``
+    for dtypes that only quantised checkpoints have.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+
+        def read(start: int, count: int) -> bytes:
+            file.seek(start)
+            return file.read(count)
+
+        header = header_bytes(path.name, size, read)
+    return tensors_in(path.name, header, size)
+
+
+def header_bytes(file: str, size: int, read: Callable[[int, int], bytes]) -> bytes:
+    """The first bytes of a file of ``size`` bytes: the length of its header, and the header.
+
+    ``read`` gives so many bytes from a position on. Raises ``BadCheckpoint`` for a length that
+    cannot be.
+    """
+    first = read(0, FIRST)
+    prefix = first[:8]
+    if prefix == b"version ":
+        raise _pointer(file)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > MAX_HEADER or 8 + length > size:
+        raise BadCheckpoint(
+            f"{file} says its header takes {length} bytes, but the file has {size}; "
+            "it is truncated or no safetensors file, fetch it again"
+        )
+    if len(first) < 8 + length:
+        first += read(len(first), 8 + length - len(first))
+    return first[: 8 + length]
+
+
+def tensors_in(file: str, header: bytes, size: int) -> tuple[list[Stored], dict[str, str]]:
+    """As ``read_safetensors_header``, from the first bytes of a file of ``size`` bytes."""
+    found, metadata, end = _listed(file, header[8:])
+    if end != size:
+        _refuse_size(file, end, size)
+    return found, metadata
+
+
+def tensors_of_header(file: str, header: bytes) -> list[Stored]:
+    """The tensors of ``file`` in the order of their offsets, from its first bytes alone.
+
+    Raises as ``read_safetensors_header`` does.
+    """
+    length = int.from_bytes(header[:8], "little")
+    if len(header) != 8 + length:
+        raise BadCheckpoint(f"the header of {file} takes {length} bytes, not {len(header) - 8}")
+    return _listed(file, header[8:])[0]
+
+
+def _listed(file: str, text: bytes) -> tuple[list[Stored], dict[str, str], int]:
+    """Tensors and metadata of a header, and the size that its file has to have."""
+    header = _parsed_header(file, text)
+    metadata = _metadata(file, header.pop("__metadata__", None))
+    _require_printable(header, file)
+    start = 8 + len(text)
+    found = [_entry(file, name, value, start) for name, value in header.items()]
+    found.sort(key=lambda stored: (stored.offset, stored.nbytes))
+    return found, metadata, _end(file, found, start)
+
+
+def _parsed_header(file: str, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(
+            f"the header of {file} is not valid JSON ({first_line(error)}); fetch it again"
+        ) from error
+    if not isinstance(header, dict):
+        raise BadCheckpoint(f"the header of {file} is not a JSON object; fetch it again")
+    return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r} appears twice")
+    return found
+
+
+def _metadata(file: str, value: Any) -> dict[str, str]:
+    value = {} if value is None else value
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise BadCheckpoint(f"__metadata__ of {file} does not map text to text; fetch it again")
+    return value
+
+
+def _entry(file: str, name: str, value: Any, start: int) -> Stored:
+    fields = value if isinstance(value, dict) else {}
+    dtype, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (isinstance(dtype, str) and _naturals(shape) and _naturals(span) and len(span) == 2):
+        raise BadCheckpoint(
+            f"{name} in {file} has a malformed header entry {value!r:.100}; fetch it again"
+        )
+    if dtype.startswith(_QUANTISED):
+        raise _quantised(name, file, dtype)
+    if dtype not in DTYPES:
+        raise BadCheckpoint(f"{name} in {file} has the unknown dtype {dtype!r:.40}")
+    if prod(size for size in shape if size) > LONGEST:
+        raise BadCheckpoint(
+            f"{name} in {file} has the impossible shape {str(shape):.100}; fetch it again"
+        )
+    need, held = prod(shape) * DTYPES[dtype].itemsize, span[1] - span[0]
+    if need != held:
+        raise BadCheckpoint(
+            f"{name} in {file}: {dtype} of shape {shape} takes {need} bytes, but its offsets "
+            f"{span} hold {held}; fetch the file again"
+        )
+    return Stored(name, file, dtype, tuple(shape), start + span[0], held)
+
+
+def read_at(file: int, data: memoryview, stored: Stored, start: int) -> None:
+    """Fill ``data`` from byte ``start`` of a tensor in an open safetensors file.
+
+    Raises ``BadCheckpoint`` where the file ends before.
+    """
+    done = 0
+    while done < len(data):
+        got = os.preadv(file, [data[done:]], stored.offset + start + done)
+        if got == 0:
+            raise BadCheckpoint(f"{stored.file} ends inside {stored.name}; fetch it again")
+        done += got
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor in their order, as bytes."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _naturals(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _end(file: str, found: list[Stored], start: int) -> int:
+    """Where the last tensor ends; they follow each other in the order of their offsets."""
+    end, before = start, "the header"
+    for stored in found:
+        if stored.offset != end:
+            what = "overlaps" if stored.offset < end else "leaves a gap after"
+            raise BadCheckpoint(f"{stored.name} in {file} {what} {before}; fetch it again")
+        end, before = stored.offset + stored.nbytes, stored.name
+    return end
+
+
+def _refuse_size(file: str, end: int, size: int) -> NoReturn:
+    if end > size:
+        raise BadCheckpoint(
+            f"{file} is truncated: its header promises {end} bytes, the file has {size}; "
+            "fetch it again"
+        )
+    raise BadCheckpoint(
+        f"{file} has {size - end} bytes that its header does not mention; fetch it again"
+    )
+
+
+def _require_printable(names: Iterable[str], file: str) -> None:
+    """Raises ``BadCheckpoint`` for a tensor name that would spoil a line of output."""
+    for name in names:
+        if not name.isprintable():
+            raise BadCheckpoint(f"{file} names a tensor {name!r:.100}; fetch it again")
+
+
+def read_bin_header(path: Path) -> list[Stored]:
+    """The tensors of a pickled state dict, in its order. Raises as ``load_bin`` does."""
+    found = []
+    for name, tensor in load_bin(path).items():
+        if tensor.is_meta:
+            raise BadCheckpoint(
+                f"{name} in {path.name} has a shape and no values (it is a meta tensor); load all "
+                "weights before saving the model anew"
+            )
+        if tensor.is_nested:
+            raise BadCheckpoint(
+                f"{name} in {path.name} is a nested tensor, which safetensors cannot hold; save "
+                "the model anew"
+            )
+        dtype = _NAMES.get(tensor.dtype)
+        if tensor.is_quantized or tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+            raise _quantised(name, path.name, str(tensor.dtype))
+        if dtype is None or tensor.layout != torch.strided:
+            raise BadCheckpoint(
+                f"{name} in {path.name} is a {tensor.layout} tensor of {tensor.dtype}, which "
+                "safetensors cannot hold; save the model anew"
+            )
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        if nbytes > tensor.untyped_storage().nbytes():
+            raise BadCheckpoint(
+                f"{name} in {path.name} says the same numbers again and again, and would take "
+                f"{nbytes} bytes; save the model anew"
+            )
+        found.append(Stored(name, path.name, dtype, tuple(tensor.shape), -1, nbytes))
+    return found
+
+
+def load_bin(path: Path) -> dict[str, torch.Tensor]:
+    """A pickled state dict. Its tensors are shared between callers: not to be written to.
+
+    Raises ``BadCheckpoint`` for a pickle that runs code, is damaged, or is no state dict.
+    """
+    state = path.stat()
+    return _load_bin(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=2)
+def _load_bin(path: Path, _changed: int, _size: int) -> dict[str, torch.Tensor]:
+    import pickle
+    import zipfile
+
+    with path.open("rb") as file:
+        if file.read(8) == b"version ":
+            raise _pointer(path.name)
+    try:
+        mapped = zipfile.is_zipfile(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        text = str(error)
+        if "GLOBAL" in text or "global" in text:
+            raise BadCheckpoint(
+                f"{path.name} is a pickle with code in it ({_culprit(text)}), which is not run; "
+                "ask its author for safetensors"
+            ) from error
+        raise _damaged(path, error) from error
+    except Exception as error:  # a damaged pickle makes torch.load fail in every way there is
+        raise _damaged(path, error) from error
+    if not isinstance(content, dict):
+        raise BadCheckpoint(
+            f"{path.name} holds a {type(content).__name__}, not a state dict; save the model anew"
+        )
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise BadCheckpoint(
+                f"{path.name} is no state dict: {name!r:.60} is a {type(tensor).__name__}, not a "
+                "tensor; save the model anew"
+            )
+    _require_printable(content, path.name)
+    return dict(content)
+
+
+def _culprit(text: str) -> str:
+    words = text.replace("`", " ").split()
+    after = [b for a, b in zip(words, words[1:], strict=False) if a in ("GLOBAL", "global:")]
+    named = [word for word in after if "." in word.strip(".")]
+    return named[0].strip(".,") if named else "a global that is no tensor"
+
+
+def _damaged(path: Path, error: Exception) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"{path.name} cannot be read, it is damaged or truncated "
+        f"({type(error).__name__}: {first_line(error)}); fetch it again"
+    )
+
+
+def _pointer(file: str) -> BadCheckpoint:
+    return BadCheckpoint(f"{file} is a Git LFS pointer, not the file; run `git lfs pull`")
+
+
+def require_unpacked(tensors: dict[str, Stored]) -> None:
+    """Raises ``UnsupportedModel`` where a weight matrix is stored as (packed) integers."""
+    for stored in tensors.values():
+        last = stored.name.rsplit(".", 1)[-1]
+        if "weight" in last and len(stored.shape) == 2 and stored.dtype in _PACKED:
+            raise _quantised(stored.name, stored.file, stored.dtype)
+
+
+def _quantised(name: str, file: str, dtype: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{name} in {file} is quantised ({dtype}) and cannot be centred exactly; "
+        "fold the original checkpoint, then quantise the result"
+    )

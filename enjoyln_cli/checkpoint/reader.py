@@ -1,0 +1,250 @@
+"""The tensors of a checkpoint: known from the headers of its weight files, read when asked for.
+
+Nothing is believed that a file says about another: a tensor is read only at the place that the
+checked header of its own file gives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from enjoyln_cli.checkpoint.config import raw_config, require_unquantised
+from enjoyln_cli.checkpoint.file_roles import CONFIG, shards_in_index, weights_among
+from enjoyln_cli.checkpoint.headers import (
+    DTYPES,
+    Stored,
+    bytes_of,
+    load_bin,
+    read_at,
+    read_bin_header,
+    read_safetensors_header,
+    require_unpacked,
+    tensors_in,
+)
+from enjoyln_cli.checkpoint.source import Source, State, carried_files, located, states_of
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+
+BLOCK = 1 << 22
+"""Bytes compared at once."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Every tensor of a model's weight files, known from their headers."""
+
+    source: Source
+    format: Literal["safetensors", "bin"]
+    shards: tuple[str, ...]
+    tensors: dict[str, Stored]
+    metadata: dict[str, dict[str, str]]
+    """Shard to the ``__metadata__`` of its header."""
+    index: str | None
+    """Name of the index file, if there is one."""
+    states: Mapping[str, State] = field(default_factory=dict)
+    """What the config and the weight files were before anything was read."""
+
+
+def open_checkpoint(source: Source) -> Checkpoint:
+    """Every tensor of the weight files, from headers that were checked.
+
+    Raises ``UnsupportedModel`` where there are no weights for PyTorch or only quantised ones,
+    ``BadCheckpoint`` for files that are missing, damaged, or contradict each other.
+    """
+    states = states_of(source.path, (CONFIG,))
+    config = raw_config(source)
+    require_unquantised(config, source.model)
+    if config.get("transformers_weights"):
+        raise UnsupportedModel(
+            f"the config of {source.model} names its own weight file (transformers_weights); load "
+            "it and save it with save_pretrained first"
+        )
+    remote = source.remote
+    names = {entry.name for entry in os.scandir(source.path)}
+    first = weights_among(sorted(names.union(remote.headers if remote else ())), source.model)
+    states |= states_of(source.path, (first,))
+    index = first if first.endswith(".json") else None
+    shards, promised = shards_in_index(located(source, first)) if index else ((first,), {})
+    safetensors = ".safetensors" in first
+    tensors: dict[str, Stored] = {}
+    metadata: dict[str, dict[str, str]] = {}
+    for shard in shards:
+        states |= states_of(source.path, (shard,))
+        if remote:
+            found, metadata[shard] = tensors_in(shard, remote.headers[shard], remote.sizes[shard])
+        elif safetensors:
+            found, metadata[shard] = read_safetensors_header(located(source, shard))
+        else:
+            found = read_bin_header(located(source, shard))
+        for stored in found:
+            if stored.name in tensors:
+                other = tensors[stored.name].file
+                raise BadCheckpoint(f"{stored.name} is both in {other} and {shard}; remove one")
+            tensors[stored.name] = stored
+    for name, shard in promised.items():
+        if name not in tensors or tensors[name].file != shard:
+            raise BadCheckpoint(f"{shard} lacks {name}, which {first} lists; fetch it again")
+    if not tensors:
+        raise BadCheckpoint(f"{first} of {source.model} holds no tensors; fetch it again")
+    require_unpacked(tensors)
+    kind: Literal["safetensors", "bin"] = "safetensors" if safetensors else "bin"
+    return Checkpoint(source, kind, shards, tensors, metadata, index, states)
+
+
+def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """One tensor of its stored dtype and shape, in memory of its own.
+
+    Raises ``BadCheckpoint`` where it is not stored, or where its file has become shorter.
+    """
+    stored = _stored(checkpoint, name)
+    path = checkpoint.source.path / stored.file
+    if checkpoint.format == "bin":
+        return load_bin(path)[name].clone()
+    if stored.nbytes == 0:
+        return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    data = _bytes(checkpoint, stored, 0, stored.nbytes)
+    return torch.frombuffer(data, dtype=DTYPES[stored.dtype]).reshape(stored.shape)
+
+
+def read_part(checkpoint: Checkpoint, name: str, dim: int, start: int, count: int) -> torch.Tensor:
+    """``read_tensor(...).narrow(dim, start, count)``, without reading all of it where that works.
+
+    Raises as ``read_tensor`` does.
+    """
+    stored = _stored(checkpoint, name)
+    if checkpoint.format == "bin" or checkpoint.source.remote:
+        return read_tensor(checkpoint, name).narrow(dim, start, count).clone()
+    dtype = DTYPES[stored.dtype]
+    try:
+        mapped = np.memmap(
+            checkpoint.source.path / stored.file,
+            dtype=f"u{dtype.itemsize}",
+            mode="r",
+            offset=stored.offset,
+            shape=stored.shape,
+        )
+    except ValueError as error:
+        raise BadCheckpoint(f"{stored.file} ends inside {name}; fetch it again") from error
+    part = mapped[(slice(None),) * dim + (slice(start, start + count),)]
+    return torch.from_numpy(part.copy()).view(dtype)
+
+
+def read_rows(checkpoint: Checkpoint, name: str, elements: int) -> Iterator[torch.Tensor]:
+    """The slices of one tensor along its first dimension, about so many elements at a time.
+
+    A slice is there until the next is asked for. Raises as ``read_tensor`` does.
+    """
+    stored = _stored(checkpoint, name)
+    if checkpoint.format == "bin" or stored.nbytes == 0:
+        yield read_tensor(checkpoint, name)
+        return
+    dtype, (length, *rest) = DTYPES[stored.dtype], stored.shape
+    size = stored.nbytes // length
+    count = min(length, max(1, elements * length * dtype.itemsize // stored.nbytes))
+    data = bytearray(count * size)
+    with _reading(checkpoint, stored) as read:
+        for first in range(0, length, count):
+            some = min(count, length - first)
+            read(memoryview(data)[: some * size], first * size)
+            part = torch.frombuffer(data, dtype=dtype)[: some * size // dtype.itemsize]
+            yield part.reshape(some, *rest)
+
+
+def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
+    """Whether two stored tensors have the same dtype and shape and are equal bit for bit."""
+    one, two = _stored(checkpoint, a), _stored(checkpoint, b)
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    pairs = zip(blocks_of(checkpoint, a), blocks_of(checkpoint, b), strict=True)
+    return all(left == right for left, right in pairs)
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> Stored:
+    if name not in checkpoint.tensors:
+        raise BadCheckpoint(f"{checkpoint.source.model} stores no tensor {name}")
+    return checkpoint.tensors[name]
+
+
+def blocks_of(
+    checkpoint: Checkpoint, name: str, first: int = 0, count: int | None = None
+) -> Iterator[bytes]:
+    """The bytes of a stored tensor, a few megabytes at a time; ``count`` of them from ``first`` on.
+
+    Raises as ``read_tensor`` does, and for bytes that the tensor does not have.
+    """
+    stored = _stored(checkpoint, name)
+    end = stored.nbytes if count is None else first + count
+    if not 0 <= first <= end <= stored.nbytes:
+        raise BadCheckpoint(f"{name} has {stored.nbytes} bytes, and not those up to {end}")
+    starts = range(first, end, BLOCK)
+    if checkpoint.format == "bin":
+        data = bytes_of(load_bin(checkpoint.source.path / stored.file)[name])
+        yield from (bytes(data[start : min(start + BLOCK, end)]) for start in starts)
+        return
+    for start in starts:
+        yield bytes(_bytes(checkpoint, stored, start, min(BLOCK, end - start)))
+
+
+def _bytes(checkpoint: Checkpoint, stored: Stored, start: int, count: int) -> bytearray:
+    """``count`` bytes of a tensor from its byte ``start`` on."""
+    data = bytearray(count)
+    with _reading(checkpoint, stored) as read:
+        read(memoryview(data), start)
+    return data
+
+
+@contextmanager
+def _reading(checkpoint: Checkpoint, stored: Stored) -> Iterator[Callable[[memoryview, int], None]]:
+    """What fills memory from a byte of the tensor on."""
+    if remote := checkpoint.source.remote:
+
+        def fetch(data: memoryview, start: int) -> None:
+            data[:] = remote.read(stored.file, stored.offset + start, len(data))
+
+        yield fetch
+        return
+    with (checkpoint.source.path / stored.file).open("rb", buffering=0) as file:
+        yield lambda data, start: read_at(file.fileno(), data, stored, start)
+
+
+def file_of(checkpoint: Checkpoint, name: str) -> Path:
+    """Where a file of weights lies; one that is fetched has to be at hand."""
+    remote = checkpoint.source.remote
+    return remote.here[name] if remote else checkpoint.source.path / name
+
+
+def header_of(checkpoint: Checkpoint, name: str) -> bytes:
+    """The first bytes of a safetensors file: the length of its header, and the header."""
+    if checkpoint.source.remote:
+        return checkpoint.source.remote.headers[name]
+    with (checkpoint.source.path / name).open("rb") as file:
+        length = file.read(8)
+        return length + file.read(int.from_bytes(length, "little"))
+
+
+def other_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Every file of the model that comes along: all but weights and their indices.
+
+    Names are relative to the model's directory. Raises ``BadCheckpoint`` for a link out of it or to
+    another directory.
+    """
+    return carried_files(checkpoint.source)
+
+
+def pipeline_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Every file of the pipeline outside of the model's folder, relative to the pipeline.
+
+    There is none where the model's directory is the whole. Raises as ``other_files`` does.
+    """
+    source = checkpoint.source
+    if not source.folder:
+        return ()
+    whole = Source(source.model, source.root, source.revision)
+    return carried_files(whole, leaving=source.folder)

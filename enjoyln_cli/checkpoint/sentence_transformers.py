@@ -1,0 +1,63 @@
+"""What a sentence-transformers pipeline says about its transformer.
+
+Its ``modules.json`` lists modules with a folder each, the transformer first: in the pipeline's own
+directory (path ``""``) or in a subfolder. Decides which folder is the model's, and whether the
+modules behind it read hidden states. No path is followed out of the directory.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from enjoyln_cli.checkpoint.file_roles import LONGEST_NAME
+from enjoyln_cli.errors import BadCheckpoint
+
+MODULES = "modules.json"
+
+
+def transformer_folder(root: Path) -> str:
+    """The folder of the first module, relative to ``root``; ``""`` for ``root`` itself.
+
+    Raises ``BadCheckpoint`` for a list that is damaged, or that leads out of the directory.
+    """
+    path = root / MODULES
+    if not path.is_file():
+        return ""
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{path} is not valid JSON ({error}); fetch it again") from error
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    if not isinstance(listed, list) or not listed:
+        raise BadCheckpoint(f"{path} lists no modules; fetch it again")
+    first, *_ = [_folder(root, entry) for entry in listed]
+    if not (root / first).is_dir():  # that of a module without files is often not kept
+        raise BadCheckpoint(f"{first} is missing in {root}, {MODULES} names it; fetch it again")
+    return first
+
+
+def _folder(root: Path, entry: Any) -> str:
+    """Where one module lies, as sentence-transformers reads it on any system."""
+    named = entry.get("path") if isinstance(entry, dict) else None
+    if not (isinstance(named, str) and named.isprintable() and len(named) <= LONGEST_NAME):
+        raise BadCheckpoint(f"{root / MODULES} names no path in {entry!r:.100}; fetch it again")
+    parsed = PureWindowsPath(named)
+    inside = not parsed.anchor and ".." not in parsed.parts and "\\" not in named
+    if not inside or not (root / named).resolve().is_relative_to(root.resolve()):
+        raise BadCheckpoint(
+            f"{MODULES} puts a module into {named!r:.100}, which is no folder of {root}; do not "
+            "use this model"
+        )
+    return "" if parsed == PureWindowsPath() else parsed.as_posix()
+
+
+def reads_hidden_states(folder: Path) -> bool:
+    """Whether the transformer's own settings (``sentence_bert_config.json``) name hidden states."""
+    return any(
+        b"hidden_states" in path.read_bytes()
+        for path in sorted(folder.glob("sentence_*_config.json"))
+        if path.is_file()
+    )

@@ -1,0 +1,136 @@
+"""Where a model comes from: what ``MODEL`` means, and which files come along to its result.
+
+A directory if there is one of that name, otherwise a Hub id. A file is read only if it lies in the
+directory, or in the Hub cache that the directory is part of.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from enjoyln_cli.checkpoint.download import Remote, require_token, similar, snapshot
+from enjoyln_cli.checkpoint.file_roles import comes_along
+from enjoyln_cli.checkpoint.sentence_transformers import transformer_folder
+from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
+
+
+State = tuple[int, int]
+"""Size of a file, and the time of its last change in nanoseconds."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from."""
+
+    model: str
+    """As the user gave it: a Hub id or a path."""
+    path: Path
+    """The directory that holds config and weights; for a Hub id its snapshot in the cache."""
+    revision: str | None
+    """The commit of a Hub id, ``None`` for a directory."""
+    folder: str = ""
+    """Where ``path`` lies in the directory that ``model`` names: of a pipeline, the transformer."""
+    remote: Remote | None = None
+    """The files of weights, where they are not in ``path`` but fetched one by one."""
+
+    @property
+    def cached(self) -> bool:
+        """Whether it lies in the Hub's cache, where nobody else writes."""
+        return self.revision is not None
+
+    @property
+    def root(self) -> Path:
+        """The directory of the whole pipeline; that of the model where it is not part of one."""
+        return self.path.parents[len(Path(self.folder).parts) - 1] if self.folder else self.path
+
+
+def open_source(
+    model: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    weights: bool = False,
+    stream: bool = False,
+) -> Source:
+    """Find ``model``: a directory if there is one of that name, otherwise a Hub id.
+
+    Of a Hub id only ``config.json`` (and code that it names) is fetched; with ``weights`` also the
+    weights, safetensors if there are any, and all files that come along; with ``stream`` each file
+    of weights not before its turn comes (``Remote``). Raises ``ModelNotFound`` where it does not
+    exist or cannot be reached, ``UnsupportedModel`` without config or weights, and for a directory
+    or pickles with ``stream``.
+    """
+    local = os.path.expanduser(model)
+    if model and os.path.isdir(local):
+        if stream:
+            raise UnsupportedModel(
+                f"{model} is a directory, so there is nothing to download: leave --stream out"
+            )
+        if revision is not None:
+            raise ModelNotFound(f"{model} is a directory and has no revision {revision!r}; drop it")
+        folder = transformer_folder(Path(local))
+        return Source(model, Path(local, folder), None, folder)
+    if model and os.path.exists(local):
+        raise ModelNotFound(f"{model} is a file; pass the directory that holds it")
+    if not _HUB_ID.fullmatch(model):
+        advice = similar(local) or "; pass a directory, or a Hub id such as owner/name"
+        raise ModelNotFound(f"there is no directory {model!r}{advice}")
+    require_token(token)
+    path, remote = snapshot(model, revision, token, cache_dir, weights, stream)
+    return Source(model, path, path.name, remote=remote)
+
+
+def states_of(folder: Path, names: Iterable[str]) -> dict[str, State]:
+    """What some files are now, by which a change can be told without reading them."""
+    found = {name: (folder / name).stat() for name in names if (folder / name).is_file()}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+
+
+def require_unchanged(folder: Path, before: Mapping[str, State]) -> None:
+    """Raises ``BadCheckpoint`` for a file that is not what it was ``before``."""
+    now = states_of(folder, before)
+    for name, state in before.items():
+        if now.get(name) != state:
+            what = "has vanished" if name not in now else "has changed"
+            raise BadCheckpoint(
+                f"{name} {what} in {folder} while it was read; start again once nobody writes there"
+            )
+
+
+def located(source: Source, name: str) -> Path:
+    """The file, which has to lie in the directory, or in the Hub cache that it is part of."""
+    root = source.path.resolve()
+    allowed = [root] + ([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])
+    try:
+        real = (root / name).resolve()
+    except (OSError, RuntimeError) as error:
+        raise BadCheckpoint(f"{root / name} is a broken link") from error
+    if not any(real.is_relative_to(place) for place in allowed):
+        raise BadCheckpoint(
+            f"{name} is a link to {real}, outside of {source.path}; put the file itself there"
+        )
+    if not real.is_file():
+        raise BadCheckpoint(f"{name} is missing in {source.path}; fetch it again")
+    if not os.access(real, os.R_OK):
+        raise BadCheckpoint(f"{root / name} cannot be read; check its permissions")
+    return root / name
+
+
+def carried_files(source: Source, leaving: str = "") -> tuple[str, ...]:
+    """The files below ``source.path`` that come along, except for those of one folder."""
+    found = []
+    for folder, folders, files in os.walk(source.path):
+        inside = Path(folder).relative_to(source.path)
+        below = {name: (inside / name).as_posix() for name in folders}
+        folders[:] = [n for n, at in below.items() if at != leaving and comes_along(f"{at}/")]
+        linked = [name for name in folders if Path(folder, name).is_symlink()]
+        names = [(inside / name).as_posix() for name in files + linked]
+        found += [name for name in names if comes_along(name)]
+    return tuple(name for name in sorted(found) if located(source, name))

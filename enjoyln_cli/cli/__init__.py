@@ -1,0 +1,1 @@
+"""The ``enjoyln`` command."""

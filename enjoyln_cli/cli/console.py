@@ -1,0 +1,327 @@
+"""What the user sees: tables, trees, progress and closing lines. Shows what others found.
+
+Results go to standard output, progress and warnings to standard error. Nothing here decides or
+measures anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree as RichTree
+
+from enjoyln_cli.cli.streams import console, say
+from enjoyln_cli.report.notes import (
+    Row,
+    as_csv,
+    as_markdown,
+    cells,
+    compact,
+    counted,
+    counts,
+    notes,
+    number,
+)
+from enjoyln_cli.text import size
+
+if TYPE_CHECKING:
+    from enjoyln_cli.benchmark.results import Bench
+    from enjoyln_cli.benchmark.results import Row as SpeedRow
+    from enjoyln_cli.proof.explain import Tree
+    from enjoyln_cli.publish.push import Upload
+    from enjoyln_cli.verification.verify import Verification
+
+NARROW = 12
+"""Columns in which the first entry of a row may be folded."""
+
+FEW_TOKENS = 256
+"""Below this many, a perplexity depends on which tokens they are: less than one window of text."""
+
+WORST = 3
+"""How many of the means that the RMSNorms saw are shown."""
+
+
+def _show(table: Table) -> None:
+    """A table; where a terminal is too narrow for its words, every row as lines of its own."""
+    out = console()
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    heads = [str(column.header) for column in table.columns]
+    words = [
+        max((len(word) for text in (head, *cells) for word in text.split()), default=0)
+        for head, cells in zip(heads, columns, strict=True)
+    ]
+    if out.width >= min(words[0], NARROW) + sum(words[1:]) + 3 * len(words) + 1:
+        out.print(table)
+        return
+    for first, *rest in zip(*columns, strict=True):
+        say(f"{heads[0]} {first}".strip())
+        for head, cell in zip(heads[1:], rest, strict=True):
+            if cell:
+                say(f"  {head} {cell}".rstrip() if head else f"  {cell}")
+
+
+def write_json(found: Any) -> None:
+    """One JSON object on one line of standard output."""
+    print(json.dumps(found))
+
+
+def write_rows(rows: Sequence[Row], form: str) -> None:
+    """Print the report as ``table``, ``markdown``, ``csv``, or ``json``: one line per model."""
+    if form == "table":
+        _write_table(rows)
+    elif form == "json":
+        for found in rows:
+            write_json(found)
+    else:
+        print(as_csv(rows) if form == "csv" else as_markdown(rows), end="")
+
+
+def _write_table(rows: Sequence[Row]) -> None:
+    shown = [found for found in rows if found["layernorms"]]
+    if shown:
+        head, body = cells(shown)
+        table = Table()
+        table.add_column(head[0], overflow="fold")
+        for name in head[1:]:
+            table.add_column(name, justify="right", overflow="fold")
+        for found, texts in zip(shown, body, strict=True):
+            style = _colour(found["become_rmsnorm"], found["layernorms"])
+            numbers = [f"{int(text):,}" for text in texts[1:]]
+            table.add_row(texts[0], numbers[0], Text(numbers[1], style=style), *numbers[2:])
+        _show(table)
+        if any("options" in found for found in shown):
+            say("with an option: how many become RMSNorm without an added mean subtraction", "dim")
+        if any("paper" in found for found in shown):
+            say("paper's Algorithm 1: as printed; never used to convert", "dim")
+    for found in rows:
+        for line in notes(found):
+            say(line)
+
+
+def _colour(some: int, all_of_them: int) -> str:
+    """Green for all, red for none, yellow between."""
+    return "green" if some == all_of_them else "yellow" if some else "red"
+
+
+def write_tree(tree: Tree) -> None:
+    """Print the zero-mean graph of one norm; green where the mean is zero, red where it is not."""
+
+    def leaf(node: Tree) -> Text:
+        return Text(node.text, style="green" if node.zero_mean else "red")
+
+    def grow(branch: RichTree, node: Tree) -> None:
+        for child in node.children:
+            grow(branch.add(leaf(child)), child)
+
+    root = RichTree(leaf(tree))
+    grow(root, tree)
+    console().print(root)
+
+
+def write_fold(found: Row) -> None:
+    """The closing lines of a fold, with the next command to run; for a dry run, the plan."""
+    dry = found["dry_run"]
+    say(f"{'would convert' if dry else 'converted'} {counts(found)}", "green")
+    for line in notes(found):
+        say(line)
+    if dry:
+        for name in compact(entry["tensor"] for entry in found["centred_tensors"]):
+            say(f"  centre {name}")
+        wrote = f"{found['tensors']} tensors, {size(found['bytes_written'])}"
+        if "bytes_kept" in found:
+            wrote += (
+                f", and about {size(found['bytes_kept'])} to restore the original (an estimate)"
+            )
+        say(f"would write {wrote}; nothing was written (dry run)")
+        if "would_push_to" in found:
+            say(f"would then push to {found['would_push_to']}")
+        return
+    kept = (
+        f" ({size(found['bytes_kept'])} of it to restore the original)"
+        if "bytes_kept" in found
+        else ""
+    )
+    checked = found["verification"]
+    wrote = f"wrote {size(found['bytes_written'])} to {found['out']}{kept}"
+    wrote += f" in {found['seconds']:.1f} s"
+    if checked:
+        wrote += f", checked on {_inputs_run(checked)} in {found['check_seconds']:.1f} s"
+    say(wrote)
+    if found["resumed"]:
+        done = counted(found["resumed"], "weight file")
+        say(f"{done} had been finished by an earlier run")
+    unchecked = "not verified (--no-verify)"
+    if found["streamed"]:
+        unchecked = (
+            "not verified (--stream): that needs the whole original; do it with the next command"
+        )
+    say(f"verified: {checked['summary']}" if checked else unchecked)
+    if "pushed" in found:
+        done = "pushed to" if found["pushed"]["differs"] else "nothing to push:"
+        say(f"{done} {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
+    else:
+        is_partial = checked and checked["rows"] < checked["full_rows"]
+        which = f" (runs all {checked['full_rows']} {checked['inputs_are']})" if is_partial else ""
+        say(f"next: enjoyln verify {found['out']}{which}")
+
+
+def _inputs_run(checked: Row) -> str:
+    """``16 inputs``, or ``8 of 128 images``."""
+    rows, full = checked["rows"], checked["full_rows"]
+    return (
+        f"{rows} of {full} {checked['inputs_are']}"
+        if rows < full
+        else (f"{rows} {checked['inputs_are']}")
+    )
+
+
+def write_unfold(found: Row) -> None:
+    """What the new directory holds, and where no means were kept, what that means."""
+    wrote = f"{size(found['bytes_written'])} to {found['back']} in {found['seconds']:.1f} s"
+    if found["restored"]:
+        say(f"restored {found['tensors']} tensors bit for bit", "green")
+        say(f"wrote {wrote}")
+        return
+    say("it was folded without --keep-means, so the original cannot be restored bit for bit")
+    say("the copy is a LayerNorm checkpoint that gives the same outputs; its enjoyln entry is gone")
+    say(f"wrote {wrote}")
+
+
+def write_verification(found: Verification) -> None:
+    """Each error beside the original's own rounding, then the means that the RMSNorms saw."""
+    own, dtype = number(found.original_error), found.compute_dtype
+    table = Table("", "folded", "original", "")
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    table.add_row("identity error", number(found.identity_error), "", "the algebra, in float64")
+    table.add_row("storage error", number(found.storage_error), "", "rounding the new weights")
+    table.add_row("runtime error", number(found.runtime_error), own, f"RMSNorm, in {dtype}")
+    table.add_row("stock error", number(found.stock_error), own, "plain transformers class")
+    if math.isnan(found.ratio):
+        table.add_row("ratio", "-", "", "too few inputs to judge it")
+    else:
+        table.add_row("ratio", number(found.ratio), "1", f"passes up to {number(found.max_ratio)}")
+        worst = number(found.worst_position_original)
+        passes = f"passes up to {number(found.max_position_ratio)} times"
+        table.add_row("worst position", number(found.worst_position_error), worst, passes)
+    table.add_row("KL divergence", number(found.kl), "", "from the original")
+    table.add_row("top-1 agreement", number(found.top1_agreement), "", "with the original")
+    if found.perplexity:
+        before, after = found.perplexity["original"], found.perplexity["folded"]
+        count = found.perplexity["tokens"]
+        tokens = f"over {count:.0f} tokens"
+        tokens += ": too few for more than a sign" if count < FEW_TOKENS else ""
+        table.add_row("perplexity", f"{after:.4f}", f"{before:.4f}", tokens)
+    _show(table)
+    own = f", {found.own_rows} of them your own" if found.own_rows else ""
+    say(f"{found.count}{own}; errors are relative to the original in float64", "dim")
+    for name, mean in list(found.norm_input_mean.items())[:WORST]:
+        say(f"  largest relative input mean: {number(mean)} ({name})")
+    say(found.summary, "green" if found.passed else "red")
+
+
+def write_bench(found: Bench) -> None:
+    """How fast each model is in every case, what that says, what it cost, and what was left out."""
+    from enjoyln_cli.benchmark.baselines import LABELS
+
+    table = Table("case", *LABELS.values())
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in found.rows:
+        others = (f"{row.faster(name).median:.3f}x" for name in list(LABELS)[1:])
+        table.add_row(row.case, f"{row.ms['original'].median:.4g} ms", *others)
+    _show(table)
+    say("original: median time of a run; the others: times as fast as the original", "dim")
+    say("all are medians over the rounds, in brackets their 95 % intervals", "dim")
+    for row in found.rows:
+        say(_bench_line(row, found.fold_seconds), "green" if row.verdict == "faster" else "")
+    before, after = (size(found.weight_bytes[name]) for name in ("original", "folded"))
+    folding = "" if found.fold_seconds is None else f"; folding takes {found.fold_seconds:.1f} s"
+    say(f"{found.dtype} on {found.hardware}; weights {before} before, {after} after{folding}")
+    for line in found.left_out:
+        say(f"left out: {line}")
+
+
+def _bench_line(row: SpeedRow, fold_seconds: float | None) -> str:
+    """One case in words, of the same medians as in the table."""
+    interval = row.speedup_interval
+    around = "" if interval is None else f" ({interval[0]:.3f} to {interval[1]:.3f})"
+    text = f"{row.case}: {row.verdict}, {row.speedup.median:.3f} times as fast{around}"
+    text += f": {row.reason}" if row.reason else ""
+    if row.cost_is_measurable:
+        text += f"; norms cost {row.norm_cost.median:.1%}"
+    elif not row.reason:
+        text += "; norm cost too small to measure"
+    text += "" if row.recovered is None else f", of which {row.recovered:.0%} is saved"
+    before, after = (_rate(row.throughput(name)) for name in ("original", "folded"))
+    text += f"; {before} {'tokens' if row.seq_len else 'rows'} a second, folded {after}"
+    runs = row.break_even(fold_seconds)
+    return text if runs is None else f"{text}; pays for folding after {runs:,.0f} runs"
+
+
+def _rate(value: float) -> str:
+    """At least four digits."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def write_push(found: Upload) -> None:
+    """What was pushed, and where it is; of a dry run every file with its size, and what is new."""
+    done = f"pushed {upload_line(found)}" if found.differs else _same_line(found)
+    if found.url:
+        say(done, "green")
+        say(found.url)
+        return
+    table = Table("file", "size", "")
+    table.columns[1].justify = "right"
+    for file in found.files:
+        table.add_row(file.name, size(file.size), file.change)
+    _show(table)
+    would = f"would push {upload_line(found)}" if found.differs else _same_line(found)
+    say(f"{would}; nothing was sent (dry run)")
+
+
+def write_doubts(found: Upload) -> None:
+    """What a user may want to know before a push."""
+    for warning in found.warnings:
+        say(f"warning: {warning}", "yellow", stderr=True)
+    if found.complaint:
+        say(f"forced, as the card will say: {found.complaint}", "yellow", stderr=True)
+
+
+def upload_line(found: Upload) -> str:
+    """``3 new and 1 changed of 9 files, 1.6 MB, to me/model (new, private)``."""
+    to, where = found.target, found.target.name
+    changes = f"{found.count('new')} new and {found.count('changed')} changed"
+    files = counted(len(found.files), "file")
+    where = f"a pull request to {where}" if to.create_pr else where
+    return f"{changes} of {files}, {size(found.size)}, to {where} ({to.kind})"
+
+
+def _same_line(found: Upload) -> str:
+    files = counted(len(found.files), "file")
+    return f"nothing to push: {found.target.name} already has all of it ({files})"
+
+
+def write_environment(found: dict[str, Any]) -> None:
+    """What ``kernels.environment`` found: one paragraph for every device."""
+    say(f"torch {found['torch']}, {counted(found['threads'], 'thread')}")
+    for kind, name in (("cpu", "C++"), ("cuda", "CUDA")):
+        say(f"{name} compiler: {found['compilers'][kind]}")
+    say(f"compiled libraries: {found['cache']}")
+    for device in found["devices"]:
+        if not device["active"]:
+            say(f"{device['device']}: no kernels: {device['why']}", style="yellow")
+            say(f"  folded norms compute the {device['instead']}, which is no slower than before")
+            continue
+        say(f"{device['device']}: {device['kernels']} kernels", style="green")
+        say(f"  library: {device['library']}")
+        say(f"  measured: {device['measured']}")
+        if device["threads_from"]:
+            say(f"  threads: from {device['threads_from']} elements")
+        for way in device["other_ways"]:
+            say(f"  faster there: {way}")

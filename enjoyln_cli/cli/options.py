@@ -1,0 +1,338 @@
+"""What the commands take: options that several share, and how a text becomes a value.
+
+Torch and transformers are imported inside the functions, as in ``main``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, MODES
+from enjoyln_cli.text import did_you_mean
+
+Names = tuple[str, ...]
+Options = dict[str, Any]
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+LARGEST = 2**63
+"""Bytes, that no file or memory has."""
+
+FOLDER = click.Path(file_okay=False, path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
+DTYPES = click.Choice(["float32", "float16", "bfloat16"])
+COMPUTE_DTYPES = click.Choice(["float64", "float32", "float16", "bfloat16"])
+FORMATS = click.Choice(["table", "json", "markdown", "csv"])
+
+OPENING = (
+    "revision",
+    "token",
+    "cache_dir",
+    "trust_remote_code",
+    "model_class",
+    "outputs",
+    "recipe",
+    "stream",
+)
+"""How a model is opened: fields of ``conversion.fold.Opening``."""
+ASKING = ("modes", "repeats", "seconds")
+"""What ``bench`` is to measure, the sizes apart: fields of ``cases.Asked``."""
+ALLOWING = ("widen_mlp", "widen_to", "merge", "untie")
+"""What a plan may change besides centring: the fields of ``plan.Options``."""
+
+
+def parse_names(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Names:
+    """``a,b`` as a tuple of names, each once."""
+    names = tuple(dict.fromkeys(name.strip() for name in (value or "").split(",") if name.strip()))
+    if value is not None and not names:
+        raise click.BadParameter("names nothing; write logits or logits,*_embeds", ctx, parameter)
+    return names
+
+
+model_class_option = click.option(
+    "--model-class", metavar="CLASS", help="Plan for this class only, e.g. GPT2Model."
+)
+outputs_option = click.option(
+    "--outputs",
+    callback=parse_names,
+    metavar="NAMES",
+    help="Only these outputs must stay unchanged, such as logits,*_embeds.",
+)
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def parse_size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """``5GB``, ``500MB`` or plain bytes as a number of bytes (decimal units)."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", value.strip(), re.IGNORECASE)
+    nbytes = float(match[1]) * UNITS[match[2].upper()] if match else 0
+    if not 1 <= nbytes < LARGEST:
+        raise click.BadParameter(f"{value!r} is not a size; write 5GB or 500MB", ctx, parameter)
+    return int(nbytes)
+
+
+def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The Hub's options; all that say how a model is opened arrive as one ``opening`` argument."""
+
+    @functools.wraps(command)
+    def gathered(**options: Any) -> Any:
+        opening = {name: options.pop(name) for name in OPENING if name in options}
+        allowed = {name: options.pop(name) for name in ALLOWING if name in options}
+        if allowed:
+            opening["options"] = allowing(**allowed)
+        return command(opening=opening, **options)
+
+    wrapped: Callable[..., Any] = gathered
+    for option in (
+        click.option("--trust-remote-code", is_flag=True, help="Run code that comes with MODEL."),
+        click.option(
+            "--cache-dir", type=FOLDER, metavar="DIR", help="Where files from the Hub are stored."
+        ),
+        click.option("--token", metavar="TOKEN", help="Hub token, for gated and private models."),
+        click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub."),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def allowing(widen_mlp: bool, widen_to: int | None, **others: Any) -> Any:
+    """The ``plan.Options`` that were asked for."""
+    from enjoyln_cli.plan.plan import PLAIN, Options
+
+    if widen_to and not widen_mlp:
+        raise click.UsageError("--widen-to needs --widen-mlp.")
+    return Options(widen_mlp=widen_mlp, widen_to=widen_to or PLAIN.widen_to, **others)
+
+
+def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What a plan may change besides centring."""
+    for option in (
+        click.option(
+            "--untie", is_flag=True, help="Store tied weights (for example the LM head) separately."
+        ),
+        click.option(
+            "--merge",
+            type=click.Choice(["bias", "affine"]),
+            help="Merge norm biases (or weights and biases) into the next linear layers.",
+        ),
+        click.option(
+            "--widen-to",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Round the number of hidden units up to a multiple of N (default: 8).",
+        ),
+        click.option(
+            "--widen-mlp",
+            is_flag=True,
+            help="Add a few hidden units to each MLP so that more norms convert.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def parse_numbers(
+    ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...]:
+    """``1,8`` as whole numbers from 1 on, each once; none for none."""
+    if value is None:
+        return ()
+    try:
+        found = tuple(dict.fromkeys(int(number) for number in value.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        text = f"{value!r} is not a list of positive whole numbers; write 1,8"
+        raise click.BadParameter(text, ctx, parameter)
+    return found
+
+
+def parse_modes(ctx: click.Context, parameter: click.Parameter, value: str) -> Names:
+    """``eager,compile`` as a tuple of modes, each once."""
+    found = parse_names(ctx, parameter, value)
+    for name in found:
+        if name not in MODES:
+            hint = did_you_mean(name, MODES, 1) or f"known are {', '.join(MODES)}."
+            raise click.BadParameter(f"{name!r} is not a mode; {hint}", ctx, parameter)
+    return found
+
+
+def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What is measured; all of it arrives as one ``asked`` argument, the fields of ``Asked``."""
+
+    @functools.wraps(command)
+    def gathered(**options: Any) -> Any:
+        asked = {name: options.pop(name) for name in ASKING}
+        rows, lengths, full = (options.pop(n) for n in ("batch_sizes", "seq_lens", "full"))
+        if full and (rows or lengths):
+            raise click.UsageError("--full sets the sizes; drop --batch-size and --seq-len.")
+        if full:
+            rows, lengths = GRID_ROWS, GRID_LENGTHS
+            asked["seconds"] = asked["seconds"] or math.inf
+        elif not (rows or lengths):
+            return command(asked=asked, **options)
+        asked["pairs"] = tuple(product(rows or GRID_ROWS[:1], lengths or GRID_LENGTHS[:1]))
+        return command(asked=asked, **options)
+
+    wrapped: Callable[..., Any] = gathered
+    for option in (
+        click.option(
+            "--full",
+            is_flag=True,
+            help="Measure 1 and 8 rows of 128, 512 and 1024 tokens, however long that takes.",
+        ),
+        click.option(
+            "--seconds",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="S",
+            help="Time for the whole run; what does not fit is left out (default: about 120).",
+        ),
+        click.option(
+            "--repeats",
+            type=click.IntRange(min=3),
+            default=15,
+            show_default=True,
+            help="Number of rounds, fewer if time is short; each model runs once per round.",
+        ),
+        click.option(
+            "--mode",
+            "modes",
+            callback=parse_modes,
+            default="eager",
+            show_default=True,
+            metavar="MODES",
+            help=f"How the models run: {', '.join(MODES)}.",
+        ),
+        click.option(
+            "--seq-len",
+            "seq_lens",
+            callback=parse_numbers,
+            metavar="NUMBERS",
+            help="Tokens in a row, such as 128,512 (default: what the time allows).",
+        ),
+        click.option(
+            "--batch-size",
+            "batch_sizes",
+            callback=parse_numbers,
+            metavar="NUMBERS",
+            help="Batch sizes, such as 1,8 (default: what the time allows).",
+        ),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def parse_samples(
+    ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> int | Path | None:
+    """``8`` as a number of inputs, anything else as a file with one text on each line."""
+    if value is None:
+        return None
+    try:
+        number = int(value)
+    except ValueError:
+        if not Path(value).is_file():
+            text = f"{value!r} is neither a number of inputs nor a file of texts"
+            raise click.BadParameter(text, ctx, parameter) from None
+        return Path(value)
+    if number < 1:
+        raise click.BadParameter(f"{value} is not a number of inputs from 1 on", ctx, parameter)
+    return number
+
+
+def parse_seconds(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    """A time above 0; also ``inf``, for no limit."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise click.BadParameter(f"{value!r} is not a time in seconds; write 60", ctx, parameter)
+    return seconds
+
+
+def checking_options(seconds: float | None) -> Callable[..., Any]:
+    """How much a check runs; ``seconds`` is its time by default."""
+    default = "no limit" if seconds is None else f"about {seconds:g}"
+
+    def options(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in (
+            click.option(
+                "--seconds",
+                callback=parse_seconds,
+                metavar="S",
+                help=f"Time for the check; fewer inputs run if it is short (default: {default}).",
+            ),
+            click.option(
+                "--samples",
+                callback=parse_samples,
+                metavar="N|FILE",
+                help="Run on N inputs, or on a FILE of texts, one on each line.",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return options
+
+
+def placing_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Where a model is while it runs, as ``from_pretrained`` has it."""
+    for option in (
+        click.option(
+            "--max-memory",
+            callback=parse_size,
+            metavar="SIZE",
+            help="Memory limit of the process, such as 8GB (default: all free memory).",
+        ),
+        click.option(
+            "--device-map",
+            type=click.Choice(["auto", "cpu", "disk"]),
+            default="auto",
+            show_default=True,
+            help="Weights in memory: as many as fit (auto), all (cpu), none (disk).",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def push_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How a repository is made and committed to, as ``hf upload`` has it."""
+    for option in (
+        click.option("--yes", "-y", is_flag=True, help="Push without asking."),
+        click.option("--commit-message", metavar="TEXT", help="First line of the commit."),
+        click.option("--create-pr", is_flag=True, help="Push as a pull request."),
+        click.option(
+            "--private/--no-private",
+            default=None,
+            help="Visibility of a new repository (default: public).",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def refuse_push_options(options: Options) -> None:
+    """Refuse what says how to push where nothing is pushed."""
+    given = {
+        "--private" if options["private"] else "--no-private": options["private"] is not None,
+        "--create-pr": options["create_pr"],
+        "--commit-message": options["commit_message"] is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise click.UsageError(f"{name} needs --push-to-hub.")

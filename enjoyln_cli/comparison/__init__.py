@@ -1,0 +1,1 @@
+"""Runs two models on the same inputs and says how far their outputs are apart."""

@@ -1,0 +1,244 @@
+"""The inputs on which two models are compared.
+
+Decides what a model is run on where the user gives nothing (``user_data``): seeded token ids or
+pixels. Every floating input is rounded to the compute dtype first, so that the exact model and
+the rounded one see the same numbers. Tokens come with padding in one row of each batch, and one
+batch of several reaches the end of the table of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.calls.calls import forms, main_call
+from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.calls.input_spec import Inputs, Spec, patch_size, special_tokens, whole_numbers
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.classes import dtype_of
+from enjoyln_cli.models.meta_device import without_weights
+from enjoyln_cli.text import first_line
+from enjoyln_cli.trace.capture import accepts
+
+Batch = dict[str, torch.Tensor]
+
+TOKENS = 32
+"""Length of the rows of seeded tokens."""
+LONGEST_ROW = 512
+"""Tokens of the longest seeded row."""
+MOST_RESERVED = 8
+"""Rows that a table of positions has beside those of positions: for padding."""
+WINDOW = 256
+"""Length of the rows that a text is cut into."""
+ROWS_AT_ONCE = 8
+
+
+def seeded(
+    model: nn.Module, rows: int, seed: int, dtype: torch.dtype, at_once: int = ROWS_AT_ONCE
+) -> list[Batch]:
+    """``rows`` examples for a transformers model, in batches, the same for the same seed.
+
+    A batch has ``at_once`` rows, or as many as the model takes.
+
+    ``input_ids`` are ``(batch, 32)`` int64 below the vocabulary's size, never the padding token,
+    with ``attention_mask``, token types and decoder ids where ``forward`` takes them;
+    ``pixel_values`` are normal, ``(batch, channels, height, width)`` in ``dtype``. Raises
+    ``UnsupportedModel`` for any other main input.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    bare = without_weights(model)
+    step, chosen = _accepted_form(model, bare, min(rows, at_once, rows_at_once(model)))
+    sizes = [min(step, rows - first) for first in range(0, rows, step)]
+    made = {n: next(islice(forms(bare, n, _length(model)), chosen, None)) for n in set(sizes)}
+    return [_batch(model, made[n], generator, dtype) for n in sizes]
+
+
+def at_last_positions(
+    model: Any, batch: Batch, seed: int, dtype: torch.dtype, unproven: Sequence[str] = ()
+) -> Iterator[Batch]:
+    """Batches that read the last rows of a table of positions, the cheapest first.
+
+    ``batch`` with other ``position_ids``; else fewer and longer rows of text, whose number of
+    tokens is about that of a batch. There are none for a model without such a table: what is
+    computed from a position is not stored, and can be inexact far out for other reasons than its
+    weights. Inputs that are ``unproven`` are not given. Not every batch fits every table.
+    """
+    limit = most_tokens(model.config.get_text_config())
+    if "input_ids" not in batch or limit is None or not _has_position_table(model, limit):
+        return
+    rows, length = batch["input_ids"].shape[:2]
+    if limit <= length:
+        return
+    if "position_ids" in accepted_by(model) and "position_ids" not in unproven:
+        yield {**batch, "position_ids": torch.arange(limit - length, limit).repeat(rows, 1)}
+    generator, bare = torch.Generator().manual_seed(seed), without_weights(model)
+    for length in (limit, limit - 2):
+        if not 0 < length <= LONGEST_ROW:
+            continue
+        rows = max(1, min(rows, ROWS_AT_ONCE * TOKENS // length))
+        for form in forms(bare, rows, length):
+            yield _batch(model, form, generator, dtype)
+            break
+
+
+def _has_position_table(model: Any, limit: int) -> bool:
+    """Whether the model holds an embedding with a row for each position, and a few more."""
+    words = []
+    for find in (model.get_input_embeddings, model.get_output_embeddings):
+        with suppress(NotImplementedError, AttributeError):
+            words.append(find())
+    return any(
+        isinstance(module, nn.Embedding)
+        and limit <= len(module.weight) <= limit + MOST_RESERVED
+        and not any(module is word for word in words)
+        for module in model.modules()
+    )
+
+
+def unpadded(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
+    """One seeded example of ``rows`` rows with ``tokens`` tokens of text each, and no mask.
+
+    Inputs other than text have the size that the config says. Raises as ``seeded`` does.
+    """
+    bare, generator = without_weights(model), torch.Generator().manual_seed(0)
+    _, chosen = _accepted_form(model, bare, rows)
+    form = next(islice(forms(bare, rows, tokens), chosen, None))
+    return {
+        name: torch.randn(spec.shape, generator=generator).to(dtype)
+        if spec.below is None
+        else whole_numbers(spec, generator)
+        for name, spec in form.items()
+    }
+
+
+def _accepted_form(model: Any, bare: nn.Module, rows: int) -> tuple[int, int]:
+    """How many rows, ``rows`` or one, the model takes at once, and in which form of its inputs."""
+    tried: list[tuple[int, int, Inputs]] = []
+    for n in dict.fromkeys((rows, 1)):
+        found = list(forms(bare, n, _length(model)))
+        for position, form in enumerate(found):
+            if len(found) == 1 or accepts(bare, main_call(bare, form)):
+                return n, position
+            tried.append((n, position, form))
+    errors: list[Exception] = []
+    dtype = dtype_of(model)
+    for n, position, form in tried:
+        try:
+            with torch.no_grad():
+                model(**_batch(model, form, torch.Generator().manual_seed(0), dtype))
+        except Exception as error:
+            errors.append(error)
+        else:
+            return n, position
+    first = f": {first_line(errors[0])}" if errors else ""
+    raise UnsupportedModel(f"no inputs can be made up that {type(model).__name__} accepts{first}")
+
+
+def _batch(model: Any, form: Inputs, generator: torch.Generator, dtype: torch.dtype) -> Batch:
+    batch: Batch = {}
+    for name, spec in form.items():
+        if name == "input_ids":
+            batch |= _tokens(model, spec, generator)
+        elif name == "decoder_input_ids" and "input_ids" in batch and not form["input_ids"].leading:
+            batch[name] = batch["input_ids"].flip(1)
+        elif spec.below is None:
+            batch[name] = torch.randn(spec.shape, generator=generator).to(dtype)
+        else:
+            batch[name] = whole_numbers(spec, generator)
+    return batch
+
+
+def rows_at_once(model: Any) -> int:
+    """A sequence classifier without a padding token refuses more than one row."""
+    unpadded = getattr(model.config, "pad_token_id", None) is None
+    return 1 if unpadded and "SequenceClassification" in type(model).__name__ else ROWS_AT_ONCE
+
+
+def _tokens(model: Any, spec: Spec, generator: torch.Generator) -> Batch:
+    """Token ids with padding at the end of the last row, its mask, and token types."""
+    accepted, (rows, length, *books) = accepted_by(model), spec.shape
+    vocabulary = spec.below or 2
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    if not (isinstance(padding, int) and 0 <= padding < vocabulary):
+        padding = None  # a config may name one that the embedding has no row for
+    ids = whole_numbers(replace(spec, leading=()), generator)
+    special = [padding, *spec.leading, spec.last, *special_tokens(model.config)]
+    reserved = torch.tensor([t for t in special if t is not None])
+    free = next((t for t in range(vocabulary) if t not in reserved), 0)
+    ids[torch.isin(ids, reserved)] = free
+    ids[:, : len(spec.leading)] = whole_numbers(spec)[:, : len(spec.leading)]
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    if rows > 1 and not books:
+        mask[-1, length - (length - len(spec.leading)) // 4 :] = 0
+        if padding is not None:
+            ids = torch.where(mask == 0, padding, ids)
+    if spec.last is not None:
+        ids[torch.arange(rows), mask.sum(1) - 1] = spec.last
+    types = int(getattr(model.config.get_text_config(), "type_vocab_size", 0) or 0)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    if types > 1:
+        batch["token_type_ids"] = torch.randint(0, types, ids.shape, generator=generator)
+    return {name: value for name, value in batch.items() if name in accepted or name == "input_ids"}
+
+
+def _length(model: Any) -> int:
+    return min(TOKENS, positions(model.config.get_text_config()))
+
+
+def positions(config: Any) -> int:
+    """Tokens that the position table has room for, past the rows that some tables reserve."""
+    limit = most_tokens(config)
+    return max(1, limit - 2) if limit else WINDOW
+
+
+def most_tokens(config: Any) -> int | None:
+    """How many positions a text config names; ``None`` where it does not say."""
+    names = ("max_position_embeddings", "max_target_positions")
+    limits = [int(limit) for name in names if (limit := getattr(config, name, None))]
+    return min(limits, default=None)
+
+
+def completed(model: Any, own: Batch, dtype: torch.dtype) -> Batch:
+    """``own``, with made-up values for what the model needs besides: images for a text, say."""
+    rows = len(next(iter(own.values())))
+    tokens = own["input_ids"].shape[1] if "input_ids" in own else _length(model)
+    bare, generator = without_weights(model), torch.Generator().manual_seed(0)
+    for form in forms(bare, rows, tokens):
+        if own.keys() & form.keys() and not any(
+            name in own and own[name].shape != spec.shape for name, spec in form.items()
+        ):
+            made = _batch(model, form, generator, dtype)
+            if "input_ids" in own and "attention_mask" in made:
+                made["attention_mask"] = torch.ones_like(own["input_ids"])
+            return {**made, **own}
+    return own
+
+
+def with_masked_patches(model: Any, batch: Batch, seed: int) -> Batch | None:
+    """``batch`` with half of its patches masked; ``None`` where ``forward`` takes no such mask."""
+    if "bool_masked_pos" not in accepted_by(model):
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    pixels = batch["pixel_values"]
+    patch = patch_size(model.config)
+    patches = (pixels.shape[-2] // patch[0]) * (pixels.shape[-1] // patch[1])
+    masked = torch.rand(len(pixels), patches, generator=generator) < 0.5
+    return {**batch, "bool_masked_pos": masked}
+
+
+def masked(batch: Batch, mask_token: int, seed: int) -> tuple[Batch, torch.Tensor]:
+    """15 % of the tokens replaced by the mask token, at least one per row, and where they are.
+
+    The mask is bool, shaped as ``input_ids``. Source: Devlin et al. 2019, section 3.1.
+    """
+    ids = batch["input_ids"]
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.rand(ids.shape, generator=generator)
+    chosen = (draws < 0.15) | (draws == draws.amin(1, keepdim=True))
+    return {**batch, "input_ids": torch.where(chosen, mask_token, ids)}, chosen

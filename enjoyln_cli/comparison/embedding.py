@@ -1,0 +1,69 @@
+"""The sentence embedding of a sentence-transformers pipeline, as an output to be compared.
+
+The modules behind the transformer (pooling, dense, normalisation) are those of that library, each
+loaded from its folder, and are applied to what the transformer returns in the dtype it returns.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from enjoyln_cli.checkpoint.sentence_transformers import MODULES
+from enjoyln_cli.checkpoint.source import Source
+from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.events import Event
+from enjoyln_cli.text import first_line
+
+LIBRARY = "sentence_transformers"
+EMBEDDING = "sentence_embedding"
+TOKENS = "last_hidden_state"
+
+Named = dict[str, torch.Tensor]
+
+
+def embedder(source: Source, event: Event) -> Callable[[Named, Batch], Named] | None:
+    """What adds the embedding to the outputs of a pipeline; ``None`` where there is none to add.
+
+    Where it cannot be computed, a stage says why, and what the transformer returns is compared.
+    """
+    if not (source.root / MODULES).is_file():
+        return None
+    try:
+        modules = _modules(source)
+    except Exception as error:  # of another library, which believes what the files say
+        first = first_line(error)
+        event("stage", f"comparing token embeddings, and not those of sentences: {first}")
+        return None
+
+    def add(outputs: Named, batch: Batch) -> Named:
+        tokens = outputs.get(TOKENS)
+        if tokens is None or "input_ids" not in batch:
+            return outputs
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        features: dict[str, Any] = {"token_embeddings": tokens, "attention_mask": mask}
+        with torch.no_grad():
+            for module in modules:
+                features = copy.deepcopy(module).to(tokens.dtype)(features)
+        found = features.get(EMBEDDING)  # what lies behind need not pool
+        return outputs if found is None else {**outputs, EMBEDDING: found}
+
+    return add
+
+
+def _modules(source: Source) -> list[torch.nn.Module]:
+    """The modules behind the transformer; only of the library's own classes."""
+    _, *behind = json.loads((source.root / MODULES).read_text(encoding="utf-8"))
+    found = []
+    for entry in behind:
+        package, _, name = str(entry["type"]).rpartition(".")
+        if package.partition(".")[0] != LIBRARY:
+            raise ValueError(f"{entry['type']} is no class of {LIBRARY}")
+        cls: Any = getattr(import_module(package), name)
+        found.append(cls.load(str(source.root / entry["path"])).eval())
+    return found

@@ -1,0 +1,537 @@
+"""From a model to a verified checkpoint: the order of the steps, and what stops it.
+
+Open, refuse what is folded already, analyse, follow the recipe given or hold the plan against the
+shipped one, stream, verify and write the card before the output appears. The proof always decides:
+a recipe can only choose among proven edits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from enjoyln_cli.analysis.suggest import better, suggestions
+from enjoyln_cli.archive.recorder import bytes_to_keep
+from enjoyln_cli.checkpoint.config import load_config, require_no_code_of, require_unfolded
+from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
+from enjoyln_cli.checkpoint.source import Source, open_source
+from enjoyln_cli.clock import Progress
+from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
+from enjoyln_cli.events import Event, by_python
+from enjoyln_cli.fs.staging import check_place, finished, work_of
+from enjoyln_cli.models.holders import holds_a_model, models_in
+from enjoyln_cli.plan.edits import edits_of
+from enjoyln_cli.plan.plan import PLAIN, Options
+from enjoyln_cli.report.notes import Row, row, suggestion
+from enjoyln_cli.rewrite.processes import ALONE, Team
+from enjoyln_cli.rewrite.shard_layout import bytes_to_write
+from enjoyln_cli.rewrite.writer import summed
+from enjoyln_cli.text import counted, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import Pipeline, PretrainedConfig
+
+    from enjoyln_cli.analysis.analyze import Analysis
+    from enjoyln_cli.calls.calls import ExampleCalls
+    from enjoyln_cli.plan.plan import Plan
+    from enjoyln_cli.recipe.recipe_file import Recipe
+    from enjoyln_cli.rewrite.directory import FoldResult
+    from enjoyln_cli.verification.verify import Verification
+
+OPTIONS: dict[str, dict[str, Any]] = {"widen-mlp": {"widen_mlp": True}, "untie": {"untie": True}}
+"""What a report can set beside the plan: the name of a column to what it allows."""
+CHECK_SECONDS = 60.0
+"""The time that the check of a fold may take, by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """How a model is opened, and what is asked of its plan."""
+
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    cache_dir: str | Path | None = None
+    trust_remote_code: bool = False
+    model_class: str | None = None
+    outputs: Sequence[str] = ()
+    options: Options = PLAIN
+    recipe: str | Path | None = None
+    stream: bool = False
+    """Fetch files of weights from the Hub one by one, and drop them when they are folded."""
+    example_calls: ExampleCalls = field(default=(), repr=False)
+    """Calls to prove beside those that the config tells."""
+
+    @property
+    def hub(self) -> dict[str, Any]:
+        """What it takes to open the same model again: ``token``, ``cache_dir``, and so on."""
+        return {
+            "token": self.token,
+            "cache_dir": self.cache_dir,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What it takes to repeat a fold elsewhere: all but where the files come from, and how."""
+        private = ("token", "cache_dir", "revision")
+        return {name: value for name, value in vars(self).items() if name not in private}
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """One model as ``enjoyln report`` knows it: from its configuration alone."""
+
+    name: str
+    config: PretrainedConfig
+    analysis: Analysis
+    options: Options = PLAIN
+
+    def row(self, paper: bool = False, options: bool = False) -> Row:
+        """The report's row; where asked for with the paper's criterion, or each option's plan."""
+        found = self.analysis
+        allowed = {
+            name: _allowing(found, replace(self.options, **setting))
+            for name, setting in (OPTIONS if options else {}).items()
+        }
+        return row(
+            self.name,
+            found.plan,
+            found.paper if paper else None,
+            found.gains(),
+            allowed,
+            () if options else suggestions(found, self.options),
+        )
+
+
+def _allowing(found: Analysis, options: Options) -> Plan:
+    """The plan with other options; as it is where the model does not allow them."""
+    try:
+        return found.under(options).plan
+    except UnsupportedModel:
+        return found.plan
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything known before the first byte is written."""
+
+    source: Source
+    config: PretrainedConfig
+    checkpoint: Checkpoint
+    plan: Plan
+    recipe_text: str
+    opening: Opening
+
+    def bytes_to_write(self, dtype: torch.dtype | str | None = None) -> int:
+        """Bytes of all tensors, the floating ones in ``dtype``."""
+        return bytes_to_write(self.checkpoint, edits_of(self.plan), _dtype(dtype))
+
+    def bytes_to_keep(self) -> int:
+        """About how many bytes ``keep_means`` takes besides, told from samples of the weights."""
+        return bytes_to_keep(self.checkpoint, edits_of(self.plan))
+
+    def bytes_added(self, dtype: torch.dtype | str | None = None) -> int:
+        """How many of them are there because tensors grow, or appear."""
+        return self.bytes_to_write(dtype) - bytes_to_write(self.checkpoint, {}, _dtype(dtype))
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def analyze(
+    model: str | Path | PretrainedConfig | torch.nn.Module | Pipeline,
+    *example_inputs: Any,
+    model_class: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    trust_remote_code: bool = False,
+    outputs: str | Sequence[str] = (),
+    options: Options = PLAIN,
+    example_calls: ExampleCalls = (),
+    **example_keywords: Any,
+) -> Analysis:
+    """Which LayerNorms of ``model`` can become RMSNorm, and why the others cannot.
+
+    ``model`` is a Hub id, a directory, a configuration (weights are neither read nor downloaded),
+    or any live module together with the inputs of one call of it; of a pipeline or a model of
+    sentence-transformers the model inside. ``example_calls`` are further calls that have to be
+    proven, each as a pair ``(args, kwargs)``; code outside of transformers refuses calls of another
+    form than those that were analysed. ``outputs`` are the fields of
+    what it returns that have to stay the same, as names or patterns
+    (``vision_model_output.pooler_output``, ``logits_*``); all of them by default. ``options`` allow
+    more than centring. Raises ``EnjoyLNError``.
+    """
+    from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
+    from enjoyln_cli.models.outputs import as_names
+
+    outputs = as_names(outputs)
+    if holds_a_model(model):
+        model = _only_model_in(model)
+    if isinstance(model, torch.nn.Module):
+        return analyze_module(
+            model,
+            *example_inputs,
+            outputs=outputs,
+            options=options,
+            example_calls=example_calls,
+            **example_keywords,
+        )
+    if example_inputs or example_keywords:
+        raise EnjoyLNError(
+            "example inputs are for a torch.nn.Module in memory; pass example_calls for this"
+        )
+    config: Any = model
+    if isinstance(model, (str, Path)):
+        source = open_source(
+            str(model), revision=revision, token=token, cache_dir=cache_dir, weights=False
+        )
+        config = load_config(source, trust_remote_code)
+    elif not trust_remote_code:
+        require_no_code_of(config, f"this {type(config).__name__}")
+    return analyze_config(
+        config,
+        model_class=model_class,
+        outputs=outputs,
+        options=options,
+        example_calls=example_calls,
+    )
+
+
+def _only_model_in(holder: Any) -> torch.nn.Module:
+    models = models_in(holder)
+    if len(models) > 1:
+        names = ", ".join(type(one).__name__ for one in models)
+        raise UnsupportedModel(
+            f"{type(holder).__name__} holds {len(models)} models ({names}); pass one of them"
+        )
+    return models[0]
+
+
+def inspect(
+    name: str, opening: Opening, *, is_type: bool = False, on_event: Event | None = None
+) -> Inspected:
+    """Analyse the model ``name``, or with ``is_type`` that model type's default configuration."""
+    event = on_event or by_python
+    if is_type:
+        config = default_config(name)
+    else:
+        source = _source(name, opening)
+        config = load_config(source, opening.trust_remote_code)
+        require_unfolded(config, source.model)
+    event("stage", f"analysing {name}")
+    found = analyze(
+        config,
+        model_class=opening.model_class,
+        outputs=opening.outputs,
+        options=opening.options,
+    )
+    return Inspected(name, config, found, opening.options)
+
+
+def default_config(model_type: str) -> PretrainedConfig:
+    """The configuration that transformers gives ``model_type`` when nothing is set.
+
+    Raises ``UnsupportedModel``, with the nearest names.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        hint = did_you_mean(model_type, CONFIG_MAPPING.keys())
+        unknown = f"transformers has no model type {model_type!r}"
+        raise UnsupportedModel(f"{unknown}; {hint}" if hint else unknown)
+    return CONFIG_MAPPING[model_type]()
+
+
+def prepare(
+    model: str | Path,
+    out: str | Path | None,
+    opening: Opening,
+    *,
+    force: bool = False,
+    resume: bool = False,
+    on_event: Event | None = None,
+) -> Prepared:
+    """Open and analyse ``model``, and settle which proven edits will be made.
+
+    Where ``out`` is given, it is refused before any work if ``write`` could not place it there.
+    A recipe that is asked for is followed or refused. Without one the plan is the whole proof,
+    and a shipped recipe that disagrees with it raises a warning. The outputs and options are by
+    default the recipe's. Raises ``EnjoyLNError``.
+    """
+    from enjoyln_cli.analysis.analyze import analyze_config
+    from enjoyln_cli.recipe.recipe_file import load_recipe, options_asked, outputs_asked
+
+    event = on_event or by_python
+    event("stage" if Path(model).is_dir() else "download", f"opening {model}")
+    source = _source(str(model), opening)
+    config = load_config(source, opening.trust_remote_code)
+    require_unfolded(config, source.model)
+    if out is not None:
+        check_place(Path(out), source=source.root, force=force, resume=resume)
+    source = _source(str(model), replace(opening, revision=source.revision), weights=True)
+    checkpoint = open_checkpoint(source)
+    config = load_config(source, opening.trust_remote_code)  # with a pipeline's settings
+    event("stage", f"finding the LayerNorms of {config.model_type} that can be converted")
+    asked = None if opening.recipe is None else load_recipe(opening.recipe)
+    model_class, outputs = opening.model_class, opening.outputs
+    outputs = outputs or (outputs_asked(asked, model_class, config) if asked else ())
+    options = opening.options
+    if asked is not None and options == PLAIN:
+        options = options_asked(asked)
+    found = analyze_config(
+        config,
+        model_class=model_class,
+        checkpoint=checkpoint,
+        outputs=outputs,
+        options=options,
+        example_calls=opening.example_calls,
+    )
+    plan = _settled(found.plan, config, asked, options, event)
+    if unproven := set(config.architectures or ()) - set(plan.classes):
+        event(
+            "warning",
+            f"the result is proven for {', '.join(plan.classes)} only; loaded as "
+            f"{', '.join(sorted(unproven))}, its saved class, it may give other outputs",
+        )
+    if options.untie and not plan.untied:
+        event("warning", "--untie changes nothing here: no LayerNorm depends on a tied weight")
+    if not plan.folded:
+        event("stage", "looking for options that would convert some")
+        alone = {
+            name: analyze_config(config, model_class=name, checkpoint=checkpoint, options=options)
+            for name in (plan.classes if len(plan.classes) > 1 and not opening.model_class else ())
+        }
+        raise NothingToFold(_nothing(str(model), found, options, alone))
+    if plan.covered is not None:
+        plan.covered.require_any(plan.model_class)
+    text = recipe_text([Inspected(str(model), config, replace(found, plan=plan), options)])
+    return Prepared(source, config, checkpoint, plan, text, opening)
+
+
+def _source(name: str, opening: Opening, weights: bool = False) -> Source:
+    return open_source(
+        name,
+        revision=opening.revision,
+        token=opening.token,
+        cache_dir=opening.cache_dir,
+        weights=weights,
+        stream=weights and opening.stream,
+    )
+
+
+def write(
+    ready: Prepared,
+    out: str | Path,
+    on_event: Event | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | None = None,
+    jobs: int | None = None,
+    force: bool = False,
+    resume: bool = False,
+    verify: bool = True,
+    keep_means: bool = False,
+    allow_nonfinite: bool = False,
+    samples: int | str | Path | None = None,
+    seconds: float | None = CHECK_SECONDS,
+    on_check: Progress = lambda done, total: None,
+    team: Team = ALONE,
+) -> FoldResult:
+    """Carry out what ``prepare`` settled. See ``convert``; of a ``team`` all call this."""
+    from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
+    from enjoyln_cli.rewrite.directory import fold_checkpoint
+
+    event = on_event or by_python
+    verify = verify and not ready.opening.stream
+    dtype = _dtype(dtype)
+    read_user_data(samples=samples)  # before anything is written
+    seconds_of(seconds)
+
+    def check(folded: Path) -> Verification:
+        from enjoyln_cli.verification.verify import verify as measure
+
+        event("stage", "verifying")
+        how: dict[str, Any] = {"samples": samples, "seconds": seconds, "on_progress": on_check}
+        return measure(folded, plan=ready.plan, on_event=event, **how, **ready.opening.hub)
+
+    def finish(folded: Path) -> None:
+        from enjoyln_cli.publish.push import write_card
+
+        own = {"dtype": dtype, "max_shard_size": max_shard_size, "keep_means": keep_means}
+        own |= {"allow_nonfinite": allow_nonfinite, "no_verify": not verify}
+        options = {**ready.opening.asked, **own}
+        write_card(folded, ready.plan, ready.source, options, Path(out).expanduser().absolute())
+
+    left = finished(work_of(Path(out))) if resume else 0
+    before = f", {counted(left, 'file')} finished by an earlier run" if left else ""
+    event("stage", f"writing {out}{before}")
+    return fold_checkpoint(
+        ready.checkpoint,
+        ready.plan,
+        Path(out),
+        recipe_text=ready.recipe_text,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        jobs=jobs,
+        force=force,
+        resume=resume,
+        keep_means=keep_means,
+        allow_nonfinite=allow_nonfinite,
+        progress=summed(ready.bytes_to_write(dtype), on_progress),
+        check=check if verify else None,
+        finish=finish,
+        team=team,
+    )
+
+
+def convert(
+    model: str | Path,
+    out: str | Path,
+    *,
+    recipe: str | Path | None = None,
+    model_class: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    trust_remote_code: bool = False,
+    outputs: str | Sequence[str] = (),
+    options: Options = PLAIN,
+    example_calls: ExampleCalls = (),
+    on_event: Event | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | None = None,
+    jobs: int | None = None,
+    force: bool = False,
+    resume: bool = False,
+    verify: bool = True,
+    keep_means: bool = False,
+    allow_nonfinite: bool = False,
+    stream: bool = False,
+    samples: int | str | Path | None = None,
+    seconds: float | None = CHECK_SECONDS,
+    on_check: Progress = lambda done, total: None,
+) -> FoldResult:
+    """Fold ``model`` (a Hub id or a directory) into the new directory ``out``.
+
+    ``dtype`` converts all floating weights on the way, ``max_shard_size`` (bytes) cuts the shards
+    anew, ``on_progress`` receives bytes done and bytes in all, ``on_event`` stages and warnings.
+    ``outputs`` are those of ``analyze``: what has to stay the same, where that is not everything;
+    ``options`` what may be changed besides centring, ``example_calls`` what has to be proven beside
+    the usual calls.
+    With ``keep_means`` the result can be undone bit for bit (``unfold``), at the price of some more
+    bytes and not together with ``dtype``. NaN and Inf in weights that are edited are refused, and
+    with ``allow_nonfinite`` spread over what is centred with them. With ``resume`` it goes on where
+    a run that was killed or interrupted has stopped; without, and without ``force``, what that has
+    left is refused.
+    With ``verify`` a result that does not compute the original function is not kept:
+    ``VerificationFailed``. ``samples`` and ``seconds`` are those of ``verify``: the check
+    ends in about a minute, and compares every stored tensor and the identity in float64 all the
+    same; with ``seconds=None`` it takes as long as it takes. ``on_check`` receives the seconds that
+    it has taken, and those that it should take. With ``stream`` the files of weights are
+    fetched from the Hub one by one, and each is dropped from the cache when it is folded if it was
+    not there before; nothing is verified then, as that takes the whole original. Raises
+    ``EnjoyLNError`` in every case that leaves no ``out``.
+    """
+    from enjoyln_cli.models.outputs import as_names
+
+    opening = Opening(
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        trust_remote_code=trust_remote_code,
+        model_class=model_class,
+        outputs=as_names(outputs),
+        options=options,
+        recipe=recipe,
+        stream=stream,
+        example_calls=example_calls,
+    )
+    ready = prepare(model, out, opening, force=force, resume=resume, on_event=on_event)
+    return write(
+        ready,
+        out,
+        on_event,
+        on_progress,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        jobs=jobs,
+        force=force,
+        resume=resume,
+        verify=verify,
+        keep_means=keep_means,
+        allow_nonfinite=allow_nonfinite,
+        samples=samples,
+        seconds=seconds,
+        on_check=on_check,
+    )
+
+
+def recipe_text(found: Sequence[Inspected]) -> str:
+    """The plans as one recipe, as it stands in a file: a variant for each that differs.
+
+    Raises ``RecipeError`` where the models are not of one family.
+    """
+    from enjoyln_cli.recipe.recipe_file import dump_recipe, merged, options_data, recipe_of
+
+    recipes = [
+        recipe_of(one.analysis.plan, config=one.config, options=options_data(one.options))
+        for one in found
+    ]
+    return dump_recipe(recipes[0] if len(recipes) == 1 else merged(recipes))
+
+
+def _settled(
+    plan: Plan,
+    config: PretrainedConfig,
+    recipe: Recipe | None,
+    options: Options,
+    event: Event,
+) -> Plan:
+    from enjoyln_cli.recipe.recipe_file import differences, follow, shipped_recipe
+
+    if recipe is not None:
+        return follow(recipe, plan, config=config)
+    whole = not plan.outputs and options == PLAIN
+    shipped = shipped_recipe(plan, config) if whole else None
+    same_classes = shipped and set(shipped.variants[0].classes) == set(plan.classes)
+    found = differences(shipped, plan, config=config) if shipped and same_classes else ()
+    if found:
+        what = "; ".join(found)
+        event(
+            "warning",
+            f"the recipe that ships with enjoyln differs from the proof, which is followed: {what}",
+        )
+    return plan
+
+
+def _nothing(model: str, found: Analysis, options: Options, alone: Mapping[str, Analysis]) -> str:
+    """Why no norm of ``model`` becomes RMSNorm, and which options would convert some.
+
+    ``alone`` has the analyses for each of the plan's classes by itself.
+    """
+    plan, already = found.plan, sum(count for _, count in found.plan.other_norms)
+    if not plan.norms and already:
+        return f"{model} has nothing to convert: its {already} norms are RMSNorm already"
+    if not plan.norms:
+        return f"{model} has nothing to convert: there is no LayerNorm in it"
+    reasons: dict[str, list[str]] = {}
+    for verdict in plan.kept:
+        reasons.setdefault(verdict.reason, []).append(verdict.norm)
+    why = "; ".join(f"{len(norms)} x {reason}" for reason, norms in reasons.items())
+    by_class = ((f"--model-class {name}", one.plan) for name, one in alone.items())
+    more = (*suggestions(found, options, count_untied=True), *better(plan, by_class))
+    ways = [suggestion(vars(one)) for one in more]
+    ways += [
+        f"--outputs {','.join(gain.outputs)} would convert {gain.norms}" for gain in found.gains()
+    ]
+    help_ = f"{', '.join(ways)}; " if ways else ""
+    look = f"enjoyln report {model} --why {plan.kept[0].norm}"
+    return f"no LayerNorm of {model} can be converted ({why}); {help_}`{look}` shows where"

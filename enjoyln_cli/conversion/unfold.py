@@ -1,0 +1,234 @@
+"""The way back: from a converted directory to the original, bit for bit.
+
+Where the fold has kept what it takes (``archive``), every tensor is restored into the file and the
+place that it came from, and checked by digest on the way; config, index and model card come back as
+they were read. Where it has not, the result already is a LayerNorm checkpoint that computes the
+original's function, and what goes is the marker. In both cases recipe, verification, the card that
+tells of them and the kept folder stay behind, and the other files come along. The directory appears
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from enjoyln_cli.archive.archive_file import Kept, Piece, open_kept, read_corrections
+from enjoyln_cli.archive.prediction import Undo, predicted
+from enjoyln_cli.archive.residuals import correct
+from enjoyln_cli.checkpoint.config import MARKER, raw_config
+from enjoyln_cli.checkpoint.file_roles import CONFIG, is_file_name
+from enjoyln_cli.checkpoint.headers import DTYPES, Stored, tensors_of_header
+from enjoyln_cli.checkpoint.reader import (
+    Checkpoint,
+    blocks_of,
+    open_checkpoint,
+    other_files,
+    pipeline_files,
+)
+from enjoyln_cli.checkpoint.result_files import CARD_FILE, FOLDER, is_own
+from enjoyln_cli.checkpoint.source import open_source, require_unchanged, states_of
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.fs.digests import digest_of_piece, digest_of_tensor
+from enjoyln_cli.fs.staging import staged_output
+from enjoyln_cli.publish.card import is_card
+from enjoyln_cli.rewrite.blocks import Ends, Lane, outgoing, read, room, write
+from enjoyln_cli.rewrite.directory import copy_files
+from enjoyln_cli.rewrite.shard_layout import Shard
+from enjoyln_cli.rewrite.steps import Slot
+from enjoyln_cli.rewrite.writer import Task, summed, write_tensors
+
+WITHOUT = f"delete its folder {FOLDER} to get a copy that is not bit for bit the original"
+
+
+@dataclass(frozen=True)
+class Unfolded:
+    """What an unfold has written."""
+
+    back: Path
+    restored: bool
+    """Whether it is the original; otherwise it is the result without its marker."""
+    tensors: int
+    bytes_written: int
+    seconds: float
+
+
+def unfold(
+    out: str | Path,
+    back: str | Path,
+    *,
+    jobs: int | None = None,
+    force: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Unfolded:
+    """Write what the converted directory ``out`` was made from to the new directory ``back``.
+
+    It is the original bit for bit, in its files and their layout, where ``out`` was folded with
+    ``keep_means``; otherwise ``out`` without its marker. ``jobs`` is the number of cores to keep
+    busy, ``on_progress`` receives bytes done and bytes in all, ``force`` replaces ``back``.
+
+    Raises ``BadCheckpoint`` where ``out`` is no result of a fold, where what was kept is damaged
+    or belongs to another result, and where a tensor is not what the fold wrote; ``OutputError``.
+    """
+    begin = perf_counter()
+    source = open_source(str(out), weights=True)
+    config = raw_config(source)
+    if MARKER not in config:
+        raise BadCheckpoint(f"{out} was not folded: its {CONFIG} has no enjoyln entry")
+    folded = open_checkpoint(source)
+    kept = None
+    if (source.path / FOLDER).exists():
+        kept = open_kept(source.path / FOLDER, config[MARKER])
+    with staged_output(Path(back), source=source.root, force=force) as staged:
+        inner = staged / source.folder
+        inner.mkdir(parents=True, exist_ok=True)
+        names = [name for name in other_files(folded) if not is_own(name)]
+        around = pipeline_files(folded)
+        others = states_of(source.path, names), states_of(source.root, around)
+        copy_files(names, source.path, inner)
+        copy_files(around, source.root, staged)
+        if is_card(staged / CARD_FILE):
+            (staged / CARD_FILE).unlink()
+        if kept:
+            for name, content in kept.files.items():
+                if name == CARD_FILE:
+                    (staged / name).write_bytes(content)
+                else:
+                    (inner / _plain_name(name, CONFIG, ".index.json")).write_bytes(content)
+            restore(folded, kept, inner, jobs, on_progress)
+        else:
+            index = () if folded.index is None else (folded.index,)
+            copy_files((*folded.shards, *index), source.path, inner)
+            text = json.dumps({k: v for k, v in config.items() if k != MARKER}, indent=2) + "\n"
+            (inner / CONFIG).write_text(text, encoding="utf-8")
+        require_unchanged(source.path, {**folded.states, **others[0]})
+        require_unchanged(source.root, others[1])
+        size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
+    tensors = kept.undo if kept else folded.tensors
+    return Unfolded(Path(back), kept is not None, len(tensors), size, perf_counter() - begin)
+
+
+def restore(
+    folded: Checkpoint,
+    kept: Kept,
+    into: Path,
+    jobs: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the weight files of the original into ``into``."""
+    shards = _shards(folded, kept)
+    total = sum(slot.nbytes for shard in shards for slot in shard.slots)
+    with ExitStack() as stack:
+        file = os.open(kept.path, os.O_RDONLY)
+        stack.callback(os.close, file)
+
+        def tasks(slot: Slot) -> Iterator[Task]:
+            undo = kept.undo[slot.name]
+            return (partial(_restore, file, undo, piece) for piece in kept.pieces[slot.name])
+
+        progress = summed(total, on_progress)
+        write_tensors(folded, tasks, shards, into, jobs=jobs, progress=progress)
+
+
+def _shards(folded: Checkpoint, kept: Kept) -> list[Shard]:
+    """The original's files, each tensor with the written one that it is told from.
+
+    Raises ``BadCheckpoint`` where they are not those that the fold wrote.
+    """
+    for name, digest in kept.unread.items():
+        if name not in folded.tensors or digest_of_tensor(blocks_of(folded, name)) != digest:
+            raise BadCheckpoint(
+                f"{name} is not what the fold wrote, so it cannot be restored: the weights were "
+                f"changed since; {WITHOUT}"
+            )
+    shards = []
+    for file, header in kept.headers.items():
+        slots = [_slot(folded, kept, one) for one in tensors_of_header(file, header)]
+        shards.append(Shard(_plain_name(file, ".safetensors"), header, tuple(slots)))
+    found = [slot.name for shard in shards for slot in shard.slots]
+    if sorted(found) != sorted(kept.undo):
+        raise BadCheckpoint(f"{kept.path} contradicts itself: it does not hold what its files list")
+    return shards
+
+
+def _slot(folded: Checkpoint, kept: Kept, one: Stored) -> Slot:
+    undo = kept.undo.get(one.name)
+    if undo is None or (undo.dtype, undo.shape) != (DTYPES[one.dtype], one.shape):
+        raise BadCheckpoint(f"{kept.path} contradicts itself about {one.name}")
+    written = folded.tensors.get(kept.written[one.name])
+    if written is None:
+        raise BadCheckpoint(
+            f"{kept.written[one.name]} is not stored, which {one.name} has to be restored from: "
+            f"the weights were changed since the fold; {WITHOUT}"
+        )
+    if written.dtype != one.dtype or not _holds(written.shape, one.shape):
+        raise BadCheckpoint(
+            f"{written.name} is stored as {written.dtype} of shape {list(written.shape)}, not as "
+            f"the fold wrote it: the weights were changed since; {WITHOUT}"
+        )
+    return Slot(one.name, written, one.dtype, one.shape, one.offset)
+
+
+def _holds(written: tuple[int, ...], original: tuple[int, ...]) -> bool:
+    """Whether one shape begins with the other: the same, but longer in one dimension at most."""
+    if len(written) != len(original):
+        return False
+    pairs = [(a, b) for a, b in zip(written, original, strict=True) if a != b]
+    return len(pairs) <= 1 and all(a > b for a, b in pairs)
+
+
+def _plain_name(name: str, *ends: str) -> str:
+    if not is_file_name(name, *ends):
+        raise BadCheckpoint(f"{name!r:.99} is no file of its own directory; do not use this result")
+    return name
+
+
+def _restore(file: int, undo: Undo, piece: Piece, lane: Lane, ends: Ends) -> Iterator[None]:
+    """Tell a piece from what was written, correct it, check it, write it."""
+    data = outgoing(lane, ends, piece.start, piece.nbytes)
+    _read_cut(ends, piece.start, data)
+    if piece.told:
+        try:
+            x, at = torch.frombuffer(data, dtype=undo.dtype), 0
+            for block in predicted(undo, x, piece.start // undo.dtype.itemsize, room(lane)):
+                x[at : at + block.numel()].copy_(block)
+                at += block.numel()
+            correct(x, read_corrections(file, piece, undo.dtype))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise BadCheckpoint(
+                f"what was kept of {ends.slot.name} contradicts itself; {WITHOUT}"
+            ) from error
+    if digest_of_piece(data) != piece.digest:
+        stored = ends.slot.stored
+        raise BadCheckpoint(
+            f"{stored.name} in {stored.file} is not what the fold wrote, so that {ends.slot.name} "
+            f"cannot be restored: the weights were changed since; {WITHOUT}"
+        )
+    write(lane, ends, piece.start, data)
+    yield
+
+
+def _read_cut(ends: Ends, start: int, data: memoryview) -> None:
+    """The bytes from ``start`` of what was written, without what was appended to its slices."""
+    shape, wider = ends.slot.shape, ends.slot.stored.shape
+    dim = next((d for d, (a, b) in enumerate(zip(shape, wider, strict=True)) if a != b), 0)
+    if not shape or prod(shape[:dim]) == 1:
+        read(ends, start, data)
+        return
+    size = DTYPES[ends.slot.dtype].itemsize * prod(shape[dim + 1 :])
+    row, stored = shape[dim] * size, wider[dim] * size
+    first, last = start // row, -(-(start + len(data)) // row)
+    rows = np.empty((last - first, stored), dtype=np.uint8)
+    read(ends, first * stored, rows.reshape(-1).data)
+    kept = rows[:, :row].reshape(-1)
+    data[:] = kept[start - first * row :][: len(data)].data

@@ -1,0 +1,1 @@
+"""What a call of a model reaches, changes and leaves behind besides what it returns."""

@@ -1,0 +1,204 @@
+"""Runs the calls of a model as one that is captured, and hands out every value that leaves them.
+
+Here a model is made ready to be captured: in eval mode, with its places marked, and so that what it
+keeps is afterwards what it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import config as fx_config
+
+from enjoyln_cli.effects.escapes import (
+    WatchPython,
+    changed,
+    kept_state,
+    require_finished,
+    still_alive,
+    version,
+    versions,
+    what_holds,
+)
+from enjoyln_cli.effects.mode_queries import watched_questions
+from enjoyln_cli.effects.reachable import Remembered
+from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.graph.insertion_points import Places, marked
+from enjoyln_cli.models.norm_modules import NormRuns, watched_norms
+from enjoyln_cli.models.outputs import by_field, tensors_in
+
+
+class Steps(nn.Module):
+    """Runs a model's calls in one graph and returns every tensor that it gives out."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        flags: Mapping[str, Any],
+        inner: str | None,
+        watchers: Watchers | None = None,
+        cache: Any = None,
+        before: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None,
+    ) -> None:
+        """``watchers`` are told where the ops of the model begin to be recorded, and what stays.
+
+        The first step gets a copy of ``cache``; ``before`` is called with what each is given.
+        """
+        super().__init__()
+        self.model = model
+        self.flags = dict(flags)
+        self.inner = inner
+        self.watchers = watchers
+        self.cache = cache
+        self.before = before
+        self.replaced: set[str] = set()
+        """Parameters that a call changes or puts others in the place of."""
+        self.read_values = False
+        """Whether Python read a value of a tensor, and so may take another path with another."""
+
+    def forward(self, *steps: Any) -> list[tuple[dict[str, list[torch.Tensor]], Any]]:
+        """For each step the model's output by field, and all else that leaves it.
+
+        That is what ``inner`` returned, and what something still holds. Where a call leaves that,
+        or changes what the model keeps, the same steps run once more.
+
+        Raises ``TraceFailed`` where each call changes it anew.
+        """
+        if self.watchers:
+            self.watchers.norms.begin()
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        own = [*weights.values(), *self.model.buffers(), *tensors_in(steps)]
+        given = versions(own)
+        state = kept_state(self.model)
+        asking: AbstractContextManager[dict[str, None]] = nullcontext({})
+        if self.watchers:
+            asking = watched_questions(self.model)
+        with WatchPython() as watch, asking as questions:
+            returned, results = self._run(steps)
+            left = still_alive([*tensors_in(returned), *watch.read], given)
+            after = kept_state(self.model)
+            if left or changed(state, after):
+                more, again = self._run(steps)
+                returned, results = returned + more, [*results, again]
+                left = still_alive([*tensors_in(returned), *watch.read], given)
+                if moving := changed(after, kept_state(self.model)):
+                    where = ".".join(filter(None, moving[0]))
+                    raise TraceFailed(
+                        f"each call changes {where}, so that no call tells what the next one does"
+                    )
+        self.read_values |= watch.read_values
+        if self.watchers:
+            self.watchers.left.extend(weakref.ref(one) for one in left if id(one) not in given)
+        if asked := [*questions, *watch.questions]:
+            raise TraceFailed(
+                f"its code asks for {asked[0]}, which may be another in a later call; a choice "
+                "that depends on it has to be an argument, or made before the call"
+            )
+        now = dict(self.model.named_parameters(remove_duplicate=False))
+        if added := now.keys() - weights.keys():
+            raise TraceFailed(f"forward makes a parameter, {min(added)}")
+        self.replaced |= {
+            name
+            for name, tensor in weights.items()
+            if now.get(name) is not tensor or version(tensor) != given[id(tensor)]
+        }
+        return [*returned, ({}, [*left, *watch.read])]
+
+    def _run(self, steps: Any) -> tuple[list[tuple[dict[str, list[torch.Tensor]], Any]], list[Any]]:
+        returned: list[tuple[dict[str, list[torch.Tensor]], Any]] = []
+        results: list[Any] = []
+        cache = {} if self.cache is None else {"past_key_values": _fresh(self.cache)}
+        inside: list[Any] = []
+        if self.inner is not None:
+            base = self.model.get_submodule(self.inner)
+            hook = base.register_forward_hook(lambda *call: inside.append(call[-1]))
+        for args, kwargs in steps:
+            named = {**kwargs, **cache, **self.flags}
+            self.before(args, named)
+            result = self.model(*args, **named)
+            results.append(result)
+            require_finished(result)
+            returned.append((by_field(result), tensors_in(inside)))
+            if getattr(result, "past_key_values", None) is None:
+                break
+            cache = {"past_key_values": result.past_key_values}
+        if self.inner is not None:
+            hook.remove()
+        return returned, [results, inside]
+
+
+def _fresh(cache: Any) -> Any:
+    """A copy of an empty cache, with tensors that belong to the graph."""
+    held = [vars(one) for one in (cache, *getattr(cache, "layers", ())) if hasattr(one, "__dict__")]
+    return copy.deepcopy(cache, {id(tensor): tensor.clone() for tensor in tensors_in(held)})
+
+
+@dataclass(frozen=True)
+class Watchers:
+    """What is noted of a model while it is captured."""
+
+    norms: NormRuns
+    places: Places
+    left: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """Values of a call that something still held when it had ended."""
+
+
+@contextmanager
+def ready(model: nn.Module) -> Iterator[Watchers]:
+    """In eval mode, without gradients, without warnings, with norms and places watched.
+
+    All that the model's code can reach is afterwards what it was.
+
+    Raises ``TraceFailed`` where something is not.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    remembered = Remembered(model)
+    try:
+        with warnings.catch_warnings(), torch.no_grad(), _brief_export():
+            warnings.simplefilter("ignore")
+            with watched_norms(model) as norms, marked(model) as places:
+                watchers = Watchers(norms, places)
+                yield watchers
+    finally:
+        left = remembered.put_back()
+        for module in training:
+            module.training = True
+    left += what_holds([ref for ref in watchers.left if not remembered.has(ref())])
+    if left:
+        raise TraceFailed(
+            f"a call of the model changes {left[0]}, which cannot be put back after a trace; keep "
+            "what calls share in attributes of modules, and build the model anew"
+        )
+
+
+@contextmanager
+def _brief_export() -> Iterator[None]:
+    """Without what torch says about exceptions that it raises anyway, and a quarter faster.
+
+    No Python stack is recorded with each node, and nothing looks for garbage while a graph grows.
+    """
+    logged, collecting = logging.root.manager.disable, gc.isenabled()
+    unrecorded = getattr(fx_config, "do_not_emit_stack_traces", False)  # since torch 2.13
+    logging.disable(logging.ERROR)
+    fx_config.do_not_emit_stack_traces = True
+    gc.disable()
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(logged)
+        fx_config.do_not_emit_stack_traces = unrecorded
+        if collecting:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""How a captured graph is read, and where operations can be put into it."""

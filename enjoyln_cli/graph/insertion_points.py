@@ -1,0 +1,202 @@
+"""Where an operation can stand: on what a leaf returns, or on the first input of a block.
+
+A block is a module with children that stands in a list. A proof is about one value of a graph, and
+a folded model changes what ``forward`` takes or returns, so both use the same two functions to tell
+which value that is. While a graph is captured, that very value is marked there. A module of which
+any call takes or returns something else has no such place.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import _pytree as pytree
+
+from enjoyln_cli.graph.nodes import packet
+from enjoyln_cli.models.norm_modules import (
+    first_input,
+    foreign_hooks,
+    forward_hooks,
+    replaced_forward,
+)
+
+Where = Literal["output", "input", "entry"]
+Spot = tuple[str, Where]
+"""A module, and which of its values."""
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+MARK = "enjoyln_place"
+aten = torch.ops.aten
+
+
+def change_input(
+    change: Change, first: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]] | None:
+    """``args`` and ``kwargs`` with the first input changed; ``None`` if that is no real tensor."""
+    if args:
+        return ((change(args[0]), *args[1:]), kwargs) if _is_real(args[0]) else None
+    if not _is_real(kwargs.get(first)):
+        return None
+    return args, {**kwargs, first: change(kwargs[first])}
+
+
+def change_output(change: Change, output: Any) -> Any:
+    """A tensor, or the first element of a plain tuple, changed; ``None`` for anything else."""
+    if _is_real(output):
+        return change(output)
+    if type(output) is tuple and output and _is_real(output[0]):
+        return (change(output[0]), *output[1:])
+    return None
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+@dataclass
+class Places:
+    """The places of a model that a capture meets."""
+
+    lost: set[Spot] = field(default_factory=set)
+    """Those where some call has another kind of value."""
+    _calls: int = 0
+
+    def mark(self, path: str, where: Where, value: torch.Tensor) -> torch.Tensor:
+        """``value`` as a node of its own in the graph that is captured, which says where it is."""
+        mode: Any = get_proxy_mode()
+        if mode is None:
+            return value
+        self._calls += 1
+        marked = aten.alias(value)
+        meta = mode.tracer.tensor_tracker[marked].proxy.node.meta
+        meta["custom"] = {**meta.get("custom", {}), MARK: (path, where, self._calls)}
+        return marked
+
+
+@contextmanager
+def marked(model: nn.Module) -> Iterator[Places]:
+    """Within it, graphs of ``model`` are captured with their places marked."""
+    places = Places()
+    blocks = {
+        id(block)
+        for module in model.modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        for block in module
+        if block is not None and any(block.children())
+    }
+    patched: list[tuple[nn.Module, Any]] = []
+    for path, module in model.named_modules():
+        leaf = not any(module.children())
+        if replaced_forward(module) or foreign_hooks(forward_hooks(module)):
+            places.lost.add((path, "output"))
+        if (leaf or id(module) in blocks) and inspect.isfunction(type(module).forward):
+            patched.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = _marking(places, path, module, leaf)
+    hooks = [
+        module.register_forward_pre_hook(_be_called)
+        for module in model.modules()
+        if id(module) in blocks
+    ]
+    try:
+        yield places
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, before in patched:
+            if before is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = before
+
+
+def _be_called(module: nn.Module, args: Any) -> None:
+    """Makes ``nn.TransformerEncoderLayer`` call its children, and not one fused op."""
+
+
+def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callable[..., Any]:
+    inner, first = module.forward, first_input(type(module).forward)
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return inner(*args, **kwargs)  # what is in a sub-graph has no place
+        if not leaf:
+            found = change_input(lambda x: places.mark(path, "input", x), first, args, kwargs)
+            if found is None:
+                places.lost.add((path, "input"))
+                return inner(*args, **kwargs)
+            return inner(*found[0], **found[1])
+        output = inner(*args, **kwargs)
+        value = output[0] if type(output) is tuple and output else output
+        through = _is_among(value, (*args, *kwargs.values()))
+        changed = None
+        if not through:
+            changed = change_output(lambda x: places.mark(path, "output", x), output)
+        if changed is None:
+            places.lost.add((path, "output"))
+            return output
+        return changed
+
+    return forward
+
+
+def _is_among(value: Any, given: Sequence[Any]) -> bool:
+    """Whether a value is one of those given, or inside of one."""
+    several = [one for one in given if not isinstance(one, torch.Tensor)]
+    return any(value is one for one in (*given, *pytree.tree_leaves(several)))
+
+
+def settle(graph: Graph) -> None:
+    """The mark of an output goes to the value itself, where nothing else reads that.
+
+    A cast that changes nothing does not get it: a decomposition may leave that out.
+    """
+    for node in list(graph.nodes):
+        if _mark(node) is None or _mark(node)[1] != "output":
+            continue
+        value = node.args[0]
+        returned = any(user.op == "output" for user in node.users)
+        if returned or value.op != "call_function" or len(value.users) > 1 or _mark(value):
+            continue
+        if packet(value) is aten.to and _dtype(value) == _dtype(value.args[0]):
+            continue
+        value.meta["custom"] = {**value.meta.get("custom", {}), MARK: _mark(node)}
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+
+
+def places_of(graph: Graph) -> dict[Node, Spot]:
+    """The marked values; those of calls that ended in several nodes are left out."""
+    return {nodes[0]: mark[:2] for mark, nodes in _by_mark(graph).items() if len(nodes) == 1}
+
+
+def lost_places(graph: Graph) -> set[Spot]:
+    """Those of which some call ended in several nodes."""
+    return {mark[:2] for mark, nodes in _by_mark(graph).items() if len(nodes) > 1}
+
+
+def _by_mark(graph: Graph) -> dict[Any, list[Node]]:
+    found: dict[Any, list[Node]] = {}
+    for node in graph.nodes:
+        mark = _mark(node)
+        if mark is not None and isinstance(node.meta.get("val"), torch.Tensor):
+            found.setdefault(mark, []).append(node)
+    return found
+
+
+def _dtype(node: Any) -> Any:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _mark(node: Node) -> Any:
+    return node.meta.get("custom", {}).get(MARK)

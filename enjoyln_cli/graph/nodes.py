@@ -1,0 +1,148 @@
+"""How a node of a captured graph is read: its op, its arguments, the shape of its value."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from enjoyln_cli.plan.axis import Axis, moved
+
+aten = torch.ops.aten
+
+
+def packet(node: Node) -> Any:
+    """The op without its overload; what a node that is no op call targets otherwise."""
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def op_name(node: Node) -> str:
+    """The op as a person knows it: ``cat``, ``layer_norm``."""
+    return str(getattr(packet(node), "__name__", packet(node)))
+
+
+_INT = frozenset({int})
+
+
+def shape_of(node: Any) -> tuple[int, ...] | None:
+    """The traced shape of a tensor-valued node; ``None`` too where it depends on values."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    shape = tuple(value.shape)
+    return shape if _INT.issuperset(map(type, shape)) else None
+
+
+def rank_of(node: Any) -> int:
+    """Number of dimensions; 0 for what is no tensor."""
+    return len(shape_of(node) or ())
+
+
+def is_floating(node: Node) -> bool:
+    """Whether the node is a tensor of a floating dtype."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument by position, or by its name in the op's schema."""
+    if position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def is_part(node: Node) -> bool:
+    """Whether the node takes one of several results of another."""
+    return node.target is operator.getitem
+
+
+def occurrences(node: Node, operand: Node) -> int:
+    """How often ``operand`` stands among the arguments; a part counts its whole's arguments."""
+    whole: Any = node.args[0] if is_part(node) else node
+    found: list[Node] = []
+    torch.fx.map_arg((whole.args, whole.kwargs), lambda argument: found.append(argument))
+    return sum(argument is operand for argument in found)
+
+
+def constant_along(value: Any, axis: Axis, rank: int) -> bool:
+    """Whether ``value``, broadcast to ``rank`` dimensions, is the same all along ``axis.dim``."""
+    if not isinstance(value, Node):
+        return True
+    shape = shape_of(value)
+    if shape is None:
+        return False
+    dim = axis.dim - (rank - len(shape))
+    return dim < 0 or shape[dim] == 1
+
+
+def broadcast(operand: Node, axis: Axis, rank: int) -> Axis:
+    """``axis`` of a result of ``rank`` dimensions, on an operand that is broadcast to it."""
+    return moved(axis, axis.dim - (rank - rank_of(operand)))
+
+
+def is_whole(axis: Axis, shape: tuple[int, ...]) -> bool:
+    """Whether the axis is all of its dimension, as one group."""
+    return axis.start == 0 and axis.outer == axis.inner == 1 and axis.size == shape[axis.dim]
+
+
+SPLITS = {aten.split, aten.split_with_sizes, aten.chunk}
+
+
+def taken(node: Node) -> tuple[int, int, int] | None:
+    """``(dim, start, stop)`` of the elements that a slice or one part of a split, takes."""
+    source: Any = node.args[0] if node.args else None
+    if packet(node) is aten.narrow:
+        into, (dim, start, length) = shape_of(source), node.args[1:4]
+        if into is None or not (isinstance(dim, int) and isinstance(start, int)):
+            return None
+        if not isinstance(length, int):
+            return None
+        start %= max(into[dim], 1)
+        return dim % len(into), start, start + length
+    if packet(node) is aten.slice:
+        into, bounds = shape_of(source), [argument(node, 2, "start"), argument(node, 3, "end")]
+        dim, step = argument(node, 1, "dim", 0), argument(node, 4, "step", 1)
+        if into is None or step != 1 or any(isinstance(bound, Node) for bound in bounds):
+            return None
+        start, stop, _ = slice(*bounds).indices(into[dim % len(into)])
+        return dim % len(into), start, stop
+    if not is_part(node) or packet(source) not in SPLITS:
+        return None
+    dim, part = argument(source, 2, "dim", 0) % rank_of(source.args[0]), int(str(node.args[1]))
+    sizes = [value.shape[dim] for value in source.meta["val"]]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    start = sum(sizes[:part])
+    return dim, start, start + sizes[part]
+
+
+def offsets(node: Node, part: Node) -> list[int]:
+    """Where ``part`` begins in a concatenation, once for each time it stands there."""
+    parts: Any = node.args[0]
+    dim = argument(node, 1, "dim", 0) % rank_of(node)
+    starts, at = [], 0
+    for other in parts:
+        shape = shape_of(other)
+        if other is part:
+            starts.append(at)
+        at += shape[dim] if shape and len(shape) > dim else 0
+    return starts
+
+
+def centred_operand(node: Node) -> tuple[Node, Axis] | None:
+    """``(x, axis)`` if the node is ``x - x.mean(dim, keepdim=True)``."""
+    if packet(node) is not aten.sub or len(node.args) != 2 or node.kwargs.get("alpha", 1) != 1:
+        return None
+    x, mean = node.args
+    if not isinstance(x, Node) or not isinstance(mean, Node) or mean.target is not aten.mean.dim:
+        return None
+    if x.meta.get("written") or mean.meta.get("written"):
+        return None  # perhaps between the two reads
+    dims, shape = argument(mean, 1, "dim"), shape_of(x)
+    if mean.args[0] is not x or mean.kwargs.get("dtype") is not None or not shape:
+        return None
+    if not argument(mean, 2, "keepdim", False) or dims is None or len(dims) != 1:
+        return None
+    return x, Axis(dims[0] % len(shape), 0, 1, shape[dims[0] % len(shape)], 1)

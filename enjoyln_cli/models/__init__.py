@@ -1,0 +1,1 @@
+"""Model classes of transformers, without weights or with."""

@@ -1,0 +1,119 @@
+"""Which model classes a checkpoint serves, and how one is built without weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.meta_device import KeepWhole, forget_stored
+from enjoyln_cli.text import did_you_mean, first_line
+
+MOST_MODULES = 500_000
+"""A model that wants more of them is none: a config of a few bytes can ask for any number."""
+
+
+def build(model_class: type, config: Any) -> nn.Module:
+    """An instance without weights; ``UnsupportedModel`` if the config does not describe one."""
+    try:
+        with torch.device("meta"), KeepWhole(), _countable():
+            model: Any = model_class(copy.deepcopy(config)).eval()
+    except Exception as error:  # a config can be wrong in as many ways as there are models
+        first = first_line(error)
+        raise UnsupportedModel(
+            f"{model_class.__name__} cannot be built from this config: "
+            f"{type(error).__name__}: {first}"
+        ) from error
+    forget_stored(model)
+    apply_experts(model)
+    return model
+
+
+@contextmanager
+def _countable() -> Iterator[None]:
+    """Within it, building a model ends: with ``ValueError`` after ``MOST_MODULES`` modules."""
+    built = 0
+
+    def count(*_: Any) -> None:
+        nonlocal built
+        built += 1
+        if built > MOST_MODULES:
+            raise ValueError(f"it has more than {MOST_MODULES} modules")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def apply_experts(model: nn.Module, way: str = "batched_mm") -> None:
+    """Set how ``model`` and the models in it apply experts; some of these have none.
+
+    Without ``way`` it is the one whose shapes no value decides, and that float64 can run.
+    """
+    for part in model.modules():
+        if getattr(part, "_can_set_experts_implementation", bool)():
+            cast(Any, part).set_experts_implementation(way)
+
+
+def class_named(name: str) -> type:
+    """A model class of transformers. Raises ``UnsupportedModel`` with the nearest names."""
+    import transformers
+
+    found = getattr(transformers, name, None)
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        return found
+    hint = did_you_mean(name, [n for n in dir(transformers) if "For" in n or "Mo" in n])
+    unknown = f"transformers has no model class {name}"
+    raise UnsupportedModel(f"{unknown}; {hint}" if hint else unknown)
+
+
+def classes_for(config: Any) -> list[type]:
+    """Every class that the auto classes know for this config, the config's own class first."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto import modeling_auto
+
+    custom = getattr(config, "auto_map", None) or {}
+    if own := [code for auto, code in custom.items() if auto.startswith("AutoModel")]:
+        return [get_class_from_dynamic_module(code, config._name_or_path) for code in own]
+    names: dict[str, None] = dict.fromkeys(config.architectures or ())
+    tables = [n for n in dir(modeling_auto) if n.startswith("MODEL") and n.endswith("_NAMES")]
+    for table in sorted(tables, key=lambda n: n != "MODEL_MAPPING_NAMES"):
+        entry = getattr(modeling_auto, table).get(config.model_type, ())
+        names.update(dict.fromkeys((entry,) if isinstance(entry, str) else entry))
+    if not names:
+        raise UnsupportedModel(f"no model class is known for the model type {config.model_type}")
+    return [class_named(name) for name in names]
+
+
+def naming_between(model: Any, reference: Any) -> Callable[[str], str]:
+    """Turns a path in ``model`` into the path of the same thing in ``reference``.
+
+    Two classes of one family share their base model: one is it, another holds it as
+    ``transformer.``. What lies outside of the base keeps its path.
+    """
+    own, target = (f"{base_path(m)}." if base_path(m) else "" for m in (model, reference))
+
+    def naming(path: str) -> str:
+        return target + path.removeprefix(own) if path.startswith(own) else path
+
+    return naming if own != target else str
+
+
+def base_path(model: Any) -> str:
+    """Where a class with a head holds its base model; empty for a base model itself."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return prefix if prefix and hasattr(model, prefix) else ""
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """What a model computes in: the dtype of its weights."""
+    found = (p.dtype for p in model.parameters() if p.is_floating_point())
+    return next(found, torch.get_default_dtype())

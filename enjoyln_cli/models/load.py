@@ -1,0 +1,154 @@
+"""Loads a model by transformers, in any dtype, as a whole or weight by weight from the disk."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import shutil
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.models.classes import apply_experts, build, class_named
+from enjoyln_cli.models.offload import Offload, Reader, read_when_needed
+from enjoyln_cli.text import first_line
+
+
+def load(
+    folder: Path,
+    model_class: str,
+    config: Any,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    offload: Offload | None = None,
+    missing: set[str] | None = None,
+) -> Any:
+    """The checkpoint in ``folder`` as ``model_class``, in eval mode on the CPU.
+
+    In float64 everything is float64; otherwise transformers decides what stays in float32. Weights
+    that the checkpoint does not hold get values that depend on their name alone and are exact in
+    every dtype; ``missing`` receives their names. With ``offload`` weights stay on the disk until
+    they are needed. Raises ``BadCheckpoint`` where transformers cannot load the directory.
+    """
+    cls: Any = _class(folder, model_class, config, trust_remote_code)
+    where: dict[str, Any] = {}
+    if offload:
+        again = offload.folder / "weights"
+        shutil.rmtree(again, ignore_errors=True)
+        where = {"device_map": {"": "disk"}, "offload_folder": again}
+    with silent():
+        try:
+            model, info = cls.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+                local_files_only=True,
+                **where,
+            )
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # of transformers, which believes what the files say
+            first = first_line(error)
+            known = isinstance(error, OSError | RuntimeError | ValueError)
+            what = first if known else f"{type(error).__name__}: {first}"
+            raise BadCheckpoint(f"{folder}: {model_class} cannot be loaded: {what}") from error
+    reader = read_when_needed(model, offload.room) if offload else None
+    values = values_of(model)
+    for name in info["missing_keys"]:
+        if name not in values or not values[name].is_floating_point():
+            continue
+        fill(values[name], name, reader, name)
+        if missing is not None:
+            missing.add(name)
+    if dtype == torch.float64:
+        model = _in_float64(model)
+    return model.eval()
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, under each of its names."""
+    found: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    found.update(model.named_parameters(remove_duplicate=False))
+    return found
+
+
+def fill(tensor: torch.Tensor, name: str, reader: Reader | None, seed: str) -> None:
+    """Give a weight made-up values, which depend on the text ``seed`` alone."""
+    if reader and tensor.is_meta:
+        reader.make(name, partial(_filling, seed, tensor.shape))
+        return
+    with torch.no_grad():
+        tensor.copy_(_filling(seed, tensor.shape))
+
+
+def elements(
+    folder: Path, model_class: str, config: Any, trust_remote_code: bool = False
+) -> dict[str, int]:
+    """How many each parameter of ``model_class`` has, by name. No weights are read."""
+    model = build(_class(folder, model_class, config, trust_remote_code), config)
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+def _in_float64(model: Any) -> Any:
+    """All in float64; experts are applied one by one, as grouped products do not know the dtype."""
+    with silent():
+        apply_experts(model, "eager")
+    return model.double()
+
+
+def _class(folder: Path, name: str, config: Any, trust_remote_code: bool) -> type:
+    for reference in (getattr(config, "auto_map", None) or {}).values():
+        if trust_remote_code and str(reference).rpartition(".")[2] == name:
+            from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+            return get_class_from_dynamic_module(reference, folder)
+    return class_named(name)
+
+
+def _filling(name: str, shape: Sequence[int]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = 0.02 * torch.randn(tuple(shape), generator=generator)
+    return values.to(torch.bfloat16).to(torch.float16)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """transformers and accelerate without progress bars and notes on the weights they load."""
+    if os.environ.get("ENJOYLN_DEBUG"):
+        yield
+        return
+    from transformers.utils import logging as chatter
+
+    level, bars = chatter.get_verbosity(), chatter.is_progress_bar_enabled()
+    hub = chatter.hf_hub_utils  # whose bars transformers switches along with its own
+    hidden = hub.are_progress_bars_disabled()
+    placing = logging.getLogger("accelerate")
+    before = placing.level
+    placing.setLevel(logging.CRITICAL)
+    chatter.set_verbosity(logging.CRITICAL)
+    chatter.disable_progress_bar()
+    try:
+        yield
+    finally:
+        chatter.set_verbosity(level)
+        placing.setLevel(before)
+        if bars:
+            chatter.enable_progress_bar()
+        if hidden:
+            hub.disable_progress_bars()
+
+
+def release(gone: weakref.ref[Any]) -> None:
+    """Make sure that a model without names is out of memory before the next one is loaded."""
+    if gone() is not None:
+        gc.collect()

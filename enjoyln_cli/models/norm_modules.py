@@ -1,0 +1,233 @@
+"""A norm is its module's ``forward``, run once by each call of the module on one tensor.
+
+A fold gives a norm another class with another ``forward``. So nothing may stand between a call of
+the module and that ``forward``, and the proof must have seen every time that it runs:
+
+* ``interference`` reads the module itself: hooks, parametrisations, replaced methods. It is asked
+  before a norm is proven, and again before a plan is installed;
+* ``NormRuns`` watches every run of ``forward`` while a model is traced.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.comptime import comptime
+from torch.compiler import is_dynamo_compiling
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.modules import module as hooks_of_all
+
+METHODS = ("__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward")
+"""What a call of a module goes through before its ``forward``."""
+ACCESS = ("__getattr__", "__getattribute__", "__setattr__", "__delattr__")
+"""What an attribute of a module is read and written by."""
+HARMLESS = (
+    "enjoyln_cli",
+    "transformers.integrations.neftune",
+    "transformers.modeling_utils",
+    "transformers.utils.output_capturing",
+)
+"""Python modules whose hooks change no value in eval mode: they record it, or ask for gradients."""
+PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def interference(module: nn.Module) -> str | None:
+    """Why a call of ``module`` may compute something else than its class's ``forward`` does."""
+    cls = type(module)
+    before = (*module._forward_pre_hooks.values(), *hooks_of_all._global_forward_pre_hooks.values())
+    if foreign_hooks((*before, *forward_hooks(module))):
+        return "a forward hook may change what it reads or returns"
+    if replaced_forward(module):
+        return "its forward was replaced on the instance"
+    own = [name for name in METHODS if getattr(cls, name) is not getattr(nn.Module, name)]
+    own += [name for name in METHODS if name in vars(module)]
+    if own:
+        return f"its class replaces {own[0]}"
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "it is compiled by itself"
+    if type(cls).__module__ != "enjoyln_cli.runtime.install" and type(cls) is not type:
+        return f"the class of its class is {type(cls).__name__}, so no other class can replace it"
+    if not inspect.isfunction(inspect.getattr_static(cls, "forward", None)):
+        return "its forward is no plain method"
+    if any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1]):
+        return "its class replaces __init_subclass__"
+    own = [name for name in ACCESS if getattr(cls, name) is not getattr(nn.Module, name)]
+    if own:
+        return f"its class replaces {own[0]}"
+    tensors = {**module._parameters, **module._buffers}
+    for name in dict.fromkeys((*tensors, "weight", "bias", "eps", "normalized_shape")):
+        if hasattr(inspect.getattr_static(cls, name, None), "__get__"):
+            return f"its {name} is computed (by a parametrisation, or a property)"
+        if name in tensors and name in vars(module):
+            return f"its {name} is a parameter and another attribute"
+    for name, tensor in tensors.items():
+        if tensor is not None and type(tensor) not in PLAIN:
+            return f"its {name} is a {type(tensor).__name__}, and no plain tensor"
+    return None
+
+
+def forward_hooks(module: nn.Module) -> tuple[Any, ...]:
+    """All that is called with what ``module`` returns."""
+    return *module._forward_hooks.values(), *hooks_of_all._global_forward_hooks.values()
+
+
+def foreign_hooks(hooks: Iterable[Any]) -> bool:
+    """Whether any of ``hooks`` comes from code that may change values."""
+    for hook in hooks:
+        while hasattr(hook, "func"):  # of functools.partial
+            hook = hook.func
+        home = f"{getattr(hook, '__module__', '')}."
+        if not any(home.startswith(f"{name}.") for name in HARMLESS):
+            return True
+    return False
+
+
+def replaced_forward(module: nn.Module) -> bool:
+    """Whether another ``forward`` than that of the class is called.
+
+    Accelerate keeps the forward it wraps in ``_old_forward``; other patches hide the class.
+    """
+    if "forward" not in vars(module):
+        return False
+    old = vars(module).get("_old_forward")
+    return getattr(old, "__func__", None) is not type(module).forward
+
+
+def become(module: nn.Module, cls: type) -> None:
+    """Give ``module`` the class ``cls``, whose ``forward`` accelerate's hooks call then, too."""
+    module.__class__ = cls
+    if "_old_forward" in module.__dict__:
+        module._old_forward = MethodType(cls.forward, module)  # type: ignore
+
+
+def first_input(forward: Callable[..., Any]) -> str:
+    """The name of the first argument of a ``forward`` after ``self``; empty if it has none."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = [*inspect.signature(forward).parameters.values()][1:]
+    return parameters[0].name if parameters and parameters[0].kind in named else ""
+
+
+def only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    """The tensor that a call passes, by position or as ``name``; ``None`` if it passes more."""
+    if kwargs:
+        value = kwargs.get(name) if len(kwargs) == 1 and not args else None
+    else:
+        value = args[0] if len(args) == 1 else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def runs_torchs_layer_norm(module: nn.Module) -> bool:
+    """Whether the ``forward`` of a module is that of ``nn.LayerNorm``, as torch defines it."""
+    forward = inspect.getattr_static(type(module), "forward", None)
+    own = (forward, "torch.nn.modules.normalization"), (F.layer_norm, "torch.nn.functional")
+    unpatched = all(getattr(one, "__module__", None) == home for one, home in own)
+    return unpatched and forward is nn.LayerNorm.forward
+
+
+def may_be_norm(module: nn.Module) -> bool:
+    """Whether a module holds so little that it may be a norm. What it computes is not tried."""
+    if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
+        return True
+    held = len([*module.parameters(), *module.buffers()])
+    own = not type(module).__module__.startswith("torch.nn.modules.")
+    stated = held or hasattr(module, "normalized_shape")
+    return bool(own and stated and held <= 2 and not any(module.children()))
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of every module that is registered under several, by its other names."""
+    first = {module: name for name, module in model.named_modules()}
+    every = model.named_modules(remove_duplicate=False)
+    return {name: first[module] for name, module in every if name != first[module]}
+
+
+class NormRuns:
+    """Watches how the norms of a model run while it is traced, and tells which run otherwise.
+
+    Each norm gets a class of its own with another ``forward``, as it does where a plan is
+    installed. So what reaches that ``forward`` here reaches ``RMSNorm`` there.
+    """
+
+    def __init__(self) -> None:
+        self.unseen: dict[str, str] = {}
+        """Why a call of a norm is none that the graph shows, by the norm's path."""
+        self._called: list[str] = []
+        self._tracer: Any = None
+
+    def begin(self) -> None:
+        """The model is called, and its ops are recorded from here on, or not."""
+        self._tracer = _tracer()
+
+    def called(self, path: str, call: Callable[[], Any]) -> Any:
+        """What ``call`` returns, which is the call of the module at ``path``."""
+        self._called.append(path)
+        depth = len(self._called)
+        try:
+            return call()
+        finally:
+            del self._called[depth - 1 :]
+
+    def ran(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
+        """The ``forward`` of the norm at ``path`` is run with these arguments."""
+        if not self._called or self._called.pop() != path:
+            self.unseen.setdefault(path, "its forward is run in another way than by calling it")
+        elif _tracer() is not self._tracer:
+            self.hidden(path)
+        elif only_input(args, kwargs, name) is None:
+            self.unseen.setdefault(path, "it is called with more than one tensor")
+
+    def hidden(self, path: str) -> None:
+        """The norm at ``path`` runs where the graph does not show it."""
+        self.unseen.setdefault(path, "it is called inside of an operator such as torch.cond")
+
+
+def _tracer() -> Any:
+    return getattr(get_proxy_mode(), "tracer", None)
+
+
+@contextmanager
+def watched_norms(model: nn.Module) -> Iterator[NormRuns]:
+    """Within it, every run of a norm of ``model`` is watched."""
+    runs = NormRuns()
+    watched: list[tuple[nn.Module, type]] = []
+    try:
+        for path, module in model.named_modules():
+            if may_be_norm(module) and interference(module) is None:
+                watched.append((module, type(module)))
+                become(module, _watching(type(module), path, runs))
+        yield runs
+    finally:
+        for module, cls in watched:
+            become(module, cls)
+
+
+def _watching(base: Any, path: str, runs: NormRuns) -> type:
+    """``base`` with a ``forward`` that computes the same and tells ``runs`` of it."""
+    name = first_input(base.forward)
+
+    def hidden(_: Any) -> None:
+        runs.hidden(path)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return super(cls, self).__call__(*args, **kwargs)
+        return runs.called(path, lambda: super(cls, self).__call__(*args, **kwargs))
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            comptime(hidden)
+        else:
+            runs.ran(path, args, kwargs, name)
+        return base.forward(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    about = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    cls: Any = type(base.__name__, (base,), {**about, "__call__": call, "forward": forward})
+    return cls  # type: ignore[no-any-return]

@@ -1,0 +1,444 @@
+"""What a norm module computes, found by running it: the name of its class decides nothing.
+
+A module is a LayerNorm if a copy in float64 with random parameters computes
+
+    y = gain * (x - mean(x)) / sqrt(var(x) + eps) + bias
+
+over the last dimension or over the channels (dimension 1 of N, C, ...), with a gain of a parameter,
+1 + a parameter, or 1. It is tried on inputs of every magnitude, then read (see ``arithmetic``): it
+may take no decision by what it is given, nor compute anything that is not one formula. Then it is
+tried where another formula would differ: rows of zeros and of one value, a single row, magnitudes
+around the root of eps, parameters that are zero, negative, tiny and huge, and its own. A module may
+compute something else for inputs of more or fewer dimensions, so it is a LayerNorm for those
+numbers of dimensions that were tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from enjoyln_cli.models.arithmetic import decision, other_op
+
+Gain = Literal["weight", "1 + weight", "1"]
+
+RANKS = range(2, 6)
+"""Numbers of dimensions that are tried."""
+OTHERS = (3, 5, 2)
+"""Lengths of the dimensions of an input that are neither its first one nor normalised."""
+ROWS = (6, 64)
+"""How often one input is normalised, at least and at most: a clamp shows in the largest of many."""
+LARGEST = 1 << 16
+"""Elements of a parameter above which a module is no norm, and is not copied to find out."""
+TOLERANCE = 1e-5
+"""Of the largest element: float32 inside passes; a root of a sum over d - 1 elements does not."""
+MAGNITUDES = (1e-6, 1e-3, 1.0, 1e5)
+SMALL = 1e-3
+"""The magnitude that a constant of usual size inside the root shows at."""
+EXACTLY = 1e-7
+"""Of the largest element of a row, where all is computed in float64: a constant that is stored in
+float32 passes."""
+EXTREMES = (1e-12, 1e-6, 1.0, 1e5, 1e12)
+AROUND = (1e-2, 0.3, 1.0, 1e2)
+"""Magnitudes relative to the root of eps."""
+NARROW = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""How exact it has to be in other dtypes, in which a module might do something else."""
+
+
+@dataclass(frozen=True)
+class LayerNormForm:
+    """How a module computes LayerNorm."""
+
+    dim: int
+    """-1, or 1 for channels before positions."""
+    gain: Gain
+    biased: bool
+    eps: float
+    ranks: tuple[int, ...] | None = None
+    """The numbers of dimensions of an input for which it does; ``None`` for any."""
+    weight: str = "weight"
+    bias: str = "bias"
+    """Names of the tensors behind the gain and of the bias, which may have dimensions of size 1."""
+
+    def holds_for(self, rank: int) -> bool:
+        """Whether inputs of ``rank`` dimensions are normalised in this way."""
+        return self.ranks is None or rank in self.ranks
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """Which of a module's tensors might be its weight and its bias, and what it would normalise."""
+
+    shape: tuple[int, ...]
+    weight: str | None
+    bias: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Probe:
+    """A copy of a module in float64 with random parameters, and what it normalises."""
+
+    module: nn.Module
+    shape: tuple[int, ...]
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def size(self, dim: int, rank: int) -> tuple[int, ...]:
+        between = OTHERS[: rank - 1 - len(self.shape)]
+        rows = max(ROWS[0], min(ROWS[1], LARGEST // math.prod(self.shape)))
+        first = max(2, rows // math.prod(between))
+        return (first, *between, *self.shape) if dim == -1 else (first, *self.shape, *between)
+
+    def fixed(self, dim: int, rank: int) -> set[int]:
+        """The dimensions of an input whose size the module's parameters decide."""
+        return {1} if dim == 1 else set(range(rank - len(self.shape), rank))
+
+    def input(self, dim: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(self.size(dim, rank), generator=generator, dtype=torch.float64)
+
+    def ranks(self, dim: int) -> Iterator[int]:
+        """Those that an input can have: rows of what is normalised, or channels of positions."""
+        yield from (rank for rank in RANKS if rank > (2 if dim == 1 else len(self.shape)))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor | None:
+        try:
+            with torch.no_grad():
+                y = self.module(x.clone())
+        except Exception:  # whatever a foreign module raises, it is no norm of this kind
+            return None
+        return y.double() if isinstance(y, torch.Tensor) and y.shape == x.shape else None
+
+    def agrees(self, form: LayerNormForm, rank: int, magnitude: float) -> bool:
+        x = magnitude * (self.input(form.dim, rank) + 0.7)
+        y, expected = self.run(x), layer_norm(x, form, self.weight, self.bias)
+        return y is not None and near(y, expected)
+
+
+def near(y: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((y - expected).abs().max() <= TOLERANCE * expected.abs().max())
+
+
+def layer_norm(
+    x: torch.Tensor, form: LayerNormForm, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """LayerNorm of ``x`` by the formula, in the dtype of ``x``."""
+    moved = x.movedim(form.dim, -1)
+    centred = moved - moved.mean(-1, keepdim=True)
+    y = centred / (centred.square().mean(-1, keepdim=True) + form.eps).sqrt()
+    if weight is not None:
+        weight = per_feature(weight)
+        y = y * (1 + weight if form.gain == "1 + weight" else weight)
+    return (y if bias is None else y + per_feature(bias)).movedim(-1, form.dim)
+
+
+def per_feature(parameter: torch.Tensor) -> torch.Tensor:
+    """A weight or bias of a norm, without dimensions that only broadcast it to an input."""
+    return parameter.squeeze() if parameter.ndim > 1 and parameter.numel() > 1 else parameter
+
+
+def layer_norm_form(module: nn.Module) -> LayerNormForm | None:
+    """How ``module`` computes LayerNorm; ``None`` if it does not."""
+    found = examine(module, {})
+    return found if isinstance(found, LayerNormForm) else None
+
+
+Known = dict[Any, LayerNormForm | str]
+"""What was found, for each kind of module: valid as long as no code is changed."""
+
+
+def examine(module: nn.Module, known: Known) -> LayerNormForm | str | None:
+    """How ``module`` computes LayerNorm; why it does not on all inputs, though on many; ``None``.
+
+    What was found for a module of the same kind is taken from ``known``.
+    """
+    roles = _roles(module)
+    if not roles:
+        return None
+    kind = _kind(module)
+    if kind is not None and kind in _others:
+        return None
+    found = known.get(kind)
+    if found is None:
+        try:
+            found = _examined(module, roles)
+        except Exception:  # whatever a foreign module raises where it is copied
+            found = None
+    if found is not None and kind is not None:
+        known[kind] = found
+    elif kind is not None:
+        _others.add(kind)
+    return _by_own(module, found) if isinstance(found, LayerNormForm) else found
+
+
+_others: set[Any] = set()
+"""Kinds of modules that are no LayerNorm; to forget one would cost time, to keep one a fold."""
+
+
+_INTERNAL = vars(nn.Module()).keys()
+
+
+def _kind(module: nn.Module) -> Any:
+    """The same for modules that compute the same with the same weights; ``None`` if not known.
+
+    These have one class, parameters of the same shapes, and otherwise nothing but plain values.
+    """
+    held = {name: value for name, value in vars(module).items() if name not in _INTERNAL}
+    if not all(map(_is_plain, held.values())):
+        return None
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    shapes = tuple((name, type(t), t.dtype, tuple(t.shape)) for name, t in tensors)
+    forward = inspect.getattr_static(type(module), "forward", None)
+    return type(module), forward, shapes, repr(sorted(held.items()))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in (int, float, bool, str, type(None))
+
+
+def _examined(module: nn.Module, roles: list[_Roles]) -> LayerNormForm | str | None:
+    for one in roles:
+        probe = _probe(module, one)
+        found = _form(probe, one)
+        if found is not None:
+            return _objection(module, one, found) or found
+    return None
+
+
+def _form(probe: _Probe, roles: _Roles) -> LayerNormForm | None:
+    gains: tuple[Gain, ...] = ("1",) if probe.weight is None else ("weight", "1 + weight")
+    weight, bias = roles.weight or "weight", roles.bias or "bias"
+    for dim in (-1, 1) if len(probe.shape) == 1 else (-1,):
+        for gain in gains:
+            form = LayerNormForm(dim, gain, probe.bias is not None, 0.0, None, weight, bias)
+            likely = [r for r in probe.ranks(dim) if probe.agrees(form, r, MAGNITUDES[-1])]
+            for eps in _possible_eps(probe, form, likely[0]) if likely else ():
+                found = replace(form, eps=eps)
+                ranks = [r for r in likely if all(probe.agrees(found, r, m) for m in MAGNITUDES)]
+                if ranks:
+                    return replace(found, ranks=tuple(ranks))
+    return None
+
+
+def _objection(module: nn.Module, roles: _Roles, form: LayerNormForm) -> str | None:
+    """Why a module that computes LayerNorm where it was tried may not do so elsewhere."""
+    probe = _probe(module, roles)
+    for rank in form.ranks or ():
+        found = decision(probe.module, probe.size(form.dim, rank), probe.fixed(form.dim, rank))
+        if found is not None:
+            return found
+    before = repr(sorted((n, v) for n, v in vars(probe.module).items() if n not in _INTERNAL))
+    for number, (what, weight, bias) in enumerate(_parameters(probe)):
+        for part in (probe.weight, probe.bias):
+            if part is not None:
+                part.copy_((weight if part is probe.weight else bias).reshape(part.shape))
+        for rank in form.ranks or ():
+            if not _is_exact(probe, form, _every_row(probe, form, rank)):
+                return (
+                    f"it does not compute LayerNorm of rows that are tiny, huge or constant{what}"
+                )
+            for where, x in _inputs(probe, form, rank) if number == 0 else ():
+                if not _is_exact(probe, form, x, gradients=True):
+                    return f"it does not compute LayerNorm of {where}"
+    if repr(sorted((n, v) for n, v in vars(probe.module).items() if n not in _INTERNAL)) != before:
+        return "its forward changes the module"
+    probe = _probe(module, roles)
+    for dtype, tolerance in NARROW.items():
+        narrow = replace(probe, module=copy.deepcopy(probe.module).to(dtype))
+        x = probe.input(form.dim, (form.ranks or (3,))[0]).to(dtype)
+        weight, bias = (getattr(narrow.module, n or "", None) for n in (roles.weight, roles.bias))
+        wide = (None if part is None else part.double() for part in (weight, bias))
+        y, expected = narrow.run(x), layer_norm(x.double(), form, *wide)
+        if y is None:  # not for this dtype
+            continue
+        if found := other_op(narrow.module, x):
+            return found
+        if not (y - expected).abs().max() <= tolerance * expected.abs().max():
+            return f"it does not compute LayerNorm in {str(dtype).removeprefix('torch.')}"
+        if narrow.module(x).dtype != dtype:
+            return "it returns another dtype than that of its input"
+    return None
+
+
+def _parameters(probe: _Probe) -> Iterator[tuple[str, Any, Any]]:
+    """Weights and biases of every kind, in words and as tensors of the module's shape."""
+    generator = torch.Generator().manual_seed(2)
+    like = next((p for p in (probe.weight, probe.bias) if p is not None), torch.ones(probe.shape))
+    one, two = (torch.randn(like.shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    zero, sparse = torch.zeros_like(one), one * (two > 0)
+    yield "", one, two
+    if probe.weight is probe.bias:  # there is none
+        return
+    yield " where its parameters are negative", -one.abs() - 0.1, -two.abs() - 0.1
+    yield " where its parameters are zero", zero, zero
+    yield " where some of its parameters are zero", sparse, two * (one > 0)
+    yield " where its parameters are tiny", 1e-9 * one, 1e-9 * two
+    yield " where its parameters are huge", 1e9 * one, 1e9 * two
+
+
+def _every_row(probe: _Probe, form: LayerNormForm, rank: int) -> torch.Tensor:
+    """An input with rows of every magnitude, of zeros, and of one value."""
+    x = probe.input(form.dim, rank)[:1] + 0.7
+    scales = [*EXTREMES, *(math.sqrt(form.eps) * part for part in AROUND if form.eps)]
+    rows = [scale * x for scale in scales] + [torch.zeros_like(x)]
+    if form.eps:  # otherwise 0 / 0, or what rounding makes of it
+        rows.append(torch.full_like(x, 0.5))
+    return torch.cat(rows)
+
+
+def _inputs(probe: _Probe, form: LayerNormForm, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Inputs of other kinds, in words and as tensors."""
+    x = probe.input(form.dim, rank) + 0.7
+    yield "huge inputs", EXTREMES[-1] * x
+    yield "tiny inputs", EXTREMES[0] * x
+    yield "rows of zeros", torch.zeros_like(x)
+    yield "an input that is not contiguous", x.mT.contiguous().mT
+    for dim in set(range(rank)) - probe.fixed(form.dim, rank):
+        x = x.narrow(dim, 0, 1)
+    yield "a single row", x
+
+
+def _is_exact(probe: _Probe, form: LayerNormForm, x: torch.Tensor, gradients: bool = False) -> bool:
+    """Whether the module computes LayerNorm of ``x``, and neither writes ``x`` nor its weights."""
+    held = [tensor for tensor in (probe.weight, probe.bias) if tensor is not None]
+    given, before, x = x, [tensor.clone() for tensor in held], x.clone()
+    expected = layer_norm(given, form, probe.weight, probe.bias).movedim(form.dim, -1)
+    for enabled in (False, True)[: 1 + gradients]:
+        try:
+            with torch.set_grad_enabled(enabled), _Wide():
+                y = probe.module(x.requires_grad_(enabled))
+        except Exception:  # whatever a foreign module raises, it computes nothing else
+            continue
+        if not isinstance(y, torch.Tensor) or y.shape != x.shape:
+            return False
+        if not torch.equal(x, given) or not all(map(torch.equal, held, before)):
+            return False
+        y = y.detach().double().movedim(form.dim, -1)
+        largest = expected.abs().amax(-1, keepdim=True)
+        close = (y - expected).abs() <= EXACTLY * largest
+        if not (close | (y.isnan() & expected.isnan())).all():
+            return False
+    return True
+
+
+class _Wide(TorchDispatchMode):
+    """What a module computes in float32 or narrower is computed in float64."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        def wide(value: Any) -> Any:
+            narrow = isinstance(value, torch.dtype) and value.is_floating_point
+            return torch.float64 if narrow else value
+
+        args, kwargs = pytree.tree_map_only(torch.dtype, wide, (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+
+def _by_own(module: nn.Module, form: LayerNormForm) -> LayerNormForm | str:
+    """``form`` if the module computes LayerNorm with the values that its parameters have."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if (
+        not tensors
+        or any(tensor.is_meta for tensor in tensors)
+        or not all(t.isfinite().all() for t in tensors)
+    ):
+        return form
+    copied = _bare(module).cpu().double().eval().requires_grad_(False)
+    weight, bias = (getattr(copied, name, None) for name in (form.weight, form.bias))
+    roles = (weight if form.gain != "1" else None), (bias if form.biased else None)
+    probe = _Probe(copied, tuple(per_feature(tensors[0]).shape), *roles)
+    x = probe.input(form.dim, (form.ranks or (3,))[0]) + 0.7
+    return (
+        form
+        if _is_exact(probe, form, x)
+        else "it does not compute LayerNorm with its own parameters"
+    )
+
+
+def computes_rms_norm(module: nn.Module) -> bool:
+    """Whether ``module`` computes ``x / rms(x)`` times its weight, or 1 + weight, without bias."""
+    for roles in _roles(module):
+        if roles.weight is None or roles.bias is not None:
+            continue
+        probe = _probe(module, roles)
+        x = probe.input(-1, len(probe.shape) + 2) + 1
+        y, normed = probe.run(x), x / x.square().mean(-1, keepdim=True).sqrt()
+        weight = per_feature(probe.weight)  # type: ignore[arg-type]
+        gains = (weight, 1 + weight)
+        if y is not None and any(torch.allclose(y, normed * gain, rtol=1e-4) for gain in gains):
+            return True
+    return False
+
+
+def _roles(module: nn.Module) -> list[_Roles]:
+    """What the tensors of a module might be, if it is a norm; the likeliest first."""
+    tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
+    floating = all(tensor.is_floating_point() for tensor in tensors.values())
+    if any(module.children()) or len(tensors) > 2 or not floating:
+        return []
+    whole = {tuple(tensor.shape) for tensor in tensors.values()}
+    stated = getattr(module, "normalized_shape", None)
+    if not whole and isinstance(stated, (tuple, list)):
+        whole = {tuple(stated)}
+    kept = {tuple(size for size in shape if size != 1) for shape in whole}
+    shapes = [next(iter(found)) for found in (kept, whole) if len(found) == 1]
+    usual = "weight" if "weight" in tensors else None, "bias" if "bias" in tensors else None
+    if tensors.keys() <= {"weight", "bias"}:
+        named: list[tuple[str | None, str | None]] = [usual]
+    else:
+        one, two = (*tensors, None)[:2]
+        named = [(one, two), (two, one)]
+    return [
+        _Roles(shape, *names)
+        for shape in dict.fromkeys(shapes)
+        for names in named
+        if len(shape) in (1, 2) and 0 < math.prod(shape) <= LARGEST
+    ]
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` with the ``forward`` of its class, and without hooks."""
+    bare = object.__new__(type(module))
+    bare.__dict__.update(vars(module))
+    for name, value in vars(module).items():
+        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+            bare.__dict__[name] = type(value)()
+    for name in ("forward", "_old_forward", "_hf_hook"):
+        bare.__dict__.pop(name, None)
+    return copy.deepcopy(bare)
+
+
+def _probe(module: nn.Module, roles: _Roles) -> _Probe:
+    copied = _bare(module).to_empty(device="cpu").double().eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    found = dict(copied.named_parameters()) | dict(copied.named_buffers())
+    for tensor in found.values():
+        nn.init.normal_(tensor, 0.6, 0.5, generator=generator)
+    weight, bias = (found.get(name or "") for name in (roles.weight, roles.bias))
+    return _Probe(copied, roles.shape, weight, bias)
+
+
+def _possible_eps(probe: _Probe, form: LayerNormForm, rank: int) -> Iterator[float]:
+    """The numbers that the module holds, then what its answer to a small input says."""
+    yield from (v for v in vars(probe.module).values() if isinstance(v, float) and 0 <= v < 1)
+    x = probe.input(form.dim, rank)
+    y, whole = probe.run(x * SMALL), layer_norm(x, form, probe.weight, None)
+    if y is None:
+        return
+    scaled = y.movedim(form.dim, -1) - (0 if probe.bias is None else per_feature(probe.bias))
+    shrunk = float((scaled * whole.movedim(form.dim, -1)).sum() / whole.square().sum())
+    variance = SMALL**2 * float(x.var(form.dim, correction=0).mean())
+    if 0 < shrunk < 1:
+        yield float(f"{variance * (1 / shrunk**2 - 1):.1g}")

@@ -1,0 +1,106 @@
+"""What a model returns, tensor by tensor, under the names that its users know.
+
+``logits`` is a field, ``vision_model_output.last_hidden_state`` a field of an output inside of it,
+``hidden_states.3`` and ``3`` are elements of tuples, ``output`` is a tensor returned alone. Decides
+which fields a pattern names, and which are needed whatever the user names.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.text import did_you_mean
+
+ALONE = "output"
+CACHE = "past_key_values"
+STATES = "hidden_states"
+
+
+def as_names(outputs: str | Iterable[str]) -> tuple[str, ...]:
+    """``outputs`` as a tuple: a string is one name, not its letters."""
+    return (outputs,) if isinstance(outputs, str) else tuple(outputs)
+
+
+def returning(config: Any, outputs: Iterable[str]) -> Any:
+    """A transformers config with which a model returns ``outputs``: hidden states, if asked for."""
+    if not any(STATES in pattern for pattern in outputs):
+        return config
+    config = copy.deepcopy(config)
+    inner = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
+    for part in (config, *(found for found in inner if found is not None)):
+        part.output_hidden_states = True
+    return config
+
+
+def by_field(value: Any) -> dict[str, list[torch.Tensor]]:
+    """Every tensor that a model returned, those inside of caches and nested outputs too.
+
+    A tensor that is returned twice stands under both names.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    for path, tensor in _walk(value, (), (), {}):
+        found.setdefault(".".join(path) or ALONE, []).append(tensor)
+    return found
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor that a model returned, those inside of caches and nested outputs too."""
+    return [tensor for tensors in by_field(value).values() for tensor in tensors]
+
+
+def _walk(
+    value: Any, path: tuple[str, ...], around: tuple[int, ...], opened: dict[int, Any]
+) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors with their paths; an object with attributes, which may lead on to many others,
+    is ``opened`` where it is met first."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        return
+    if id(value) in around or value is None or isinstance(value, (str, int, float, type)):
+        return
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, (list, tuple, set)):
+        parts = enumerate(value)
+    elif id(value) in opened:
+        return
+    else:
+        opened[id(value)] = value
+        parts = getattr(value, "__dict__", {}).items()
+    for key, part in parts:
+        yield from _walk(part, (*path, str(key)), (*around, id(value)), opened)
+
+
+def is_fed_back(field: str, accepted: Collection[str]) -> bool:
+    """Whether a later call may be given the field: the cache, or what ``forward`` also takes."""
+    return any(part == CACHE or part in accepted for part in field.split("."))
+
+
+def named_by(patterns: Iterable[str], fields: Iterable[str]) -> frozenset[str]:
+    """The fields that a pattern names: the field itself or one that holds it, or a wildcard.
+
+    ``vision_model_output`` names all that is in it, ``*.pooler_output`` that of every output.
+    """
+    return frozenset(f for f in fields if any(_names(pattern, f) for pattern in patterns))
+
+
+def _names(pattern: str, field: str) -> bool:
+    holders = accumulate(field.split("."), "{}.{}".format)
+    return any(fnmatchcase(holder, pattern) for holder in holders)
+
+
+def require_named(patterns: Iterable[str], fields: Collection[str], model_class: str) -> None:
+    """Raises ``EnjoyLNError`` for the first pattern that names none of the fields."""
+    for pattern in patterns:
+        if not named_by((pattern,), fields):
+            known = sorted(field for field in fields if CACHE not in field.split("."))
+            hint = did_you_mean(pattern, known) or f"it has {', '.join(known)}"
+            raise EnjoyLNError(f"no output of {model_class} is called {pattern}; {hint}")

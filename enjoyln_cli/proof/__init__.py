@@ -1,0 +1,1 @@
+"""From captured graphs to who may be centred."""

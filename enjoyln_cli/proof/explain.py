@@ -1,0 +1,236 @@
+"""Why a norm folds or stays: its zero-mean graph in words, down to the sources.
+
+Definition 4 of Enjoy-LN calls this the zero-mean graph. Views, casts and dropout are left out, and
+a residual stream is shown as one sum of its writers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from enjoyln_cli.graph.nodes import aten, op_name, packet, rank_of
+from enjoyln_cli.plan.axis import moved
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.proof.flow import Value
+from enjoyln_cli.proof.min_cut import Carrier, Cut, Item, Parameter, Problem
+from enjoyln_cli.proof.pullback import Opaque
+from enjoyln_cli.proof.widening import Mlp
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One value of a zero-mean graph and what it is computed from."""
+
+    text: str
+    zero_mean: bool
+    children: tuple[Tree, ...] = ()
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """The source that keeps a norm: why, what, and the way from the norm up to it."""
+
+    reason: str
+    culprit: str
+    path: tuple[str, ...]
+    source: Item | None = None
+
+
+def obstacle(problem: Problem, cut: Cut, norm: str) -> Obstacle:
+    """The nearest source whose mean reaches the norm's input; first one that no MLP subtracts."""
+    unknown = Obstacle("its input could not be traced", norm, ())
+    return next(obstacles(problem, cut, norm), unknown)
+
+
+def obstacles(problem: Problem, cut: Cut, norm: str) -> Iterator[Obstacle]:
+    """The sources whose mean reaches the norm's input: those that no MLP subtracts, or else all."""
+    starts = [problem.item(value) for value in problem.norms[norm]]
+    for through_mlps in (False, True):
+        before: dict[Item, Item | None] = {item: None for item in starts if item in cut.impure}
+        waiting, reached = deque(before), False
+        while waiting:
+            item = waiting.popleft()
+            found = problem.sources(item)
+            if isinstance(found, Opaque):
+                reached, path = True, _path(problem, before, item)
+                reason = _reason(found) + _not_subtracted(problem, before, item)
+                yield Obstacle(reason, _culprit(problem, item), path, item)
+                continue
+            for source in found:
+                passes = through_mlps or problem.subtracting(item, source) is None
+                if source in cut.impure and source not in before and passes:
+                    before[source] = item
+                    waiting.append(source)
+        if reached:
+            return
+
+
+def _reason(found: Opaque) -> str:
+    if found.reason.startswith("centring it would be noticed"):
+        return "a weight it depends on is also used elsewhere, where centring it would be noticed"
+    return found.reason
+
+
+def _not_subtracted(problem: Problem, before: dict[Item, Item | None], item: Item) -> str:
+    """Why no MLP on the way subtracts the mean, where there is one and that was asked for."""
+    source, able = item, False
+    while (after := before[source]) is not None:
+        if reason := problem.not_subtracting(after, source):
+            return f", and the MLP cannot subtract it: {reason}"
+        able = able or problem.subtracting(after, source) is not None
+        source = after
+    return ", and subtracting it would take more MLPs than norms would convert" * able
+
+
+def _culprit(problem: Problem, item: Item) -> str:
+    if isinstance(item, Parameter):
+        observer = problem.observer(item)
+        return f"{item.name}, read by {problem.place(observer)}" if observer else item.name
+    trace = problem.flow.traces[item.trace]
+    return trace.inputs.get(item.node) or trace.module_of(item.node) or op_name(item.node)
+
+
+def _path(problem: Problem, before: dict[Item, Item | None], item: Item) -> tuple[str, ...]:
+    steps: list[str] = []
+    current: Item | None = item
+    while current is not None:
+        name = label(problem, current)
+        if not steps or steps[-1] != name:
+            steps.append(name)
+        current = before[current]
+    return tuple(reversed(steps))
+
+
+def label(problem: Problem, item: Item) -> str:
+    """``transformer.h.0 (add)`` for a value, its name for a parameter or an input."""
+    if isinstance(item, Parameter):
+        return item.name
+    trace = problem.flow.traces[item.trace]
+    if item.node in trace.inputs:
+        return trace.inputs[item.node]
+    module = trace.module_of(item.node)
+    return f"{module} ({op_name(item.node)})" if module else op_name(item.node)
+
+
+def own_mean(problem: Problem, carrier: Carrier) -> str:
+    """Why the value that an operation is put on keeps a mean of its own."""
+    trace, node = problem.carried(carrier)[0]
+    axis = moved(carrier.axis, carrier.axis.dim + rank_of(node))
+    waiting = [problem.item(Value(trace, node, axis))]
+    while waiting:
+        current = waiting.pop()
+        found = problem.sources(current)
+        if isinstance(found, tuple):
+            waiting.extend(found)
+        elif isinstance(current, Parameter):
+            return f"{current.name}: {found.reason}"
+        else:
+            return found.reason
+    return "its mean cannot be removed in the weights"
+
+
+def tree(problem: Problem, cut: Cut, norm: str) -> Tree:
+    """The zero-mean graph of one norm, over each different way in which it is called."""
+    folded = norm in cut.folded
+    verdict = "becomes RMSNorm: its input is zero-mean" if folded else "stays LayerNorm"
+    found: dict[Tree, str] = {}
+    for value in problem.norms[norm]:
+        branch = _branch(problem, cut, problem.item(value))
+        found.setdefault(branch, problem.flow.traces[value.trace].label)
+    if len(found) == 1:
+        return Tree(f"{norm} {verdict}", folded, tuple(found))
+    calls = (Tree(f"called with {text}", t.zero_mean, (t,)) for t, text in found.items())
+    return Tree(f"{norm} {verdict}", folded, tuple(calls))
+
+
+def handed_on(plan: Plan, norm: str) -> Tree | None:
+    """What moves out of a folded norm, or why not; ``None`` where nobody asked for that."""
+    for one in plan.merged:
+        if one.norm == norm:
+            moving = " and ".join(["weight"] * bool(one.weight) + ["bias"] * bool(one.bias))
+            into = tuple(Tree(reader.weight.parameter, True) for reader in one.readers)
+            return Tree(f"its {moving} can be merged: all that reads it is linear", True, into)
+    for kept in plan.unmerged:
+        if kept.norm == norm:
+            where = f" ({kept.culprit})" if kept.culprit else ""
+            return Tree(f"nothing of it is merged: {kept.reason}{where}", False)
+    return None
+
+
+def _branch(problem: Problem, cut: Cut, item: Item) -> Tree:
+    pure = item not in cut.impure
+    found = problem.sources(item)
+    carrier = problem.carrier(item)
+    if isinstance(item, Parameter):
+        return Tree(_parameter_text(problem, cut, item, found), pure)
+    if carrier in _inserted(cut):
+        return Tree(f"{label(problem, item)}: centred by an added mean subtraction", True)
+    if isinstance(found, Opaque):
+        return Tree(f"{label(problem, item)}: {found.reason}", pure)
+    if not found:
+        centred = item.node in problem.flow.traces[item.trace].inputs
+        return Tree(
+            f"{label(problem, item)}: {'centred on entry' if centred else 'zero-mean'}", pure
+        )
+    if packet(item.node) is aten.add:
+        terms = [_term(problem, cut, *term) for term in _terms(problem, cut, item)]
+        return Tree(f"sum of {len(terms)} terms: zero-mean if each is", pure, tuple(terms))
+    if len(found) == 1 and not isinstance(found[0], Parameter):
+        return _branch(problem, cut, found[0])
+    children = tuple(_branch(problem, cut, source) for source in found)
+    return Tree(f"{label(problem, item)}: zero-mean if these are", pure, children)
+
+
+def _term(problem: Problem, cut: Cut, item: Item, mlp: Mlp | None) -> Tree:
+    if mlp is None:
+        return _branch(problem, cut, item)
+    units = f"hidden units of {mlp.second}"
+    return Tree(f"{label(problem, item)}: its mean is subtracted by {units}", True)
+
+
+def _inserted(cut: Cut) -> set[Carrier | None]:
+    return {carrier for support in cut.folded.values() for carrier in support.ops}
+
+
+def _terms(problem: Problem, cut: Cut, item: Item) -> list[tuple[Item, Mlp | None]]:
+    """The addends of a sum of sums, in the order of the graph, looking through views.
+
+    Each with the MLP that subtracts its mean, where one does.
+    """
+    terms: dict[tuple[Item, Mlp | None], None] = {}
+    waiting: list[tuple[Item, Mlp | None]] = [(item, None)]
+    visited, widened = set(), {mlp for support in cut.folded.values() for mlp in support.mlps}
+    while waiting:
+        current, mlp = waiting.pop()
+        if current in visited:
+            continue
+        visited.add(current)
+        found = problem.sources(current)
+        if mlp or isinstance(current, Parameter) or isinstance(found, Opaque):
+            terms[current, mlp] = None
+            continue
+        single = len(found) == 1 and not isinstance(found[0], Parameter)
+        inserted = problem.carrier(current) in _inserted(cut)
+        if not inserted and (packet(current.node) is aten.add or single):
+            for source in found:
+                by = problem.subtracting(current, source)
+                subtracted = by in widened and source in cut.impure and current not in cut.impure
+                waiting.append((source, by if subtracted else None))
+        else:
+            terms[current, None] = None
+    return list(reversed(terms))
+
+
+def _parameter_text(
+    problem: Problem, cut: Cut, item: Parameter, found: Opaque | tuple[Item, ...]
+) -> str:
+    axis, scale = item.axis, problem.scales.get(item.name)
+    groups = "" if axis.outer == axis.inner == 1 else f", {axis.outer * axis.inner} groups"
+    where = f"{item.name} (dimension {axis.dim}, {axis.size} elements{groups})"
+    if isinstance(found, Opaque):
+        return f"{where}: {found.reason}"
+    used = any(item in support.writers for support in cut.folded.values())
+    merged = f" after {scale} is merged into it" if scale else ""
+    return f"{where}: {'' if used else 'could be '}centred in the weights{merged}"

@@ -1,0 +1,311 @@
+"""The two questions that the pull-back table answers, over all traces of a model.
+
+Forwards: which values have to be zero-mean for a value to be zero-mean (``sources``)? Backwards:
+who would see a shift of a value (``observer``)? A value is seen unless every consumer absorbs the
+shift or passes it on to a value that nobody sees. Both are computed once per (value, axis).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from enjoyln_cli.graph.nodes import (
+    SPLITS,
+    argument,
+    aten,
+    centred_operand,
+    is_part,
+    is_whole,
+    occurrences,
+    offsets,
+    op_name,
+    packet,
+    shape_of,
+    taken,
+)
+from enjoyln_cli.plan.axis import Axis, moved, through_view
+from enjoyln_cli.proof import index_rules, rules, weight_rules  # noqa: F401  (they fill pull's table)
+from enjoyln_cli.proof.pullback import WRITTEN, Opaque, Pull, pull
+from enjoyln_cli.proof.views import MOVES, picked, pushed, source_of
+from enjoyln_cli.trace.capture import Trace
+
+
+@dataclass(frozen=True)
+class Value:
+    """A node of a graph under an axis; ``trace`` is the position of its trace."""
+
+    trace: int
+    node: Node
+    axis: Axis
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """The op does not see a shift of this operand."""
+
+
+@dataclass(frozen=True)
+class Observer:
+    """A consumer that sees a shift, and why."""
+
+    trace: int
+    node: Node
+    reason: str
+
+
+@dataclass(eq=False)
+class Flow:
+    """All traces of one model, with the answers found so far."""
+
+    traces: tuple[Trace, ...]
+    required: frozenset[str] | None = None
+    """The fields of the models' outputs that have to stay the same; ``None`` for all outputs."""
+    products: Mapping[Node, Node] = field(default_factory=dict)
+    """Products that become the identity, to the factor that remains (``scales``)."""
+    refused: Mapping[Node, str] = field(default_factory=dict)
+    """Products that do not, and why."""
+    _pulls: dict[Value, Pull] = field(default_factory=dict)
+    _observers: dict[Value, Observer | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for trace in self.traces:
+            _mark_unread(trace.graph)
+
+    def sources(self, value: Value) -> Opaque | tuple[Value, ...]:
+        """The operands that have to be zero-mean, or why none would do."""
+        if value not in self._pulls:
+            self._pulls[value] = self._pull(value.node, value.axis)
+        found = self._pulls[value]
+        if isinstance(found, Opaque):
+            return found
+        return tuple(Value(value.trace, node, axis) for node, axis in found)
+
+    def _pull(self, node: Node, axis: Axis) -> Pull:
+        if node in self.products:
+            return ((self.products[node], axis),)
+        found = origin(node, axis)
+        refused = isinstance(found, Opaque) and node in self.refused
+        return Opaque(self.refused[node]) if refused else found
+
+    def observer(self, value: Value) -> Observer | None:
+        """Somebody who sees a shift of the value along its axis; ``None`` if nobody does.
+
+        Local steps are enough: a shift of ``v`` is the sum of the shifts that it causes in the
+        consumers' results, each of which must be invisible for every state of the other values.
+        """
+        waiting = [(value, False)]
+        while waiting:
+            current, visited = waiting.pop()
+            if current in self._observers:
+                continue
+            steps = list(self.steps(current))
+            seen = next((step for step in steps if isinstance(step, Observer)), None)
+            open_values = [s for s in steps if isinstance(s, Value) and s not in self._observers]
+            if seen is not None or visited or not open_values:
+                passed = (self._observers[s] for s in steps if isinstance(s, Value) and not seen)
+                self._observers[current] = seen or next((o for o in passed if o), None)
+            else:
+                waiting.append((current, True))
+                waiting.extend((step, False) for step in open_values)
+        return self._observers[value]
+
+    def steps(self, value: Value) -> Iterator[Value | Observer]:
+        """What a shift of the value shifts in turn, and who sees it, of its consumers alone."""
+        for consumer in consumers(value.node):
+            if consumer.op == "output" and not self.is_required(value):
+                continue
+            if self.products.get(consumer) is value.node:
+                yield Value(value.trace, consumer, value.axis)
+                continue
+            for reader, read, found in outcomes(consumer, value.node, value.axis):
+                if reader.op == "output" and not self.is_required(replace(value, node=read)):
+                    continue
+                if isinstance(found, Opaque):
+                    yield Observer(value.trace, reader, found.reason)
+                elif isinstance(found, Axis):
+                    yield Value(value.trace, reader, found)
+
+    def is_required(self, value: Value) -> bool:
+        """Whether a value that the model returns is one that has to stay the same."""
+        fields = self.traces[value.trace].returned.get(value.node)
+        return self.required is None or fields is None or not self.required.isdisjoint(fields)
+
+    def narrowed(self, traces: int, required: frozenset[str]) -> Flow:
+        """The same questions about the first ``traces`` alone, for ``required`` outputs."""
+        return Flow(self.traces[:traces], required, self.products, self.refused, self._pulls)
+
+    def reached(self) -> Iterator[tuple[str, ...]]:
+        """For every value asked about so far that the model returns: the fields that hold it."""
+        for value in self._observers:
+            if fields := self.traces[value.trace].returned.get(value.node):
+                yield fields
+
+
+def consumers(node: Node) -> Iterator[Node]:
+    """The nodes that read a value; a split stands for the parts that are taken of it, and read."""
+    for user in node.users:
+        if packet(user) in TAKEN_APART:
+            yield from (part if is_part(part) else user for part in user.users if part.users)
+        else:
+            yield user
+
+
+def origin(node: Node, axis: Axis) -> Pull:
+    """``pull``; for what is picked from a view, the value that the view is of, where that can be.
+
+    There the mean is over the picked elements alone, of all that ``pull`` asks to be zero-mean.
+    """
+    found = pull(node, axis)
+    pick = None if isinstance(found, Opaque) else picked(node, axis)
+    return found if pick is None else (pick,)
+
+
+def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
+    """What becomes, in the value of ``node``, of a shift of ``operand`` along ``axis``.
+
+    An ``Axis`` if the value is shifted along it, ``Absorbed`` if it does not change, else why the
+    shift is seen. An output axis counts only if ``pull`` lists every occurrence of the operand.
+    """
+    if node.op == "output":
+        return Opaque("the model returns it")
+    if node.op != "call_function":
+        return Opaque(f"{node.op} reads it")
+    if node.meta.get("written"):
+        return Opaque(WRITTEN)
+    if _absorbs(node, operand, axis) or node.meta.get("unread"):
+        return Absorbed()
+    reasons = []
+    for candidate in candidates(node, operand, axis):
+        pairs = pull(node, candidate)
+        if isinstance(pairs, Opaque):
+            reasons.append(pairs.reason)
+        elif pairs.count((operand, axis)) == occurrences(node, operand):
+            return candidate
+    return Opaque(reasons[0] if reasons else f"{op_name(node)} reads its mean")
+
+
+def outcomes(
+    node: Node, operand: Node, axis: Axis
+) -> Iterator[tuple[Node, Node, Axis | Absorbed | Opaque]]:
+    """``(reader, what it reads, what becomes of a shift of operand there)``, of one consumer.
+
+    Usually that is ``node`` itself. Where it is a view that scatters the elements of the axis over
+    several dimensions, it is whoever takes some of them from the view.
+    """
+    found = push(node, operand, axis)
+    if not isinstance(found, Opaque) or packet(node) not in MOVES or source_of(node) is not operand:
+        yield node, operand, found
+        return
+    waiting = [node]
+    while waiting:
+        read = waiting.pop()
+        for reader in consumers(read):
+            if packet(reader) in SHAPE_ONLY or reader.meta.get("unread"):
+                continue
+            moves = source_of(reader) is read
+            below = pushed(reader, operand, axis) if moves else None
+            if below is None and moves:
+                waiting.append(reader)
+            elif below is None:
+                seen = found if reader.op != "output" else Opaque("the model returns it")
+                yield reader, read, seen
+            else:
+                yield reader, read, below[0] if below else Absorbed()
+
+
+TAKEN_APART = SPLITS | {aten.unbind, aten.embedding_bag}
+"""Ops that give several results, of which rules know each."""
+SHAPE_ONLY = {
+    aten._assert_tensor_metadata,
+    aten.empty_like,
+    aten.full_like,
+    aten.new_empty,
+    aten.new_full,
+    aten.new_ones,
+    aten.new_zeros,
+    aten.ones_like,
+    aten.sym_numel,
+    aten.sym_size,
+    aten.zeros_like,
+}
+LIKE = {aten.type_as, aten.view_as, aten.expand_as, aten.reshape_as}
+"""Ops that read the dtype or shape of their second operand, not its values."""
+_SOFTMAX = {aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax}
+_SPREADS = {aten.var, aten.std}
+
+
+def readers_of(node: Node) -> set[Node]:
+    """The nodes that read the values of another, not just its shape."""
+    return {user for user in node.users if packet(user) not in SHAPE_ONLY}
+
+
+def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
+    """Norms, softmax, ``x - mean(x)``, variances over this axis; what reads shapes or else."""
+    op, shape = packet(node), shape_of(operand)
+    if op in SHAPE_ONLY:
+        return True
+    if not shape or occurrences(node, operand) != 1:
+        return False
+    if op in LIKE and node.args[0] is not operand:
+        return True
+    if op is aten.layer_norm:
+        sizes: Any = node.args[1]  # of several dimensions, the leading ones may be of size 1
+        over_last = set(sizes[:-1]) <= {1} and axis.dim == len(shape) - 1
+        return node.args[0] is operand and over_last and is_whole(axis, shape)
+    if op is aten.group_norm and len(shape) == 2:  # of more dimensions, over positions too
+        groups = int(node.args[1])  # type: ignore[arg-type]
+        return node.args[0] is operand and axis == Axis(1, 0, groups, shape[1] // groups, 1)
+    if op in _SOFTMAX:
+        same = argument(node, 1, "dim") % len(shape) == axis.dim
+        return same and is_whole(axis, shape)
+    if op in _SPREADS:
+        dims = argument(node, 1, "dim")
+        same = isinstance(dims, (list, tuple)) and [dim % len(shape) for dim in dims] == [axis.dim]
+        return same and is_whole(axis, shape)
+    if op is aten.mean:
+        return bool(node.users) and all(centred_operand(u) == (operand, axis) for u in node.users)
+    if op is aten.sub:
+        return node.args[0] is operand and centred_operand(node) == (operand, axis)
+    part = taken(node)
+    elsewhere = part is not None and (part[2] <= axis.start or part[1] >= axis.stop)
+    return elsewhere and part is not None and part[0] == axis.dim
+
+
+def _mark_unread(graph: Graph) -> None:
+    """``meta["unread"]`` on every node whose values nobody reads, but perhaps its shape."""
+    for node in reversed(graph.nodes):
+        if _hides_values(node):
+            users = (packet(user) in SHAPE_ONLY or "unread" in user.meta for user in node.users)
+            if all(users):
+                node.meta["unread"] = True
+
+
+def _hides_values(node: Node) -> bool:
+    """Whether an op gives out nothing but tensors, of shapes that no value decides."""
+    if not isinstance(node.target, torch._ops.OpOverload) or shape_of(node) is None:
+        return False
+    schema = node.target._schema
+    tensors = all(str(result.type) == "Tensor" for result in schema.returns)
+    decided = torch.Tag.dynamic_output_shape in node.target.tags
+    return tensors and not schema.is_mutable and not decided
+
+
+def candidates(node: Node, operand: Node, axis: Axis) -> list[Axis]:
+    """Output axes that could hold the shift; ``pull`` decides, so a wrong guess is harmless."""
+    shape, into = shape_of(node), shape_of(operand)
+    if shape is None or into is None:
+        return []
+    if packet(node) in rules.VIEWS:
+        found = through_view(axis, into, shape)
+        return [found] if found else []
+    found_axes = [moved(axis, dim) for dim, size in enumerate(shape) if size == into[axis.dim]]
+    if (part := taken(node)) is not None and part[0] == axis.dim:
+        found_axes.append(replace(axis, start=axis.start - part[1]))
+    if packet(node) is aten.cat:
+        found_axes += [replace(axis, start=axis.start + at) for at in offsets(node, operand)]
+    return found_axes

@@ -1,0 +1,119 @@
+"""Which modules of a model are LayerNorms, and which values they are called with.
+
+Decided by what a module computes (see ``models.norm_probe``) and by whether each of its calls does
+that and nothing else (see ``norm_modules``). A norm that cannot be swapped is listed with the
+reason. A GroupNorm is one where it normalises each position alone, which is where its input is
+``(rows, features)``; every GroupNorm in the modelling code of transformers 5.23 stands behind
+convolutions instead, normalises over positions too, and is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from torch import nn
+from torch.fx import Node
+
+from enjoyln_cli.graph.nodes import aten, packet, shape_of
+from enjoyln_cli.models.norm_modules import interference, runs_torchs_layer_norm
+from enjoyln_cli.models.norm_probe import Gain, Known, LayerNormForm, computes_rms_norm, examine
+from enjoyln_cli.plan.axis import feature_axis
+from enjoyln_cli.proof.flow import Flow, Value
+
+
+def layer_norms(model: nn.Module) -> tuple[dict[str, LayerNormForm], dict[str, str]]:
+    """How each LayerNorm module normalises; those not to be swapped, with why."""
+    found: dict[str, LayerNormForm] = {}
+    refused: dict[str, str] = {}
+    known: Known = {}
+    for path, module in model.named_modules():
+        form: LayerNormForm | str | None
+        if isinstance(module, nn.LayerNorm) and math.prod(module.normalized_shape[:-1]) != 1:
+            form = "it normalises over several dimensions at once"
+        elif runs_torchs_layer_norm(module):
+            norm: Any = module
+            gain: Gain = "1" if norm.weight is None else "weight"
+            form = LayerNormForm(-1, gain, norm.bias is not None, norm.eps)
+        else:
+            form = examine(module, known)
+        if form is None and isinstance(module, nn.LayerNorm):
+            form = f"{type(module).__name__} computes something else than a LayerNorm"
+        if isinstance(form, LayerNormForm):
+            form = interference(module) or form
+        if isinstance(form, str):
+            refused[path] = form
+        elif form is not None:
+            found[path] = form
+    return found, refused
+
+
+def norm_calls(
+    flow: Flow, norms: dict[str, LayerNormForm], refused: dict[str, str]
+) -> tuple[dict[str, tuple[Value, ...]], dict[str, str]]:
+    """The input of every call of each norm that can be swapped; the others with the reason.
+
+    A module that is called only with numbers of dimensions where it computes something else
+    (``nn.GroupNorm(1, d)`` of images) is no LayerNorm, and in neither.
+    """
+    calls: dict[str, list[Value]] = {path: [] for path in norms}
+    refused, elsewhere = dict(refused), {}
+    for position, trace in enumerate(flow.traces):
+        for path, entering in trace.entering(norms.keys()):
+            shape = shape_of(entering[0]) if len(entering) == 1 else ()
+            if shape is None:
+                refused[path] = "the shape of its input depends on values"
+            elif not shape:
+                refused[path] = "it takes more than one tensor"
+            elif not norms[path].holds_for(len(shape)):
+                elsewhere[path] = (
+                    f"for inputs of {len(shape)} dimensions it computes something else"
+                )
+            else:
+                axis = feature_axis(shape, norms[path].dim)
+                calls[path].append(Value(position, entering[0], axis))
+        refused |= {path: why for path, why in trace.unseen.items() if path in norms}
+        inside = [(trace.module_of(node), why) for node in trace.graph.nodes if (why := _op(node))]
+        for path, why in dict(inside).items():
+            if path not in norms and path not in refused and not _foreign(path, flow):
+                refused[path] = why
+    for path in calls:
+        if any(path in trace.hidden for trace in flow.traces):
+            refused.setdefault(
+                path, "an operator such as torch.cond may call it without being seen"
+            )
+    for path in {path for trace in flow.traces for path in trace.leaving_unreturned(norms)}:
+        refused.setdefault(path, "a value from inside of it is used outside")
+    for path, values in calls.items():
+        if not values and path not in elsewhere:
+            refused.setdefault(path, "no traced call runs it")
+    refused |= {path: why for path, why in elsewhere.items() if calls[path]}
+    swapped = {path: tuple(v) for path, v in calls.items() if v and path not in refused}
+    return swapped, refused
+
+
+def _op(node: Node) -> str | None:
+    """Why a LayerNorm that is an op, of no module that is one, stays; ``None`` for other ops."""
+    if packet(node) is aten.layer_norm:
+        return "layer_norm is called as a function, inside of a module"
+    if packet(node) is aten.group_norm and len(shape_of(node) or ()) == 2:
+        return "it normalises groups of the features, for which there is no RMSNorm"
+    return None
+
+
+def _foreign(path: str, flow: Flow) -> bool:
+    """Whether the reference class (whose trace comes first) does not have this module."""
+    return all(flow.traces[0].module_of(node) != path for node in flow.traces[0].graph.nodes)
+
+
+def rms_norms(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Modules that compute RMSNorm already, by class."""
+    counts: Counter[str] = Counter()
+    verdicts: dict[type, bool] = {}
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            if type(module) not in verdicts:
+                verdicts[type(module)] = computes_rms_norm(module)
+            counts[type(module).__name__] += verdicts[type(module)]
+    return tuple((name, count) for name, count in sorted(counts.items()) if count)

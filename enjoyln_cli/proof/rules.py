@@ -1,0 +1,356 @@
+"""The pull-back table: what each aten op does to a mean. One rule per family, its proof one line.
+
+A rule lists the operands in which the op is jointly linear and commutes with centring (see
+``pullback.pull``), or says why a mean cannot be followed. An op without a rule is opaque to the
+search for sources and an observer of every shift: a missing rule costs coverage, never correctness.
+Here are the ops that move, choose and add elements; those that take them by number are
+``index_rules.py``, those that multiply by weights ``weight_rules.py``.
+"""
+
+# Arguments of fx nodes are typed as a wide union; a rule knows its op's schema.
+# mypy: disable-error-code="arg-type,union-attr,misc,index,return-value,operator,call-overload"
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from enjoyln_cli.graph.nodes import (
+    argument,
+    aten,
+    broadcast,
+    centred_operand,
+    constant_along,
+    is_floating,
+    offsets,
+    op_name,
+    packet,
+    rank_of,
+    shape_of,
+    taken,
+)
+from enjoyln_cli.plan.axis import Axis, moved, through_view
+from enjoyln_cli.proof.pullback import Opaque, Pull, rule
+from enjoyln_cli.proof.views import VIEWS, carried
+
+
+@rule(*VIEWS)
+def _view(node: Node, axis: Axis) -> Pull:
+    """A row-major reshape moves no element: the groups are the same under other names."""
+    source, shape = node.args[0], shape_of(node)
+    into = shape_of(source) if isinstance(source, Node) else None
+    if not isinstance(source, Node) or shape is None or into is None:
+        return Opaque("a view of something that is no tensor")
+    if source.meta["val"].dtype != node.meta["val"].dtype:
+        return Opaque("a view of the bits as another dtype")
+    found = through_view(axis, shape, into) or carried([node], source, axis)
+    if found is None:
+        return Opaque(
+            f"{op_name(node)} from {into} to {shape} mixes the features with other dimensions"
+        )
+    return ((source, found),)
+
+
+@rule(
+    aten.clone, aten.contiguous, aten.alias, aten.detach, aten.detach_, aten.lift_fresh_copy,
+    aten.neg, aten.positive,
+)  # fmt: skip
+def _same(node: Node, axis: Axis) -> Pull:
+    """The identity, or a sign."""
+    return ((node.args[0], axis),)
+
+
+@rule(aten._to_copy, aten.to, aten.type_as)
+def _cast(node: Node, axis: Axis) -> Pull:
+    """A cast is the identity, up to rounding, between floating dtypes only."""
+    source = node.args[0]
+    if isinstance(source, Node) and is_floating(source) and is_floating(node):
+        return ((source, axis),)
+    return Opaque("a cast that is not between floating dtypes")
+
+
+@rule(aten.dropout, aten.dropout_, aten.feature_dropout)
+def _dropout(node: Node, axis: Axis) -> Pull:
+    """The identity in eval; in training it removes single elements of a group."""
+    if argument(node, 2, "train"):
+        return Opaque("dropout in training mode breaks a zero mean")
+    return ((node.args[0], axis),)
+
+
+@rule(
+    aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.movedim, aten.moveaxis,
+    aten.swapaxes, aten.swapdims,
+)  # fmt: skip
+def _permute(node: Node, axis: Axis) -> Pull:
+    """Dimensions change places; which went where is read off a tensor of the same rank."""
+    source, rank = node.args[0], rank_of(node)
+    probe = torch.empty(tuple(range(2, 2 + rank)), device="meta")
+    order = [size - 2 for size in node.target(probe, *node.args[1:], **node.kwargs).shape]
+    return ((source, moved(axis, order[axis.dim])),)
+
+
+def _terms(terms: Iterable[Any], node: Node, axis: Axis, constant: str, same: str) -> Pull:
+    """Every term that varies along the mean; one that is constant and not zero has no mean 0."""
+    rank, pairs = rank_of(node), []
+    for term in terms:
+        if not isinstance(term, Node):
+            if term == 0:
+                continue
+            return Opaque(f"the constant {term} {constant}")
+        if constant_along(term, axis, rank):
+            return Opaque(f"a term that is the same for all features {same}")
+        pairs.append((term, broadcast(term, axis, rank)))
+    return tuple(pairs)
+
+
+@rule(aten.add, aten.sub)
+def _add(node: Node, axis: Axis) -> Pull:
+    """Linear in both addends; ``x - mean(x)`` is zero-mean whatever ``x`` is."""
+    centred = centred_operand(node)
+    if centred is not None and centred[1] == axis:
+        return ()
+    return _terms(node.args[:2], node, axis, "is added to every element", "is added")
+
+
+@rule(aten.mul, aten.multiply)
+def _mul(node: Node, axis: Axis) -> Pull:
+    """Linear in one factor where the other is the same for every element of the mean."""
+    rank = rank_of(node)
+    varying = [f for f in node.args[:2] if not constant_along(f, axis, rank)]
+    if len(varying) != 1 or not isinstance(varying[0], Node):
+        return Opaque("an elementwise product with a factor that is not the same for all features")
+    return ((varying[0], broadcast(varying[0], axis, rank)),)
+
+
+@rule(aten.div, aten.true_divide)
+def _div(node: Node, axis: Axis) -> Pull:
+    """Linear in the numerator where the divisor is the same for every element of the mean."""
+    numerator, divisor = node.args[:2]
+    rank = rank_of(node)
+    if node.kwargs.get("rounding_mode") is not None or not isinstance(numerator, Node):
+        return Opaque("a rounded division")
+    if constant_along(numerator, axis, rank) or not constant_along(divisor, axis, rank):
+        return Opaque("a division by numbers that are not the same for all features")
+    return ((numerator, broadcast(numerator, axis, rank)),)
+
+
+@rule(aten.where)
+def _where(node: Node, axis: Axis) -> Pull:
+    """A choice that is the same along the mean is a masked sum of both branches."""
+    if len(node.args) != 3:
+        return Opaque("where without branches")
+    condition, *branches = node.args
+    if not constant_along(condition, axis, rank_of(node)):
+        return Opaque("a choice that is not the same for all features")
+    return _terms(branches, node, axis, "is filled in", "is filled in")
+
+
+@rule(aten.lerp)
+def _lerp(node: Node, axis: Axis) -> Pull:
+    """``x + w (y - x)``: linear in both ends where ``w`` is the same for every element."""
+    if not constant_along(node.args[2], axis, rank_of(node)):
+        return Opaque("a weight between two values that is not the same for all features")
+    return _terms(node.args[:2], node, axis, "is mixed in", "is mixed in")
+
+
+@rule(aten.masked_fill)
+def _masked_fill(node: Node, axis: Axis) -> Pull:
+    """Filling zeros by a mask that is the same along the mean is a product with that mask."""
+    source, mask, value = node.args
+    if isinstance(value, Node) or value != 0 or not constant_along(mask, axis, rank_of(node)):
+        return Opaque(
+            "a mask that fills in another value than zero, or is not the same for all features"
+        )
+    if not isinstance(source, Node) or shape_of(source) != shape_of(node):
+        return Opaque("a mask that broadcasts its input")
+    return ((source, axis),)
+
+
+@rule(aten.expand, aten.expand_as, aten.broadcast_to)
+def _expand(node: Node, axis: Axis) -> Pull:
+    """Copies along other dimensions; along the mean itself the value would be constant."""
+    source = node.args[0]
+    if not isinstance(source, Node) or constant_along(source, axis, rank_of(node)):
+        return Opaque("a value that is repeated along the features")
+    return ((source, broadcast(source, axis, rank_of(node))),)
+
+
+@rule(aten.repeat, aten.tile)
+def _repeat(node: Node, axis: Axis) -> Pull:
+    """As ``expand``: the mean's own dimension has to be repeated once."""
+    source, rank = node.args[0], rank_of(node)
+    times = [1] * (rank - len(node.args[1])) + list(node.args[1])  # tile may leave out the first
+    if times[axis.dim] != 1 or axis.dim < rank - rank_of(source):
+        return Opaque("a value that is repeated along the features")
+    return ((source, broadcast(source, axis, rank_of(node))),)
+
+
+@rule(aten.slice, aten.narrow)
+def _slice(node: Node, axis: Axis) -> Pull:
+    """Taking some elements: along another dimension nothing changes, along this one the start."""
+    source, found = node.args[0], taken(node)
+    if argument(node, 1, "dim", 0) % rank_of(node) != axis.dim:
+        return ((source, axis),)
+    if found is None:
+        return Opaque("a strided slice of the features")
+    return ((source, replace(axis, start=axis.start + found[1])),)
+
+
+@rule(operator.getitem)
+def _part(node: Node, axis: Axis) -> Pull:
+    """One part of a split is a slice; one of an unbind is a select."""
+    whole, found = node.args[0], taken(node)
+    if found is not None:
+        start = axis.start + (found[1] if found[0] == axis.dim else 0)
+        return ((whole.args[0], replace(axis, start=start)),)
+    if packet(whole) is aten.unbind:
+        dim = argument(whole, 1, "dim", 0) % (rank_of(node) + 1)
+        return ((whole.args[0], moved(axis, axis.dim + (axis.dim >= dim))),)
+    if packet(whole) is aten.embedding_bag:
+        return _bag(whole, node.args[1], axis)
+    return Opaque(f"{op_name(whole)} does not keep a zero mean")
+
+
+def _bag(node: Node, part: Any, axis: Axis) -> Pull:
+    """Sums or means of a table's rows: each has to be zero-mean."""
+    if part != 0 or axis.dim != 1 or argument(node, 4, "mode", 0) not in (0, 1):
+        return Opaque("the largest of several rows, or a mean over rows")
+    return ((node.args[0], axis),)
+
+
+@rule(aten.select)
+def _select(node: Node, axis: Axis) -> Pull:
+    """One index of another dimension is taken."""
+    source = node.args[0]
+    dim = node.args[1] % (rank_of(node) + 1)
+    return ((source, moved(axis, axis.dim + (axis.dim >= dim))),)
+
+
+@rule(aten.cat, aten.concat, aten.concatenate)
+def _cat(node: Node, axis: Axis) -> Pull:
+    """Side by side along another dimension; along this one the mean has to lie in one part."""
+    parts = [part for part in node.args[0] if shape_of(part) != (0,)]  # of any rank, by old custom
+    if argument(node, 1, "dim", 0) % rank_of(node) != axis.dim:
+        return tuple((part, axis) for part in parts)
+    for part in dict.fromkeys(parts):
+        for at in offsets(node, part):
+            size = shape_of(part)[axis.dim]
+            if at <= axis.start and axis.stop <= at + size:
+                return ((part, replace(axis, start=axis.start - at)),)
+    return Opaque("a concatenation along the features mixes the means of its parts")
+
+
+@rule(aten.stack)
+def _stack(node: Node, axis: Axis) -> Pull:
+    """Side by side along a new dimension."""
+    dim = argument(node, 1, "dim", 0) % rank_of(node)
+    if dim == axis.dim:
+        return Opaque("a stack along the features")
+    below = moved(axis, axis.dim - (axis.dim > dim))
+    return tuple((part, below) for part in node.args[0])
+
+
+@rule(aten.index_select, aten.roll, aten.flip)
+def _reorder(node: Node, axis: Axis) -> Pull:
+    """Whole groups are picked or change places along other dimensions."""
+    dims = node.args[1] if op_name(node) == "index_select" else node.args[-1]
+    listed = [dims] if isinstance(dims, int) else list(dims)
+    if op_name(node) == "roll" and (len(node.args) < 3 or not dims):
+        return Opaque("a roll over all dimensions")
+    if axis.dim in [dim % rank_of(node) for dim in listed]:
+        return Opaque(f"{op_name(node)} along the features")
+    return ((node.args[0], axis),)
+
+
+@rule(aten.unfold)
+def _unfold(node: Node, axis: Axis) -> Pull:
+    """Windows along another dimension; a new last one counts their elements."""
+    source = node.args[0]
+    if axis.dim in (node.args[1] % rank_of(source), rank_of(source)):
+        return Opaque("windows along the features")
+    return ((source, axis),)
+
+
+@rule(aten.copy)
+def _copy(node: Node, axis: Axis) -> Pull:
+    """The values of one tensor in the memory of another."""
+    source = node.args[1]
+    if shape_of(source) != shape_of(node) or not (is_floating(source) and is_floating(node)):
+        return Opaque("a copy into another shape or kind of number")
+    return ((source, axis),)
+
+
+@rule(aten.sum, aten.mean)
+def _reduce(node: Node, axis: Axis) -> Pull:
+    """A sum or mean over other dimensions is linear and treats every group alike."""
+    source, dims = node.args[0], argument(node, 1, "dim")
+    rank = rank_of(source)
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return Opaque(f"{op_name(node)} over every element")
+    gone = sorted(dim % rank for dim in dims)
+    if argument(node, 2, "keepdim", False):
+        dim = axis.dim
+    else:
+        dim = [d for d in range(rank) if d not in gone][axis.dim]
+    if dim in gone or not is_floating(source):
+        return Opaque(f"{op_name(node)} along the features")
+    return ((source, moved(axis, dim)),)
+
+
+@rule(aten.cumsum)
+def _cumsum(node: Node, axis: Axis) -> Pull:
+    """A running sum along another dimension."""
+    if argument(node, 1, "dim") % rank_of(node) == axis.dim:
+        return Opaque("a running sum along the features")
+    return ((node.args[0], axis),)
+
+
+@rule(
+    aten.avg_pool1d, aten.avg_pool2d, aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d,
+    aten.upsample_nearest1d, aten.upsample_linear1d, aten.upsample_nearest2d,
+    aten.upsample_bicubic2d, aten.upsample_bilinear2d,
+    aten._upsample_bicubic2d_aa, aten._upsample_bilinear2d_aa,
+)  # fmt: skip
+def _resample(node: Node, axis: Axis) -> Pull:
+    """Spatial resampling is the same linear map for every channel (dimension 1 of N, C, …)."""
+    spatial = axis.dim - rank_of(node) + (1 if "1d" in op_name(node) else 2)
+    if spatial >= 0 and not _leaves_alone(node, spatial):
+        return Opaque(f"{op_name(node)} along the features")
+    return ((node.args[0], axis),)
+
+
+def _leaves_alone(node: Node, spatial: int) -> bool:
+    """Whether a pooling takes the elements of one of its dimensions one by one."""
+    if op_name(node) not in ("avg_pool1d", "avg_pool2d"):
+        return False
+    kernel, stride = list(node.args[1]), list(argument(node, 2, "stride") or node.args[1])
+    padding = list(argument(node, 3, "padding", 0) or [0])
+    sizes = [given[spatial % len(given)] for given in (kernel, stride, padding)]
+    return sizes == [1, 1, 0]
+
+
+@rule(
+    aten.constant_pad_nd, aten.pad, aten.replication_pad1d, aten.replication_pad2d,
+    aten.replication_pad3d, aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d,
+)  # fmt: skip
+def _pad(node: Node, axis: Axis) -> Pull:
+    """New positions of other dimensions hold zeros, or groups that stand elsewhere too."""
+    constant = op_name(node) == "constant_pad_nd"
+    if op_name(node) == "pad":
+        constant = argument(node, 2, "mode", "constant") == "constant"
+    value = argument(node, 3 if op_name(node) == "pad" else 2, "value", 0) if constant else 0
+    padded = {rank_of(node) - 1 - i // 2 for i, width in enumerate(node.args[1]) if width != 0}
+    if value not in (0, None) or axis.dim in padded:
+        return Opaque("padding along the features, or with a number that is not zero")
+    return ((node.args[0], axis),)
+
+
+@rule(aten.zeros, aten.zeros_like, aten.new_zeros)
+def _zeros(node: Node, axis: Axis) -> Pull:
+    """Zeros have mean zero."""
+    return ()

@@ -1,0 +1,196 @@
+"""The pull-back table, second part: ops that multiply by weights, and attention.
+
+Each is linear in a weight (and in its bias, jointly), and keeps the weight's output features apart:
+centring these is centring the result, ``P (W x + b) = (P W) x + P b``.
+"""
+
+# Arguments of fx nodes are typed as a wide union; a rule knows its op's schema.
+# mypy: disable-error-code="arg-type,union-attr,misc,index,return-value,operator,call-overload"
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from enjoyln_cli.graph.nodes import (
+    argument,
+    aten,
+    broadcast,
+    constant_along,
+    is_whole,
+    op_name,
+    rank_of,
+    shape_of,
+)
+from enjoyln_cli.plan.axis import Axis, moved
+from enjoyln_cli.proof.pullback import Opaque, Pull, rule
+
+
+def _weight_and_bias(node: Node, axis: Axis) -> Pull:
+    bias, rows = argument(node, 2, "bias"), moved(axis, 0)
+    return ((node.args[1], rows),) if bias is None else ((node.args[1], rows), (bias, rows))
+
+
+def _product(node: Node, axis: Axis, equation: str, factors: Sequence[Any]) -> Pull:
+    """Linear in the one factor that carries the mean's letter, all others fixed.
+
+    ``equation`` is einsum's; factors of other ranks than it has letters are refused.
+    """
+    spelled = _letters(equation, [rank_of(factor) for factor in factors])
+    if spelled is None or len(spelled[1]) != rank_of(node):
+        return Opaque("a product whose equation does not say what it gives")
+    terms, output = spelled
+    letter = output[axis.dim]
+    carrying = [
+        (factor, term)
+        for factor, term in zip(factors, terms, strict=True)
+        if letter in term and shape_of(factor)[term.index(letter)] == shape_of(node)[axis.dim]
+    ]
+    if len(carrying) != 1 or carrying[0][1].count(letter) != 1:
+        return Opaque("a product of factors that are not the same for all features")
+    factor, term = carrying[0]
+    return ((factor, moved(axis, term.index(letter))),)
+
+
+def _letters(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]] | None:
+    """The letter of each dimension of every factor and of the result; ``None`` if ranks differ.
+
+    An ellipsis stands for as many dimensions as the others leave, counted from the end.
+    """
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != len(ranks):
+        return None
+    hidden = [rank - len(t.replace("...", "")) for t, rank in zip(terms, ranks, strict=True)]
+    if any(n < 0 or (n and "..." not in t) for n, t in zip(hidden, terms, strict=True)):
+        return None
+
+    def spelled(term: str, count: int) -> list[str]:
+        before, dots, after = term.partition("...")
+        return [*before, *(f"...{i}" for i in range(count if dots else 0, 0, -1)), *after]
+
+    spelled_out = [spelled(term, count) for term, count in zip(terms, hidden, strict=True)]
+    return spelled_out, spelled(output, max(hidden, default=0))
+
+
+@rule(aten.embedding)
+def _embedding(node: Node, axis: Axis) -> Pull:
+    """Rows of a table are looked up: each has to be zero-mean."""
+    if axis.dim != rank_of(node) - 1 or rank_of(node.args[0]) != 2:
+        return Opaque("a mean over tokens")
+    return ((node.args[0], moved(axis, 1)),)
+
+
+@rule(aten.linear)
+def _linear(node: Node, axis: Axis) -> Pull:
+    """``P (W x + b) = (P W) x + P b``: the weight's rows and the bias (CBWC, Enjoy-LN def. 2)."""
+    x, weight, bias = node.args[0], node.args[1], argument(node, 2, "bias")
+    if axis.dim != rank_of(node) - 1 or rank_of(node) != rank_of(x):
+        return Opaque("a mean over tokens")
+    if rank_of(weight) != 2 or (bias is not None and rank_of(bias) != 1):
+        return Opaque("a linear layer whose weight is no matrix, or whose bias is no vector")
+    return _weight_and_bias(node, axis)
+
+
+@rule(aten.matmul, aten.mm, aten.bmm)
+def _matmul(node: Node, axis: Axis) -> Pull:
+    """A product of matrices keeps the columns of its right factor and the rows of its left one."""
+    if min(map(rank_of, node.args[:2])) < 2:
+        return Opaque("a product with a vector")
+    return _product(node, axis, "...ij,...jk->...ik", node.args[:2])
+
+
+@rule(aten.einsum)
+def _einsum(node: Node, axis: Axis) -> Pull:
+    """The equation says which dimensions of the result are whose."""
+    return _product(node, axis, node.args[0], node.args[1])
+
+
+@rule(aten.tensordot)
+def _tensordot(node: Node, axis: Axis) -> Pull:
+    """The dimensions that are not summed over, of the left factor and then of the right one."""
+    left, right = node.args[:2]
+    n, m = rank_of(left), rank_of(right)
+    pairs = [(i % n, j % m) for i, j in zip(*node.args[2:4], strict=True)]
+    letters = string.ascii_letters
+    if n + m > len(letters):
+        return Opaque("a product over very many dimensions")
+    first, second = list(letters[:n]), list(letters[n : n + m])
+    for i, j in pairs:
+        second[j] = first[i]
+    summed = {first[i] for i, _ in pairs}
+    output = [letter for letter in first + second if letter not in summed]
+    equation = f"{''.join(first)},{''.join(second)}->{''.join(output)}"
+    return _product(node, axis, equation, (left, right))
+
+
+@rule(aten._grouped_mm, "transformers::grouped_mm_fallback")
+def _grouped_matmul(node: Node, axis: Axis) -> Pull:
+    """Each row is multiplied by the matrix of its expert, whose columns (all experts') it keeps."""
+    left, right = node.args[:2]
+    if (rank_of(left), rank_of(right)) != (2, 3) or axis.dim != 1:
+        return Opaque("a grouped product along something else than its columns")
+    if argument(node, 3, "bias") is not None:
+        return Opaque("a grouped product with a bias of its own")
+    return ((right, moved(axis, 2)),)
+
+
+@rule(aten.addmm, aten.baddbmm)
+def _addmm(node: Node, axis: Axis) -> Pull:
+    """``β C + α A B``: the columns of ``B`` and of ``C`` (Conv1D stores its weight as ``B``)."""
+    added, rank = node.args[0], rank_of(node)
+    if constant_along(added, axis, rank):
+        return Opaque("a product whose added term is the same for all features")
+    found = _product(node, axis, "...ij,...jk->...ik", node.args[1:3])
+    if isinstance(found, Opaque):
+        return found
+    return (*found, (added, broadcast(added, axis, rank)))
+
+
+@rule(aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)
+def _convolution(node: Node, axis: Axis) -> Pull:
+    """A convolution over all channels is linear over its output channels, position by position."""
+    general = op_name(node) == "convolution"
+    groups = argument(node, 8 if general else 6, "groups", 1)
+    transposed = general and node.args[6]
+    if groups != 1:
+        return Opaque("a grouped convolution, whose channels see different inputs")
+    if transposed or axis.dim != rank_of(node) - rank_of(node.args[1]) + 1:
+        return Opaque("a convolution along the features")
+    return _weight_and_bias(node, axis)
+
+
+@rule(aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d)
+def _transposed_convolution(node: Node, axis: Axis) -> Pull:
+    """As a convolution; its weight has the output channels second."""
+    weight, bias = node.args[1], argument(node, 2, "bias")
+    if argument(node, 6, "groups", 1) != 1:
+        return Opaque("a grouped convolution, whose channels see different inputs")
+    if axis.dim != rank_of(node) - rank_of(weight) + 1:
+        return Opaque("a convolution along the features")
+    pairs = ((weight, moved(axis, 1)),)
+    return pairs if bias is None else (*pairs, (bias, moved(axis, 0)))
+
+
+@rule(aten.scaled_dot_product_attention)
+def _attention(node: Node, axis: Axis) -> Pull:
+    """Attention is linear in the values, and keeps their features apart from the positions."""
+    values = node.args[2]
+    if axis.dim != rank_of(node) - 1 or argument(node, 4, "dropout_p", 0.0):
+        return Opaque("attention over the features, or with dropout")
+    return ((values, moved(axis, rank_of(values) - 1)),)
+
+
+@rule(aten.layer_norm)
+def _layer_norm(node: Node, axis: Axis) -> Pull:
+    """``γ ⊙ x̂ + β``: ``x̂`` is zero-mean, the product with γ is not (trap 1)."""
+    shape = shape_of(node) or ()
+    weight, bias = argument(node, 2, "weight"), argument(node, 3, "bias")
+    if len(node.args[1]) != 1 or axis.dim != len(shape) - 1 or not is_whole(axis, shape):
+        return Opaque("a LayerNorm over other elements than the mean")
+    if weight is not None:
+        return Opaque("the output of a LayerNorm with weights is not zero-mean")
+    return () if bias is None else ((bias, moved(axis, 0)),)

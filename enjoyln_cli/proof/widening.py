@@ -1,0 +1,366 @@
+"""MLPs that can subtract the mean of their own residual input, by hidden units added to them.
+
+For an activation with ``act(u) - act(-u) = u``, two hidden units that read ``s * sum(h)`` and
+``-s * sum(h)`` and write ``-1 / (s d)`` and ``1 / (s d)`` to every feature add ``-mean(h)``:
+
+    h + mlp(h)    becomes    h - mean(h) + mlp(h)
+
+which is zero-mean where ``mlp(h)`` was, and costs no operation. That is exact where nobody else
+reads the hidden values or the weights, and where everybody who reads the sum absorbs a shift of it,
+at every call. What is an MLP is read off the graph, what its activation does is tried in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node, map_arg
+
+from enjoyln_cli.graph.nodes import (
+    SPLITS,
+    argument,
+    aten,
+    is_floating,
+    is_part,
+    op_name,
+    packet,
+    shape_of,
+)
+from enjoyln_cli.plan.axis import feature_axis
+from enjoyln_cli.proof.flow import Flow, Value, readers_of
+from enjoyln_cli.proof.rules import VIEWS
+from enjoyln_cli.trace.capture import Trace
+
+PROBES = 600
+"""Magnitudes from 1e-6 to 1e5 at which an activation is tried."""
+CLOSE = 1e-12
+"""What rounding in float64 may make of ``act(u) - act(-u) = u``, relative to ``u``."""
+
+_SAME = {
+    aten.alias, aten.clone, aten.contiguous, aten.detach, aten.positive, aten.to, aten._to_copy,
+    aten.type_as,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """``second(act(first(x)))``; each parameter by the first name of all that is tied to it."""
+
+    first: str
+    """A weight, whose dimension ``1 - dim`` is that of the hidden units."""
+    bias: str | None
+    """Of the first layer."""
+    second: str
+    """A weight, whose dimension ``dim`` is that of the hidden units."""
+    dim: int
+    """1 for ``nn.Linear``, 0 for a Conv1D, which stores its weight transposed."""
+    size: int
+    """How many hidden units there are."""
+    features: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Every parameter that has an entry for each hidden unit, and its dimension of them."""
+        bias = {} if self.bias is None else {self.bias: 0}
+        return {self.first: 1 - self.dim, **bias, self.second: self.dim}
+
+
+@dataclass(frozen=True)
+class Resize:
+    """An attribute of the config, and the MLPs whose hidden units it counts, and nothing else."""
+
+    attribute: str
+    """Dotted where the config is nested: ``text_config.intermediate_size``."""
+    size: int
+    to: int
+    mlps: tuple[Mlp, ...]
+
+
+Edge = tuple[int, Node, Node]
+"""The position of a trace, a residual sum in it, and the addend that is not the MLP's."""
+
+Resizing = Callable[[tuple[Mlp, ...], tuple[Mlp, ...]], tuple[Resize, ...]]
+"""From the MLPs that would subtract a mean, and all that can grow, to the attributes for it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Widenings:
+    """Which means can be subtracted by which MLP."""
+
+    edges: Mapping[Edge, Mlp] = field(default_factory=dict)
+    refused: Mapping[Edge, str] = field(default_factory=dict)
+    """Residual sums whose MLP cannot, and why."""
+    resizes: tuple[Resize, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of an MLP."""
+
+    mlp: Mlp
+    first: Node
+    between: tuple[Node, ...]
+    """From the hidden values to what the second layer reads, in an order to compute them in."""
+    second: Node
+    edge: Edge | None
+    """Where it is added to what it reads."""
+    trace: int
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """``x W + b`` with parameters as they are."""
+
+    x: Node
+    weight: str
+    bias: str | None
+    inputs: int
+    """The dimension of the weight that the input has."""
+    shape: tuple[int, ...]
+
+
+def find_widenings(
+    flow: Flow, groups: Mapping[str, str], single: Callable[[str], bool], resizing: Resizing
+) -> Widenings:
+    """Every MLP that can subtract the mean of its residual input, in all traces at once.
+
+    ``groups`` names the first of all names tied to a parameter; ``single`` says whether such a
+    group is one stored tensor of the parameter's own layout.
+    """
+    calls: dict[Mlp, list[_Call]] = {}
+    refused: dict[Edge, str] = {}
+    readers: dict[str, set[Node]] = {}
+    for position, trace in enumerate(flow.traces):
+        named = {node: groups[names[0]] for node, names in trace.parameters.items()}
+        for node, name in named.items():
+            readers.setdefault(name, set()).update(readers_of(node))
+        for call in _calls(position, trace, named):
+            if isinstance(call, _Call):
+                calls.setdefault(call.mlp, []).append(call)
+            else:
+                refused[call] = "it is gated: a product of two layers' values"
+    why = {mlp: _cannot_grow(mlp, calls[mlp], readers, single) for mlp in calls}
+    able = tuple(mlp for mlp in calls if why[mlp] is None)
+    why |= {mlp: _cannot_subtract(flow, calls[mlp]) for mlp in able}
+    wanted = tuple(mlp for mlp in calls if why[mlp] is None)
+    resizes = resizing(wanted, able) if wanted else ()
+    counted = {mlp for resize in resizes for mlp in resize.mlps}
+    edges: dict[Edge, Mlp] = {}
+    for mlp, own in calls.items():
+        reason = why[mlp]
+        if reason is None and mlp not in counted:
+            reason = "no attribute of the config sets its number of hidden units and nothing else"
+        for edge in (call.edge for call in own if call.edge):
+            if reason is None:
+                edges[edge] = mlp
+            else:
+                refused[edge] = reason
+    return Widenings(edges, refused, resizes)
+
+
+def _cannot_grow(
+    mlp: Mlp,
+    calls: list[_Call],
+    readers: Mapping[str, set[Node]],
+    single: Callable[[str], bool],
+) -> str | None:
+    """Why hidden units of zeros would be seen, or cannot be stored."""
+    for call in calls:
+        inside = {*call.between, call.second}
+        for node in (call.first, *call.between):
+            if other := next((user for user in readers_of(node) if user not in inside), None):
+                return f"its hidden values are read by {op_name(other)} too"
+    own = {c.first for c in calls}
+    reading = dict.fromkeys(mlp.parts, own) | {mlp.second: {c.second for c in calls}}
+    for name, nodes in reading.items():
+        if not readers[name] <= nodes:
+            return "a weight of it is used elsewhere, too"
+        if not single(name):
+            return "a weight of it is tied, or stored in another layout"
+    return None
+
+
+def _cannot_subtract(flow: Flow, calls: list[_Call]) -> str | None:
+    """Why units that subtract the mean would not be exact."""
+    for call in calls:
+        if call.edge is None:
+            return "it is not always added to what it reads"
+        if reason := _wrong_activation(call):
+            return reason
+        shape = shape_of(call.second) or ()
+        seen = flow.observer(Value(call.trace, call.second, feature_axis(shape)))
+        if seen is not None:
+            return f"a shift of its output would be noticed ({seen.reason})"
+    return None
+
+
+def _wrong_activation(call: _Call) -> str | None:
+    """Why not ``act(u) - act(-u) = u``: tried at magnitudes from 1e-6 to 1e5, and at 0."""
+    u = torch.cat([torch.zeros(1, dtype=torch.float64), torch.logspace(-6, 5, PROBES).double()])
+    names = ", ".join(dict.fromkeys(op_name(n) for n in call.between if _behind(n) is None))
+    try:
+        found = _activated(call, u) - _activated(call, -u)
+    except Exception as error:  # an op raises what it likes
+        return f"its activation ({names}) cannot be tried: {type(error).__name__}"
+    wrong = ~((found - u).abs() <= CLOSE * u)
+    if not wrong.any():
+        return None
+    at = int(wrong.nonzero()[0])
+    what = f"its activation ({names})" if names else "it has no activation, which"
+    return f"{what} gives act(u) - act(-u) = {float(found[at]):.3g} at u = {float(u[at]):.3g}"
+
+
+def _activated(call: _Call, u: torch.Tensor) -> torch.Tensor:
+    """What the ops between the two layers make of the hidden values ``u``."""
+    values: dict[Node, Any] = {call.first: u}
+    for node in call.between:
+        source = _behind(node)
+        if source is not None:
+            values[node] = values[source]
+            continue
+        target: Any = node.target
+        args: Any = map_arg(node.args, values.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, values.__getitem__)
+        values[node] = target(*args, **kwargs)
+    return values[call.between[-1]] if call.between else u  # type: ignore[no-any-return]
+
+
+def _calls(trace: int, graph: Trace, named: Mapping[Node, str]) -> Iterator[_Call | Edge]:
+    """Every MLP of a graph; of one that is gated, where it is added to what it reads."""
+    for node in graph.graph.nodes:
+        second = _linear(node, named)
+        if second is None:
+            continue
+        roots, between = _elementwise(second.x)
+        layers = [
+            _linear(root if _halved(root) is None else _halved(root), named) for root in roots
+        ]
+        first = layers[0] if layers else None
+        if first is None or None in layers:
+            continue
+        edge = _residual(trace, node, _origin(first.x))
+        if len(roots) > 1 or _halved(roots[0]) is not None:
+            if edge is not None:
+                yield edge
+            continue
+        mlp = _mlp(first, second)
+        if mlp is not None:
+            yield _Call(mlp, roots[0], between, node, edge, trace)
+
+
+def _mlp(first: _Linear, second: _Linear) -> Mlp | None:
+    size, features = second.shape[second.inputs], second.shape[1 - second.inputs]
+    if first.shape[1 - first.inputs] != size or first.inputs != second.inputs:
+        return None
+    if first.weight == second.weight:
+        return None
+    return Mlp(first.weight, first.bias, second.weight, second.inputs, size, features)
+
+
+def _linear(node: Any, named: Mapping[Node, str]) -> _Linear | None:
+    """The node as a layer whose weight and bias are parameters, if it is one."""
+    if packet(node) is aten.linear:
+        (x, weight), bias, inputs = node.args[:2], argument(node, 2, "bias"), 1
+    elif packet(node) is aten.addmm and not node.kwargs:
+        (bias, x, weight), inputs = node.args, 0
+    else:
+        return None
+    if weight not in named or (bias is not None and bias not in named):
+        return None
+    if node.meta.get("written") or len(shape_of(weight) or ()) != 2 or shape_of(node) is None:
+        return None
+    return _Linear(x, named[weight], bias and named[bias], inputs, shape_of(weight) or ())
+
+
+def _elementwise(node: Node) -> tuple[list[Node], tuple[Node, ...]]:
+    """Back over ops that treat every element alike: where they start from, and the ops in order."""
+    roots: dict[Node, None] = {}
+    done: dict[Node, None] = {}
+    waiting = [(node, False)]
+    while waiting:
+        current, visited = waiting.pop()
+        if current in done or current in roots:
+            continue
+        operands = _operands(current)
+        if operands is None:
+            roots[current] = None
+        elif visited:
+            done[current] = None
+        else:
+            waiting += [(current, True), *((operand, False) for operand in operands)]
+    return list(roots), tuple(done)
+
+
+def _operands(node: Node) -> list[Node] | None:
+    """The operands of an op that computes each element from the same one of every operand."""
+    source = _behind(node)
+    if source is not None:
+        return [source]
+    if not isinstance(node.target, torch._ops.OpOverload) or node.meta.get("written"):
+        return None
+    tags = node.target.tags
+    if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags:
+        return None
+    operands = node.all_input_nodes
+    same = all(shape_of(operand) == shape_of(node) for operand in operands)
+    return operands if operands and same and not node.target._schema.is_mutable else None
+
+
+def _behind(node: Node) -> Node | None:
+    """The operand of an op that leaves values as they are, and the order of the rows."""
+    if not node.args or not isinstance(node.args[0], Node) or node.meta.get("written"):
+        return None
+    source = node.args[0]
+    shape, into = shape_of(source), shape_of(node)
+    if not shape or not into or shape[-1] != into[-1]:
+        return None
+    if not (is_floating(source) and is_floating(node)):
+        return None
+    same_dtype = source.meta["val"].dtype == node.meta["val"].dtype
+    if packet(node) in _SAME or (packet(node) in VIEWS and same_dtype):
+        return source
+    return source if packet(node) is aten.dropout and not argument(node, 2, "train") else None
+
+
+def _same_as(node: Node) -> Iterator[Node]:
+    """The value itself, and all behind ops that leave it as it is."""
+    yield node
+    while (source := _behind(node)) is not None:
+        yield (node := source)
+
+
+def _origin(node: Node) -> Node:
+    return list(_same_as(node))[-1]
+
+
+def _halved(node: Node) -> Node | None:
+    """What a part of the features is taken of, as by a gate whose two layers are one."""
+    source: Any = node.args[0] if node.args else None
+    if is_part(node) and packet(source) in SPLITS:
+        return _origin(source.args[0])
+    return _origin(source) if packet(node) in (aten.glu, aten.slice) else None
+
+
+def _residual(trace: int, node: Node, x: Node) -> Edge | None:
+    """Where alone the value goes, if that is a sum of it and ``x``."""
+    while True:
+        users = readers_of(node)
+        if len(users) != 1:
+            return None
+        user = users.pop()
+        if _behind(user) is not node:
+            break
+        node = user
+    if packet(user) is not aten.add or len(user.args) != 2 or user.kwargs.get("alpha", 1) != 1:
+        return None
+    others = [operand for operand in user.args if operand is not node]
+    if len(others) != 1 or not isinstance(others[0], Node) or user.meta.get("written"):
+        return None
+    other, behind = others[0], list(_same_as(others[0]))
+    if behind[-1] is not x or any(value.meta.get("written") for value in behind):
+        return None
+    same = shape_of(other) == shape_of(user) == shape_of(node)
+    return (trace, user, other) if same else None

@@ -1,0 +1,1 @@
+"""A converted checkpoint on the Hub, with its model card."""

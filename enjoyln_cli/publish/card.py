@@ -1,0 +1,304 @@
+"""What the model card of a converted checkpoint says.
+
+Decides its metadata and the values that fill the templates: all from the plan, from the files of
+the result (``enjoyln_verify.json``, ``enjoyln_bench.json``), and from the card of the original.
+
+Of the original's metadata comes along what stays true (``CARRIED``); ``base_model`` is the Hub id
+of the original. ``base_model_relation`` is one of ``adapter``, ``finetune``, ``merge`` and
+``quantized``. None means "the same function": ``quantized`` is where the Hub lists conversions of a
+model's own weights, as those to GGUF in full precision; without it the Hub takes the result for a
+fine-tune.
+
+One section, between ``BEGIN`` and ``END``, holds what may change once the fold is done: where the
+model lies, its verification, its speed. ``enjoyln push`` writes it anew; the rest is the owner's.
+
+Of ``enjoyln_bench.json`` it reads what ``speeds.Bench.to_json`` writes there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import metadata as package_metadata
+from pathlib import Path
+from typing import Any
+
+from enjoyln_cli import __version__
+from enjoyln_cli.checkpoint.result_files import BENCH_FILE, RECIPE_FILE, VERIFY_FILE
+from enjoyln_cli.checkpoint.sentence_transformers import MODULES
+from enjoyln_cli.checkpoint.source import Source
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.report.notes import UNTIED, counts, notes, number, row
+
+BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
+END = "<!-- enjoyln: end of the section -->"
+
+TAGS = ("enjoyln", "rmsnorm")
+RELATION = "quantized"
+CARRIED = (
+    "license",
+    "license_name",
+    "license_link",
+    "language",
+    "pipeline_tag",
+    "library_name",
+    "datasets",
+    "tags",
+)
+
+MOST = 1000
+"""Entries of a list in the original's metadata."""
+
+Values = dict[str, Any]
+
+
+def is_card(path: Path) -> bool:
+    """Whether there is a card of a converted checkpoint at ``path``."""
+    return path.is_file() and BEGIN.encode() in path.read_bytes()
+
+
+def template(name: str) -> str:
+    """A Jinja template of this package: ``card`` or ``state``."""
+    return resources.files("enjoyln_cli").joinpath("templates", f"{name}.md").read_text("utf-8")
+
+
+def metadata(found: Mapping[str, Any], source: Source, folder: Path) -> Values:
+    """The card's metadata, from that of the original's own card (``found``)."""
+    named = {key: _texts(value) for key, value in found.items()}
+    carried = {key: named[key] for key in CARRIED if named.get(key)}
+    tags = carried.get("tags") or []
+    tags = [tags] if isinstance(tags, str) else tags
+    carried["tags"] = list(dict.fromkeys([*tags, *TAGS]))
+    library = "sentence-transformers" if (folder / MODULES).is_file() else "transformers"
+    carried.setdefault("library_name", library)
+    if source.revision is not None:
+        return {"base_model": source.model, "base_model_relation": RELATION, **carried}
+    kept = ("base_model", "base_model_relation")  # what a directory was made from
+    return {**{key: named[key] for key in kept if named.get(key)}, **carried}
+
+
+def _texts(value: Any) -> str | list[str] | None:
+    """A text or a list of texts, nothing else; YAML takes Norwegian (``no``) for false."""
+    if isinstance(value, list):
+        texts = ["no" if entry is False else entry for entry in value[:MOST]]
+        return [text for text in texts if isinstance(text, str)]
+    return value if isinstance(value, str) else None
+
+
+def shown(source: Source) -> str:
+    """The original's name: its Hub id, or the name of its directory without the way there."""
+    return source.model if source.revision else Path(source.model).expanduser().resolve().name
+
+
+def command(source: Source, out: Path, options: Mapping[str, Any]) -> str:
+    """The command that makes the same result; ``options`` by their names in Python."""
+    place = shown(source) if source.revision else f"./{shown(source)}"
+    words = ["enjoyln", "fold", place, "-o", out.name]
+    for name, value in {**options, "revision": source.revision}.items():
+        words += _words(name, value)
+    return shlex.join(words)
+
+
+def _words(name: str, value: Any) -> list[str]:
+    if is_dataclass(value) and not isinstance(value, type):
+        plain = type(value)()
+        changed = [key for key in vars(value) if getattr(value, key) != getattr(plain, key)]
+        return [word for key in changed for word in _words(key, getattr(value, key))]
+    if value is None or value is False or value == () or value == []:
+        return []
+    flag = "--" + name.replace("_", "-")
+    if value is True:
+        return [flag]
+    if isinstance(value, list | tuple):
+        return [flag, ",".join(map(str, value))]
+    return [flag, value.name if isinstance(value, Path) else str(value).removeprefix("torch.")]
+
+
+def values(
+    plan: Plan, source: Source, out: Path, options: Mapping[str, Any], card: str, state: str
+) -> Values:
+    """What fills the template ``card``; ``card`` is the text of the original's own."""
+    dtype = str(options.get("dtype") or "").removeprefix("torch.")
+    name = shown(source)
+    found = row(name, plan)
+    origin = f"A local directory named `{name}`"
+    if source.revision:
+        origin = f"[{name}](https://huggingface.co/{name}) at revision `{source.revision}`"
+    return {
+        "title": out.name,
+        "origin": origin,
+        "folded": found["become_rmsnorm"],
+        "norms": found["layernorms"],
+        "done": _done(found, dtype),
+        "recipe": RECIPE_FILE,
+        "outputs": ", ".join(f"`{key}`" for key in plan.outputs),
+        "classes": ", ".join(f"`{cls}`" for cls in plan.classes),
+        "relation": RELATION if source.revision else "",
+        "merged": bool(plan.merged),
+        "unproven": bool(plan.unproven),
+        "untied": ", ".join(f"`{one.tensor}`" for one in plan.untied),
+        "homepage": _homepage(),
+        "begin": BEGIN,
+        "end": END,
+        "state": state,
+        "command": command(source, out, options),
+        "versions": ", ".join(_versions()),
+        "card": card.strip(),
+    }
+
+
+def _done(found: Values, dtype: str) -> list[str]:
+    """What ``enjoyln fold`` prints of a plan."""
+    told = (line for line in notes(found)[1:] if UNTIED not in line)  # the card says more of it
+    lines = [f"converted {counts(found)}", *told]
+    return [*lines, f"  all floating weights were converted to {dtype}"] if dtype else lines
+
+
+def _versions() -> list[str]:
+    found = [f"enjoyln {__version__}"]
+    for name in ("torch", "transformers", "safetensors", "huggingface_hub"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: str = "") -> Values:
+    """What fills the template ``state``.
+
+    ``folder`` of ``root`` holds the result's config and verification, ``place`` is where users load
+    it from, ``names`` are classes that may, ``complaint`` is what stands against a push that was
+    forced.
+    """
+    inner = root / folder
+    place = json.dumps(place, ensure_ascii=False)[1:-1]  # as it stands between quotes
+    checked, measured = read_json(inner / VERIFY_FILE), read_json(inner / BENCH_FILE)
+    is_pipeline = (root / MODULES).is_file()
+    stock, fast = _of_pipeline(place) if is_pipeline else _of_model(inner, place, names)
+    return {
+        "complaint": complaint,
+        "checks": _checks(checked) if checked else [],
+        "summary": str(checked.get("summary", ""))[:1].upper() + str(checked.get("summary"))[1:],
+        "inputs": _inputs(checked),
+        "verify": VERIFY_FILE,
+        "speeds": _speeds(measured.get("rows")),
+        "conditions": _conditions(measured),
+        "stock": stock,
+        "fast": fast,
+        "homepage": _homepage(),
+    }
+
+
+def _inputs(found: Values) -> str:
+    """How many inputs were run: ``16 inputs``, or ``8 of 128 images``."""
+    rows, full = found.get("rows"), found.get("full_rows")
+    kind = str(found.get("inputs_are", "inputs"))[:20]
+    is_partial = isinstance(rows, int) and isinstance(full, int) and rows < full
+    return f"{rows} of {full} {kind}" if is_partial else f"{rows} {kind}"
+
+
+def _homepage() -> str:
+    """Where this package can be had: the first of the project's URLs; empty where it has none."""
+    try:
+        urls = package_metadata("enjoyln").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return ""
+    return next((url.partition(",")[2].strip() for url in urls), "")
+
+
+def renewed(text: str, section: str) -> str:
+    """A card with its changing section replaced; unchanged where the owner has taken it out."""
+    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+    return pattern.sub(lambda _: f"{BEGIN}\n{section}\n{END}", text, count=1)
+
+
+def read_json(path: Path) -> Values:
+    """What a file of the result says; nothing where somebody has made something else of it."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _checks(found: Values) -> list[tuple[str, str, str, str]]:
+    def shown_number(key: str) -> str:
+        value = found.get(key)
+        return number(value) if isinstance(value, int | float) else "-"
+
+    own, dtype = shown_number("original_error"), found.get("compute_dtype")
+    lines = [
+        ("identity error", shown_number("identity_error"), "", "the algebra, in float64"),
+        ("storage error", shown_number("storage_error"), "", "rounding the new weights"),
+        ("runtime error", shown_number("runtime_error"), own, f"RMSNorm, in {dtype}"),
+        ("stock error", shown_number("stock_error"), own, "plain transformers class"),
+        ("ratio", shown_number("ratio"), "1", f"passes up to {shown_number('max_ratio')}"),
+        (
+            "worst position",
+            shown_number("worst_position_error"),
+            shown_number("worst_position_original"),
+            f"passes up to {shown_number('max_position_ratio')} times",
+        ),
+        ("KL divergence", shown_number("kl"), "", "from the original"),
+        ("top-1 agreement", shown_number("top1_agreement"), "", "with the original"),
+    ]
+    scored = found.get("perplexity")
+    if isinstance(scored, dict):
+        before, after = (f"{scored.get(key, math.nan):.4f}" for key in ("original", "folded"))
+        lines.append(("perplexity", after, before, f"over {scored.get('tokens', 0):.0f} tokens"))
+    return [line for line in lines if line[1] != "-"]
+
+
+def _speeds(found: Any) -> list[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = []
+    for entry in found if isinstance(found, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        try:
+            time = f"{entry['models']['original']['median_ms']:.4g} ms"
+            faster = f"{entry['speedup']:.3f}"
+            if entry["speedup_interval"] is not None:
+                low, high = (f"{value:.3f}" for value in entry["speedup_interval"])
+                faster += f" ({low} to {high})"
+            words = [str(entry[name])[:100].replace("|", "\\|") for name in ("case", "verdict")]
+        except (KeyError, TypeError, ValueError):  # by an older version, or written by somebody
+            continue
+        lines.append((words[0], time, faster, words[1]))
+    return lines
+
+
+def _conditions(found: Values) -> str:
+    """Where and how the times were measured, as one line."""
+    told = [str(found[name])[:100] for name in ("hardware", "dtype", "date") if name in found]
+    if "repeats" in found:
+        told.append(f"medians of at most {found['repeats']} rounds")
+    return ", ".join(told)
+
+
+def _of_pipeline(place: str) -> tuple[str, str]:
+    """How to load a sentence encoder, as it is and with RMSNorm."""
+    known = "from sentence_transformers import SentenceTransformer\n"
+    load = f'\nmodel = SentenceTransformer("{place}")'
+    fast = f"{known}from enjoyln_cli import optimize\n{load}\noptimize(model[0].auto_model)"
+    return known + load, fast
+
+
+def _of_model(inner: Path, place: str, names: Sequence[str]) -> tuple[str, str]:
+    """How to load a model, as it is and with RMSNorm."""
+    config = read_json(inner / "config.json")
+    custom = ", trust_remote_code=True" if config.get("auto_map") else ""
+    saved = next(iter(config.get("architectures") or ()), None)
+    name = saved if saved in names or not names else names[0]
+    known = f"from transformers import {'AutoModel' if custom else name}\n"
+    load = f'\nmodel = {"AutoModel" if custom else name}.from_pretrained("{place}"{custom})'
+    fast = "from enjoyln_cli import from_pretrained\n"
+    if name == saved:
+        return known + load, f'{fast}\nmodel = from_pretrained("{place}"{custom})'
+    return known + load, f'{fast}{known}\nmodel = from_pretrained("{place}", {name}{custom})'

@@ -1,0 +1,241 @@
+"""A repository on the Hub to push to: what it is before, and whether this push can go there.
+
+Decides what is refused before anything is folded or sent. Of the right to write only what is
+certain: a token that may only read, and an owner who is neither the user nor an organization of
+theirs. A fine-grained token is left to the Hub, which alone knows its scope; so is whatever goes to
+a pull request of a repository that is there, which everybody may open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import quote
+
+from enjoyln_cli.checkpoint.download import require_token
+from enjoyln_cli.errors import EnjoyLNError, PushRefused, without_credentials
+from enjoyln_cli.text import first_line
+
+AGAIN = "push again, it goes on where it stopped"
+PULLS = "refs/pr/"
+"""What the names of pull requests begin with."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A repository on the Hub to push to, as it is before."""
+
+    repo_id: str
+    """With its owner."""
+    url: str
+    user: str
+    """Whose token it is; empty without one."""
+    exists: bool
+    private: bool
+    """What it is, or what it is going to be."""
+    revision: str | None
+    create_pr: bool
+    new_branch: bool = False
+    """Whether the push makes ``revision``, from the main branch."""
+    commit: str = ""
+    """What a push is compared with; none where there is no repository."""
+    there: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Path of each file to its digest: ``("sha256" | "sha1", digits)``, the latter as in git."""
+    pulls: frozenset[str] = frozenset()
+    """Pull requests of this user, where another is going to be opened."""
+
+    @property
+    def name(self) -> str:
+        """``me/model``, or ``me/model@revision``."""
+        return self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
+
+    @property
+    def kind(self) -> str:
+        """``new, private``, and what else it may be."""
+        new = "new branch, " if self.new_branch else ""
+        new = new if self.exists else "new, "
+        return new + ("private" if self.private else "public")
+
+    @property
+    def page(self) -> str:
+        """The URL of the files that are compared, or of the branch that is made of them."""
+        return f"{self.url}/tree/{quote(self.revision or 'main', safe='')}"
+
+
+def target(
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    token: str | None = None,
+    look_only: bool = False,
+) -> Target:
+    """The repository as it is now. Raises ``PushRefused`` where this user cannot push there.
+
+    To ``look_only`` takes no token: then nothing is known of anybody's rights, and a private
+    repository looks as if it were not there.
+    """
+    if create_pr and revision is not None:
+        raise PushRefused("a pull request starts from the main branch; drop --revision")
+    require_token(token)
+    try:
+        return _target(repo_id, private, revision, create_pr, token, look_only)
+    except EnjoyLNError:
+        raise
+    except Exception as error:  # of huggingface_hub and its HTTP library
+        raise refusal(error, repo_id) from error
+
+
+def _target(
+    repo_id: str,
+    private: bool | None,
+    revision: str | None,
+    create_pr: bool,
+    token: str | None,
+    look_only: bool,
+) -> Target:
+    from huggingface_hub import HfApi, constants, errors, get_token
+    from huggingface_hub.utils import validate_repo_id
+
+    validate_repo_id(repo_id)
+    api = HfApi(token=token)
+    anonymous = look_only and not (token or get_token())
+    who = {"name": ""} if anonymous else api.whoami()
+    if "/" not in repo_id and anonymous:
+        raise PushRefused(f"whose {repo_id} is it? write owner/{repo_id}, or pass --token")
+    repo_id = repo_id if "/" in repo_id else f"{who['name']}/{repo_id}"
+    url = without_credentials(f"{constants.ENDPOINT}/{repo_id}")
+    made = revision is not None
+    new = Target(repo_id, url, who["name"], False, bool(private), revision, create_pr, made)
+    try:
+        known = api.model_info(repo_id)
+    except errors.GatedRepoError:
+        raise
+    except errors.RepositoryNotFoundError:
+        _require_rights(new, who)
+        _require_no_pull(new)
+        return new
+    found = replace(new, exists=True, private=bool(known.private), commit=str(known.sha))
+    _require_rights(found, who)
+    _require_kind(found, private)
+    if revision is not None:
+        try:
+            at = api.model_info(repo_id, revision=revision)
+            found = replace(found, new_branch=False, commit=str(at.sha))
+        except errors.RevisionNotFoundError:
+            _require_no_pull(found)
+    pulls = own_pulls(found, token) if create_pr and found.user else frozenset()
+    return replace(found, there=_files(api, found), pulls=pulls)
+
+
+def _files(api: Any, at: Target) -> dict[str, tuple[str, str]]:
+    from huggingface_hub import RepoFile
+
+    return {
+        entry.path: ("sha256", entry.lfs.sha256) if entry.lfs else ("sha1", entry.blob_id)
+        for entry in api.list_repo_tree(at.repo_id, recursive=True, revision=at.commit)
+        if isinstance(entry, RepoFile)
+    }
+
+
+def own_pulls(to: Target, token: str | None) -> frozenset[str]:
+    """The pull requests that the user has opened, as revisions: ``refs/pr/1``."""
+    from huggingface_hub import HfApi
+
+    found = HfApi(token=token).get_repo_discussions(
+        to.repo_id, author=to.user, discussion_type="pull_request"
+    )
+    return frozenset(f"{PULLS}{pull.num}" for pull in found)
+
+
+# What is refused.
+
+
+def _require_rights(to: Target, who: Mapping[str, Any]) -> None:
+    """Raises ``PushRefused`` where it is certain that ``who`` may not write, says ``whoami``."""
+    from huggingface_hub import constants
+
+    if to.exists and (to.create_pr or (to.revision or "").startswith(PULLS)):
+        return
+    role = who.get("auth", {}).get("accessToken", {}).get("role")
+    if role == "read":
+        raise PushRefused(
+            f"the token may only read; make one that may write to {to.repo_id} at "
+            f"{without_credentials(constants.ENDPOINT)}/settings/tokens and pass it as --token, or "
+            "run `hf auth login` with it"
+        )
+    owner, name = to.repo_id.split("/")
+    orgs = {org["name"].lower(): org for org in who.get("orgs", ())}
+    own = f"push to {to.user}/{name}"
+    own += ", or open a pull request with --create-pr" if to.exists else ""
+    if role == "write" and "orgs" in who and owner.lower() not in {to.user.lower(), *orgs}:
+        raise PushRefused(
+            f"{to.user} may not write to {to.repo_id}: {owner} is not an organization of theirs; "
+            f"{own}"
+        )
+    org = orgs.get(owner.lower(), {})
+    if not to.exists and org.get("roleInOrg") == "read" and not org.get("resourceGroups"):
+        raise PushRefused(
+            f"{to.user} may only read in {owner}, and cannot create {to.repo_id}; {own}, or ask "
+            f"{owner} for the right to write"
+        )
+
+
+def _require_no_pull(to: Target) -> None:
+    """Raises ``PushRefused`` where the push needs a pull request, or what one starts from."""
+    if (to.revision or "").startswith(PULLS):
+        raise PushRefused(f"{to.repo_id} has no {to.revision}; see {to.url}/discussions")
+    if to.create_pr and not to.exists:
+        raise PushRefused(
+            f"there is no {to.repo_id}, and a pull request needs a repository that is there; push "
+            "without --create-pr"
+        )
+
+
+def _require_kind(found: Target, private: bool | None) -> None:
+    if private is None or private == found.private:
+        return
+    is_so, flag = ("private", "--no-private") if found.private else ("public", "--private")
+    raise PushRefused(
+        f"{found.repo_id} is {is_so}, and {flag} makes new repositories only; drop it, name "
+        f"another repository, or change this one at {found.url}/settings first"
+    )
+
+
+def refusal(error: Exception, repo_id: str, again: str = AGAIN) -> PushRefused:
+    """One line for whatever stopped a push: the Hub's answer decides, however it is wrapped.
+
+    ``again`` says how to go on where that makes sense.
+    """
+    from huggingface_hub import constants, errors
+
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    answers = [one for one in causes if isinstance(one, errors.HfHubHTTPError)]
+    response = getattr(answers[0], "response", None) if answers else None
+    status = getattr(response, "status_code", None)
+    said = getattr(response, "headers", {}).get("X-Error-Message") or str(causes[-1])
+    first = " ".join(first_line(said).split())
+    if any(isinstance(one, errors.LocalTokenNotFoundError) for one in causes):
+        return PushRefused("pushing needs a token; run `hf auth login` or pass --token")
+    if any(isinstance(one, errors.OfflineModeIsEnabled) for one in causes):
+        return PushRefused("HF_HUB_OFFLINE is set; go online to push")
+    if any(isinstance(one, errors.HFValidationError) for one in causes):
+        return PushRefused(f"{repo_id!r} is no name of a repository, as owner/name is: {first}")
+    if status == 401:
+        return PushRefused("the Hub does not know the token; run `hf auth login` or pass --token")
+    if status == 403:
+        return PushRefused(f"the token may not write to {repo_id} ({first}); use one that may")
+    if status == 404:
+        return PushRefused(f"{repo_id} cannot be found by this token ({first})")
+    if status is not None and (status == 429 or status >= 500):
+        return PushRefused(f"the Hub did not take the upload ({status}); wait, then {again}")
+    if status is not None:
+        return PushRefused(f"the Hub did not take the upload ({status}: {first})")
+    if any(isinstance(one, errors.HTTPError) for one in causes):
+        kind = type(causes[-1]).__name__
+        return PushRefused(f"{constants.ENDPOINT} cannot be reached ({kind}: {first}); {again}")
+    return PushRefused(f"the upload failed: {type(causes[-1]).__name__}: {first}; {again}")

@@ -1,0 +1,200 @@
+"""Layers that look alike are drawn once, with how many they are.
+
+Two layers next to each other are alike where they hold parts of the same names, kinds and tones.
+Each is a box that holds a graph of its own. A link that leaves a layer, also for the next of those
+that are drawn with it, goes through a dot at the layer's end; one that enters it through a dot at
+its beginning, one for everything that reaches the same parts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from enjoyln_cli.recipe.templates import layers_of
+from enjoyln_cli.report.graph_layout import Box, Graph, Link, Shape, Tone, shortened, wrapped
+from enjoyln_cli.report.notes import compact
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing of the model: its dotted name, what it is shown as, and why."""
+
+    kind: str
+    path: str
+    tone: Tone
+    lines: tuple[str, ...] = ()
+    """Beneath its name."""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a part is drawn: the layers that hold it, outermost first, and its own name."""
+
+    layers: tuple[tuple[str, int], ...]
+    """Each as it is drawn (``transformer.h.0-11``), with the number that it is of itself."""
+    path: str
+
+
+def collapsed(parts: Sequence[Part], links: Mapping[tuple[Part, Part], bool]) -> Graph:
+    """The graph of ``parts``, which are in order; of a link, whether its end sees a mean."""
+    addresses = addresses_of(parts)
+    shown: dict[tuple[str, str], list[Part]] = {}
+    for part in parts:
+        shown.setdefault((part.kind, addresses[part].path), []).append(part)
+    tree = _Level("")
+    for (kind, path), parts in shown.items():
+        address = addresses[parts[0]]
+        level = tree
+        for drawn, _ in address.layers:
+            level = level.child(drawn)
+        level.boxes[kind + " " + path] = _box(kind, path, level.path, parts)
+    for (start, end), seen in links.items():
+        _connect(tree, start, end, addresses, seen)
+    return tree.graph()
+
+
+def addresses_of(parts: Sequence[Part]) -> dict[Part, Address]:
+    """Layers next to each other that hold parts of the same names, kinds and tones are one."""
+    words = {part: part.path.split(".") for part in parts}
+    original = {part: tuple(w) for part, w in words.items()}
+    layers = layers_of(part.path for part in parts)
+    for prefix in sorted(layers, key=lambda p: -p.count(".")):
+        at = prefix.count(".") + 1
+        under: dict[int, set[Part]] = {}
+        for part, found in original.items():
+            if len(found) > at and ".".join(found[:at]) == prefix and found[at].isdigit():
+                under.setdefault(int(found[at]), set()).add(part)
+        alike: list[list[int]] = []
+        looks: list[frozenset[tuple[str, str, Tone]]] = []
+        for number in sorted(under):
+            look = frozenset((p.kind, ".".join(words[p][at + 1 :]), p.tone) for p in under[number])
+            if looks and look == looks[-1]:
+                alike[-1].append(number)
+            else:
+                alike.append([number])
+                looks.append(look)
+        for run in alike:
+            shown = str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+            for part in (part for number in run for part in under[number]):
+                words[part][at] = shown
+    held = Counter(
+        (".".join(words[p][: at + 1]))
+        for p in {(p.kind, *words[p]): p for p in parts}.values()
+        for at in _levels(original[p], layers)
+    )
+    found_addresses = {}
+    for part in parts:
+        levels = [
+            (".".join(words[part][: at + 1]), int(original[part][at]))
+            for at in _levels(original[part], layers)
+        ]
+        chain = tuple((name, number) for name, number in levels if held[name] > 1)
+        found_addresses[part] = Address(chain, ".".join(words[part]))
+    return found_addresses
+
+
+def _levels(words: Sequence[str], layers: dict[str, int]) -> list[int]:
+    return [
+        at for at in range(1, len(words)) if words[at].isdigit() and ".".join(words[:at]) in layers
+    ]
+
+
+def _box(kind: str, path: str, inside: str, parts: list[Part]) -> Box:
+    part = parts[0]
+    name = path.removeprefix(inside).lstrip(".")
+    if kind == "sum":
+        op = name.rpartition("(")[2].split(" ")[0]
+        names, lines = ["+" if op == "add" else op], part.lines
+    elif kind == "op":
+        names, lines = ["centre"], tuple(wrapped(name.rpartition(".(")[0] or inside))
+    elif kind == "source":
+        names, lines = wrapped(name.partition(" (")[0] or name), part.lines
+    else:
+        names, lines = wrapped(name), part.lines
+    times = f" ({len(parts)} times)" if len(parts) > 1 and kind not in ("sum", "op") else ""
+    paths = [p.path for p in parts] if kind not in ("sum", "op") else []
+    whys = compact(dict.fromkeys(p.why for p in parts if p.why))
+    title = "\n".join([*(name + times for name in compact(paths)), *whys[:4]])
+    shape: Shape = "dot" if kind == "sum" else "box"
+    return Box(f"{kind} {path}", (*names, *lines), part.tone, title, shape, names=len(names))
+
+
+@dataclass
+class _Level:
+    """One graph in the making: a layer's, or the whole model's."""
+
+    path: str
+    boxes: dict[str, Box] = field(default_factory=dict)
+    inner: dict[str, _Level] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    links: dict[Link, None] = field(default_factory=dict)
+    entries: dict[str, dict[str, None]] = field(default_factory=dict)
+    """What comes from outside: by whom, and what is computed from it."""
+    exits: dict[str, None] = field(default_factory=dict)
+
+    def child(self, path: str) -> _Level:
+        if path not in self.inner:
+            self.inner[path] = _Level(path)
+            self.boxes[path] = Box(path, (), "group")
+        return self.inner[path]
+
+    def graph(self) -> Graph:
+        """With a dot for each way in and one for the way out."""
+        ways: dict[tuple[str, ...], list[str]] = {}
+        for name, ends in self.entries.items():
+            ways.setdefault(tuple(sorted(ends)), []).append(name)
+        boxes, links = [], dict(self.links)
+        for following, names in ways.items():
+            title = "from " + ", ".join(names)
+            lines = (shortened(names[0]),) if len(ways) > 1 else ()
+            boxes.append(Box(f"in {names[0]}", lines, "plain", title, "dot"))
+            links |= {Link(boxes[-1].key, end): None for end in following}
+        for key, box in self.boxes.items():
+            boxes.append(self.inner[key].box(self.path) if key in self.inner else box)
+        if self.exits:
+            boxes.append(Box("out", (), "plain", "to what follows", "dot"))
+            links |= {Link(start, "out"): None for start in self.exits}
+        return Graph(tuple(boxes), tuple(links))
+
+    def box(self, outside: str) -> Box:
+        name = self.path.removeprefix(outside).lstrip(".")
+        first, _, last = self.path.rpartition(".")[2].partition("-")
+        times = int(last) - int(first) + 1 if last else 1
+        name += f" ({times} layers)" if times > 1 else ""
+        return Box(
+            self.path,
+            (name,),
+            "group",
+            f"{times} layers that look alike" * (times > 1),
+            inside=self.graph(),
+        )
+
+
+def _connect(
+    tree: _Level, start: Part, end: Part, addresses: dict[Part, Address], seen: bool
+) -> None:
+    """A link at the level where the two part, with ways out of and into what holds them."""
+    here, there = addresses[start], addresses[end]
+    depth = 0
+    while depth < min(len(here.layers), len(there.layers)) and (
+        here.layers[depth] == there.layers[depth]
+    ):
+        depth += 1
+    level = tree
+    for name, _ in here.layers[:depth]:
+        level = level.inner[name]
+    starts = [*(name for name, _ in here.layers[depth:]), f"{start.kind} {here.path}"]
+    ends = [*(name for name, _ in there.layers[depth:]), f"{end.kind} {there.path}"]
+    if starts[0] != ends[0]:
+        level.links[Link(starts[0], ends[0], seen)] = None
+    inside = level
+    for name, following in zip(starts, starts[1:], strict=False):
+        inside = inside.inner[name]
+        inside.exits[following] = None
+    inside, source = level, "the stream" if start.kind == "sum" else here.path
+    for name, following in zip(ends, ends[1:], strict=False):
+        inside = inside.inner[name]
+        inside.entries.setdefault(source, {})[following] = None

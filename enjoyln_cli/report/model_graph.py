@@ -1,0 +1,303 @@
+"""What a picture of a model shows, and what of it is one box.
+
+Of the first graph that was traced: the values that the zero mean of the norms rests on (the
+residual stream), what writes them, the norms, the operations that are put in, whoever sees a mean
+that would have to go, and the model's outputs. What lies between two of these is left out, and a
+link says that one is computed from the other. Layers that look alike are drawn once, with their
+number. For one norm: its zero-mean graph (Enjoy-LN, Definition 4 and Figure 3), where a mark says
+of every value whether it is zero-mean.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from enjoyln_cli.analysis.analyze import Analysis
+from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.graph.nodes import op_name, packet
+from enjoyln_cli.proof.explain import Tree, label
+from enjoyln_cli.proof.flow import Value
+from enjoyln_cli.proof.min_cut import Item, Parameter
+from enjoyln_cli.proof.pullback import Opaque
+from enjoyln_cli.report.graph_layout import LONGEST, Box, Graph, Link, Picture, Tone, wrapped
+from enjoyln_cli.report.layer_groups import Part, collapsed
+from enjoyln_cli.report.notes import compact, counts, layers_in, row
+from enjoyln_cli.trace.capture import Trace
+
+VERDICTS: dict[str, tuple[Tone, str]] = {
+    "static": ("static", "becomes RMSNorm"),
+    "centred": ("centred", "becomes RMSNorm"),
+    "kept": ("kept", "stays LayerNorm"),
+}
+
+
+@dataclass
+class Sketch:
+    """The parts of one traced graph by name, and what they are computed from."""
+
+    trace: Trace
+    parts: dict[tuple[str, str], Part] = field(default_factory=dict)
+    of_node: dict[Node, Part] = field(default_factory=dict)
+    after: dict[Node, Part] = field(default_factory=dict)
+    """Operations on what a node hands out."""
+    links: dict[tuple[Part, Part], bool] = field(default_factory=dict)
+    """With whether one sees the mean of the other."""
+
+    def add(self, part: Part) -> Part:
+        return self.parts.setdefault((part.kind, part.path), part)
+
+
+def picture(name: str, analysis: Analysis, norm: str | None = None) -> Picture:
+    """A model's picture, or one of its norms'. Raises ``EnjoyLNError`` without such a norm."""
+    if norm is None:
+        return model_picture(name, analysis)
+    return norm_picture(name, norm, analysis.why(norm))
+
+
+def model_picture(name: str, analysis: Analysis) -> Picture:
+    """The residual stream of a model. Raises ``EnjoyLNError`` where there is no LayerNorm."""
+    plan, others = analysis.plan, len(analysis.plan.classes) - 1
+    if not analysis.problem.flow.traces:
+        raise EnjoyLNError(f"{name}: no LayerNorm in this model, so there is nothing to draw")
+    found = Sketch(analysis.problem.flow.traces[0])
+    _add_norms(found, analysis)
+    _add_stream(found, analysis)
+    _add_ops(found, analysis)
+    _add_links(found)
+    more = f" and {others} other class" + "es" * (others > 1) if others else ""
+    title = f"{name} ({plan.model_class}{more})"
+    return Picture(
+        title, ("converts " + counts(row(name, plan)),), collapsed(_ordered(found), found.links)
+    )
+
+
+# The parts.
+
+
+def _add_norms(found: Sketch, analysis: Analysis) -> None:
+    verdicts = {v.norm: v for v in analysis.plan.norms}
+    for node in found.trace.graph.nodes:
+        path = next((p for _, p in found.trace.calls_of(node) if p in verdicts), None)
+        if path is None:
+            continue
+        verdict = verdicts[path]
+        tone, word = VERDICTS[verdict.status]
+        why = verdict.reason + (f": {verdict.culprit}" if verdict.culprit else "")
+        why = f"with the added mean subtraction at {', '.join(verdict.ops)}" if verdict.ops else why
+        found.of_node[node] = found.add(Part("norm", path, tone, (word,), why))
+
+
+def _add_stream(found: Sketch, analysis: Analysis) -> None:
+    """Writers, sums and what keeps a mean, of the whole residual stream.
+
+    That is the zero-mean graphs of all norms together, and what is added to them where no norm
+    reads the sum, or none through what its mean passes: the last block before a concatenation.
+    """
+    problem = analysis.problem
+    starts = (v for values in problem.norms.values() for v in values if v.trace == 0)
+    proven = _reached(analysis, [problem.item(value) for value in starts])
+    items = _reached(analysis, proven, onwards=True)
+    numbers: Counter[str] = Counter()
+    place = {node: at for at, node in enumerate(found.trace.graph.nodes)}
+    values = sorted((i for i in items if isinstance(i, Value)), key=lambda v: place[v.node])
+    for value in values:
+        node, sources = value.node, items[value]
+        if node in found.of_node or node in found.trace.inputs:
+            continue
+        if isinstance(sources, Opaque):
+            lines = (op_name(node),)
+            part = Part("source", label(problem, value), "left", lines, sources.reason)
+            found.of_node[node] = found.add(part)
+            continue
+        weights = [source for source in sources if isinstance(source, Parameter)]
+        if weights and len(weights) == len(sources):
+            found.of_node[node] = _writer(found, analysis, weights)
+        elif len(sources) > 1:
+            calls = found.trace.calls_of(node)
+            call, module = calls[-1] if calls else ("", "")
+            path = f"{module}.({op_name(node)} {numbers[call]})".lstrip(".")
+            numbers[call] += 1
+            zero = value in proven and value not in analysis.cut.impure
+            tone: Tone = "zero" if zero else "mean"
+            found.of_node[node] = found.add(Part("sum", path, tone, (), "the residual stream"))
+            for weight in weights:
+                part = _writer(found, analysis, [weight])
+                for held, names in found.trace.parameters.items():
+                    if problem.groups[names[0]] == weight.name:
+                        found.of_node[held] = part
+
+
+def _reached(
+    analysis: Analysis, starts: Iterable[Item], onwards: bool = False
+) -> dict[Item, Opaque | tuple[Item, ...]]:
+    """All items that a mean in ``starts`` comes from; ``onwards``, and all that it goes on to."""
+    found: dict[Item, Opaque | tuple[Item, ...]] = {}
+    waiting = list(starts)
+    while waiting:
+        item = waiting.pop()
+        if item not in found:
+            found[item] = sources = analysis.problem.sources(item)
+            waiting += () if isinstance(sources, Opaque) else sources
+            if onwards and isinstance(item, Value):
+                steps = analysis.problem.flow.steps(item)
+                waiting += [step for step in steps if isinstance(step, Value)]
+    return found
+
+
+def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> Part:
+    problem, cut = analysis.problem, analysis.cut
+    modules = dict.fromkeys(weight.name.rpartition(".")[0] for weight in weights)
+    alone = len(weights) == 1 and weights[0].name.rpartition(".")[2] not in ("weight", "bias")
+    path = weights[0].name if alone else ", ".join(modules)
+    used = {w for support in cut.folded.values() for w in support.writers}
+    blocked = [w for w in weights if problem.obstacle(w)]
+    tone: Tone
+    lines: tuple[str, ...]
+    if blocked:
+        tone, lines = "left", ("keeps its mean",)
+        why = "; ".join(f"{w.name}: {problem.obstacle(w)}" for w in blocked)
+    elif any(weight in used for weight in weights):
+        wider = {one.second.parameter for one in analysis.plan.widened if one.subtracts}
+        subtracts = any(weight.name in wider for weight in weights)
+        tone, lines = "writer", ("centred, subtracts a mean" if subtracts else "centred",)
+        why = "centred in the weights: " + ", ".join(weight.name for weight in weights)
+    else:
+        tone, lines = "plain", ()
+        why = "could be centred in the weights, but no norm would become RMSNorm by it"
+    part = found.add(Part("writer", path, tone, lines, why))
+    for weight in blocked:
+        _add_observer(found, analysis, weight, part)
+    return part
+
+
+def _add_observer(found: Sketch, analysis: Analysis, weight: Parameter, part: Part) -> None:
+    """Who would see the mean of a weight go; where it is of another class, that box alone."""
+    seen = analysis.problem.observer(weight)
+    if seen is None or seen.node.op == "output" or seen.node in found.of_node:
+        return
+    trace = analysis.problem.flow.traces[seen.trace]
+    module = trace.module_of(seen.node) or op_name(seen.node)
+    why = f"{module} of {trace.model_class}: {seen.reason}"
+    elsewhere = trace.model_class != found.trace.model_class
+    lines = ("sees its mean", *[f"in {trace.model_class}"] * elsewhere)
+    eye = found.add(Part("observer", module, "observer", lines, why))
+    found.links[part, eye] = True
+    for node in found.trace.graph.nodes:
+        same = packet(node) is packet(seen.node) and found.trace.module_of(node) == module
+        if node is seen.node or same:
+            found.of_node.setdefault(node, eye)
+
+
+def _add_ops(found: Sketch, analysis: Analysis) -> None:
+    whys = {(op.module, op.place): op.reason for op in analysis.plan.ops}
+    carriers = {op for support in analysis.cut.folded.values() for op in support.ops}
+    for carrier in carriers:
+        if carrier.place == "entry":
+            continue
+        why = whys.get((carrier.module, carrier.place), "")
+        words = f"{carrier.module}.(centre {carrier.place})"
+        part = found.add(Part("op", words, "op", (), f"a mean subtraction is added here: {why}"))
+        for trace, node in analysis.problem.carried(carrier):
+            if trace == 0:
+                found.after[node] = part
+
+
+def _add_links(found: Sketch) -> None:
+    """From every part to the next ones; an input only to what is computed from nothing else."""
+    trace = found.trace
+    reach: dict[Node, dict[Part, None]] = {}
+    given: dict[Part, dict[Part, None]] = {}
+    for node in trace.graph.nodes:
+        if node.op == "output":
+            continue
+        before: dict[Part, None] = {}
+        for operand in node.all_input_nodes:
+            before |= reach[operand]
+        if node in trace.inputs:
+            before = {Part("input", trace.inputs[node], "plain", (), "an input"): None}
+        part = found.of_node.get(node)
+        if part:
+            given.setdefault(part, {}).update(before)
+            before = {part: None}
+        if (op := found.after.get(node)) is not None:
+            given.setdefault(op, {}).update(before)
+            before = {op: None}
+        reach[node] = before
+    for node, fields in trace.returned.items():
+        names = [name for name in fields if name not in trace.fed_back]
+        if names and node in reach:
+            out = Part("output", names[0], "plain", (), "the model returns it")
+            given.setdefault(out, {}).update(reach[node])
+    for part, before in given.items():
+        computed = [p for p in before if p.kind != "input" and p is not part]
+        for start in computed or before:
+            found.add(start)
+            if start is not part:
+                found.links.setdefault((start, part), False)
+        found.add(part)
+
+
+def _ordered(found: Sketch) -> list[Part]:
+    """Inputs, then everything in the order of computation, then outputs."""
+    ends = {"input": -1, "output": 2}
+    order: dict[Part, int] = {}
+    for at, node in enumerate(found.trace.graph.nodes):
+        for part in (found.of_node.get(node), found.after.get(node)):
+            if part:
+                order.setdefault(part, at)
+    last = len(found.trace.graph.nodes)
+    return sorted(found.parts.values(), key=lambda p: (ends.get(p.kind, 0), order.get(p, last)))
+
+
+# The zero-mean graph of one norm.
+
+
+def norm_picture(name: str, norm: str, tree: Tree) -> Picture:
+    """The zero-mean graph of one norm, from its sources down to it; each value once."""
+    boxes: dict[Tree, Box] = {}
+    links: dict[Link, None] = {}
+
+    def visit(node: Tree) -> str:
+        if node not in boxes:
+            keys = [visit(child) for child in map(_merged, _alike(node.children))]
+            boxes[node] = _vertex(f"{len(boxes)}", node)
+            links.update({Link(key, boxes[node].key): None for key in keys})
+        return boxes[node].key
+
+    visit(tree)
+    return Picture(f"{name}: {norm}", (tree.text,), Graph(tuple(boxes.values()), tuple(links)))
+
+
+def _vertex(key: str, node: Tree) -> Box:
+    name, _, rest = node.text.partition(": ")
+    names = wrapped(name.partition(" (dimension")[0])
+    lines = (*names, *textwrap.wrap(rest, LONGEST))
+    return Box(key, lines, "zero" if node.zero_mean else "mean", node.text, names=len(names))
+
+
+def _alike(trees: Iterable[Tree]) -> list[list[Tree]]:
+    """Trees that differ in the numbers of layers only, together."""
+    groups: dict[object, list[Tree]] = {}
+    for tree in trees:
+        groups.setdefault(_form(tree), []).append(tree)
+    return list(groups.values())
+
+
+def _form(tree: Tree) -> object:
+    pattern, _ = layers_in(tree.text)
+    return pattern, tree.zero_mean, tuple(map(_form, tree.children))
+
+
+def _merged(trees: list[Tree]) -> Tree:
+    """One tree for several of the same form."""
+    first = trees[0]
+    if len(trees) == 1:
+        return first
+    children = tuple(map(_merged, map(list, zip(*(t.children for t in trees), strict=True))))
+    text = compact(tree.text for tree in trees)[0]
+    return Tree(text, first.zero_mean, children)

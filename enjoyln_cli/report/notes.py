@@ -1,0 +1,417 @@
+"""A plan, and the result of a fold, as plain data and plain text: what JSON, CSV and Markdown hold.
+
+Counts are of a plan's own entries; nothing is decided or measured here.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from enjoyln_cli.plan import call_text
+from enjoyln_cli.text import counted, size
+
+if TYPE_CHECKING:
+    from enjoyln_cli.analysis.output_gains import Gain
+    from enjoyln_cli.analysis.suggest import Suggestion
+    from enjoyln_cli.plan.plan import Plan
+
+Row = dict[str, Any]
+"""One model's report, ready for JSON."""
+
+UNTIED = "an engine that ignores the copy gives wrong results; docs/untied_heads.md has a check"
+"""What a user has to know of a result with untied weights."""
+
+MOST_CALLS = 3
+"""Of the proven calls in one line."""
+
+_PATH = re.compile(r"\w+(?:\.\w+)+")
+_LAYER = re.compile("(?<![0-9])(?:0|[1-9][0-9]*)(?![0-9])")
+"""A number as Python counts: not ``01``, which would not be the same when it is written again."""
+
+
+def row(
+    model: str,
+    plan: Plan,
+    paper: Sequence[str] | None = None,
+    gains: Sequence[Gain] = (),
+    options: Mapping[str, Plan] | None = None,
+    suggested: Sequence[Suggestion] = (),
+) -> Row:
+    """One model's report as plain data: all that ``report`` shows.
+
+    ``paper``: the norms that Algorithm 1 as printed would fold; without it there is no such entry.
+    ``gains``: what folds besides if some output may change. ``options``: the plans with one more
+    option each. ``suggested``: the options of ``fold`` that convert more. The keys are documented
+    in ``docs/formats.md``.
+    """
+    shapes = {(w.parameter, w.tensor if w.held else ""): w.shape for w in plan.writers}
+    found: Row = {
+        "model": model,
+        "model_type": plan.model_type,
+        "model_class": plan.model_class,
+        "classes": list(plan.classes),
+        "outputs": list(plan.outputs),
+        "layernorms": len(plan.norms),
+        **_counted(plan),
+        "stay_layernorm": len(plan.kept),
+        "tensors_centred": len(shapes),
+        "parameters_centred": sum(prod(shape) for shape in shapes.values()),
+        "suggestions": [vars(one) for one in suggested],
+        "norms_that_stay": [
+            {"name": v.norm, "reason": v.reason, "culprit": v.culprit, "path": list(v.path)}
+            for v in plan.kept
+        ],
+        "verdicts": [
+            {"name": v.norm, "verdict": VERDICTS[v.status], "subtractions": list(v.ops)}
+            for v in plan.norms
+        ],
+        "subtractions": [
+            {"module": c.module, "place": c.place, "reason": c.reason} for c in plan.ops
+        ],
+        "centred_tensors": [{"tensor": w.tensor, "shape": list(w.shape)} for w in plan.writers],
+        "widened": [
+            {
+                "tensor": one.second.tensor,
+                "attribute": one.attribute,
+                "from": one.size,
+                "to": one.to,
+                "subtracts": one.subtracts,
+            }
+            for one in plan.widened
+        ],
+        "merged_norms": [
+            {
+                "name": one.norm,
+                "weight": bool(one.weight),
+                "bias": bool(one.bias),
+                "into": [reader.weight.tensor for reader in one.readers],
+            }
+            for one in plan.merged
+        ],
+        "unmerged_norms": [
+            {"name": one.norm, "reason": one.reason, "culprit": one.culprit}
+            for one in plan.unmerged
+        ],
+        "merged_scales": list(dict.fromkeys(w.scale.tensor for w in plan.writers if w.scale)),
+        "untied": [
+            {"tensor": u.tensor, "copy_of": u.stored, "parameters": prod(u.shape)}
+            for u in plan.untied
+        ],
+        "settings": {setting.name: setting.value for setting in plan.settings},
+        "entry_inputs": list(plan.entry_inputs),
+        "unproven": list(plan.unproven),
+        "calls": [call_text.written(form) for form in plan.covered.forms] if plan.covered else None,
+        "by_example": list(plan.by_example),
+        "already_rmsnorm": dict(plan.other_norms),
+        "gains": [
+            {"without": list(g.without), "norms": g.norms, "outputs": list(g.outputs)}
+            for g in gains
+        ],
+    }
+    if paper is not None:
+        found["paper"] = list(paper)
+    if options:
+        found["options"] = {name: _with_old_names(_counted(p)) for name, p in options.items()}
+    return _with_old_names(found)
+
+
+def _counted(plan: Plan) -> Row:
+    statuses = [verdict.status for verdict in plan.norms]
+    return {
+        "become_rmsnorm": len(plan.folded),
+        "in_weights_alone": statuses.count("static"),
+        "with_added_subtraction": statuses.count("centred"),
+        "added_subtractions": len(plan.ops),
+    }
+
+
+VERDICTS = {
+    "static": "in_weights_alone",
+    "centred": "with_added_subtraction",
+    "kept": "stays_layernorm",
+}
+"""The ``status`` of a ``plan.Verdict`` in the words that users read."""
+
+_OLD_NAMES = {
+    "norms": "layernorms",
+    "folded": "become_rmsnorm",
+    "folded_static": "in_weights_alone",
+    "centering_ops": "added_subtractions",
+    "writers": "tensors_centred",
+    "parameters": "parameters_centred",
+    "kept": "norms_that_stay",
+    "ops": "subtractions",
+    "centred": "centred_tensors",
+    "merged": "merged_scales",
+    "rms_norms": "already_rmsnorm",
+}
+_OLD_STATUSES = {verdict: status for status, verdict in VERDICTS.items()}
+
+
+def _with_old_names(found: Row) -> Row:
+    """With the keys of version 0.1 too, which will go in version 0.3."""
+    for one in found.get("verdicts", ()):
+        one |= {"status": _OLD_STATUSES[one["verdict"]], "ops": one["subtractions"]}
+    return found | {name: found[new] for name, new in _OLD_NAMES.items() if new in found}
+
+
+def number(value: float | None) -> str:
+    """``1.2e-16`` for small and large values, three digits in between, ``-`` for none."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e4:
+        return f"{value:.3g}" if abs(value) < 1e3 else f"{value:.0f}"
+    return f"{value:.1e}"
+
+
+def compact(names: Iterable[str]) -> list[str]:
+    """Names that differ in layer numbers only, as one: ``h.0-11.ln_1``. Order is kept."""
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for name in names:
+        pattern, numbers = layers_in(name)
+        groups.setdefault(pattern, []).append(numbers)
+    return [_with_ranges(pattern, numbers) for pattern, numbers in groups.items()]
+
+
+def layers_in(text: str) -> tuple[str, tuple[int, ...]]:
+    """``text`` with ``\\0`` for every layer number, and these numbers.
+
+    They are those in dotted paths that hold a name, ``h.3.ln_1``: ``0.05`` and ``1e-05`` have none.
+    """
+    numbers: list[int] = []
+
+    def without(number: re.Match[str]) -> str:
+        numbers.append(int(number[0]))
+        return "\0"
+
+    def in_path(path: re.Match[str]) -> str:
+        named = [part.isidentifier() for part in path[0].split(".")]
+        return _LAYER.sub(without, path[0]) if any(named) else path[0]
+
+    return _PATH.sub(in_path, text), tuple(numbers)
+
+
+def _with_ranges(pattern: str, numbers: list[tuple[int, ...]]) -> str:
+    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    exact = prod(len(column) for column in columns) == len(set(numbers))
+    for column in columns:
+        shown = _ranges(column) if exact or len(column) == 1 else "*"
+        pattern = pattern.replace("\0", shown, 1)
+    return pattern
+
+
+def _ranges(values: list[int]) -> str:
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+_COLUMNS = {
+    "model": "model",
+    "LayerNorms": "layernorms",
+    "become RMSNorm": "become_rmsnorm",
+    "of these with an added mean subtraction": "with_added_subtraction",
+    "stay": "stay_layernorm",
+}
+"""Heads of the report's table, and the keys of a row that stand below them."""
+_FURTHER_COLUMNS = {
+    "added mean subtractions": "added_subtractions",
+    "tensors centred": "tensors_centred",
+    "parameters centred": "parameters_centred",
+}
+"""Of CSV and Markdown, where no notes stand below the table."""
+
+
+def cells(rows: Sequence[Row], further: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Heads of columns, and one list of texts for each row."""
+    columns = _COLUMNS | (_FURTHER_COLUMNS if further else {})
+    options = list(dict.fromkeys(name for found in rows for name in found.get("options", ())))
+    paper = any("paper" in found for found in rows)
+    head = [*columns, *(f"with --{name}" for name in options), *["paper's Algorithm 1"] * paper]
+    body = []
+    for found in rows:
+        texts = [str(found[key]) for key in columns.values()]
+        texts += [str(found["options"][name]["in_weights_alone"]) for name in options]
+        texts += [str(len(found["paper"]))] if paper else []
+        body.append(texts)
+    return head, body
+
+
+def reasons(found: Row) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The kept norms of a row, grouped by their reason."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for kept in found["norms_that_stay"]:
+        groups.setdefault(kept["reason"], []).append(kept)
+    return list(groups.items())
+
+
+def notes(found: Row) -> list[str]:
+    """What the numbers of one row leave out: what is added, and why norms stay."""
+    model, already = found["model"], sum(found["already_rmsnorm"].values())
+    if not found["layernorms"]:
+        if already:
+            return [f"{model}: {already} norms are RMSNorm already, no LayerNorm to convert"]
+        return [f"{model}: no LayerNorm in this model"]
+    lines = [f"{model} ({found['model_class']})"]
+    if found["outputs"]:
+        lines.append(f"  only these outputs stay the same: {', '.join(found['outputs'])}")
+    for op in found["subtractions"]:
+        where = f"{'result' if op['place'] == 'output' else 'input'} of {op['module']}"
+        lines.append(f"  subtract the mean from the {where}: {op['reason']}")
+    lines += _widened(found["widened"])
+    lines += _merged(found)
+    for copy in found["untied"]:
+        lines.append(f"  store {copy['tensor']} separately{_copied(copy)}")
+    if found["untied"]:
+        lines.append(f"    {UNTIED}")
+    if more := _more(found):
+        lines.append(f"  {more} more than the original")
+    for reason, kept in reasons(found):
+        lines.append(
+            f"  {'1 stays' if len(kept) == 1 else f'{len(kept)} stay'} LayerNorm: {reason}"
+        )
+        lines.append(f"    {', '.join(compact(k['name'] for k in kept))}")
+        culprits = compact(dict.fromkeys(k["culprit"] for k in kept if k["culprit"]))
+        lines += [f"    because of {culprit}" for culprit in culprits]
+    lines += [f"  {suggestion(one)}" for one in found["suggestions"]]
+    lines += [_gain(gain, found) for gain in found["gains"]]
+    if found["by_example"]:
+        called = ", ".join(found["by_example"])
+        lines.append(
+            f"  proven on example inputs, since the values of inputs decide shapes: {called}"
+        )
+    if found["calls"] is not None:
+        lines.append(_proven_calls(found["calls"]))
+    elif found["unproven"]:
+        unproven = ", ".join(compact(found["unproven"]))
+        lines.append(f"  LayerNorm is used in calls with {unproven}")
+    return lines if len(lines) > 1 else []
+
+
+def _proven_calls(calls: Sequence[str]) -> str:
+    """One line: the forms themselves stand in the marker, and in the row."""
+    shown = list(dict.fromkeys(call_text.summary(text) for text in calls))
+    if not shown:
+        return "  no form of call could be proven, so it cannot be converted"
+    more = f" and {len(shown) - MOST_CALLS} more" if len(shown) > MOST_CALLS else ""
+    named = "; ".join(shown[:MOST_CALLS])
+    return f"  proven for calls with {named}{more}; any other is refused"
+
+
+def _copied(copy: Row) -> str:
+    same = copy["tensor"] == copy["copy_of"]
+    return "" if same else f", as a copy of {copy['copy_of']}"
+
+
+def suggestion(one: Row) -> str:
+    """What a ``suggest.Suggestion``, as plain data, says to a user."""
+    if one["become_rmsnorm"] is None:
+        return f"{one['option']} may convert more"
+    return f"{one['option']} would convert {one['become_rmsnorm']} of {one['layernorms']}"
+
+
+def _widened(mlps: Sequence[Row]) -> list[str]:
+    """One line for each attribute of the config."""
+    groups: dict[tuple[str, int, int], list[Row]] = {}
+    for one in mlps:
+        groups.setdefault((one["attribute"], one["from"], one["to"]), []).append(one)
+    lines = []
+    for (attribute, units, to), here in groups.items():
+        many = counted(len(here), "MLP")
+        names = ", ".join(compact(one["tensor"] for one in here if one["subtracts"]))
+        text = f"  add {to - units} hidden units to {many} ({attribute} {units} becomes {to})"
+        lines.append(f"{text}, which subtract the mean of the residual stream: {names}")
+    return lines
+
+
+def _merged(found: Row) -> list[str]:
+    """What moves out of the norms into what reads them, and which keep it why."""
+    groups: dict[str, list[Row]] = {}
+    for one in found["merged_norms"]:
+        moving = " and ".join(name for name in ("weight", "bias") if one[name])
+        groups.setdefault(moving, []).append(one)
+    lines = []
+    for moving, here in groups.items():
+        norms = ", ".join(compact(one["name"] for one in here))
+        into = ", ".join(compact(dict.fromkeys(name for one in here for name in one["into"])))
+        lines.append(f"  merge the {moving} of {norms} into {into}")
+    kept: dict[str, list[Row]] = {}
+    for one in found["unmerged_norms"]:
+        kept.setdefault(one["reason"], []).append(one)
+    for reason, here in kept.items():
+        norms = ", ".join(compact(one["name"] for one in here))
+        lines.append(f"  not merged: {norms}: {reason}")
+        culprits = compact(dict.fromkeys(one["culprit"] for one in here if one["culprit"]))
+        lines += [f"    because of {culprit}" for culprit in culprits]
+    return lines
+
+
+def _more(found: Row) -> str:
+    """What a result has more than the original: bytes where they are known."""
+    if "bytes_added" in found:
+        return size(found["bytes_added"]) if found["bytes_added"] else ""
+    parameters = sum(copy["parameters"] for copy in found["untied"])
+    return f"{parameters:,} parameters" if parameters else ""
+
+
+def _gain(gain: Row, found: Row) -> str:
+    norms = f"{gain['norms']} more LayerNorm" + ("s become" if gain["norms"] != 1 else " becomes")
+    alone = f"; for {found['model_class']} alone" if len(found["classes"]) > 1 else ""
+    outputs = ",".join(gain["outputs"])
+    changed = ", ".join(gain["without"])
+    return f"  if {changed} may change: {norms} RMSNorm (--outputs {outputs}{alone})"
+
+
+def counts(found: Row) -> str:
+    """``25 of 25 LayerNorms, using 1 added mean subtraction; 49 tensors centred (...)``."""
+    norms = f"{found['become_rmsnorm']} of {found['layernorms']} LayerNorms"
+    added = found["added_subtractions"]
+    using = f"using {counted(added, 'added mean subtraction')}" if added else "in the weights alone"
+    tensors = counted(found["tensors_centred"], "tensor")
+    more = (
+        ("merged_scales", "scale", "merged into them"),
+        ("merged_norms", "norm", "merged into the layers that read them"),
+        ("widened", "MLP", "widened"),
+    )
+    shown = [f"{counted(len(found[key]), noun)} {what}" for key, noun, what in more if found[key]]
+    centred = f"{tensors} centred ({found['parameters_centred']:,} parameters)"
+    return f"{norms}, {using}; {', '.join([centred, *shown])}"
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """One line per model under a line of heads."""
+    head, body = cells(rows, further=True)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*head, "why they stay"])
+    for found, texts in zip(rows, body, strict=True):
+        writer.writerow([*texts, _reason_counts(found)])
+    return text.getvalue()
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """A table for a README or a pull request."""
+    head, body = cells(rows, further=True)
+    lines = ["| " + " | ".join([*head, "why they stay"]) + " |"]
+    lines.append("|---|" + "---:|" * (len(head) - 1) + "---|")
+    for found, texts in zip(rows, body, strict=True):
+        line = [text.replace("|", "\\|") for text in [*texts, _reason_counts(found)]]
+        lines.append("| " + " | ".join(line) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _reason_counts(found: Row) -> str:
+    if not found["layernorms"] and found["already_rmsnorm"]:
+        return "RMSNorm already"
+    return "; ".join(f"{len(kept)} x {reason}" for reason, kept in reasons(found))

@@ -1,0 +1,345 @@
+"""Carry out the steps of one tensor, a block at a time: read, edit in float64, round once, write.
+
+Memory does not grow with the tensor, except for a step that needs all of it at once. To 16 bits
+torch rounds by way of float32, up to 0.5001 units in the last place off, not 0.5.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from mmap import ACCESS_COPY, mmap
+
+import torch
+
+from enjoyln_cli.archive.archive_file import TRANSFER, Keeping, keep
+from enjoyln_cli.archive.prediction import heads, learn, predicted
+from enjoyln_cli.archive.residuals import corrections
+from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, bytes_of, read_at
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.fs.digests import digest_of_piece
+from enjoyln_cli.plan.edits import edited, widened
+from enjoyln_cli.rewrite import steps
+from enjoyln_cli.rewrite.journal import Piece, Read, note_read
+from enjoyln_cli.rewrite.steps import (
+    Columns,
+    Convert,
+    Copy,
+    Edited,
+    Fill,
+    Rows,
+    Slot,
+    Step,
+    Whole,
+    Wider,
+    spans,
+)
+
+PAGE = 4096
+"""Writes past the system's cache start and end at multiples of this, in the file and in memory."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A new file, open for writes through the system's cache and, where that works, past it."""
+
+    cached: int
+    direct: int | None
+    pieces: list[Piece] | None = None
+    """Each write with its digest, where that is wanted."""
+    cached_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a thread writes through the cache: others would spin on the file's own lock."""
+
+    def write(self, data: memoryview, at: int) -> None:
+        """Write ``data`` from byte ``at``: whole pages past the cache, what is left through it."""
+        if self.pieces is not None and data:
+            self.pieces.append((at, len(data), digest_of_piece(data).hex()))
+        first = min(-at % PAGE, len(data))
+        last = first + (len(data) - first) // PAGE * PAGE
+        self._write_cached(data[:first], at)
+        try:
+            if self.direct is None:
+                self._write_cached(data[first:last], at + first)
+            else:
+                _write_all(self.direct, data[first:last], at + first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._write_cached(data[first:last], at + first)
+        self._write_cached(data[last:], at + last)
+
+    def _write_cached(self, data: memoryview, at: int) -> None:
+        with self.cached_lock:
+            _write_all(self.cached, data, at)
+
+
+def _write_all(file: int, data: memoryview, at: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], at + done)
+
+
+@dataclass
+class Lane:
+    """What one worker owns: how much it has written, and buffers that serve block after block."""
+
+    written: int = 0
+    read: mmap = field(default_factory=lambda: pages(PAGE))
+    rounded: mmap = field(default_factory=lambda: pages(PAGE))
+    wide: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A tensor on its way from an open file, or from its bytes in memory, to a new file."""
+
+    slot: Slot
+    source: int | memoryview
+    target: Target
+    kept: Keeping | None = None
+    """The tensor of the original that is told from this one, where that is wanted."""
+    reads: list[Read] | None = None
+    """Each read of a file with its digest, where that is wanted."""
+
+
+def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator[None]:
+    """Do ``step``, pausing after each transfer so that the caller can stop it.
+
+    Raises ``BadCheckpoint`` for a source that ends early, for NaN or Inf in a tensor that is edited
+    (unless ``nonfinite``: then they spread over their group, which is what the LayerNorm after it
+    makes of them), and for values out of the range of the new dtype. What is copied is not looked
+    at.
+    """
+    rewrite = partial(_rewrite, nonfinite=nonfinite)
+    match step:
+        case Copy(start, count):
+            for first, size in spans(start, count, 1, TRANSFER):
+                data = outgoing(lane, ends, first, size)
+                read(ends, first, data)
+                if ends.kept:
+                    keep(ends.kept, first, data)
+                write(lane, ends, first, data)
+                yield
+        case Convert(start, count, unit):
+            yield from rewrite(lane, ends, start, count, unit, step, None)
+        case Rows(start, count, length, width):
+            item = length * width
+            centred = partial(_centre_rows, step)
+            yield from rewrite(lane, ends, start, count * item, item, step, centred)
+        case Columns(start, size, width, before):
+            means = torch.zeros(width, dtype=torch.float64)
+            for first, count in spans(start, size * width, width, _elements_at_once(ends)):
+                x = elements(lane, ends, first, count)
+                for at, some in spans(0, count, width, steps.BLOCK):
+                    block = _wide(lane, x[at : at + some])
+                    if before:
+                        before(block, first + at)
+                    means += block.view(-1, width).sum(0)
+                yield
+            means /= size
+            centred = partial(_subtract, means)
+            yield from rewrite(lane, ends, start, size * width, width, step, centred)
+        case Fill(start, count, value):
+            size = DTYPES[ends.slot.dtype].itemsize
+            for first, many in spans(start, count, 1, TRANSFER // size):
+                data = outgoing(lane, ends, first * size, many * size)
+                y = torch.frombuffer(data, dtype=DTYPES[ends.slot.dtype]).fill_(value)
+                if ends.kept and first < ends.slot.count:
+                    _remember(lane, ends, first, elements(lane, ends, first, many), y)
+                write(lane, ends, first * size, data)
+                yield
+        case Whole(edit, values):
+            scratch = Lane()
+            x = elements(scratch, ends, 0, ends.slot.count)
+            wide = edited(x.double().view(ends.slot.stored.shape), edit, values())
+            dtype = FLOATS[ends.slot.dtype]
+            data = outgoing(scratch, ends, 0, wide.numel() * dtype.itemsize)
+            y = torch.frombuffer(data, dtype=dtype)
+            y.copy_(wide.flatten())
+            kept = y.view(wide.shape)
+            if edit.append:
+                kept = kept.narrow(edit.append.dim, 0, ends.slot.stored.shape[edit.append.dim])
+            if nonfinite:
+                _check_rounded(ends.slot, wide, y.view(wide.shape))
+            elif not _finite(y):
+                _check_range(ends.slot, x.view(kept.shape), kept, edited=True)
+            if ends.kept:
+                learn(ends.kept.undo, x.double().view(ends.slot.stored.shape))
+            _remember(lane, ends, 0, x, kept)
+            write(lane, ends, 0, data)
+            yield
+
+
+def _rewrite(
+    lane: Lane,
+    ends: Ends,
+    start: int,
+    count: int,
+    unit: int,
+    step: Edited,
+    centred: Callable[[torch.Tensor], object] | None,
+    nonfinite: bool,
+) -> Iterator[None]:
+    """Read, edit in float64, round once and write ``count`` elements from element ``start``.
+
+    ``centred`` changes a float64 block of whole units in place.
+    """
+    dtype = FLOATS[ends.slot.dtype]
+    edits = bool(centred or step.before)
+    same = ends.slot.dtype == ends.slot.stored.dtype and not (centred or step.wider or nonfinite)
+    narrow = same and step.before is not None and step.before.exact_in(dtype)
+    for first, many in spans(start, count, unit, _elements_at_once(ends)):
+        x = elements(lane, ends, first, many)
+        begin, into = _place(step.wider, first, many)
+        data = outgoing(lane, ends, begin * dtype.itemsize, into * dtype.itemsize)
+        filled = torch.frombuffer(data, dtype=dtype)
+        y = _kept(step.wider, filled, many)
+        for at, some in spans(0, many, unit, steps.BLOCK):
+            some_x = x[at : at + some]
+            block = y[at : at + some].copy_(some_x) if narrow else _wide(lane, some_x)
+            if step.before:
+                step.before(block, first + at)
+            if narrow:
+                continue  # it stands where it belongs
+            if centred:
+                groups = heads(ends.kept.undo, block, first + at) if ends.kept else ()
+                before = [(means, head, head.clone()) for means, head in groups]
+                centred(block)
+                for means, head, old in before:
+                    means.copy_(old.sub_(head))
+            if step.wider:
+                rows = block.view(-1, step.wider.width)
+                part = y[at // step.wider.width :][: len(rows)]
+            else:
+                rows, part = block, y[at : at + some]
+            part.copy_(rows)
+            if nonfinite:
+                _check_rounded(ends.slot, rows, part)
+        if not nonfinite and not _finite(filled):
+            _check_range(ends.slot, x.view(y.shape), y, edited=edits)
+        _remember(lane, ends, first, x, y)
+        write(lane, ends, begin * dtype.itemsize, data)
+        yield
+
+
+def _remember(lane: Lane, ends: Ends, start: int, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Keep what it takes to restore the elements ``x`` from what is written for them, ``y``.
+
+    ``start`` is the first of them in the original, ``y`` has no elements besides.
+    """
+    if ends.kept:
+        found = corrections(x, predicted(ends.kept.undo, y.reshape(-1), start, room(lane)))
+        keep(ends.kept, start * x.dtype.itemsize, bytes_of(x), found)
+
+
+def _place(wider: Wider | None, first: int, many: int) -> tuple[int, int]:
+    """Where ``many`` elements from element ``first`` go, and how many they become."""
+    if wider is None:
+        return first, many
+    row = wider.width + wider.tail.numel()
+    return first // wider.width * row, many // wider.width * row
+
+
+def _kept(wider: Wider | None, y: torch.Tensor, many: int) -> torch.Tensor:
+    """The part of the outgoing ``y`` that comes from the source; the rest of it is filled."""
+    if wider is None:
+        return y
+    rows = y.view(many // wider.width, -1)
+    rows[:, wider.width :].copy_(wider.tail)
+    return rows[:, : wider.width]
+
+
+def _centre_rows(step: Rows, block: torch.Tensor) -> None:
+    for axis in step.axes:
+        part = block.view(-1, step.length, step.width).narrow(1, axis.start, axis.length)
+        groups = part.unflatten(1, (axis.outer, axis.size, axis.inner))
+        groups.sub_(groups.mean(2, keepdim=True))
+
+
+def _subtract(means: torch.Tensor, block: torch.Tensor) -> None:
+    block.view(-1, means.numel()).sub_(means)
+
+
+def _finite(y: torch.Tensor) -> bool:
+    """Whether all elements are. This takes no memory where they lie side by side."""
+    low, high = y.aminmax()
+    return bool(low.isfinite() and high.isfinite())
+
+
+def _check_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) -> None:
+    """NaN or Inf in a group have spread over all of it; elsewhere they may be meant."""
+    if (y.isinf() & x.isfinite()).any() and (x.isfinite().all() or not edited):
+        raise _beyond(slot)
+    if edited:
+        raise BadCheckpoint(
+            f"{slot.name} in {slot.stored.file} holds NaN or Inf and cannot be centred; repair it, "
+            "or pass --allow-nonfinite"
+        )
+
+
+def _check_rounded(slot: Slot, wide: torch.Tensor, y: torch.Tensor) -> None:
+    """What was finite before it was rounded still is."""
+    if (y.isinf() & wide.isfinite()).any():
+        raise _beyond(slot)
+
+
+def _beyond(slot: Slot) -> BadCheckpoint:
+    where = f"{slot.name} in {slot.stored.file}"
+    return BadCheckpoint(f"{where} has values beyond {slot.dtype}; choose a wider dtype")
+
+
+def _elements_at_once(ends: Ends) -> int:
+    return TRANSFER // FLOATS[ends.slot.stored.dtype].itemsize
+
+
+def elements(lane: Lane, ends: Ends, start: int, count: int) -> torch.Tensor:
+    dtype = FLOATS[ends.slot.stored.dtype]
+    if len(lane.read) < count * dtype.itemsize:
+        lane.read = pages(count * dtype.itemsize)
+    data = memoryview(lane.read)[: count * dtype.itemsize]
+    read(ends, start * dtype.itemsize, data)
+    return torch.frombuffer(data, dtype=dtype)
+
+
+def pages(size: int) -> mmap:
+    """Memory of this process that starts at a page."""
+    return mmap(-1, size, access=ACCESS_COPY)
+
+
+def room(lane: Lane, count: int = steps.BLOCK) -> torch.Tensor:
+    """The lane's buffer for ``count`` elements or more in float64."""
+    if lane.wide.numel() < count:
+        lane.wide = torch.empty(count, dtype=torch.float64)
+    return lane.wide
+
+
+def _wide(lane: Lane, x: torch.Tensor) -> torch.Tensor:
+    """``x`` as float64, in the lane's buffer."""
+    return widened(x, room(lane, x.numel())[: x.numel()])
+
+
+def outgoing(lane: Lane, ends: Ends, start: int, size: int) -> memoryview:
+    """Room for what goes to byte ``start`` of the tensor, placed within a page as in the file."""
+    if len(lane.rounded) < size + PAGE:
+        lane.rounded = pages(size + PAGE)
+    shift = (ends.slot.offset + start) % PAGE
+    return memoryview(lane.rounded)[shift : shift + size]
+
+
+def read(ends: Ends, start: int, data: memoryview) -> None:
+    """Fill ``data`` from byte ``start`` of the tensor."""
+    if isinstance(ends.source, memoryview):
+        data[:] = ends.source[start : start + len(data)]
+        return
+    read_at(ends.source, data, ends.slot.stored, start)
+    note_read(ends.reads, ends.slot.stored.name, start, data)
+
+
+def write(lane: Lane, ends: Ends, start: int, data: memoryview) -> None:
+    """Write from byte ``start`` of the tensor."""
+    ends.target.write(data, ends.slot.offset + start)
+    lane.written += len(data)

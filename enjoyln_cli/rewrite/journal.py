@@ -1,0 +1,249 @@
+"""What of an unfinished result a later run can go on with: told from content, not from names.
+
+    .OUT.partial/made-from.json          what decides every byte of the result, by name
+    .OUT.partial/finished/SHARD.json     {"size": bytes, "pieces": [[first byte, bytes, XXH3]],
+                                          "reads": [[tensor, first byte, bytes, XXH3]],
+                                          "digest": SHA-256 of the rest}
+
+A shard is finished if it has its size, begins with its header, and every byte of it lies in a piece
+that has its digest: one for each write, taken of the data on its way. It is noted once it is on
+the disk, with the digest of everything that was read for it of a source that is not known by its
+content already. Nothing is taken over from a run that was made from anything else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enjoyln_cli.checkpoint.headers import bytes_of
+from enjoyln_cli.errors import BadCheckpoint, OutputError
+from enjoyln_cli.fs.digests import digest_of, digest_of_piece, digest_of_tensor, new_digest
+from enjoyln_cli.fs.staging import FINISHED, RESULT, clear, finished
+from enjoyln_cli.fs.whole_file import write_whole
+from enjoyln_cli.rewrite.processes import ALONE, Team, gathered, shared_out
+from enjoyln_cli.rewrite.shard_layout import Shard
+
+MADE_FROM = "made-from.json"
+
+Piece = tuple[int, int, str]
+"""First byte, number of bytes, digest."""
+Read = tuple[str, int, int, str]
+"""Tensor of the source, first byte in it, number of bytes, digest."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What is known of a finished file."""
+
+    size: int
+    pieces: tuple[Piece, ...]
+    reads: tuple[Read, ...]
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The work directory of one result."""
+
+    work: Path
+    made_from: Mapping[str, str]
+    """What the result depends on, by name: digests, sizes, options."""
+    team: Team = ALONE
+    anew: bool = False
+    """Whether what was made from anything else is given up, instead of refused."""
+    source: Callable[[str, int, int], Iterable[bytes]] | None = None
+    """Gives so many bytes of a tensor of the source, from a position on. Without it the source is
+    known by its content already, and nothing of it is read again."""
+    reads: dict[str, list[Read]] = field(default_factory=dict)
+    """What was read for each tensor of the files that are being written."""
+    taken_over: list[str] = field(default_factory=list)
+    """The files that an earlier run has finished."""
+
+    @property
+    def result(self) -> Path:
+        return self.work / RESULT
+
+
+def share(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:
+    """Those of ``shards`` that this process has to write into ``into``, which is ready for it.
+
+    The first process looks at what an earlier run has finished, which nobody writes again; what is
+    left is shared out by bytes. Raises as ``resumed`` does, and ``OutputError`` where the processes
+    differ in what the result is made from, or in what they see in its directory.
+    """
+    team = journal.team
+    done = [] if team.rank else resumed(journal, into, shards)
+    answers = gathered(team, (dict(journal.made_from), done))
+    first, done = answers[0]
+    for rank, (made_from, _) in enumerate(answers):
+        for name in (*first, *made_from):
+            if made_from.get(name) != first.get(name):
+                if team.rank:
+                    raise SystemExit(1)  # the first says why
+                there, here = (str(found.get(name))[:40] for found in (made_from, first))
+                raise OutputError(
+                    f"process {rank} starts from something else: {name} is {there} there and "
+                    f"{here} here; give all of them the same source, options and versions"
+                )
+    if _read(journal.work / MADE_FROM) != journal.made_from:
+        raise OutputError(
+            f"process {team.rank} does not see what the first has put into {journal.work}; choose "
+            "a directory that all machines share"
+        )
+    left = [shard for shard in shards if shard.name not in done]
+    items = shared_out([shard.size for shard in left], team.size)[team.rank]
+    return [left[item] for item in items]
+
+
+def together(journal: Journal, into: Path, shards: Sequence[Shard]) -> None:
+    """Return once every process has written its share.
+
+    Raises ``OutputError`` where one has not, or where its files do not arrive: it is the first that
+    sees to that, which may have moved them to their place before another looks.
+    """
+    gathered(journal.team, True)
+    for shard in () if journal.team.rank else shards:
+        path = into / shard.name
+        if not path.is_file() or path.stat().st_size != shard.size:
+            raise OutputError(f"{path} is not there as a whole, although it was written")
+
+
+def resumed(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
+    """The names of those ``shards`` that are finished in ``into``; all else there is removed.
+
+    Raises ``OutputError`` where an earlier run has finished some and was made from something else,
+    which is not given up.
+    """
+    before = _read(journal.work / MADE_FROM)
+    done: list[str] = []
+    if finished(journal.work) and before is not None and _same(journal, before):
+        for shard in shards:
+            found = _noted(journal, shard.name)
+            if found is None or not _intact(into / shard.name, shard, found):
+                continue
+            if not _same_reads(journal, found):
+                done = []
+                break
+            done.append(shard.name)
+    keep = {*(into / name for name in done), *(_note(journal, name) for name in done)}
+    clear(journal.work, keep)
+    into.mkdir(parents=True, exist_ok=True)
+    (journal.work / FINISHED).mkdir(exist_ok=True)
+    write_whole(journal.work / MADE_FROM, json.dumps(dict(journal.made_from)))
+    journal.taken_over.extend(done)
+    return done
+
+
+def reads_for(journal: Journal | None, tensor: str) -> list[Read] | None:
+    """The list of what is read for one tensor of the result, where that is wanted."""
+    return journal.reads.setdefault(tensor, []) if journal and journal.source else None
+
+
+def note_read(reads: list[Read] | None, name: str, first: int, data: memoryview) -> None:
+    """``data`` was read from byte ``first`` of the source's tensor ``name``."""
+    if reads is not None and data:
+        reads.append((name, first, len(data), digest_of_piece(data).hex()))
+
+
+def noting(
+    reads: list[Read] | None, name: str, parts: Iterable[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """All of the source's tensor ``name``, part by part; at its end it is noted as one read."""
+    digest, nbytes = new_digest(), 0
+    for part in parts:
+        if reads is not None:
+            digest.update(bytes_of(part))
+            nbytes += part.nbytes
+        yield part
+    if reads is not None:
+        reads.append((name, 0, nbytes, digest.hexdigest()))
+
+
+def note(journal: Journal, file: Path, pieces: Iterable[Piece], tensors: Iterable[str]) -> None:
+    """``file`` is finished, and synced to the disk; from here on no run has to write it again."""
+    reads = dict.fromkeys(read for name in tensors for read in journal.reads.pop(name, ()))
+    found = asdict(Noted(file.stat().st_size, tuple(sorted(pieces)), tuple(reads)))
+    write_whole(_note(journal, file.name), json.dumps({**found, "digest": digest_of(found)}))
+
+
+def _same(journal: Journal, before: Mapping[str, Any]) -> bool:
+    """Whether the earlier run was made from the same."""
+    now = journal.made_from
+    for name in (*now, *before):
+        if before.get(name) != now.get(name):
+            old, new = (str(found.get(name, "nothing"))[:40] for found in (before, now))
+            return _given_up(journal, f"{name} was {old} then and is {new} now")
+    return True
+
+
+def _same_reads(journal: Journal, found: Noted) -> bool:
+    """Whether the source still holds what a finished file was made from."""
+    if journal.source is None:
+        return True
+    for name, first, nbytes, digest in found.reads:
+        try:
+            same = digest_of_tensor(journal.source(name, first, nbytes)) == digest
+        except BadCheckpoint:
+            same = False
+        if not same:
+            return _given_up(journal, f"{name} of the source has changed since")
+    return True
+
+
+def _given_up(journal: Journal, difference: str) -> bool:
+    """Nothing is taken over then; raises ``OutputError`` where that has not been asked for."""
+    if journal.anew:
+        return False
+    raise OutputError(
+        f"--resume cannot continue the run in {journal.work}: {difference}; start anew with --force"
+    )
+
+
+def _intact(path: Path, shard: Shard, found: Noted) -> bool:
+    try:
+        size = found.size
+        if size != shard.size or path.is_symlink() or path.stat().st_size != size:
+            return False
+        with path.open("rb") as file:
+            if file.read(len(shard.header)) != shard.header:
+                return False
+            at = 0
+            for first, nbytes, digest in found.pieces:
+                file.seek(at)
+                data = memoryview(file.read(min(max(nbytes, 0), size)))
+                if (first, nbytes, digest) != (at, len(data), digest_of_piece(data).hex()):
+                    return False
+                at += nbytes
+        return at == size
+    except OSError:
+        return False
+
+
+def _noted(journal: Journal, name: str) -> Noted | None:
+    """What an earlier run has noted of one file, if it makes sense."""
+    found = _read(_note(journal, name)) or {}
+    if found.pop("digest", None) != digest_of(found):
+        return None
+    try:
+        pieces = tuple((int(a), int(b), str(c)) for a, b, c in found["pieces"])
+        reads = tuple((str(a), int(b), int(c), str(d)) for a, b, c, d in found["reads"])
+        return Noted(int(found["size"]), pieces, reads)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def _note(journal: Journal, name: str) -> Path:
+    return journal.work / FINISHED / f"{name}.json"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,131 @@
+"""Several processes that work on one result, as ``torchrun`` and ``accelerate launch`` start them.
+
+Decides who there is (``RANK`` of ``WORLD_SIZE``, at ``MASTER_ADDR``), how the work is shared, and
+what becomes of the others where one fails: whoever waits for it stops too. What they tell each
+other goes through ``torch.distributed`` (gloo), which sees a process die; weights go through the
+file system alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from enjoyln_cli.errors import EnjoyLNError, OutputError
+from enjoyln_cli.text import first_line
+
+T = TypeVar("T")
+
+MEETING = timedelta(minutes=10)
+"""How long the first of them waits for the last."""
+WORKING = timedelta(days=365)
+"""How long one waits for the work of another that lives."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """This process among those that work on one result."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 1
+    """How many of them share this machine."""
+    group: Any = None
+
+
+ALONE = Team()
+
+
+def present() -> Team:
+    """Who this process is, by its environment; nobody is waited for.
+
+    Alone where the environment does not say, or makes no sense.
+    """
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return ALONE
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    texts = [os.environ.get(name, "1") for name in names]
+    if not all(text.isdecimal() for text in texts):
+        return ALONE
+    rank, size, local = map(int, texts)
+    return Team(rank, size, max(1, local)) if rank < size and size > 1 else ALONE
+
+
+@contextmanager
+def joined(on_event: Callable[[str, str], None] | None = None) -> Iterator[Team]:
+    """All of them, once each has come. Raises ``OutputError`` where some do not come."""
+    team = present()
+    if team.size == 1:
+        yield team
+        return
+    if on_event:
+        on_event("stage", f"waiting for {team.size - 1} other processes")
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", timeout=MEETING)
+        group = dist.new_group(backend="gloo", timeout=WORKING)
+    except (RuntimeError, ValueError) as error:
+        raise OutputError(
+            f"WORLD_SIZE is {team.size}, but the other processes did not connect "
+            f"({first_line(error)}); start all of them, or unset RANK and WORLD_SIZE"
+        ) from error
+    try:
+        yield Team(team.rank, team.size, team.local, group)
+    finally:
+        dist.destroy_process_group()
+
+
+def gathered(team: Team, value: T) -> list[T]:
+    """What each of them says, by rank. Where one does not live to say it, the others stop.
+
+    The first raises ``OutputError`` then; the rest leave it to the first, or to the one that
+    failed, to tell the user.
+    """
+    if team.size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * team.size
+    try:
+        dist.all_gather_object(found, value, group=team.group)
+    except RuntimeError as error:
+        if team.rank:
+            raise SystemExit(1) from error
+        raise OutputError(f"one of the {team.size} processes has ended early") from error
+    return found
+
+
+def agree(team: Team, action: Callable[[], T]) -> T:
+    """What ``action`` gives here, if it ends well everywhere; the first tells what went wrong."""
+    if team.size == 1:
+        return action()
+    failed: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failed = error
+    said = gathered(team, None if failed is None else str(failed) or type(failed).__name__)
+    if team.rank and any(said):
+        raise SystemExit(1)
+    if failed is not None:
+        raise failed
+    for rank, words in enumerate(said):
+        if words:
+            raise EnjoyLNError(f"process {rank}: {words}")
+    return result
+
+
+def shared_out(sizes: Sequence[int], many: int) -> list[list[int]]:
+    """Which items each of ``many`` takes: the largest first, each to whoever has the least."""
+    shares: list[list[int]] = [[] for _ in range(many)]
+    loads = [0] * many
+    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        least = loads.index(min(loads))
+        shares[least].append(item)
+        loads[least] += sizes[item]
+    return [sorted(share) for share in shares]

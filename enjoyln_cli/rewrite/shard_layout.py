@@ -1,0 +1,165 @@
+"""Into which files the tensors of a result go, and where in them.
+
+The source's own layout unless another dtype, a larger shape or a limit for the size of a file asks
+for new headers; its index, unless something in it changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from enjoyln_cli.checkpoint.headers import FLOATS
+from enjoyln_cli.checkpoint.reader import Checkpoint, header_of
+from enjoyln_cli.errors import OutputError
+from enjoyln_cli.plan.edits import Edit
+from enjoyln_cli.rewrite.steps import Slot
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of the result: its header, then the tensors."""
+
+    name: str
+    header: bytes
+    slots: tuple[Slot, ...]
+
+    @property
+    def size(self) -> int:
+        return max((s.offset + s.nbytes for s in self.slots), default=len(self.header))
+
+
+def plain_layout(checkpoint: Checkpoint) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """What a copy of ``checkpoint`` consists of besides tensors: headers by file, and the index."""
+    shards = layout(checkpoint, {}, None, None)
+    return {shard.name: shard.header for shard in shards}, index(checkpoint, shards)
+
+
+def bytes_to_write(
+    checkpoint: Checkpoint, edits: Mapping[str, Edit], dtype: torch.dtype | None = None
+) -> int:
+    """Bytes of all tensors that ``write_shards`` would write."""
+    return sum(slot.nbytes for slot in _slots(checkpoint, edits, _code(dtype)))
+
+
+def _code(dtype: torch.dtype | None) -> str | None:
+    code = next((c for c, d in FLOATS.items() if d == dtype), None)
+    if dtype is not None and code is None:
+        raise OutputError(f"cannot store weights as {dtype}; choose one of {sorted(FLOATS)}")
+    return code
+
+
+def _slots(checkpoint: Checkpoint, edits: Mapping[str, Edit], code: str | None) -> list[Slot]:
+    """Every tensor to write, those that are new after all others."""
+    made = {name: Edit() for name in checkpoint.tensors} | dict(edits)
+    slots = []
+    for name, edit in made.items():
+        stored = checkpoint.tensors[edit.source or name]
+        dtype = code if code and stored.dtype in FLOATS else stored.dtype
+        slots.append(Slot(name, stored, dtype, edit.shape(stored.shape), stored.offset))
+    return slots
+
+
+def layout(
+    checkpoint: Checkpoint,
+    edits: Mapping[str, Edit],
+    dtype: torch.dtype | None,
+    max_shard_size: int | None,
+) -> list[Shard]:
+    """The files of the result and the place of every tensor in them."""
+    slots = _slots(checkpoint, edits, _code(dtype))
+    if max_shard_size is not None:
+        ordered = [s for f in checkpoint.shards for s in slots if s.stored.file == f]
+        return _cut(ordered, _common_metadata(checkpoint), max_shard_size)
+    shards = []
+    for file in checkpoint.shards:
+        here = [slot for slot in slots if slot.stored.file == file]
+        same = all(slot.stays for slot in here)
+        if checkpoint.format == "safetensors" and same:
+            header = header_of(checkpoint, file)
+            shards.append(Shard(file, header, tuple(sorted(here, key=lambda s: s.offset))))
+        else:
+            metadata = checkpoint.metadata.get(file) or {"format": "pt"}
+            shards.append(_packed(_safetensors_name(file), here, metadata))
+    return shards
+
+
+def _cut(slots: list[Slot], metadata: dict[str, str], limit: int) -> list[Shard]:
+    """Consecutive tensors in files of at most ``limit`` bytes of tensors (one at the least)."""
+    groups: list[list[Slot]] = [[]]
+    size = 0
+    for slot in slots:
+        if groups[-1] and size + slot.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(slot)
+        size += slot.nbytes
+    if len(groups) == 1:
+        return [_packed("model.safetensors", groups[0], metadata)]
+    return [
+        _packed(f"model-{i:05d}-of-{len(groups):05d}.safetensors", group, metadata)
+        for i, group in enumerate(groups, 1)
+    ]
+
+
+def _packed(name: str, slots: list[Slot], metadata: dict[str, str]) -> Shard:
+    """A shard with a new header; wide dtypes first, so that every tensor is aligned."""
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    ordered = sorted(slots, key=lambda s: -(s.nbytes // max(prod(s.shape), 1)))
+    ends = [0, *accumulate(slot.nbytes for slot in ordered)]
+    for slot, (begin, end) in zip(ordered, pairwise(ends), strict=True):
+        entries[slot.name] = {
+            "dtype": slot.dtype,
+            "shape": list(slot.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    moved = [
+        replace(slot, offset=len(header) + begin)
+        for slot, begin in zip(ordered, ends, strict=False)
+    ]
+    return Shard(name, header, tuple(moved))
+
+
+def _safetensors_name(file: str) -> str:
+    if not file.endswith(".bin"):
+        return file
+    return file.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
+
+
+def _common_metadata(checkpoint: Checkpoint) -> dict[str, str]:
+    merged = {k: v for d in checkpoint.metadata.values() for k, v in (d or {}).items()}
+    return merged or {"format": "pt"}
+
+
+def index(checkpoint: Checkpoint, shards: list[Shard]) -> dict[str, bytes]:
+    """The shard index: the source's own where nothing in it changes; none for a single file."""
+    slots = {slot.name: slot for shard in shards for slot in shard.slots}
+    files = {slot.name: shard.name for shard in shards for slot in shard.slots}
+    content: dict[str, Any] = {"metadata": {}, "weight_map": files}
+    stays = all(files[slot.name] == slot.stored.file for slot in slots.values())
+    if checkpoint.index and stays:
+        text = (checkpoint.source.path / checkpoint.index).read_bytes()
+        new = any(slot.nbytes != slot.stored.nbytes for slot in slots.values())
+        if not new and slots.keys() == checkpoint.tensors.keys():
+            return {checkpoint.index: text}
+        content = {"metadata": {}, **json.loads(text)}
+        content["weight_map"] = {**content["weight_map"], **files}
+    elif [shard.name for shard in shards] == ["model.safetensors"]:
+        return {}
+    metadata = dict(content["metadata"] or {})
+    if type(known := metadata.get("total_parameters")) is int:
+        more = sum(prod(slot.shape) for slot in slots.values())
+        more -= sum(prod(stored.shape) for stored in checkpoint.tensors.values())
+        metadata["total_parameters"] = known + more
+    metadata["total_size"] = sum(slot.nbytes for slot in slots.values())
+    text = json.dumps({**content, "metadata": metadata}, indent=2).encode() + b"\n"
+    return {"model.safetensors.index.json": text}

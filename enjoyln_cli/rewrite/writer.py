@@ -1,0 +1,385 @@
+"""Write a checkpoint's shards anew, with some tensors edited, in memory that does not grow.
+
+Decides who writes what: processes take whole files, workers of a process are threads, with
+positioned reads and writes on shared files (torch and the system calls let go of the interpreter
+lock). It knows neither which tensors have to change nor why.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache, partial
+from itertools import zip_longest
+from math import prod
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from enjoyln_cli.archive.archive_file import Keeper, keeping
+from enjoyln_cli.checkpoint.headers import FLOATS, Stored, bytes_of
+from enjoyln_cli.checkpoint.reader import Checkpoint, file_of, read_rows, read_tensor
+from enjoyln_cli.checkpoint.source import require_unchanged
+from enjoyln_cli.errors import BadCheckpoint, OutputError
+from enjoyln_cli.models.memory import give_back
+from enjoyln_cli.plan.edits import ROWS, Edit, Given, given
+from enjoyln_cli.rewrite.blocks import Ends, Lane, Target, run
+from enjoyln_cli.rewrite.journal import Journal, note, note_read, noting, reads_for, share, together
+from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
+from enjoyln_cli.rewrite.steps import Slot, steps_of
+from enjoyln_cli.text import size
+
+T = TypeVar("T")
+Task = Callable[[Lane, Ends], Iterator[None]]
+"""Writes a part of a tensor, pausing after each transfer."""
+
+TICK = 0.1
+"""Seconds between two reports of progress."""
+LANES = 2
+"""Threads for each job: while one waits for the disk, the other computes. Where what is kept of the
+original has to be computed too, one is enough."""
+
+
+def write_shards(
+    checkpoint: Checkpoint,
+    edits: Mapping[str, Edit],
+    into: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | None = None,
+    jobs: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    keeper: Keeper | None = None,
+    journal: Journal | None = None,
+    allow_nonfinite: bool = False,
+) -> tuple[str, ...]:
+    """Write every tensor of ``checkpoint`` to safetensors files in the directory ``into``.
+
+    ``edits`` says what becomes of some of them, by the name that each gets: one that is not stored
+    appears in the file of the tensor that it is made from. ``dtype`` converts all floating tensors.
+    ``max_shard_size`` (bytes) cuts the shards anew; otherwise the layout stays, and without
+    ``dtype`` so does every header. ``jobs`` is the number of cores to keep busy, all by default.
+    ``progress`` is called in the calling thread with the number of bytes written since the last
+    call; ``keeper`` receives what it takes to restore the tensors. ``journal`` notes each file that
+    is finished; one that it has noted and that still is what it was is not written again. Of
+    several processes each writes its share, and all return when the last of them is done.
+
+    Returns the names of the files written, the index among them, all of them synced to the disk; in
+    another process than the first nothing.
+    Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating or does not
+    hold the axis, for a vector of another length, for NaN or Inf in an edited tensor (unless
+    ``allow_nonfinite``: they spread over what is centred with them then), for values
+    out of the range of the dtype, and for a file that ends early; ``OutputError`` where the disk
+    has too little space.
+    """
+    _check_edits(checkpoint, edits)
+    if checkpoint.source.remote and max_shard_size is not None:
+        raise OutputError(
+            "files that are fetched one by one keep their layout: leave --max-shard-size or "
+            "--stream out"
+        )
+    shards = layout(checkpoint, edits, dtype, max_shard_size)
+    mine = share(journal, into, shards) if journal else shards
+    jobs = jobs or max(1, _cores() // (journal.team.local if journal else 1))
+    if progress and len(mine) < len(shards):
+        names = {shard.name for shard in mine}
+        progress(sum(slot.nbytes for s in shards if s.name not in names for slot in s.slots))
+    tasks = _tasks(checkpoint, edits, allow_nonfinite, journal)
+    _check_space(mine, into)
+    for some, at_hand in _turns(checkpoint, mine):
+        with at_hand:
+            write_tensors(
+                checkpoint,
+                tasks,
+                some,
+                into,
+                jobs=jobs,
+                progress=progress,
+                keeper=keeper,
+                journal=journal,
+            )
+    if journal:
+        require_unchanged(checkpoint.source.path, checkpoint.states)
+        together(journal, into, shards)
+        if journal.team.rank:
+            return ()
+    texts = index(checkpoint, shards)
+    for name, text in texts.items():
+        _write_file(into / name, text)
+    return (*(shard.name for shard in shards), *texts)
+
+
+def _turns(
+    checkpoint: Checkpoint, shards: list[Shard]
+) -> Iterator[tuple[list[Shard], AbstractContextManager[None]]]:
+    """What is written together: all, or where files are fetched, what is made from one of them."""
+    remote = checkpoint.source.remote
+    if remote is None:
+        yield shards, nullcontext()
+        return
+    for shard in shards:
+        file = next((slot.stored.file for slot in shard.slots), None)
+        yield [shard], remote.at_hand(file) if file else nullcontext()
+
+
+def write_tensors(
+    checkpoint: Checkpoint,
+    tasks_for: Callable[[Slot], Iterator[Task]],
+    shards: Sequence[Shard],
+    into: Path,
+    *,
+    jobs: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    keeper: Keeper | None = None,
+    journal: Journal | None = None,
+) -> None:
+    """Write the files of ``shards`` from the tensors of ``checkpoint``, and sync them to the disk.
+
+    ``tasks_for`` gives what writes a slot, in any order and by any worker; ``keeper`` receives what
+    it takes to restore the tensors, ``journal`` notes each file that is finished. Raises what the
+    tasks do, and ``OutputError`` where the disk has too little space.
+    """
+    give_back()
+    _check_space(shards, into)
+    with ExitStack() as stack:
+        jobs = jobs or _cores()
+        _work(checkpoint, tasks_for, shards, into, stack, jobs, progress, keeper, journal)
+
+
+def _work(
+    checkpoint: Checkpoint,
+    tasks_for: Callable[[Slot], Iterator[Task]],
+    shards: Sequence[Shard],
+    into: Path,
+    stack: ExitStack,
+    jobs: int,
+    progress: Callable[[int], None] | None,
+    keeper: Keeper | None,
+    journal: Journal | None,
+) -> None:
+    positioned = checkpoint.format == "safetensors"
+    needed = {slot.stored.file for shard in shards for slot in shard.slots if positioned}
+    sources = {
+        name: _open(file_of(checkpoint, name), os.O_RDONLY, stack) for name in sorted(needed)
+    }
+    targets = {shard.name: _create(shard, into, stack, journal is not None) for shard in shards}
+
+    def finish(shard: Shard) -> None:
+        target = targets[shard.name]
+        os.fsync(target.cached)
+        if journal:
+            names = [slot.name for slot in shard.slots]
+            note(journal, into / shard.name, target.pieces or (), names)
+
+    lanes = LANES * jobs if positioned and keeper is None else jobs
+    portions = [
+        [
+            (shard, slot, tasks)
+            for slot in shard.slots
+            for tasks in _portions(tuple(tasks_for(slot)), positioned)
+        ]
+        for shard in shards
+    ]
+    queue = deque(_alternating(portions, lanes))
+    del portions  # what a task has read is held no longer than the task
+    left = Counter(shard.name for shard, _, _ in queue)
+    lock, stop = threading.Lock(), threading.Event()
+
+    def drain(lane: Lane) -> None:
+        torch.set_num_threads(1)
+        while not stop.is_set():
+            try:
+                shard, slot, tasks = queue.popleft()
+            except IndexError:
+                return
+            reads = reads_for(journal, slot.name)
+            if positioned:
+                source: int | memoryview = sources[slot.stored.file]
+            else:
+                source = bytes_of(read_tensor(checkpoint, slot.stored.name))
+                note_read(reads, slot.stored.name, 0, source)
+            kept = keeping(keeper, slot.name) if keeper else None
+            ends = Ends(slot, source, targets[shard.name], kept, reads)
+            for task in tasks:
+                for _ in task(lane, ends):
+                    if stop.is_set():
+                        return
+            with lock:
+                left[shard.name] -= 1
+                last = left[shard.name] == 0
+            if last:
+                finish(shard)
+
+    for shard in shards:
+        if not left[shard.name]:
+            finish(shard)
+    _with_workers(drain, lanes, stop, progress)
+
+
+def summed(total: int, listener: Callable[[int, int], None] | None) -> Callable[[int], None] | None:
+    """For a listener that wants bytes done and bytes in all, what ``progress`` is called with."""
+    if listener is None:
+        return None
+    done = 0
+    listener(done, total)
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        listener(done, total)
+
+    return add
+
+
+def _with_workers(
+    drain: Callable[[Lane], None],
+    threads: int,
+    stop: threading.Event,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Run ``drain`` in so many threads; any exception, here or there, stops them all."""
+    lanes = [Lane() for _ in range(threads)]
+    told, before = 0, torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                running = {pool.submit(drain, lane) for lane in lanes}
+                while running:
+                    done, running = wait(running, TICK, FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()
+                    written = sum(lane.written for lane in lanes)
+                    if progress and written > told:
+                        progress(written - told)
+                    told = written
+            except BaseException:
+                stop.set()
+                raise
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check_space(shards: Sequence[Shard], into: Path) -> None:
+    need, free = sum(shard.size for shard in shards), shutil.disk_usage(into).free
+    if need > free:
+        raise OutputError(
+            f"the weights take {size(need)}, and {size(free)} are left for {into.parent}; "
+            "free some space, or choose another place"
+        )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> None:
+    for name, edit in edits.items():
+        shape = _floating(checkpoint, edit.source or name, f"to become {name}").shape
+        for axis in edit.axes:
+            if not 0 <= axis.dim < len(shape) or axis.stop > shape[axis.dim]:
+                raise BadCheckpoint(f"{name}: shape {shape} does not hold {axis}")
+        lengths = {found: _floating(checkpoint, found, f"to change {name}") for found in edit.needs}
+        for vector in (edit.times, edit.scale):
+            length = prod(lengths[vector.tensor].shape) if vector else 0
+            if vector and (vector.dim >= len(shape) or length != shape[vector.dim]):
+                raise BadCheckpoint(
+                    f"{vector.tensor}: has {length} elements, too few or many for {name}"
+                )
+        if edit.plus:
+            matrix, many = lengths[edit.plus.matrix].shape, prod(lengths[edit.plus.by].shape)
+            if edit.plus.dim >= len(matrix) or matrix[edit.plus.dim] != many:
+                raise BadCheckpoint(f"{edit.plus.matrix}: shape {matrix} times {many} elements")
+            if prod(matrix) != prod(shape) * many:
+                raise BadCheckpoint(f"{name}: shape {shape} does not hold what {matrix} gives")
+
+
+def _floating(checkpoint: Checkpoint, name: str, what: str) -> Stored:
+    stored = checkpoint.tensors.get(name)
+    if stored is None:
+        raise BadCheckpoint(f"{name}: {what}, but {checkpoint.source.model} lacks it")
+    if stored.dtype not in FLOATS:
+        raise BadCheckpoint(f"{name}: {what}, but stored as {stored.dtype}, not floating")
+    return stored
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _tasks(
+    checkpoint: Checkpoint, edits: Mapping[str, Edit], nonfinite: bool, journal: Journal | None
+) -> Callable[[Slot], Iterator[Task]]:
+    """Tells what becomes of each tensor."""
+
+    def taken(slot: Slot, edit: Edit) -> Given:
+        reads = reads_for(journal, slot.name)
+
+        def finite(name: str, value: torch.Tensor) -> torch.Tensor:
+            """NaN and Inf are told of the tensor that holds them."""
+            if not nonfinite and not value.isfinite().all():
+                raise BadCheckpoint(
+                    f"{name} in {checkpoint.tensors[name].file} holds NaN or Inf and cannot be "
+                    "merged; repair it, or pass --allow-nonfinite"
+                )
+            return value
+
+        def vector(name: str) -> torch.Tensor:
+            found = read_tensor(checkpoint, name)
+            note_read(reads, name, 0, bytes_of(found))
+            return finite(name, found)
+
+        def rows(name: str) -> Iterator[torch.Tensor]:
+            return noting(reads, name, read_rows(checkpoint, name, ROWS))
+
+        values = given(edit, vector, rows)
+        if edit.plus and values.plus is not None:
+            finite(edit.plus.matrix, values.plus)
+        return values
+
+    def tasks(slot: Slot) -> Iterator[Task]:
+        edit = edits.get(slot.name, Edit())
+        values = cache(partial(taken, slot, edit))
+        return (partial(run, step=s, nonfinite=nonfinite) for s in steps_of(slot, edit, values))
+
+    return tasks
+
+
+def _portions(tasks: tuple[Task, ...], positioned: bool) -> Iterator[tuple[Task, ...]]:
+    """Tasks that one worker takes together: one, or all of a tensor that has to be loaded whole."""
+    return iter(zip(tasks, strict=True)) if positioned else iter((tasks,))
+
+
+def _alternating(queues: list[list[T]], many: int) -> Iterator[T]:
+    """``many`` queues at a time, in turns: a file is locked while somebody writes to it."""
+    for first in range(0, len(queues), many):
+        for row in zip_longest(*queues[first : first + many]):
+            yield from (item for item in row if item is not None)
+
+
+def _open(path: Path, flags: int, stack: ExitStack) -> int:
+    file = os.open(path, flags, 0o666)
+    stack.callback(os.close, file)
+    return file
+
+
+def _create(shard: Shard, into: Path, stack: ExitStack, noted: bool) -> Target:
+    """A new file of its final size that holds the header, on the disk if there is nothing else."""
+    path = into / shard.name
+    file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stack)
+    os.truncate(file, shard.size)
+    try:
+        direct = _open(path, os.O_WRONLY | os.O_DIRECT, stack)
+    except (AttributeError, OSError):  # a system or a file system that knows no such thing
+        direct = None
+    target = Target(file, direct, [] if noted else None)
+    target.write(memoryview(shard.header), 0)
+    return target

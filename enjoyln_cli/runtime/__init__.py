@@ -1,0 +1,1 @@
+"""A live model that computes RMSNorm, and what keeps it right."""

@@ -1,0 +1,235 @@
+"""A converted checkpoint as a model that runs RMSNorm.
+
+Decides when a loaded model may: its config carries the marker of a fold, its class is one that the
+fold was proven for, and the weights that were centred still have zero mean. Then norms and explicit
+centrings are installed in place. Nothing else about the model changes, and what is saved is stock.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from enjoyln_cli.checkpoint.marker import Centred, Marker, read_marker
+from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.errors import NotCentred, UnsupportedModel
+from enjoyln_cli.models.classes import class_named
+from enjoyln_cli.models.holders import models_in
+from enjoyln_cli.plan.mean_units import intact, moved_on, room, set_units
+from enjoyln_cli.plan.plan import Plan, Scale, Writer
+from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.runtime.install import encoder_of, install, locate
+from enjoyln_cli.runtime.weight_watch import (
+    FLOATS,
+    check_centred,
+    keep_centred,
+    layers_of,
+    require_unquantised,
+    tensor_at,
+    watched,
+)
+
+Model = TypeVar("Model", bound=nn.Module)
+Holder = TypeVar("Holder")
+"""A model, or what holds one: a pipeline, an adapter, a model of sentence-transformers."""
+
+NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
+"""Of blocks, in the path of a module."""
+HUB = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only", "code_revision")
+"""Arguments of ``from_pretrained`` that the config needs, too."""
+
+
+def from_pretrained(model: str | Path, cls: Any = None, **kwargs: Any) -> Any:
+    """The converted checkpoint ``model`` (a directory or a Hub id), running RMSNorm.
+
+    ``cls`` is an auto class or a model class, by default the one that the checkpoint was saved as;
+    ``kwargs`` are those of its ``from_pretrained``. Raises ``UnsupportedModel`` for a class that
+    the fold is not proven for, ``BadCheckpoint`` for a checkpoint without marker, ``NotCentred``
+    where weights have moved since.
+    """
+    folder = str(open_source(str(model)).path) if Path(model).expanduser().is_dir() else str(model)
+    loaded = (cls or saved_class(folder, **kwargs)).from_pretrained(folder, **kwargs)
+    optimize(loaded[0] if isinstance(loaded, tuple) else loaded)
+    return loaded
+
+
+def saved_class(folder: str, **kwargs: Any) -> Any:
+    """The class that the config names, which has to be one of those that are proven."""
+    from transformers import AutoConfig
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    hub = {key: value for key, value in kwargs.items() if key in HUB}
+    config = kwargs.get("config") or AutoConfig.from_pretrained(folder, **hub)
+    found = read_marker(config.to_dict(), folder)
+    name = next(iter(config.architectures or ()), found.model_class)
+    _require_proven(found, name)
+    for code in (getattr(config, "auto_map", None) or {}).values():
+        if kwargs.get("trust_remote_code") and str(code).rpartition(".")[2] == name:
+            return get_class_from_dynamic_module(code, folder, **hub)
+    return class_named(name)
+
+
+def optimize(model: Holder) -> Holder:
+    """Make a loaded converted model compute with RMSNorm, in place; returns it.
+
+    Of a pipeline, or of any module around models of transformers, those inside. It goes on as every
+    model does: saving, copies, devices and dtypes, ``generate``. In training mode it computes
+    LayerNorm, and afterwards until ``refold``. Raises ``BadCheckpoint`` where the config has no
+    marker, ``UnsupportedModel`` for a class that the fold is not proven for, ``NotCentred`` where a
+    weight has moved or cannot be looked at; then nothing is changed.
+    """
+    proven = [(inner, marker_of(inner)) for inner in models_in(model)]
+    for inner, found in proven:
+        check_centred(inner, watched(inner, _weights(found), (), found.units))
+    for inner, found in proven:
+        installed(inner, found)
+    return model
+
+
+def installed(model: Model, found: Marker) -> Model:
+    """``optimize`` for a model whose weights were looked at, or are not there yet."""
+    unproven = (*found.unproven, *_inner_inputs(model, found))
+    merged, covered = bool(found.weightless or found.biasless), found.covered
+    install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven, merged, covered)
+    ops = [op.module for op in found.centering]
+    keep_centred(model, _weights(found), ops, found.units, found.weightless, found.biasless)
+    return model
+
+
+def refold(model: Holder) -> Holder:
+    """Centre the weights of a converted model again, after training, and ``optimize`` it.
+
+    Of a pipeline, or of any module around models of transformers, those inside.
+
+    The function that the model computes with LayerNorm stays the same: which weights may be centred
+    was proven from the structure, whatever the values. Hidden units that subtracted a mean and have
+    been trained go on as such, in the place of some that write nothing. Raises as ``optimize`` does
+    where the structure is another one (adapters, quantised layers), weights are not in memory, or
+    there is no such place.
+    """
+    for inner in models_in(model):
+        _refold(inner)
+    return model
+
+
+def _refold(model: nn.Module) -> None:
+    found = marker_of(model)
+    watch = watched(model, _weights(found), (), found.units)
+    require_unquantised(model, watch.tensors)
+    for path in watch.tensors:
+        if tensor_at(model, path).is_meta:
+            raise NotCentred(
+                f"{path}: is offloaded and cannot be centred; load the model without offloading"
+            )
+    writers = []
+    for one in watch.weights:
+        scale = Scale(one.scale, one.scale) if one.scale else None
+        shape = tuple(tensor_at(model, one.parameter).shape)
+        writers.append(Writer(one.parameter, one.parameter, one.axis, shape, scale=scale))
+    units = [(layers_of(model, some), some) for some in watch.units]
+    trained = []
+    for layers, some in units:
+        if intact(layers, some, FLOATS):
+            continue
+        if (after := room(layers, some)) is None:
+            raise NotCentred(
+                f"{some.second}: its hidden units from {some.start} on, which subtract a mean, "
+                "have been trained, and no others are free to take their place; save the model, "
+                "`enjoyln unfold` it, and fold it again with --widen-mlp"
+            )
+        trained.append((layers, some, after))
+    for layers, some, after in trained:
+        moved_on(layers, some, after)
+    plan = Plan("", found.model_class, (), (), tuple(writers), ())
+    centre_parameters(model, plan)
+    if any(tensor_at(model, path).dtype == torch.float64 for path in watch.tensors):
+        centre_parameters(model, plan)  # a mean's own rounding, where it was far above the rest
+    for layers, some in units:
+        set_units(layers, some)
+    optimize(model)
+
+
+def marker_of(model: nn.Module) -> Marker:
+    """The marker in a model's config, proven for its class. Raises as ``optimize`` does."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no config of transformers; use enjoyln_cli.install "
+            "for a model of your own"
+        )
+    found = read_marker(config.to_dict(), type(model).__name__)
+    _require_proven(found, type(model).__name__)
+    _require_untied(model, found)
+    _require_same_blocks(model, found)
+    return found
+
+
+def _require_proven(found: Marker, name: str) -> None:
+    if name not in found.classes:
+        raise UnsupportedModel(
+            f"the fold is proven for {', '.join(found.classes)}, and not for {name}; load it as "
+            f"one of them, or convert {found.source} with --model-class {name}"
+        )
+
+
+def _require_same_blocks(model: nn.Module, found: Marker) -> None:
+    """Raises ``NotCentred`` for a norm in one more block like those that were converted."""
+    names = (*found.rmsnorm, *found.layernorm)
+    paths = set()
+    for name in names:
+        with suppress(UnsupportedModel):  # a layer that was replaced
+            paths.add(locate(model, name, names))
+    alike = {NUMBERS.sub("#", path) for path in paths if path is not None}
+    for path, _ in model.named_modules():
+        if path not in paths and NUMBERS.sub("#", path) in alike:
+            raise NotCentred(
+                f"{path}: was not there when the model was converted; convert the model as it is "
+                "now, or go on with LayerNorm"
+            )
+
+
+def _require_untied(model: nn.Module, found: Marker) -> None:
+    """Raises ``NotCentred`` where two parameters that the fold has untied are one again."""
+    names = tuple(name for pair in found.untied for name in pair)
+    for pair in found.untied:
+        try:
+            paths = [locate(model, name, names, tensor_at) for name in pair]
+        except UnsupportedModel:
+            continue  # a layer that was replaced, which is looked at where it was centred
+        tensors = [None if path is None else tensor_at(model, path) for path in paths]
+        if tensors[0] is not None and tensors[0] is tensors[1]:
+            raise NotCentred(
+                f"{pair[0]} and {pair[1]} are tied again, so the model computes something "
+                "else; load it with the config that it was converted with"
+            )
+
+
+def _weights(found: Marker) -> tuple[Centred, ...]:
+    if found.centred is None:
+        raise NotCentred(
+            f"this result of {found.tool} does not tell which weights it has centred, so nobody "
+            f"can see whether they still are; convert {found.source} again"
+        )
+    return found.centred
+
+
+def _inner_inputs(model: nn.Module, found: Marker) -> set[str]:
+    """Inputs of an unproven base model or encoder that the proven class around it does not take.
+
+    They can reach it nevertheless, as further keywords or in a call of its own.
+    """
+    encoder = encoder_of(model)
+    inner = [getattr(model, "base_model", model), *([encoder] if encoder else [])]
+    names = {
+        name
+        for one in inner
+        if one is not model and type(one).__name__ not in found.classes
+        for name in inspect.signature(one.forward).parameters
+    }
+    return names - {*inspect.signature(model.forward).parameters}

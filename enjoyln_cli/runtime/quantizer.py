@@ -1,0 +1,44 @@
+"""``from_pretrained(OUT, quantization_config=EnjoyLNConfig())``: loading by transformers alone.
+
+For those who have nothing but a call of transformers, a ``pipeline`` say. transformers knows one
+extension point that sees a model before its weights and after: that of a quantiser. This one
+installs the norms before, looks at the weights after, and takes itself away, so that nothing of it
+is saved. Nothing is quantised. Importing this module registers it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from enjoyln_cli.checkpoint.config import MARKER
+from enjoyln_cli.runtime.loading import installed, marker_of, optimize
+
+
+@register_quantization_config(MARKER)
+class EnjoyLNConfig(QuantizationConfigMixin):
+    """Runs a converted checkpoint with RMSNorm. Has no options."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.quant_method = MARKER  # type: ignore[assignment]
+
+
+@register_quantizer(MARKER)
+class EnjoyLNLoader(HfQuantizer):
+    """``optimize`` around the loading of weights. Raises as ``optimize`` does."""
+
+    def preprocess_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        installed(model, marker_of(model))
+
+    def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
+        self.remove_quantization_config(model)
+        return optimize(model)
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True

@@ -1,0 +1,1 @@
+"""From a model and its calls to graphs."""

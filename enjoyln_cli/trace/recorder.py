@@ -1,0 +1,377 @@
+"""Records the operations of a model on the meta device while they run, before any decomposition.
+
+The graph is that of ``torch.export``, in about a fourth of its time, for a model of which no value
+exists: weights, buffers and inputs have shapes only. So no value can choose a path, and one run is
+every run of these shapes. Whatever is not as simple as that is left to ``torch.export``: a number
+that Python reads, a write into what was there before, a tensor that came from elsewhere, an
+operator that holds a graph, anything that raises. Then ``NotRecorded`` is raised, even where the
+model's own code catches what happened first. Writes into memory of the call itself are recorded as
+they are; ``graph.in_place`` tells which of them make no difference.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
+from torch.fx import Graph, Node
+from torch.fx import _symbolic_trace as symbolic_trace
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from enjoyln_cli.effects.isolated_run import Steps
+from enjoyln_cli.graph.nodes import packet
+from enjoyln_cli.models.meta_device import beside
+from enjoyln_cli.trace import meta_results
+
+aten = torch.ops.aten
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_READS = {
+    "__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "allclose",
+    "data_ptr", "equal", "is_nonzero", "item", "numpy", "tolist",
+}  # fmt: skip
+"""What gives Python a value of a tensor, or a way to it."""
+_MASKS = (torch.bool, torch.uint8)
+_CONSTANT = {aten.lift_fresh_copy, aten.detach, aten._to_copy, aten.to}
+"""Through which a number that stands in the code stays known."""
+
+
+class NotRecorded(Exception):
+    """A call is not as simple as a recording needs it to be."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """The graph of one run."""
+
+    graph: Graph
+    parameters: Mapping[Node, torch.Tensor]
+    inputs: list[Node]
+    """Of the flattened steps, in their order."""
+    constants: list[torch.Tensor]
+    """Tensors that are none of the above."""
+    returned: list[Node]
+    layout: pytree.TreeSpec
+    """Of what ``Steps`` returned."""
+
+
+def is_recordable(model: nn.Module) -> bool:
+    """Whether nothing that a model registers has values."""
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    plain = all(type(tensor) in _PLAIN and tensor.is_meta for tensor in (*parameters, *buffers))
+    return bool(parameters) and plain
+
+
+def record(runner: Steps, steps: Any) -> Recording:
+    """The graph of ``runner`` on ``steps``; its model has to be recordable, and in eval mode.
+
+    Raises ``NotRecorded``, or what the model raises.
+    """
+    leaves, layout = pytree.tree_flatten(beside(runner.model, steps))
+    if any(isinstance(leaf, torch.Tensor) and type(leaf) is not torch.Tensor for leaf in leaves):
+        raise NotRecorded("an input is no plain tensor")
+    tracer = _Tracer()
+    parameters: dict[Node, torch.Tensor] = {
+        tracer.placeholder(tensor): tensor for tensor in runner.parameters()
+    }
+    buffers = list(runner.buffers())
+    for buffer in buffers:
+        tracer.placeholder(buffer)
+    inputs = [tracer.placeholder(leaf) for leaf in leaves]
+    recorder = _Recorder(tracer)
+    watched = _as_exporting(), _module_calls(runner, tracer), _NoReads(recorder)
+    with watched[0], watched[1], watched[2], enable_python_dispatcher(), recorder:
+        result = runner(*pytree.tree_unflatten(leaves, layout))
+    *returned, (_, others) = result
+    repeated = len(returned) > len(steps) or bool(others)
+    now = list(runner.buffers())
+    moved = len(now) != len(buffers) or any(map(operator.is_not, now, buffers))
+    if not recorder.sure or repeated or moved or runner.replaced:
+        raise NotRecorded("a call reads a value, or leaves something behind")
+    results, results_layout = pytree.tree_flatten(result)
+    nodes = [tracer.node_of(tensor) for tensor in results]
+    tracer.graph.output(nodes)
+    return Recording(
+        tracer.graph, parameters, inputs, list(tracer.constants.values()), nodes, results_layout
+    )
+
+
+class _Known:
+    """The node of a tensor, where torch's own tracers keep a proxy of it."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    @property
+    def proxy(self) -> _Known:
+        return self
+
+
+@dataclass(eq=False)
+class _Tracer:
+    """A graph that grows, and which of its nodes gave each tensor."""
+
+    graph: Graph = field(default_factory=Graph)
+    tensor_tracker: Any = field(default_factory=WeakTensorKeyDictionary)
+    constants: dict[Node, torch.Tensor] = field(default_factory=dict)
+    around: Mapping[str, tuple[str, type]] = field(default_factory=dict)
+    """The module calls that run, from the outermost inwards, as ``torch.export`` writes them."""
+    _first: Node | None = None
+    """The first operation."""
+    _given: set[int] = field(default_factory=set)
+    """The memory of all that was there before the call."""
+
+    def placeholder(self, value: Any) -> Node:
+        """A node for a value from outside; before the operations, whenever it is met."""
+        if self._first is None:
+            node = self.graph.placeholder("given")
+        else:
+            with self.graph.inserting_before(self._first):
+                node = self.graph.placeholder("given")
+        if isinstance(value, torch.Tensor):
+            self.tensor_tracker[value] = _Known(node)
+            self._given.add(value.untyped_storage()._cdata)
+            value = _shape_alone(value)
+        node.meta["val"] = value
+        return node
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor is the call's own."""
+        return tensor.is_meta and tensor.untyped_storage()._cdata not in self._given
+
+    def node_of(self, tensor: torch.Tensor) -> Node:
+        """The node that gave a tensor. One that stands in the code, with a value, is constant."""
+        known = self.tensor_tracker.get(tensor)
+        if known is not None:
+            return known.node  # type: ignore[no-any-return]
+        if tensor.is_meta or type(tensor) not in _PLAIN:
+            raise NotRecorded("a tensor comes from where nothing was recorded")
+        return self.stand_in(tensor)
+
+    def stand_in(self, tensor: torch.Tensor) -> Node:
+        """A node for a tensor that was there before the call, or stands in the code."""
+        node = self.placeholder(tensor)
+        self.constants[node] = tensor
+        return node
+
+    def called(self, target: Any, args: Any, kwargs: Any, value: Any) -> Node:
+        node = self.graph.create_node("call_function", target, args, kwargs)
+        self._first = self._first or node
+        node.meta["nn_module_stack"] = self.around
+        node.meta["val"] = pytree.tree_map_only(torch.Tensor, _shape_alone, value)
+        return node
+
+
+def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, strides, dtype and device that keeps no other alive."""
+    if tensor.is_meta:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return tensor.detach().clone()
+
+
+class _Recorder(ProxyTorchDispatchMode):
+    """Writes down every operation above autograd, where ``linear`` and the like are whole.
+
+    It stands where torch keeps its own proxy mode, so ``get_proxy_mode`` finds it.
+    """
+
+    def __init__(self, tracer: _Tracer) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+        self._mode_key = torch._C._TorchDispatchModeKey.PROXY
+        self.enter_stack: list[Any] = []
+        self.pre_dispatch = True
+        self.tracer: Any = tracer
+        self.sure = True
+        """Whether all was recorded that happened."""
+        self.writing = False
+        """Whether ``torch.tensor`` runs, on numbers that stand in the code."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        try:
+            return self._record(func, args, kwargs or {})
+        except BaseException:
+            self.sure = False
+            raise
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(func, torch._ops.OpOverload):
+            raise NotRecorded(f"{func} holds a graph")
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        if func is aten.index.Tensor:
+            if any(index is not None and index.dtype in _MASKS for index in args[1]):
+                raise NotRecorded("a mask chooses how many elements there are")
+            kind = ""
+        else:
+            kind = _kind_of(func)
+        if kind == "reads":
+            return self._number(func, args, kwargs)
+        if func is aten.detach_.default:  # which ends torch.tensor, also of another tensor
+            if self.writing and args[0] not in self.tracer.tensor_tracker:
+                self.tracer.stand_in(args[0])
+            if self.writing and self._stands_in_code(args[0]):
+                return func(*args, **kwargs)
+            raise NotRecorded("a tensor is copied past the graph")
+        devices: dict[str, None] = {}
+        if func is aten.lift_fresh.default and self.writing:
+            self.tracer.stand_in(args[0])
+        nodes = self._with_nodes(args, devices)
+        named = self._with_nodes(kwargs, devices)
+        if kind == "writes" and not self._writes_own_memory(args):
+            raise NotRecorded(f"{func} writes into what was there before the call")
+        if len(devices) > 1:
+            raise NotRecorded(f"{func} is given tensors with values and without")
+        with no_python_dispatcher():
+            if kind == "writes":
+                value = func(*args, **kwargs)
+            else:
+                value = meta_results.compute(func, args, kwargs)
+        if func is aten.dropout.default and value is args[0]:
+            value = aten.alias(value)  # another tensor, as for all of torch's own tracers
+        if func is aten.lift_fresh.default:
+            func = aten.lift_fresh_copy.default
+        node = self.tracer.called(func, nodes, named, value)
+        if isinstance(value, torch.Tensor):
+            self._give(value, node)
+        else:
+            for place, part in enumerate(value):
+                taken = self.tracer.called(operator.getitem, (node, place), {}, part)
+                self._give(part, taken)
+        return value
+
+    def _writes_own_memory(self, args: tuple[Any, ...]) -> bool:
+        """Whether the first argument, which most writes change, was made by the recorded call."""
+        return isinstance(args[0], torch.Tensor) and self.tracer.made(args[0])
+
+    def _give(self, value: Any, node: Node) -> None:
+        if type(value) not in _PLAIN:
+            raise NotRecorded("an operation gives something else than tensors")
+        self.tracer.tensor_tracker[value] = _Known(node)
+
+    def _with_nodes(self, value: Any, devices: dict[str, None]) -> Any:
+        """Arguments with the node of each tensor in its place; ``devices`` are those of most."""
+        if isinstance(value, torch.Tensor):
+            if value.dim():
+                devices[value.device.type] = None
+            return self.tracer.node_of(value)
+        if type(value) in (tuple, list):
+            return type(value)([self._with_nodes(item, devices) for item in value])
+        if type(value) is dict:
+            return {key: self._with_nodes(item, devices) for key, item in value.items()}
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise NotRecorded("a size is a symbol")
+        return value
+
+    def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A number that stands in the code, which is the same in every run."""
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if not all(map(self._is_constant, tensors)):
+            raise NotRecorded(f"{func} reads a value")
+        return func(*args, **kwargs)
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        known = not tensor.is_meta and tensor.numel() == 1
+        return known and self._stands_in_code(tensor)
+
+    def _stands_in_code(self, tensor: torch.Tensor) -> bool:
+        node = self.tracer.node_of(tensor)
+        while node.op == "call_function" and packet(node) in _CONSTANT:
+            node = node.args[0]
+        return node in self.tracer.constants
+
+
+@cache
+def _kind_of(func: Any) -> str:
+    """Whether an operation ``reads`` a value, ``writes`` into memory, or does neither."""
+    schema = func._schema
+    tensors = all(str(result.type) in ("Tensor", "List[Tensor]") for result in schema.returns)
+    told = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    if not tensors or not schema.returns or not told.isdisjoint(func.tags):
+        return "reads"
+    return "writes" if schema.is_mutable else ""
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+class _NoReads(TorchFunctionMode):
+    """Notes where Python asks for a value and is told that there is none."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = func is torch.tensor and not _holds_tensor((args, kwargs))
+        if not written and getattr(func, "__name__", "") not in _READS:
+            return func(*args, **kwargs)
+        self._recorder.writing = written
+        try:
+            return func(*args, **kwargs)
+        except BaseException:
+            self._recorder.sure = False
+            raise
+        finally:
+            self._recorder.writing = False
+
+
+@contextmanager
+def _as_exporting() -> Iterator[None]:
+    """Within it, the code of a model takes the paths that it takes under ``torch.export``."""
+    compiler, flags = torch.compiler, ("_is_compiling_flag", "_is_exporting_flag")
+    before = {flag: getattr(compiler, flag) for flag in flags}
+    traced = symbolic_trace._is_fx_tracing_flag
+    try:
+        for flag in flags:
+            setattr(compiler, flag, True)
+        symbolic_trace._is_fx_tracing_flag = True
+        yield
+    finally:
+        symbolic_trace._is_fx_tracing_flag = traced
+        for flag, value in before.items():
+            setattr(compiler, flag, value)
+
+
+@contextmanager
+def _module_calls(root: nn.Module, tracer: _Tracer) -> Iterator[None]:
+    """Within it, ``tracer`` knows which modules of ``root`` are being called."""
+    names = {id(module): name for name, module in root.named_modules()}
+    counts: dict[str, int] = {}
+    plain = nn.Module.__call__
+
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        name = names.get(id(module))
+        if name is None:
+            return plain(module, *args, **kwargs)
+        around = tracer.around
+        number = counts[name] = counts.get(name, -1) + 1
+        tracer.around = {**around, f"{name}@{number}": (name, type(module))}
+        try:
+            return plain(module, *args, **kwargs)
+        finally:
+            tracer.around = around
+
+    nn.Module.__call__ = called  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = plain  # type: ignore[method-assign]

@@ -1,0 +1,284 @@
+"""For which sizes of its inputs a call takes the path that was traced.
+
+Decided by a second trace in which every size is a symbol: each time Python reads one (a comparison,
+``range``, ``len``, an index) torch notes what has to hold for the path to stay the same. Sizes for
+which all of that holds run the same operations. That nothing else has led the two traces apart is
+checked by comparing their operations. A size of one is kept, since torch broadcasts it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import config as dynamo
+from torch.fx import Graph, Node
+from torch.fx.experimental import _config as symbolic
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
+
+from enjoyln_cli.calls.calls import Call
+from enjoyln_cli.effects.isolated_run import Steps, ready
+from enjoyln_cli.graph.in_place import mutating, replace_private_writes
+from enjoyln_cli.graph.subgraphs import put_back_regions
+from enjoyln_cli.models.meta_device import beside
+from enjoyln_cli.plan.call_text import condition_of, names_in
+from enjoyln_cli.plan.covered_calls import (
+    CallForm,
+    Constant,
+    Expression,
+    Form,
+    Items,
+    Length,
+    TensorForm,
+    call_form,
+    is_stock,
+    value_of,
+)
+from enjoyln_cli.trace.capture import Trace
+
+
+def traced_forms(model: nn.Module, trace: Trace) -> tuple[CallForm, ...]:
+    """The forms of calls that a trace of ``model`` covers: one for each step that it took.
+
+    Where it is not known for which sizes they hold, the first with the sizes that it had.
+    """
+    call = trace.call
+    if trace.by_values:
+        return ()
+    if not trace.by_example and (general := _general_forms(model, call, trace)):
+        return general
+    args, kwargs = call.steps[0]
+    named = {**kwargs, **call.flags}
+    if call.cache is not None:
+        named["past_key_values"] = call.cache
+    form = call_form(model, args, named)
+    return () if form is None else (form,)
+
+
+def in_two_rows(model: nn.Module, call: Call) -> Iterator[Call]:
+    """The same call with two rows where it has one, which torch would take for any number.
+
+    For transformers' classes a single row stands for others.
+    """
+
+    def doubled(value: Any) -> Any:
+        single = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == 1
+        return value.expand(2, *value.shape[1:]).clone() if single else value
+
+    steps = pytree.tree_map(doubled, call.steps)
+    leaves = zip(pytree.tree_leaves(steps), pytree.tree_leaves(call.steps), strict=True)
+    if not is_stock(model) and any(new is not old for new, old in leaves):
+        yield replace(call, label=f"{call.label}, in two rows", steps=steps, required=False)
+
+
+@dataclass
+class _Before:
+    """What each step was given, and how many conditions on sizes were known when it began."""
+
+    model: nn.Module
+    forms: list[CallForm | None] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
+    environment: Any = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        form = call_form(self.model, args, kwargs)
+        found = (s.node.shape_env for s in _sizes(form) if isinstance(s, torch.SymInt))
+        self.environment = next(found, self.environment)
+        self.forms.append(form)
+        self.known.append(len(self.environment.guards) if self.environment else 0)
+
+
+def in_one_row(model: nn.Module, call: Call, forms: Iterable[CallForm]) -> Iterator[Call]:
+    """The same call with a single row, where none of its ``forms`` holds for one.
+
+    torch spreads a single row over others, so that code may take another path with it.
+    """
+    leaves = pytree.tree_leaves(call.steps)
+    rows = next((leaf.shape[0] for leaf in leaves if torch.is_tensor(leaf) and leaf.ndim), 1)
+    if rows == 1 or is_stock(model) or all(map(_holds_for_one, forms)):
+        return
+
+    def single(value: Any) -> Any:
+        of_rows = torch.is_tensor(value) and value.ndim and value.shape[0] == rows
+        return value[:1].clone() if of_rows else value
+
+    steps = pytree.tree_map(single, call.steps)
+    yield replace(call, label=f"{call.label}, in one row", steps=steps, required=False)
+
+
+def _holds_for_one(form: CallForm) -> bool:
+    """Whether no condition is about the number of rows, the first size of the first tensor."""
+    first = next(_sizes(form), 1)
+    return first == 1 or not any(first in names_in(one) for one in form.conditions)
+
+
+def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm, ...]:
+    """The forms with sizes as symbols; none where it is not known which sizes they hold for."""
+    placed = beside(model, call.steps)
+    free = pytree.tree_map(_free_sizes, placed)
+    before = _Before(model)
+    try:
+        oblivious = symbolic.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+        uncached = dynamo.patch(fake_tensor_cache_enabled=False)  # slower with symbols than without
+        steps = Steps(model, call.flags, None, cache=call.cache, before=before)
+        with ready(model), oblivious, uncached, _read_as_text():
+            program = torch.export.export(steps, placed, dynamic_shapes=(free,), strict=False)
+            put_back_regions(program.graph_module)
+            replace_private_writes(program.graph)
+            if mutating(program.graph):
+                program = program.run_decompositions({})
+        if _operations(program.graph) != _operations(trace.graph):
+            return ()
+        return tuple(_forms_with_conditions(before, len(call.steps)))
+    except Exception:  # torch.export raises what it meets, of any class
+        return ()
+
+
+@contextmanager
+def _read_as_text() -> Iterator[None]:
+    """Within it, text made of a size is that of its number, which it then has to be."""
+    plain = torch.SymInt.__repr__
+
+    def number(size: torch.SymInt) -> str:
+        return str(int(size))
+
+    torch.SymInt.__repr__ = number  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.SymInt.__repr__ = plain  # type: ignore[method-assign]
+
+
+def _free_sizes(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return {dim: torch.export.Dim.AUTO for dim, size in enumerate(value.shape) if size != 1}
+
+
+def _operations(graph: Graph) -> list[Any]:
+    """What is computed with tensors, in turn; reading a size and marking a place are not.
+
+    ``torch.tensor`` detaches what it makes, which a recording leaves out.
+    """
+    aten = torch.ops.aten
+    others = (aten.sym_size, aten.sym_numel, aten.sym_stride, aten.alias, aten.detach_)
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    targets = [node.target for node in nodes if not _is_whole(node)]
+    return [
+        target
+        for target in targets
+        if isinstance(target, torch._ops.OpOverload)
+        and target.overloadpacket not in others
+        and not target.name().startswith(("aten::_assert", "aten::sym_constrain"))
+    ]
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether a slice takes everything, as ``x[:]`` does."""
+    whole = (0, sys.maxsize)
+    return node.target is torch.ops.aten.slice.Tensor and tuple(node.args[2:]) in ((), whole)
+
+
+def _forms_with_conditions(before: _Before, steps: int) -> Iterator[CallForm]:
+    """From what export knows of sizes; ``ValueError`` for a condition not understood."""
+    environment = before.environment
+    guards = [] if environment is None else list(environment.guards)
+    if environment is not None and any(environment.deferred_runtime_asserts.values()):
+        return
+    ends = [*before.known[1:], len(guards)]
+    for place, form in enumerate(before.forms[:steps]):
+        if form is not None:
+            begin = before.known[place]
+            end = len(guards) if place == steps - 1 else ends[place]
+            own = [environment.simplify(guard.expr) for guard in guards[:end]]
+            yield _with_names(form, own[:begin], own[begin:])
+
+
+def _with_names(form: CallForm, earlier: list[Any], own: list[Any]) -> CallForm:
+    """``form`` with its sizes named, and with the conditions under which its path is the same.
+
+    What ``earlier`` steps asked of sizes that this one does not have is nothing to it.
+    """
+    fresh = _letters()
+    names: dict[Any, str] = {}
+    exact: dict[str, int] = {}
+
+    def named(size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expression = size.node.expr
+        if expression.is_number:
+            return int(expression)
+        if expression not in names:
+            names[expression] = next(fresh)
+        exact[names[expression]] = size.node.hint
+        return names[expression]
+
+    arguments = tuple((name, _renamed(one, named)) for name, one in form.arguments)
+    symbols = {one: type(one)(name) for one, name in names.items() if one.is_symbol}
+    conditions: list[Expression] = []
+    for expression, name in names.items():
+        unknown = expression.free_symbols - set(symbols)
+        if len(unknown) == 1 and len(expression.free_symbols) == 1:
+            (one,) = unknown  # such as a length of which the cache has one more
+            if (more := expression - one).is_number:
+                symbols[one] = type(one)(name) - more
+                conditions.append((">=", name, int(more)))
+    for expression, name in names.items():
+        if not (expression.is_symbol or symbols.get(expression) == expression):
+            conditions.append(("==", name, _condition(expression, symbols)))
+    for place, left in enumerate((*earlier, *own)):
+        if left == True or (  # noqa: E712 (sympy's own truth)
+            place < len(earlier) and left.free_symbols.isdisjoint(symbols)
+        ):
+            continue
+        conditions.append(_condition(left, symbols))
+    kept = [one for one in conditions if one[0] != "==" or one[1] != one[2]]
+    if not all(value_of(condition, exact) for condition in kept):
+        raise ValueError("the sizes that were traced are not among those that are covered")
+    return CallForm(form.owner, arguments, tuple(dict.fromkeys(kept)))
+
+
+def _renamed(form: Form, named: Callable[[Any], Any]) -> Form:
+    """``form`` with every size as ``named`` says."""
+    if isinstance(form, TensorForm):
+        return replace(form, sizes=tuple(map(named, form.sizes)))
+    if isinstance(form, Length):
+        size = named(form.size)
+        return Constant(size) if type(size) is int else Length(size)
+    if isinstance(form, Items):
+        return replace(form, values=tuple(_renamed(one, named) for one in form.values))
+    return form
+
+
+def _sizes(form: CallForm | None) -> Iterator[Any]:
+    def inside(one: Any) -> Iterator[Any]:
+        if isinstance(one, TensorForm):
+            yield from one.sizes
+        elif isinstance(one, Length):
+            yield one.size
+        for value in getattr(one, "values", ()):
+            yield from inside(value)
+
+    for _, one in form.arguments if form else ():
+        yield from inside(one)
+
+
+def _condition(expression: Any, symbols: dict[Any, Any]) -> Expression:
+    if not expression.free_symbols <= set(symbols):
+        raise ValueError(f"{expression} is about a size that is no input's")
+    renamed = expression.xreplace(symbols)
+    return condition_of(ast.parse(PythonPrinter().doprint(renamed), mode="eval").body)
+
+
+def _letters() -> Iterator[str]:
+    yield from "abcdefghijklmnopqrstuvwxyz"
+    yield from (f"s{number}" for number in count())

@@ -1,0 +1,1 @@
+"""Whether a folded checkpoint is as close to the exact function as its original."""

@@ -1,0 +1,100 @@
+"""Does the ``config.json`` of a result describe the original's model?
+
+Decides what may differ: what tells where a model is from (``ORIGIN``), the ``enjoyln`` entry, the
+settings that a fold changes (the sizes of wider MLPs, the flags of what is untied), the dtype where
+it is that of the stored weights, the classes' names where the plan is proven for them. All else is
+what a model class computes by: with another epsilon or activation the function is another, and in
+16 bits the outputs may not show it. Both files are read by the class of the config, which fills in
+what they leave out, so that a file that says less and means the same is no difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from enjoyln_cli.analysis.untying import FLAG
+from enjoyln_cli.checkpoint.config import MARKER, changed
+from enjoyln_cli.checkpoint.marker import Marker
+from enjoyln_cli.plan.plan import Plan, Setting, sized
+
+ORIGIN = ("_name_or_path", "_commit_hash", "transformers_version")
+DTYPES = ("dtype", "torch_dtype")
+MOST_NAMED = 3
+_ABSENT = object()
+
+
+def differing_settings(
+    config_class: Any,
+    original: Mapping[str, Any],
+    folded: Mapping[str, Any],
+    plan: Plan,
+    marker: Marker,
+    dtype: str,
+) -> str | None:
+    """What differs that must not, in one sentence; ``None`` where nothing does.
+
+    ``original`` and ``folded`` are the files as parsed, ``dtype`` the name of the one that the
+    result is stored in.
+    """
+    allowed = {
+        one.name: one.value for one in (*sized(plan.widened), *filter(_unties, plan.settings))
+    }
+    expected = dict(_entries(_read(config_class, changed(original, allowed))))
+    found = dict(_entries(_read(config_class, folded)))
+    wrong = []
+    for path in dict.fromkeys((*expected, *found)):
+        want, got = expected.get(path, _ABSENT), found.get(path, _ABSENT)
+        if not (_same(want, got) or _may_differ(path, got, marker, dtype)):
+            wrong.append(f"{path} ({_shown(got)}, in the original {_shown(want)})")
+    if not wrong:
+        return None
+    more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+    return f"config.json differs from the original's in {', '.join(wrong[:MOST_NAMED])}{more}"
+
+
+def _unties(one: Setting) -> bool:
+    return one.name.rpartition(".")[2] == FLAG and one.value is False
+
+
+def _read(config_class: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
+    entries = copy.deepcopy({key: value for key, value in raw.items() if key != MARKER})
+    found: dict[str, Any] = config_class.from_dict(entries).to_dict()
+    return found
+
+
+def _entries(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting by its path, with dots; an empty mapping counts as one."""
+    for key, value in config.items():
+        below = f"{path}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _entries(value, f"{below}.")
+        else:
+            yield below, value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is _ABSENT or b is _ABSENT:
+        return a is b or None in (a, b)
+    return bool(a == b) or _text(a) == _text(b)
+
+
+def _may_differ(path: str, got: Any, marker: Marker, dtype: str) -> bool:
+    key = path.rpartition(".")[2]
+    if key in ORIGIN or path == MARKER or path.startswith(f"{MARKER}."):
+        return True
+    if key in DTYPES:
+        return got in (None, _ABSENT) or str(got).removeprefix("torch.") == dtype
+    if path == "architectures":
+        return got in (None, _ABSENT) or set(got) <= {marker.model_class, *marker.classes}
+    return False
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str, sort_keys=True)
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is _ABSENT else f"{_text(value):.60}"

@@ -1,0 +1,119 @@
+"""Are the stored tensors what the plan makes of the original's?
+
+Decides it tensor by tensor, for every tensor of both checkpoints: the same bytes, or the same
+values in the new dtype, where nothing was edited; where the plan edits, what ``Edit`` says, rounded
+once, within half a step of the stored dtype. So the mean left is below the rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
+from enjoyln_cli.plan.axis import Axis, blocks, group_means
+from enjoyln_cli.plan.edits import Edit, Given, edited, given
+
+SLICE = 1 << 24
+"""Elements of a tensor that are held in float64 at once."""
+
+
+def check_tensors(
+    original: Checkpoint, folded: Checkpoint, edits: Mapping[str, Edit]
+) -> tuple[dict[str, float], list[str]]:
+    """Every stored tensor against the original's, with the ``edits`` of some by stored name.
+
+    Returns the mean that is left in each centred tensor, relative to its rms, and what is wrong, in
+    sentences; there are none where everything is right.
+    """
+    made = {name: Edit() for name in original.tensors} | dict(edits)
+    names = sorted(set(made) ^ set(folded.tensors))
+    failures = [f"{name} is stored in one of the two checkpoints only" for name in names[:3]]
+    drift: dict[str, float] = {}
+    wrong: list[str] = []
+    for name, edit in made.items():
+        if name not in folded.tensors or (edit.source or name) not in original.tensors:
+            continue
+        old, new = read_tensor(original, edit.source or name), read_tensor(folded, name)
+        shape = edit.shape(tuple(old.shape))
+        if shape != new.shape or old.is_floating_point() != new.is_floating_point():
+            wrong.append(name)
+            continue
+        if edit.fill is not None or not edit.changes:
+            same = old if edit.fill is None else torch.full_like(old, edit.fill)
+            if not _same_bytes(same.to(new.dtype), new):
+                wrong.append(name)
+            continue
+        values = given(edit, lambda other: read_tensor(original, other))
+        parts = list(_slices(old, new, edit))
+        if not all(_is_rounded(a, b, edit, values) for a, b in parts):
+            wrong.append(name)
+        if edit.axes:
+            centred = [_kept(a, b, edit) for a, b in parts]
+            drift[name] = max(_drift(centred, axis) for axis in edit.axes)
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        failures.append(
+            f"{', '.join(wrong[:3])}{more}: not what the recipe makes of the original's tensor"
+        )
+    return drift, failures
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(
+        a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8)
+    )
+
+
+def _slices(
+    old: torch.Tensor, new: torch.Tensor, edit: Edit
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both tensors in parts of bounded size, to each of which the edit applies by itself."""
+    vectors = (edit.times, edit.scale, edit.append)
+    taken = {axis.dim for axis in edit.axes} | {found.dim for found in vectors if found}
+    free = [d for d in range(old.ndim) if d not in taken and edit.plus is None]
+    if old.numel() <= SLICE or not free:
+        yield old, new
+        return
+    dim = max(free, key=lambda d: old.shape[d])
+    step = max(1, SLICE * old.shape[dim] // old.numel())
+    yield from zip(old.split(step, dim), new.split(step, dim), strict=True)
+
+
+def _kept(old: torch.Tensor, new: torch.Tensor, edit: Edit) -> torch.Tensor:
+    """``new`` without what was appended."""
+    dim = edit.append.dim if edit.append else 0
+    return new.narrow(dim, 0, old.shape[dim]) if edit.append else new
+
+
+def _is_rounded(old: torch.Tensor, new: torch.Tensor, edit: Edit, values: Given) -> bool:
+    """``new`` is the exact edit rounded to its dtype: within half a step, ties either way.
+
+    Where the edit gives NaN or infinity, as it does where the original holds such, so has ``new``.
+    """
+    before = edited(old.double(), replace(edit, axes=(), append=None), values)
+    finite = before.isfinite()
+    whole = bool(finite.all())
+    size = float(torch.where(finite, before, 0.0).abs().max()) if before.numel() else 0.0
+    exact = edited(before, Edit(axes=edit.axes, append=edit.append), Given())
+    info = torch.finfo(new.dtype)
+    step = info.eps * exact.abs() + info.smallest_normal * info.eps
+    wide = new.double()
+    near = (wide - exact).abs() <= 0.5001 * step + 1e-14 * size
+    if not whole:
+        near = torch.where(exact.isfinite(), near, (wide == exact) | (wide.isnan() & exact.isnan()))
+    return bool(near.all())
+
+
+def _drift(parts: list[torch.Tensor], axis: Axis) -> float:
+    """Root mean square of the groups' means over that of the elements."""
+    means = torch.cat([group_means(part.double(), axis).flatten() for part in parts])
+    spans = [(block.dim, block.start, block.length) for block in blocks(axis)]
+    covered = [part.narrow(*span).double() for part in parts for span in spans]
+    size = sum(float(part.square().sum()) for part in covered)
+    count = sum(part.numel() for part in covered)
+    rms = math.sqrt(size / max(count, 1))
+    return float(means.square().mean().sqrt()) / rms if rms else 0.0

@@ -1,0 +1,541 @@
+"""What folded norms add and multiply by, merged into the linear layers that read them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from fold_cases import written
+from live_models import CHECKPOINTS, moved
+from safetensors.torch import save_file
+from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, calls, converted, error, live
+from torch import nn
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING
+
+from enjoyln_cli import fold, from_pretrained, refold
+from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
+from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.checkpoint.reader import open_checkpoint
+from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.cli.main import main
+from enjoyln_cli.errors import BadCheckpoint, RecipeError, VerificationFailed
+from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.recipe.merges import in_words, lines_of
+from enjoyln_cli.recipe.recipe_file import (
+    dump_recipe,
+    load_recipe,
+    parse_recipe,
+    recipe_of,
+    to_plan,
+)
+from enjoyln_cli.report.notes import counts, notes, row
+from enjoyln_cli.rewrite.directory import centre_parameters, fold_checkpoint
+from enjoyln_cli.runtime.install import RMSNorm
+from enjoyln_cli.verification.verify import verify
+
+AFFINE, BIAS = Options(merge="affine"), Options(merge="bias")
+NO_BIAS = "a linear layer that reads it has no bias for what it adds"
+ELSEWHERE = "a linear layer that reads it has a parameter that is used elsewhere, too"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# Live models, with weights on which nothing passes by luck.
+
+FALCON = {
+    **TOKENS, "num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 24, "bias": True,
+}  # fmt: skip
+MODELS = [
+    ("gpt2", {**GPT2, "tie_word_embeddings": False}, "GPT2LMHeadModel", 4, {NO_BIAS}),
+    ("phi", PHI, "PhiForCausalLM", 3, set()),
+    ("falcon", FALCON, "FalconForCausalLM", 2, {NO_BIAS}),
+    ("albert", {**BERT, "embedding_size": 9}, "AlbertModel", 1, set()),
+    ("vit", VIT, "ViTForImageClassification", 5, set()),
+    ("bert", BERT, "BertModel", 0, {"its result is read by add, which is not a linear layer"}),
+]
+
+
+@pytest.mark.parametrize("options", [AFFINE, BIAS], ids=["affine", "bias"])
+@pytest.mark.parametrize(("kind", "settings", "name", "merged", "reasons"), MODELS)
+def test_the_function_stays_the_same(
+    kind: str,
+    settings: dict[str, Any],
+    name: str,
+    merged: int,
+    reasons: set[str],
+    options: Options,
+) -> None:
+    config = CONFIG_MAPPING[kind](**settings)
+    plan = analyze_config(config, model_class=name, options=options).plan
+    assert len(plan.merged) == merged
+    assert {one.reason for one in plan.unmerged} == reasons
+    assert len(plan.merged) + len(plan.unmerged) == len(plan.folded)
+    original = live(name, config)
+    folded = converted(original, plan)
+    for given in calls(original):
+        assert error(folded, original, given) <= 1e-12, sorted(given)
+    for one in plan.merged:
+        norm, before = folded.get_submodule(one.norm), original.get_submodule(one.norm)
+        assert not norm.bias.any() and before.bias.any()
+        weight = norm.weight if options == AFFINE else norm.weight / before.weight
+        assert torch.equal(weight, torch.ones_like(weight))
+
+
+def test_the_base_model_returns_what_its_last_norm_gives() -> None:
+    plan = analyze_config(CONFIG_MAPPING["phi"](**PHI), options=AFFINE).plan
+    assert {one.norm: one.reason for one in plan.unmerged} == {
+        "final_layernorm": "the model returns its result"
+    }
+
+
+def test_a_weight_that_is_not_tied_takes_what_a_norm_without_bias_multiplies_by() -> None:
+    settings = {**TOKENS, "n_layers": 1, "n_heads": 4, "d_model": 24}
+    tied = CONFIG_MAPPING["mpt"](**settings)
+    plan = analyze_config(tied, model_class="MptForCausalLM", options=AFFINE).plan
+    assert [(one.norm, one.reason, one.culprit) for one in plan.unmerged] == [
+        ("transformer.norm_f", ELSEWHERE, "transformer.wte.weight")
+    ]
+    assert not analyze_config(tied, model_class="MptForCausalLM", options=BIAS).plan.unmerged
+    untied = CONFIG_MAPPING["mpt"](**settings, tie_word_embeddings=False)
+    plan = analyze_config(untied, model_class="MptForCausalLM", options=AFFINE).plan
+    assert [one.norm for one in plan.merged][-1] == "transformer.norm_f" and not plan.unmerged
+    original = live("MptForCausalLM", untied)
+    assert max(error(converted(original, plan), original, g) for g in calls(original)) <= 1e-12
+
+
+# One norm, and what reads it.
+
+D = 12
+
+
+class Gained(nn.Module):
+    """LayerNorm that multiplies by ``1 + weight``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(D)), nn.Parameter(torch.zeros(D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (D,), 1 + self.weight, self.bias, 1e-5)
+
+
+class Block(nn.Module):
+    """A layer before a norm, the norm, and ``read`` of what it gives."""
+
+    def __init__(self, read: Callable[[Block, torch.Tensor], Any], norm: nn.Module) -> None:
+        super().__init__()
+        self.read = read
+        self.before, self.norm, self.again = nn.Linear(7, D), norm, nn.LayerNorm(D)
+        self.up, self.gate, self.bare = (
+            nn.Linear(D, 9),
+            nn.Linear(D, 9),
+            nn.Linear(D, 9, bias=False),
+        )
+        self.other, self.down, self.heads = nn.Linear(D, 9), nn.Linear(9, D), nn.Linear(D, D)
+        self.conv = transformers.pytorch_utils.Conv1D(9, D)
+        self.matrix, self.added = nn.Parameter(torch.zeros(D, 9)), nn.Parameter(torch.zeros(9))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.read(self, self.norm(self.before(x)))
+
+
+def tiny(read: Callable[[Block, torch.Tensor], Any], norm: nn.Module | None = None) -> Block:
+    return moved(Block(read, norm or nn.LayerNorm(D)))  # type: ignore[return-value]
+
+
+def rows(seed: int = 3) -> torch.Tensor:
+    return torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(seed)).double()
+
+
+READ: dict[str, Callable[[Block, torch.Tensor], Any]] = {
+    "one layer": lambda m, y: m.up(y),
+    "a gated MLP": lambda m, y: m.up(y) * F.silu(m.gate(y)),
+    "a Conv1D": lambda m, y: m.conv(y),
+    "a product and a sum": lambda m, y: y @ m.matrix + m.added,
+    "a layer by a sum": lambda m, y: m.bare(y) + m.added,
+    "one token": lambda m, y: m.up(y[:, 0]),
+    "picked tokens": lambda m, y: m.up(y[torch.tensor([1, 0])].flip(1)),
+    "the mean of the tokens": lambda m, y: m.up(y.mean(1)),
+    "dropout and a cast": lambda m, y: m.up(m.drop(y).to(torch.float64)),
+    "channels first and back": lambda m, y: m.up(y.transpose(1, 2).contiguous().permute(0, 2, 1)),
+    "a pool over channels first": lambda m, y: m.up(
+        F.adaptive_avg_pool1d(y.transpose(1, 2), 1).flatten(1)
+    ),
+    "a split of the tokens": lambda m, y: [m.up(part) for part in y.split([2, 3], 1)],
+    "heads after a layer": lambda m, y: m.heads(y).unflatten(-1, (3, 4)).softmax(-1),
+    "a layer that is called twice": lambda m, y: m.up(y) + m.up(y.roll(1, 1)),
+    "its shape": lambda m, y: m.up(y) + torch.zeros_like(y).sum(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(D), Gained], ids=["plain", "1 + weight"])
+@pytest.mark.parametrize("read", READ)
+def test_a_reader_that_takes_all(read: str, norm: Callable[[], nn.Module]) -> None:
+    model = tiny(READ[read], norm())
+    for options in (AFFINE, BIAS):
+        plan = analyze_module(model, rows(), options=options).plan
+        assert [one.norm for one in plan.merged] == ["norm"], plan.unmerged
+        folded = converted(model, plan)
+        assert not folded.norm.bias.any()
+        if options == AFFINE:
+            gain = folded.norm.weight + isinstance(model.norm, Gained)
+            assert torch.equal(gain, torch.ones_like(gain))
+        torch.testing.assert_close(folded(rows(4)), model(rows(4)), rtol=1e-12, atol=1e-12)
+
+
+NO_LINEAR = "its result is read by {}, which is not a linear layer"
+REFUSED: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
+    "a residual": (lambda m, y: y + m.down(m.up(y)), NO_LINEAR.format("add"), ""),
+    "the caller": (lambda m, y: (m.up(y), y), "the model returns its result", ""),
+    "another norm": (lambda m, y: m.up(m.again(y)), NO_LINEAR.format("layer_norm"), "again"),
+    "some of the features": (lambda m, y: m.down(y[..., :9]), NO_LINEAR.format("slice"), ""),
+    "heads": (
+        lambda m, y: m.up(y.unflatten(-1, (3, 4)).flatten(-2)), NO_LINEAR.format("unflatten"), "",
+    ),
+    "a mask": (lambda m, y: m.up(y * torch.tensor([[[0.0]], [[1]]])), NO_LINEAR.format("mul"), ""),
+    "a sum of the tokens": (lambda m, y: m.up(y.sum(1)), NO_LINEAR.format("sum"), ""),
+    "tokens beside others": (
+        lambda m, y: m.up(torch.cat([y, torch.ones_like(y)], 1)), NO_LINEAR.format("cat"), "",
+    ),
+    "a layer without a bias": (lambda m, y: m.up(y) + m.bare(y), NO_BIAS, "bare.weight"),
+    "a product of it with itself": (
+        lambda m, y: m.up(y).sum() + y @ y.transpose(1, 2), NO_LINEAR.format("matmul"), "",
+    ),
+    "a layer that reads something else, too": (
+        lambda m, y: m.up(y) + m.up(m.down(m.heads.weight[:5, :9])), ELSEWHERE, "up.weight",
+    ),
+    "a layer of another norm": (lambda m, y: m.up(y) + m.up(m.again(m.bare.weight[:5])), ELSEWHERE,
+        "up.weight"),
+    "a weight that is looked up": (
+        lambda m, y: m.up(y) + F.embedding(torch.tensor([0]), m.up.weight).sum(), ELSEWHERE,
+        "up.weight",
+    ),
+    "two layers with one bias": (
+        lambda m, y: m.gate(y) + F.linear(y, m.bare.weight, m.gate.bias),
+        "linear layers that read it share a parameter",
+        "gate.bias",
+    ),
+    "somebody who reads its weight": (
+        lambda m, y: m.up(y) + m.norm.weight[:9], "its parameters are used elsewhere, too",
+        "norm.weight",
+    ),
+    "nobody": (lambda m, y: m.up(torch.zeros_like(y)), "no traced call reads its result", "norm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_reader_that_does_not(case: str) -> None:
+    read, reason, culprit = REFUSED[case]
+    model = tiny(read)
+    plan = analyze_module(model, rows(), options=AFFINE).plan
+    assert not plan.merged and "norm" in {verdict.norm for verdict in plan.folded}
+    found = {one.norm: (one.reason, one.culprit) for one in plan.unmerged}["norm"]
+    assert found[0] == reason and (not culprit or found[1] == culprit), found
+
+
+def test_two_norms_of_one_weight_keep_it() -> None:
+    model = tiny(lambda m, y: m.up(y) + m.gate(m.again(m.down(m.other(y)))))
+    free = analyze_module(model, rows(), options=AFFINE).plan
+    assert {one.norm for one in free.merged} == {"norm", "again"}
+    model.again.weight = model.norm.weight
+    plan = analyze_module(model, rows(), options=AFFINE).plan
+    assert not plan.merged
+    reason = "its parameters are tied, or stored in another layout"
+    assert {(one.norm, one.reason) for one in plan.unmerged} == {
+        ("norm", reason),
+        ("again", reason),
+    }
+
+
+def test_two_readers_of_one_weight_take_nothing() -> None:
+    model = tiny(lambda m, y: m.up(y) + m.gate(y))
+    model.gate.weight = model.up.weight
+    (kept,) = analyze_module(model, rows(), options=AFFINE).plan.unmerged
+    assert (kept.norm, kept.culprit) == ("norm", "up.weight")
+    assert kept.reason == "a linear layer that reads it is tied, or stored in another layout"
+
+
+def test_a_norm_that_stays_keeps_all() -> None:
+    plan = analyze_module(
+        tiny(lambda m, y: m.up(m.again(torch.exp(y)))), rows(), options=AFFINE
+    ).plan
+    assert "again" in {verdict.norm for verdict in plan.kept}
+    assert "again" not in {one.norm for one in (*plan.merged, *plan.unmerged)}
+
+
+def test_another_model_is_left_alone() -> None:
+    model = tiny(READ["one layer"])
+    plan = analyze_module(model, rows(), options=AFFINE).plan
+    other = nn.ModuleDict({"before": nn.Linear(7, D), "norm": nn.LayerNorm(D)}).double()
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(BadCheckpoint, match=r"up.weight: the plan merges a norm into it"):
+        centre_parameters(other, plan)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+# Checkpoints.
+
+FILES = [
+    ("gpt2", None, 6, "float32"), ("gpt2", None, 6, "float16"), ("gpt2", None, 6, "bfloat16"),
+    ("phi", "PhiForCausalLM", 5, "bfloat16"), ("opt", None, 8, "float32"),
+    ("bloom", None, 8, "float16"), ("vit", None, 7, "float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "model_class", "merged", "dtype"), FILES)
+def test_as_exact_as_the_original(
+    name: str, model_class: str | None, merged: int, dtype: str, tmp_path: Path
+) -> None:
+    plan = fold(
+        CHECKPOINTS / name, tmp_path / "out", model_class=model_class, options=AFFINE,
+        dtype=dtype, verify=False,
+    ).plan  # fmt: skip
+    assert len(plan.merged) == merged
+    found = verify(tmp_path / "out")  # by its recipe alone
+    assert found.passed, found.failures
+    assert found.identity_error is not None and found.identity_error <= 1e-12
+    assert found.ratio is not None and found.ratio <= 1.1
+    assert found.stock_ratio is not None and found.stock_ratio <= 1.1
+
+
+def test_nothing_of_bert_is_merged_and_the_report_says_so() -> None:
+    plan = analyze_config(
+        transformers.AutoConfig.from_pretrained(CHECKPOINTS / "bert"),
+        model_class="BertModel", options=BIAS,
+    ).plan  # fmt: skip
+    text = "\n".join(notes(row("bert", plan)))
+    assert "not merged: embeddings.LayerNorm: its result is read by add" in text
+    assert "because of encoder.layer.0.attention.output" in text
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
+    folder = tmp_path_factory.mktemp("merged") / "phi"
+    plan = fold(
+        CHECKPOINTS / "phi", folder, model_class="PhiForCausalLM", options=AFFINE, verify=False
+    ).plan
+    return folder, plan
+
+
+def test_what_is_stored(out: tuple[Path, Plan]) -> None:
+    folder, plan = out
+    before, after = written(CHECKPOINTS / "phi"), written(folder)
+    head = plan.merged[-1].readers[0]
+    gain, add = (before[f"model.final_layernorm.{name}"].double() for name in ("weight", "bias"))
+    weight, bias = before[head.weight.tensor].double(), before["lm_head.bias"].double()
+    assert torch.equal(after["lm_head.weight"], (weight * gain).float())
+    torch.testing.assert_close(after["lm_head.bias"], (bias + weight @ add).float())
+    for one in plan.merged:
+        assert torch.equal(after[one.weight], torch.ones_like(after[one.weight]))
+        assert torch.equal(after[one.bias], torch.zeros_like(after[one.bias]))
+
+
+def test_the_marker_says_what_an_engine_may_leave_out(out: tuple[Path, Plan]) -> None:
+    config = json.loads((out[0] / "config.json").read_text())
+    found, norms = read_marker(config), tuple(one.norm for one in out[1].merged)
+    assert found.weightless == found.biasless == norms and len(norms) == 5
+    config["enjoyln"]["merged"]["bias"].pop()
+    with pytest.raises(BadCheckpoint, match="edited after the fold"):
+        read_marker(config)
+    config["enjoyln"]["merged"] = []
+    with pytest.raises(BadCheckpoint, match="malformed at 'merged'"):
+        read_marker(config)
+
+
+def test_the_recipe_is_the_plan_again(out: tuple[Path, Plan]) -> None:
+    folder, plan = out
+    recipe = load_recipe(folder / "enjoyln_recipe.yaml")
+    assert dump_recipe(recipe) == (folder / "enjoyln_recipe.yaml").read_text()
+    assert len(recipe.variants[0].merged) == 4  # of every layer, the last, and two that stay
+    shapes = {name: tuple(tensor.shape) for name, tensor in written(folder).items()}
+    again = to_plan(recipe, shapes)
+    assert set(again.merged) == set(plan.merged) and set(again.unmerged) == set(plan.unmerged)
+
+
+def test_a_recipe_chooses_and_is_followed_or_refused(
+    out: tuple[Path, Plan], tmp_path: Path
+) -> None:
+    text, plan = (out[0] / "enjoyln_recipe.yaml").read_text(), out[1]
+
+    def follow(changed: str) -> Plan:
+        (tmp_path / "recipe.yaml").write_text(changed)
+        return fold(
+            CHECKPOINTS / "phi", tmp_path / "again", recipe=tmp_path / "recipe.yaml",
+            model_class="PhiForCausalLM", verify=False, force=True,
+        ).plan  # fmt: skip
+
+    assert follow(text) == plan
+    line = "  merge:\n"
+    kept = follow(text.replace(line, f"{line}    model.layers.0.input_layernorm: keep\n"))
+    assert len(kept.merged) == 4 and verify(tmp_path / "again").passed
+    assert kept.unmerged[-1].reason == "the recipe keeps it"
+    fewer = text.replace(
+        "      - {weight: lm_head.weight, dim: 1", "      - {weight: lm_head.weight, dim: 0"
+    )
+    with pytest.raises(RecipeError, match=r"merges its weight.*\(dimension 0\).*and the proof"):
+        follow(fewer)
+    not_folded = text.replace("  norms:\n", "  norms:\n    model.layers.0.input_layernorm: keep\n")
+    with pytest.raises(
+        RecipeError, match="merges model.layers.0.input_layernorm, which it does not"
+    ):
+        follow(not_folded)
+    unproven = text.replace(
+        "    model.layers.{i}.self_attn.q_layernorm:\n      keep:",
+        "    model.layers.{i}.self_attn.q_layernorm:\n      into:\n"
+        "      - {weight: a.weight, dim: 0}\n      weight: a.b\n    model.nobody:\n      keep:",
+    )
+    with pytest.raises(
+        RecipeError, match="q_layernorm, which is not part of the proof: its result"
+    ):
+        follow(unproven)
+    plain = text.replace("options:\n  merge: affine\n", "")
+    with pytest.raises(RecipeError, match="which is not part of the proof; see --merge"):
+        follow(plain)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{into: []}", "says neither weight nor bias"),
+        ("{weight: a.b, into: []}", "names no linear layer"),
+        ("{weight: a.b, into: [{weight: c.d}]}", "the key dim is missing"),
+        ("{weight: a.b, into: [{weight: c.d, dim: 3}]}", "dim"),
+        ("{bias: a.b, into: [{weight: c.d, dim: 1}]}", "or not a bias for each"),
+        ("{weight: a.b, one_plus: 3, into: [{weight: c.d, dim: 1}]}", "one_plus"),
+        ("{weight: a.b, to: [{weight: c.d, dim: 1}]}", "unknown key 'to'"),
+        ("{keep: why, into: []}", "unknown key 'into'"),
+        ("3", "where a mapping"),
+    ],
+)
+def test_what_is_no_line_is_refused(line: str, words: str) -> None:
+    text = (
+        "version: 1\nmodel_type: a\nvariants:\n- model_class: A\n  norms: {}\n  merge:\n"
+        f"    a: {line}\n"
+    )
+    with pytest.raises(RecipeError, match=words) as caught:
+        parse_recipe(text, where="here")
+    assert "here: variants[0].merge.a" in str(caught.value)
+
+
+def test_endless_lines_are_refused() -> None:
+    readers = ", ".join(["{weight: 'h.{i}.a', dim: 0}"] * 1000)
+    text = (
+        "version: 1\nmodel_type: a\nvariants:\n- model_class: A\n  norms: {}\n  merge:\n"
+        f"    h.{{i}}.n: {{weight: 'h.{{i}}.n.weight', into: [{readers}]}}\n"
+        "record: {layers: {h: 250000}}\n"
+    )
+    with pytest.raises(RecipeError, match="merges into more than"):
+        to_plan(parse_recipe(text, where="here"), {})
+
+
+def test_the_proof_says_where_things_go() -> None:
+    model = tiny(lambda m, y: (m.up(y), m.conv(y)))
+    found = analyze_module(model, rows(), options=AFFINE).why("norm")
+    last = found.children[-1]
+    assert last.text == "its weight and bias can be merged: all that reads it is linear"
+    assert [child.text for child in last.children] == ["up.weight", "conv.weight"]
+    model = tiny(lambda m, y: m.bare(y))
+    last = analyze_module(model, rows(), options=BIAS).why("norm").children[-1]
+    assert last.text == f"nothing of it is merged: {NO_BIAS} (bare.weight)" and not last.zero_mean
+    assert "merged" not in str(analyze_module(model, rows()).why("norm"))
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    command = ["fold", str(CHECKPOINTS / "phi"), "--merge", "bias", "--dry-run", "--json"]
+    done = CliRunner().invoke(main, command)
+    found = json.loads(done.stdout)
+    assert [one["name"] for one in found["merged_norms"]] == [
+        f"model.layers.{i}.input_layernorm" for i in range(4)
+    ]
+    assert all((one["weight"], one["bias"]) == (False, True) for one in found["merged_norms"])
+    assert "model.final_layernorm" in {one["name"] for one in found["unmerged_norms"]}
+    text = "\n".join(notes(found))
+    assert "merge the bias of model.layers.0-3.input_layernorm into model.layers.0-3.self" in text
+    assert "4 norms merged into the layers that read them" in counts(found)
+    wrong = CliRunner().invoke(main, ["fold", "x", "-o", str(tmp_path / "o"), "--merge", "gamma"])
+    assert wrong.exit_code == 2 and "affine" in wrong.output
+
+
+def test_a_line_for_every_layer_with_other_names_on_disk() -> None:
+    checkpoint = open_checkpoint(open_source(str(CHECKPOINTS / "vit")))
+    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "vit")
+    plan = analyze_config(config, checkpoint=checkpoint, options=AFFINE).plan
+    recipe = recipe_of(plan, config=config)
+    assert len(recipe.variants[0].merged) == 3
+    text = dump_recipe(recipe)
+    assert "weight_parameter: 'vit.layers.{i}.attention.q_proj.weight'" in text
+    parsed = parse_recipe(text, where="here")
+    shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
+    assert set(to_plan(parsed, shapes, config=config).merged) == set(plan.merged)
+    turned = parse_recipe(text.replace("dim: 1", "dim: 0"), where="here")
+    with pytest.raises(RecipeError, match="is not read along dimension 0 of"):
+        to_plan(turned, shapes, config=config)
+    shapes.pop("classifier.bias")
+    with pytest.raises(RecipeError, match="no stored tensor is named classifier.bias"):
+        to_plan(parsed, shapes, config=config)
+    assert in_words(lines_of(plan.merged, ())[-1]).startswith(
+        "merges its weight and its bias into c"
+    )
+
+
+# What goes wrong is seen.
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.fc1.bias"])
+def test_a_reader_that_was_put_back_fails_the_check(
+    name: str, out: tuple[Path, Plan], tmp_path: Path
+) -> None:
+    for file in out[0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = written(out[0]) | {name: written(CHECKPOINTS / "phi")[name]}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = verify(tmp_path)
+    assert not found.passed and name in "".join(found.failures)
+    assert any("too far from the exact function" in text for text in found.failures)
+
+
+def test_a_plan_that_forgets_a_reader_is_refuted(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(open_source(str(CHECKPOINTS / "phi")))
+    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "phi")
+    found = analyze_config(
+        config, model_class="PhiForCausalLM", checkpoint=checkpoint, options=BIAS
+    ).plan
+    first = replace(found.merged[0], readers=found.merged[0].readers[1:])
+    wrong = replace(found, merged=(first, *found.merged[1:]))
+    with pytest.raises(VerificationFailed, match="the edits change the function"):
+        fold_checkpoint(
+            checkpoint, wrong, tmp_path / "out", recipe_text=dump_recipe(recipe_of(wrong)),
+            check=lambda folder: verify(folder, plan=wrong),
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_norm_learns_to_add_after_a_merge_counts(out: tuple[Path, Plan]) -> None:
+    model = from_pretrained(out[0], dtype=torch.float32)
+    norm = model.model.layers[1].input_layernorm
+    ids = torch.arange(12).view(1, 12) + 20
+    with torch.no_grad():
+        same = model(ids).logits
+        assert isinstance(norm, RMSNorm) and not norm.bias.any()
+        model.train()
+        norm.bias += 0.7
+        model.model.layers[0].mlp.fc2.bias += 0.5
+        model.eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            learned = model(ids).logits
+        assert float((learned - same).abs().max()) > 1e-2
+        refold(model)
+        torch.testing.assert_close(model(ids).logits, learned, rtol=1e-4, atol=1e-4)
+        assert not norm.shifted and float(norm.bias.min()) > 0.6

@@ -1,0 +1,249 @@
+"""The verdicts, shown on live weights: every class of the six families computes what it did.
+
+In float64, with random γ, β and biases and weights of non-zero mean, for prefill, a decoding step
+with the cache, padding, and the optional inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, calls, converted, error, live
+from torch import nn
+from transformers import CONFIG_MAPPING
+
+from enjoyln_cli import analyze, fold
+from enjoyln_cli.analysis.analyze import analyze_calls
+from enjoyln_cli.calls.calls import Call, ways_to_call
+from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.runtime.install import input_means, install
+
+OPT = {**BERT, "ffn_dim": 33, "word_embed_proj_dim": 21}
+POST_LN = {**OPT, "word_embed_proj_dim": 15, "do_layer_norm_before": False}
+BLOOM = {**TOKENS, "n_layer": 2, "n_head": 3, "hidden_size": 21}
+PER_HEAD = {**PHI, "qk_layernorm": True}
+
+FAMILIES: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt2", GPT2, "Model LMHeadModel ForSequenceClassification ForTokenClassification"),
+    ("gpt2", GPT2, "ForQuestionAnswering DoubleHeadsModel"),
+    ("bert", BERT, "Model ForMaskedLM ForSequenceClassification ForTokenClassification"),
+    ("bert", BERT, "ForQuestionAnswering LMHeadModel ForPreTraining ForNextSentencePrediction"),
+    ("opt", OPT, "Model ForCausalLM ForSequenceClassification ForQuestionAnswering"),
+    ("opt", POST_LN, "Model ForCausalLM ForSequenceClassification ForQuestionAnswering"),
+    ("bloom", BLOOM, "Model ForCausalLM ForSequenceClassification ForTokenClassification"),
+    ("bloom", BLOOM, "ForQuestionAnswering"),
+    ("phi", PHI, "Model ForCausalLM ForSequenceClassification ForTokenClassification"),
+    ("phi", PER_HEAD, "Model ForCausalLM ForSequenceClassification ForTokenClassification"),
+    ("vit", VIT, "Model ForImageClassification ForMaskedImageModeling"),
+]
+STEMS = {"gpt2": "GPT2", "bert": "Bert", "opt": "OPT", "bloom": "Bloom", "phi": "Phi", "vit": "ViT"}
+CLASSES = [
+    pytest.param(kind, settings, STEMS[kind] + head, id=f"{STEMS[kind]}{head}-{i}")
+    for i, (kind, settings, heads) in enumerate(FAMILIES)
+    for head in heads.split()
+]
+
+
+@pytest.mark.parametrize(("model_type", "settings", "model_class"), CLASSES)
+def test_a_class_by_itself_computes_what_it_did(
+    model_type: str, settings: dict[str, Any], model_class: str
+) -> None:
+    config = CONFIG_MAPPING[model_type](**settings)
+    plan = analyze(config, model_class=model_class).plan
+    original = live(model_class, config)
+    folded = converted(original, plan)
+    assert calls(original)[0].keys().isdisjoint(plan.unproven)  # else all compute LayerNorm
+    for given in calls(original):
+        with input_means(folded) as seen:
+            assert error(folded, original, given) <= 1e-12, sorted(given)
+        if given.keys().isdisjoint(plan.unproven):  # else LayerNorm, of what nobody centred
+            assert max(seen.values(), default=0.0) <= 1e-12, sorted(given)
+        assert set(seen) == {verdict.norm for verdict in plan.folded}, sorted(given)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "saved", "others"),
+    [
+        ("gpt2", GPT2, "GPT2LMHeadModel", {"GPT2Model"}),
+        ("gpt2", GPT2, "GPT2Model", {"GPT2LMHeadModel"}),
+        ("gpt2", GPT2, "GPT2ForSequenceClassification", {"GPT2LMHeadModel", "GPT2Model"}),
+        ("bert", BERT, "BertForSequenceClassification", {"BertModel"}),
+        ("opt", OPT, "OPTForCausalLM", {"OPTModel"}),
+        ("bloom", BLOOM, "BloomForTokenClassification", {"BloomForCausalLM", "BloomModel"}),
+        ("phi", PER_HEAD, "PhiForCausalLM", {"PhiModel"}),
+        ("vit", VIT, "ViTForImageClassification", set()),
+        ("vit", VIT, "ViTForMaskedImageModeling", set()),
+    ],
+)
+def test_one_fold_serves_every_class_that_loads_the_checkpoint(
+    model_type: str, settings: dict[str, Any], saved: str, others: set[str], tmp_path: Path
+) -> None:
+    config = CONFIG_MAPPING[model_type](**settings)
+    live(saved, config).save_pretrained(tmp_path / "source")
+    plan = fold(tmp_path / "source", tmp_path / "out", verify=False).plan
+    assert others | {saved} <= set(plan.classes)
+    marker = read_marker(transformers.AutoConfig.from_pretrained(tmp_path / "out").to_dict())
+    for name in plan.classes:
+        load = getattr(transformers, name).from_pretrained
+        original, stock, folded = (
+            load(tmp_path / folder, dtype=torch.float64).eval()
+            for folder in ("source", "out", "out")
+        )
+        norms, ops, covered = marker.rmsnorm, marker.centering, marker.covered
+        install(folded, norms, ops, marker.entry_inputs, marker.unproven, covered=covered)
+        for given in calls(original):
+            assert error(folded, original, given) <= 1e-12, (name, sorted(given))
+            if "inputs_embeds" not in given:
+                assert error(stock, original, given) <= 1e-12, (name, sorted(given))
+
+
+def image_call(masked: bool) -> Call:
+    given: dict[str, Any] = {"pixel_values": torch.randn(2, 3, 15, 15, dtype=torch.float64)}
+    if masked:
+        given["bool_masked_pos"] = torch.rand(2, 9) < 0.5
+    return Call("masked" if masked else "images", (((), given),))
+
+
+def test_a_parameter_that_no_call_reads_is_not_centred_and_not_proven() -> None:
+    original = live("ViTForMaskedImageModeling", CONFIG_MAPPING["vit"](**VIT))
+    plain, masked = calls(original)[:2]
+    narrow = analyze_calls(original, [image_call(False)]).plan
+    assert {"vit.embeddings.mask_token", "bool_masked_pos"} <= set(narrow.unproven)
+    wrong = converted(original, narrow, guarded=False)
+    assert error(wrong, original, plain) <= 1e-12
+    assert error(wrong, original, masked) > 1e-3
+    guarded = converted(original, narrow)
+    assert max(error(guarded, original, given) for given in (plain, masked)) <= 1e-12
+
+    both = analyze_calls(original, [image_call(False), image_call(True)]).plan
+    assert "vit.embeddings.mask_token" in [writer.parameter for writer in both.writers]
+    right = converted(original, both)
+    assert max(error(right, original, given) for given in (plain, masked)) <= 1e-12
+
+
+def test_a_live_model_is_guarded_against_inputs_that_its_example_did_not_give() -> None:
+    original = live("PhiModel", CONFIG_MAPPING["phi"](**PHI))
+    plain = calls(original)[0]
+    plan = analyze(original, **plain).plan
+    assert "inputs_embeds" in plan.unproven and not set(plain) & set(plan.unproven)
+    assert analyze(original, *plain.values()).plan.unproven == plan.unproven
+    given = {"inputs_embeds": torch.randn(2, 7, 24).double() + 0.5}
+    assert error(converted(original, plan), original, given) <= 1e-12
+    assert error(converted(original, plan, guarded=False), original, given) > 1e-3
+
+
+def test_a_live_transformers_model_needs_no_example() -> None:
+    original = live("PhiModel", CONFIG_MAPPING["phi"](**PHI))
+    plan = analyze(original).plan
+    assert plan.folded == plan.norms and "past_key_values" not in plan.unproven
+    main = next(ways_to_call(original))[0]
+    (first, *_) = main.steps
+    for single in (
+        Call("alone", ((first[0], first[1]),)),
+        dataclasses.replace(main, steps=(first,)),
+    ):
+        assert "past_key_values" in analyze_calls(original, [single]).plan.unproven
+    assert max(error(converted(original, plan), original, c) for c in calls(original)) <= 1e-12
+
+
+def test_an_input_that_no_call_gave_makes_the_norms_compute_layer_norm() -> None:
+    original = live("GPT2Model", CONFIG_MAPPING["gpt2"](**GPT2, add_cross_attention=True))
+    plan = analyze(original, **calls(original)[0]).plan
+    assert "encoder_hidden_states" in plan.unproven
+    given = {**calls(original)[0], "encoder_hidden_states": torch.randn(2, 5, 21).double()}
+    assert error(converted(original, plan), original, given) <= 1e-12
+    assert error(converted(original, plan, guarded=False), original, given) > 1e-3
+
+
+def test_cross_attention_is_proven_with_what_an_encoder_gives() -> None:
+    original = live("GPT2Model", CONFIG_MAPPING["gpt2"](**GPT2, add_cross_attention=True))
+    plan = analyze(original).plan
+    assert plan.folded == plan.norms and len(plan.norms) == 7
+    assert not {"encoder_hidden_states", "encoder_attention_mask"} & set(plan.unproven)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    states = {"encoder_hidden_states": torch.randn(2, 5, 21).double()}
+    given = {**calls(original)[0], **states, "encoder_attention_mask": mask}
+    assert error(converted(original, plan), original, given) <= 1e-12
+
+
+WHISPER = {
+    **{f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in
+       {"layers": 2, "attention_heads": 4, "ffn_dim": 33}.items()},
+    **TOKENS,
+    "d_model": 20,
+    "num_mel_bins": 5,
+    "max_source_positions": 9,
+    "max_target_positions": 31,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+
+
+def test_an_operation_on_the_input_of_a_block() -> None:
+    """The encoder's stem ends in a function, so the first block's input carries the centring."""
+    config = CONFIG_MAPPING["whisper"](**WHISPER)
+    plan = analyze(config, model_class="WhisperForConditionalGeneration").plan
+    assert [(op.module, op.place) for op in plan.ops] == [
+        ("model.encoder.layers.0", "input"),
+        ("model.decoder.embed_tokens", "output"),
+    ]
+    assert len(plan.folded) == len(plan.norms) == 12
+    original = live("WhisperForConditionalGeneration", config)
+    features = torch.randn(2, 5, 18, dtype=torch.float64)
+    ids = torch.randint(3, 37, (2, 7))
+    heard = {"input_features": features, "decoder_input_ids": ids}
+    alone = {"encoder_outputs": (torch.randn(2, 9, 20).double(),), "decoder_input_ids": ids}
+    folded = converted(original, plan)
+    assert error(folded, original, heard) <= 1e-12
+    with input_means(folded) as seen:
+        assert error(folded, original, alone) <= 1e-12
+    assert seen and max(seen.values()) <= 1e-12
+    assert not any(getattr(module, "shifted", False) for module in folded.modules())
+    for left_out in range(2):
+        ops = tuple(op for i, op in enumerate(plan.ops) if i != left_out)
+        wrong = converted(original, dataclasses.replace(plan, ops=ops))
+        assert error(wrong, original, heard) > 1e-3
+
+
+class TwoNorms(nn.Module):
+    """A block with two norms of its input, and perhaps one more reader of it."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.reads = nn.LayerNorm(13), nn.LayerNorm(13), reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x) * self.two(x)
+        return y + x if self.reads else y
+
+
+class Stemmed(nn.Module):
+    """A stem that ends in a function, and is returned beside what the block makes of it."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(5, 13), nn.ModuleList([TwoNorms(reads)])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = nn.functional.gelu(self.stem(x))
+        return self.blocks[0](h), h
+
+
+def test_the_input_of_a_block_is_centred_for_the_block_alone() -> None:
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    model = Stemmed(reads=False).double().eval()
+    plan = analyze(model, x).plan
+    assert [(op.module, op.place) for op in plan.ops] == [("blocks.0", "input")]
+    assert [v.status for v in plan.norms] == ["centred", "centred"]
+    expected, found = model(x), converted(model, plan)(x)
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True))
+
+
+def test_an_input_that_the_block_reads_otherwise_is_not_centred() -> None:
+    plan = analyze(Stemmed(reads=True).double(), torch.randn(2, 3, 5, dtype=torch.float64)).plan
+    assert plan.ops == () and plan.folded == ()
+    assert {v.reason for v in plan.kept} == {"gelu does not keep a zero mean"}

@@ -1,0 +1,559 @@
+"""What was tied gets its own copy, and the embedding is centred in the weights.
+
+The counts are those of DESIGN.md for an untied head, where nothing sees a shift of the embedding.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from click.testing import CliRunner, Result
+from live_models import CHECKPOINTS, moved
+from safetensors.torch import load_file, save_file
+from stored_files import opened
+from torch import nn
+
+from enjoyln_cli import analyze, from_pretrained, load_recipe, optimize, unfold, verify
+from enjoyln_cli.analysis.analyze import analyze_config
+from enjoyln_cli.analysis.same_ops import require_same
+from enjoyln_cli.analysis.stored_names import Candidate
+from enjoyln_cli.analysis.untying import apart
+from enjoyln_cli.calls.calls import Call
+from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.cli.main import main
+from enjoyln_cli.conversion.fold import Inspected, Opening, convert, prepare
+from enjoyln_cli.errors import EnjoyLNError, NotCentred, RecipeError, UnsupportedModel
+from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.recipe.recipe_file import differences, follow, recipe_of
+from enjoyln_cli.report.notes import UNTIED, row
+from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.runtime.install import install
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+UNTIE = Options(untie=True)
+SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61}
+VISION = {k: v for k, v in SMALL.items() if k != "vocab_size"} | {"image_size": 16, "patch_size": 8}
+GPT2 = tf.GPT2Config(
+    n_layer=2, n_embd=24, n_head=2, vocab_size=61, n_positions=40, bos_token_id=0, eos_token_id=0
+)
+OPT = tf.OPTConfig(
+    **SMALL, ffn_dim=40, max_position_embeddings=40, word_embed_proj_dim=24, dropout=0.0
+)
+BERT = tf.BertConfig(**SMALL, intermediate_size=40, max_position_embeddings=40)
+BART = tf.BartConfig(
+    vocab_size=61, d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+    decoder_attention_heads=2, encoder_ffn_dim=40, decoder_ffn_dim=40, max_position_embeddings=40,
+)  # fmt: skip
+BLOOM = tf.BloomConfig(vocab_size=61, hidden_size=24, n_layer=2, n_head=2)
+BLIP = tf.BlipConfig(
+    text_config={**SMALL, "intermediate_size": 40, "encoder_hidden_size": 24},
+    vision_config={**VISION, "intermediate_size": 40},
+    projection_dim=8,
+)
+NESTED = tf.VisionEncoderDecoderConfig(
+    encoder=tf.ViTConfig(**VISION, intermediate_size=40).to_dict(),
+    decoder={**GPT2.to_dict(), "add_cross_attention": True, "is_decoder": True},
+)
+
+HEAD = {"lm_head.weight": "transformer.wte.weight"}
+CASES: dict[str, tuple[Any, str, tuple[int, int, int], dict[str, str], tuple[str, ...]]] = {
+    "gpt2": (GPT2, "GPT2LMHeadModel", (5, 5, 0), HEAD, ("tie_word_embeddings",)),
+    "opt": (
+        OPT,
+        "OPTForCausalLM",
+        (5, 5, 0),
+        {"lm_head.weight": "model.decoder.embed_tokens.weight"},
+        ("tie_word_embeddings",),
+    ),
+    "bert": (
+        BERT,
+        "BertForMaskedLM",
+        (6, 1, 0),
+        {
+            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+        },
+        ("tie_word_embeddings",),
+    ),
+    "bart": (
+        BART,
+        "BartForConditionalGeneration",
+        (7, 2, 0),
+        dict.fromkeys(
+            [
+                "model.encoder.embed_tokens.weight",
+                "model.decoder.embed_tokens.weight",
+                "lm_head.weight",
+            ],
+            "model.shared.weight",
+        ),
+        ("tie_word_embeddings",),
+    ),
+    "bloom": (
+        BLOOM,
+        "BloomForCausalLM",
+        (6, 6, 1),
+        {"lm_head.weight": "transformer.word_embeddings.weight"},
+        ("tie_word_embeddings",),
+    ),
+    "a nested config": (
+        NESTED,
+        "VisionEncoderDecoderModel",
+        (12, 12, 0),
+        {"decoder.lm_head.weight": "decoder.transformer.wte.weight"},
+        ("decoder.tie_word_embeddings",),
+    ),
+    "two configs": (
+        BLIP,
+        "BlipForConditionalGeneration",
+        (13, 5, 0),
+        {
+            "text_decoder.cls.predictions.decoder.weight": (
+                "text_decoder.bert.embeddings.word_embeddings.weight"
+            ),
+            "text_decoder.cls.predictions.decoder.bias": "text_decoder.cls.predictions.bias",
+        },
+        ("tie_word_embeddings", "text_config.tie_word_embeddings"),
+    ),
+}
+"""Config, class, (norms, folded, ops), the copies and the entries of the config."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_takes_what_was_tied_for_two(case: str) -> None:
+    config, name, counts, copies, entries = CASES[case]
+    plan = analyze_config(config, model_class=name, options=UNTIE).plan
+    assert (len(plan.norms), len(plan.folded), len(plan.ops)) == counts
+    assert {one.tensor: one.stored for one in plan.untied} == copies
+    assert {one.parameter: one.source for one in plan.untied} == copies
+    assert tuple((s.name, s.value) for s in plan.settings) == tuple((n, False) for n in entries)
+    centred = {writer.parameter for writer in plan.writers}
+    assert centred.isdisjoint({"lm_head.weight", "decoder.lm_head.weight"})
+    tied = analyze_config(config, model_class=name).plan
+    assert set(plan.unproven) == set(tied.unproven)
+    assert (tied.untied, tied.settings) == ((), ())
+    static = [sum(v.status == "static" for v in p.norms) for p in (plan, tied)]
+    assert static[0] > static[1]
+
+
+def stored(config: Any, name: str, folder: Path, **saving: Any) -> Path:
+    """A checkpoint of random weights on which nothing passes by luck."""
+    model = moved(getattr(tf, name)(copy.deepcopy(config))).float()
+    model.save_pretrained(folder, **saving)
+    return folder
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bert", "bart", "bloom", "two configs"])
+def test_files_load_in_stock_transformers_and_agree(case: str, tmp_path: Path) -> None:
+    config, name, _, copies, entries = CASES[case]
+    source = stored(config, name, tmp_path / "model")
+    before = load_file(source / "model.safetensors")
+    result = convert(source, tmp_path / "out", options=UNTIE)
+    assert result.verification.passed and result.verification.identity_error < 1e-12
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(after) == set(before) | set(copies)
+    centred = {writer.tensor for writer in result.plan.writers}
+    for tensor, shared in copies.items():
+        assert torch.equal(after[tensor], before[shared]) == (tensor not in centred)
+    for tensor in set(before) - centred:
+        assert torch.equal(after[tensor], before[tensor])
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    for entry in entries:
+        value = written
+        for part in entry.split("."):
+            value = value[part]
+        assert value is False
+    model, info = getattr(tf, name).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not model.all_tied_weights_keys
+    for tensor in copies:
+        assert torch.equal(model.get_parameter(tensor), after[tensor])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "bert"])
+def test_trained_checkpoints_are_as_exact_as_before(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    source = CHECKPOINTS / family
+    if dtype != "float32":
+        auto = tf.AutoModelForMaskedLM if family == "bert" else tf.AutoModelForCausalLM
+        source = tmp_path / "model"
+        auto.from_pretrained(CHECKPOINTS / family, dtype=dtype).save_pretrained(source)
+    out = convert(source, tmp_path / "out", options=UNTIE, verify=False).out
+    found = verify(out, max_ratio=1.1, write=False)
+    assert found.passed, found.summary
+    assert found.identity_error < 1e-12
+    loaded = from_pretrained(out, dtype=dtype)
+    marker = read_marker(json.loads((out / "config.json").read_text()))
+    if family == "bert":
+        assert marker.rmsnorm == ("bert.embeddings.LayerNorm",)
+    else:
+        assert marker.layernorm == () and len(marker.centering) == (family == "bloom")
+    assert loaded.get_output_embeddings().weight is not loaded.get_input_embeddings().weight
+
+
+def test_a_base_model_is_untied_for_the_head_that_loads_it(tmp_path: Path) -> None:
+    source = stored(GPT2, "GPT2Model", tmp_path / "model")
+    result = convert(source, tmp_path / "out", options=UNTIE)
+    assert result.plan.classes == ("GPT2Model", "GPT2LMHeadModel")
+    assert [(u.tensor, u.stored) for u in result.plan.untied] == [("lm_head.weight", "wte.weight")]
+    assert result.plan.ops == ()
+    original = tf.GPT2LMHeadModel.from_pretrained(source, dtype=torch.float64).eval()
+    head, info = tf.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "out", dtype=torch.float64, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    ids = torch.randint(0, 61, (3, 17))
+    with torch.no_grad():
+        exact, found = original(ids).logits, head.eval()(ids).logits
+    assert (found - exact).norm() / exact.norm() < 1e-6
+    optimize(tf.GPT2Model.from_pretrained(tmp_path / "out"))
+    optimize(head)
+
+
+def test_a_tensor_that_is_stored_twice_needs_no_more_bytes(tmp_path: Path) -> None:
+    source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model")
+    held = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    twice = held | {"lm_head.weight": held["transformer.wte.weight"]}
+    torch.save(twice, source / "pytorch_model.bin")
+    ready = prepare(source, None, Opening(options=UNTIE))
+    assert [one.tensor for one in ready.plan.untied] == ["lm_head.weight"]
+    assert ready.bytes_added() == 0
+    out = convert(source, tmp_path / "out", options=UNTIE).out
+    after = load_file(out / "model.safetensors")
+    assert torch.equal(after["lm_head.weight"], held["transformer.wte.weight"])
+    assert not torch.equal(after["transformer.wte.weight"], held["transformer.wte.weight"])
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_tensor_that_is_stored_twice_in_two_files_stays_where_it_is(
+    alone: bool, tmp_path: Path
+) -> None:
+    source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model")
+    held = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    name = "lm_head.weight"
+    held[name] = held["transformer.wte.weight"].clone()
+    second = {name} if alone else {name, *(n for n in held if "ln_f" in n)}
+    places = {n: f"model-0000{1 + (n in second)}-of-00002.safetensors" for n in held}
+    for file in set(places.values()):
+        part = {n: t for n, t in held.items() if places[n] == file}
+        save_file(part, source / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": places}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    result = convert(source, tmp_path / "out", options=UNTIE, keep_means=True)
+    assert [one.tensor for one in result.plan.untied] == [name]
+    assert result.verification.passed
+    after = load_file(tmp_path / "out" / places[name])
+    assert torch.equal(after[name], held[name])
+    restored = unfold(tmp_path / "out", tmp_path / "back")
+    assert restored.restored
+    for file in set(places.values()):
+        assert (tmp_path / "back" / file).read_bytes() == (source / file).read_bytes()
+
+
+def test_a_head_that_is_stored_in_the_place_of_the_embedding(tmp_path: Path) -> None:
+    source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model")
+    held = load_file(source / "model.safetensors")
+    held["lm_head.weight"] = held.pop("transformer.wte.weight")
+    save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+    result = convert(source, tmp_path / "out", options=UNTIE)
+    assert [(u.tensor, u.stored) for u in result.plan.untied] == [
+        ("transformer.wte.weight", "lm_head.weight")
+    ]
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(after["lm_head.weight"], held["lm_head.weight"])
+    assert float(after["transformer.wte.weight"].mean(1).abs().max()) < 1e-6
+
+
+def test_shards_with_an_index_and_in_another_dtype(tmp_path: Path) -> None:
+    source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model", max_shard_size="12KB")
+    ready = prepare(source, None, Opening(options=UNTIE))
+    size = 61 * 24
+    assert (ready.bytes_added(), ready.bytes_added("bfloat16")) == (4 * size, 2 * size)
+    out = convert(source, tmp_path / "out", options=UNTIE, dtype="bfloat16").out
+    before, after = (
+        json.loads((folder / "model.safetensors.index.json").read_text())
+        for folder in (source, out)
+    )
+    shard = before["weight_map"]["transformer.wte.weight"]
+    assert len(set(before["weight_map"].values())) > 2
+    assert after["weight_map"] == before["weight_map"] | {"lm_head.weight": shard}
+    total = before["metadata"]["total_parameters"] + size
+    assert after["metadata"]["total_parameters"] == total
+    assert opened(out).tensors["lm_head.weight"].dtype == "BF16"
+
+
+def test_a_copy_that_is_not_one_is_found(tmp_path: Path) -> None:
+    out = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=UNTIE, verify=False).out
+    held = load_file(out / "model.safetensors")
+    held["lm_head.weight"] = held["transformer.wte.weight"].clone()
+    save_file(held, out / "model.safetensors", metadata={"format": "pt"})
+    found = verify(out, write=False)
+    assert not found.passed
+    assert "lm_head.weight: not what the recipe makes of it" in found.summary.replace(
+        "the original's tensor", "it"
+    )
+    assert found.runtime_error > 1e-3
+
+
+def test_untied_and_wider_at_once(tmp_path: Path) -> None:
+    both = Options(untie=True, widen_mlp=True)
+    result = convert(CHECKPOINTS / "bert", tmp_path / "out", options=both)
+    assert result.verification.passed and result.verification.identity_error < 1e-12
+    first = ("bert.embeddings.LayerNorm", *(f"bert.encoder.layer.{i}.output" for i in range(3)))
+    assert [v.norm.removesuffix(".LayerNorm") for v in result.plan.folded] == [
+        name.removesuffix(".LayerNorm") for name in first
+    ]
+    names = {setting.name for setting in result.plan.settings}
+    assert names == {"tie_word_embeddings", "intermediate_size"}
+    repeated = prepare(
+        CHECKPOINTS / "bert", None, Opening(recipe=tmp_path / "out" / "enjoyln_recipe.yaml")
+    )
+    assert repeated.plan == result.plan
+    from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("merge", ["affine", "bias"])
+def test_a_head_that_a_norm_is_merged_into_is_untied_although_its_embedding_stays(
+    merge: Any, tmp_path: Path
+) -> None:
+    config = tf.CTRLConfig(vocab_size=31, n_positions=12, n_embd=12, dff=20, n_layer=2, n_head=3)
+    source = stored(config, "CTRLLMHeadModel", tmp_path / "model")
+    only, merging = {"model_class": "CTRLLMHeadModel"}, Options(untie=True, merge=merge)
+    alone = convert(source, tmp_path / "alone", options=UNTIE, **only)
+    assert alone.plan.untied == ()
+    result = convert(source, tmp_path / "out", options=merging, **only)
+    assert [one.tensor for one in result.plan.untied] == ["lm_head.weight"]
+    readers = {reader.weight.tensor for m in result.plan.merged for reader in m.readers}
+    assert "lm_head.weight" in readers
+    assert result.verification.passed and result.verification.identity_error < 1e-12
+
+
+# What is refused, and what is not needed
+
+
+def test_a_config_class_that_always_ties(tmp_path: Path) -> None:
+    config = tf.ViltConfig(**SMALL, intermediate_size=40, image_size=16, patch_size=8)
+    with pytest.raises(UnsupportedModel, match=r"tie_word_embeddings of ViltConfig is true again"):
+        analyze_config(config, model_class="ViltForMaskedLM", options=UNTIE)
+
+
+class Joined(tf.GPT2PreTrainedModel):
+    """Ties in its own code, whatever its config says."""
+
+    _tied_weights_keys = None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.inside = nn.Embedding(config.vocab_size, config.n_embd)
+        self.outside = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.outside.weight = self.inside.weight
+        self.post_init()
+
+
+def test_a_tie_that_the_config_does_not_decide() -> None:
+    model = Joined(GPT2)
+    found = Candidate(model, {"inside.weight": ("inside.weight",)}, {}, ())
+    shapes = {"inside.weight": (61, 24)}
+    with pytest.raises(UnsupportedModel, match=r"ties outside\.weight to inside\.weight whatever"):
+        apart(GPT2, [found], shapes, None)
+
+
+class Scaled(nn.Module):
+    """Feeds a tied head something else than one that is not, as some classes do."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.factor = factor
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(input_ids) * self.factor)
+
+
+def test_a_class_that_computes_something_else_is_refused() -> None:
+    ids = Call("ids", (((torch.zeros(2, 3, dtype=torch.long),), {}),))
+    tied = Scaled(0.5)
+    tied.head.weight = tied.embed.weight
+    require_same(tied, Scaled(0.5), ids)
+    with pytest.raises(UnsupportedModel, match="Scaled gives other results"):
+        require_same(tied, Scaled(1.0), ids)
+    swapped = Scaled(0.5)
+    swapped.head, swapped.embed = nn.Linear(5, 7, bias=False), nn.Embedding(7, 5)
+    require_same(tied, swapped, ids)
+    apart_before, other = Scaled(0.5), Scaled(0.5)
+    other.embed.weight = other.head.weight
+    with pytest.raises(UnsupportedModel, match="Scaled gives other results"):
+        require_same(apart_before, other, ids)
+    other.head.weight = nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(UnsupportedModel, match="does not run without its weights"):
+        require_same(tied, other, ids)
+
+
+def test_a_class_that_settles_its_attention_in_its_first_call_is_the_same_afterwards() -> None:
+    config = tf.BigBirdConfig(
+        vocab_size=31, hidden_size=12, num_hidden_layers=1, num_attention_heads=3,
+        intermediate_size=20, max_position_embeddings=64,
+    )  # fmt: skip
+    plan = analyze_config(config, model_class="BigBirdForMaskedLM", options=UNTIE).plan
+    assert "cls.predictions.decoder.weight" in {one.tensor for one in plan.untied}
+
+
+@pytest.mark.parametrize("options", [{"merge": "both"}, {"widen_to": 0}])
+def test_an_option_that_there_is_not(options: dict[str, Any]) -> None:
+    with pytest.raises(EnjoyLNError, match="but must be"):
+        Options(**options)
+
+
+def test_a_model_in_memory_is_not_untied() -> None:
+    with pytest.raises(EnjoyLNError, match="pass its config"):
+        analyze(tf.GPT2LMHeadModel(GPT2), options=UNTIE)
+
+
+def test_nothing_is_copied_where_nothing_is_tied(tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+    for name, options in (("plain", Options()), ("out", UNTIE)):
+        convert(
+            CHECKPOINTS / "phi",
+            tmp_path / name,
+            options=options,
+            verify=False,
+            on_event=lambda *event: told.append(event),
+        )
+    warnings = [text for level, text in told if level == "warning"]
+    assert warnings == ["--untie changes nothing here: no LayerNorm depends on a tied weight"]
+    for name in ("model.safetensors", "config.json"):
+        plain, out = ((tmp_path / kind / name).read_bytes() for kind in ("plain", "out"))
+        assert plain == out
+
+
+# Recipe, marker, report
+
+
+def gpt2_plan() -> Plan:
+    return analyze_config(GPT2, model_class="GPT2LMHeadModel", options=UNTIE).plan
+
+
+def test_a_recipe_is_followed_or_refused() -> None:
+    plan, tied = gpt2_plan(), analyze_config(GPT2, model_class="GPT2LMHeadModel").plan
+    recipe = recipe_of(plan, config=GPT2)
+    assert follow(recipe, plan, config=GPT2) == plan
+    assert differences(recipe, plan, config=GPT2) == ()
+    with pytest.raises(RecipeError, match="unties lm_head.weight from transformer.wte.weight, and"):
+        follow(recipe, tied, config=GPT2)
+    with pytest.raises(RecipeError, match="unties nothing, and the proof lm_head.weight"):
+        follow(recipe_of(tied, config=GPT2), plan, config=GPT2)
+    found = differences(recipe, tied, config=GPT2)
+    assert any("unties: the recipe has lm_head.weight" in line for line in found)
+    assert any("sets: the recipe has tie_word_embeddings: False" in line for line in found)
+
+
+def test_the_recipe_of_a_result_repeats_it(tmp_path: Path) -> None:
+    first = convert(CHECKPOINTS / "gpt2", tmp_path / "a", options=UNTIE, verify=False).out
+    recipe = first / "enjoyln_recipe.yaml"
+    assert load_recipe(recipe).options == {"untie": True}
+    convert(CHECKPOINTS / "gpt2", tmp_path / "b", recipe=recipe, verify=False)
+    for name in ("model.safetensors", "config.json", "enjoyln_recipe.yaml"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    text = recipe.read_text()
+    assert "  untie:\n    lm_head.weight: {copy_of: transformer.wte.weight}\n" in text
+    edited = tmp_path / "mine.yaml"
+    edited.write_text(text.replace("copy_of: transformer.wte", "copy_of: transformer.wpe"))
+    with pytest.raises(RecipeError, match="unties lm_head.weight from transformer.wpe.weight"):
+        convert(CHECKPOINTS / "gpt2", tmp_path / "c", recipe=edited)
+
+
+def test_the_marker_tells_what_was_untied_and_a_tie_is_noticed(tmp_path: Path) -> None:
+    out = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=UNTIE, verify=False).out
+    config = json.loads((out / "config.json").read_text())
+    assert config["enjoyln"]["version"] == 4
+    assert read_marker(config).untied == (("lm_head.weight", "transformer.wte.weight"),)
+    model = tf.GPT2LMHeadModel.from_pretrained(out)
+    model.lm_head.weight = model.transformer.wte.weight
+    with pytest.raises(
+        NotCentred, match="lm_head.weight and transformer.wte.weight are tied again"
+    ):
+        optimize(model)
+    plain = convert(CHECKPOINTS / "gpt2", tmp_path / "plain", verify=False).out
+    config = json.loads((plain / "config.json").read_text())
+    assert config["enjoyln"]["untied"] == {} and read_marker(config).untied == ()
+
+
+def test_what_runs_as_rmsnorm_is_saved_and_loaded_again(tmp_path: Path) -> None:
+    out = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=UNTIE, verify=False).out
+    model = from_pretrained(out)
+    model.save_pretrained(tmp_path / "again")
+    again = from_pretrained(tmp_path / "again")
+    ids = torch.randint(0, 400, (2, 19))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, again(ids).logits)
+    shutil.rmtree(out)
+
+
+def enjoyln(*arguments: object) -> Result:
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_the_command_line_says_what_is_untied_and_what_it_costs() -> None:
+    source = CHECKPOINTS / "gpt2"
+    size = opened(source).tensors["transformer.wte.weight"].nbytes
+    found = json.loads(enjoyln("fold", source, "--untie", "--dry-run", "--json").stdout)
+    plain = json.loads(enjoyln("fold", source, "--dry-run", "--json").stdout)
+    assert found["bytes_written"] - plain["bytes_written"] == found["bytes_added"] == size
+    assert (found["folded_static"], found["tensors"]) == (7, plain["tensors"] + 1)
+    assert (plain["folded_static"], plain["bytes_added"]) == (0, 0)
+    text = enjoyln("fold", source, "--untie", "--dry-run").stdout
+    assert "store lm_head.weight separately, as a copy of transformer.wte.weight" in text
+    assert UNTIED in text and UNTIED not in enjoyln("fold", source, "--dry-run").stdout
+    assert f"{size / 1000:.1f} kB more than the original" in text
+    counted = enjoyln("report", source, "--untie").stdout
+    assert f"{size // 4:,} parameters more than the original" in counted
+    why = enjoyln("report", source, "--untie", "--why", "transformer.h.0.ln_1").stdout
+    assert "transformer.wte.weight (dimension 1, 96 elements): centred in the weights" in why
+
+
+def test_a_report_of_options_shows_the_gain_in_the_weights() -> None:
+    text = enjoyln("report", CHECKPOINTS / "gpt2", "--options", "--format", "csv").stdout
+    head, body = (line.split(",") for line in text.splitlines()[:2])
+    assert body[head.index("become RMSNorm")] == "7" and body[head.index("with --untie")] == "7"
+    always = tf.ViltConfig(**SMALL, intermediate_size=40, image_size=16, patch_size=8)
+    found = Inspected("x", always, analyze_config(always, model_class="ViltForMaskedLM"))
+    shown = found.row(options=True)
+    assert shown["options"]["untie"]["folded"] == shown["folded"]
+
+
+def test_the_report_counts_the_copy() -> None:
+    found = row("x", gpt2_plan())
+    copied = {"tensor": "lm_head.weight", "copy_of": "transformer.wte.weight"}
+    assert found["untied"] == [copied | {"parameters": 61 * 24}]
+    assert found["settings"] == {"tie_word_embeddings": False}
+
+
+def test_a_model_in_memory_is_edited_in_the_same_way() -> None:
+    plan = gpt2_plan()
+    model = moved(tf.GPT2LMHeadModel(copy.deepcopy(GPT2)))
+    ids = torch.randint(0, 61, (3, 21), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = model(ids).logits
+        head = model.lm_head.weight.clone()
+        centre_parameters(model, plan)
+        assert torch.equal(model.lm_head.weight, head)
+        assert float(model.transformer.wte.weight.mean(1).abs().max()) < 1e-15
+        install(model, [v.norm for v in plan.folded], plan.ops)
+        assert (model(ids).logits - exact).norm() / exact.norm() < 1e-13
+    model.tie_weights()
+    assert model.lm_head.weight is not model.transformer.wte.weight

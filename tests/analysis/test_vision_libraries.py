@@ -1,0 +1,226 @@
+"""Live vision models of timm and torchvision: which norms fold exactly, and why others stay."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from live_models import moved
+from torch import nn
+
+from enjoyln_cli import analyze
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.runtime.install import input_means, install
+
+NOT_ZERO_MEAN = "the output of a LayerNorm with weights is not zero-mean"
+SCALED = "an elementwise product with a factor that is not the same for all features"
+GROUPED = "a grouped convolution, whose channels see different inputs"
+READ = "a weight it depends on is also used elsewhere, where centring it would be noticed"
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 3, "depth": 2}
+_OPERATORS: list[torch.library.Library] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operators() -> None:
+    """A torchvision with kernels for another torch lacks two operators that it describes."""
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        return
+    except RuntimeError:
+        _OPERATORS.append(torch.library.Library("torchvision", "DEF"))
+        for name in ("nms", "qnms"):
+            _OPERATORS[0].define(f"{name}(Tensor boxes, Tensor scores, float most) -> Tensor")
+
+
+def timm_model(name: str, **settings: Any) -> nn.Module:
+    timm = pytest.importorskip("timm")
+    return timm.create_model(name, pretrained=False, num_classes=5, **settings)
+
+
+def torchvision_models() -> Any:
+    return pytest.importorskip("torchvision").models
+
+
+def planned(model: nn.Module) -> Plan:
+    """The plan for 32 by 32 pixels, shown on three inputs: each folded norm sees a zero mean."""
+    moved(model)
+    images = [torch.randn(2, 3, 32, 32, dtype=torch.float64) * 10**i for i in range(3)]
+    plan = analyze(model, images[0]).plan
+    folded = copy.deepcopy(model)
+    centre_parameters(folded, plan)
+    norms = [v.norm for v in plan.folded]
+    install(folded, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
+    for x in images:
+        with torch.no_grad(), input_means(folded) as seen:
+            expected, got = model(x), folded(x)
+        assert (got - expected).abs().max() <= 1e-9 * expected.abs().max()
+        assert set(seen) == {verdict.norm for verdict in plan.folded}
+        assert max(seen.values()) <= 1e-9
+    return plan
+
+
+def static(plan: Plan) -> set[str]:
+    return {verdict.norm for verdict in plan.norms if verdict.status == "static"}
+
+
+def kept(plan: Plan) -> dict[str, str]:
+    return {verdict.norm: verdict.reason for verdict in plan.kept}
+
+
+def blocks(prefix: str, count: int, *names: str) -> set[str]:
+    return {f"{prefix}.{i}.{name}" for i in range(count) for name in names or ("norm1", "norm2")}
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_timm_vit_folds_whole(name: str, fused: bool) -> None:
+    """Pre-LN: patches, positions, class and distillation tokens, ``proj`` and ``fc2`` write the
+    stream, and norms alone read it. The heads read the last norm.
+    """
+    model = timm_model(name, **SMALL)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = fused  # type: ignore[assignment]
+    plan = planned(model)
+    assert static(plan) == {*blocks("blocks", 2), "norm"}
+    assert kept(plan) == {} and plan.ops == ()
+
+
+def test_timm_vit_with_a_norm_before_its_blocks() -> None:
+    """CLIP's ``norm_pre`` is affine and writes the stream: one operation on it frees the five norms
+    behind it, and it folds itself behind patches, positions and class token.
+    """
+    plan = planned(timm_model("vit_base_patch16_clip_224", **SMALL))
+    assert [(op.module, op.place) for op in plan.ops] == [("norm_pre", "output")]
+    assert static(plan) == {"norm_pre"} and kept(plan) == {}
+    assert {v.norm for v in plan.folded} == {"norm_pre", *blocks("blocks", 2), "norm"}
+
+
+def test_timm_eva_keeps_the_norm_inside_of_its_mlp() -> None:
+    """As ViT, with a last norm on the mean over tokens, which keeps zero means. The norm inside of
+    the MLP sees ``silu(gate) * x``.
+    """
+    plan = planned(timm_model("eva02_base_patch14_224", **SMALL))
+    assert static(plan) == {*blocks("blocks", 2), "fc_norm"}
+    assert kept(plan) == dict.fromkeys(blocks("blocks", 2, "mlp.norm"), SCALED)
+
+
+def test_timm_cait_folds_whole() -> None:
+    """Every branch ends in a LayerScale, which is merged into the linear layer before it: patches,
+    positions, class token and scaled branches write the stream, and norms alone read it.
+    """
+    plan = planned(timm_model("cait_xxs24_224", **SMALL))
+    every = {*blocks("blocks", 2), *blocks("blocks_token_only", 2), "norm"}
+    assert static(plan) == every and kept(plan) == {} and plan.ops == ()
+    scales = {writer.scale.parameter for writer in plan.writers if writer.scale}
+    assert {"blocks.0.gamma_1", "blocks.1.gamma_2"} <= scales
+
+
+def test_timm_convnext_folds_its_stem() -> None:
+    """The stem's convolution sees all channels. Norms in blocks are behind depthwise convolutions,
+    which read the stream of each stage too, so that no weight that writes it can be centred. The
+    first stage's stream starts with the affine output of the stem's norm.
+    """
+    plan = planned(timm_model("convnext_tiny", depths=(1, 1, 1, 1), dims=(8, 12, 16, 20)))
+    assert static(plan) == {"stem.1"}
+    inside = dict.fromkeys([f"stages.{i}.blocks.0.norm" for i in range(4)], GROUPED)
+    between = dict.fromkeys(["stages.2.downsample.0", "stages.3.downsample.0", "head.norm"], READ)
+    assert kept(plan) == {**inside, **between, "stages.1.downsample.0": NOT_ZERO_MEAN}
+
+
+def test_timm_convnext_without_layer_scale_folds_no_more() -> None:
+    """A depthwise convolution in each block reads the stream that the norms between the stages see.
+    Of the first stage the stem's affine norm writes it, of the others a convolution.
+    """
+    convnext = pytest.importorskip("timm.models.convnext")
+    settings = {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 20), "ls_init_value": None}
+    plan = planned(convnext.ConvNeXt(num_classes=5, **settings))
+    assert static(plan) == {"stem.1"}
+    inside = dict.fromkeys([f"stages.{i}.blocks.0.norm" for i in range(4)], GROUPED)
+    between = dict.fromkeys(["stages.2.downsample.0", "stages.3.downsample.0", "head.norm"], READ)
+    assert kept(plan) == {**inside, **between, "stages.1.downsample.0": NOT_ZERO_MEAN}
+
+
+def swin_stages(first: str, second: str, plan: Plan, stem: str, merging: str, last: str) -> None:
+    """The first stage's stream begins with the affine norm of the patches, and is concatenated
+    four by four for the merging's norm, which sees the means of its parts: its four norms and that
+    one stay. A linear layer begins the second stage, whose stream norms alone read: four and the
+    last fold, and with the norm of the patches six of eleven.
+    """
+    assert static(plan) == {stem, *blocks(second, 2), last}
+    assert plan.ops == ()
+    found = kept(plan)
+    assert set(found) == {*blocks(first, 2), merging}
+    assert "mixes" in found[merging] or "other dimensions" in found[merging]
+    assert {found[f"{first}.0.{name}"] for name in ("norm1", "norm2")} == {NOT_ZERO_MEAN}
+    later = {v.norm: v for v in plan.kept if v.norm.startswith(f"{first}.1")}
+    assert {v.reason for v in later.values()} <= {NOT_ZERO_MEAN, READ}
+
+
+def test_timm_swin() -> None:
+    settings = {"embed_dim": 12, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4}
+    plan = planned(timm_model("swin_tiny_patch4_window7_224", img_size=32, **settings))
+    first, second = "layers.0.blocks", "layers.1.blocks"
+    swin_stages(first, second, plan, "patch_embed.norm", "layers.1.downsample.norm", "norm")
+
+
+def test_torchvision_swin() -> None:
+    swin = torchvision_models().SwinTransformer
+    plan = planned(swin([4, 4], 12, [2, 2], [2, 4], [4, 4], num_classes=5))
+    swin_stages("features.1", "features.3", plan, "features.0.2", "features.2.norm", "norm")
+
+
+def swin_v2_stages(stages: list[str], plan: Plan, others: set[str], last: str) -> None:
+    """Norms stand at the end of branches, behind ``proj``, ``fc2`` and the merging's linear layer,
+    and fold; the last one sees the sum of their affine outputs.
+    """
+    assert static(plan) == {*others, *(name for stage in stages for name in blocks(stage, 2))}
+    assert kept(plan) == {last: NOT_ZERO_MEAN}
+
+
+def test_timm_swin_v2() -> None:
+    settings = {"embed_dim": 12, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4}
+    plan = planned(timm_model("swinv2_tiny_window8_256", img_size=32, **settings))
+    others = {"patch_embed.norm", "layers.1.downsample.norm"}
+    swin_v2_stages(["layers.0.blocks", "layers.1.blocks"], plan, others, "norm")
+
+
+def test_torchvision_swin_v2() -> None:
+    swin = torchvision_models().swin_transformer
+    model = swin.SwinTransformer(
+        [4, 4],
+        12,
+        [2, 2],
+        [2, 4],
+        [4, 4],
+        num_classes=5,
+        block=swin.SwinTransformerBlockV2,
+        downsample_layer=swin.PatchMergingV2,
+    )
+    others = {"features.0.2", "features.2.norm"}
+    swin_v2_stages(["features.1", "features.3"], planned(model), others, "norm")
+
+
+def test_torchvision_vit_folds_whole() -> None:
+    """As timm's, with ``nn.MultiheadAttention``, whose ``out_proj`` is a writer."""
+    plan = planned(torchvision_models().VisionTransformer(32, 8, 2, 3, 24, 33, num_classes=5))
+    layers = {f"encoder.layers.encoder_layer_{i}" for i in range(2)}
+    assert static(plan) == {"encoder.ln", *(f"{at}.ln_{j}" for at in layers for j in (1, 2))}
+    assert kept(plan) == {} and plan.ops == ()
+    writers = {writer.parameter for writer in plan.writers}
+    assert {f"{at}.self_attention.out_proj.weight" for at in layers} <= writers
+
+
+def test_torchvision_convnext_folds_its_stem() -> None:
+    """As timm's; its norms of channels in dimension 1 are a class of its own."""
+    convnext = torchvision_models().convnext
+    stages = [convnext.CNBlockConfig(8, 12, 1), convnext.CNBlockConfig(12, None, 1)]
+    plan = planned(convnext.ConvNeXt(stages, num_classes=5))
+    assert static(plan) == {"features.0.1"}
+    inside = dict.fromkeys(["features.1.0.block.2", "features.3.0.block.2"], GROUPED)
+    assert kept(plan) == {**inside, "features.2.0": NOT_ZERO_MEAN, "classifier.0": READ}

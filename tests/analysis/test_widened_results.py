@@ -1,0 +1,533 @@
+"""Checkpoints whose MLPs subtract a mean: exact, loaded by stock transformers, and watched."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner, Result
+from live_models import CHECKPOINTS
+from safetensors.torch import load_file
+from stored_files import changed
+from tiny_models import BERT, calls, converted, live
+from transformers import CONFIG_MAPPING, AutoConfig, BertConfig, BertForMaskedLM, BertModel
+from widening_cases import BART, DISTIL, FAMILY, WIDEN
+
+from enjoyln_cli import fold, from_pretrained, optimize, refold
+from enjoyln_cli.analysis.analyze import analyze_config
+from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.checkpoint.reader import open_checkpoint
+from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.cli.main import main
+from enjoyln_cli.comparison.run import Float64
+from enjoyln_cli.errors import BadCheckpoint, NotCentred, RecipeError, VerificationFailed
+from enjoyln_cli.models.outputs import tensors_in
+from enjoyln_cli.plan.mean_units import UNITS
+from enjoyln_cli.recipe.recipe_file import (
+    dump_recipe,
+    load_recipe,
+    parse_recipe,
+    recipe_of,
+    to_plan,
+)
+from enjoyln_cli.recipe.widening import WidenLine
+from enjoyln_cli.rewrite.directory import centre_parameters, fold_checkpoint
+from enjoyln_cli.runtime.install import RMSNorm, input_means
+from enjoyln_cli.verification.verify import verify
+
+SOURCE = CHECKPOINTS / "bert"
+SECOND = "bert.encoder.layer.{}.output.dense.weight"
+FIRST = "bert.encoder.layer.{}.intermediate.dense.{}"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# Live models, with weights on which nothing passes by luck.
+
+
+def given_to(model: Any) -> list[dict[str, Any]]:
+    """Calls of every kind; of an encoder and a decoder, one with ids for both."""
+    found = calls(model)
+    if not model.config.is_encoder_decoder:
+        return [{**given, "use_cache": False} for given in found]
+    return [{**found[0], "decoder_input_ids": torch.randint(3, 37, (2, 5)), "use_cache": False}]
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(("kind", "settings", "name", "plain", "wider"), FAMILY)
+def test_the_function_stays_the_same(
+    kind: str, settings: dict[str, Any], name: str, plain: int, wider: int
+) -> None:
+    config = CONFIG_MAPPING[kind](**settings)
+    plan = analyze_config(config, model_class=name, options=WIDEN).plan
+    original = live(name, config)
+    folded = converted(original, plan)
+    for given in given_to(original):
+        with input_means(folded) as seen, Float64(), torch.no_grad():
+            pairs = zip(*(tensors_in(m(**given)) for m in (folded, original)), strict=True)
+        assert max(far(a, b) for a, b in pairs) <= 1e-12, sorted(given)
+        assert max(seen.values()) <= 1e-12
+        assert set(seen) == {verdict.norm for verdict in plan.folded}
+
+
+def test_a_conv1d_grows_along_its_other_dimension() -> None:
+    class PostNorm(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            conv1d = transformers.pytorch_utils.Conv1D
+            self.config, self.before = config, torch.nn.LayerNorm(11)
+            self.first, self.second = conv1d(config.size, 11), conv1d(11, config.size)
+            self.after = torch.nn.LayerNorm(11)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.before(x)
+            return self.after(h + self.second(torch.relu(self.first(h))))
+
+    from enjoyln_cli.analysis.analyze import analyze_module
+
+    torch.manual_seed(0)
+    model = PostNorm(BertConfig(size=18)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter) + 0.1)
+    x = torch.randn(3, 11, dtype=torch.float64)
+    plan = analyze_module(model, x, options=WIDEN).plan
+    assert [(part.dim, one.to) for one in plan.widened for part in one.parts] == [
+        (1, 24), (0, 24), (0, 24),
+    ]  # fmt: skip
+    folded = converted(model, plan)
+    assert folded.first.weight.shape == (11, 24) and isinstance(folded.after, RMSNorm)
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-13, atol=1e-13)
+
+
+def test_a_model_of_another_size_is_left_alone() -> None:
+    plan = analyze_config(BertConfig(**BERT), model_class="BertModel", options=WIDEN).plan
+    other = live("BertModel", BertConfig(**{**BERT, "intermediate_size": 34}))
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(BadCheckpoint, match="the plan adds to 33 hidden units"):
+        centre_parameters(other, replace(plan, writers=()))
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+# Checkpoints.
+
+
+@pytest.fixture(scope="module")
+def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("wider")
+    for dtype in ("float32", "float16", "bfloat16"):
+        fold(SOURCE, root / dtype, options=WIDEN, dtype=dtype, verify=False)
+    return {dtype: root / dtype for dtype in ("float32", "float16", "bfloat16")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_as_exact_as_the_original(outs: dict[str, Path], dtype: str) -> None:
+    found = verify(outs[dtype])
+    assert found.passed, found.failures
+    assert found.identity_error is not None and found.identity_error <= 1e-12
+    assert found.ratio is not None and found.ratio <= 1.1
+    assert found.stock_ratio is not None and found.stock_ratio <= 1.1
+    assert len(found.norm_input_mean) == 3
+
+
+def test_what_is_stored(outs: dict[str, Path]) -> None:
+    old, new = (load_file(f / "model.safetensors") for f in (SOURCE, outs["float32"]))
+    assert old.keys() == new.keys()
+    grown = {name for name in old if old[name].shape != new[name].shape}
+    assert grown == {
+        name.format(i, part)
+        for i in range(3)
+        for name, part in ((FIRST, "weight"), (FIRST, "bias"), (SECOND, ""))
+    }
+    assert new[SECOND.format(1)].shape == (80, 328)
+    assert torch.equal(new[FIRST.format(1, "weight")][:320], old[FIRST.format(1, "weight")])
+    read = new[FIRST.format(1, "weight")][320:].double()
+    written = new[SECOND.format(1)][:, 320:].double()
+    assert not new[FIRST.format(1, "bias")][320:].any()
+    assert not read[UNITS:].any() and not written[:, UNITS:].any()
+    h = torch.randn(80, dtype=torch.float64) + 0.2
+    torch.testing.assert_close(
+        written @ torch.nn.functional.gelu(read @ h), -h.mean().expand(80), rtol=1e-9, atol=1e-12
+    )
+    kept = new[SECOND.format(1)][:, :320].double()
+    assert float(kept.mean(0).abs().max()) < 1e-8 < float(old[SECOND.format(1)].mean(0).abs().max())
+    config = json.loads((outs["float32"] / "config.json").read_text())
+    assert config["intermediate_size"] == 328
+    assert [one["start"] for one in config["enjoyln"]["units"]] == [320] * 3
+
+
+def test_stock_transformers_loads_it(outs: dict[str, Path]) -> None:
+    stock, info = BertForMaskedLM.from_pretrained(outs["float32"], output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    original = BertForMaskedLM.from_pretrained(SOURCE).eval()
+    ids = torch.arange(2, 34).view(2, 16)
+    with torch.no_grad():
+        a, b = (model.double()(ids).logits for model in (stock.eval(), original))
+    assert float((a - b).norm() / b.norm()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "name", "sizes"),
+    [
+        ("bart", BART, "BartModel", {"encoder_ffn_dim": 40, "decoder_ffn_dim": 48}),
+        ("distilbert", DISTIL, "DistilBertModel", {"hidden_dim": 40}),
+        ("albert", {**BERT, "embedding_size": 9}, "AlbertModel", {"intermediate_size": 40}),
+    ],
+)
+def test_other_attributes(
+    kind: str, settings: dict[str, Any], name: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    config = CONFIG_MAPPING[kind](**settings)
+    live(name, config).float().save_pretrained(tmp_path / "source")
+    done = fold(tmp_path / "source", tmp_path / "out", options=WIDEN, model_class=name)
+    assert done.verification.passed and done.plan.widened
+    assert {s.name: s.value for s in done.plan.settings} == sizes
+    found = AutoConfig.from_pretrained(tmp_path / "out")
+    assert {key: getattr(found, key) for key in sizes} == sizes
+
+
+def test_an_attribute_that_config_json_leaves_out_is_written(tmp_path: Path) -> None:
+    config = BertConfig(**{**BERT, "num_hidden_layers": 1, "intermediate_size": 3072})
+    live("BertModel", config).float().save_pretrained(tmp_path / "source")
+    raw = json.loads((tmp_path / "source" / "config.json").read_text())
+    del raw["intermediate_size"]
+    (tmp_path / "source" / "config.json").write_text(json.dumps(raw))
+    fold(tmp_path / "source", tmp_path / "out", options=WIDEN, model_class="BertModel")
+    assert AutoConfig.from_pretrained(tmp_path / "out").intermediate_size == 3080
+
+
+# What verify has to see.
+
+
+@pytest.mark.parametrize("column", [320, 321, 323, 326])
+def test_a_wrong_unit_is_seen(outs: dict[str, Path], column: int, tmp_path: Path) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[SECOND.format(1)][:, column] += 0.01
+
+    found = verify(changed(outs["float32"], tmp_path / "changed", edit))
+    assert not found.passed
+    assert any(SECOND.format(1) in failure for failure in found.failures)
+
+
+def test_a_forced_wrong_widening_is_refuted(tmp_path: Path) -> None:
+    """The plan of a GELU, carried out on a model with tanh."""
+    right = BertConfig(**BERT)
+    plan = analyze_config(right, model_class="BertModel", options=WIDEN).plan
+    assert len(plan.widened) == 2
+    wrong = BertConfig(**BERT, hidden_act="tanh")
+    live("BertModel", wrong).save_pretrained(tmp_path / "source")
+    source = open_source(str(tmp_path / "source"), weights=True)
+    text = dump_recipe(recipe_of(plan, config=wrong))
+    with pytest.raises(VerificationFailed, match="change the function"):
+        fold_checkpoint(
+            open_checkpoint(source),
+            plan,
+            tmp_path / "out",
+            recipe_text=text,
+            check=lambda folder: verify(folder, against=tmp_path / "source", plan=plan),
+        )
+    assert not (tmp_path / "out").exists()
+
+
+# Recipes.
+
+
+def test_the_recipe_says_it_all(outs: dict[str, Path]) -> None:
+    recipe = load_recipe(outs["float32"] / "enjoyln_recipe.yaml")
+    assert recipe.options == {"widen_mlp": True}
+    (line,) = recipe.variants[0].widened
+    assert line.name == "bert.encoder.layer.{i}.output.dense.weight"
+    tensors = load_file(outs["float32"] / "model.safetensors")
+    plan = to_plan(recipe, {name: tensor.shape for name, tensor in tensors.items()})
+    proven = analyze_config(BertConfig.from_pretrained(SOURCE), options=WIDEN).plan
+    assert (plan.widened, plan.settings) == (proven.widened, proven.settings)
+    assert {writer.shape for writer in plan.writers} == {(80, 320), (80,)}
+    assert parse_recipe(dump_recipe(recipe), where="again") == recipe
+
+
+def test_a_recipe_is_followed(outs: dict[str, Path], tmp_path: Path) -> None:
+    fold(SOURCE, tmp_path / "out", recipe=outs["float32"] / "enjoyln_recipe.yaml", verify=False)
+    for name in ("model.safetensors", "enjoyln_recipe.yaml"):
+        assert (tmp_path / "out" / name).read_bytes() == (outs["float32"] / name).read_bytes()
+
+
+def asking(out: Path, into: Path, edit: Callable[[WidenLine], tuple[WidenLine, ...]]) -> Path:
+    """The recipe of ``out`` with another line for the MLPs."""
+    recipe = load_recipe(out / "enjoyln_recipe.yaml")
+    (variant,) = recipe.variants
+    variant = replace(variant, widened=edit(variant.widened[0]))
+    into.write_text(dump_recipe(replace(recipe, variants=(variant,))))
+    return into
+
+
+def with_second(line: WidenLine, name: str) -> WidenLine:
+    return replace(line, second=replace(line.second, parameter=name, tensor=name))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda line: (replace(line, to=336),), "from 320 to 336.*and the proof.* to 328"),
+        (lambda line: (replace(line, size=312),), "from 312 to 328.*and the proof"),
+        (lambda line: (replace(line, subtracts=False),), "by zeros.*and the proof"),
+        (lambda line: (replace(line, attribute="hidden_size"),), "as hidden_size says"),
+        (lambda line: (replace(line, bias=None),), "and the proof widens.*dense.bias"),
+        (lambda line: (with_second(line, FIRST.format("{i}", "weight")),), "not part of the proof"),
+        (
+            lambda line: (line.renamed(lambda name: name.replace("{i}", "1")),),
+            "counts the hidden units of bert.encoder.layer.0.output.dense.weight, too",
+        ),
+        (lambda line: (), "needs the MLP of bert.encoder.layer.0.output.dense.weight"),
+        (lambda line: (replace(line, to=322),), "to: .*322"),
+    ],
+)
+def test_a_recipe_that_asks_for_something_else(
+    outs: dict[str, Path],
+    edit: Callable[[WidenLine], tuple[WidenLine, ...]],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    recipe = asking(outs["float32"], tmp_path / "recipe.yaml", edit)
+    with pytest.raises(RecipeError, match=message):
+        fold(SOURCE, tmp_path / "out", recipe=recipe, verify=False)
+
+
+def test_without_the_option_nothing_is_widened(outs: dict[str, Path], tmp_path: Path) -> None:
+    text = (outs["float32"] / "enjoyln_recipe.yaml").read_text()
+    (tmp_path / "recipe.yaml").write_text(text.replace("widen_mlp: true", "widen_to: 8"))
+    with pytest.raises(RecipeError, match="not proven"):
+        fold(SOURCE, tmp_path / "out", recipe=tmp_path / "recipe.yaml", verify=False)
+
+
+# In use.
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.arange(2, 50).view(2, 24)}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**inputs()).logits.double()
+
+
+def shifted(model: Any) -> set[bool]:
+    return {bool(m.shifted) for m in model.modules() if isinstance(m, RMSNorm)}
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("loaded", ["float32", "float16", "bfloat16"])
+def test_loading(outs: dict[str, Path], stored: str, loaded: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = from_pretrained(outs[stored], dtype=getattr(torch, loaded))
+        original = BertForMaskedLM.from_pretrained(SOURCE)
+        bound = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 5e-2}
+        assert far(logits(model), logits(original)) < max(bound[stored], bound[loaded])
+    assert sum(isinstance(m, RMSNorm) for m in model.modules()) == 3
+    assert shifted(model) == {False}
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        (SECOND.format(2), (slice(None), 321)),
+        (SECOND.format(2), (slice(None), 322)),
+        (SECOND.format(2), (slice(None), 327)),
+        (FIRST.format(0, "weight"), (323, slice(None))),
+        (FIRST.format(0, "bias"), (320,)),
+    ],
+)
+def test_units_that_have_moved_are_seen(outs: dict[str, Path], name: str, index: Any) -> None:
+    moved = BertForMaskedLM.from_pretrained(outs["float32"]).eval()
+    used = from_pretrained(outs["float32"])
+    assert shifted(used) == {False}
+    for model in (moved, used):
+        with torch.no_grad():
+            model.get_parameter(name)[index] += 0.001
+    with pytest.raises(NotCentred, match=".".join(name.split(".")[:4])):
+        optimize(moved)
+    with pytest.warns(UserWarning, match="computing LayerNorm"):
+        logits(used)
+    assert shifted(used) == {True}
+
+
+def test_what_the_zeros_read_is_nobodys_business(outs: dict[str, Path]) -> None:
+    """A unit that writes nothing may read anything."""
+    model = BertForMaskedLM.from_pretrained(outs["float32"]).eval()
+    with torch.no_grad():
+        model.get_parameter(FIRST.format(0, "weight"))[325] += 1
+    optimize(model)
+
+
+def trained(model: Any, seed: int) -> Any:
+    """A step of an optimiser that moves every weight about equally far."""
+    torch.manual_seed(seed)
+    model.train()
+    stepping = torch.optim.Adam(model.parameters(), lr=1e-3)
+    loss = model(**inputs(), labels=torch.randint(0, 509, (2, 24))).loss
+    loss.backward()
+    stepping.step()
+    return model.eval()
+
+
+def test_training_and_refolding(outs: dict[str, Path], tmp_path: Path) -> None:
+    model = trained(from_pretrained(outs["float32"]), 0)
+    start = load_file(outs["float32"] / "model.safetensors")[SECOND.format(1)][:, 320:324]
+    units = model.get_parameter(SECOND.format(1))[:, 320:324]
+    assert not torch.equal(units, start)
+    model.save_pretrained(tmp_path / "trained")
+    exact = logits(BertForMaskedLM.from_pretrained(tmp_path / "trained"))
+    with pytest.raises(NotCentred):
+        optimize(model)
+    refold(model)
+    assert torch.equal(model.get_parameter(SECOND.format(1))[:, 320:324], start)
+    assert shifted(model) == {False}
+    with input_means(model) as seen:
+        assert far(logits(model), exact) < 1e-5
+    assert max(seen.values()) < 1e-6
+    model.save_pretrained(tmp_path / "again")
+    assert far(logits(from_pretrained(tmp_path / "again")), exact) < 1e-5
+    refold(model)
+    assert far(logits(model), exact) < 1e-5
+
+
+def test_units_trained_in_float64_are_centred_to_its_rounding(outs: dict[str, Path]) -> None:
+    """Their mean is far above the rest of them."""
+    model = trained(from_pretrained(outs["float32"], dtype=torch.float64), 0)
+    with pytest.warns(UserWarning, match="computing LayerNorm"):
+        exact = logits(model)
+    assert shifted(refold(model)) == {False}
+    assert far(logits(model), exact) < 1e-12
+
+
+def test_there_is_no_place_for_units_trained_twice(outs: dict[str, Path]) -> None:
+    model = trained(refold(trained(from_pretrained(outs["float32"]), 0)), 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(NotCentred, match="no others are free to take their place"):
+        refold(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_units_trained_twice_take_the_next_place_that_is_free(tmp_path: Path) -> None:
+    fold(SOURCE, tmp_path / "out", options=replace(WIDEN, widen_to=16), verify=False)
+    model = trained(refold(trained(from_pretrained(tmp_path / "out"), 0)), 1)
+    exact = logits(model)
+    assert far(logits(refold(model)), exact) < 1e-5 and shifted(model) == {False}
+
+
+def test_a_frozen_mlp_leaves_the_units_alone(outs: dict[str, Path]) -> None:
+    model = from_pretrained(outs["float32"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "attention" in name
+    model = trained(model, 0)
+    exact = logits(model)
+    assert far(logits(refold(model)), exact) < 1e-5 and shifted(model) == {False}
+
+
+def test_the_marker(outs: dict[str, Path]) -> None:
+    config = json.loads((outs["float32"] / "config.json").read_text())
+    found = read_marker(config)
+    assert [(one.second, one.dim, one.start) for one in found.units] == [
+        (SECOND.format(i), 1, 320) for i in range(3)
+    ]
+    for key, value in (("dim", 2), ("start", -1), ("start", True), ("first", 5), ("bias", 5)):
+        wrong = copy.deepcopy(config)
+        wrong["enjoyln"]["units"][1][key] = value
+        with pytest.raises(BadCheckpoint, match="malformed at"):
+            read_marker(wrong)
+    del config["enjoyln"]["units"][2]
+    with pytest.raises(BadCheckpoint, match="edited after the fold"):
+        read_marker(config)
+
+
+def test_the_base_model_of_a_result(outs: dict[str, Path], tmp_path: Path) -> None:
+    """Loaded without its head, the paths are those of the base model."""
+    live("BertModel", BertConfig(**BERT)).float().save_pretrained(tmp_path / "source")
+    done = fold(tmp_path / "source", tmp_path / "out", options=WIDEN, model_class="BertModel")
+    assert len(done.plan.folded) == 3
+    model = from_pretrained(tmp_path / "out")
+    assert isinstance(model, BertModel) and shifted(model) == {False}
+
+
+# The commands.
+
+
+def enjoyln(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_fold_says_what_it_widens(tmp_path: Path) -> None:
+    done = enjoyln(
+        "fold", SOURCE, "-o", tmp_path / "out", "--widen-mlp", "--widen-to", 64, "--json"
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["folded"], found["folded_static"], found["centering_ops"]) == (3, 3, 0)
+    assert found["verification"]["passed"]
+    assert [(one["from"], one["to"], one["attribute"]) for one in found["widened"]] == [
+        (320, 384, "intermediate_size")
+    ] * 3
+    assert BertForMaskedLM.from_pretrained(tmp_path / "out").config.intermediate_size == 384
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    more = 3 * 64 * (2 * 80 + 1) * 4
+    assert abs(size - (SOURCE / "model.safetensors").stat().st_size - more) < 1000
+    checked = enjoyln("verify", tmp_path / "out")
+    assert checked.exit_code == 0, checked.output
+
+
+def test_a_dry_run_knows_the_size(tmp_path: Path) -> None:
+    rows = [
+        json.loads(enjoyln("fold", SOURCE, "--dry-run", "--json", *options).stdout)
+        for options in (("--model-class", "BertModel"), ("--model-class", "BertModel",
+                                                         "--widen-mlp"))
+    ]  # fmt: skip
+    assert rows[1]["bytes_written"] - rows[0]["bytes_written"] == 3 * 8 * (2 * 80 + 1) * 4
+    assert "3 MLPs widened" in enjoyln("fold", SOURCE, "--dry-run", "--widen-mlp").stdout
+
+
+def test_a_report_of_what_options_gain() -> None:
+    alone = ("report", SOURCE, "--model-class", "BertModel")
+    table = enjoyln(*alone, "--options", "--format", "csv").stdout.splitlines()
+    head, body = (line.split(",") for line in table[:2])
+    assert body[head.index("become RMSNorm")] == "1"
+    assert body[head.index("with --widen-mlp")] == "4"
+    found = json.loads(enjoyln(*alone, "--options", "--format", "json").stdout)
+    assert found["options"]["widen-mlp"] == {
+        "become_rmsnorm": 4,
+        "in_weights_alone": 4,
+        "with_added_subtraction": 0,
+        "added_subtractions": 0,
+        "folded": 4,
+        "folded_static": 4,
+        "centering_ops": 0,
+    }
+    assert "options" not in json.loads(enjoyln(*alone, "--format", "json").stdout)
+    shown = enjoyln(*alone, "--options").stdout
+    assert "with an option: how many become RMSNorm without an added mean subtraction" in " ".join(
+        shown.split()
+    )
+
+
+def test_a_report_with_the_option() -> None:
+    shown = enjoyln("report", SOURCE, "--widen-mlp").stdout
+    assert "add 8 hidden units to 3 MLPs (intermediate_size 320 becomes 328)" in shown
+    why = enjoyln("report", SOURCE, "--widen-mlp", "--why", "bert.encoder.layer.0.output.LayerNorm")
+    assert "its mean is subtracted by hidden units of bert.encoder.layer.0.output" in why.stdout
+
+
+def test_a_size_without_wider_mlps_is_no_request() -> None:
+    done = enjoyln("report", SOURCE, "--widen-to", 64)
+    assert done.exit_code == 2 and "--widen-to needs --widen-mlp" in done.stderr
+    assert enjoyln("report", SOURCE, "--widen-mlp", "--widen-to", 0).exit_code == 2

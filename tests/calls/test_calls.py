@@ -1,0 +1,303 @@
+"""The inputs that are told from a signature and a config, and the calls that a proof covers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+
+from enjoyln_cli.analysis.analyze import accepted_calls, analyze_calls, analyze_config
+from enjoyln_cli.calls.calls import BATCH, TOKENS, Call, forms, optional_inputs, ways_to_call
+from enjoyln_cli.calls.input_forms import main_inputs
+from enjoyln_cli.calls.input_spec import MAKERS, Spec, ones, whole_numbers
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.classes import build
+
+
+def model_of(model_class: str, model_type: str, **settings: Any) -> Any:
+    return build(getattr(transformers, model_class), CONFIG_MAPPING[model_type](**settings))
+
+
+def first(model: Any) -> dict[str, Spec]:
+    return next(main_inputs(model, 2, 7))
+
+
+def test_every_kind_of_main_input() -> None:
+    text = model_of("GPT2Model", "gpt2", n_layer=1, vocab_size=37)
+    assert first(text) == {"input_ids": Spec((2, 7), 37)}
+    image = model_of("ViTModel", "vit", num_hidden_layers=1, image_size=(24, 40), num_channels=1)
+    assert first(image) == {"pixel_values": Spec((2, 1, 24, 40))}
+    whisper = model_of("WhisperModel", "whisper", num_mel_bins=5, max_source_positions=9)
+    features, ids = Spec((2, 5, 18)), Spec((2, 7), whisper.config.vocab_size)
+    assert first(whisper) == {"input_features": features, "decoder_input_ids": ids}
+    speech = model_of("Wav2Vec2Model", "wav2vec2", num_hidden_layers=1)
+    assert list(first(speech)) == ["input_values"] and len(first(speech)["input_values"].shape) == 2
+
+
+def test_two_modalities_are_given_together_and_then_the_main_one_alone() -> None:
+    clip = model_of("CLIPModel", "clip")
+    forms = [set(form) for form in main_inputs(clip, 1, 3)]
+    assert forms[0] == {"input_ids", "pixel_values"} and forms[-1] == {"input_ids"}
+
+
+def test_boxes_go_with_the_tokens_that_they_are_around() -> None:
+    page = model_of("LayoutLMModel", "layoutlm", num_hidden_layers=1)
+    assert first(page)["bbox"] == Spec((2, 7, 4), 1)
+
+
+def test_text_comes_with_the_images_that_its_own_config_describes() -> None:
+    """ViLT has no config for its images apart: its own has the size of a patch."""
+    vilt = model_of("ViltModel", "vilt", num_hidden_layers=1, image_size=64, patch_size=16)
+    assert first(vilt).keys() == {"input_ids", "pixel_values"}
+    calls = accepted_calls(vilt)
+    assert calls is not None and calls[0].steps[0][1]["pixel_values"].shape == (BATCH, 3, 64, 64)
+    gpt2 = model_of("GPT2Model", "gpt2", n_layer=1)
+    assert all(form.keys() == {"input_ids"} for form in main_inputs(gpt2, 1, 3))
+
+
+def test_a_second_tower_is_given_an_input_of_the_size_that_its_part_says() -> None:
+    config = CONFIG_MAPPING["deepseek_vl_hybrid"]()
+    config.vision_config.image_size = 32
+    config.high_res_vision_config.image_size = 48
+    given = first(build(transformers.DeepseekVLHybridModel, config))
+    assert given["pixel_values"] == Spec((2, 3, 32, 32))
+    assert given["high_res_pixel_values"] == Spec((2, 3, 48, 48))
+
+
+def test_entities_and_the_future_are_given_where_a_model_reads_them() -> None:
+    luke = model_of("LukeModel", "luke", num_hidden_layers=1, entity_vocab_size=11)
+    assert first(luke)["entity_ids"].below == 11 and "entity_position_ids" in first(luke)
+    series = model_of("AutoformerModel", "autoformer", prediction_length=6, context_length=12)
+    assert first(series)["future_values"].shape == (2, 6)
+    calls = accepted_calls(series)
+    assert calls is not None and "future_values" in calls[0].steps[0][1]
+
+
+def test_each_feature_of_audio_has_its_token_also_in_a_class_with_a_head() -> None:
+    """The method that counts them belongs to the model inside of it."""
+    settings = {"audio_config": {"num_hidden_layers": 1}, "audio_token_id": 9}
+    head = model_of("VoxtralForConditionalGeneration", "voxtral", **settings)
+    form = next(forms(head, 2, TOKENS))
+    leading = form["input_ids"].leading
+    assert set(leading) == {9} and len(leading) == 375  # of 3000 frames: by 2, and by 4
+    assert form["input_ids"].shape == (2, TOKENS + len(leading))
+
+
+def test_a_model_that_asks_for_more_placeholders_tells_how_many() -> None:
+    """Its method that counts them reads the text too, and compares the two."""
+    config = CONFIG_MAPPING["musicflamingo"](audio_token_id=9)
+    config.audio_config.num_hidden_layers = config.text_config.num_hidden_layers = 1
+    form = next(forms(build(transformers.MusicFlamingoModel, config), 2, TOKENS))
+    assert form["input_ids"].leading == (9,) * 750  # of 3000 frames: by 2, and by 2
+
+
+def test_placeholders_of_a_model_without_a_method_that_counts_them() -> None:
+    """One placeholder is too few, and torch says for how many features."""
+    config = CONFIG_MAPPING["phi4_multimodal"](num_hidden_layers=1)
+    vision, audio = config.vision_config, config.audio_config
+    vision.num_hidden_layers, vision.image_size, vision.image_token_id = 2, 56, 8
+    audio.num_blocks, audio.audio_token_id = 1, 9
+    calls = accepted_calls(build(transformers.Phi4MultimodalModel, config)) or []
+    given = {call.label: call.steps[0][1] for call in calls}
+    # 2 x 2 patches of the whole and of its crop, a newline behind each row, and one between them
+    both, seen, heard = 2 * (4 + 2) + 1, (BATCH, 2, 3, 56, 56), (BATCH, 32, 80)
+    ids = given["prefill and decode"]["input_ids"]
+    assert (ids == 8).sum(1).tolist() == [both] * BATCH
+    assert (ids == 9).sum(1).tolist() == [4] * BATCH
+    images, sound = given["image_pixel_values alone"], given["audio_input_features alone"]
+    assert images["image_pixel_values"].shape == seen and "audio_input_features" not in images
+    assert sound["audio_input_features"].shape == heard and "image_pixel_values" not in sound
+    assert not (sound["input_ids"] == 8).any() and not (images["input_ids"] == 9).any()
+
+
+def test_each_switch_is_also_called_the_other_way() -> None:
+    settings = {
+        "hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1, "crop_size": 32,
+        "pred_hidden_size": 24, "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1,
+        "frames_per_clip": 4,
+    }  # fmt: skip
+    model = model_of("VJEPA2Model", "vjepa2", **settings)
+    calls = {call.label: call.flags for call in accepted_calls(model) or []}
+    assert calls["skip_predictor=True"] == {"skip_predictor": True}
+    unproven = analyze_config(model.config, model_class="VJEPA2Model").plan.unproven
+    assert "skip_predictor" in unproven  # with other inputs than those of that call
+    assert not [name for name in calls if name.startswith(("output_", "return_", "use_cache"))]
+
+
+def test_an_image_to_be_made_has_a_grid_of_its_own() -> None:
+    config = CONFIG_MAPPING["glm_image"](image_token_id=9)
+    config.vision_config.depth = config.text_config.num_hidden_layers = 1
+    model = build(transformers.GlmImageModel, config)
+    placed = next(form for form in forms(model, 2, 7) if "images_per_sample" in form)
+    assert placed["image_grid_thw"].shape == (4, 3)
+    assert placed["images_per_sample"].leading == (2, 2)
+    tokens = placed["input_ids"].shape[1]
+    assert placed["input_ids"].leading.count(9) == 16  # a code for each patch
+    assert placed["position_ids"].leading == tuple(range(tokens))
+
+
+def test_a_film_takes_the_place_of_the_images_in_a_call_of_its_own() -> None:
+    vision = {"num_hidden_layers": 1, "image_size": 56, "patch_size": 28}
+    settings = {"vision_config": vision, "text_config": {"num_hidden_layers": 1}}
+    model = model_of("VideoLlavaModel", "video_llava", video_token_index=8, **settings)
+    calls = accepted_calls(model) or []
+    (film,) = [call for call in calls if call.label == "with pixel_values_videos"]
+    given = film.steps[0][1]
+    assert not film.required and "pixel_values" not in given
+    frames = given["pixel_values_videos"].shape[1]
+    assert (given["input_ids"] == 8).sum(1).tolist() == [frames * 5] * BATCH  # 4 patches, 1 class
+    assert all(call.label != film.label for call in accepted_calls(model_of("CLIPModel", "clip")))
+
+
+def test_prompts_of_a_segmentation_are_given_beside_the_image() -> None:
+    sam = CONFIG_MAPPING["sam"]()
+    sam.vision_config.num_hidden_layers, sam.vision_config.image_size = 1, 64
+    sam.vision_config.global_attn_indexes = [0]
+    sam.prompt_encoder_config.image_size = 64
+    sam.prompt_encoder_config.image_embedding_size = 4
+    calls = {call.label: call for call in accepted_calls(build(transformers.SamModel, sam)) or []}
+    given = calls["with input_masks"].steps[0][1]
+    assert given["input_masks"].shape == (BATCH, 1, 16, 16) and "pixel_values" in given
+    assert calls["with input_boxes"].steps[0][1]["input_boxes"].shape[-1] == 4
+
+
+def test_inputs_that_belong_to_others() -> None:
+    times = model_of("TimesFmModel", "timesfm", num_hidden_layers=1, patch_length=8)
+    assert first(times).keys() == {"past_values", "past_values_padding", "freq"}
+    assert first(times)["past_values"].shape[1] % 8 == 0
+    assert accepted_calls(times) is not None
+    painted = model_of("SegGptModel", "seggpt", num_hidden_layers=2, image_size=[64, 32])
+    half = Spec((2, 3, 32, 32))
+    assert first(painted) == dict.fromkeys(
+        ("pixel_values", "prompt_pixel_values", "prompt_masks"), half
+    )
+    decoder = model_of("MimiDecoderModel", "mimi_decoder", num_hidden_layers=1)
+    assert first(decoder) == {"latents": Spec((2, decoder.config.hidden_size, 7))}
+    assert accepted_calls(decoder) is not None
+
+
+def test_a_mask_can_be_of_truth_values() -> None:
+    assert whole_numbers(Spec((2, 1), 2, (1,), truth=True)).tolist() == [[True], [True]]
+    assert whole_numbers(ones(2, 1)).tolist() == [[1], [1]]
+
+
+def test_speech_can_take_the_place_of_text() -> None:
+    config = {"encoder_layers": 1, "speech_encoder_layers": 1, "decoder_layers": 1}
+    calls = accepted_calls(model_of("SeamlessM4TModel", "seamless_m4t", **config)) or []
+    speech = [call for call in calls if call.label == "input_features alone"]
+    assert speech and not any(call.required for call in speech)
+    assert all("input_ids" not in step for call in speech for _, step in call.steps)
+    assert all("decoder_input_ids" in step for call in speech for _, step in call.steps)
+
+
+def test_of_the_forms_of_one_optional_call_the_first_that_fits_is_traced() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.LayerNorm(5))
+
+    def call(label: str, *shape: int) -> Call:
+        return Call(label, (((torch.randn(shape),), {}),), required=False)
+
+    calls = [call("a", 3, 4), call("a", 3, 5), call("a", 2, 5), call("b", 1, 5)]
+    traces = analyze_calls(model, calls).problem.flow.traces
+    assert [trace.label for trace in traces] == ["a", "b"]
+
+
+def test_a_list_of_modules_may_have_gaps() -> None:
+    model = model_of("InformerModel", "informer", prediction_length=6, context_length=12)
+    assert None in list(model.encoder.conv_layers)
+    assert accepted_calls(model) is not None
+
+
+def test_a_text_part_that_names_the_input_of_the_whole_is_given_text() -> None:
+    part = model_of("Sam3LiteTextTextModel", "sam3_lite_text_text_model", num_hidden_layers=1)
+    assert part.main_input_name == "pixel_values" and first(part).keys() == {"input_ids"}
+
+
+def test_codes_come_in_a_row_for_each_book_under_one_mask() -> None:
+    config = CONFIG_MAPPING["musicgen"]().decoder
+    config.num_hidden_layers, config.num_codebooks = 1, 3
+    calls = accepted_calls(build(transformers.MusicgenForCausalLM, config))
+    assert calls is not None
+    given = calls[0].steps[0][1]
+    assert given["input_ids"].shape == (3 * BATCH, TOKENS)
+    assert given["attention_mask"].shape == (BATCH, TOKENS)
+
+
+def test_an_unknown_main_input_is_refused_by_name() -> None:
+    model = model_of("GPT2Model", "gpt2", n_layer=1)
+    model.main_input_name = "waveform"
+    with pytest.raises(UnsupportedModel, match="takes waveform, which cannot be made up"):
+        next(ways_to_call(model))
+
+
+def test_a_config_that_does_not_say_how_large_an_input_is_refused_in_one_line() -> None:
+    model = model_of("ViTModel", "vit", num_hidden_layers=1)
+    vars(model.config)["image_size"] = {"height": "large"}
+    with pytest.raises(UnsupportedModel, match="no inputs for ViTModel can be told"):
+        next(ways_to_call(model))
+
+
+def test_a_decoder_is_called_twice_with_its_cache_and_once_with_each_option() -> None:
+    main, optional, cross = next(ways_to_call(model_of("GPT2Model", "gpt2", n_layer=1)))
+    (_, prefill), (_, decode) = main.steps
+    assert prefill["input_ids"].shape == (BATCH, TOKENS) and decode["input_ids"].shape == (BATCH, 1)
+    assert decode["attention_mask"].shape == (BATCH, TOKENS + 1)
+    assert main.required and main.flags == {"use_cache": True}
+    ((_, given),) = optional.steps
+    assert {"inputs_embeds", "position_ids", "token_type_ids"} <= set(given)
+    assert "input_ids" not in given and not optional.required
+    assert all("encoder_hidden_states" in step for _, step in cross.steps) and not cross.required
+
+
+def test_the_decoder_of_two_stacks_is_also_called_alone() -> None:
+    calls = next(ways_to_call(model_of("WhisperForConditionalGeneration", "whisper")))
+    alone = next(call for call in calls if call.label == "decoder alone")
+    assert [step["decoder_input_ids"].shape[1] for _, step in alone.steps] == [TOKENS, 1]
+    assert all(set(step) == {"decoder_input_ids", "encoder_outputs"} for _, step in alone.steps)
+
+
+def test_a_classifier_that_takes_one_row_comes_to_it_last() -> None:
+    model = model_of("GPT2ForSequenceClassification", "gpt2", n_layer=1)
+    rows = [next(iter(calls[0].steps[0][1].values())).shape[0] for calls in ways_to_call(model)]
+    assert rows == sorted(rows, reverse=True) and set(rows) == {BATCH, 1}
+    accepted = accepted_calls(model)
+    assert accepted is not None and accepted[0].steps[0][1]["input_ids"].shape[0] == 1
+
+
+def test_targets_and_switches_are_no_optional_inputs() -> None:
+    names = optional_inputs(model_of("GPT2LMHeadModel", "gpt2", n_layer=1))
+    assert "encoder_hidden_states" in names and "inputs_embeds" in names
+    assert not {"labels", "use_cache", "return_dict"} & set(names)
+
+
+def test_a_row_that_is_read_where_it_ends_is_traced_and_its_other_norms_proven() -> None:
+    """The place is a value, so what is read there has no shape: it is a reader of everything."""
+    settings = {
+        "vocab_size": 37, "d_model": 20, "encoder_layers": 1, "decoder_layers": 1,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 33,
+        "decoder_ffn_dim": 33, "max_position_embeddings": 31, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+        "forced_eos_token_id": 2,
+    }  # fmt: skip
+    config = CONFIG_MAPPING["mbart"](**settings)
+    plan = analyze_config(config, model_class="MBartForSequenceClassification").plan
+    folded = {verdict.norm for verdict in plan.folded}
+    assert "model.encoder.layer_norm" in folded and "model.decoder.layer_norm" in folded
+    assert isinstance(plan.kept, tuple) and all(verdict.reason for verdict in plan.kept)
+
+
+def test_inputs_have_values_in_the_dtype_of_the_model() -> None:
+    for call in next(ways_to_call(model_of("ViTModel", "vit", num_hidden_layers=1))):
+        for _, inputs in call.steps:
+            assert not any(value.is_meta for value in inputs.values())
+            assert inputs["pixel_values"].dtype == torch.float32 and inputs["pixel_values"].any()
+
+
+@pytest.mark.parametrize("channels", [256, [128, 32], [], None])
+def test_features_of_sound_whatever_the_channels_are(channels: object) -> None:
+    config = SimpleNamespace(num_mel_bins=80, subsampling_conv_channels=channels)
+    shapes = {form["input_features"].shape for form in MAKERS["input_features"](config, 2, 16)}
+    assert {shape[-1] for shape in shapes} >= {80} | ({128} if channels == [128, 32] else set())

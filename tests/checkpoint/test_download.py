@@ -1,0 +1,310 @@
+"""A model of the Hub that is folded file by file, where there is no room for a second copy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hub_clients import CHECKPOINTS, GPT2, TOKEN, Done, clients, enjoyln, python
+from hub_server import Hub, serving, sha256
+from safetensors.torch import load_file, save
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from enjoyln_cli.errors import EnjoyLNError
+
+pytestmark = pytest.mark.usefixtures("quiet_hub")
+
+SHARDS = 3
+
+
+def sharded(name: str) -> dict[str, bytes]:
+    """The files of a trained checkpoint, its tensors dealt to three shards."""
+    folder = CHECKPOINTS / name
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    del files["model.safetensors"]
+    return files | dealt(load_file(folder / "model.safetensors"))
+
+
+def dealt(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    places = {n: f"model-{i % SHARDS + 1:05d}-of-00003.safetensors" for i, n in enumerate(tensors)}
+    found = {
+        file: save({n: t for n, t in tensors.items() if places[n] == file}, {"format": "pt"})
+        for file in sorted(set(places.values()))
+    }
+    index = {"metadata": {}, "weight_map": places}
+    return {**found, "model.safetensors.index.json": json.dumps(index).encode()}
+
+
+def large() -> dict[str, bytes]:
+    """A GPT-2 whose first shard is downloaded in several blocks of ten megabytes."""
+    config = GPT2Config(
+        n_embd=64, n_layer=1, n_head=4, vocab_size=120_000, n_positions=40,
+        bos_token_id=0, eos_token_id=0, architectures=["GPT2LMHeadModel"],
+    )  # fmt: skip
+    state = GPT2LMHeadModel(config).state_dict()
+    del state["lm_head.weight"]
+    text = json.dumps(config.to_dict()).encode()
+    return {"config.json": text, **dealt({n: t.contiguous() for n, t in state.items()})}
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with serving() as server, clients():
+        server.tokens[TOKEN] = "me"
+        server.add("org/gpt2", sharded("gpt2"))
+        server.add("org/phi", sharded("phi"))
+        server.add("org/large", large())
+        single = {path.name: path.read_bytes() for path in GPT2.iterdir()}
+        server.add("me/single", single, private=True)
+        del single["model.safetensors"]
+        server.add("org/pickle", {**single, "pytorch_model.bin": b"a pickle"})
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain(hub: Hub, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2 folded after all of it was fetched."""
+    out = tmp_path_factory.mktemp("plain") / "out"
+    call = ["fold", "org/gpt2", "-o", out, "--no-verify"]
+    (done,) = enjoyln(hub, home, [*call, "--cache-dir", out.parent / "cache"])
+    assert done.status == 0, done.err
+    return out
+
+
+def stream(hub: Hub, home: Path, model: str, out: Path, *options: object, **settings: str) -> Done:
+    """``fold --stream`` with the cache ``cache`` beside ``out``."""
+    cache = out.parent / "cache"
+    call = ["fold", model, "-o", out, "--stream", "--cache-dir", cache, *options]
+    (done,) = enjoyln(hub, home, call, **settings)
+    return done
+
+
+def weights(folder: Path) -> dict[str, str]:
+    """What of a result does not depend on how it was made, by its digest."""
+    names = [*folder.glob("model*"), folder / "config.json", folder / "enjoyln_recipe.yaml"]
+    return {path.name: sha256(path.read_bytes()) for path in names}
+
+
+def cached_weights(folder: Path) -> list[str]:
+    """Names of the weights in the cache beside an output; parts of downloads count."""
+    blobs = [path for path in (folder.parent / "cache").rglob("blobs/*") if path.is_file()]
+    large = [path for path in blobs if path.stat().st_size > 50_000]
+    links = [path.name for path in (folder.parent / "cache").rglob("snapshots/*/model-*.safet*")]
+    return sorted([*(path.name for path in large), *links])
+
+
+def test_the_result_is_the_same_and_the_cache_is_empty(
+    hub: Hub, home: Path, plain: Path, tmp_path: Path
+) -> None:
+    done = stream(hub, home, "org/gpt2", tmp_path / "out")
+    assert done.status == 0, done.err
+    assert weights(tmp_path / "out") == weights(plain)
+    assert len(weights(plain)) == SHARDS + 3
+    assert cached_weights(tmp_path / "out") == []
+    assert cached_weights(plain) != []
+    text = " ".join(done.out.split())
+    assert "not verified (--stream)" in text and "enjoyln verify" in text
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "--stream" in card
+
+
+def test_a_single_file_of_a_private_repository(hub: Hub, home: Path, tmp_path: Path) -> None:
+    done = stream(hub, home, "me/single", tmp_path / "out", "--token", TOKEN, "--json")
+    assert done.status == 0, done.err
+    found = json.loads(done.out)
+    assert found["streamed"] is True and found["verification"] is None and found["folded"] == 7
+    of_storage = [request for request in hub.requests if request.path.startswith("/storage/")]
+    assert len(of_storage) >= 2
+    assert not any("authorization" in request.headers for request in of_storage)
+
+
+def test_one_file_at_a_time(hub: Hub, home: Path, tmp_path: Path) -> None:
+    code = f"""
+import json
+from enjoyln_cli.checkpoint.source import open_checkpoint, open_source
+source = open_source("org/gpt2", cache_dir={str(tmp_path)!r}, token={TOKEN!r}, weights=True,
+                     stream=True)
+assert {TOKEN!r} not in repr(source)
+assert len(open_checkpoint(source).tensors) > 20
+blobs = source.path.parent.parent / "blobs"
+def large():
+    return sum(path.stat().st_size > 50_000 for path in blobs.iterdir())
+seen = [large()]
+for file in source.remote.headers:
+    with source.remote.at_hand(file):
+        seen.append(large())
+        assert list(source.remote.here) == [file] and source.remote.here[file].is_file()
+    seen.append(large())
+print(json.dumps(seen))
+"""
+    assert json.loads(python(hub, home, code)) == [0, 1, 0, 1, 0, 1, 0]
+
+
+def test_what_was_in_the_cache_stays_there(
+    hub: Hub, home: Path, plain: Path, tmp_path: Path
+) -> None:
+    file = "model-00002-of-00003.safetensors"
+    fetch = "from huggingface_hub import hf_hub_download; "
+    fetch += f"hf_hub_download('org/gpt2', {file!r}, cache_dir={str(tmp_path / 'cache')!r})"
+    python(hub, home, fetch)
+    before = cached_weights(tmp_path / "out")
+    hub.requests.clear()
+    done = stream(hub, home, "org/gpt2", tmp_path / "out")
+    assert done.status == 0, done.err
+    assert cached_weights(tmp_path / "out") == before and file in before
+    data = hub.repositories["org/gpt2"].files()[file]
+    assert not any(request.path.endswith(sha256(data)) for request in hub.requests)
+    assert weights(tmp_path / "out") == weights(plain)
+
+
+def test_offline_what_is_in_the_cache_is_enough(
+    hub: Hub, home: Path, plain: Path, tmp_path: Path
+) -> None:
+    call = ["fold", "org/gpt2", "--cache-dir", plain.parent / "cache", "--stream"]
+    (done,) = enjoyln(hub, home, [*call, "-o", tmp_path / "out"], HF_HUB_OFFLINE="1")
+    assert done.status == 0, done.err
+    assert weights(tmp_path / "out") == weights(plain)
+    done = stream(hub, home, "org/gpt2", tmp_path / "other", HF_HUB_OFFLINE="1")
+    assert "not in the cache" in done.error
+
+
+def asked(hub: Hub, oid: str) -> list[str]:
+    """The ranges of what was asked for of a file, without its header."""
+    ranges = [r.headers.get("range", "") for r in hub.requests if r.path == f"/storage/{oid}"]
+    return [text for text in ranges if text != "bytes=0-131071"]
+
+
+def test_a_download_that_is_cut_goes_on(hub: Hub, home: Path, tmp_path: Path) -> None:
+    """Where it broke; where the run fails nothing of it is left, and the next one starts anew."""
+    files = hub.repositories["org/large"].files()
+    oid = sha256(files["model-00001-of-00003.safetensors"])
+    call = ["fold", "org/large", "--no-verify", "--cache-dir", tmp_path / "all"]
+    (done,) = enjoyln(hub, home, [*call, "-o", tmp_path / "plain"])
+    assert done.status == 0, done.err
+
+    def cut(*later: int) -> None:
+        hub.requests.clear()
+        hub.faults.clear()
+        hub.fault("GET", oid)  # the header, as it is
+        hub.fault("GET", oid, cut=True)
+        for status in later:
+            hub.fault("GET", oid, status=status)
+
+    cut()
+    done = stream(hub, home, "org/large", tmp_path / "out")
+    assert done.status == 0, done.err
+    assert asked(hub, oid) == ["", f"bytes={10 << 20}-"]
+    assert weights(tmp_path / "out") == weights(tmp_path / "plain")
+
+    cut(404)
+    done = stream(hub, home, "org/large", tmp_path / "again")
+    assert "org/large" in done.error and not (tmp_path / "again").exists()
+    assert cached_weights(tmp_path / "again") == []
+    done = stream(hub, home, "org/large", tmp_path / "again")
+    assert done.status == 0, done.err
+    assert weights(tmp_path / "again") == weights(tmp_path / "plain")
+    assert cached_weights(tmp_path / "again") == []
+
+
+def test_a_run_that_failed_goes_on_with_the_files_that_are_missing(
+    hub: Hub, home: Path, plain: Path, tmp_path: Path
+) -> None:
+    files = hub.repositories["org/gpt2"].files()
+    first, *_, last = (sha256(files[name]) for name in sorted(files) if "-of-00003" in name)
+    hub.fault("GET", last)  # the header, as it is
+    hub.fault("GET", last, status=404)
+    done = stream(hub, home, "org/gpt2", tmp_path / "out")
+    assert "org/gpt2" in done.error and not (tmp_path / "out").exists()
+    hub.requests.clear()
+    done = stream(hub, home, "org/gpt2", tmp_path / "out", "--resume")
+    assert done.status == 0, done.err
+    assert asked(hub, first) == [] and asked(hub, last) == [""]
+    assert weights(tmp_path / "out") == weights(plain)
+    assert cached_weights(tmp_path / "out") == []
+
+
+def test_a_file_that_arrives_changed_is_refused(
+    hub: Hub, home: Path, plain: Path, tmp_path: Path
+) -> None:
+    data = hub.repositories["org/gpt2"].files()["model-00002-of-00003.safetensors"]
+    whole = f"storage/{sha256(data)}"
+    hub.fault("GET", whole)  # nothing, while the header is asked for
+    hub.fault("GET", whole, corrupt=True)
+    done = stream(hub, home, "org/gpt2", tmp_path / "out")
+    assert "did not arrive as the Hub has it" in done.error
+    assert not (tmp_path / "out").exists() and cached_weights(tmp_path / "out") == []
+    done = stream(hub, home, "org/gpt2", tmp_path / "out")
+    assert done.status == 0 and weights(tmp_path / "out") == weights(plain)
+
+
+def test_a_hub_that_serves_whole_files_only(hub: Hub, home: Path, tmp_path: Path) -> None:
+    hub.fault("GET", "storage/", status=200)
+    done = stream(hub, home, "org/gpt2", tmp_path / "out")
+    assert "leave --stream out" in done.error
+
+
+def test_vectors_from_other_files(hub: Hub, home: Path, tmp_path: Path) -> None:
+    """A norm's weight and bias go into linear layers of another file."""
+    done = stream(hub, home, "org/phi", tmp_path / "out", "--merge", "affine")
+    assert done.status == 0, done.err
+    call = ["fold", CHECKPOINTS / "phi", "-o", tmp_path / "plain", "--no-verify"]
+    (other,) = enjoyln(hub, home, [*call, "--merge", "affine"])
+    assert other.status == 0, other.err
+    found: dict[str, torch.Tensor] = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        found |= load_file(path)
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_head_that_is_stored_and_differs_is_not_tied(
+    hub: Hub, home: Path, tmp_path: Path
+) -> None:
+    """What tying rests on is read from the Hub, not believed."""
+    tensors = load_file(GPT2 / "model.safetensors")
+    head = tensors["transformer.wte.weight"].clone()
+    folded = {}
+    for name, more in (("same", 0.0), ("other", 0.5)):
+        config = json.loads((GPT2 / "config.json").read_text())
+        stored = dealt({**tensors, "lm_head.weight": head + more})
+        hub.add(f"org/{name}", {"config.json": json.dumps(config).encode(), **stored})
+        options = ["--stream", "--dry-run", "--json", "--cache-dir", tmp_path / "cache"]
+        (done,) = enjoyln(hub, home, ["fold", f"org/{name}", *options])
+        folded[name] = json.loads(done.out) if done.status == 0 else done.err
+    assert folded["same"]["centering_ops"] == 1
+    assert folded["other"] != folded["same"]
+
+
+def test_the_means_are_kept_and_bring_the_original_back(
+    hub: Hub, home: Path, tmp_path: Path
+) -> None:
+    done = stream(hub, home, "org/gpt2", tmp_path / "out", "--keep-means")
+    assert done.status == 0, done.err
+    (done,) = enjoyln(hub, home, ["unfold", tmp_path / "out", "-o", tmp_path / "back"])
+    assert done.status == 0, done.err
+    files = hub.repositories["org/gpt2"].files()
+    for path in (tmp_path / "back").glob("model-*"):
+        assert path.read_bytes() == files[path.name]
+
+
+def test_refusals(hub: Hub, home: Path, tmp_path: Path) -> None:
+    def refused(model: object, *options: object) -> Done:
+        call = ["fold", model, "-o", tmp_path / "out", "--stream", *options]
+        (done,) = enjoyln(hub, home, call)
+        assert not (tmp_path / "out").exists()
+        return done
+
+    assert "is a directory" in refused(GPT2).error
+    assert "a pickle" in refused("org/pickle").error
+    assert refused("org/gpt2", "--max-shard-size", "1MB").status == 2
+    assert refused("org/gpt2", "--push-to-hub", "me/x", "--yes").status == 2
+
+
+def test_a_message_names_no_password() -> None:
+    error = EnjoyLNError("http://me:secret@hub.example:80/x and https://token@y cannot be reached")
+    assert str(error) == "http://hub.example:80/x and https://y cannot be reached"
+    assert str(EnjoyLNError("me@mail.example, then a/b@main")) == "me@mail.example, then a/b@main"

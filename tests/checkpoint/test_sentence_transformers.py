@@ -1,0 +1,237 @@
+"""sentence-transformers pipelines: the transformer is folded, everything else comes along."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from live_models import CHECKPOINTS
+from safetensors.torch import save_file
+from transformers import AutoModel, BertConfig, DistilBertConfig
+
+from enjoyln_cli import analyze, fold, verify
+from enjoyln_cli.checkpoint.sentence_transformers import transformer_folder
+from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.cli.main import main
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.publish.push import standing_against
+
+WIDTH = 24
+TOKENIZER = CHECKPOINTS / "bert"
+MODULES = "sentence_transformers.models"
+CHANGED = {"config.json", "model.safetensors", "enjoyln_recipe.yaml", "enjoyln_verify.json"}
+
+
+def write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2))
+
+
+def transformer(folder: Path, kind: str, **settings: Any) -> None:
+    """A model with random weights, and the tokenizer of another."""
+    vocabulary = json.loads((TOKENIZER / "config.json").read_text())["vocab_size"]
+    sizes = {"vocab_size": vocabulary, "max_position_embeddings": 32, **settings}
+    if kind == "bert":
+        config: Any = BertConfig(
+            hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=3, intermediate_size=33,
+            **sizes,
+        )  # fmt: skip
+    else:
+        config = DistilBertConfig(dim=WIDTH, n_layers=2, n_heads=3, hidden_dim=33, **sizes)
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            start = 1.0 if parameter.dim() == 1 else 0.1
+            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TOKENIZER / name, folder / name)
+    write(folder / "sentence_bert_config.json", {"max_seq_length": 16, "do_lower_case": False})
+
+
+def pipeline(root: Path, kind: str, inside: str) -> Path:
+    """A transformer, mean pooling, a linear layer and a normalisation."""
+    listed = [inside, "1_Pooling", "2_Dense", "3_Normalize"]
+    names = ["Transformer", "Pooling", "Dense", "Normalize"]
+    write(
+        root / "modules.json",
+        [
+            {"idx": i, "name": str(i), "path": path, "type": f"{MODULES}.{name}"}
+            for i, (path, name) in enumerate(zip(listed, names, strict=True))
+        ],
+    )
+    write(
+        root / "config_sentence_transformers.json", {"prompts": {}, "similarity_fn_name": "cosine"}
+    )
+    transformer(root / inside, kind)
+    write(
+        root / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": WIDTH, "pooling_mode_mean_tokens": True},
+    )
+    dense = {
+        "in_features": WIDTH,
+        "out_features": 7,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    write(root / "2_Dense" / "config.json", dense)
+    weights = {"linear.weight": torch.randn(7, WIDTH), "linear.bias": torch.randn(7)}
+    save_file(weights, root / "2_Dense" / "model.safetensors")
+    (root / "README.md").write_text("A pipeline.")
+    return root
+
+
+KINDS = pytest.mark.parametrize(
+    ("kind", "inside", "norm"),
+    [
+        ("bert", "", "embeddings.LayerNorm"),
+        ("bert", "0_Transformer", "embeddings.LayerNorm"),
+        ("distilbert", "0_Transformer", "embeddings.LayerNorm"),
+    ],
+)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    found = (path for path in root.rglob("*") if path.is_file())
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+
+
+@KINDS
+def test_the_transformer_is_folded_and_the_rest_comes_along(
+    kind: str, inside: str, norm: str, tmp_path: Path
+) -> None:
+    source, out = pipeline(tmp_path / "source", kind, inside), tmp_path / "out"
+    result = fold(source, out)
+    assert [verdict.norm for verdict in result.plan.folded] == [norm]
+    assert result.verification is not None and result.verification.passed
+    before, after = files(source), files(out)
+    changed = {str(Path(inside, name)) for name in CHANGED} | {"README.md"}
+    assert set(after) == set(before) | changed
+    assert {name for name in before if before[name] != after[name]} <= changed
+    assert "enjoyln" in json.loads(after[str(Path(inside, "config.json"))])
+    assert verify(out).passed
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("2_Dense/model.safetensors", "2_Dense/model.safetensors has changed since"),
+        ("modules.py", "modules.py came after"),
+        ("README.md", ""),
+    ],
+)
+@pytest.mark.parametrize("inside", ["", "0_Transformer"])
+def test_a_verification_holds_for_the_whole_pipeline(
+    inside: str, name: str, words: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    fold(pipeline(tmp_path / "source", "bert", inside), out)
+    with (out / name).open("ab") as file:
+        file.write(b" ")
+    complaint = standing_against(open_source(str(out)))
+    assert words in complaint and bool(words) == bool(complaint)
+
+
+@KINDS
+def test_every_command_takes_the_whole_pipeline(
+    kind: str, inside: str, norm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline(tmp_path / "source", kind, inside)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["report", "source", "--format", "json"])
+    assert json.loads(done.output)["folded"] == 1, done.output
+    monkeypatch.chdir(tmp_path / "source")
+    done = CliRunner().invoke(main, ["fold", ".", "-o", "../out", "--json"])
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(main, ["verify", "../out"])
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(main, ["fold", "../out", "-o", "../again", "-q"])
+    assert (done.exit_code, done.output.count("\n")) == (1, 1)
+    assert "result of an earlier fold" in done.output
+    done = CliRunner().invoke(main, ["fold", ".", "-o", "new"])
+    assert done.exit_code == 1 and "lies inside the source" in done.output
+
+
+@KINDS
+def test_the_embeddings_are_the_same(kind: str, inside: str, norm: str, tmp_path: Path) -> None:
+    loaded = pytest.importorskip("sentence_transformers").SentenceTransformer
+    source, out = pipeline(tmp_path / "source", kind, inside), tmp_path / "out"
+    fold(source, out)
+    sentences = ["a short one", "another sentence, somewhat longer than the first", "x"]
+    settings = {"device": "cpu", "model_kwargs": {"dtype": torch.float64}}
+    expected, got = (
+        loaded(str(folder), **settings).double().encode(sentences, convert_to_tensor=True)
+        for folder in (source, out)
+    )
+    assert expected.shape == (3, 7) and (got - expected).abs().max() < 1e-6
+
+
+def test_hidden_states_that_a_pipeline_reads_are_outputs(tmp_path: Path) -> None:
+    """GPT-2's base model folds in its weights alone. Where the streams into both of its blocks are
+    read, only what the second block adds may change: behind a centring of its input its two norms
+    fold, and the last.
+    """
+    settings = {"model_type": "gpt2", "n_layer": 2, "n_embd": 24, "n_head": 3}
+    write(tmp_path / "config.json", settings)
+    plan = analyze(tmp_path, model_class="GPT2Model").plan
+    assert [v.status for v in plan.norms] == ["static"] * 5
+    read = {"config_args": {"output_hidden_states": True}}
+    write(tmp_path / "sentence_bert_config.json", read)
+    plan = analyze(tmp_path, model_class="GPT2Model").plan
+    assert [v.status for v in plan.norms] == ["kept"] * 2 + ["centred"] * 3
+    assert [(op.module, op.place) for op in plan.ops] == [("h.1", "input")]
+    assert all(writer.parameter.startswith("h.1.") for writer in plan.writers)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("../source", "which is no folder of"),
+        ("0_Transformer/../../source", "which is no folder of"),
+        ("/etc", "which is no folder of"),
+        ("C:/models", "which is no folder of"),
+        ("..\\source", "which is no folder of"),
+        ("link", "which is no folder of"),
+        ("a\nb", "names no path in"),
+        (7, "names no path in"),
+        (None, "names no path in"),
+        ("1_Other", "1_Other is missing in"),
+    ],
+)
+def test_a_path_that_leads_nowhere(path: Any, words: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    transformer(source / "0_Transformer", "bert")
+    (source / "link").symlink_to(tmp_path)
+    write(source / "modules.json", [{"idx": 0, "name": "0", "path": path, "type": "T"}])
+    done = CliRunner().invoke(main, ["fold", str(source), "-o", str(tmp_path / "out"), "-q"])
+    assert (done.exit_code, done.output.count("\n")) == (1, 1), done.output
+    assert words in done.output
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_later_module_that_leads_out_is_refused_too(tmp_path: Path) -> None:
+    listed = [{"path": "0_Transformer"}, {"path": "../1_Pooling"}]
+    write(tmp_path / "modules.json", listed)
+    (tmp_path / "0_Transformer").mkdir()
+    with pytest.raises(BadCheckpoint, match=r"\.\./1_Pooling"):
+        transformer_folder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[", "[" * 100_000, "{}", "[]", "null", '["0_Transformer"]'])
+def test_a_list_of_modules_that_is_damaged(text: str, tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(text)
+    with pytest.raises(BadCheckpoint, match=r"modules\.json.*fetch it again"):
+        transformer_folder(tmp_path)
+
+
+def test_a_pipeline_without_a_transformer(tmp_path: Path) -> None:
+    write(tmp_path / "modules.json", [{"path": "0_WordEmbeddings"}, {"path": "1_Pooling"}])
+    (tmp_path / "0_WordEmbeddings").mkdir()
+    with pytest.raises(UnsupportedModel, match=r"the first module of its modules\.json"):
+        analyze(tmp_path)

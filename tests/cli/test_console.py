@@ -1,0 +1,333 @@
+"""What is shown: rows as data, tables, trees and progress, on terminals of every kind."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+
+import pytest
+from live_models import ROOT
+from report_cases import CHECKED, ONLY_RMS, PLAN, REASON
+from rich.table import Table
+
+from enjoyln_cli import errors
+from enjoyln_cli.cli import console, progress
+from enjoyln_cli.proof.explain import Tree
+from enjoyln_cli.report import notes
+from enjoyln_cli.verification.verify import Verification
+
+
+def test_a_row_counts_what_the_plan_says() -> None:
+    found = notes.row("m", PLAN, paper=("h.0.ln", "h.1.ln", "h.2.ln"))
+    assert (found["norms"], found["folded_static"], found["folded"]) == (5, 1, 2)
+    assert (found["centering_ops"], found["writers"], found["parameters"]) == (1, 2, 42)
+    assert found["kept"][0] == {
+        "name": "h.2.ln",
+        "reason": REASON,
+        "culprit": "embed.ln",
+        "path": ["h.2", "embed.ln"],
+    }
+    assert found["paper"] == ["h.0.ln", "h.1.ln", "h.2.ln"]
+    assert "paper" not in notes.row("m", PLAN)
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["h.0.ln", "h.1.ln", "h.2.ln"], ["h.0-2.ln"]),
+        (["h.0.ln", "h.2.ln", "f"], ["h.0,2.ln", "f"]),
+        (["a.0.b.0", "a.0.b.1", "a.1.b.0", "a.1.b.1"], ["a.0-1.b.0-1"]),
+        (["a.0.b.0", "a.1.b.1"], ["a.*.b.*"]),
+        (["ln_1", "x.10.ln_1"], ["ln_1", "x.10.ln_1"]),
+        (["a.01.b", "scale by 0.05"], ["a.01.b", "scale by 0.05"]),
+        (["a.01.b", "a.02.b"], ["a.01.b", "a.02.b"]),
+        (["scale by 0.05", "scale by 0.06"], ["scale by 0.05", "scale by 0.06"]),
+        (["eps 1.5e-05", "eps 2.5e-05"], ["eps 1.5e-05", "eps 2.5e-05"]),
+        (["h.0.ln_1", "h.0.ln_2", "h.1.ln_1", "h.1.ln_2"], ["h.0-1.ln_1-2"]),
+        (
+            ["sum of h.1.a, 2 times (h.1)", "sum of h.2.a, 2 times (h.2)"],
+            ["sum of h.*.a, 2 times (h.*)"],
+        ),
+        ([], []),
+    ],
+)
+def test_names_that_differ_in_numbers_are_one(names: list[str], shown: list[str]) -> None:
+    assert notes.compact(names) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (1.234e-16, "1.2e-16"),
+        (0.0, "0"),
+        (None, "-"),
+        (1.0333, "1.03"),
+        (0.001, "0.001"),
+        (1234.4, "1234"),
+        (5e12, "5.0e+12"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_numbers_are_readable(value: float | None, shown: str) -> None:
+    assert notes.number(value) == shown
+
+
+def test_sizes_are_decimal() -> None:
+    assert [errors.size(n) for n in (0, 999, 1500, 4_300_000_000, 7e12)] == [
+        "0 B",
+        "999 B",
+        "1.5 kB",
+        "4.3 GB",
+        "7.0 TB",
+    ]
+
+
+def test_notes_name_ops_reasons_and_culprits() -> None:
+    text = "\n".join(notes.notes(notes.row("m", PLAN)))
+    assert "subtract the mean from the result of wte: it is tied to the head" in text
+    assert f"2 stay LayerNorm: {REASON}\n    h.2-3.ln" in text
+    assert "because of embed.ln" in text
+    assert "LayerNorm is used in calls with inputs_embeds" in text
+
+
+def test_a_model_without_layernorm_says_why() -> None:
+    assert notes.notes(notes.row("LLaMA", ONLY_RMS)) == [
+        "LLaMA: 33 norms are RMSNorm already, no LayerNorm to convert"
+    ]
+    bare = replace(ONLY_RMS, other_norms=())
+    assert notes.notes(notes.row("vgg", bare)) == ["vgg: no LayerNorm in this model"]
+
+
+def test_csv_can_be_read_back() -> None:
+    text = notes.as_csv([notes.row("m", PLAN), notes.row("LLaMA", ONLY_RMS)])
+    lines = list(csv.DictReader(io.StringIO(text)))
+    assert [line["model"] for line in lines] == ["m", "LLaMA"]
+    assert (lines[0]["LayerNorms"], lines[0]["become RMSNorm"], lines[0]["stay"]) == ("5", "2", "3")
+    assert lines[0]["why they stay"] == f"2 x {REASON}; 1 x gelu | tanh"
+    assert lines[1]["why they stay"] == "RMSNorm already"
+
+
+def test_markdown_has_as_many_columns_in_every_line() -> None:
+    lines = notes.as_markdown([notes.row("m", PLAN, paper=())]).splitlines()
+    bars = [line.replace("\\|", "").count("|") for line in lines]
+    assert len(lines) == 3 and len(set(bars)) == 1
+
+
+def test_json_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+    both = [notes.row("m", PLAN), notes.row("LLaMA", ONLY_RMS)]
+    console.write_rows(both, "json")
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == both
+
+
+def test_the_table_shows_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    console.write_rows([notes.row("m", PLAN, ("h.0.ln",)), notes.row("LLaMA", ONLY_RMS)], "table")
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("│ m "))
+    assert [cell.strip() for cell in line.strip("│").split("│")] == [
+        *("m", "5", "2", "1", "3", "1")
+    ]
+    assert "LLaMA: 33 norms are RMSNorm already" in out
+    assert "never used to convert" in out
+
+
+def test_without_layernorms_there_is_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
+    console.write_rows([notes.row("LLaMA", ONLY_RMS)], "table")
+    assert capsys.readouterr().out == (
+        "LLaMA: 33 norms are RMSNorm already, no LayerNorm to convert\n"
+    )
+
+
+def test_a_tree_keeps_its_shape_and_its_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    leaf = Tree("w[0]: centred [red]in the weights[/red]", True)
+    console.write_tree(Tree("h.0.ln folds", True, (leaf, Tree("embed: opaque", False))))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in lines] == [
+        "h.0.ln folds",
+        "├── w[0]: centred [red]in the weights[/red]",
+        "└── embed: opaque",
+    ]
+
+
+def test_a_verification_shows_each_error_beside_the_originals(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console.write_verification(CHECKED)
+    out = capsys.readouterr().out
+    for text in ("1.2e-16", "2.5e-08", "3.1e-07", "3.0e-07", "1.03", "12.5001", "512 tokens"):
+        assert text in out
+    assert "largest relative input mean: 2.0e-08 (h.0.ln)" in out
+    assert out.splitlines()[-1] == CHECKED.summary
+
+
+def test_a_failed_verification_says_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    console.write_verification(replace(CHECKED, passed=False, failures=("wte is not centred",)))
+    assert "wte is not centred" in capsys.readouterr().out
+
+
+def test_a_verification_of_the_first_blocks_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    console.write_verification(replace(CHECKED, blocks_checked=2, kl=None, top1_agreement=None))
+    shown = capsys.readouterr().out
+    assert "first 2 blocks only" in shown
+    assert replace(CHECKED, blocks_checked=2).to_json()["blocks_checked"] == 2
+
+
+def test_progress_is_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.watching(quiet=True) as watch:
+        watch.event("stage", "opening")
+        watch.event("warning", "the recipe differs")
+        watch.progress(1, 2)
+    assert capsys.readouterr() == ("", "")
+    assert watch.warnings == ["the recipe differs"]
+
+
+def test_progress_in_a_pipe_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.watching(quiet=False) as watch:
+        watch.event("stage", "opening")
+        watch.event("warning", "the recipe differs")
+        watch.progress(0, 2_000_000)
+        watch.progress(1, 2_000_000)
+        watch.progress(2_000_000, 2_000_000)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and "\x1b" not in err
+    assert lines[:2] == ["opening", "warning: the recipe differs"]
+    assert len(lines) == 3 and lines[2].startswith("2.0 MB of 2.0 MB, ")
+    assert lines[2].endswith("/s")
+
+
+def test_what_an_earlier_run_has_written_is_no_speed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 100.0, 110.0, 120.0])
+    monkeypatch.setattr("enjoyln_cli.cli.progress.time.monotonic", lambda: next(clock))
+    with progress.watching(quiet=False) as watch:
+        for done in (0, 900_000_000, 950_000_000, 1_000_000_000):
+            watch.progress(done, 1_000_000_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "950.0 MB of 1.0 GB, 5.0 MB/s, 10 s left",
+        "1.0 GB of 1.0 GB, 5.0 MB/s",
+    ]
+
+
+SHOW = """
+from report_cases import CHECKED, ONLY_RMS, PLAN
+from enjoyln_cli import progress, report, rows
+from enjoyln_cli.proof.explain import Tree
+report.write_rows([rows.row("a/long/model/名前", PLAN, ()), rows.row("LLaMA", ONLY_RMS)], "table")
+report.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
+report.write_verification(CHECKED)
+with progress.watching(quiet=False) as watch:
+    watch.event("stage", "écrire")
+    watch.progress(0, 10)
+    watch.progress(10, 10)
+"""
+
+
+def shown(**environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-c", SHOW],
+        env={**os.environ, **environment},
+        cwd=ROOT / "tests" / "support",
+        capture_output=True,
+        check=True,
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_any_encoding_does(encoding: str) -> None:
+    done = shown(PYTHONIOENCODING=encoding, PYTHONUTF8="0")
+    assert b"h.2-3.ln" in done.stdout
+    assert done.stdout.decode(encoding)
+
+
+def on_a_terminal(width: int, **environment: str) -> str:
+    """What a terminal of ``width`` columns receives."""
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "COLUMNS": str(width), "TERM": "xterm-256color", **environment}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SHOW],
+        env=env,
+        cwd=ROOT / "tests" / "support",
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    received = b""
+    while True:
+        try:
+            block = os.read(ours, 65536)
+        except OSError:  # the terminal's other end is closed
+            break
+        if not block:
+            break
+        received += block
+    os.close(ours)
+    assert process.wait() == 0
+    return received.decode()
+
+
+@pytest.mark.parametrize("width", [20, 80])
+def test_terminals_of_any_width_do(width: int) -> None:
+    text = on_a_terminal(width)
+    assert "\x1b[" in text and "LLaMA" in text
+
+
+@pytest.mark.parametrize(("width", "lines"), [(1, True), (20, True), (79, False), (200, False)])
+def test_nothing_of_a_table_is_lost(
+    width: int, lines: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("enjoyln_cli.cli.streams.PIPED_WIDTH", width)
+    table = Table("model", "LNs", "in weights", "")
+    table.add_row("an/owner/and/a/name", "1,234", "1,200", "most of them")
+    table.add_row("gpt2", "25", "", "[red]")
+    console._show(table)
+    text = capsys.readouterr().out
+    assert (text.splitlines()[0] == "model an/owner/and/a/name") is lines
+    for word in ("1,234", "1,200", "in weights", "25", "most of them", "gpt2", "[red]"):
+        assert word in text
+
+
+def test_no_color_is_respected() -> None:
+    text = on_a_terminal(80, NO_COLOR="1")
+    assert "\x1b[32m" not in text and "\x1b[31m" not in text
+
+
+PAGE = ROOT / "docs" / "formats.md"
+
+
+def test_every_key_of_a_plan_is_documented() -> None:
+    found = notes.row("m", PLAN, paper=(), options={"untie": PLAN})
+    page = set(re.findall(r"`(\w+)`", PAGE.read_text(encoding="utf-8")))
+    inner = [*found["verdicts"], *found["norms_that_stay"], *found["subtractions"]]
+    inner += [*found["centred_tensors"], found["options"]["untie"]]
+    named = set(found).union(*inner)
+    assert {"in_weights_alone", "verdict", "status", "culprit", "place", "shape"} <= named
+    assert named <= page
+
+
+def test_every_key_of_a_verification_is_documented() -> None:
+    page = set(re.findall(r"`(\w+)`", PAGE.read_text(encoding="utf-8")))
+    assert {field.name for field in fields(Verification)} <= page
+
+
+def test_old_keys_have_the_values_of_the_new_ones() -> None:
+    found = notes.row("m", PLAN)
+    pairs = [("folded_static", "in_weights_alone"), ("kept", "norms_that_stay")]
+    pairs += [("ops", "subtractions"), ("centred", "centred_tensors")]
+    assert all(found[old] == found[new] for old, new in pairs)
+    words = {(one["status"], one["verdict"]) for one in found["verdicts"]}
+    assert words == {
+        ("static", "in_weights_alone"),
+        ("centred", "with_added_subtraction"),
+        ("kept", "stays_layernorm"),
+    }
+    assert [one["ops"] for one in found["verdicts"]] == [list(v.ops) for v in PLAN.norms]

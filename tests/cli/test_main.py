@@ -1,0 +1,454 @@
+"""The command as a user meets it: output, exit statuses, errors of one line, nothing left over."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from commands import CHECKPOINTS, GPT2, enjoyln, good, refused, running
+
+import enjoyln_cli
+from enjoyln_cli.cli.main import explain, main
+from enjoyln_cli.errors import EnjoyLNError
+
+BERT = str(CHECKPOINTS / "bert")
+
+
+@pytest.fixture(autouse=True)
+def no_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ENJOYLN_DEBUG", raising=False)
+
+
+@pytest.fixture(scope="module")
+def folded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2 folded once, verified; with what the command said beside it."""
+    out = tmp_path_factory.mktemp("cli") / "gpt2-folded"
+    result = CliRunner().invoke(main, ["fold", GPT2, "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    (out.parent / "stdout").write_text(result.stdout)
+    (out.parent / "stderr").write_text(result.stderr)
+    return out
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig
+
+    out = tmp_path_factory.mktemp("cli") / "llama"
+    LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    ).save_pretrained(out)
+    return out
+
+
+# Help, usage.
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["report"], ["fold"], ["unfold"], ["verify"], ["bench"], ["push"]]
+)
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_is_everywhere(arguments: list[str], flag: str) -> None:
+    assert good(*arguments, flag).startswith("Usage: ")
+
+
+def test_version() -> None:
+    assert good("--version").strip() == f"enjoyln, version {enjoyln_cli.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["fodl", GPT2], "fold"),
+        (["fold", GPT2, "-o", "x", "--dryrun"], "--dry-run"),
+        (["report", GPT2, "--formt", "json"], "--format"),
+        (["fold", GPT2, "-o", "x", "--dtype", "int8"], "bfloat16"),
+        (["fold", GPT2, "-o", "x", "--max-shard-size", "huge"], "5GB"),
+        (["fold", GPT2, "-o", "x", "--max-shard-size", "0"], "5GB"),
+        (["fold", GPT2, "-o", "x", "--max-shard-size", "9" * 400], "5GB"),
+        (["fold", GPT2, "-o", "x", "--max-shard-size", "9" * 20], "5GB"),
+        (["verify", "x", "--max-memory", "1" + "0" * 300 + "TB"], "5GB"),
+        (["fold", GPT2, "-o", "x", "--jobs", "0"], "--jobs"),
+        (["fold", GPT2], "--out"),
+        (["fold", GPT2, "-o", "x", "--keep-means", "--dtype", "float16"], "--dtype"),
+        (["unfold", GPT2], "--out"),
+        (["report"], "MODEL"),
+        (["report", GPT2, "--model-type", "gpt2"], "--model-type"),
+        (["report", GPT2, BERT, "--why", "x"], "--why"),
+        (["verify"], "OUT"),
+        (["push", "out"], "REPO_ID"),
+        (["verify", "x", "--text", __file__, "--image", __file__], "--text and --image"),
+        (["report", GPT2, "--save", "p.svg", "--write-recipe", "r.yaml"], "combined with --save"),
+        (["report", GPT2, "--why", "x", "--write-recipe", "r.yaml"], "combined with --why"),
+        (["report", GPT2, "--why", "x", "--format", "json"], "combined with --format"),
+        (["fold", GPT2, "-o", "x", "--private"], "--private needs --push-to-hub"),
+        (["fold", GPT2, "-o", "x", "--no-private"], "--no-private needs --push-to-hub"),
+        (["fold", GPT2, "-o", "x", "--create-pr"], "--create-pr needs --push-to-hub"),
+        (["fold", GPT2, "-o", "x", "--commit-message", "m"], "needs --push-to-hub"),
+        (["fold", GPT2, "-o", "x", "--push-to-hub", "me/x", "--no-verify"], "drop --no-verify"),
+    ],
+)
+def test_usage_errors_exit_with_2_and_a_hint(arguments: list[str], hint: str) -> None:
+    assert hint in " ".join(refused(*arguments, status=2).split())
+
+
+def test_options_that_look_like_these_and_go_together(tmp_path: Path) -> None:
+    """``--yes`` may stand in a script that pushes one time and not the other."""
+    assert "nothing was written" in good("fold", GPT2, "--dry-run", "--yes")
+    assert "ln_f" in good("report", GPT2, "--why", "transformer.ln_f", "--format", "table")
+    norm, picture = "transformer.ln_f", tmp_path / "p.svg"
+    assert str(picture) in good("report", GPT2, "--why", norm, "--save", picture).replace("\n", "")
+
+
+# Report.
+
+
+def test_report_as_json_has_one_object_per_model(llama: Path) -> None:
+    lines = good("report", GPT2, llama, "--format", "json", "--paper").splitlines()
+    gpt2, other = (json.loads(line) for line in lines)
+    assert (gpt2["model"], gpt2["model_class"]) == (GPT2, "GPT2LMHeadModel")
+    assert gpt2["norms"] == gpt2["folded"] == len(gpt2["paper"]) == 7
+    assert (gpt2["folded_static"], gpt2["centering_ops"], gpt2["kept"]) == (0, 1, [])
+    assert other["norms"] == 0 and sum(other["rms_norms"].values()) == 5
+
+
+def test_report_names_what_forbids(tmp_path: Path) -> None:
+    """From a config alone: BERT with its tied head keeps every norm."""
+    shutil.copy(CHECKPOINTS / "bert" / "config.json", tmp_path)
+    found = json.loads(good("report", tmp_path, "--format", "json"))
+    assert found["folded"] == 0 and len(found["kept"]) == found["norms"] > 0
+    assert all(kept["reason"] and kept["culprit"] for kept in found["kept"])
+
+
+def test_report_can_be_narrowed_to_a_class() -> None:
+    """Without the head the embedding can be centred, so no operation is needed."""
+    text = good("report", GPT2, "--model-class", "GPT2Model", "--format", "csv")
+    (found,) = csv.DictReader(io.StringIO(text))
+    added = found["of these with an added mean subtraction"]
+    assert (found["LayerNorms"], found["become RMSNorm"], added, found["stay"]) == tuple("7700")
+
+
+def test_report_of_a_type_needs_no_files() -> None:
+    assert "gpt2 (GPT2" in good(
+        "report", "--model-type", "gpt2", "--model-class", "GPT2LMHeadModel"
+    )
+
+
+def test_report_suggests_a_type() -> None:
+    assert "gpt2" in refused("report", "--model-type", "gtp2")
+
+
+def test_report_of_an_rmsnorm_model_says_so(llama: Path) -> None:
+    assert good("report", llama) == (
+        f"{llama}: 5 norms are RMSNorm already, no LayerNorm to convert\n"
+    )
+
+
+def test_report_goes_on_after_a_model_that_fails(llama: Path, tmp_path: Path) -> None:
+    result = enjoyln("report", tmp_path / "nowhere", llama)
+    assert result.exit_code == 1
+    assert "RMSNorm already" in result.stdout
+    assert result.stderr.startswith("error: ") and result.stderr.count("nowhere") == 1
+
+
+def test_why_draws_a_tree_down_to_the_weights() -> None:
+    out = good("report", GPT2, "--why", "transformer.h.0.ln_1")
+    assert out.startswith("transformer.h.0.ln_1 becomes RMSNorm")
+    assert "transformer.wpe.weight" in out and "transformer.wte" in out
+
+
+def test_why_suggests_a_norm() -> None:
+    assert "transformer.h.0.ln_1" in refused("report", GPT2, "--why", "h.0.ln_1")
+
+
+def test_a_recipe_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    """Before the model is looked at."""
+    line = refused("report", "no/model", "--write-recipe", tmp_path / "no" / "r.yaml")
+    assert f"r.yaml cannot be written: {tmp_path / 'no'} is not a directory" in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    assert "No space left" in refused("report", GPT2, "--write-recipe", "/dev/full")
+
+
+# Fold.
+
+
+def test_fold_says_what_it_did_and_what_comes_next(folded: Path) -> None:
+    out = (folded.parent / "stdout").read_text()
+    assert out.startswith("converted 7 of 7 LayerNorms, using 1 added mean subtraction; ")
+    assert re.search(
+        r"\nwrote 1.6 MB to \S+ in \d+\.\d s, checked on 16 inputs in \d+\.\d s\n", out
+    )
+    same = r"same outputs up to float32 rounding \(error \d\.\d\d x the original's own\)"
+    assert re.search(rf"\nverified: {same}\n", out)
+    assert out.splitlines()[-1] == f"next: enjoyln verify {folded}"
+    news = (folded.parent / "stderr").read_text().splitlines()
+    assert news[0] == f"opening {GPT2}" and "verifying" in news
+    assert any(" of " in line and "/s" in line for line in news)
+
+
+def test_fold_leaves_a_whole_checkpoint(folded: Path) -> None:
+    names = {path.name for path in folded.iterdir()}
+    assert names == {path.name for path in Path(GPT2).iterdir()} | {
+        "enjoyln_recipe.yaml",
+        "enjoyln_verify.json",
+        "README.md",
+    }
+    assert json.loads((folded / "config.json").read_text())["enjoyln"]["version"] == 4
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    out = good("fold", GPT2, "-o", tmp_path / "out", "--dry-run", "--dtype", "bfloat16")
+    assert "would convert 7 of 7" in out and "nothing was written" in out
+    assert "transformer.wpe.weight" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_needs_no_output_and_tells_the_size() -> None:
+    full = json.loads(good("fold", GPT2, "--dry-run", "--json"))
+    half = json.loads(good("fold", GPT2, "--dry-run", "--json", "--dtype", "float16"))
+    assert full["dry_run"] is True
+    assert half["bytes_written"] * 2 == full["bytes_written"]
+
+
+def test_json_is_one_object_and_nothing_else(tmp_path: Path) -> None:
+    result = enjoyln("fold", GPT2, "-o", tmp_path / "out", "--json")
+    assert result.exit_code == 0 and result.stderr == ""
+    found = json.loads(result.stdout)
+    assert found["out"] == str(tmp_path / "out") and found["folded"] == 7
+    assert found["bytes_written"] > 0 and found["seconds"] > 0
+    assert found["verification"]["passed"] is True
+
+
+def test_a_fold_for_one_class_warns_about_the_class_that_was_saved(tmp_path: Path) -> None:
+    narrow = good("fold", BERT, "-o", tmp_path / "out", "--model-class", "BertModel", "--json")
+    (warning,) = json.loads(narrow)["warnings"]
+    assert "proven for BertModel" in warning and "BertForMaskedLM" in warning
+    assert json.loads(good("fold", GPT2, "--dry-run", "--json"))["warnings"] == []
+
+
+def test_quiet_says_nothing(tmp_path: Path) -> None:
+    result = enjoyln("fold", GPT2, "-o", tmp_path / "out", "--quiet", "--no-verify")
+    assert (result.exit_code, result.output) == (0, "")
+    assert not (tmp_path / "out" / "enjoyln_verify.json").exists()
+
+
+def test_an_existing_output_is_kept_without_force(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("text")
+    assert "--force" in refused("fold", GPT2, "-o", out)
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    assert "finding" not in refused("fold", GPT2, "-o", out), "refused before the work, not after"
+    good("fold", GPT2, "-o", out, "--force", "--no-verify")
+    assert not (out / "mine").exists() and (out / "model.safetensors").exists()
+
+
+def test_an_output_inside_the_source_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(GPT2, source)
+    refused("fold", source, "-o", source / "out")
+    assert not (source / "out").exists()
+
+
+def test_a_folded_checkpoint_is_not_folded_again(folded: Path, tmp_path: Path) -> None:
+    assert "earlier fold" in refused("fold", folded, "-o", tmp_path / "out")
+
+
+def test_nothing_to_fold_gives_reasons_and_the_next_step(tmp_path: Path, llama: Path) -> None:
+    line = refused("fold", BERT, "-o", tmp_path / "out", "--model-class", "BertForMaskedLM")
+    assert "not zero-mean" in line and "enjoyln report" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_of_one_fold_repeats_it(folded: Path, tmp_path: Path) -> None:
+    recipe = folded / "enjoyln_recipe.yaml"
+    good("fold", GPT2, "-o", tmp_path / "out", "--recipe", recipe, "--no-verify", "--quiet")
+    for name in ("model.safetensors", "config.json", "enjoyln_recipe.yaml"):
+        assert (tmp_path / "out" / name).read_bytes() == (folded / name).read_bytes()
+
+
+def test_a_written_recipe_can_be_followed(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    good("report", GPT2, "--write-recipe", recipe)
+    good("fold", GPT2, "-o", tmp_path / "out", "--recipe", recipe, "--dry-run")
+
+
+def test_a_recipe_of_another_family_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    good("report", BERT, "--write-recipe", recipe, "--model-class", "BertModel")
+    assert "bert" in refused("fold", GPT2, "-o", tmp_path / "out", "--recipe", recipe)
+    assert not (tmp_path / "out").exists()
+
+
+# Verify.
+
+
+def test_verify_passes_on_what_fold_wrote(folded: Path) -> None:
+    found = json.loads(good("verify", folded, "--json"))
+    assert found["passed"] is True and found["identity_error"] <= 1e-12
+    for key in ("storage_error", "runtime_error", "original_error", "ratio", "kl"):
+        assert found[key] is not None
+    assert found["top1_agreement"] == 1.0 and found["stock_error"] > 0
+    assert len(found["norm_input_mean"]) == 7
+
+
+def test_verify_shows_a_table(folded: Path) -> None:
+    out = good("verify", folded, "--compute-dtype", "bfloat16", "--against", GPT2)
+    assert "identity error" in out and "in bfloat16" in out
+
+
+def test_verify_of_the_first_blocks_says_so(folded: Path) -> None:
+    out = good("verify", folded, "--layers", "2")
+    assert "first 2 blocks only" in " ".join(out.split())
+    stored = json.loads((folded / "enjoyln_verify.json").read_text())
+    assert stored["blocks_checked"] == 2 and "first 2 blocks only" in stored["summary"]
+    assert "no more than 90 blocks" in refused("verify", folded, "--layers", "90")
+
+
+def test_verify_with_the_weights_on_the_disk(folded: Path) -> None:
+    found, other = (
+        json.loads(good("verify", folded, "--device-map", where, "--json"))
+        for where in ("disk", "cpu")
+    )
+    assert found == other
+    refused("verify", folded, "--max-memory", "much", status=2)
+    assert "pass --max-memory" in refused("verify", folded, "--max-memory", "1MB")
+
+
+def test_verify_fails_on_a_writer_that_moved(folded: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    out = tmp_path / "out"
+    shutil.copytree(folded, out)
+    tensors = load_file(out / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("h.1.mlp.c_proj.bias"))
+    tensors[name] += 0.5 * torch.ones_like(tensors[name])
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    result = enjoyln("verify", out, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["passed"] is False
+
+
+def test_a_quiet_check_tells_of_a_failure_alone(folded: Path) -> None:
+    passed = enjoyln("verify", folded, "--quiet")
+    assert (passed.exit_code, passed.output) == (0, "")
+    failed = enjoyln("verify", folded, "--quiet", "--max-ratio", "0.01")
+    assert (failed.exit_code, failed.stdout) == (1, "")
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("error: not verified: too far from the exact function")
+    good("verify", folded)  # as the others find it
+
+
+def test_verify_refuses_what_was_not_folded() -> None:
+    assert "enjoyln" in refused("verify", GPT2)
+
+
+# Errors.
+
+
+def test_errors_are_one_line_however_they_are_raised() -> None:
+    assert explain(EnjoyLNError("what is wrong")) == "what is wrong"
+    assert explain(PermissionError(13, "Permission denied", "/x")) == "Permission denied: /x"
+    assert "ENJOYLN_DEBUG=1" in explain(KeyError("x"))
+
+
+def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ENJOYLN_DEBUG", "1")
+    result = enjoyln("report", tmp_path / "nowhere")
+    assert isinstance(result.exception, EnjoyLNError)
+
+
+def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    assert "nowhere" in refused("fold", tmp_path / "nowhere", "-o", tmp_path / "out")
+
+
+def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    process = running("fold", GPT2, "-o", tmp_path / "out")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("finding"):
+            process.send_signal(signal.SIGINT)
+            break
+    _, rest = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert rest == "error: interrupted; nothing half-written was left behind\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def closed_pipe() -> Iterator[int]:
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
+
+
+def test_a_closed_pipe_is_silent(closed_pipe: int, llama: Path) -> None:
+    for arguments in (["--help"], ["report", str(llama)]):
+        process = subprocess.run(
+            [sys.executable, "-m", "enjoyln_cli", *arguments],
+            stdout=closed_pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr == ""
+
+
+# Library.
+
+
+def test_the_library_takes_a_live_module() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    found = enjoyln_cli.analyze(model, torch.zeros(2, 5)).plan
+    assert [v.status for v in found.norms] == ["static"]
+    assert {w.parameter for w in found.writers} == {"0.weight", "0.bias"}
+
+
+def test_the_library_takes_a_config_and_a_path() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(GPT2)
+    one = enjoyln_cli.analyze(config, model_class="GPT2Model").plan
+    assert one == enjoyln_cli.analyze(GPT2, model_class="GPT2Model").plan
+
+
+def test_example_inputs_without_a_module_are_refused() -> None:
+    with pytest.raises(EnjoyLNError, match="example inputs"):
+        enjoyln_cli.analyze(GPT2, torch.zeros(1))
+
+
+def test_the_library_warns_and_reports_progress(tmp_path: Path) -> None:
+    news: list[tuple[str, str]] = []
+    done: list[tuple[int, int]] = []
+    result = enjoyln_cli.fold(
+        GPT2,
+        tmp_path / "out",
+        verify=False,
+        on_event=lambda level, text: news.append((level, text)),
+        on_progress=lambda now, total: done.append((now, total)),
+    )
+    assert result.out == tmp_path / "out" and len(result.plan.folded) == 7
+    assert [level for level, _ in news] == ["stage"] * 3
+    assert done[0][0] == 0 and done[-1][0] == done[-1][1] > 0
+    assert enjoyln_cli.load_recipe(result.out / "enjoyln_recipe.yaml").model_type == "gpt2"

@@ -1,0 +1,507 @@
+"""Every value that leaves a call counts as an output, in whatever way Python carries it away."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections import deque, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from folding_live import VOCAB, D, fold_in_place, ids, randomised
+from torch import nn
+
+from enjoyln_cli.analysis.analyze import analyze_module
+from enjoyln_cli.errors import TraceFailed
+
+OUTSIDE: list[Any] = []
+Pair = namedtuple("Pair", "ids values")
+
+
+@dataclass(slots=True)
+class Slotted:
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
+class BySlots:
+    __slots__ = ("hidden", "logits")
+
+    def __init__(self, logits: torch.Tensor, hidden: torch.Tensor) -> None:
+        self.logits, self.hidden = logits, hidden
+
+
+class Leaving(nn.Module):
+    """The norm folds by centring the embedding, if nobody else gets to see that."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.emb, self.norm = nn.Embedding(VOCAB, D), nn.LayerNorm(D)
+        self.how, self.last, self.number = how, None, None
+        self.box: Any = {"deep": [None]}
+        self.register_buffer("memory", torch.zeros(1, 1, D))
+        self.found: Any = None
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        h = self.emb(tokens)
+        y = self.norm(h)
+        match self.how:
+            case "dataclass with slots":
+                return Slotted(y, h)
+            case "class with slots":
+                return BySlots(y, h)
+            case "attribute":
+                self.last = h
+            case "view of it on an attribute":
+                self.last = h[:, :1].transpose(0, 1)
+            case "nested container":
+                self.box["deep"][0] = (h,)
+            case "attribute of the norm":
+                self.norm.saved = h  # type: ignore[assignment]
+            case "buffer":
+                self.memory = h.mean((0, 1), keepdim=True)
+            case "written buffer":
+                self.memory.copy_(h.mean((0, 1), keepdim=True))
+            case "list outside":
+                OUTSIDE[:] = [h]
+            case "closure":
+                self.found = lambda: h
+            case "partial":
+                self.found = functools.partial(torch.mul, h)
+            case "generator":
+                self.found = (row for row in h)
+            case "deque":
+                self.found = deque([h], maxlen=1)
+            case "number":
+                self.number = h.mean().item()
+            case "returned number":
+                return y, h.sum().item()
+            case "given tensor":
+                tokens.copy_(tokens * 0 + (h.sum(-1) > 0))
+        return y
+
+    def forget(self) -> None:
+        self.last, self.found, self.number = None, None, None
+        OUTSIDE.clear()
+
+    def seen(self) -> list[Any]:
+        found = [self.last, self.box, getattr(self.norm, "saved", None), self.memory, *OUTSIDE]
+        if self.how == "closure":
+            found.append(self.found())
+        if self.how == "partial":
+            found.append(self.found(2.0))
+        if self.how == "generator":
+            found.append(next(self.found))
+        if self.how == "deque":
+            found.append(list(self.found))
+        if self.how == "number":
+            found.append(torch.tensor(self.number).double())
+        return found
+
+
+WAYS = [
+    "dataclass with slots", "class with slots", "attribute", "view of it on an attribute",
+    "nested container", "attribute of the norm", "buffer", "written buffer", "list outside",
+    "closure", "partial", "generator", "deque", "number", "returned number",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_value_that_leaves_is_seen(how: str) -> None:
+    found = fold_in_place(randomised(Leaving(how)), ids())
+    assert found.error < 1e-12 and not found.folded
+
+
+def test_a_value_is_seen_where_no_garbage_is_looked_for() -> None:
+    """A server may ``gc.freeze`` what it has loaded, so that nobody finds what that refers to."""
+    OUTSIDE[:] = [[]]
+    gc.freeze()
+    try:
+        found = fold_in_place(randomised(Leaving("list outside")), ids())
+    finally:
+        gc.unfreeze()
+    assert found.error < 1e-12 and not found.folded
+
+
+def test_without_it_the_norm_folds() -> None:
+    found = fold_in_place(randomised(Leaving("")), ids())
+    assert found.error < 1e-12 and found.folded == {"norm"}
+
+
+@pytest.mark.parametrize("how", ["attribute", "nested container", "buffer"])
+def test_an_analysis_leaves_nothing_on_the_model(how: str) -> None:
+    model: Any = randomised(Leaving(how))
+    memory = model.memory
+    analyze_module(model, ids())
+    assert model.last is None and model.box == {"deep": [None]} and model.memory is memory
+    assert "forward" not in vars(model.emb) and not model.emb._forward_pre_hooks
+
+
+def test_a_hook_that_collects_outputs_sees_them() -> None:
+    model: Any = randomised(Leaving(""))
+    collected: list[torch.Tensor] = []
+    model.emb.register_forward_hook(lambda module, args, output: collected.append(output))
+    plan = analyze_module(model, ids()).plan
+    assert not plan.folded and "returns it" in plan.kept[0].culprit
+
+
+class Fused(nn.Module):
+    """A norm over the queries of a fused projection, whose keys are returned: a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.norm = nn.Linear(D, 3 * D), nn.LayerNorm(D)
+        self.emb = nn.Embedding(VOCAB, D)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        q, k, v = self.qkv(self.emb(tokens)).chunk(3, -1)
+        return self.norm(q) * v, k.unflatten(-1, (2, -1)).transpose(1, 2)
+
+
+def test_what_lives_on_in_a_view_alone_is_not_seen() -> None:
+    found = fold_in_place(randomised(Fused()), ids())
+    assert found.error < 1e-12 and found.folded == {"norm"}
+
+
+class Remembering(nn.Module):
+    """What one call keeps, the next one adds before the norm."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.emb, self.norm, self.where = nn.Embedding(VOCAB, D), nn.LayerNorm(D), where
+        self.last: Any = None
+        self.calls = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.emb(tokens)
+        before = OUTSIDE[0] if self.where == "outside" and OUTSIDE else self.last
+        if before is not None:
+            h = h + before
+        if self.where == "outside":
+            OUTSIDE[:] = [h.mean((0, 1)).tanh()]
+        elif self.where == "inside":
+            self.last = h.mean((0, 1)).tanh()
+        elif self.where == "counted":
+            self.calls += 1
+            h = h + (self.calls > 3) * self.emb(tokens).tanh()
+        return self.norm(h)
+
+    def forget(self) -> None:
+        self.last, self.calls = None, 0
+        OUTSIDE.clear()
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "counted"])
+def test_what_a_call_keeps_for_the_next_one_is_followed_into_it(where: str) -> None:
+    model: Any = randomised(Remembering(where))
+    model.forget()
+    others = [(ids(2, 5, seed),) for seed in range(3, 9)]
+    found = fold_in_place(model, ids(), others=others)
+    assert found.error < 1e-12 and not found.folded
+    assert not found.refused or "each call changes calls" in found.said
+
+
+class LeafOf(nn.Module):
+    """A leaf that looks up ids, and returns them in one way or another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight, self.how = nn.Parameter(torch.zeros(VOCAB, D)), how
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        h = torch.nn.functional.embedding(tokens, self.weight)
+        match self.how:
+            case "tensor":
+                return h
+            case "tuple":
+                return h, tokens
+            case "second":
+                return tokens, h
+            case "after None":
+                return None, h
+            case "list":
+                return [h]
+            case "dict":
+                return {"h": h}
+            case "named tuple":
+                return Pair(tokens, h)
+            case "other first":
+                return h.tanh(), h
+            case "kept, not returned":
+                OUTSIDE[:] = [h]
+                return tokens
+            case "kept and returned":
+                OUTSIDE[:] = [h]
+                return h.clone()
+            case "attribute":
+                self.kept = h
+                return h
+        return None
+
+
+class Tied(nn.Module):
+    """The embedding is the head, too: the norms fold by an operation on its value, or not."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.leaf, self.how = LeafOf(how), how
+        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: Any = self.leaf(tokens)
+        match self.how:
+            case "tensor":
+                h = found
+            case "tuple" | "list":
+                h = found[0]
+            case "second" | "after None" | "named tuple" | "other first":
+                h = found[1]
+            case "dict":
+                h = found["h"]
+            case "attribute":
+                h = self.leaf.kept
+            case _:
+                h = OUTSIDE.pop()
+        y = sum(norm(h) for norm in self.norms)
+        return y @ self.leaf.weight.T
+
+    def forget(self) -> None:
+        OUTSIDE.clear()
+
+
+@pytest.mark.parametrize(
+    ("how", "folds"),
+    [
+        ("tensor", True), ("tuple", True), ("second", False), ("after None", False),
+        ("list", False), ("dict", False), ("named tuple", False), ("other first", False),
+        ("kept, not returned", False), ("kept and returned", False), ("attribute", False),
+    ],
+)  # fmt: skip
+def test_an_operation_acts_on_the_value_that_was_proven(how: str, folds: bool) -> None:
+    found = fold_in_place(randomised(Tied(how)), ids())
+    assert found.error < 1e-12 and bool(found.folded) == folds
+
+
+class Block(nn.Module):
+    """Reads its input in a norm; ``first`` says how it takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        values = [*args, *kwargs.values()]
+        x = next(v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
+        return self.linear(self.norm(x))
+
+
+class Named(Block):
+    def forward(self, x: Any, other: Any = None) -> torch.Tensor:  # type: ignore[override]
+        value = other if other is not None else x
+        return self.linear(self.norm(value[0] if isinstance(value, tuple) else value))
+
+
+class Blocks(nn.Module):
+    """Two blocks on a value that no parameter alone writes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        kind = Named if how.startswith(("keyword", "second", "tuple", "mixed")) else Block
+        self.emb, self.how = nn.Embedding(VOCAB, D), how
+        self.blocks = nn.ModuleList(kind() for _ in range(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens).tanh()
+        (block,) = self.blocks
+        match self.how:
+            case "position":
+                return block(x)
+            case "keyword":
+                return block(x=x)
+            case "second by keyword":
+                return block(tokens, other=x)
+            case "tuple":
+                return block((x, x))
+            case "mixed":
+                return block(x) + block((x,))
+            case "any keyword":
+                return block(y=x)
+        return block(tokens, x)
+
+
+class Several(Blocks):
+    """As ``Blocks``, with norms enough behind one input to pay for an operation."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        (block,) = self.blocks
+        block.norm = Fan()  # type: ignore[assignment]
+
+
+class Fan(nn.Module):
+    """Three norms of one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((norm(x) for norm in self.norms), torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["position", "keyword", "second by keyword", "tuple", "mixed", "any keyword", "args"],
+)
+def test_the_first_input_of_a_block_is_the_one_that_the_call_takes(how: str) -> None:
+    found = fold_in_place(randomised(Several(how)), ids())
+    assert found.error < 1e-12
+    expected = how in ("position", "keyword")
+    assert bool(found.folded) == expected
+
+
+class Direct(nn.Module):
+    """A leaf that is called, and whose ``forward`` is called beside that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(VOCAB, D)
+        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.emb(tokens)
+        direct = self.emb.forward(tokens.flip(-1))
+        return sum(norm(h) for norm in self.norms) * direct.mean() @ self.emb.weight.T
+
+
+def test_a_forward_that_is_called_directly_is_a_call_of_the_place() -> None:
+    found = fold_in_place(randomised(Direct()), ids())
+    assert found.error < 1e-12 and not found.folded
+
+
+class OwnNorm(nn.Module):
+    """LayerNorm in a class of its own, which may do more than return it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(D)), nn.Parameter(torch.zeros(D))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(-1, keepdim=True)
+        if self.how == "writes its input":
+            x -= mean
+            x += self.weight
+            x -= self.weight
+            centred = x
+        else:
+            centred = x - mean
+        normed = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        if self.how == "keeps a value":
+            self.__dict__["kept"] = normed.abs().amax()
+        if self.how == "adds to a list":
+            OUTSIDE[:] = [normed]
+        return normed * self.weight + self.bias
+
+
+class WithOwnNorm(nn.Module):
+    def __init__(self, how: str, dynamic: bool) -> None:
+        super().__init__()
+        self.emb, self.norm, self.dynamic = nn.Embedding(VOCAB, D), OwnNorm(how), dynamic
+        self.linear, self.how = nn.Linear(D, D), how
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.dynamic:
+            tokens = tokens[:, : int((tokens >= 0).sum(-1).max())]
+        x = self.emb(tokens)
+        y = self.linear(self.norm(x))
+        return y + x if self.how == "writes its input" else y
+
+    def seen(self) -> list[Any]:
+        return [vars(self.norm).get("kept"), *OUTSIDE]
+
+    def forget(self) -> None:
+        self.norm.__dict__.pop("kept", None)
+        OUTSIDE.clear()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("how", ["writes its input", "keeps a value", "adds to a list"])
+def test_a_norm_that_does_more_than_return_is_not_swapped(how: str, dynamic: bool) -> None:
+    found = fold_in_place(randomised(WithOwnNorm(how, dynamic)), ids())
+    assert found.error < 1e-12 and not found.folded
+    plain = fold_in_place(randomised(WithOwnNorm("", dynamic)), ids())
+    assert plain.error < 1e-12 and plain.folded == {"norm"}
+
+
+class Casting(nn.Module):
+    """Casts its weight, which changes nothing, and keeps a cast that does."""
+
+    def __init__(self, keep: bool) -> None:
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.zeros(VOCAB, D)), nn.LayerNorm(D)
+        self.keep, self.copy = keep, None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to(torch.float64)
+        if self.keep:
+            self.copy = weight.to(torch.float32).to(torch.float64)
+        return self.norm(nn.functional.embedding(tokens, weight))
+
+    def seen(self) -> Any:
+        return [self.copy]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_weight_that_is_cast_leaves_only_as_what_it_becomes(keep: bool) -> None:
+    found = fold_in_place(randomised(Casting(keep)), ids())
+    assert found.error < 1e-12 and bool(found.folded) != keep
+
+
+class Own(torch.Tensor):
+    """A class whose objects lie in the memory of the tensor that they are made of."""
+
+
+OTHER_OBJECTS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "returned": lambda model, h: h.as_subclass(Own),
+    "returned when it is computed": lambda model, h: (h * 1).as_subclass(Own),
+    "made by hand": lambda model, h: torch.Tensor._make_subclass(torch.Tensor, h).mean(-1),
+    "kept as a parameter": lambda model, h: setattr(model, "kept", nn.Parameter(h)),
+}
+
+
+class OtherObject(nn.Module):
+    """Recorded, since values choose its tokens: a stream that leaves as another object."""
+
+    def __init__(self, leave: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        self.leave = leave
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.embed(x[x[:, 0] > -1e9])
+        left = self.leave(self, h)
+        return self.head(self.norm(h)), left
+
+
+def folds(leave: Callable[[nn.Module, torch.Tensor], Any]) -> bool:
+    """Whether the norm does; a recorded run may be refused, or only tell nothing."""
+    try:
+        plan = analyze_module(OtherObject(leave).eval(), torch.randn(2, 5)).plan
+    except TraceFailed:
+        return False
+    return bool(plan.folded)
+
+
+@pytest.mark.parametrize("how", OTHER_OBJECTS)
+def test_a_value_does_not_leave_unseen_as_another_object(how: str) -> None:
+    assert not folds(OTHER_OBJECTS[how])
+
+
+def test_another_object_over_other_memory_is_no_such_value() -> None:
+    constant = torch.randn(8)
+    assert folds(lambda model, h: None)
+    assert folds(lambda model, h: nn.Parameter(constant).mean().item())

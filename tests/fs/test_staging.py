@@ -1,0 +1,281 @@
+"""The output directory is there as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from enjoyln_cli.errors import OutputError
+from enjoyln_cli.fs.staging import check_file, staged_output
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def contents(path: Path) -> dict[str, str]:
+    return {
+        found.relative_to(path).as_posix(): found.read_text()
+        for found in path.rglob("*")
+        if found.is_file()
+    }
+
+
+def names(path: Path) -> list[str]:
+    return sorted(os.listdir(path))
+
+
+def test_appears_at_the_end_and_not_before(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+    with staged_output(out, source=source, force=False) as staged:
+        (staged / "inner").mkdir()
+        (staged / "inner" / "a.txt").write_text("a")
+        (staged / "b.txt").write_text("b")
+        assert not out.exists()
+        assert staged.parent.parent == out.parent
+    assert contents(out) == {"inner/a.txt": "a", "b.txt": "b"}
+    assert names(tmp_path) == ["out", "source"]
+
+
+def test_has_the_permissions_of_any_new_directory(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with staged_output(tmp_path / "out", source=source, force=False):
+        pass
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit, OSError])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_failure_leaves_everything_as_it_was(
+    tmp_path: Path, source: Path, failure: type[BaseException], force: bool
+) -> None:
+    out = tmp_path / "out"
+    if force:
+        out.mkdir()
+        (out / "old.txt").write_text("old")
+    before = contents(tmp_path)
+    with pytest.raises(failure), staged_output(out, source=source, force=force) as staged:
+        (staged / "half.txt").write_text("half")
+        raise failure
+    assert contents(tmp_path) == before
+    assert out.exists() == force
+
+
+def test_force_replaces_a_directory(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+    (out / "inner").mkdir(parents=True)
+    (out / "inner" / "old.txt").write_text("old")
+    with staged_output(out, source=source, force=True) as staged:
+        (staged / "new.txt").write_text("new")
+        assert contents(out) == {"inner/old.txt": "old"}
+    assert contents(out) == {"new.txt": "new"}
+    assert names(tmp_path) == ["out", "source"]
+
+
+def test_force_replaces_a_file_and_a_link_but_not_what_it_leads_to(
+    tmp_path: Path, source: Path
+) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "a.txt").write_text("a")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    (tmp_path / "file").write_text("old")
+    for name in ("link", "file"):
+        with staged_output(tmp_path / name, source=source, force=True) as staged:
+            (staged / "new.txt").write_text("new")
+        assert contents(tmp_path / name) == {"new.txt": "new"}
+    assert contents(tmp_path / "kept") == {"a.txt": "a"}
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link"])
+def test_an_existing_place_needs_force(tmp_path: Path, source: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    if kind == "directory":
+        out.mkdir()
+    elif kind == "file":
+        out.write_text("old")
+    else:
+        out.symlink_to(tmp_path / "nowhere")
+    refuses(out, source, "exists; .*--force", force=False)
+
+
+def test_a_place_taken_in_the_meantime_is_left_alone(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+    with (
+        pytest.raises(OutputError, match="appeared in the meantime"),
+        staged_output(out, source=source, force=False),
+    ):
+        out.mkdir()
+    assert names(tmp_path) == ["out", "source"]
+
+
+def test_source_and_output_stay_apart(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "alias").symlink_to(source)
+    for force in (False, True):
+        refuses(source, source, "is the source itself", force)
+        refuses(tmp_path / "alias", source, "is the source itself", force)
+        refuses(tmp_path / "x" / ".." / "source", source, "is the source itself", force)
+        refuses(source / "out", source, "lies inside the source", force)
+        refuses(tmp_path / "alias" / "out", source, "lies inside the source", force)
+        refuses(tmp_path, source, "holds the source", force)
+
+
+def test_force_spares_the_working_directory(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "deep")
+    refuses(tmp_path / "here", source, "holds the working directory", force=True)
+
+
+def test_the_parent_has_to_be_a_directory(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refuses(tmp_path / "file" / "out", source, "is not a directory", force=False)
+    refuses(tmp_path / "file" / "no" / "out", source, "is not a directory", force=False)
+
+
+def test_missing_parents_are_made_and_are_gone_after_a_failure(
+    tmp_path: Path, source: Path
+) -> None:
+    out = tmp_path / "a" / "b" / "out"
+    with (
+        pytest.raises(ValueError, match="stopped"),
+        staged_output(out, source=source, force=False),
+    ):
+        raise ValueError("stopped")
+    assert names(tmp_path) == ["source"]
+    with staged_output(out, source=source, force=False) as staged:
+        (staged / "file").write_text("whole")
+    assert (out / "file").read_text() == "whole" and names(out.parent) == ["out"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_parent_that_cannot_be_written_to(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    refuses(tmp_path / "closed" / "out", source, "cannot be written to", force=False)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a place that is read-only")
+def test_a_file_system_that_cannot_be_written_to(source: Path) -> None:
+    refuses(Path("/proc/self/out"), source, "cannot be written to", force=False)
+
+
+def refuses(out: Path, source: Path, words: str, force: bool) -> None:
+    before = names(source), names(source.parent)
+    with (
+        pytest.raises(OutputError, match=words) as caught,
+        staged_output(out, source=source, force=force),
+    ):
+        pytest.fail("the block must not run")
+    assert "\n" not in str(caught.value)
+    assert (names(source), names(source.parent)) == before
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from enjoyln_cli.errors import OutputError
+from enjoyln_cli.fs.staging import check_file, staged_output
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+root = Path(sys.argv[1])
+try:
+    with staged_output(root / "out", source=root / "source", force=False) as staged:
+        (staged / "large").write_bytes(bytes(1 << 17))
+except OutputError as error:
+    print(error)
+"""
+
+
+def test_a_parent_that_goes_away_ends_the_run(tmp_path: Path, source: Path) -> None:
+    parent = tmp_path / "parent"
+    parent.mkdir()
+
+    def gone(*_: object, **__: object) -> Path:
+        shutil.rmtree(parent)
+        parent.write_text("a file in its place")
+        return parent / "out"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("enjoyln_cli.fs.staging.check_place", gone)
+        with (
+            pytest.raises(OutputError, match="parent cannot be written to"),
+            staged_output(parent / "out", source=source, force=False),
+        ):
+            pass
+    assert parent.is_file()
+
+
+def test_a_write_that_the_system_refuses(tmp_path: Path, source: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"cannot write {tmp_path / 'out'}: ")
+    assert names(tmp_path) == ["source"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
+def test_a_full_disk(tmp_path: Path, source: Path) -> None:
+    with (
+        pytest.raises(OutputError, match="the disk is full; free some space"),
+        staged_output(tmp_path / "out", source=source, force=False) as staged,
+    ):
+        (staged / "half.txt").write_text("half")
+        Path("/dev/full").write_bytes(b"more")
+    assert names(tmp_path) == ["source"]
+
+
+# Single files.
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("folder", "it is a directory"),
+        ("none/new", "none is not a directory"),
+        ("file/new", "file is not a directory"),
+        ("file", "it is read-only"),
+        ("folder/new", "folder does not allow new files"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_found_before(
+    name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    if name in ("file", "folder/new"):
+        check_file(tmp_path / name)
+        monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # not for root
+    with pytest.raises(OutputError, match=f"{name} cannot be written: .*{why}$"):
+        check_file(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+PART = """
+import resource, signal, sys
+from pathlib import Path
+from enjoyln_cli.errors import OutputError
+from enjoyln_cli.fs.staging import write_file
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+try:
+    write_file(Path(sys.argv[1]), bytes(1 << 17))
+except OutputError as error:
+    print(error)
+"""
+
+
+def test_a_new_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    """As where the disk is full in the middle."""
+    command = [sys.executable, "-c", PART, str(tmp_path / "picture.png")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{tmp_path / 'picture.png'} cannot be written: File too large\n"
+    assert names(tmp_path) == []

@@ -1,0 +1,161 @@
+"""A recorded run keeps the order of reads and writes: what is written later is read as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from folding_live import VOCAB, D, fold_in_place, ids, randomised
+from torch import nn
+
+from enjoyln_cli.analysis.analyze import analyze_module
+
+SEEN: list[torch.Tensor] = []
+
+
+class Recorded(nn.Module):
+    """Its shapes depend on values of its input, so that it is recorded and not exported."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.emb, self.norm, self.how = nn.Embedding(VOCAB, D), nn.LayerNorm(D), how
+        self.gain = nn.Parameter(torch.zeros(D))
+        self.table = nn.Parameter(torch.zeros(VOCAB, D))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = int((tokens >= 0).sum(-1).max())
+        x = self.emb(tokens[:, :length])
+        return self.norm(getattr(self, self.how)(x, tokens))
+
+    def nothing(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def residual(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        y = F.embedding(tokens, self.table)
+        y += x
+        return y
+
+    def ids_before(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        cleaned = tokens.clone()
+        cleaned[cleaned == 3] = 0
+        return x + F.embedding(cleaned, self.table)
+
+    def between(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x = x.tanh()
+        mean = x.mean(-1, keepdim=True)
+        x.mul_(self.gain)
+        return x - mean
+
+    def between_by_view(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x = x.tanh()
+        mean = x.mean(-1, keepdim=True)
+        x[..., 0].fill_(3.0)
+        return x - mean
+
+    def between_by_another_view(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        whole = x.tanh()
+        x, other = whole.view(-1, D), whole.flatten()
+        mean = x.mean(-1, keepdim=True)
+        other[::2] = 1.0
+        return (x - mean).view_as(whole)
+
+    def between_by_out(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x = x.tanh()
+        mean = x.mean(-1, keepdim=True)
+        torch.mul(x, self.gain, out=x)
+        return x - mean
+
+    def written_mean(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x = x.tanh()
+        mean = x.mean(-1, keepdim=True)
+        mean[:, 0] += 1.0
+        return torch.cat([x, x], -1)[..., :D] - mean + x.detach() * self.gain
+
+    def index(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        places = (tokens % 2).unsqueeze(-1).repeat(1, 1, D)
+        places[..., 0] = 2
+        return x.gather(1, places)
+
+    def index_by_view(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        places = (tokens % 2).unsqueeze(-1).repeat(1, 1, D)
+        some = places.view(-1, D)[:, 2:5]
+        some.add_(1)
+        return x.gather(1, places)
+
+    def mask(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        places = (tokens > 4).unsqueeze(-1).repeat(1, 1, D)
+        places[..., 1:3] = True
+        return x.masked_scatter(places, self.table[:, None].expand(-1, 9, -1).reshape(-1, 1, D))
+
+    def parameter(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.emb.weight[2].fill_(0.3)
+        return x
+
+    def kept(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.norm(x)
+        SEEN[:] = [x]
+        x.mul_(self.gain)
+        return x
+
+    def through_a_list(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        parts = list(x.unbind(1))
+        y = x + F.embedding(tokens, self.table)
+        parts[1].mul_(self.gain)
+        return x + y
+
+    def forget(self) -> None:
+        SEEN.clear()
+
+
+FOLDING = ["nothing", "residual", "ids_before"]
+WRITING = [
+    "between", "between_by_view", "between_by_another_view", "between_by_out", "written_mean",
+    "index", "index_by_view", "mask", "parameter", "kept", "through_a_list",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", FOLDING)
+def test_writes_that_decide_nothing_do_not_disturb(how: str) -> None:
+    model = randomised(Recorded(how))
+    assert analyze_module(model, ids()).plan.by_example
+    found = fold_in_place(model, ids())
+    assert found.folded == {"norm"} and found.error < 1e-12
+
+
+@pytest.mark.parametrize("how", WRITING)
+def test_a_value_that_is_written_is_not_taken_for_what_it_was(how: str) -> None:
+    model = randomised(Recorded(how))
+    with torch.no_grad():
+        model(ids())  # what it writes once and for all is there
+    found = fold_in_place(model, ids())
+    assert found.error < 1e-12 and not found.folded
+
+
+class TwoNames(nn.Module):
+    """One memory under two parameters, written under one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm = nn.Embedding(VOCAB, D), nn.LayerNorm(D)
+        self.other = nn.Parameter(torch.zeros(VOCAB, D))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = int((tokens >= 0).sum(-1).max())
+        self.other[1:4, :3] = 0.7
+        return self.norm(self.emb(tokens[:, :length]))
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_parameter_that_is_written_under_another_name(dynamic: bool) -> None:
+    model: Any = randomised(TwoNames() if dynamic else Static())
+    model.other.data = model.emb.weight.data
+    found = fold_in_place(model, ids())
+    assert found.error < 1e-12 and not found.folded
+
+
+class Static(TwoNames):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.other[1:4, :3] = 0.7
+        return self.norm(self.emb(tokens))

@@ -1,0 +1,196 @@
+"""Compiling on first use: once, side by side, with a reason where it cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from live_models import ROOT
+from torch._subclasses import FakeTensorMode
+
+from enjoyln_cli.kernels import build, native
+
+USE = """
+import json, torch
+from enjoyln_cli import kernels
+x = torch.randn(3, 32)
+x = x - x.mean(-1, keepdim=True)
+y = kernels.rms_norm(x, None, None, 1e-5)
+assert torch.allclose(y, torch.nn.functional.layer_norm(x, (32,)), atol=1e-5)
+status = kernels.native.status("cpu")
+print(json.dumps([status.active, status.what, str(status.path)]))
+"""
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+
+
+def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    given = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-c", USE]
+    return subprocess.Popen(
+        command, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def answer(process: subprocess.Popen[str]) -> Any:
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return json.loads(output)
+
+
+@needs_compiler
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    found = [answer(p) for p in [start(tmp_path) for _ in range(3)]]
+    path = tmp_path / "enjoyln" / build.cpu().name
+    assert all(active and got == str(path) for active, _, got in found)
+    assert sorted(p.suffix for p in path.parent.iterdir()) == [".lock", ".so"]
+    before = path.stat().st_mtime_ns
+    assert answer(start(tmp_path))[0]
+    assert path.stat().st_mtime_ns == before
+    assert path.stat().st_size <= 250_000
+
+
+@needs_compiler
+def test_the_name_changes_with_sources_and_flags(tmp_path: Path, monkeypatch: Any) -> None:
+    before = build.cpu().name
+    assert build.cpu().name == before
+    shutil.copytree(build.SOURCES, tmp_path / "csrc")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
+    assert build.cpu().name == before
+    with open(tmp_path / "csrc" / "call.h", "a") as file:
+        file.write("\n")
+    assert build.cpu().name != before
+    assert build.cuda().name != build.cuda(("90",)).name
+
+
+@needs_compiler
+def test_what_is_loaded_is_checked_also_where_a_graph_is_captured() -> None:
+    wrong = SimpleNamespace(run=lambda name, x, *_: (x, x) if "add" in name else x)
+    assert native.has("cpu")
+    with FakeTensorMode():
+        native._check(native.entry, "cpu")
+        with pytest.raises(build.NoLibrary, match="is wrong for torch.float32, d = 1"):
+            native._check(wrong, "cpu")
+    with pytest.raises(build.NoLibrary, match="the kernels for cpu do not run"):
+        native._check(native.Missing(), "cpu")
+
+
+def test_without_a_compiler_it_computes_and_says_why(tmp_path: Path) -> None:
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    active, what, _ = answer(start(tmp_path, PATH=str(empty), CXX=""))
+    assert not active and "C++ compiler (g++ or clang++) is not on PATH" in what
+
+
+def test_it_can_be_switched_off(tmp_path: Path) -> None:
+    active, what, _ = answer(start(tmp_path, ENJOYLN_KERNELS="0"))
+    assert not active and "ENJOYLN_KERNELS=0" in what
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("not a directory")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    active, _, path = answer(start(tmp_path / "cache", TMPDIR=str(temporary)))
+    assert active and Path(path).parent == temporary / f"enjoyln-{os.getuid()}"
+    (tmp_path / "file").write_text("")
+    # no temporary directory either: TMPDIR is ignored by Python where it is not writable
+    folders = [tmp_path / "file" / "a", tmp_path / "file" / "b"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(build.NoLibrary, match="cannot"):
+        patch.setattr(build, "cache_folders", lambda: folders)
+        build.library(build.cpu())
+
+
+def test_a_directory_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> None:
+    assert build.trusted(tmp_path)
+    tmp_path.chmod(0o777)
+    assert not build.trusted(tmp_path)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(build.NoLibrary, match="other users"):
+        patch.setattr(build, "cache_folders", lambda: [tmp_path])
+        build.library(build.cpu())
+
+
+@needs_compiler
+def test_a_failure_to_compile_is_told_and_remembered(tmp_path: Path, monkeypatch: Any) -> None:
+    shutil.copytree(build.SOURCES, tmp_path / "csrc")
+    (tmp_path / "csrc" / "call.h").write_text("#error this is broken\n")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(build.NoLibrary, match="this is broken"):
+            build.library(build.cpu())
+    shutil.copy(ROOT / "enjoyln_cli/kernels/csrc/call.h", tmp_path / "csrc" / "call.h")
+    broken = tmp_path / "enjoyln" / build.cpu().name
+    broken.with_suffix(".failed").write_text("an earlier reason")
+    with pytest.raises(build.NoLibrary, match="an earlier reason"):
+        build.library(build.cpu())
+    assert build.library(build.cpu(), retry=True) == broken
+    assert not broken.with_suffix(".failed").exists()
+
+
+def test_a_library_that_a_wheel_brought_is_taken(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setattr(build, "cache_folders", list)
+    with pytest.raises(build.NoLibrary):
+        build.library(build.cpu())
+    (tmp_path / build.cpu().name).write_bytes(b"")
+    assert build.library(build.cpu()) == tmp_path / build.cpu().name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_the_cuda_kernels_compile(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(build, "cache_folders", lambda: [tmp_path / "cache"])
+    path = build.library(build.cuda(("90",)))
+    assert b"enjoyln_launch" in path.read_bytes()
+    start = time.monotonic()
+    assert build.library(build.cuda(("90",))) == path
+    assert time.monotonic() - start < 5  # it was not compiled again
+
+
+def wheel(tmp_path: Path, **environment: str) -> Path:
+    """A wheel of a copy of the sources, built without a network and without torch."""
+    copy = tmp_path / "source"
+    copy.mkdir()
+    for name in ("enjoyln_cli", "recipes"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    command = "from setuptools.build_meta import build_wheel; build_wheel('.')"
+    given = {**os.environ, "CUDA_HOME": "/nowhere", "PATH": "/usr/bin:/bin", **environment}
+    subprocess.run(
+        [sys.executable, "-c", command], cwd=copy, env=given, check=True, capture_output=True
+    )
+    return next(copy.glob("*.whl"))
+
+
+def test_a_wheel_is_pure_and_brings_the_sources(tmp_path: Path) -> None:
+    made = wheel(tmp_path)
+    assert made.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(made).namelist()
+    sources = {f"enjoyln_cli/kernels/csrc/{path.name}" for path in build.SOURCES.iterdir()}
+    assert sources <= set(names) and "enjoyln_cli/kernels/dispatch.json" in names
+    assert not any(name.endswith(".so") for name in names)
+
+
+@pytest.mark.skipif(not Path("/usr/bin/g++").exists(), reason="needs g++")
+def test_a_wheel_can_bring_the_library(tmp_path: Path) -> None:
+    made = wheel(tmp_path, ENJOYLN_PREBUILT="1")
+    assert "-py3-none-linux" in made.name or "-py3-none-macos" in made.name
+    libraries = [n for n in zipfile.ZipFile(made).namelist() if n.endswith(".so")]
+    assert libraries == [f"enjoyln_cli/kernels/lib/{build.cpu().name}"]
+
+
+def test_a_wheel_is_made_without_a_compiler(tmp_path: Path) -> None:
+    made = wheel(tmp_path, ENJOYLN_PREBUILT="1", PATH="/nowhere", CXX="")
+    assert not any(name.endswith(".so") for name in zipfile.ZipFile(made).namelist())

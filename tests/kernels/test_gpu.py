@@ -1,0 +1,153 @@
+"""What needs a GPU: the kernels, with every form, dtype and way of reading a row, and timing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import DTYPES, FORMS, NORMS, arguments, close, exact, op, results
+from live_models import CHECKPOINTS
+
+from enjoyln_cli import fold, kernels
+from enjoyln_cli.benchmark.baselines import MODES, recorded
+from enjoyln_cli.benchmark.bench import Asked, bench
+from enjoyln_cli.benchmark.timing import WARM_UP, Task
+from enjoyln_cli.benchmark.workload import PHASES
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.kernels import native
+
+WIDTHS = (1, 7, 32, 129, 768, 1000, 1024, 1025, 4096, 8192, 8200, 20001, 65536)
+"""Short and long rows, with and without packs of 16 bytes, kept in registers and read twice."""
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def active() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENJOYLN_KERNELS", "unmeasured")
+        status = native.status("cuda", retry=True)
+        assert status.active, status.what
+        yield
+
+
+def on_gpu(args: tuple) -> tuple:
+    return tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in args)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_form_is_right(norm: str, form: str, dtype: torch.dtype) -> None:
+    for width in WIDTHS:
+        args = on_gpu(arguments(form, dtype, 5, width))
+        y, total = exact(norm, form, *args)
+        again = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+        found, kept = results(form, args, op(form.format(norm))(*args))
+        assert close(found, y), width
+        assert kept is None or torch.equal(kept, total), width
+        repeated, _ = results(form, again, op(form.format(norm))(*again))
+        assert torch.equal(found, repeated), width
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["add_{}", "sum_{}"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_results_over_the_input(norm: str, form: str, dtype: torch.dtype) -> None:
+    for width in WIDTHS:
+        x, residual, *rest = on_gpu(arguments(form, dtype, 5, width))
+        before = residual.clone()
+        expected, total = exact(norm, form, x, residual, *rest)
+        with torch.no_grad():
+            y = getattr(kernels, f"{form.format(norm)}_over")(x, residual, *rest)
+        assert y is x and close(y, expected), width
+        assert torch.equal(residual, total if form == "add_{}" else before), width
+
+
+def test_a_captured_graph_replays_on_new_values() -> None:
+    x, weight, bias, eps = on_gpu(arguments("{}", torch.float16, 64, 768))
+    x -= x.mean(-1, keepdim=True)
+    kernels.rms_norm(x, weight, bias, eps)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = kernels.rms_norm(x, weight, bias, eps)
+    x.mul_(-2)
+    graph.replay()
+    assert close(y, exact("rms_norm", "{}", x, weight, bias, eps)[0])
+
+
+def test_the_current_stream_is_used() -> None:
+    stream = torch.cuda.Stream()
+    x, weight, bias, eps = on_gpu(arguments("{}", torch.float32, 4096, 1024))
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for _ in range(20):  # each waits for the one before only on the same stream
+            x = kernels.rms_norm(x - x.mean(-1, keepdim=True), weight, bias, eps)
+    stream.synchronize()
+    assert x.isfinite().all()
+    centred = x - x.mean(-1, keepdim=True)
+    y = kernels.rms_norm(centred, weight, bias, eps)
+    assert close(y, exact("rms_norm", "{}", centred, weight, bias, eps)[0])
+
+
+def test_a_folded_module_finds_the_kernels_by_itself() -> None:
+    code = """
+import torch
+from enjoyln_cli.kernels import native
+from enjoyln_cli.runtime.install import RMSNorm
+norm, x = RMSNorm(768).cuda().eval(), torch.ones(2, 768, device="cuda")
+with torch.no_grad():
+    y = norm(x)  # ones are what LayerNorm would make zeros
+assert y.mean() > 0.9, y
+assert native.status("cuda").active
+"""
+    environment = {**os.environ, "ENJOYLN_KERNELS": "unmeasured"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_what_is_recorded_begins_anew_each_time() -> None:
+    """A replay prepares the same values again, reads new inputs, and runs no Python."""
+    source, factor = torch.randn(3, 5, device="cuda"), torch.ones((), device="cuda")
+    results: list[torch.Tensor] = []
+
+    def run(held: list[torch.Tensor]) -> None:
+        for _ in range(2):
+            held[0] = torch.cat([held[0], held[0] * factor])
+        results.append(held[0].mul_(2))
+
+    with torch.no_grad():
+        task = recorded(Task(run, lambda: [source.clone()], 2), torch.device("cuda"))
+    assert task.steps == 2
+    before = len(results)
+    for _ in range(2):
+        factor.add_(1)
+        task.run(task.prepare())
+    expected = torch.cat([source, source * 3])
+    assert torch.equal(results[-1], 2 * torch.cat([expected, expected * 3]))
+    assert len(results) == before
+
+
+def test_every_mode_measures_both_phases(tmp_path: Path) -> None:
+    fold(CHECKPOINTS / "gpt2", tmp_path / "out", model_class="GPT2LMHeadModel")
+    asked = Asked(((2, 12),), modes=MODES, repeats=3)
+    found = bench(tmp_path / "out", asked=asked, device="cuda")
+    assert {(row.mode, row.phase) for row in found.rows} == set(product(MODES, PHASES))
+    assert all(size > 0 for row in found.rows for size in (row.peak_bytes or {}).values())
+    assert found.left_out == ()
+
+
+def test_what_cannot_be_recorded_is_refused_and_others_still_can() -> None:
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(UnsupportedModel, match="cannot be recorded: "):
+        recorded(Task(lambda _: x.sum().item()), torch.device("cuda"))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    recorded(Task(lambda _: x.add_(1)), torch.device("cuda")).run(None)
+    assert x.tolist() == [1 + WARM_UP + 1] * 4, "warmed up, recorded and replayed"

@@ -1,0 +1,102 @@
+"""Tensors that are not what their memory says: a folded norm computes what LayerNorm would."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from live_models import moved
+from torch import Tensor, nn
+
+from enjoyln_cli import kernels
+from enjoyln_cli.runtime.install import install
+
+D = 16
+
+
+def rows(*shape: int) -> Tensor:
+    """With zero mean."""
+    x = torch.randn(*shape, D, generator=torch.Generator().manual_seed(2))
+    return x - x.mean(-1, keepdim=True)
+
+
+def nested(**how: Any) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        return torch.nested.nested_tensor([rows(2), rows(3) * 2], **how)
+
+
+def off_by_a_word(dtype: torch.dtype) -> Tensor:
+    return torch.cat([torch.zeros(1), rows(3, 4).flatten()]).to(dtype)[1:].view(3, 4, D)
+
+
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "negated": lambda: torch._neg_view(rows(3, 4)),
+    "part of a conjugate": lambda: torch.complex(rows(3), 2 * rows(3)).conj().imag,
+    "part of a complex one": lambda: torch.complex(rows(3), 2 * rows(3)).real,
+    "expanded": lambda: rows(1, 1).expand(3, 4, D),
+    "transposed": lambda: rows(4, 3).transpose(0, 1),
+    "features apart": lambda: rows(3).T.contiguous().T,
+    "without rows": lambda: rows(0, 3),
+    "off by a word": lambda: off_by_a_word(torch.float32),
+    "off by half a word": lambda: off_by_a_word(torch.bfloat16),
+    "zeros without memory": lambda: torch._efficientzerotensor((3, D)),
+    "nested": nested,
+    "jagged": lambda: nested(layout=torch.jagged),
+    "with a gradient": lambda: rows(3).requires_grad_(),
+}
+
+
+def pair() -> tuple[Any, Any]:
+    stock = moved(nn.LayerNorm(D)).float().requires_grad_(False)
+    return install(copy.deepcopy(stock), [""], []), stock
+
+
+def flat(y: Tensor) -> Tensor:
+    return torch.cat([row.flatten() for row in y.unbind()]) if y.is_nested else y
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs(kind: str) -> None:
+    folded, stock = pair()
+    x = KINDS[kind]()
+    if x.dtype == torch.bfloat16:
+        folded, stock = folded.to(x.dtype), stock.to(x.dtype)
+    found, expected = folded(x), stock(x)
+    assert found.dtype == expected.dtype and (x.is_nested or found.shape == expected.shape)
+    bound = 4 * torch.finfo(x.dtype).eps
+    assert torch.allclose(flat(found), flat(expected), rtol=bound, atol=16 * bound)
+
+
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_a_parameter_that_is_negated(which: str) -> None:
+    folded, stock = pair()
+    for norm in (folded, stock):
+        value = torch._neg_view(getattr(norm, which).detach())
+        setattr(norm, which, nn.Parameter(value, requires_grad=False))
+    assert torch.allclose(folded(rows(3)), stock(rows(3)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["rms_norm", "add_rms_norm", "add_rms_norm_", "sum_rms_norm"])
+def test_the_operators_see_a_negation(form: str) -> None:
+    plain = [rows(3), rows(3) * 2][: 1 if form == "rms_norm" else 2]
+    weight, bias = torch.randn(D), torch.randn(D)
+    operator = getattr(torch.ops.enjoyln, form).default
+    for function in (getattr(kernels, form), *([] if form.endswith("_") else [operator])):
+        given = [torch._neg_view(t.clone()) for t in plain]
+        found = function(*given, weight, bias, 1e-5)
+        expected = function(*(t.neg() for t in plain), weight, bias, 1e-5)
+        for a, b in zip(*(y if isinstance(y, tuple) else (y,) for y in (found, expected)),
+                        strict=True):  # fmt: skip
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_functional_tensor_and_a_batch_of_vmap() -> None:
+    folded, stock = pair()
+    wrapped = torch._to_functional_tensor(rows(3))
+    assert torch.allclose(torch._from_functional_tensor(folded(wrapped)), stock(rows(3)), atol=1e-5)
+    assert torch.allclose(torch.func.vmap(folded)(rows(3, 4)), stock(rows(3, 4)), atol=1e-5)

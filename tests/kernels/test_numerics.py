@@ -1,0 +1,256 @@
+"""How exact the kernels are: on zero-mean rows never further from float64 than torch's LayerNorm.
+
+Every instruction set that runs here is tested, and the CUDA kernels' row compiled for the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from live_models import ROOT
+from torch import Tensor
+from torch.nn import functional as F
+
+from enjoyln_cli import kernels
+from enjoyln_cli.kernels import build, formula, native
+
+EPS = 1e-5
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+WIDTHS = (1, 2, 3, 15, 16, 17, 31, 33, 64, 100, 255, 384, 768, 1000, 1025, 4097, 65536)
+
+pytestmark = pytest.mark.skipif(not native.has("cpu"), reason=native.status("cpu").what)
+
+
+@pytest.fixture(params=["avx512", "avx2", "plain"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    if not native.use(request.param):
+        pytest.skip(f"{request.param} does not run here")
+    yield request.param
+    native.use("")
+
+
+@pytest.fixture(autouse=True)
+def the_same_rows_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def rows(kind: str, dtype: torch.dtype, n: int = 500, d: int = 768) -> Tensor:
+    """Rows whose mean is exactly zero in ``dtype``: every value comes with its negative."""
+    x = torch.randn(n, d // 2, dtype=torch.float64)
+    largest = torch.finfo(dtype).max
+    if kind == "outlier":
+        x[:, 3] = 1e4
+    elif kind == "huge":
+        x *= 1e20 if largest > 1e30 else largest / 8
+    elif kind == "largest":
+        x = x.sign() * largest
+    elif kind == "tiny":
+        x *= 1e-20 if largest > 1e30 else 1e-6
+    elif kind == "constant":
+        x = x * 0 + torch.rand(n, 1, dtype=torch.float64) + 0.1
+        x[0] = 0
+    x = x.to(dtype)
+    return torch.cat([x, -x], -1)[:, torch.randperm(2 * (d // 2))].contiguous()
+
+
+def error(y: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Root of the mean square, and the largest; not finite counts as infinite."""
+    off = (y.double() - exact).abs().nan_to_num(torch.inf)
+    return float(off.square().mean().sqrt()), float(off.max())
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-12, 0.0])
+@pytest.mark.parametrize("kind", ["random", "outlier", "huge", "largest", "tiny", "constant"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_further_from_the_truth_than_layer_norm(
+    isa: str, dtype: torch.dtype, kind: str, eps: float
+) -> None:
+    x = rows(kind, dtype)
+    weight, bias = (torch.randn(768).to(dtype) for _ in range(2))
+    if eps == 0:
+        x = x[1:]  # torch and the kernels give NaN for a row of zeros
+    wide = x.double()
+    shrink = 1e-200 if kind == "largest" and dtype == torch.float64 else 1.0
+    exact = formula.rms_norm(wide * shrink, weight.double(), bias.double(), eps * shrink**2)
+    with torch.no_grad():
+        mean, most = error(kernels.rms_norm(x, weight, bias, eps), exact)
+        torch_mean, torch_most = error(F.layer_norm(x, (768,), weight, bias, eps), exact)
+    # both sum float64 in float64, so the last bit is luck; narrower dtypes are summed wider
+    double = dtype == torch.float64
+    luck = 2 * torch.finfo(dtype).eps * float(exact.abs().max()) if double else 0.0
+    assert mean <= max(torch_mean * 1.02, luck)
+    assert most <= max(torch_most * 2, luck)  # the largest of few
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_width(isa: str, dtype: torch.dtype, norm: str) -> None:
+    if isa == "plain" and dtype == torch.float16:
+        pytest.skip("without instructions for float16 this is left to torch")
+    for d in WIDTHS:
+        x, residual = (torch.randn(5, d).to(dtype) for _ in range(2))
+        weight, bias = (torch.randn(d).to(dtype) for _ in range(2))
+        with torch.no_grad():
+            y, total = getattr(kernels, f"add_{norm}")(x, residual, weight, bias, EPS)
+            z = getattr(kernels, norm)(total, weight, bias, EPS)
+        assert torch.equal(total, x + residual), d
+        wide = (total.double(), weight.double(), bias.double())
+        exact = getattr(formula, norm)(*wide, EPS)
+        bound = 0.51 * torch.finfo(dtype).eps * exact.abs()
+        bound = bound + (1e-13 if dtype == torch.float64 else 4e-6) * (1 + exact.abs())
+        assert ((y.double() - exact).abs() <= bound).all(), d
+        assert torch.equal(y, z), d
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inf_and_nan_pass_through_as_in_layer_norm(
+    isa: str, dtype: torch.dtype, bad: float
+) -> None:
+    if isa == "plain" and dtype == torch.float16:
+        pytest.skip("without instructions for float16 this is left to torch")
+    x = rows("random", dtype, n=6)
+    x[2, 100] = x[4, 767] = bad
+    with torch.no_grad():
+        for norm in (kernels.rms_norm, kernels.layer_norm):
+            y = norm(x, None, None, EPS)
+            expected = F.layer_norm(x, (768,))
+            assert torch.equal(y.isnan(), expected.isnan())
+            assert y[2].isnan().all() and not y[3].isnan().any()
+    weight = torch.ones(768, dtype=dtype)
+    weight[5] = torch.nan
+    weight[6] = torch.inf
+    with torch.no_grad():
+        y = kernels.rms_norm(x, weight, None, EPS)
+    assert y[0, 5].isnan() and y[0, 6].isinf() and y[0, 7].isfinite()
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
+def test_a_nan_of_any_bits_in_a_float32_weight_is_seen_in_bfloat16(isa: str, bits: int) -> None:
+    x = rows("random", torch.bfloat16, n=5)
+    weight, bias = torch.ones(768), torch.zeros(768)
+    weight.view(torch.int32)[[4, 767]] = bias.view(torch.int32)[[7, 8]] = bits
+    with torch.no_grad():
+        y = kernels.rms_norm(x, weight, bias, EPS)
+    assert y.isnan().any(0).nonzero().flatten().tolist() == [4, 7, 8, 767]
+    assert y[:, [4, 7, 8, 767]].isnan().all()
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_those_beside_it(isa: str, dtype: torch.dtype, norm: str) -> None:
+    for d in (40, 768, 1001, 9000):
+        x, residual = (torch.randn(11, d).to(dtype) for _ in range(2))
+        x[6] *= 1e-30 if dtype == torch.float32 else 0  # summed with care
+        residual[6] = 0
+        weight, bias = (torch.randn(d).to(dtype) for _ in range(2))
+        add = getattr(kernels, f"add_{norm}")
+        with torch.no_grad():
+            y, total = add(x, residual, weight, bias, 1e-24)
+            for i in range(11):
+                alone = add(x[i], residual[i], weight, bias, 1e-24)
+                assert torch.equal(y[i], alone[0]) and torch.equal(total[i], alone[1])
+
+
+def test_threads_do_not_change_the_result(isa: str) -> None:
+    x = rows("random", torch.float32, n=301)
+    before = torch.get_num_threads()
+    with torch.no_grad():
+        try:
+            torch.set_num_threads(1)
+            one = kernels.rms_norm(x, None, None, EPS)
+            torch.set_num_threads(2)
+            assert torch.equal(kernels.rms_norm(x, None, None, EPS), one)
+        finally:
+            torch.set_num_threads(before)
+
+
+# The row of the CUDA kernels, on the host.
+
+
+class Call(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "r", "y", "s", "w", "b")),
+        *((name, ctypes.c_int64) for name in ("rows", "d")),
+        ("eps", ctypes.c_double),
+        *((name, ctypes.c_int32) for name in ("dtype", "w_dtype", "b_dtype", "layer")),
+    ]
+
+
+@pytest.fixture(scope="module")
+def cuda_row(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Tensor, Tensor]]:
+    if not (tool := shutil.which("g++")):
+        pytest.skip("needs g++")
+    made = tmp_path_factory.mktemp("row") / "row.so"
+    source = ROOT / "tests" / "support" / "row_host.cpp"
+    command = [tool, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{build.SOURCES}"]
+    subprocess.run([*command, str(source), "-o", str(made)], check=True)
+    library = ctypes.CDLL(str(made))
+
+    def run(
+        norm: str,
+        x: Tensor,
+        r: Tensor | None,
+        w: Tensor,
+        b: Tensor,
+        eps: float,
+        *way: int,
+        to: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        y, s = to or (torch.empty_like(x), torch.empty_like(x))
+        pointers = [None if t is None else t.data_ptr() for t in (x, r, y, s, w, b)]
+        codes = [CODES[t.dtype] for t in (x, w, b)]
+        call = Call(*pointers, *x.shape, eps, *codes, int(norm == "layer_norm"))
+        library.run(ctypes.byref(call), *way)
+        return y, s
+
+    return run
+
+
+@pytest.mark.parametrize("way", [(0, 1), (0, 0), (1, 0)], ids=["kept", "again", "unaligned"])
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_row_of_the_cuda_kernels(
+    cuda_row: Any, dtype: torch.dtype, norm: str, way: tuple[int, int]
+) -> None:
+    for d in (17, 33, 129) if way[0] else (16, 48, 128):
+        x, r = (torch.randn(5, d).to(dtype) for _ in range(2))
+        for parameters in {dtype, torch.float32 if dtype == torch.bfloat16 else dtype}:
+            w, b = (torch.randn(d).to(parameters) for _ in range(2))
+            y, total = cuda_row(norm, x, r, w, b, EPS, *way)
+            assert torch.equal(total, x + r)
+            assert torch.equal(cuda_row(norm, total, None, w, b, EPS, *way)[0], y)
+            for kept in (True, False):  # over the input, with the sum over the other or not kept
+                x_too, r_too = x.clone(), r.clone()
+                to = (x_too, r_too if kept else x_too)
+                cuda_row(norm, x_too, r_too, w, b, EPS, *way, to=to)
+                assert torch.equal(x_too, y) and torch.equal(r_too, total if kept else r)
+            exact = getattr(formula, norm)(total.double(), w.double(), b.double(), EPS)
+            bound = 0.51 * torch.finfo(dtype).eps * exact.abs()
+            bound = bound + (1e-13 if dtype == torch.float64 else 4e-6) * (1 + exact.abs())
+            assert ((y.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("way", [(0, 1), (0, 0), (1, 0)], ids=["kept", "again", "unaligned"])
+@pytest.mark.parametrize("kind", ["huge", "largest", "tiny", "outlier"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_row_of_the_cuda_kernels_at_the_limits(
+    cuda_row: Any, dtype: torch.dtype, kind: str, way: tuple[int, int]
+) -> None:
+    x = rows(kind, dtype, n=6, d=128)
+    w, b = (torch.randn(128).to(dtype) for _ in range(2))
+    for eps in (EPS, 0.0):
+        y, _ = cuda_row("rms_norm", x, None, w, b, eps, *way)
+        shrink = 1e-200 if kind == "largest" and dtype == torch.float64 else 1.0
+        exact = formula.rms_norm(x.double() * shrink, w.double(), b.double(), eps * shrink**2)
+        assert torch.allclose(y.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    x[1, 5], x[2, 6] = torch.inf, torch.nan
+    y, _ = cuda_row("rms_norm", x, None, w, b, EPS, *way)
+    assert y[1:3].isnan().all() and y[[0, 3, 4, 5]].isfinite().all()

@@ -1,0 +1,190 @@
+"""What holds a converted model, or changes its layers, beside transformers: others' libraries."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_models import CHECKPOINTS
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from enjoyln_cli import analyze, fold, from_pretrained, optimize, refold
+from enjoyln_cli.errors import NotCentred, UnsupportedModel
+from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.runtime.install import Folded
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+QUANTISED = r"q_proj: is quantised \(\w+\), which gives what it writes a mean again; load"
+
+
+@pytest.fixture(scope="module")
+def phi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("phi") / "out"
+    fold(CHECKPOINTS / "phi", folder, verify=False)
+    return folder
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(3, 21).reshape(2, 9)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids()).logits
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a - b).abs().max() <= 1e-5 * b.abs().max())
+
+
+def folded_norms(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, Folded)]
+
+
+def test_a_pipeline_is_optimised_inside(phi: Path) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "phi").eval()
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "phi")
+    pipe = pipeline(
+        "text-generation",
+        model=AutoModelForCausalLM.from_pretrained(phi).eval(),
+        tokenizer=tokenizer,
+    )
+    assert optimize(pipe) is pipe and len(folded_norms(pipe.model)) == 13
+    assert close(logits(pipe.model), logits(stock))
+    assert refold(pipe) is pipe
+    reference = pipeline("text-generation", model=stock, tokenizer=tokenizer)
+    given = {"max_new_tokens": 5, "do_sample": False}
+    assert pipe("You may", **given) == reference("You may", **given)
+
+
+def test_an_analysis_of_a_pipeline_is_that_of_its_model() -> None:
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2")
+    pipe = pipeline(
+        "text-generation",
+        model=model,
+        tokenizer=AutoTokenizer.from_pretrained(CHECKPOINTS / "gpt2"),
+    )
+    found, expected = analyze(pipe).plan, analyze(model).plan
+    assert found == expected and found.folded
+
+
+def test_a_module_around_a_model(phi: Path) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = AutoModelForCausalLM.from_pretrained(phi)
+
+    around = optimize(Around().eval())
+    assert len(folded_norms(around)) == 13
+    assert close(logits(around.inner), logits(AutoModelForCausalLM.from_pretrained(phi).eval()))
+
+
+def test_what_holds_no_model_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="dict is no model, and holds none"):
+        optimize({})
+    with pytest.raises(UnsupportedModel, match="Linear has no config of transformers"):
+        optimize(nn.Linear(2, 2))
+
+
+def test_a_pipeline_of_an_original_is_refused() -> None:
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "gpt2")
+    with pytest.raises(Exception, match="was not folded"):
+        optimize(pipeline("text-generation", model=model, tokenizer=tokenizer))
+
+
+def test_a_sentence_transformer_is_optimised_inside(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    parts = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    modules = [parts.Transformer(str(CHECKPOINTS / "bert")), parts.Pooling(80)]
+    library.SentenceTransformer(modules=modules, device="cpu").save(str(tmp_path / "encoder"))
+    options = Options(widen_mlp=True)
+    fold(tmp_path / "encoder", tmp_path / "out", verify=False, options=options)
+    stock = library.SentenceTransformer(str(tmp_path / "encoder"), device="cpu")
+    encoder = library.SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    assert optimize(encoder) is encoder and len(folded_norms(encoder)) == 4
+    texts = ["You may copy this work.", "There is no warranty."]
+    assert abs(encoder.encode(texts) - stock.encode(texts)).max() < 1e-5
+    assert analyze(stock).plan.folded
+
+
+@pytest.fixture
+def torchao() -> Any:
+    pytest.importorskip("torchao")
+    from torchao import quantization
+
+    return quantization
+
+
+def test_torchao_at_loading(phi: Path, torchao: Any) -> None:
+    from transformers import TorchAoConfig
+
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    with pytest.raises(NotCentred, match=QUANTISED):
+        from_pretrained(phi, quantization_config=config)
+    stock = AutoModelForCausalLM.from_pretrained(phi, quantization_config=config)
+    for function in (optimize, refold):
+        with pytest.raises(NotCentred, match=QUANTISED):
+            function(stock)
+
+
+def test_torchao_in_place(phi: Path, torchao: Any) -> None:
+    """The result is that of the stock class with the same layers quantised."""
+    model, stock = from_pretrained(phi), AutoModelForCausalLM.from_pretrained(phi).eval()
+    logits(model)
+    for one in (model, stock):
+        torchao.quantize_(one, torchao.Int8WeightOnlyConfig())
+    with pytest.warns(UserWarning, match=f"computing LayerNorm: .*{QUANTISED}"):
+        assert close(logits(model), logits(stock))
+
+
+def test_torchao_on_readers_alone(phi: Path, torchao: Any) -> None:
+    model = from_pretrained(phi)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), lambda m, path: path.endswith("fc1"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="computing LayerNorm")
+        logits(model)
+
+
+def test_bitsandbytes(phi: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    with pytest.raises(NotCentred, match=QUANTISED):
+        from_pretrained(phi, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+
+
+ADAPTER = r"has an adapter \(peft\.tuners\.lora\.layer\.Linear\), and what that adds has a mean"
+
+
+def test_the_advice_for_an_adapter_can_be_followed(phi: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        target_modules=["dense"], r=4, task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    model = peft.get_peft_model(from_pretrained(phi), config).eval()
+    with pytest.warns(UserWarning, match=ADAPTER):
+        tuned = logits(model)
+    with pytest.raises(NotCentred, match=ADAPTER):
+        optimize(model)
+    merged = refold(model.merge_and_unload())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="computing LayerNorm")
+        assert close(logits(merged), tuned)
+
+
+def test_an_adapter_on_a_reader_is_optimised_inside(phi: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        target_modules=["fc1"], r=4, task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    stock = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(phi), config).eval()
+    expected = logits(stock)
+    assert optimize(stock) is stock
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="computing LayerNorm")
+        assert close(logits(stock), expected)

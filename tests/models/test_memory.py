@@ -1,0 +1,279 @@
+"""A model that does not fit is run from the disk, and gives the same numbers as in memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from live_models import CHECKPOINTS
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    BartConfig,
+    BertConfig,
+    BertModel,
+    CLIPConfig,
+    GPT2Config,
+    MixtralConfig,
+    ViTConfig,
+)
+
+from enjoyln_cli.comparison import batches as inputs
+from enjoyln_cli.comparison.run import run
+from enjoyln_cli.conversion.fold import Opening, convert, prepare
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models import load as compare
+from enjoyln_cli.models.load import elements, load
+from enjoyln_cli.models.memory import first_blocks, give_back, room_for_weights, used_memory
+from enjoyln_cli.models.offload import Offload, Reader, on_disk, reader_of
+from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.verification.verify import verify
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2, untied": ("gpt2", {"options": Options(untie=True)}),
+    "bloom": ("bloom", {}),
+    "opt, merged": ("opt", {"options": Options(merge="affine")}),
+    "phi, merged": ("phi", {"options": Options(merge="bias")}),
+    "bert": ("bert", {"model_class": "BertModel"}),
+    "bert, wider": ("bert", {"options": Options(widen_mlp=True)}),
+    "vit": ("vit", {}),
+}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_result_from_the_disk(case: str, tmp_path: Path) -> None:
+    name, asked = CASES[case]
+    out = tmp_path / "out"
+    convert(CHECKPOINTS / name, out, verify=False, **asked)
+    found = verify(out, device_map="disk", write=False)
+    assert found.passed, found.summary
+    assert found == verify(out, device_map="cpu", write=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_wrong_fold_fails_from_the_disk(tmp_path: Path) -> None:
+    convert(CHECKPOINTS / "phi", tmp_path / "out", verify=False)
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("1.mlp.fc2.bias"))
+    tensors[name] += 0.05
+    save_file(tensors, file, {"format": "pt"})
+    found = verify(tmp_path / "out", device_map="disk", write=False)
+    assert not found.passed and name in found.summary
+    assert found.ratio > 10
+
+
+def test_weights_in_a_pickle(tmp_path: Path) -> None:
+    """A pickle is no file that one weight could be read from."""
+    source = tmp_path / "source"
+    config = GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=90, n_positions=40)
+    model = _perturbed(config, "GPT2LMHeadModel")
+    source.mkdir()
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(source)
+    state = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    torch.save(state, source / "pytorch_model.bin")
+    convert(source, tmp_path / "out", verify=False)
+    found = verify(tmp_path / "out", device_map="disk", write=False)
+    assert found.passed, found.summary
+    assert found == verify(tmp_path / "out", device_map="cpu", write=False)
+
+
+def test_experts_that_are_stacked(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=3, vocab_size=70, max_position_embeddings=64,
+    )  # fmt: skip
+    _perturbed(config, "MixtralForCausalLM").save_pretrained(tmp_path / "model")
+    given = (tmp_path / "model", "MixtralForCausalLM", config, torch.float64)
+    held = load(*given)
+    batches = inputs.seeded(held, 3, 0, torch.float32)
+    read = load(*given, offload=Offload(tmp_path, 0))
+    assert _same(run(read, batches), run(held, batches))
+
+
+def test_weights_that_no_file_holds(tmp_path: Path) -> None:
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40,
+        vocab_size=60,
+    )  # fmt: skip
+    model = _perturbed(config, "BertModel")
+    model.pooler = None
+    model.save_pretrained(tmp_path / "model")
+    given = (tmp_path / "model", "BertModel", config, torch.float64)
+    held = load(*given)
+    assert isinstance(held, BertModel)
+    batches = inputs.seeded(held, 2, 0, torch.float32)
+    read = load(*given, offload=Offload(tmp_path, 0))
+    assert "pooler_output" in run(held, batches)[0]
+    assert _same(run(read, batches), run(held, batches))
+
+
+def _perturbed(config: Any, name: str) -> Any:
+    model = getattr(transformers, name)(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.1 * noise + 0.02)
+    return model.eval()
+
+
+def _same(got: compare.Outputs, expected: compare.Outputs) -> bool:
+    assert expected and all(expected)
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in b)
+        for a, b in zip(got, expected, strict=True)
+    )
+
+
+# Where weights are.
+
+
+def test_no_weight_stays_in_memory(tmp_path: Path) -> None:
+    source = CHECKPOINTS / "gpt2"
+    config = AutoConfig.from_pretrained(source)
+    given = (source, "GPT2LMHeadModel", config, torch.float64)
+    model = load(*given, offload=Offload(tmp_path, 0))
+    batches = inputs.seeded(model, 2, 0, torch.float32)
+    outputs = run(model, batches, tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    reader = reader_of(model)
+    assert reader and not reader.kept
+    assert _same(outputs, run(load(*given), batches))
+
+
+def test_what_there_is_room_for_stays(tmp_path: Path) -> None:
+    source = CHECKPOINTS / "gpt2"
+    config = AutoConfig.from_pretrained(source)
+    given = (source, "GPT2LMHeadModel", config, torch.float64)
+    room = 300_000
+    model = load(*given, offload=Offload(tmp_path, room))
+    batches = inputs.seeded(model, 2, 0, torch.float32)
+    first, second = run(model, batches), run(model, batches)
+    reader = reader_of(model)
+    assert reader and 0 < sum(value.nbytes for value in reader.kept.values()) <= room
+    assert _same(first, second)
+
+
+def test_what_is_made_takes_the_place_of_what_is_kept() -> None:
+    reader = Reader({"a": torch.ones(4), "b": torch.full((8,), 2.0)}, room=40)
+    assert reader["a"] is reader["a"] and reader["b"] is not None
+    assert set(reader.kept) == {"a"} and reader.room == 24
+    before = reader.source("a")
+    reader.make("a", lambda: before() + 1)
+    assert torch.equal(reader["a"], torch.full((4,), 2.0))
+    assert reader.room == 24 and list(reader) == ["a", "b"] and len(reader) == 2
+
+
+def test_outputs_on_the_disk(tmp_path: Path) -> None:
+    for value in (torch.randn(3, 5, dtype=torch.bfloat16), torch.zeros(2, 0), torch.tensor([1.5])):
+        found = on_disk(value, tmp_path)
+        assert torch.equal(found, value) and found.dtype == value.dtype
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_room_for_weights() -> None:
+    sizes = {"small": 10**6, "large": 10**8}
+    give_back()
+    used = used_memory()
+    assert used > 0
+    wide = torch.float64
+    assert room_for_weights(sizes, wide, "auto", used + 2 * 10**9) is None
+    assert room_for_weights(sizes, wide, "cpu", 1) is None
+    assert room_for_weights(sizes, wide, "disk", None) == 0
+    some = room_for_weights({**sizes, "more": 10**8}, wide, "auto", used + 1650 * 10**6)
+    assert some is not None and 8 * 10**6 <= some < 8 * 10**8  # the small one, not a second large
+    with pytest.raises(UnsupportedModel, match=r"large alone takes 800\.0 MB.*--max-memory \d"):
+        room_for_weights(sizes, wide, "auto", used + 10**8)
+    with pytest.raises(UnsupportedModel, match="'gpu', not one of auto"):
+        room_for_weights(sizes, wide, "gpu", None)
+
+
+def test_what_the_message_asks_for_is_enough() -> None:
+    sizes = {"large": 10**8}
+    with pytest.raises(UnsupportedModel) as caught:
+        room_for_weights(sizes, torch.float64, "auto", used_memory() + 10**7)
+    asked = re.search(r"--max-memory ([\d.]+)GB", str(caught.value))
+    assert asked
+    room_for_weights(sizes, torch.float64, "auto", int(float(asked[1]) * 1e9))
+
+
+# The first blocks.
+
+
+def test_the_first_blocks_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(CHECKPOINTS / "phi", out, verify=False)
+    found = verify(out, layers=1, write=False)
+    assert found.passed, found.summary
+    assert found.blocks_checked == 1 and "first block only" in found.summary
+    whole = verify(out, write=False)
+    assert whole.blocks_checked is None and "blocks" not in whole.summary
+    assert len(found.norm_input_mean) < len(whole.norm_input_mean)
+    assert len(found.writer_drift) == len(whole.writer_drift)
+    assert found == verify(out, layers=1, device_map="disk", write=False)
+
+
+def test_a_wrong_fold_of_the_first_blocks_fails(tmp_path: Path) -> None:
+    convert(CHECKPOINTS / "phi", tmp_path / "out", verify=False)
+    ready = prepare(CHECKPOINTS / "phi", None, Opening())
+    first = [w for w in ready.plan.writers if ".0.mlp.fc2.bias" not in w.parameter]
+    assert len(first) < len(ready.plan.writers)
+    wrong = replace(ready.plan, writers=tuple(first))
+    found = verify(tmp_path / "out", plan=wrong, layers=1, write=False)
+    assert not found.passed and found.identity_error > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("config", "depths"),
+    [
+        (GPT2Config(n_layer=5), {"n_layer": 2}),
+        (
+            BartConfig(encoder_layers=5, decoder_layers=4),
+            {"encoder_layers": 2, "decoder_layers": 2},
+        ),
+        (ViTConfig(num_hidden_layers=3), {"num_hidden_layers": 2}),
+    ],
+)
+def test_every_count_of_layers_is_cut(config: Any, depths: dict[str, int]) -> None:
+    config.layer_types = list("abcde")
+    cut = first_blocks(config, 2)
+    assert {name: getattr(cut, name) for name in depths} == depths
+    if isinstance(config, GPT2Config):
+        assert cut.layer_types == ["a", "b"] and config.layer_types == list("abcde")
+    assert getattr(config, next(iter(depths))) > 2
+
+
+def test_configs_inside_of_a_config_are_cut() -> None:
+    cut = first_blocks(CLIPConfig(), 3)
+    assert cut.text_config.num_hidden_layers == cut.vision_config.num_hidden_layers == 3
+
+
+def test_nothing_to_cut() -> None:
+    with pytest.raises(UnsupportedModel, match="no more than 12 blocks"):
+        first_blocks(GPT2Config(n_layer=12), 12)
+
+
+def test_elements_of_parameters(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=90, n_positions=40)
+    found = elements(tmp_path, "GPT2LMHeadModel", config)
+    assert found["transformer.wte.weight"] == 90 * 48
+    assert sum(found.values()) == _perturbed(config, "GPT2LMHeadModel").num_parameters()
+
+
+def test_a_fold_says_that_its_check_reads_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("enjoyln_cli.models.memory.available_memory", lambda: 3_000_000)
+    events: list[str] = []
+    convert(CHECKPOINTS / "gpt2", tmp_path / "out", on_event=lambda _, text: events.append(text))
+    assert any("reading weights from the disk" in text for text in events)

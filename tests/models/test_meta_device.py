@@ -1,0 +1,500 @@
+"""Models whose shapes depend on the values of their inputs: recorded, not exported."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, LlavaConfig, LlavaForConditionalGeneration
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+
+from enjoyln_cli.analysis.analyze import accepted_calls, analyze_module
+from enjoyln_cli.calls.calls import Call, forms
+from enjoyln_cli.comparison.batches import seeded
+from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.models.classes import build
+from enjoyln_cli.models.meta_device import Memory, weightless, without_weights
+from enjoyln_cli.models.outputs import tensors_in
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.runtime.install import install
+from enjoyln_cli.trace.capture import accepts
+
+WIDTH = 12
+
+
+class Images(nn.Module):
+    """Rows of patches, of which ``sizes`` says how many belong to each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(5, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.last = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, 3)
+
+    def stream(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for part in self.patches(x).split(sizes.tolist()):
+            parts.append(part + self.mix(self.norm(part)).mean(0) if len(part) > 1 else part)
+        return torch.cat(parts)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        return self.out(self.last(self.stream(x, sizes)))
+
+
+class Judged(Images):
+    """Which way it goes depends on an activation."""
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        stream = self.stream(x, sizes)
+        return self.out(self.last(-stream if stream.mean() > 0 else stream))
+
+
+class Overwritten(Images):
+    """The first image of the stream is replaced in place, by a value with a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.side = nn.Linear(5, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        stream = self.stream(x, sizes)
+        view = stream.view(-1, WIDTH)
+        view[: int(sizes[0])] = x[: int(sizes[0]), :1].exp()
+        return self.out(self.last(stream) + self.side(self.own(x)))
+
+
+class Replaced(Images):
+    """Rows of the stream are replaced by what another layer gives, and added to."""
+
+    def __init__(self, views: bool = False) -> None:
+        super().__init__()
+        self.own, self.views = nn.Linear(5, WIDTH), views
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        stream, first = self.stream(x, sizes), torch.arange(int(sizes[0]))
+        before = self.norm(stream)
+        seen = stream.view(-1, WIDTH) if self.views else stream
+        stream[first] = self.own(x[first])
+        stream.index_add_(0, first, self.mix(before)[first])
+        return self.out(self.last(seen))
+
+
+class Shared(nn.Module):
+    """The stream is changed through memory that it shares with something else."""
+
+    def __init__(self, change: Any, by_example: bool) -> None:
+        super().__init__()
+        self.own, self.side, self.norm = nn.Linear(5, WIDTH), nn.Linear(5, 1), nn.LayerNorm(WIDTH)
+        self.change, self.by_example = change, by_example
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        if self.by_example and int(sizes[0]) < 0:
+            return x
+        return self.norm(self.change(self.own(x), self.side(x)))
+
+
+def out(stream: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+    result = torch.zeros_like(stream)
+    view = result.view(-1)
+    torch.add(stream, stream.exp(), out=result)
+    return view.view(-1, WIDTH)
+
+
+def out_of_another(stream: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+    summed = stream + side
+    torch.sub(summed, summed.mean(-1, keepdim=True), out=torch.empty_like(summed))
+    return summed
+
+
+def foreach(stream: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+    result = torch.zeros_like(stream)
+    torch._foreach_add_([result], [stream.exp()])
+    return result
+
+
+def dropout(stream: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+    kept = nn.functional.dropout(stream, 0.5, training=False)
+    kept += side * torch.arange(float(WIDTH), dtype=side.dtype)
+    return stream
+
+
+def einsum(stream: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+    kept = torch.einsum("ij->ij", stream)
+    stream += side * torch.arange(float(WIDTH), dtype=side.dtype)
+    return kept
+
+
+class Rescaled(nn.Module):
+    """What a LayerScale gives is written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.scale = nn.Linear(5, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        stream = self.scale * self.own(x)
+        if sizes.tolist()[0] > 1:
+            stream[:, :3] = x[:, :3].exp()
+        return self.norm(stream)
+
+
+class Unpadded(nn.Module):
+    """Leaves out the rows of padding, so that values decide how many there are to normalise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.norm, self.out = (
+            nn.Linear(5, WIDTH),
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3),
+        )
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.own(x[mask])))
+
+
+class Experts(nn.Module):
+    """Each token goes to the expert that an activation chooses; only those chosen are run."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.embed, self.gate = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.experts = nn.Parameter(torch.empty(3, WIDTH, WIDTH))
+        self.out, self.reads = nn.Linear(WIDTH, 2), reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stream = self.embed(x)
+        chosen = nn.functional.one_hot(self.gate(self.norm(stream)).argmax(-1), 3)
+        result = torch.zeros(len(x), WIDTH, dtype=x.dtype)
+        for expert in chosen.sum(0).gt(0).nonzero():
+            (tokens,) = torch.where(chosen.T[expert[0]])
+            if self.reads and int(expert[0]) == 1:
+                continue
+            given = self.norm(stream)[tokens] @ self.experts[expert[0]]
+            result.index_add_(0, tokens, given)
+        return self.out(self.last(result))
+
+
+class Strided(nn.Module):
+    """Keeps a number that Python reads as a tensor, another in a stored buffer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.own, self.norm = nn.Linear(5, WIDTH), nn.LayerNorm(WIDTH)
+        self.register_buffer("stride", torch.tensor(config.stride), persistent=False)
+        self.register_buffer("stored", torch.tensor(config.stride))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stream = self.own(x)
+        extra = torch.ceil(torch.tensor(len(x)) / self.stride) * self.stride - len(x)
+        return self.norm(nn.functional.pad(stream, (0, 0, 0, int(extra))))
+
+
+class Table(Images):
+    """A table of its own is normalised, which no other op reads before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.of_table = nn.Embedding(4, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(x, sizes)
+        return scores + self.out(self.of_table(self.table.weight)).sum(0)
+
+
+def random(module: nn.Module) -> Any:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 0.4, 0.5)
+    return module.double().eval()
+
+
+def example(*sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(sum(sizes), 5, dtype=torch.float64) + 0.3, torch.tensor(sizes)
+
+
+def converted(model: nn.Module, plan: Plan, guarded: bool = True) -> nn.Module:
+    """Without the guard, calls may have other values than those that were followed."""
+    if not guarded:
+        plan = replace(plan, covered=None, unproven=())
+    folded = copy.deepcopy(model)
+    centre_parameters(folded, plan)
+    norms = [verdict.norm for verdict in plan.folded]
+    return install(folded, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
+
+
+def error(folded: nn.Module, model: nn.Module, *given: Any, **named: Any) -> float:
+    with torch.no_grad():
+        found = zip(
+            tensors_in(folded(*given, **named)), tensors_in(model(*given, **named)), strict=True
+        )
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in found)
+
+
+def test_a_model_that_reads_sizes_folds_for_every_size() -> None:
+    model = random(Images())
+    found = analyze_module(model, *example(3, 4))
+    assert found.problem.flow.traces[0].by_example
+    assert [verdict.norm for verdict in found.plan.folded] == ["norm", "last"]
+    folded = converted(model, found.plan, guarded=False)
+    for sizes in ((3, 4), (1, 1, 5), (9,)):
+        assert error(folded, model, *example(*sizes)) <= 1e-12
+
+
+def test_rows_that_values_choose_are_followed_for_the_example() -> None:
+    """Such a model exports, with a shape that no rule can read."""
+    model, (x, _) = random(Unpadded()), example(8)
+    found = analyze_module(model, x, torch.arange(8) % 3 > 0)
+    assert found.problem.flow.traces[0].by_example
+    assert [verdict.norm for verdict in found.plan.folded] == ["norm"]
+    folded = converted(model, found.plan, guarded=False)
+    for kept in (2, 5, 8):
+        assert error(folded, model, x, torch.arange(8) < kept) <= 1e-12
+
+
+def test_a_model_that_reads_an_activation_is_refused() -> None:
+    with pytest.raises(TraceFailed, match="Judged could not be traced"):
+        analyze_module(random(Judged()), *example(3, 4))
+
+
+def test_an_expert_that_an_activation_chooses_is_followed_and_so_are_the_others() -> None:
+    model, x = random(Experts()), torch.randn(7, 5, dtype=torch.float64)
+    found = analyze_module(model, x)
+    assert found.problem.flow.traces[0].by_example
+    assert [verdict.norm for verdict in found.plan.folded] == ["norm", "last"]
+    folded = converted(model, found.plan, guarded=False)
+    for rows in (1, 2, 30):  # of one row, two experts are not run
+        assert error(folded, model, torch.randn(rows, 5, dtype=torch.float64)) <= 1e-12
+
+
+def test_the_number_of_an_expert_is_not_read() -> None:
+    with pytest.raises(TraceFailed, match="Experts could not be traced"):
+        analyze_module(random(Experts(reads=True)), torch.randn(7, 5, dtype=torch.float64))
+
+
+def test_a_number_that_code_writes_is_known_and_one_that_is_stored_is_not() -> None:
+    bare = build(Strided, SimpleNamespace(stride=4))
+    assert not bare.stride.is_meta and int(bare.stride) == 4
+    assert bare.stored.is_meta and all(parameter.is_meta for parameter in bare.parameters())
+    found = analyze_module(bare, torch.randn(6, 5))
+    assert [verdict.norm for verdict in found.plan.folded] == ["norm"]
+
+
+def test_a_norm_that_is_the_first_to_read_a_parameter_has_it_for_its_input() -> None:
+    model = random(Table())
+    plan = analyze_module(model, *example(3, 4)).plan
+    assert "of_table" in [verdict.norm for verdict in plan.folded]
+    assert error(converted(model, plan, guarded=False), model, *example(2, 5)) <= 1e-12
+
+
+class Put(nn.Module):
+    """Rows of an activation take the places that a mask with values has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.norm = nn.Linear(5, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        stream = self.own(x)
+        stream[mask] = self.own(given)
+        return self.norm(stream)
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(3, True), (1, True), (2, False), (4, False)])
+def test_rows_that_do_not_fit_their_places_are_refused_as_with_values(
+    rows: int, fits: bool
+) -> None:
+    model, mask = Put(), torch.arange(8) % 3 == 0
+    call = Call("rows", (((torch.randn(8, 5), torch.randn(rows, 5), mask), {}),))
+    assert accepts(model, call) == fits
+    raised = nullcontext() if fits else pytest.raises((RuntimeError, IndexError), match="shape")
+    with raised:
+        model(*call.steps[0][0])
+
+
+def test_a_value_written_in_place_keeps_its_norm_and_no_other() -> None:
+    model = random(Overwritten())
+    plan = analyze_module(model, *example(3, 4)).plan
+    reasons = {verdict.norm: verdict.reason for verdict in plan.kept}
+    assert reasons.keys() == {"norm", "last"}  # both rest on the weights of the same stream
+    assert reasons["last"] == "its memory is written in place"
+    assert [verdict.norm for verdict in plan.folded] == ["side"]
+    assert error(converted(model, plan, guarded=False), model, *example(2, 5)) <= 1e-12
+    forced = converted(model, plan, guarded=False)
+    install(forced, ["last"], ())
+    assert error(forced, model, *example(2, 5)) > 1e-3
+
+
+def test_rows_that_are_put_in_place_are_followed() -> None:
+    model = random(Replaced())
+    found = analyze_module(model, *example(3, 4))
+    assert found.problem.flow.traces[0].by_example
+    assert {verdict.norm for verdict in found.plan.folded} == {"norm", "last"}
+    folded = converted(model, found.plan, guarded=False)
+    for sizes in ((3, 4), (2, 5), (1, 1)):
+        assert error(folded, model, *example(*sizes)) <= 1e-12
+
+
+def test_rows_that_a_view_sees_change_are_not() -> None:
+    plan = analyze_module(random(Replaced(views=True)), *example(3, 4)).plan
+    reasons = {verdict.norm: verdict.reason for verdict in plan.kept}
+    assert reasons["last"] == "its memory is written in place"
+
+
+@pytest.mark.parametrize("by_example", [False, True])
+@pytest.mark.parametrize("change", [out, out_of_another, foreach, dropout, einsum])
+def test_a_write_that_is_seen_through_shared_memory_keeps_the_norm(
+    change: Any, by_example: bool
+) -> None:
+    model = random(Shared(change, by_example))
+    plan = analyze_module(model, *example(3, 4)).plan
+    assert [verdict.norm for verdict in plan.kept] == ["norm"]
+    forced = converted(model, plan, guarded=False)
+    install(forced, ["norm"], ())
+    assert error(forced, model, *example(2, 5)) > 1e-3
+
+
+def test_a_scale_whose_product_is_written_into_is_not_merged() -> None:
+    model = random(Rescaled())
+    (kept,) = analyze_module(model, *example(3, 4)).plan.kept
+    assert kept.reason == "its memory is written in place"
+
+
+def test_the_weights_of_a_live_model_are_neither_copied_nor_changed() -> None:
+    model = random(Images())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    bare = without_weights(model)
+    assert all(parameter.is_meta for parameter in bare.parameters())
+    analyze_module(model, *example(3, 4))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_inputs_keep_their_values_and_activations_have_none() -> None:
+    ids, real = torch.tensor([[3, 0, 2]]), torch.zeros(1, 3, 4, device="meta")
+    with weightless():
+        counted = (ids.to(real.device) > 0).sum(-1).tolist()
+        chosen = real[ids > 0]
+        positions = torch.arange(3, device=real.device) + torch.tensor(2, device=real.device)
+        with pytest.raises(RuntimeError):
+            real.sum().item()
+    assert counted == [2] and chosen.shape == (2, 4) and positions.tolist() == [2, 3, 4]
+
+
+class Features(nn.Module):
+    """A tower of which only the merged patches are used."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        merged: torch.Tensor = self.tower(hidden_states, grid_thw=grid_thw).pooler_output
+        return merged
+
+
+def test_a_tower_that_takes_rows_of_patches_folds_for_other_grids() -> None:
+    config = CONFIG_MAPPING["qwen2_vl"]().vision_config
+    config.depth, config.embed_dim, config.hidden_size, config.num_heads = 2, 32, 24, 2
+    tower = random(Features(qwen2_vl.Qwen2VisionTransformerPretrainedModel(config)))
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+
+    def grid(*sides: tuple[int, int]) -> dict[str, torch.Tensor]:
+        rows = torch.tensor([[1, *side] for side in sides])
+        patches = torch.randn(int(rows.prod(1).sum()), width, dtype=torch.float64)
+        return {"hidden_states": patches, "grid_thw": rows}
+
+    found = analyze_module(tower, **grid((4, 4), (2, 4)))
+    assert found.problem.flow.traces[0].by_example and not found.plan.kept
+    folded = converted(tower, found.plan, guarded=False)
+    for sides in ([(4, 4), (2, 4)], [(6, 2)]):
+        assert error(folded, tower, **grid(*sides)) <= 1e-12
+
+
+def test_images_in_a_text_get_as_many_tokens_as_they_have_features() -> None:
+    vision = {
+        "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "projection_dim": 8,
+        "num_attention_heads": 2, "image_size": 24, "patch_size": 6,
+    }  # fmt: skip
+    text = {
+        "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1, "vocab_size": 41,
+        "num_attention_heads": 2, "num_key_value_heads": 2,
+    }  # fmt: skip
+    config = LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", **vision},
+        text_config={"model_type": "llama", **text},
+        image_token_id=40,
+    )
+    model = LlavaForConditionalGeneration(config).eval()
+    given = next(
+        form for form in forms(model, 2, 7) if form.keys() == {"input_ids", "pixel_values"}
+    )
+    assert given["input_ids"].leading == (40,) * 16 and given["input_ids"].shape == (2, 23)
+    main = (accepted_calls(without_weights(model)) or [])[0]
+    assert main.label == "prefill and decode" and "pixel_values" in main.steps[0][1]
+    (batch,) = seeded(model, 2, 0, torch.float32)
+    assert [int(row.sum()) for row in batch["input_ids"] == 40] == [16, 16]
+    with torch.no_grad():
+        assert model(**batch).logits.isfinite().all()
+
+
+def below(values: torch.Tensor) -> torch.Tensor:
+    """Which are at most as large as each; of a transform, whose results no recording shows."""
+    return torch.vmap(lambda one: torch.vmap(lambda other: one >= other)(values))(values)
+
+
+class Masked(nn.Module):
+    """A LayerNorm between two layers, whose rows a mask chooses."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+        self.mask = mask
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        bounded = int(ids.max()) < 100  # a value is read, so the call is recorded by example
+        if self.mask == "of positions":
+            mask = below(torch.arange(6))
+        elif self.mask == "of ids":
+            mask = below(ids)
+        else:
+            mask = below(x[0])
+        y: torch.Tensor = self.last(self.norm(self.first(x))).masked_fill(~mask, 0.0)
+        return y if bounded else -y
+
+
+@pytest.mark.parametrize("mask", ["of positions", "of ids"])
+def test_a_mask_of_whole_numbers_may_come_from_a_transform(mask: str) -> None:
+    model, x, ids = Masked(mask).double(), torch.randn(6, 6).double(), torch.arange(6)
+    plan = analyze_module(model, x, ids).plan
+    assert plan.by_example and [v.norm for v in plan.folded] == ["norm"]
+    assert error(converted(model, plan, guarded=False), model, x, ids) < 1e-12
+
+
+def test_a_mask_of_real_numbers_has_to_stand_in_the_graph() -> None:
+    model = Masked("of an input").double()
+    with pytest.raises(TraceFailed, match="leaves the graph as a parameter or a tensor of another"):
+        analyze_module(model, torch.randn(6, 6).double(), torch.arange(6))
+
+
+def test_what_a_real_number_is_written_into_is_not_whole() -> None:
+    real, memory = torch.randn(3), Memory()
+    mask, positive = torch.ones(3, dtype=torch.bool), real > 0
+    memory.add(mask, (), writes=False)
+    memory.add(positive, (real,), writes=False)
+    assert memory.holds(mask) and not memory.holds_real(mask)
+    assert memory.holds_real(positive) and memory.holds_real(positive[1:])
+    memory.add(None, (mask, torch.tensor([1])), writes=True)
+    assert not memory.holds_real(mask)
+    memory.add(None, (mask, positive), writes=True)
+    assert memory.holds_real(mask)

@@ -1,0 +1,625 @@
+"""A norm is its module's ``forward``, called through ``__call__``: what comes between is found."""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2Model
+
+from enjoyln_cli.analysis.analyze import analyze_module
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.runtime.install import Folded, install
+
+D = 11
+Change = Callable[[Any], Any]
+
+
+def randomised(model: nn.Module) -> Any:
+    """Weights with means, gammas away from 1, betas and biases away from 0, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.double().eval().parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(0.7 * noise + 0.4)
+    return model
+
+
+def given(*shape: int) -> torch.Tensor:
+    return torch.randn(shape or (2, 5, D), generator=torch.Generator().manual_seed(1)).double()
+
+
+class Block(nn.Module):
+    """A writer, a norm and a reader; ``way`` calls the norm, and may call it on other things."""
+
+    def __init__(self, norm: nn.Module | None = None, way: Callable[..., Any] | None = None):
+        super().__init__()
+        self.write, self.read = nn.Linear(D, D), nn.Linear(D, 3)
+        self.norm = nn.LayerNorm(D) if norm is None else norm
+        self.way = way or (lambda block, y, x: block.norm(y))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.read(self.way(self, self.write(x), x))
+
+
+def folded(model: nn.Module, plan: Plan) -> Any:
+    result = copy.deepcopy(model)
+    centre_parameters(result, plan)
+    return install(result, [v.norm for v in plan.folded], plan.ops)
+
+
+def error(model: nn.Module, plan: Plan, *inputs: torch.Tensor) -> float:
+    """Relative error of the folded model, on other inputs than those of the analysis."""
+    with torch.no_grad():
+        expected, got = model(*inputs), folded(model, plan)(*inputs)
+    return float((got - expected).norm() / expected.norm())
+
+
+def verdicts(model: nn.Module, *inputs: torch.Tensor) -> dict[str, str]:
+    """``""`` for norms that fold, else the reason; what folds computes what it did."""
+    plan = analyze_module(model, *(inputs or (given(),))).plan
+    assert error(model, plan, *(inputs or (3 * given(4, 3, D) + 1,))) < 1e-12
+    return {v.norm: v.reason if v.status == "kept" else "" for v in plan.norms}
+
+
+# What stands between a call of a norm and its forward.
+
+
+def weighted(norm: Any) -> Any:
+    """The input of the norm is multiplied by something that is not constant along the features."""
+    scale = torch.linspace(0.5, 2, D, dtype=torch.float64)
+    norm.register_forward_pre_hook(lambda module, args: (args[0] * scale,))
+    return norm
+
+
+def recording(norm: Any) -> Any:
+    norm.register_forward_hook(lambda module, args, output: output.relu())
+    return norm
+
+
+def by_keywords(norm: Any) -> Any:
+    def hook(module: Any, args: Any, kwargs: Any) -> Any:
+        return (args[0].exp(),), kwargs
+
+    norm.register_forward_pre_hook(hook, with_kwargs=True)
+    return norm
+
+
+class Bound(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.abs()
+
+
+def parametrised(norm: Any) -> Any:
+    return parametrize.register_parametrization(norm, "weight", Bound())
+
+
+def patched(norm: Any) -> Any:
+    norm.forward = lambda x: F.layer_norm(x.exp(), (D,), norm.weight, norm.bias)
+    return norm
+
+
+def wrapped(norm: Any) -> Any:
+    norm._call_impl = lambda x: type(norm).forward(norm, x.exp())
+    return norm
+
+
+class Calls(nn.LayerNorm):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x * torch.arange(D))
+
+
+class CallImpl(nn.LayerNorm):
+    def _call_impl(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x.exp())
+
+
+class Looks(nn.LayerNorm):
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return value.abs() if name == "weight" else value
+
+
+class Reads(nn.LayerNorm):
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name)
+
+
+class Property(nn.LayerNorm):
+    """Reads its weight through a property, which is given to the class below."""
+
+
+def with_property() -> nn.Module:
+    norm = Property(D)
+    read = property(lambda module: module._parameters["weight"].abs())
+    Property.weight = read  # type: ignore[assignment]
+    return norm
+
+
+class Abstract(nn.LayerNorm, abc.ABC):
+    """Its class has a class of its own, so that no class can be made of it and another."""
+
+
+class Positive(torch.Tensor):
+    """A tensor that may compute anything."""
+
+
+class Instance:
+    """A ``forward`` that is not called with the module."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (D,))
+
+
+class Attribute(nn.LayerNorm):
+    forward = Instance()
+
+
+class Final(nn.LayerNorm):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("nothing is derived from this class")
+
+
+def compiled(norm: Any) -> Any:
+    norm.compile(backend="eager")
+    return norm
+
+
+def weight_normed(norm: Any) -> Any:
+    return nn.utils.weight_norm(norm, "weight")
+
+
+def subclassed(norm: Any) -> Any:
+    norm.weight = nn.Parameter(norm.weight.detach().as_subclass(Positive))
+    return norm
+
+
+HOOK = "a forward hook may change what it reads or returns"
+
+
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        (weighted(nn.LayerNorm(D)), HOOK),
+        (recording(nn.LayerNorm(D)), HOOK),
+        (by_keywords(nn.LayerNorm(D)), HOOK),
+        (weighted(Calls(D)), HOOK),
+        (parametrised(nn.LayerNorm(D)), "its weight is computed"),
+        (with_property(), "its weight is computed"),
+        (patched(nn.LayerNorm(D)), "its forward was replaced on the instance"),
+        (wrapped(nn.LayerNorm(D)), "its class replaces _call_impl"),
+        (Calls(D), "its class replaces __call__"),
+        (CallImpl(D), "its class replaces _call_impl"),
+        (Looks(D), "its class replaces __getattr__"),
+        (Reads(D), "its class replaces __getattribute__"),
+        (Abstract(D), "the class of its class is ABCMeta"),
+        (Final(D), "its class replaces __init_subclass__"),
+        (Attribute(D, elementwise_affine=False), "its forward is no plain method"),
+        (compiled(nn.LayerNorm(D)), "it is compiled by itself"),
+        (weight_normed(nn.LayerNorm(D)), HOOK),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_what_stands_between_a_call_and_forward_keeps_a_norm(norm: nn.Module, reason: str) -> None:
+    model = randomised(Block(norm))
+    assert verdicts(model)["norm"].startswith(reason)
+    with pytest.raises(UnsupportedModel, match="norm: "):
+        install(model, ["norm"], [])
+    assert type(model.norm) is type(norm) and not isinstance(norm, Folded)
+
+
+def test_a_hook_on_every_module_keeps_all_norms() -> None:
+    model = randomised(Block())
+    handle = nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: (args[0].exp(),) if isinstance(module, nn.LayerNorm) else None
+    )
+    try:
+        assert verdicts(model) == {"norm": HOOK}
+    finally:
+        handle.remove()
+    assert verdicts(model) == {"norm": ""}
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_layer_norm_whose_class_was_patched_is_looked_at(
+    changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.exp() if changed else x
+        return F.layer_norm(x, (D,), self.weight, self.bias, self.eps)
+
+    monkeypatch.setattr(nn.LayerNorm, "forward", forward)
+    model = randomised(Block())
+    plan = analyze_module(model, given()).plan
+    assert [v.norm for v in plan.folded] == ([] if changed else ["norm"])
+    assert error(model, plan, given(3, D)) < 1e-12
+    if changed:
+        with pytest.raises(UnsupportedModel, match="norm: LayerNorm does not compute LayerNorm"):
+            install(model, ["norm"], [])
+
+
+def test_what_is_edited_after_the_analysis_is_refused_and_nothing_is_changed() -> None:
+    model = randomised(nn.Sequential(Block(), nn.Linear(3, D), Block()))
+    plan = analyze_module(model, given()).plan
+    assert len(plan.folded) == 2
+    edits: list[Change] = [weighted, parametrised, patched, wrapped, subclassed]
+    for edit in edits:
+        edited = copy.deepcopy(model)
+        centre_parameters(edited, plan)
+        edit(edited[2].norm)
+        x = given()
+        expected = edited(x)
+        with pytest.raises(UnsupportedModel, match=r"^2\.norm: "):
+            install(edited, ["0.norm", "2.norm"], plan.ops)
+        assert torch.equal(edited(x), expected)
+        assert not any(isinstance(module, Folded) for module in edited.modules())
+
+
+def test_hooks_that_transformers_records_with_keep_no_norm() -> None:
+    config = GPT2Config(n_embd=12, n_layer=2, n_head=2, vocab_size=30, n_positions=16)
+    model = randomised(GPT2Model(config))
+    ids = torch.arange(6)[None]
+    model.enable_input_require_grads()
+    model(ids, output_hidden_states=True, output_attentions=True)
+    plan = analyze_module(model, ids).plan
+    assert len(plan.folded) == 5
+    install(copy.deepcopy(model), [v.norm for v in plan.folded], plan.ops)
+
+
+class Tied(nn.Module):
+    """An embedding that a head reads too, and two norms of it: one operation folds both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, D)
+        self.one, self.two = nn.LayerNorm(D), nn.LayerNorm(D)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return F.linear(self.one(x).tanh() + self.two(x).exp(), self.embed.weight)
+
+
+def test_no_operation_stands_on_a_module_whose_output_a_hook_changes() -> None:
+    """The operation would come before the hook, and the proof is for what comes after it."""
+    ids, model = torch.arange(7)[None], randomised(Tied())
+    plan = analyze_module(model, ids).plan
+    assert [op.module for op in plan.ops] == ["embed"] and error(model, plan, ids) < 1e-12
+    model.embed.register_forward_hook(lambda module, args, output: output.square())
+    assert analyze_module(model, ids).plan.folded == ()
+    with pytest.raises(UnsupportedModel, match="embed: a forward hook may change"):
+        install(model, ["one", "two"], plan.ops)
+
+
+# How a norm is called.
+
+
+class Extra(nn.LayerNorm):
+    """Takes more than its input."""
+
+    def forward(self, x: torch.Tensor, scale: Any = None, residual: Any = None) -> torch.Tensor:
+        x = x if residual is None else x + residual
+        y = super().forward(x)
+        return y if scale is None else y * scale
+
+
+@pytest.mark.parametrize(
+    ("norm", "way", "reason"),
+    [
+        (
+            nn.LayerNorm(D),
+            lambda b, y, x: b.norm.forward(y),
+            "run in another way than by calling it",
+        ),
+        (nn.LayerNorm(D), lambda b, y, x: b.norm(y) + b.norm.forward(x.exp()), "in another way"),
+        (nn.LayerNorm(D), lambda b, y, x: b.norm(y) + type(b.norm).forward(b.norm, x.exp()), "way"),
+        (nn.LayerNorm(D), lambda b, y, x: b.norm(y) + b.norm._call_impl(x.exp()), "in another way"),
+        (nn.LayerNorm(D), lambda b, y, x: b.norm(y) + b.norm._wrapped_call_impl(x.exp()), "way"),
+        (nn.LayerNorm(D), lambda b, y, x: b.norm(y) + nn.Module.__call__(b.norm, x.exp()), "way"),
+        (Extra(D), lambda b, y, x: b.norm(y, scale=x), "called with more than one tensor"),
+        (Extra(D), lambda b, y, x: b.norm(y, 2.0), "called with more than one tensor"),
+        (Extra(D), lambda b, y, x: b.norm(y, residual=x.exp()), "called with more than one tensor"),
+        (Extra(D), lambda b, y, x: b.norm(y) + b.norm(x, residual=x.exp()), "more than one tensor"),
+    ],
+)
+def test_a_norm_that_is_run_otherwise_than_by_a_call_on_one_tensor_stays(
+    norm: nn.Module, way: Callable[..., Any], reason: str
+) -> None:
+    assert reason in verdicts(randomised(Block(copy.deepcopy(norm), way)))["norm"]
+
+
+def test_a_forward_that_the_fold_does_not_replace_is_no_call_of_the_norm() -> None:
+    """``nn.LayerNorm.forward`` of a folded norm still computes LayerNorm."""
+    model = randomised(Block(way=lambda b, y, x: b.norm(y) + nn.LayerNorm.forward(b.norm, x.exp())))
+    assert verdicts(model)["norm"] == ""
+
+
+class Named(nn.Module):
+    """LayerNorm in its own words, whose input has another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(D)), nn.Parameter(torch.zeros(D))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        centred = hidden_states - hidden_states.mean(-1, keepdim=True)
+        scale = (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return self.weight * centred * scale + self.bias
+
+
+@pytest.mark.parametrize(
+    ("norm", "name"), [(nn.LayerNorm(D), "input"), (Named(), "hidden_states"), (Extra(D), "x")]
+)
+def test_a_norm_that_is_called_by_keyword_folds(norm: nn.Module, name: str) -> None:
+    model = randomised(Block(copy.deepcopy(norm), lambda b, y, x: b.norm(**{name: y})))
+    assert verdicts(model) == {"norm": ""}
+
+
+def test_a_folded_norm_takes_what_it_took_and_computes_it_so() -> None:
+    model = randomised(Block(Extra(D)))
+    changed, x = folded(model, analyze_module(model, given()).plan), given()
+    assert isinstance(changed.norm, Folded)
+    for more in ({"scale": 2.0}, {"residual": x.exp()}, {"scale": x, "residual": None}):
+        assert torch.equal(changed.norm(x, **more), model.norm(x, **more))
+    assert torch.equal(changed.norm(x, None, x), model.norm(x, None, x))
+    with pytest.raises(TypeError):
+        changed.norm()
+
+
+# Under which names.
+
+
+class TwoNames(nn.Module):
+    """One norm, called by one name on what can be centred, and by the other on something else."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.write, self.first = nn.Linear(D, D), nn.LayerNorm(D)
+        self.second, self.both = self.first, both
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.write(x)
+        return self.first(y) * self.second(2 * y if self.both else x.exp())
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_one_norm_under_two_names_folds_if_all_calls_can(both: bool) -> None:
+    found = verdicts(randomised(TwoNames(both)))
+    assert found == {"first": "" if both else "exp does not keep a zero mean"}
+
+
+class Repeated(nn.Module):
+    """A block that is registered three times, and gets something else at its last turn."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        block = Block()
+        block.read = nn.Linear(D, D)
+        self.blocks, self.last = nn.ModuleList([block] * 3), last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block.read(block.norm(x)) if self.last and i == 2 else block(x)
+        return x
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_norm_of_a_block_that_stands_at_several_places(last: bool) -> None:
+    """Its input at the last turn is what ``read`` returns, and so does the model in the end."""
+    found = verdicts(randomised(Repeated(last)))
+    assert list(found) == ["blocks.0.norm"]
+    assert ("used elsewhere" in found["blocks.0.norm"]) == last
+
+
+class Hidden(nn.Module):
+    """Its norm is also reached through a list that is no part of the tree of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write, self.norm = nn.Linear(D, D), nn.LayerNorm(D)
+        self.beside = [self.norm]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.write(x)
+        return self.norm(y) + self.beside[0](x.exp())
+
+
+def test_a_norm_that_is_reached_through_a_list() -> None:
+    assert verdicts(randomised(Hidden())) != {"norm": ""}
+
+
+def test_a_norm_under_a_name_that_is_not_to_be_folded_is_not_installed() -> None:
+    model = randomised(TwoNames(True))
+    with pytest.raises(UnsupportedModel, match="second: is the same module as first"):
+        install(model, ["second"], [])
+    assert type(model.first) is nn.LayerNorm
+
+
+# Where a graph does not show it.
+
+
+class Branches(nn.Module):
+    """Calls its norm, and again in a branch that values choose."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.write, self.norm, self.inside = nn.Linear(D, D), nn.LayerNorm(D), inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def one(y: torch.Tensor) -> torch.Tensor:
+            return self.norm(y.exp()) if self.inside else y.exp()
+
+        def two(y: torch.Tensor) -> torch.Tensor:
+            return y.sin()
+
+        y = self.write(x)
+        return self.norm(y) + torch.cond(x.sum() > 0, one, two, (x,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_norm_in_a_branch_that_values_choose_stays(inside: bool) -> None:
+    found = verdicts(randomised(Branches(inside)))["norm"]
+    assert found == ("it is called inside of an operator such as torch.cond" if inside else "")
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.write, self.norm = nn.Linear(D, D), nn.LayerNorm(D)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.norm, self.write(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_a_checkpointed_norm_folds(reentrant: bool) -> None:
+    assert verdicts(randomised(Checkpointed(reentrant))) == {"norm": ""}
+
+
+class Borrowed(nn.Module):
+    """Runs its norm with the weights of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write, self.norm = nn.Linear(D, D), nn.LayerNorm(D)
+        self.weight = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.write(x)
+        other = {"weight": self.weight, "bias": self.norm.bias}
+        return self.norm(y) + torch.func.functional_call(self.norm, other, (x.exp(),))
+
+
+def test_a_norm_that_is_called_with_other_weights_stays() -> None:
+    assert verdicts(randomised(Borrowed()))["norm"]
+
+
+class Chosen(Block):
+    """Its shapes depend on values, so that its ops are recorded."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        y = self.write(x)
+        parts = [
+            self.way(self, y[i, :length], x[i, :length])
+            for i, length in enumerate(lengths.tolist())
+        ]
+        return self.read(torch.cat(parts))
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        (lambda b, y, x: b.norm(y), ""),
+        (lambda b, y, x: b.norm(input=y), ""),
+        (lambda b, y, x: b.norm(y) + b.norm.forward(x.exp()), "in another way"),
+        (lambda b, y, x: b.norm(y) + type(b.norm).forward(b.norm, x.exp()), "in another way"),
+        (lambda b, y, x: b.norm(y) + b.norm._call_impl(x.exp()), "in another way"),
+    ],
+)
+def test_a_recorded_run_is_watched_as_well(way: Callable[..., Any], reason: str) -> None:
+    model, inputs = randomised(Chosen(way=way)), (given(), torch.tensor([3, 5]))
+    plan = analyze_module(model, *inputs).plan
+    assert plan.by_example
+    verdict = next(v for v in plan.norms if v.norm == "norm")
+    assert (reason in verdict.reason) if reason else verdict.status == "static"
+    plan = replace(plan, covered=None, unproven=())  # a value was read, so no call is proven
+    assert error(model, plan, *inputs) < 1e-12
+
+
+class CastBack(nn.Module):
+    """In float32; for a model in float32 its casts change nothing."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given, x = x.dtype, x.to(torch.float32)
+        mean = x.mean(-1, keepdim=True)
+        x = (x - mean) * torch.rsqrt((x - mean).pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (self.weight.to(torch.float32) * x).to(given)
+
+
+class WritesResult(nn.Module):
+    """Into memory that it sees in two ways, for which the graph has to be decomposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm, self.head = nn.Embedding(20, 12), CastBack(12), nn.Linear(12, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros(*ids.shape, 5)
+        result.transpose(0, 1).copy_(self.head(self.norm(self.emb(ids))).transpose(0, 1))
+        result.view(-1).add_(1.0)
+        return result
+
+
+def test_a_norm_that_casts_back_is_found_in_a_decomposed_graph() -> None:
+    plan = analyze_module(WritesResult().eval(), torch.arange(12).reshape(2, 6)).plan
+    assert [verdict.norm for verdict in plan.folded] == ["norm"]
+
+
+class CountsRows(nn.Module):
+    """Reads a value, so it is recorded by example, and keeps it, so its call is recorded twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm, self.head = nn.Embedding(20, 12), CastBack(12), nn.Linear(12, 5)
+        self.largest = 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.largest = max(self.largest, int(ids.max()))
+        x: torch.Tensor = self.head(self.norm(self.emb(ids)))
+        return x
+
+
+def test_a_norm_that_casts_back_is_found_where_a_call_is_recorded_twice() -> None:
+    plan = analyze_module(CountsRows().eval(), torch.arange(12).reshape(2, 6)).plan
+    assert plan.by_example
+    assert [verdict.norm for verdict in plan.folded] == ["norm"]
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    model = randomised(Block(Named()))
+    before = [(type(m), sorted(vars(m))) for m in model.modules()]
+    analyze_module(model, given())
+    assert [(type(m), sorted(vars(m))) for m in model.modules()] == before
+
+
+# What is merged.
+
+
+class Shared(nn.Module):
+    """Two norms with one gamma, each read by a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write = nn.Linear(D, D)
+        self.one, self.two = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.two.weight = self.one.weight
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.write(x)
+        return self.first(self.one(y)) * self.second(self.two(2 * y))
+
+
+def test_a_gamma_that_two_norms_share_folds_and_is_not_merged() -> None:
+    model = randomised(Shared())
+    plan = analyze_module(model, given(), options=Options(merge="affine")).plan
+    assert len(plan.folded) == 2 and plan.merged == ()
+    assert all("tied" in one.reason for one in plan.unmerged)
+    assert error(model, plan, given(3, D)) < 1e-12

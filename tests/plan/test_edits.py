@@ -1,0 +1,262 @@
+"""A tensor is merged into, scaled, centred and made longer in one order, with one rounding."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from edit_cases import EDITS, IN, NEW, tensors
+from fold_cases import same, store, written
+from stored_files import opened
+
+from enjoyln_cli.checkpoint.headers import Stored
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.edits import Append, Edit, Given, Product, Vector, edited, given
+from enjoyln_cli.rewrite import blocks, steps
+from enjoyln_cli.rewrite.shard_layout import bytes_to_write
+from enjoyln_cli.rewrite.steps import Before, Slot, Whole, steps_of
+from enjoyln_cli.rewrite.writer import write_shards
+from enjoyln_cli.verification.stored_tensors import check_tensors
+
+
+def by_definition(held: dict[str, torch.Tensor], name: str, edit: Edit) -> torch.Tensor:
+    """The formulas of the module, spelled out."""
+    x = held[edit.source or name].double()
+    if edit.fill is not None:
+        return torch.full_like(x, edit.fill)
+    if edit.times:
+        gain = held[edit.times.tensor].double() + edit.times.offset
+        x = x * gain.reshape([-1 if d == edit.times.dim else 1 for d in range(x.ndim)])
+    if edit.plus:
+        matrix, by = held[edit.plus.matrix].double(), held[edit.plus.by].double()
+        x = x + (matrix @ by if edit.plus.dim == 1 else by @ matrix)
+    if edit.scale:
+        scale = held[edit.scale.tensor].double()
+        x = x * scale.reshape([-1 if d == edit.scale.dim else 1 for d in range(x.ndim)])
+    for axis in edit.axes:
+        part = x.narrow(axis.dim, axis.start, axis.length)
+        groups = part.unflatten(axis.dim, (axis.outer, axis.size, axis.inner))
+        x = x.clone()
+        x.narrow(axis.dim, axis.start, axis.length).copy_(
+            (groups - groups.mean(axis.dim + 1, keepdim=True)).flatten(axis.dim, axis.dim + 2)
+        )
+    if edit.append:
+        at = edit.append.dim
+        for value in edit.append.values:
+            x = torch.cat([x, torch.full_like(x.narrow(at, 0, 1), value)], at)
+    return x
+
+
+@pytest.fixture(params=[(1 << 18, 1 << 22), (50, 200), (40, 4000)], ids=["whole", "cut", "blocks"])
+def blocked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one block, and in many."""
+    monkeypatch.setattr(steps, "BLOCK", request.param[0])
+    monkeypatch.setattr(blocks, "TRANSFER", request.param[1])
+    monkeypatch.setattr(steps, "CHUNK", 10 * request.param[0])
+
+
+@pytest.mark.parametrize("kind", ["single", "bin"])
+@pytest.mark.parametrize("case", EDITS)
+def test_files_hold_what_the_definition_says(
+    tmp_path: Path, case: str, kind: str, blocked: None
+) -> None:
+    name, edit = EDITS[case]
+    held = tensors(torch.bfloat16)
+    store(tmp_path / "model", held, kind)
+    (tmp_path / "out").mkdir()
+    checkpoint = opened(tmp_path / "model")
+    told: list[int] = []
+    write_shards(checkpoint, {name: edit}, tmp_path / "out", progress=told.append)
+    found = written(tmp_path / "out")
+    assert same(found[name], by_definition(held, name, edit).bfloat16())
+    assert all(same(found[n], tensor) for n, tensor in held.items() if n != name)
+    assert sum(told) == sum(t.nbytes for t in found.values())
+    assert sum(told) == bytes_to_write(checkpoint, {name: edit})
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_another_dtype_and_memory(tmp_path: Path, case: str, blocked: None) -> None:
+    """On the way into another dtype, and on tensors in memory."""
+    name, edit = EDITS[case]
+    held = tensors(torch.float32)
+    store(tmp_path / "model", held, "single")
+    (tmp_path / "out").mkdir()
+    write_shards(opened(tmp_path / "model"), {name: edit}, tmp_path / "out", dtype=torch.float16)
+    exact = by_definition(held, name, edit)
+    assert same(written(tmp_path / "out")[name], exact.half())
+    source = held[edit.source or name].double()
+    in_memory = edited(source, edit, given(edit, held.__getitem__))
+    torch.testing.assert_close(in_memory, exact, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_the_check_of_stored_tensors_knows_every_edit(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from enjoyln_cli.verification import stored_tensors
+
+    monkeypatch.setattr(stored_tensors, "SLICE", 100)
+    name, edit = EDITS[case]
+    store(tmp_path / "model", tensors(torch.bfloat16), "single")
+    (tmp_path / "out").mkdir()
+    original = opened(tmp_path / "model")
+    write_shards(original, {name: edit}, tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text("{}")
+    folded = opened(tmp_path / "out")
+    drift, failures = check_tensors(original, folded, {name: edit})
+    assert failures == []
+    assert set(drift) == ({name} if edit.axes else set())
+    if name in original.tensors:
+        _, failures = check_tensors(original, folded, {})
+        assert len(failures) == 1 and name in failures[0]
+    else:
+        _, failures = check_tensors(original, folded, {})
+        assert failures == [f"{name} is stored in one of the two checkpoints only"]
+    if edit.append:
+        other = replace(edit.append, values=(0.25, *NEW[1:]))
+        _, failures = check_tensors(original, folded, {name: replace(edit, append=other)})
+        assert len(failures) == 1 and name in failures[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "edit"),
+    [
+        ((4096, 1024), Edit(times=Vector("g", 1), axes=(Axis(0, 0, 1, 4096, 1),))),
+        ((4096, 1024), Edit(axes=(Axis(0, 0, 1, 4096, 1),), append=Append(1, NEW))),
+        ((1024, 4096), Edit(times=Vector("g", 0), axes=(Axis(1, 0, 1, 4096, 1),))),
+        ((1024, 4096), Edit(axes=(Axis(1, 0, 1, 4096, 1),), append=Append(0, NEW))),
+        ((4096, 1024), Edit(append=Append(0, NEW))),
+        ((4096, 1024), Edit(times=Vector("g", 1))),
+        ((3072, 1024), Edit(times=Vector("g", 1), axes=(Axis(0, 2048, 1, 1024, 1),))),
+    ],
+)
+def test_large_tensors_are_never_in_memory_as_a_whole(shape: tuple[int, ...], edit: Edit) -> None:
+    count = shape[0] * shape[1]
+    stored = Stored("w", "f", "F32", shape, 0, 4 * count)
+    slot = Slot("w", stored, "F32", edit.shape(shape), 0)
+    found = list(steps_of(slot, edit, Given))
+    assert found and not any(isinstance(step, Whole) for step in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "words"),
+    [
+        ("w", Edit(times=Vector("g", 0)), "too few or many"),
+        ("w", Edit(times=Vector("none", 1)), "lacks it"),
+        ("w", Edit(times=Vector("ids", 1)), "I64"),
+        ("b", Edit(plus=Product("w", 0, "v")), "times"),
+        ("s", Edit(plus=Product("e", 2, "v")), "does not hold"),
+        ("copy", Edit(source="none"), "lacks it"),
+        ("copy", Edit(), "lacks it"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, name: str, edit: Edit, words: str) -> None:
+    held = tensors(torch.float32) | {"ids": torch.arange(IN)}
+    store(tmp_path / "model", held, "single")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(BadCheckpoint, match=words):
+        write_shards(opened(tmp_path / "model"), {name: edit}, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_new_tensor_lies_beside_its_source_and_in_the_index(tmp_path: Path) -> None:
+    held = tensors(torch.float32)
+    store(tmp_path / "model", held, "sharded")
+    (tmp_path / "out").mkdir()
+    names = write_shards(opened(tmp_path / "model"), {"copy": Edit(source="t")}, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / names[-1]).read_text())
+    assert index["weight_map"]["copy"] == index["weight_map"]["t"]
+    before = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == before["weight_map"] | {"copy": before["weight_map"]["t"]}
+    size = sum(t.nbytes for t in held.values()) + held["t"].nbytes
+    assert index["metadata"] == {"total_parameters": 7 + held["t"].numel(), "total_size": size}
+    assert same(written(tmp_path / "out")["copy"], held["t"])
+
+
+def test_nan_is_refused_where_it_would_spread_and_values_that_overflow(tmp_path: Path) -> None:
+    held = tensors(torch.float32)
+    held["w"][3, 5] = float("nan")
+    held["t"][2, 1] = 6e4
+    store(tmp_path / "model", held, "single")
+    (tmp_path / "out").mkdir()
+    checkpoint = opened(tmp_path / "model")
+    with pytest.raises(BadCheckpoint, match="NaN or Inf"):
+        write_shards(checkpoint, {"w": Edit(times=Vector("g", 1))}, tmp_path / "out")
+    for file in (tmp_path / "out").iterdir():
+        file.unlink()
+    big = Edit(times=Vector("g", 0, 9.0))
+    with pytest.raises(BadCheckpoint, match="beyond F16"):
+        write_shards(checkpoint, {"t": big}, tmp_path / "out", dtype=torch.float16)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("where", "name", "edit"),
+    [
+        ("g", "w", Edit(times=Vector("g", 1))),
+        ("v", "b", Edit(plus=Product("w", 1, "v"))),
+        ("w", "b", Edit(plus=Product("w", 1, "v"))),
+        ("s", "b", Edit(scale=Vector("s", 0))),
+    ],
+)
+def test_what_is_merged_is_named_where_it_holds_nan(
+    tmp_path: Path, where: str, name: str, edit: Edit, bad: float
+) -> None:
+    """Not what it is merged into; with leave it spreads as it does in the model."""
+    held = tensors(torch.float32)
+    held[where].view(-1)[2] = bad
+    store(tmp_path / "model", held, "single")
+    checkpoint = opened(tmp_path / "model")
+    for out in ("refused", "allowed"):
+        (tmp_path / out).mkdir()
+    with pytest.raises(BadCheckpoint, match=f"^{where} in .* holds NaN or Inf and cannot be merge"):
+        write_shards(checkpoint, {name: edit}, tmp_path / "refused")
+    write_shards(checkpoint, {name: edit}, tmp_path / "allowed", allow_nonfinite=True)
+    assert not written(tmp_path / "allowed")[name].isfinite().all()
+
+
+def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float64 to the nearest number of ``dtype``, ties to even, without torch's casts."""
+    bits, least = {torch.bfloat16: (8, -133), torch.float16: (11, -24)}[dtype]
+    step = (exact.frexp().exponent - bits).clamp(min=least).double()
+    near = torch.ldexp(torch.ldexp(exact, -step).round(), step)
+    return torch.where(near.abs() > torch.finfo(dtype).max, near.sign() * torch.inf, near)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_two_numbers_of_16_bits_are_multiplied_in_their_dtype(dtype: torch.dtype) -> None:
+    """Every number, by small, large and odd ones: what float64 gives, rounded once."""
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    x = x[x.isfinite()]
+    limits = torch.finfo(dtype)
+    tiny = limits.smallest_normal
+    made = torch.Generator().manual_seed(0)
+    odd = x[torch.randint(len(x), (60,), generator=made)]
+    ends = torch.tensor([tiny, tiny / 2, -limits.max, -0.9, 1.1, 0.0]).to(dtype)
+    by = torch.cat([odd, ends]).double()
+    before = Before(lambda: Given(times=by), len(x))
+    assert before.exact_in(dtype)
+    block = x.repeat(len(by))
+    before(block, 0)
+    exact = torch.outer(by, x.double()).flatten()
+    assert torch.equal(block.double(), rounded(exact, dtype))
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (Given(times=torch.tensor([0.5, 1 + 2**-12]).double()), torch.bfloat16),
+        (Given(times=torch.tensor([0.5, 2**20]).double()), torch.float16),
+        (Given(times=torch.tensor([0.5, float("nan")]).double()), torch.bfloat16),
+        (Given(times=torch.tensor([0.5, 2]).double()), torch.float32),
+        (Given(times=torch.ones(2).double(), plus=torch.ones(2).double()), torch.bfloat16),
+        (Given(plus=torch.ones(2).double()), torch.bfloat16),
+    ],
+    ids=["too precise", "too large", "not a number", "too wide", "a sum", "only a sum"],
+)
+def test_other_arithmetic_needs_float64(values: Given, dtype: torch.dtype) -> None:
+    assert not Before(lambda: values, 1).exact_in(dtype)

@@ -1,0 +1,181 @@
+"""Query and key norms behind one fused projection, however it is taken apart.
+
+Every form folds, in memory and on disk, where the projection's parts are centred by themselves; the
+values, which no norm reads, keep their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from folding_live import randomised
+from torch import nn
+
+from enjoyln_cli.analysis.analyze import analyze_module
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.runtime.install import install
+
+B, T, H, D = 2, 5, 3, 4
+"""Rows, tokens, heads, and features of each."""
+Parts = tuple[torch.Tensor, ...]
+
+
+def timm(y: torch.Tensor) -> Parts:
+    return y.view(*y.shape[:2], 3, H, D).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def interleaved(y: torch.Tensor) -> Parts:
+    y = y.view(*y.shape[:2], H, 3, D)
+    return tuple(y[..., i, :].transpose(1, 2) for i in range(3))
+
+
+FORMS: dict[str, Callable[[torch.Tensor], Parts]] = {
+    "timm": timm,
+    "unbind": lambda y: tuple(
+        p.transpose(1, 2) for p in y.view(*y.shape[:2], 3, H, D).unbind(2)
+    ),
+    "by number": lambda y: tuple(
+        y.reshape(*y.shape[:2], 3, H, D)[:, :, i].transpose(1, 2) for i in range(3)
+    ),
+    "permuted and by number": lambda y: tuple(
+        y.reshape(*y.shape[:2], 3, H, D).permute(2, 0, 3, 1, 4)[i] for i in range(3)
+    ),
+    "split and squeezed": lambda y: tuple(
+        p.squeeze(2).transpose(1, 2) for p in y.view(*y.shape[:2], 3, H, D).split(1, 2)
+    ),
+    "chunk after a permute": lambda y: tuple(
+        p[0] for p in y.unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4).chunk(3)
+    ),
+    "copied between": lambda y: (
+        y.view(*y.shape[:2], 3, H, D).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
+    ),
+    "interleaved": interleaved,
+    "interleaved and unbound": lambda y: tuple(
+        p.transpose(1, 2) for p in y.view(*y.shape[:2], H, 3, D).unbind(3)
+    ),
+    "interleaved and chunked": lambda y: (
+        y.view(*y.shape[:2], H, 3 * D).transpose(1, 2).chunk(3, -1)
+    ),
+    "two matrices of keys and values": lambda y: (
+        y[..., : H * D].unflatten(-1, (H, D)).transpose(1, 2),
+        *y[..., H * D :].view(*y.shape[:2], 2, H, D).permute(2, 0, 3, 1, 4).unbind(0),
+    ),
+}  # fmt: skip
+
+
+class Attention(nn.Module):
+    """As timm writes it, with norms of queries and keys, and one after the projection."""
+
+    def __init__(self, apart: Callable[[torch.Tensor], Parts], bias: bool = True) -> None:
+        super().__init__()
+        self.apart = apart
+        self.qkv = nn.Linear(H * D, 3 * H * D, bias=bias)
+        self.q_norm, self.k_norm = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.proj = nn.Linear(H * D, H * D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.apart(self.qkv(x))
+        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        return self.proj(x.transpose(1, 2).reshape(*x.shape[:1], -1, H * D))
+
+
+def inputs(seed: int, tokens: int = T) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(B, tokens, H * D, generator=generator, dtype=torch.float64) + 0.5
+
+
+def fold(model: nn.Module, *others: torch.Tensor) -> Any:
+    """The plan, by which the model is folded; its outputs stay the same."""
+    plan = analyze_module(model, inputs(1)).plan
+    with torch.no_grad():
+        before = [model(x) for x in others]
+        centre_parameters(model, plan)
+        install(model, [v.norm for v in plan.folded], plan.ops, plan.entry_inputs)
+        for x, expected in zip(others, before, strict=True):
+            torch.testing.assert_close(model(x), expected, rtol=1e-11, atol=1e-11)
+    return plan
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_norms_of_queries_and_keys_fold(form: str, bias: bool) -> None:
+    model = randomised(Attention(FORMS[form], bias))
+    values = model.qkv.weight.detach().clone()
+    plan = fold(model, inputs(2), inputs(3, 9))
+    assert {v.norm for v in plan.folded} == {"q_norm", "k_norm"}
+    assert not plan.ops
+    centred = {w.axis for w in plan.writers if w.parameter == "qkv.weight"}
+    if form.startswith("interleaved"):
+        assert centred == {Axis(0, 0, H, D, 1, 3 * D), Axis(0, D, H, D, 1, 3 * D)}
+        same = (model.qkv.weight == values).view(H, 3, D, -1)[:, 2]
+    else:
+        assert centred == {Axis(0, 0, H, D, 1), Axis(0, H * D, H, D, 1)}
+        same = (model.qkv.weight == values)[2 * H * D :]
+    assert same.all(), "the values keep their mean"
+
+
+class Shown(Attention):
+    """Somebody reads the projection, or a part of it, beside the norm."""
+
+    def __init__(self, reads: Callable[..., torch.Tensor]) -> None:
+        super().__init__(timm)
+        self.reads = reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.qkv(x)
+        whole = y.view(*y.shape[:2], 3, H, D)
+        q, k, v = whole.permute(2, 0, 3, 1, 4).unbind(0)
+        seen = self.reads(y, whole, q, k, v)
+        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        return self.proj(x.transpose(1, 2).reshape(*x.shape[:1], -1, H * D)) + seen
+
+
+OBSERVERS: dict[str, tuple[Callable[..., torch.Tensor], set[str]]] = {
+    "the whole": (lambda y, whole, q, k, v: y.relu().sum(), set()),
+    "the whole as a view": (lambda y, whole, q, k, v: whole.relu().sum(), set()),
+    "the queries": (lambda y, whole, q, k, v: q.relu().sum(), {"k_norm"}),
+    "the keys by number": (lambda y, whole, q, k, v: whole[:, :, 1].relu().sum(), {"q_norm"}),
+    "one head of the keys": (lambda y, whole, q, k, v: whole[0, 0, 1, 2].tanh().sum(), {"q_norm"}),
+    "one feature of the queries": (
+        lambda y, whole, q, k, v: whole[..., 0, :, 2].tanh().sum(), {"k_norm"},
+    ),
+    "queries and keys": (lambda y, whole, q, k, v: whole[:, :, :2].relu().sum(), set()),
+    "the values": (lambda y, whole, q, k, v: whole[:, :, 2].relu().sum(), {"q_norm", "k_norm"}),
+    "the last rows": (
+        lambda y, whole, q, k, v: y[..., 2 * H * D :].relu().sum(), {"q_norm", "k_norm"},
+    ),
+    "its shape": (
+        lambda y, whole, q, k, v: torch.zeros_like(whole).sum(), {"q_norm", "k_norm"},
+    ),
+    "another softmax": (
+        lambda y, whole, q, k, v: q.softmax(-1).var() * whole[:, :, 0].softmax(-1).sum(),
+        {"q_norm", "k_norm"},
+    ),
+}  # fmt: skip
+"""Who else reads, and the norms that fold all the same."""
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_whoever_reads_a_part_is_asked(name: str) -> None:
+    reads, folded = OBSERVERS[name]
+    model = randomised(Shown(reads))
+    plan = analyze_module(model, inputs(1)).plan
+    assert {v.norm for v in plan.folded} == folded
+    if folded:
+        fold(model, inputs(2), inputs(3, 7))
+
+
+class Returned(Attention):
+    """Hands out the projection's view."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x), self.qkv(x).view(*x.shape[:2], 3, H, D)
+
+
+def test_a_view_that_is_returned_is_seen() -> None:
+    assert not analyze_module(randomised(Returned(timm)), inputs(1)).plan.folded

@@ -1,0 +1,208 @@
+"""Persimmon's projection has query, key and value of a head side by side: groups that begin apart.
+
+On disk and in memory the queries and keys of each head are centred, and the values are not. The
+recipe, the marker and what is kept to restore the original say so, and are read back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from live_models import moved
+from safetensors.torch import load_file, save_file
+from transformers import PersimmonConfig, PersimmonForCausalLM
+
+from enjoyln_cli import fold, from_pretrained, unfold
+from enjoyln_cli.analysis.analyze import analyze_module
+from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.errors import EnjoyLNError, RecipeError
+from enjoyln_cli.plan.axis import Axis, as_numbers, blocks, centre, group_means
+from enjoyln_cli.recipe.templates import Span, concrete, symbolic, written
+from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.runtime.install import RMSNorm, install
+
+HEADS, D = 4, 8
+QUERIES, KEYS = Axis(0, 0, HEADS, D, 1, 3 * D), Axis(0, D, HEADS, D, 1, 3 * D)
+CONFIG = dict(
+    vocab_size=31,
+    hidden_size=HEADS * D,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=HEADS,
+    qk_layernorm=True,
+    max_position_embeddings=32,
+)
+FUSED = "self_attn.query_key_value"
+
+
+def model() -> PersimmonForCausalLM:
+    return moved(PersimmonForCausalLM(PersimmonConfig(**CONFIG)))
+
+
+def ids(seed: int, tokens: int = 7) -> torch.Tensor:
+    return torch.randint(31, (2, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def values_of(weight: torch.Tensor) -> torch.Tensor:
+    return weight.view(HEADS, 3, D, -1)[:, 2]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("persimmon") / "source"
+    model().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def out(source: Path) -> Iterator[Path]:
+    path = source.parent / "out"
+    fold(source, path, keep_means=True, verify=False)
+    yield path
+
+
+def test_in_memory() -> None:
+    live = model()
+    plan = analyze_module(live, input_ids=ids(1)).plan
+    names = {v.norm for v in plan.folded}
+    parts = {f"{q}_layernorm" for q in "qk"}
+    assert {name for name in names if name.rpartition(".")[2] in parts} == {
+        f"model.layers.{i}.self_attn.{part}" for i in range(2) for part in parts
+    }
+    fused = {w.axis for w in plan.writers if FUSED in w.parameter}
+    assert fused == {QUERIES, KEYS}
+    with torch.no_grad():
+        before = [live(ids(i, 4 + i)).logits for i in (2, 3)]
+        centre_parameters(live, plan)
+        install(live, [v.norm for v in plan.folded], plan.ops, plan.entry_inputs)
+        after = [live(ids(i, 4 + i)).logits for i in (2, 3)]
+    for x, y in zip(after, before, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_on_disk(source: Path, out: Path) -> None:
+    old, new = (load_file(path / "model.safetensors") for path in (source, out))
+    name = f"model.layers.1.{FUSED}.weight"
+    for axis in (QUERIES, KEYS):
+        assert group_means(new[name], axis).abs().max() < 1e-15
+        assert group_means(old[name], axis).abs().max() > 1e-2
+    assert torch.equal(values_of(new[name]), values_of(old[name]))
+    torch.testing.assert_close(new[name], centre(centre(old[name], QUERIES), KEYS))
+    original = PersimmonForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
+    folded = from_pretrained(out, dtype=torch.float64).eval()
+    assert isinstance(folded.model.layers[0].self_attn.q_layernorm, RMSNorm)
+    with torch.no_grad():
+        expected = original(ids(5, 9)).logits
+        torch.testing.assert_close(folded(ids(5, 9)).logits, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_recipe_says_where_the_groups_are(source: Path, out: Path) -> None:
+    text = (out / "enjoyln_recipe.yaml").read_text()
+    centred = yaml.safe_load(text)["variants"][0]["centre"]
+    lines = centred[f"model.layers.{{i}}.{FUSED}.weight"]
+    steps = {(line.get("start", 0), line["step"]) for line in lines}
+    assert steps == {(0, 3 * D), (D, 3 * D)}
+    again = source.parent / "again"
+    fold(source, again, recipe=out / "enjoyln_recipe.yaml", verify=False)
+    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_a_recipe_for_other_groups_is_refused(source: Path, out: Path, tmp_path: Path) -> None:
+    text = (out / "enjoyln_recipe.yaml").read_text()
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(text.replace(f"step: {3 * D}", f"step: {2 * D}"))
+    with pytest.raises(EnjoyLNError, match="one every 24"):
+        fold(source, tmp_path / "out", recipe=changed, verify=False)
+
+
+def test_the_marker_is_read_back(out: Path) -> None:
+    config = json.loads((out / "config.json").read_text())
+    marker = read_marker(config)
+    assert marker is not None
+    held = {tuple(group["axis"]) for group in config["enjoyln"]["centered"]}
+    assert {tuple(as_numbers(QUERIES)), tuple(as_numbers(KEYS))} <= held
+    assert {len(axis) for axis in held} == {5, 6}
+
+
+def test_a_weight_that_is_no_longer_centred_is_noticed(out: Path, tmp_path: Path) -> None:
+    """Another value than the mean of one head's keys has changed: none of the norms is RMSNorm."""
+    spoilt = tmp_path / "spoilt"
+    spoilt.mkdir()
+    for file in out.iterdir():
+        if file.is_file():
+            (spoilt / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(spoilt / "model.safetensors")
+    name = f"model.layers.0.{FUSED}.weight"
+    tensors[name][2 * 3 * D + D + 1] += 0.5
+    save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EnjoyLNError, match="since it was centred"):
+        from_pretrained(spoilt)
+    tensors[name][2 * 3 * D + D + 1] -= 0.5
+    tensors[name][2 * D + 1] += 0.5  # a value, which may be anything
+    save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
+    from_pretrained(spoilt)
+
+
+def test_the_original_comes_back(source: Path, out: Path, tmp_path: Path) -> None:
+    unfold(out, tmp_path / "back")
+    old, new = (load_file(path / "model.safetensors") for path in (source, tmp_path / "back"))
+    assert all(torch.equal(old[name], new[name]) for name in old)
+
+
+def test_a_fold_of_single_precision_is_verified(tmp_path: Path) -> None:
+    model().float().save_pretrained(tmp_path / "source")
+    fold(tmp_path / "source", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "enjoyln_verify.json").read_text())["passed"]
+
+
+def test_blocks_cover_what_the_axis_does() -> None:
+    x = torch.randn(2, HEADS * 3 * D, 5, dtype=torch.float64)
+    axis = Axis(1, D, HEADS, D // 2, 2, 3 * D)
+    y = x
+    for block in blocks(axis):
+        assert not block.step
+        y = centre(y, block)
+    assert torch.equal(y, centre(x, axis))
+    assert blocks(axis)[-1].stop == axis.stop
+    assert group_means(centre(x, axis), axis).abs().max() < 1e-15
+    assert group_means(x, axis).shape == (2, HEADS, 1, 2, 5)
+
+
+AXES = [
+    (QUERIES, HEADS * 3 * D, {"dim": 0, "size": "head_dim", "step": 24}),
+    (KEYS, HEADS * 3 * D, {"dim": 0, "start": 8, "size": "head_dim", "step": 24}),
+    (Axis(1, 0, 2, 5, 2, 21), 99, {"dim": 1, "length": 20, "size": 5, "inner": 2, "step": 21}),
+    (KEYS, None, {"dim": 0, "start": 8, "length": "n", "size": "head_dim", "step": 24}),
+]
+
+
+@pytest.mark.parametrize(("axis", "extent", "fields"), AXES)
+def test_spans_with_a_step(axis: Axis, extent: int | None, fields: dict[str, object]) -> None:
+    config = {"head_dim": D, "n": HEADS * D}
+    span = symbolic(axis, extent, config)
+    assert written(span) == fields
+    assert concrete(span, extent, config) == axis
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        Span(0, 8, step=8),
+        Span(0, 8, step=5),
+        Span(0, 8, start=90, step=24),
+        Span(0, 8, length=12, step=24),
+        Span(0, 8, length=80, step=24),
+    ],
+)
+def test_spans_that_do_not_fit(span: Span) -> None:
+    with pytest.raises(RecipeError, match="does not fit"):
+        concrete(span, HEADS * 3 * D, {})
+
+
+def test_one_group_has_no_step() -> None:
+    assert concrete(Span(0, 8, length=8, step=24), 96, {}) == Axis(0, 0, 1, 8, 1)

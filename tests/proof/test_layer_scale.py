@@ -1,0 +1,165 @@
+"""Models with LayerScale, folded on disk: the scale moves into the layer before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from fold_cases import same, store, written
+from safetensors.torch import save_file
+from stored_files import opened
+from transformers import CONFIG_MAPPING
+
+from enjoyln_cli import analyze, fold, verify
+from enjoyln_cli.errors import BadCheckpoint, RecipeError
+from enjoyln_cli.plan.axis import Axis, centre
+from enjoyln_cli.plan.edits import Edit, Vector
+from enjoyln_cli.report.notes import counts, row
+from enjoyln_cli.rewrite.writer import write_shards
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "hidden_size": 24,
+    "intermediate_size": 33,
+    "image_size": 20,
+    "patch_size": 5,
+    "num_labels": 5,
+    "layer_scale_init_value": 0.1,
+}
+MODELS = [("dinov2", "Dinov2Model"), ("beit", "BeitForImageClassification")]
+
+
+def save(model_type: str, model_class: str, folder: Path, dtype: torch.dtype) -> None:
+    """Random gammas, betas and biases; scales of both signs, between 0.1 and 2, and a zero."""
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(CONFIG_MAPPING[model_type](**SMALL)).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            start = 1.0 if parameter.dim() == 1 else 0.1
+            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
+            if "lambda" in name:
+                sign = torch.where(torch.rand_like(parameter) < 0.3, -1.0, 1.0)
+                parameter.copy_(sign * (0.1 + 1.9 * torch.rand_like(parameter)))
+                parameter[3] = 0
+    model.to(dtype).save_pretrained(folder)
+
+
+def outputs(model_class: str, folder: Path) -> torch.Tensor:
+    model = getattr(transformers, model_class).from_pretrained(folder, dtype=torch.float64)
+    pixels = torch.randn(2, 3, 20, 20, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model.eval()(pixels.double())[0]
+
+
+@pytest.mark.parametrize(("model_type", "model_class"), MODELS)
+def test_a_model_with_layer_scale_folds_whole(
+    model_type: str, model_class: str, tmp_path: Path
+) -> None:
+    save(model_type, model_class, tmp_path / "source", torch.float64)
+    plan = fold(tmp_path / "source", tmp_path / "out", model_class=model_class, verify=False).plan
+    assert [v.status for v in plan.norms] == ["static"] * 5
+    scales = {w.scale.tensor for w in plan.writers if w.scale}
+    assert len(scales) == 4 and sum(w.scale is not None for w in plan.writers) == 8
+    assert counts(row("m", plan)).endswith("4 scales merged into them")
+    before, after = written(tmp_path / "source"), written(tmp_path / "out")
+    assert all(torch.equal(after[name], torch.ones_like(after[name])) for name in scales)
+    assert all(float(before[name][3]) == 0 for name in scales)
+    expected = outputs(model_class, tmp_path / "source")
+    got = outputs(model_class, tmp_path / "out")
+    assert (got - expected).norm() / expected.norm() <= 1e-12
+
+
+def test_the_proof_says_what_is_merged() -> None:
+    found = str(analyze(CONFIG_MAPPING["dinov2"](**SMALL)).why("encoder.layer.0.norm2"))
+    assert "centred in the weights after encoder.layer.0.layer_scale1.lambda1 is merged" in found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_from_the_recipe_alone_passes(dtype: torch.dtype, tmp_path: Path) -> None:
+    save("dinov2", "Dinov2Model", tmp_path / "source", dtype)
+    fold(tmp_path / "source", tmp_path / "out")
+    found = verify(tmp_path / "out")
+    assert found.passed and found.identity_error is not None and found.identity_error <= 1e-12
+
+
+def test_a_scale_that_was_put_back_fails_the_check(tmp_path: Path) -> None:
+    save("dinov2", "Dinov2Model", tmp_path / "source", torch.float32)
+    fold(tmp_path / "source", tmp_path / "out", verify=False)
+    tensors = written(tmp_path / "out")
+    name = "encoder.layer.0.layer_scale1.lambda1"
+    tensors[name] = written(tmp_path / "source")[name]
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    found = verify(tmp_path / "out")
+    assert not found.passed and name in "".join(found.failures)
+
+
+def test_a_recipe_merges_a_scale_into_all_that_it_scales_or_not_at_all(tmp_path: Path) -> None:
+    save("dinov2", "Dinov2Model", tmp_path / "source", torch.float32)
+    plan = fold(tmp_path / "source", tmp_path / "out", verify=False).plan
+    text = (tmp_path / "out" / "enjoyln_recipe.yaml").read_text()
+
+    def follow(changed: str) -> Any:
+        (tmp_path / "recipe.yaml").write_text(changed)
+        return fold(
+            tmp_path / "source", tmp_path / "again", recipe=tmp_path / "recipe.yaml",
+            verify=False, force=True,
+        ).plan  # fmt: skip
+
+    assert follow(text) == plan
+    line = "    encoder.layer.{i}.mlp.fc2.bias: {dim: 0, scale"
+    left = text.replace(line, "    encoder.layer.{i}.mlp.fc2.bias: leave #")
+    with pytest.raises(RecipeError, match="needs encoder.layer.*bias centred"):
+        follow(left)
+    first = "  norms:\n    encoder.layer.0.norm1: fold\n"
+    with pytest.raises(RecipeError, match="and not into encoder.layer.0.mlp.fc2.bias"):
+        follow(left.replace(": fold\n", ": keep\n").replace("  norms:\n", first))
+    other = text.replace("scale: 'encoder.layer.{i}.layer_scale2", "scale: 'encoder.layer.{i}.s")
+    with pytest.raises(RecipeError, match="proven is .*layer_scale2"):
+        follow(other)
+
+
+A = Axis(0, 0, 1, 4, 1)
+
+
+def tensors(dtype: torch.dtype, by: float = 1.0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "w": (torch.randn(4, 3, 2) + 0.5).to(dtype),
+        "b": (torch.randn(4) + 0.5).to(dtype),
+        "s": (by * torch.randn(1, 4, 1)).to(dtype),
+    }
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_scale_is_merged_on_the_way_from_file_to_file(kind: str, tmp_path: Path) -> None:
+    given = tensors(torch.bfloat16)
+    store(tmp_path / "model", given, kind)
+    (tmp_path / "out").mkdir()
+    merged = Edit(scale=Vector("s", 0), axes=(A,))
+    edits = {"w": merged, "b": merged, "s": Edit(fill=1.0)}
+    write_shards(opened(tmp_path / "model"), edits, tmp_path / "out")
+    got, by = written(tmp_path / "out"), given["s"].double().flatten()
+    w = centre(by[:, None, None] * given["w"].double(), A).bfloat16()
+    assert same(got["w"], w)
+    assert same(got["b"], centre(by * given["b"].double(), A).bfloat16())
+    assert same(got["s"], torch.ones_like(given["s"]))
+
+
+@pytest.mark.parametrize(
+    ("by", "scale", "reason"),
+    [(1e6, "s", "beyond F16|NaN or Inf"), (1.0, "w", "too few or many"), (1.0, "x", "lacks it")],
+)
+def test_a_scale_that_does_not_fit_is_refused(
+    by: float, scale: str, reason: str, tmp_path: Path
+) -> None:
+    given = tensors(torch.float16) | {"s": torch.full((4,), by, dtype=torch.float32)}
+    given["w"] = given["w"].repeat(1, 1, 5)
+    store(tmp_path / "model", given, "safetensors")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(BadCheckpoint, match=reason):
+        edits = {"b": Edit(scale=Vector(scale, 0), axes=(A,))}
+        write_shards(opened(tmp_path / "model"), edits, tmp_path / "out")

@@ -1,0 +1,207 @@
+"""Models whose ops take operands of unusual shapes: folded exactly, or left alone with the reason.
+
+Each is analysed and folded in memory on float64 weights that are not centred, and compared on
+inputs other than those that were traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from folding_live import randomised
+from random_ops import FAMILIES
+from torch import nn
+
+from enjoyln_cli.analysis.analyze import analyze_module
+from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.runtime.install import install
+
+D = 6
+
+
+class Model(nn.Module):
+    """``compute(model, x)`` and one norm after it, whose size is ``size``."""
+
+    def __init__(self, compute: Callable[[nn.Module, torch.Tensor], torch.Tensor], size: int = D):
+        super().__init__()
+        self.compute = compute
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+        self.row, self.rows = nn.Parameter(torch.zeros(D)), nn.Parameter(torch.zeros(D, D))
+        self.table = nn.Parameter(torch.zeros(9, D))
+        self.deep = nn.Parameter(torch.zeros(D, 2, D))
+        self.none = nn.Parameter(torch.zeros(0, D))
+        self.hollow = nn.Linear(0, D)
+        self.norm = nn.LayerNorm(size)
+        self.head = nn.Linear(size, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.compute(self, x)))
+
+
+def inputs(seed: int, tokens: int = D) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(D, tokens, D, generator=generator, dtype=torch.float64) + 0.5
+
+
+def folded(compute: Callable[..., torch.Tensor]) -> bool:
+    """Whether the norm is folded; the outputs stay the same in any case."""
+    torch.manual_seed(0)
+    return folded_exactly(randomised(Model(compute)))
+
+
+def folded_exactly(model: nn.Module, fine: float = 1e-10) -> bool:
+    plan = analyze_module(model, inputs(1)).plan
+    others = [inputs(2), 100 * inputs(3)]
+    with torch.no_grad():
+        before = [model(x) for x in others]
+        centre_parameters(model, plan)
+        install(model, [v.norm for v in plan.folded], plan.ops, plan.entry_inputs)
+        for x, expected in zip(others, before, strict=True):
+            torch.testing.assert_close(model(x), expected, rtol=fine, atol=fine, equal_nan=True)
+    return bool(plan.folded)
+
+
+def attended(
+    values: Callable[[nn.Module], torch.Tensor], **how: bool
+) -> Callable[..., torch.Tensor]:
+    return lambda m, x: F.scaled_dot_product_attention(x, x, values(m), **how)
+
+
+FOLDED: dict[str, Callable[..., torch.Tensor]] = {
+    "a linear layer": lambda m, x: m.first(x),
+    "a linear layer of one token": lambda m, x: m.first(x[0, 0]),
+    "a bias alone with a product of matrices": lambda m, x: x @ m.rows + m.row,
+    "an addend times a number": lambda m, x: torch.add(m.first(x), m.row, alpha=0.5),
+    "attention whose values have no batch": attended(lambda m: m.table[:D].clone()),
+    "attention whose values are broadcast": attended(lambda m: m.rows.expand(1, D, D)),
+    "fewer heads of values": lambda m, x: F.scaled_dot_product_attention(
+        x, x[:3], (x[:3] @ m.rows), enable_gqa=True
+    ),
+    "nothing before the tokens": lambda m, x: torch.cat([x.new_zeros(0), m.first(x)], 1),
+    "a parameter without rows": lambda m, x: torch.cat([m.none.expand(D, 0, D), m.first(x)], 1),
+    "no rows of a table": lambda m, x: torch.cat([m.none, m.first(x[0])]),
+    "a layer of no inputs": lambda m, x: m.first(x) + m.hollow(x[..., :0]),
+    "a product over nothing": lambda m, x: m.first(x) + x[..., :0] @ m.none,
+    "rows of a table by one number": lambda m, x: (
+        F.embedding(torch.tensor(3), m.table, padding_idx=1) + m.first(x)
+    ),
+    "a letter twice": lambda m, x: torch.einsum("bij,jk->bik", x, m.rows),
+    "one number for all features of a lerp": lambda m, x: torch.lerp(m.first(x), m.second(x), 0.3),
+    "a tensordot": lambda m, x: torch.tensordot(x, m.deep.transpose(0, 1), ([2], [1]))[:, :, 1],
+    "unbatched convolution": lambda m, x: F.conv1d(x[0].mT, m.deep.mT).mT,
+    "means of rows": lambda m, x: (
+        F.embedding_bag(torch.tensor([[1, 2], [0, 8]]), m.table, mode="mean") + m.first(x[:2, 0])
+    ),
+    "pixels between others": lambda m, x: F.interpolate(m.first(x).mT, size=9, mode="linear").mT,
+    "pixels repeated": lambda m, x: F.interpolate(m.first(x).mT, scale_factor=2.0).mT,
+    "edges repeated": lambda m, x: F.pad(m.first(x).mT, (1, 1), mode="replicate").mT,
+    "rows added to others": lambda m, x: m.first(x).scatter_add(
+        1, torch.tensor([1, 0])[None, :, None].expand(D, 2, D), m.second(x)
+    ),
+    "rows taken": lambda m, x: torch.take_along_dim(
+        m.first(x), torch.tensor([1, 0])[None, :, None], 1
+    ),
+    "a shape like another": lambda m, x: m.first(x).flatten(0, 1).reshape_as(x),
+    "a spread that scales": lambda m, x: (lambda y: y / y.std(-1, keepdim=True))(m.first(x)),
+}
+"""What is proven, and was lost or wrong before."""
+
+KEPT: dict[str, Callable[..., torch.Tensor]] = {
+    "a linear layer of one output": lambda m, x: F.linear(x, m.row),
+    "a bias of its own for every token": lambda m, x: F.linear(x[0], m.rows, m.deep[:, 0]),
+    "tokens of a table": lambda m, x: F.linear(x, m.rows).mT,
+    "a diagonal": lambda m, x: torch.einsum("ii->i", m.first(x[0])),
+    "a trace": lambda m, x: torch.einsum("bii,k->bk", m.first(x), m.row) + m.first(x[0]).relu(),
+    "values of one feature": lambda m, x: F.scaled_dot_product_attention(
+        x.mT, x.mT, m.row.expand(D, D).mT
+    ),
+    "a column that is added": lambda m, x: m.first(x) + m.row[:, None],
+    "a choice of features": lambda m, x: torch.where(x > 0, m.first(x), m.second(x)),
+    "ends that are mixed by feature": lambda m, x: torch.lerp(m.first(x), m.second(x), m.row),
+    "the largest of rows": lambda m, x: F.embedding_bag(
+        torch.tensor([[1, 2], [0, 8]]), m.table, mode="max"
+    ),
+    "features added by an index each": lambda m, x: m.first(x).scatter_add(
+        1, (x > 0).long(), m.second(x)
+    ),
+    "features taken by an index each": lambda m, x: torch.take_along_dim(
+        m.first(x), (x > 0).long(), 1
+    ),
+    "edges repeated along features": lambda m, x: F.pad(
+        m.first(x)[..., 1:-1], (1, 1), mode="replicate"
+    ),
+    "pixels between features": lambda m, x: F.interpolate(
+        m.first(x)[..., :4], size=D, mode="linear"
+    ),
+    "a spread over tokens too": lambda m, x: m.first(x) * m.first(x).var((1, 2))[:, None, None],
+    "complex numbers": lambda m, x: torch.view_as_real(
+        torch.complex(m.first(x), m.second(x))
+    ).sum(-1),
+    "whole numbers": lambda m, x: m.first(x).long().double() + m.row,
+}  # fmt: skip
+"""What cannot be proven."""
+
+
+class Drawn(nn.Module):
+    """A call drawn at random, whose operands are parameters times a number, and a norm."""
+
+    def __init__(self, function: Callable[..., Any], operands: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.function = function
+        kinds = [x.dtype is torch.float64 for x in operands]
+        made = zip(operands, kinds, strict=True)
+        self.weights = nn.ParameterList(x for x, real in made if real)
+        self.others = [None if real else x for x, real in zip(operands, kinds, strict=True)]
+        result = function(*operands)
+        self.norm = nn.LayerNorm(result.shape[-1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = iter(self.weights)
+        given = [next(weights) * x.mean() if one is None else one for one in self.others]
+        return self.norm(self.function(*(one.clone() for one in given)))
+
+
+def drawn(name: str, seed: int) -> Drawn | None:
+    """``None`` where torch takes no such operands, or what comes out is by chance."""
+    try:
+        function, operands = FAMILIES[name](Random(f"{name} {seed}"))
+        torch.manual_seed(seed)
+        model = randomised(Drawn(function, operands))
+        with torch.no_grad():
+            runs = [model(inputs(1)) for _ in range(9)]
+            if not all(torch.equal(runs[0], run) for run in runs):  # dropout
+                return None
+    except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError, AttributeError):
+        return None
+    return model if any(weight.numel() for weight in model.weights) else None
+
+
+@pytest.mark.slow
+def test_models_of_one_op_compute_the_same() -> None:
+    """Whatever the op and its operands: analysed without an error of Python's, folded exactly."""
+    found, fine = Counter[bool](), 1e-4  # some take means in float32
+    for name in FAMILIES:
+        for seed in range(6):
+            model = drawn(name, seed)
+            if model is not None:
+                with contextlib.suppress(EnjoyLNError):  # a model that cannot be traced
+                    found[folded_exactly(model, fine)] += 1
+    assert found[True] > 30 and found[False] > 30, found
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_what_is_proven_is_folded(name: str) -> None:
+    assert folded(FOLDED[name])
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_not_proven_stays(name: str) -> None:
+    assert not folded(KEPT[name])

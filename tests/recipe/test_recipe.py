@@ -1,0 +1,699 @@
+"""Recipes: text for every size of a family, followed or refused by name, never bent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enjoyln_cli.errors import RecipeError
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.plan import PLAIN, Centring, Options, Plan, Verdict, Writer
+from enjoyln_cli.recipe.recipe_file import (
+    Recipe,
+    differences,
+    dump_recipe,
+    follow,
+    load_recipe,
+    merged,
+    options_asked,
+    options_data,
+    parse_recipe,
+    recipe_of,
+    shipped_recipe,
+    to_plan,
+)
+
+AFFINE = "its input holds the output of a LayerNorm with weight and bias, whose mean is not zero"
+
+
+def gpt2_config(layers: int, width: int = 48, tied: bool = True) -> dict[str, Any]:
+    return {
+        "n_embd": width,
+        "n_head": 4,
+        "n_layer": layers,
+        "n_positions": 32,
+        "tie_word_embeddings": tied,
+    }
+
+
+def gpt2_plan(layers: int = 3, width: int = 48, tied: bool = True, stored: str = "") -> Plan:
+    """A pre-LN plan: tied ones centre the token embedding's value. ``stored``: prefix on disk."""
+
+    def writer(name: str, *shape: int) -> Writer:
+        tensor = name.removeprefix("transformer.") if stored == "base" else name
+        dim = len(shape) - 1
+        return Writer(name, tensor, Axis(dim, 0, 1, width, 1), shape)
+
+    writers = [writer("transformer.wpe.weight", 32, width)]
+    if not tied:
+        writers.append(writer("transformer.wte.weight", 99, width))
+    ops = ("transformer.wte",) if tied else ()
+    status = "centred" if tied else "static"
+    norms: list[Verdict] = []
+    for i in range(layers):
+        h = f"transformer.h.{i}"
+        norms.append(Verdict(f"{h}.ln_1", status, ops, tuple(w.parameter for w in writers)))
+        writers.append(writer(f"{h}.attn.c_proj.weight", width, width))
+        writers.append(writer(f"{h}.attn.c_proj.bias", width))
+        norms.append(Verdict(f"{h}.ln_2", status, ops, tuple(w.parameter for w in writers)))
+        writers.append(writer(f"{h}.mlp.c_proj.weight", 4 * width, width))
+        writers.append(writer(f"{h}.mlp.c_proj.bias", width))
+    norms.append(Verdict("transformer.ln_f", status, ops, tuple(w.parameter for w in writers)))
+    centring = Centring("transformer.wte", "output", Axis(-1, 0, 1, width, 1), "the head reads it")
+    return Plan(
+        "gpt2",
+        "GPT2LMHeadModel",
+        ("GPT2LMHeadModel", "GPT2Model"),
+        tuple(norms),
+        tuple(writers),
+        (centring,) if tied else (),
+        ("inputs_embeds",),
+        ("cross_attn_head_mask",),
+    )
+
+
+def bert_plan(layers: int = 3) -> Plan:
+    """A post-LN plan: each kept norm names the norm before it, partly one layer below."""
+    norms = [Verdict("embeddings.LayerNorm", "static", (), ("embeddings.word_embeddings.weight",))]
+    before = "embeddings.LayerNorm"
+    for i in range(layers):
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            norm = f"encoder.layer.{i}.{name}"
+            norms.append(Verdict(norm, "kept", reason=AFFINE, culprit=before))
+            before = norm
+    writer = Writer(
+        "embeddings.word_embeddings.weight",
+        "bert.embeddings.word_embeddings.weight",
+        Axis(1, 0, 1, 32, 1),
+        (99, 32),
+    )
+    return Plan("bert", "BertModel", ("BertModel",), tuple(norms), (writer,), ())
+
+
+def heads_plan(layers: int = 2, heads: int = 4, head_dim: int = 8, groups: int = 2) -> Plan:
+    """Query and key norms over each head: split and fused projections, grouped keys."""
+    norms: list[Verdict] = []
+    writers: list[Writer] = []
+    width = heads * head_dim
+    for i in range(layers):
+        q, k = f"model.layers.{i}.q_proj.weight", f"model.layers.{i}.k_proj.weight"
+        fused = f"model.layers.{i}.cross.qkv.weight"
+        writers += [
+            Writer(q, q, Axis(0, 0, heads, head_dim, 1), (width, width)),
+            Writer(k, k, Axis(0, 0, groups, head_dim, 1), (groups * head_dim, width)),
+            Writer(fused, fused, Axis(0, width, heads, head_dim, 1), (3 * width, width)),
+        ]
+        norms += [
+            Verdict(f"model.layers.{i}.q_norm", "static", (), (q,)),
+            Verdict(f"model.layers.{i}.k_norm", "static", (), (k, fused)),
+        ]
+    return Plan("phi", "PhiForCausalLM", ("PhiForCausalLM",), tuple(norms), tuple(writers), ())
+
+
+def heads_config(heads: int = 4, head_dim: int = 8, groups: int = 2) -> dict[str, Any]:
+    return {
+        "hidden_size": heads * head_dim,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "max_position_embeddings": heads * head_dim,
+    }
+
+
+def through_text(recipe: Recipe) -> Recipe:
+    return parse_recipe(dump_recipe(recipe), where="test.yaml")
+
+
+def edited(recipe: Recipe, *changes: tuple[str, str]) -> Recipe:
+    """The recipe after a person replaced lines of its text."""
+    text = dump_recipe(recipe)
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times in\n{text}"
+        text = text.replace(old, new)
+    return parse_recipe(text, where="mine.yaml")
+
+
+def family(recipe: Recipe) -> str:
+    return dump_recipe(merged([recipe]))
+
+
+PLANS = {
+    "tied": (gpt2_plan(), gpt2_config(3)),
+    "untied": (gpt2_plan(tied=False), gpt2_config(3, tied=False)),
+    "stored as the base model": (gpt2_plan(stored="base"), gpt2_config(3)),
+    "post-LN": (bert_plan(), {"hidden_size": 32}),
+    "heads": (heads_plan(), heads_config()),
+    "one layer": (gpt2_plan(1), gpt2_config(1)),
+    "no config": (heads_plan(), {}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_text_and_recipe_and_plan_agree(name: str) -> None:
+    plan, config = PLANS[name]
+    recipe = recipe_of(plan, config=config, options={"dtype": "bfloat16", "max_shard_size": None})
+    read = through_text(recipe)
+    assert read == recipe
+    assert dump_recipe(read) == dump_recipe(recipe)
+    assert follow(read, plan, config=config) == plan
+    assert differences(read, plan, config=config) == ()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_plan_comes_back_from_the_recipe_beside_a_checkpoint(name: str) -> None:
+    plan, config = PLANS[name]
+    shapes = {writer.tensor: writer.shape for writer in plan.writers} | {"other": (3,)}
+    back = to_plan(through_text(recipe_of(plan, config=config)), shapes)
+    assert {replace(v, needs=()) for v in plan.norms} == set(back.norms)
+    assert len(back.norms) == len(plan.norms)
+    assert sorted(back.writers, key=str) == sorted(plan.writers, key=str)
+    assert back.ops == plan.ops
+    assert (back.classes, back.entry_inputs) == (plan.classes, plan.entry_inputs)
+
+
+def test_to_plan_refuses_what_is_not_stored_or_not_recorded() -> None:
+    plan, config = gpt2_plan(), gpt2_config(3)
+    recipe = recipe_of(plan, config=config)
+    shapes = {writer.tensor: writer.shape for writer in plan.writers}
+    del shapes["transformer.h.1.mlp.c_proj.weight"]
+    with pytest.raises(RecipeError, match=r"transformer\.h\.1\.mlp\.c_proj\.weight"):
+        to_plan(recipe, shapes)
+    with pytest.raises(RecipeError, match="no record"):
+        to_plan(merged([recipe]), shapes)
+
+
+def test_one_text_for_every_size() -> None:
+    small = recipe_of(gpt2_plan(2, 16), config=gpt2_config(2, 16))
+    large = recipe_of(gpt2_plan(12, 48), config=gpt2_config(12, 48))
+    assert family(small) == family(large)
+    assert dump_recipe(small) != dump_recipe(large)
+    plan = gpt2_plan(12, 48)
+    assert follow(small, plan, config=gpt2_config(12, 48)) == plan
+
+
+def test_one_text_for_every_number_of_heads() -> None:
+    small = recipe_of(heads_plan(2, 4, 8, 2), config=heads_config(4, 8, 2))
+    large = recipe_of(heads_plan(6, 16, 4, 16), config=heads_config(16, 4, 16))
+    assert family(small) == family(large)
+    assert "size: hidden_size // num_attention_heads" in family(small)
+    assert "part: 2 of 3" in family(small)
+
+
+def test_culprits_one_layer_below_take_one_line_and_the_first_layer_another() -> None:
+    small, large = (recipe_of(bert_plan(layers)) for layers in (3, 24))
+    assert family(small) == family(large)
+    assert len(large.variants[0].norms) == 4
+    assert "culprit: encoder.layer.{i-1}.output.LayerNorm" in family(large)
+    assert "encoder.layer.0.attention.output.LayerNorm:" in family(large)
+
+
+def test_names_inside_a_reason_follow_the_layer() -> None:
+    why = "seen by h.{}.mlp, 2.5 times, and by h.0.attn"
+    norms = tuple(
+        Verdict(f"h.{i}.ln", "kept", reason=why.format(i), culprit=f"h.{i}.w, read by h.{i + 1}.q")
+        for i in range(5)
+    )
+    plan = Plan("toy", "Toy", ("Toy",), norms, (), ())
+    text = dump_recipe(recipe_of(plan))
+    assert "culprit: h.{i}.w, read by h.{i+1}.q" in text
+    entries = [line for line in text.splitlines() if not line.startswith("#")]
+    assert sum("keep: " in line for line in entries) == 3
+    assert to_plan(parse_recipe(text, where="t"), {}).norms == norms
+
+
+def test_a_layer_that_differs_goes_before_the_rest() -> None:
+    plan = gpt2_plan(4, tied=False)
+    norms = [
+        replace(v, status="kept", reason="seen by a head", needs=()) if ".2.ln_1" in v.norm else v
+        for v in plan.norms
+    ]
+    writers = [w for w in plan.writers if ".3.mlp" not in w.parameter]
+    odd = replace(plan, norms=tuple(norms), writers=tuple(writers))
+    text = dump_recipe(recipe_of(odd))
+    assert "transformer.h.2.ln_1:" in text
+    assert "transformer.h.3.mlp.c_proj.weight: leave" in text
+    back = to_plan(parse_recipe(text, where="t"), {w.tensor: w.shape for w in plan.writers})
+    assert {w.parameter for w in back.writers} == {w.parameter for w in writers}
+    assert [v.norm for v in back.kept] == ["transformer.h.2.ln_1"]
+
+
+def test_numbers_that_do_not_count_layers_stay() -> None:
+    axis = Axis(0, 0, 1, 4, 1)
+    writers = tuple(Writer(name, name, axis, (4,)) for name in ("h.0.mlp.2.bias", "h.1.mlp.2.bias"))
+    norms = (Verdict("h.0.norm", "static"), Verdict("h.1.norm", "static"))
+    text = dump_recipe(recipe_of(Plan("toy", "Toy", ("Toy",), norms, writers, ())))
+    assert "h.{i}.mlp.2.bias: {dim: 0}" in text
+
+
+def test_nested_layers() -> None:
+    norms = tuple(
+        Verdict(f"stages.{i}.blocks.{j}.norm", "static")
+        for i, n in ((0, 2), (1, 3))
+        for j in range(n)
+    )
+    plan = Plan("toy", "Toy", ("Toy",), norms, (), ())
+    recipe = through_text(recipe_of(plan))
+    assert [line.name for line in recipe.variants[0].norms] == ["stages.{i}.blocks.{j}.norm"]
+    assert follow(recipe, plan) == plan
+    assert to_plan(recipe, {}).norms == norms
+
+
+def test_one_parameter_stored_twice_keeps_both_tensors() -> None:
+    axis = Axis(1, 0, 1, 8, 1)
+    writers = (
+        Writer("wte.weight", "wte.weight", axis, (9, 8)),
+        Writer("wte.weight", "head.weight", axis, (9, 8)),
+    )
+    plan = Plan(
+        "toy", "Toy", ("Toy",), (Verdict("ln", "static", (), ("wte.weight",)),), writers, ()
+    )
+    recipe = through_text(recipe_of(plan))
+    assert follow(recipe, plan) == plan
+    assert to_plan(recipe, {"wte.weight": (9, 8), "head.weight": (9, 8)}).writers == writers
+
+
+def test_several_parts_of_one_tensor_are_a_list() -> None:
+    """Queries and keys of a fused projection; the parameter may be held transposed."""
+    for held in (None, Axis(1, 0, 1, 3, 1)):
+        parts = [Axis(0, 0, 2, 3, 1), Axis(0, 6, 2, 3, 1)]
+        writers = tuple(
+            Writer(f"h.{i}.qkv.weight", f"h.{i}.qkv.weight", part, (18, 9), held)
+            for i in range(3)
+            for part in parts
+        )
+        norms = tuple(
+            Verdict(f"h.{i}.{name}", "static", (), (f"h.{i}.qkv.weight",))
+            for i in range(3)
+            for name in ("q_norm", "k_norm")
+        )
+        plan = Plan("toy", "Toy", ("Toy",), norms, writers, ())
+        recipe = through_text(recipe_of(plan))
+        assert [line.tensor for line in recipe.variants[0].writers] == ["h.{i}.qkv.weight"] * 2
+        assert follow(recipe, plan) == plan
+        assert to_plan(recipe, {w.tensor: w.shape for w in writers}).writers == writers
+        assert not differences(recipe, plan)
+        one = replace(recipe.variants[0], writers=recipe.variants[0].writers[:1])
+        with pytest.raises(RecipeError, match="qkv.weight is centred over 2 groups.* proven over"):
+            follow(replace(recipe, variants=(one,)), plan)
+
+
+# Choosing.
+
+
+def test_keeping_one_norm() -> None:
+    plan, config = gpt2_plan(), gpt2_config(3)
+    line = "    transformer.ln_f:"
+    mine = edited(recipe_of(plan, config=config), (line, "    transformer.h.1.ln_2: keep\n" + line))
+    found = follow(mine, plan, config=config)
+    assert [v.norm for v in found.kept] == ["transformer.h.1.ln_2"]
+    assert found.writers == plan.writers
+    assert found.ops == plan.ops
+    again = recipe_of(found, config=config)
+    assert follow(through_text(again), plan, config=config) == found
+    assert dump_recipe(recipe_of(follow(again, plan, config=config), config=config)) == dump_recipe(
+        again
+    )
+    assert differences(mine, plan, config=config) == (
+        "transformer.h.1.ln_2: the recipe keeps it, the proof folds it with the centring of "
+        "transformer.wte",
+    )
+
+
+def test_a_norm_that_is_not_listed_is_kept_and_its_edits_may_go() -> None:
+    plan, config = heads_plan(), heads_config()
+    mine = edited(
+        recipe_of(plan, config=config),
+        ("    model.layers.{i}.q_norm: fold\n", ""),
+        ("model.layers.{i}.q_proj.weight: {", "model.layers.0.q_proj.weight: {"),
+    )
+    found = follow(mine, plan, config=config)
+    assert {v.norm for v in found.folded} == {"model.layers.0.k_norm", "model.layers.1.k_norm"}
+    assert {v.reason for v in found.kept} == {"the recipe does not fold it"}
+    assert "model.layers.1.q_proj.weight" not in {w.parameter for w in found.writers}
+    assert "model.layers.0.q_proj.weight" in {w.parameter for w in found.writers}
+
+
+def test_a_recipe_works_whatever_the_names_on_disk() -> None:
+    config = gpt2_config(3)
+    base, head = gpt2_plan(stored="base"), gpt2_plan()
+    assert follow(through_text(recipe_of(base, config=config)), head, config=config) == head
+    assert differences(recipe_of(head, config=config), base, config=config) == ()
+    assert "h.{i}.attn.c_proj.weight: {dim: 1, parameter: 'transformer.h.{i}." in dump_recipe(
+        recipe_of(base)
+    )
+
+
+def _phi(*changes: tuple[str, str]) -> tuple[Recipe, Plan, dict[str, Any]]:
+    plan, config = heads_plan(), heads_config()
+    return edited(recipe_of(plan, config=config), *changes), plan, config
+
+
+def _gpt2(*changes: tuple[str, str]) -> tuple[Recipe, Plan, dict[str, Any]]:
+    plan, config = gpt2_plan(), gpt2_config(3)
+    return edited(recipe_of(plan, config=config), *changes), plan, config
+
+
+LN_F = "transformer.ln_f: {fold_with: [transformer.wte]}"
+WPE = "    transformer.wpe.weight: {dim: 1}\n"
+Q = "model.layers.{i}.q_proj.weight: {dim: 0, size: hidden_size // num_attention_heads}"
+
+REFUSED = {
+    "an op left out of the line": (
+        _gpt2((LN_F, "transformer.ln_f: fold")),
+        "transformer.ln_f with",
+    ),
+    "another op": (
+        _gpt2((LN_F, "transformer.ln_f: {fold_with: [transformer.wpe]}")),
+        "centring of transformer.wpe, and it is proven with that of transformer.wte",
+    ),
+    "an op that is not proven": (
+        _gpt2(("- module: transformer.wte", "- module: transformer.drop")),
+        "the output of transformer.drop, which is not part of the proof; proven are output of",
+    ),
+    "an op elsewhere": (
+        _gpt2(("place: output", "place: input")),
+        "the input of transformer.wte, which is not part of the proof",
+    ),
+    "an op over another axis": (
+        _gpt2(("size: n_embd", "size: n_positions")),
+        "transformer.wte is centred over the 32 elements of dimension -1, and proven over the 48",
+    ),
+    "a writer that a norm needs": (
+        _gpt2((WPE, "")),
+        "folds transformer.h.0.ln_1, which needs transformer.wpe.weight centred",
+    ),
+    "a writer of one layer that a norm needs": (
+        _gpt2((WPE, WPE + "    transformer.h.1.mlp.c_proj.bias: leave\n")),
+        "folds transformer.h.2.ln_1, which needs transformer.h.1.mlp.c_proj.bias centred",
+    ),
+    "a writer that is not proven": (
+        _gpt2((WPE, WPE + "    transformer.wte.weight: {dim: 1}\n")),
+        "centres transformer.wte.weight, which is not proven",
+    ),
+    "a writer of a layer too many": (
+        _gpt2((WPE, WPE + "    transformer.h.3.mlp.c_proj.bias: {dim: 0}\n")),
+        "centres transformer.h.3.mlp.c_proj.bias, which is not proven",
+    ),
+    "a writer over another dimension": (
+        _gpt2((WPE, WPE.replace("1", "0"))),
+        "transformer.wpe.weight is centred over the 32 elements of dimension 0",
+    ),
+    "a tensor left that nobody centres": (
+        _gpt2((WPE, WPE + "    transformer.h.1.mlp.c_fc.bias: leave\n")),
+        "leaves transformer.h.1.mlp.c_fc.bias, which is not centred anyway; did you mean",
+    ),
+    "all heads at once": (
+        _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0}")),
+        "model.layers.0.q_proj.weight is centred over the 32 elements of dimension 0, and proven "
+        "over 4 groups of 8",
+    ),
+    "an attribute that the config lacks": (
+        _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0, size: head_dim}")),
+        "needs the config attribute head_dim",
+    ),
+    "groups that do not fit": (
+        _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0, size: 5}")),
+        "size 5 does not fit 32 elements",
+    ),
+    "a norm that is not there": (
+        _gpt2((LN_F, "transformer.ln_g: fold")),
+        "transformer.ln_g is not a LayerNorm of GPT2LMHeadModel; did you mean transformer.ln_f",
+    ),
+    "keeping a norm that is not there": (
+        _gpt2((LN_F, LN_F + "\n    transformer.h.7.ln_1: keep")),
+        "transformer.h.7.ln_1 is not a LayerNorm",
+    ),
+    "layers that are not there": (
+        _gpt2((LN_F, LN_F + "\n    encoder.layer.{i}.ln: keep")),
+        "encoder.layer.{i}.ln matches nothing",
+    ),
+    "a class without proof": (
+        _gpt2(("[GPT2LMHeadModel, GPT2Model]", "[GPT2LMHeadModel, GPT2DoubleHeadsModel]")),
+        "claims the class GPT2DoubleHeadsModel",
+    ),
+    "another class": (
+        _gpt2(("model_class: GPT2LMHeadModel", "model_class: GPT2Model")),
+        "made for GPT2Model, and the plan is for GPT2LMHeadModel",
+    ),
+    "another family": (_gpt2(("model_type: gpt2", "model_type: opt")), "made for opt, and the"),
+    "an untied model": (
+        _gpt2(("tie_word_embeddings: true", "tie_word_embeddings: false")),
+        "made for models with tie_word_embeddings: False",
+    ),
+    "an input not centred on entry": (
+        _gpt2(("  entry_inputs: [inputs_embeds]\n", "")),
+        "centres nothing on entry, and the proof needs inputs_embeds",
+    ),
+    "one norm under two templates": (
+        _gpt2((LN_F, LN_F + "\n    transformer.h.{j}.ln_1: keep")),
+        "two lines name transformer.h.0.ln_1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_proven_is_refused_by_name(name: str) -> None:
+    (recipe, plan, config), message = REFUSED[name]
+    with pytest.raises(RecipeError) as caught:
+        follow(recipe, plan, config=config)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("mine.yaml: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_kept_norm_cannot_be_folded_by_asking() -> None:
+    text = dump_recipe(recipe_of(bert_plan()))
+    start = text.index("    encoder.layer.{i}.output.LayerNorm:")
+    text = (
+        text[:start]
+        + "    encoder.layer.{i}.output.LayerNorm: fold\n"
+        + text[text.index("  centre:") :]
+    )
+    mine = parse_recipe(text, where="mine.yaml")
+    with pytest.raises(
+        RecipeError, match="folds encoder.layer.0.output.LayerNorm.*not proven: its input"
+    ):
+        follow(mine, bert_plan())
+    assert differences(mine, bert_plan()) == (
+        "encoder.layer.{i}.output.LayerNorm (3 layers): the recipe folds it in the weights, "
+        "the proof keeps it",
+    )
+
+
+# Differences.
+
+
+def test_differences_name_every_edit() -> None:
+    config = gpt2_config(3)
+    tied, untied = gpt2_plan(), gpt2_plan(tied=False)
+    found = differences(recipe_of(tied, config=config, depends=()), untied, config=config)
+    assert found == (
+        "transformer.h.{i}.ln_1 (3 layers): the recipe folds it with the centring of "
+        "transformer.wte, the proof folds it in the weights",
+        "transformer.h.{i}.ln_2 (3 layers): the recipe folds it with the centring of "
+        "transformer.wte, the proof folds it in the weights",
+        "transformer.ln_f: the recipe folds it with the centring of transformer.wte, the proof "
+        "folds it in the weights",
+        "transformer.wte.weight: the recipe does not centre it, the proof centres it",
+        "transformer.wte: the recipe centres its output, the proof does not centre its output",
+    )
+
+
+def test_differences_see_axes_classes_and_inputs() -> None:
+    plan, config = heads_plan(), heads_config()
+    writers = tuple(
+        replace(w, axis=Axis(0, 0, 1, 32, 1)) if ".0.q_proj" in w.parameter else w
+        for w in plan.writers
+    )
+    changed = replace(
+        plan, writers=writers, classes=("PhiForCausalLM", "PhiModel"), unproven=("mask",)
+    )
+    found = differences(recipe_of(plan, config=config), changed, config=config)
+    assert found == (
+        "model.layers.0.q_proj.weight is centred over 4 groups of 8 elements (1 apart) of "
+        "dimension 0 from element 0, and proven over the 32 elements of dimension 0",
+        "classes: the recipe has PhiForCausalLM, the proof PhiForCausalLM, PhiModel",
+        "unproven: the recipe has nothing, the proof mask",
+    )
+
+
+def test_a_reason_is_no_difference() -> None:
+    plan = bert_plan()
+    norms = tuple(replace(v, reason=v.reason and "another", culprit="") for v in plan.norms)
+    assert differences(recipe_of(plan), replace(plan, norms=norms)) == ()
+
+
+def test_differences_of_a_stale_recipe() -> None:
+    plan = gpt2_plan()
+    renamed = tuple(replace(v, norm=v.norm.replace("ln_1", "norm_1")) for v in plan.norms)
+    found = differences(recipe_of(plan), replace(plan, norms=renamed))
+    assert len(found) == 2
+    assert found[1].endswith("transformer.wte, the proof has no such norm")
+    assert "GPT2Model" in differences(recipe_of(plan), replace(plan, model_class="GPT2Model"))[0]
+
+
+# Families.
+
+
+def test_a_family_has_a_variant_for_each_condition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = [(gpt2_plan(tied=tied), gpt2_config(3, tied=tied)) for tied in (True, False)]
+    whole = merged(recipe_of(plan, config=config) for plan, config in pairs)
+    assert len(whole.variants) == 2
+    assert whole.record is None
+    (tmp_path / "gpt2.yaml").write_text(dump_recipe(whole), encoding="utf-8")
+    monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
+    for plan, config in pairs:
+        found = shipped_recipe(plan, config)
+        assert found is not None
+        assert len(found.variants) == 1
+        assert differences(found, plan, config=config) == ()
+        assert follow(load_recipe(tmp_path / "gpt2.yaml"), plan, config=config) == plan
+    assert shipped_recipe(replace(pairs[0][0], model_class="GPT2Model"), {}) is None
+    assert shipped_recipe(replace(pairs[0][0], model_type="opt"), {}) is None
+    assert shipped_recipe(replace(pairs[0][0], model_type="../gpt2"), {}) is None
+
+
+def test_variants_that_contradict_each_other_are_not_merged() -> None:
+    recipes = [recipe_of(gpt2_plan(tied=tied), depends=()) for tied in (True, False)]
+    with pytest.raises(RecipeError, match="name the config attribute"):
+        merged(recipes)
+    assert len(merged([recipes[0], recipes[0]]).variants) == 1
+    with pytest.raises(RecipeError, match="one family"):
+        merged([recipes[0], recipe_of(bert_plan())])
+
+
+def test_a_transformers_config_serves_as_well() -> None:
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return gpt2_config(3)
+
+    plan = gpt2_plan()
+    assert recipe_of(plan, config=Config()) == recipe_of(plan, config=gpt2_config(3))
+    assert follow(recipe_of(plan, config=Config()), plan, config=Config()) == plan
+
+
+# Hostile text.
+
+
+@pytest.mark.parametrize(
+    ("options", "data"),
+    [
+        (PLAIN, {}),
+        (Options(untie=True), {"untie": True}),
+        (
+            Options(widen_mlp=True, widen_to=64, merge="affine"),
+            {"widen_mlp": True, "widen_to": 64, "merge": "affine"},
+        ),
+    ],
+)
+def test_a_recipe_remembers_the_options(options: Options, data: dict[str, Any]) -> None:
+    assert options_data(options) == data
+    read = through_text(recipe_of(gpt2_plan(), config=gpt2_config(3), options=data))
+    assert read.options == data
+    assert options_asked(read) == options
+
+
+@pytest.mark.parametrize(
+    "option", ["unty: true", "untie: 1", "merge: both", "widen_to: 0", "widen_mlp: null"]
+)
+def test_an_option_that_nobody_knows_is_refused(option: str) -> None:
+    recipe = parse_recipe(GOOD + f"options: {{{option}}}\n", where="mine.yaml")
+    with pytest.raises(RecipeError, match=f"mine.yaml: options: {option.split(':')[0]}"):
+        options_asked(recipe)
+
+
+GOOD = dump_recipe(recipe_of(gpt2_plan(), config=gpt2_config(3)))
+BODY = "version: 1\nmodel_type: gpt2\nvariants:\n- model_class: A\n  norms: "
+CENTRE = BODY + "{a: fold}\n  centre: "
+HOSTILE = {
+    "nothing": ("", "nothing where a mapping with version"),
+    "not a mapping": ("[1]", "a list where a mapping"),
+    "not YAML": ("a: [1", "not YAML: "),
+    "a tab": ("a:\n\t- 1", "not YAML"),
+    "control characters": ("a: \x00", "not YAML"),
+    "too long": ("a" * 1_000_001, "longer than"),
+    "too deep": ("[" * 5000, "nested more than"),
+    "an anchor": ("a: &x 1\nb: *x", "anchors"),
+    "a bomb": ("a: &a [x]\nb: &b [*a, *a]", "anchors"),
+    "a tag": ("a: !!python/object/apply:os.system [ls]", "tags are not allowed"),
+    "a binary": ("a: !!binary aGk=", "tags are not allowed"),
+    "a key twice": ("version: 1\nversion: 1", "'version' is there twice"),
+    "a norm twice": (BODY + "{a: fold, a: keep}", "'a' is there twice"),
+    "a merge": ("<<: {version: 1}", "<<"),
+    "a mapping as key": ("? {a: 1}\n: 2", "not YAML"),
+    "a date": ("version: 2020-13-45", "not YAML"),
+    "an unknown key": (GOOD + "optons: {}\n", "unknown key 'optons'; did you mean options?"),
+    "an unknown key inside": (GOOD.replace("  norms:", "  norm:"), "did you mean norms?"),
+    "a number as key": (BODY + "{1: fold}", "variants[0].norms: 1 where one line of text"),
+    "no version": ("model_type: gpt2\nvariants: []", "the key version is missing"),
+    "another version": (GOOD.replace("version: 1", "version: 2"), "version is 2, known is 1"),
+    "a version that is true": (GOOD.replace("version: 1", "version: true"), "version is True"),
+    "a huge number": (
+        f"version: 0x{'f' * 9000}\nmodel_type: a\nvariants: []",
+        "thousands of digits",
+    ),
+    "a path as type": (GOOD.replace("type: gpt2", "type: ../gpt2"), "model_type: '../gpt2' is not"),
+    "no variants": ("version: 1\nmodel_type: gpt2\nvariants: []", "variants is empty"),
+    "an unknown fate": (BODY + "{a: drop}", "norms.a: 'drop' is nothing a norm can become"),
+    "two fates": (BODY + "{a: {fold_with: [b], keep: c}}", "norms.a: unknown key 'keep'"),
+    "a path as norm": (BODY + "{../a: fold}", "'../a' is not a dotted name"),
+    "an absolute path": (BODY + "{/etc/passwd: fold}", "is not a dotted name"),
+    "an empty step": (BODY + "{a..b: fold}", "'a..b' is not a dotted name"),
+    "a long name": (BODY + "{" + "a" * 900 + ": fold}", "1 to 400 characters"),
+    "an unknown placeholder": (BODY + "{'a.{x}.b': fold}", "is not a dotted name"),
+    "a placeholder twice": (BODY + "{'a.{i}.b.{i}': fold}", "one placeholder twice"),
+    "a norm one layer below": (BODY + "{'a.{i-1}.b': fold}", "is not a dotted name"),
+    "no axis": (CENTRE + "{a: yes}", "centre.a: True is no axis"),
+    "an axis without dim": (CENTRE + "{a: {size: 3}}", "the key dim is missing"),
+    "a text as dim": (CENTRE + "{a: {dim: x}}", "centre.a.dim: 'x' where a number from 0 to 7"),
+    "a negative size": (CENTRE + "{a: {dim: 0, size: -3}}", "centre.a.size: -3 is no size"),
+    "a formula": (CENTRE + "{a: {dim: 0, size: __import__('os')}}", "is no size"),
+    "a part of nothing": (CENTRE + "{a: {dim: 0, part: 4 of 3}}", "centre.a.part: a part reads"),
+    "a part and a start": (CENTRE + "{a: {dim: 0, part: 1 of 3, start: 2}}", "one or the other"),
+    "a place": (
+        BODY + "{a: fold}\n  centring_ops: [{module: a, place: inside, dim: -1}]",
+        "centring_ops[0].place: 'inside' is neither",
+    ),
+    "lines in a reason": (BODY + '{a: {keep: "a\\nb"}}', "norms.a.keep: 'a\\nb' where one line"),
+    "nested options": (GOOD + "options: {a: {b: 1}}\n", "options.a: {'b': 1} where one line"),
+    "negative layers": (
+        GOOD.replace("layers: {transformer.h: 3}", "layers: {h: -1}"),
+        "layers.h: -1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_text_gets_one_line(name: str) -> None:
+    text, message = HOSTILE[name]
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, where="bad.yaml")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("bad.yaml: ")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_endless_layers_are_refused() -> None:
+    recipe = through_text(recipe_of(gpt2_plan()))
+    assert recipe.record is not None
+    text = dump_recipe(recipe).replace("transformer.h: 3", "transformer.h: 900000000000")
+    with pytest.raises(RecipeError, match="more than 300000 names"):
+        to_plan(parse_recipe(text, where="bad.yaml"), {})
+
+
+def test_load_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD, encoding="utf-8")
+    assert load_recipe(path) == parse_recipe(GOOD, where="x")
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="mine.yaml: cannot be read as text"):
+        load_recipe(path)
+    with pytest.raises(RecipeError, match="cannot be read as text"):
+        load_recipe(tmp_path / "none.yaml")
+    with pytest.raises(RecipeError, match="cannot be read as text"):
+        load_recipe(tmp_path)

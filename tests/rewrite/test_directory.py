@@ -1,0 +1,464 @@
+"""A converted directory is complete, or does not exist; a model in memory is centred in place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fold_cases import (
+    CONFIG,
+    EDITS,
+    centred,
+    fold,
+    plan_for,
+    same,
+    sharded,
+    state,
+    store,
+    written,
+)
+from stored_files import opened
+from torch import nn
+
+from enjoyln_cli.checkpoint.config import raw_config
+from enjoyln_cli.checkpoint.marker import marker, proof_of, read_marker
+from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.errors import (
+    AlreadyFolded,
+    BadCheckpoint,
+    EnjoyLNError,
+    NothingToFold,
+    OutputError,
+    VerificationFailed,
+)
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.plan import Centring, Plan, Verdict, Writer
+from enjoyln_cli.rewrite.directory import centre_parameters, fold_checkpoint
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return sharded(tmp_path)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Iterator[Path]:
+    """A place for the result; whatever the test did, nothing half-written lies beside it."""
+    yield tmp_path / "out"
+    assert [p.name for p in tmp_path.iterdir() if p.name not in ("model", "out")] == []
+
+
+# A whole directory
+
+
+def test_a_folded_directory(source: Path, out: Path) -> None:
+    result = fold(source, out)
+    assert sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()) == [
+        "README.md",
+        "config.json",
+        "custom/code.py",
+        "enjoyln_recipe.yaml",
+        "model-00001-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    for name in ("README.md", "custom/code.py", "tokenizer.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert (out / "enjoyln_recipe.yaml").read_text() == "a: recipe\n"
+    assert result.bytes_written == sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
+    assert (result.out, result.verification) == (out, None)
+    assert result.seconds > 0
+
+
+def test_config_keeps_its_text_and_gains_the_marker(source: Path, out: Path) -> None:
+    fold(source, out)
+    text = (out / "config.json").read_text()
+    assert text.startswith((source / "config.json").read_text().rstrip("}\n"))
+    found = read_marker(json.loads(text))
+    assert found.source == str(source.resolve())
+    assert found.revision is None
+    assert (found.model_class, found.classes) == (
+        "GPT2LMHeadModel",
+        ("GPT2LMHeadModel", "GPT2Model"),
+    )
+    assert found.rmsnorm == ("transformer.ln_1", "transformer.ln_2")
+    assert found.layernorm == ("transformer.ln_f",)
+    assert found.centering == (Centring("transformer.wte", "output", Axis(-1, 0, 1, 24, 1), ""),)
+    assert (found.entry_inputs, found.unproven) == (("inputs_embeds",), ("encoder_hidden_states",))
+    assert found.tool.startswith("enjoyln ")
+
+
+def test_a_new_dtype_is_named_in_the_config(source: Path, out: Path) -> None:
+    config = {**CONFIG, "text_config": {"torch_dtype": "float32", "dtype": None}}
+    (source / "config.json").write_text(json.dumps(config))
+    fold(source, out, dtype=torch.bfloat16)
+    found = json.loads((out / "config.json").read_text())
+    assert found["dtype"] == "bfloat16"
+    assert found["text_config"] == {"torch_dtype": "bfloat16", "dtype": None}
+    assert list(found) == [*config, "enjoyln"]
+
+
+def test_bin_in_safetensors_out(tmp_path: Path, out: Path) -> None:
+    store(tmp_path / "model", state(torch.float16), "bin")
+    fold(tmp_path / "model", out)
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json",
+        "enjoyln_recipe.yaml",
+        "model.safetensors",
+    ]
+
+
+def test_the_check_sees_the_finished_directory(source: Path, out: Path) -> None:
+    def check(folded: Path) -> SimpleNamespace:
+        assert not out.exists()
+        read_marker(raw_config(open_source(str(folded))))
+        (folded / "enjoyln_verify.json").write_text("{}")
+        return SimpleNamespace(passed=True, summary="fine")
+
+    result = fold(source, out, check=check)
+    assert result.verification.summary == "fine"
+    assert (out / "enjoyln_verify.json").exists()
+
+
+def test_an_existing_output_is_replaced_when_asked(source: Path, out: Path) -> None:
+    out.mkdir()
+    (out / "old").write_text("")
+    with pytest.raises(OutputError, match="--force"):
+        fold(source, out)
+    fold(source, out, force=True)
+    assert not (out / "old").exists()
+    assert (out / "config.json").exists()
+
+
+# Refusals: one line, and nothing left behind
+
+
+def refused(kind: type[EnjoyLNError], words: str, source: Path, out: Path, **options: Any) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        fold(source, out, **options)
+    assert "\n" not in str(caught.value)
+    assert not out.exists()
+
+
+def test_folded_already(source: Path, out: Path, tmp_path: Path) -> None:
+    fold(source, out)
+    refused(AlreadyFolded, "an earlier fold", out, tmp_path / "again")
+
+
+def test_nothing_to_fold(source: Path, out: Path) -> None:
+    kept = [Verdict(f"h.{i}.ln", "kept", reason="its gamma is not constant") for i in range(3)]
+    plan = Plan("bert", "BertModel", ("BertModel",), tuple(kept), (), ())
+    with pytest.raises(NothingToFold, match="3 x its gamma is not constant; --model-class"):
+        fold_checkpoint(opened(source), plan, out, recipe_text="")
+    llama = Plan("llama", "L", ("L",), (), (), (), other_norms=(("LlamaRMSNorm", 9),))
+    with pytest.raises(NothingToFold, match="9 LlamaRMSNorm"):
+        fold_checkpoint(opened(source), llama, out, recipe_text="")
+    assert not out.exists()
+
+
+def test_a_writer_that_is_not_stored(source: Path, out: Path) -> None:
+    plan = plan_for(
+        {"nowhere.weight": torch.empty(4, 4)}, {"nowhere.weight": (Axis(0, 0, 1, 4, 1),)}
+    )
+    with pytest.raises(BadCheckpoint, match=r"nowhere\.weight: .* does not store"):
+        fold_checkpoint(opened(source), plan, out, recipe_text="")
+    assert not out.exists()
+
+
+def test_a_writer_of_another_shape(source: Path, out: Path) -> None:
+    plan = plan_for({"out.weight": torch.empty(24, 95)}, {"out.weight": (Axis(0, 0, 1, 24, 1),)})
+    with pytest.raises(BadCheckpoint, match=r"\[24, 96\].*holds \[24, 95\]"):
+        fold_checkpoint(opened(source), plan, out, recipe_text="")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["out.weight", "big.weight", "qkv.weight", "wte.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinity_in_an_edited_tensor(
+    tmp_path: Path, out: Path, name: str, value: float
+) -> None:
+    tensors = state(torch.bfloat16)
+    tensors[name][1, 7] = value
+    store(tmp_path / "model", tensors, "sharded")
+    refused(
+        BadCheckpoint, f"{name} in .* holds NaN or Inf .*--allow-nonfinite", tmp_path / "model", out
+    )
+
+
+@pytest.mark.parametrize("name", ["out.weight", "big.weight", "qkv.weight", "wte.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinity_spread_over_their_group_where_they_may(
+    tmp_path: Path, out: Path, name: str, value: float
+) -> None:
+    """And a LayerNorm over that group makes the same of both."""
+    tensors = state(torch.float32)
+    clean = {key: tensor.clone() for key, tensor in tensors.items()}
+    tensors[name][1, 7] = value
+    tensors["ln.weight"][3] = value
+    store(tmp_path / "model", tensors, "sharded")
+    fold(tmp_path / "model", out, allow_nonfinite=True)
+    found = written(out)
+    spoilt = ~same_elements(found[name], centred(clean[name], EDITS[name]))
+    expected = torch.zeros_like(clean[name], dtype=torch.bool)
+    expected[1, 7] = True
+    for axis in EDITS[name]:
+        expected |= touched(expected, axis)
+    assert torch.equal(spoilt, expected)
+    assert not found[name][spoilt].isfinite().any()
+    assert torch.equal(found["ln.weight"].view(torch.int32), tensors["ln.weight"].view(torch.int32))
+    lost = [[spoilt_norms(w, axis) for axis in EDITS[name]] for w in (tensors[name], found[name])]
+    assert all(torch.equal(*pair) for pair in zip(*lost, strict=True))
+    assert sum(int(norms.sum()) for norms in lost[0]) == 1
+
+
+def spoilt_norms(weight: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Which groups a LayerNorm over them makes NaN, each of them as a whole."""
+    groups = weight.narrow(axis.dim, axis.start, axis.length).double()
+    groups = groups.unflatten(axis.dim, (axis.outer, axis.size, axis.inner))
+    apart = groups - groups.mean(axis.dim + 1, keepdim=True)
+    lost = (apart / apart.pow(2).mean(axis.dim + 1, keepdim=True).sqrt()).isnan()
+    assert torch.equal(lost.any(axis.dim + 1), lost.all(axis.dim + 1))
+    return lost.any(axis.dim + 1)
+
+
+def same_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.view(torch.int32) == b.view(torch.int32)
+
+
+def touched(spoilt: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """All elements of each group that holds one of ``spoilt``."""
+    found = spoilt.clone()
+    part = found.narrow(axis.dim, axis.start, axis.length)
+    groups = part.unflatten(axis.dim, (axis.outer, axis.size, axis.inner))
+    groups.copy_(groups.any(axis.dim + 1, keepdim=True).expand_as(groups))
+    return found
+
+
+def test_an_overflow_beside_nan_is_no_nan(tmp_path: Path, out: Path) -> None:
+    tensors = state(torch.float32)
+    tensors["out.weight"][1, 7] = float("inf")
+    tensors["out.weight"][3, 4] = 1e6
+    store(tmp_path / "model", tensors, "single")
+    words = r"out\.weight in model\.safetensors has values beyond F16"
+    options = {"dtype": torch.float16, "allow_nonfinite": True}
+    refused(BadCheckpoint, words, tmp_path / "model", out, **options)
+    fold(tmp_path / "model", out, dtype=torch.bfloat16, allow_nonfinite=True)
+
+
+def test_what_is_copied_may_hold_anything(tmp_path: Path, out: Path) -> None:
+    tensors = state(torch.float32)
+    tensors["ln.weight"][:2] = torch.tensor([float("-inf"), float("nan")])
+    store(tmp_path / "model", tensors, "single")
+    fold(tmp_path / "model", out)
+    assert same_elements(written(out)["ln.weight"], tensors["ln.weight"]).all()
+
+
+@pytest.mark.parametrize("edits", [{}, EDITS], ids=["copied", "centred"])
+def test_values_out_of_the_range_of_the_new_dtype(
+    tmp_path: Path, out: Path, edits: dict[str, tuple[Axis, ...]]
+) -> None:
+    tensors = state(torch.float32)
+    tensors["out.weight"][3, 4] = 1e6
+    store(tmp_path / "model", tensors, "single")
+    words = r"out\.weight in model\.safetensors has values beyond F16"
+    refused(BadCheckpoint, words, tmp_path / "model", out, edits=edits, dtype=torch.float16)
+    fold(tmp_path / "model", out, edits, dtype=torch.bfloat16)
+
+
+def test_the_difference_leaves_the_range_of_the_stored_dtype(tmp_path: Path, out: Path) -> None:
+    tensors = {"w": torch.tensor([[-65000.0], [30000.0], [65000.0]]).half()}
+    store(tmp_path / "model", tensors, "single")
+    edits = {"w": (Axis(0, 0, 1, 3, 1),)}
+    refused(BadCheckpoint, "values beyond F16", tmp_path / "model", out, edits=edits)
+
+
+def test_a_file_that_shrinks_while_it_is_read(source: Path, out: Path) -> None:
+    checkpoint = opened(source)
+    shard = source / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    plan = plan_for(state(torch.float32), EDITS)
+    with pytest.raises(BadCheckpoint, match="00002-of-00003.safetensors ends inside"):
+        fold_checkpoint(checkpoint, plan, out, recipe_text="")
+    assert not out.exists()
+
+
+def test_a_failed_check_publishes_nothing(source: Path, out: Path) -> None:
+    failed = SimpleNamespace(passed=False, summary="the outputs differ by 3e-1")
+    refused(VerificationFailed, "differ by 3e-1", source, out, check=lambda folded: failed)
+
+
+def test_an_interrupt_leaves_nothing_to_keep(source: Path, out: Path) -> None:
+    def interrupt(nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fold(source, out, progress=interrupt, keep_means=True)
+    assert not out.exists()
+
+
+def test_a_failed_fold_keeps_what_was_there(source: Path, out: Path) -> None:
+    fold(source, out)
+    before = {p.name: p.read_bytes() for p in out.iterdir() if p.is_file()}
+    failed = SimpleNamespace(passed=False, summary="no")
+    with pytest.raises(VerificationFailed):
+        fold(source, out, force=True, check=lambda folded: failed)
+    assert {p.name: p.read_bytes() for p in out.iterdir() if p.is_file()} == before
+
+
+# A model in memory
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(11, 8)
+        self.proj = nn.Linear(5, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.wte.weight
+        self.register_buffer("table", torch.randn(3, 8) + 1)
+
+
+def small_plan(model: nn.Module, edits: dict[str, Axis]) -> Plan:
+    held = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
+    writers = tuple(Writer(n, n, axis, tuple(held[n].shape)) for n, axis in edits.items())
+    return Plan("x", "Small", ("Small",), (Verdict("ln", "static"),), writers, ())
+
+
+def test_parameters_are_centred_in_place() -> None:
+    model = Small().bfloat16()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    identity = model.wte.weight
+    row = Axis(1, 0, 1, 8, 1)
+    edits = {
+        "wte.weight": row,
+        "head.weight": row,
+        "proj.weight": Axis(0, 0, 1, 8, 1),
+        "table": row,
+    }
+    centre_parameters(model, small_plan(model, edits))
+    assert model.wte.weight is identity and model.head.weight is identity
+    for name, axis in edits.items():
+        assert same(model.state_dict()[name], centred(before[name], (axis,))), name
+    assert same(model.proj.bias, before["proj.bias"])
+
+
+def test_parameters_of_another_model_are_refused_before_anything_changes() -> None:
+    model = Small()
+    plan = small_plan(
+        model, {"wte.weight": Axis(1, 0, 1, 8, 1), "proj.weight": Axis(0, 0, 1, 8, 1)}
+    )
+    model.proj = nn.Linear(6, 8)
+    before = model.wte.weight.clone()
+    with pytest.raises(BadCheckpoint, match=r"proj\.weight: .*\[8, 5\], Small has \[8, 6\]"):
+        centre_parameters(model, plan)
+    assert same(model.wte.weight, before)
+
+
+# The marker
+
+
+def test_a_hub_id_is_remembered_with_its_commit(source: Path) -> None:
+    hub = SimpleNamespace(model="org/model", revision="abc", path=source)
+    entry = marker(plan_for({}, {}), hub)  # type: ignore[arg-type]
+    assert (entry["source"], entry["revision"]) == ("org/model", "abc")
+    assert read_marker({"enjoyln": json.loads(json.dumps(entry))}).revision == "abc"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 5},
+        {"version": True},
+        {"source": None},
+        {"revision": 3},
+        {"classes": "GPT2Model"},
+        {"rmsnorm": [1]},
+        {"layernorm": None},
+        {"centering": [{"module": "a", "place": "between", "axis": [-1, 0, 1, 8, 1]}]},
+        {"centering": [{"module": "a", "place": "output", "axis": [-1, 0, 1, 8]}]},
+        {"centering": [{"module": "a", "place": "output", "axis": [-1, 0, 1, 8, True]}]},
+        {"centering": ["a"]},
+        {"centering": [{"module": "", "place": "output", "axis": [-1, 0, 1, 8, 1]}]},
+        {"centering": [{"module": "a", "place": "output", "axis": [9, 0, 1, 8, 1]}]},
+        {"centering": [{"module": "a", "place": "output", "axis": [-9, 0, 1, 8, 1]}]},
+        {"centering": [{"module": "a", "place": "output", "axis": [-1, -1, 1, 8, 1]}]},
+        {"centering": [{"module": "a", "place": "output", "axis": [-1, 0, 0, 8, 1]}]},
+        {"centering": [{"module": "a", "place": "output", "axis": [-1, 0, 1, 10**40, 1]}]},
+        {"centered": [{"axis": [0, 0, 1, 2**62, 2], "parameters": ["a"]}]},
+        {"centered": [{"axis": [0, 0, 1, 8, -1], "parameters": ["a"]}]},
+        {"centered": None},
+        {"centered": ["a"]},
+        {"centered": [{"axis": [0, 0, 1, 8, 1], "parameters": "a"}]},
+        {"centered": [{"axis": [-1, 0, 1, 8, 1], "parameters": ["a"]}]},
+        {"scales": ["a"]},
+        {"scales": {"a": 1}},
+        {"proof": None},
+    ],
+    ids=str,
+)
+def test_a_malformed_marker_is_refused(source: Path, change: dict[str, Any]) -> None:
+    entry = marker(plan_for({}, {}), opened(source).source)
+    read_marker({"enjoyln": entry})
+    with pytest.raises(BadCheckpoint) as caught:
+        read_marker({"enjoyln": {**entry, **change}})
+    assert "\n" not in str(caught.value)
+    if "proof" not in change:
+        assert "malformed" in str(caught.value) or "version" in str(caught.value)
+
+
+def test_no_marker() -> None:
+    with pytest.raises(BadCheckpoint, match="no enjoyln entry"):
+        read_marker(dict(CONFIG))
+
+
+def test_the_marker_tells_what_was_centred(source: Path, out: Path) -> None:
+    plan = fold(source, out).plan
+    found = read_marker(json.loads((out / "config.json").read_text())).centred
+    assert found is not None
+    assert {(one.parameter, one.axis) for one in found} == {
+        (writer.parameter, writer.axis) for writer in plan.writers
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rmsnorm": ["transformer.ln_1", "transformer.ln_f"]},
+        {"classes": ["GPT2ForSequenceClassification"]},
+        {"centered": []},
+        {"entry_inputs": []},
+        {"note": "mine"},
+    ],
+    ids=str,
+)
+def test_a_marker_that_somebody_changed_is_refused(source: Path, change: dict[str, Any]) -> None:
+    entry = marker(
+        plan_for({"a": torch.ones(8)}, {"a": (Axis(0, 0, 1, 8, 1),)}), opened(source).source
+    )
+    moved = {**entry, "source": "elsewhere", "revision": "abc", "tool": "enjoyln 9"}
+    assert read_marker({"enjoyln": moved}).source == "elsewhere"
+    with pytest.raises(BadCheckpoint, match="edited after the fold"):
+        read_marker({"enjoyln": {**entry, **change}})
+
+
+def test_a_marker_of_version_2_is_read(source: Path) -> None:
+    entry = {**marker(plan_for({}, {}), opened(source).source), "version": 2}
+    del entry["units"]
+    found = read_marker({"enjoyln": {**entry, "proof": proof_of(entry)}})
+    assert found.centred == () and found.units == ()
+
+
+def test_a_marker_of_version_1_is_read(source: Path) -> None:
+    entry = marker(plan_for({}, {}), opened(source).source)
+    for key in ("centered", "scales", "units", "proof"):
+        del entry[key]
+    found = read_marker({"enjoyln": {**entry, "version": 1}})
+    assert found.centred is None
+    assert found.rmsnorm == tuple(entry["rmsnorm"])

@@ -1,0 +1,178 @@
+"""Several processes write one result: the same bytes, and nothing half-written where one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from commands import GPT2
+from fold_cases import fold, sharded, state, store
+from kill_runs import contents
+from live_models import ROOT
+
+from enjoyln_cli.errors import OutputError
+from enjoyln_cli.fs.staging import finished, work_of
+from enjoyln_cli.rewrite.processes import ALONE, Team, agree, gathered, present, shared_out
+
+MEMBER = ROOT / "tests" / "support" / "team_member.py"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return sharded(tmp_path)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def together(*commands: Sequence[object]) -> list[tuple[int, str]]:
+    """Exit status and output of each, started as a launcher would."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "WORLD_SIZE": f"{len(commands)}",
+        "LOCAL_WORLD_SIZE": f"{len(commands)}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{port}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env={**os.environ, **common, "RANK": f"{rank}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, command in enumerate(commands)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in running]
+    return [(process.returncode, text) for process, text in zip(running, said, strict=True)]
+
+
+def test_the_bytes_are_those_of_one_process(source: Path, out: Path) -> None:
+    fold(source, out)
+    whole = contents(out)
+    shutil.rmtree(out)
+    found = together(*[(MEMBER, source, out)] * 3)
+    assert found == [(0, "resumed 0\n"), (0, ""), (0, "")]
+    assert contents(out) == whole
+    assert sorted(os.listdir(out.parent)) == ["model", "out"]
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_one_that_dies_ends_the_run_which_can_be_gone_on_with(
+    source: Path, out: Path, dies: int
+) -> None:
+    fold(source, out)
+    whole = contents(out)
+    shutil.rmtree(out)
+    commands = [(MEMBER, source, out, *(["die=1"] * (rank == dies))) for rank in range(2)]
+    found = together(*commands)
+    assert found[dies] == (-9, "") and found[1 - dies][0] != 0
+    done = finished(work_of(out))
+    assert done and not out.exists()
+    if dies == 1:
+        files = f"{done} finished file{'s' * (done != 1)}"
+        words = f"one of the 2 processes has ended early; {files} kept in"
+        assert words in found[0][1] and "--resume" in found[0][1]
+    found = together(*[(MEMBER, source, out, "resume=1")] * 2)
+    assert found == [(0, f"resumed {done}\n"), (0, "")]
+    assert contents(out) == whole
+
+
+def test_one_that_starts_from_something_else(source: Path, out: Path) -> None:
+    found = together((MEMBER, source, out), (MEMBER, source, out, "dtype=bfloat16"))
+    assert found[0] == (
+        1,
+        "error: process 1 starts from something else: the dtype is torch.bfloat16 there and None "
+        "here; give all of them the same source, options and versions\n",
+    )
+    assert found[1] == (1, "")
+    assert os.listdir(out.parent) == ["model"]
+
+
+def test_machines_that_do_not_share_the_place(source: Path, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    found = together((MEMBER, source, out), (MEMBER, source, tmp_path / "elsewhere" / "out"))
+    assert [status for status, _ in found] == [1, 1]
+    assert "process 1 does not see what the first has put into" in found[1][1]
+    assert not out.exists() and os.listdir(tmp_path / "elsewhere") == []
+
+
+def test_nan_is_named_by_whoever_finds_it(tmp_path: Path, out: Path) -> None:
+    tensors = state(torch.float32)
+    tensors["out.weight"][1, 7] = float("nan")
+    store(tmp_path / "model", tensors, "sharded")
+    found = together(*[(MEMBER, tmp_path / "model", out)] * 3)
+    assert [status for status, _ in found] == [1, 1, 1]
+    assert any("out.weight in model-00002-of-00003" in said for _, said in found)
+    assert not out.exists()
+
+
+def test_keeping_means_takes_one_process(source: Path, out: Path) -> None:
+    with pytest.raises(OutputError, match="single process"):
+        fold(source, out, keep_means=True, team=Team(0, 2))
+    assert os.listdir(out.parent) == ["model"]
+
+
+def test_the_command_speaks_once(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("-m", "enjoyln_cli", "fold", GPT2, "-o", out, "--no-verify", "--json")
+    (status, said), other = together(words, words)
+    assert (status, *other) == (0, 0, "")
+    assert json.loads(said)["out"] == str(out)
+    (status, said), other = together(words, words)
+    assert (status, said, *other) == (1, "", 1, "")
+
+
+@pytest.mark.parametrize("many", [1, 2, 3, 5])
+@pytest.mark.parametrize("sizes", [[], [7], [5, 4, 3, 3, 3], list(range(1, 40)), [9] * 8])
+def test_shares_are_balanced(sizes: list[int], many: int) -> None:
+    shares = shared_out(sizes, many)
+    assert sorted(item for share in shares for item in share) == list(range(len(sizes)))
+    loads = [sum(sizes[item] for item in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, ALONE),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ALONE),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Team(1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Team(1, 4, 2)),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, ALONE),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, ALONE),
+        ({"RANK": "1"}, ALONE),
+    ],
+)
+def test_who_is_there(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], found: Team
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert present() == ALONE, "nobody says where to meet"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert present() == found
+
+
+def test_alone_everything_is_as_without_a_team() -> None:
+    assert gathered(ALONE, "x") == ["x"]
+    assert agree(ALONE, lambda: 3) == 3
+    with pytest.raises(KeyError):
+        agree(ALONE, lambda: {}["x"])

@@ -1,0 +1,601 @@
+"""A killed run can be gone on with, to the same bytes; what is finished is told by content."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import GPT2, good, refused, running
+from fold_cases import EDITS, fold, plan_for, sharded, state, store
+from kill_runs import contents
+from live_models import ROOT
+from stored_files import opened
+
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
+from enjoyln_cli.fs.digests import digest_of
+from enjoyln_cli.fs.staging import finished, staged_output, work_of
+from enjoyln_cli.fs.whole_file import write_whole
+from enjoyln_cli.plan.plan import Merge, Named, Reader
+from enjoyln_cli.rewrite.directory import fold_checkpoint
+
+SUPPORT = ROOT / "tests" / "support"
+SHARDS = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return sharded(tmp_path)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def stop(folded: Path) -> Any:
+    raise KeyboardInterrupt
+
+
+def stopped(source: Path, out: Path, **options: Any) -> Path:
+    """The work directory of a fold that Ctrl-C has stopped when its weights were finished."""
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fold(source, out, check=stop, **options)
+    assert not out.exists()
+    assert str(work_of(out)) in str(caught.value) and "--resume" in str(caught.value)
+    return work_of(out)
+
+
+def expected(source: Path, out: Path, **options: Any) -> dict[str, str]:
+    """What an undisturbed fold gives, which is removed again."""
+    fold(source, out, **options)
+    found = contents(out)
+    shutil.rmtree(out)
+    return found
+
+
+def refuses(source: Path, out: Path, words: str, **options: Any) -> None:
+    """In one line, and with everything as it was."""
+    before = contents(out.parent)
+    with pytest.raises(OutputError, match=words) as caught:
+        fold(source, out, **options)
+    assert "\n" not in str(caught.value)
+    assert contents(out.parent) == before
+
+
+# Killed.
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    """``ENJOYLN_KILLS`` says how often; each time a run is killed once or more."""
+    runs = os.environ.get("ENJOYLN_KILLS", "20")
+    done = subprocess.run(
+        [sys.executable, SUPPORT / "kill_runs.py", tmp_path, runs, "7"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["0 finished"] and seen["1 finished"] and seen["gone on"]
+
+
+def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    good("fold", GPT2, "-o", out)
+    whole = contents(out)
+    shutil.rmtree(out)
+    process = running("fold", GPT2, "-o", out)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("verifying"):
+            process.kill()
+            break
+    process.communicate(timeout=120)
+    assert not out.exists() and finished(work_of(out)) == 1
+    line = refused("fold", GPT2, "-o", out)
+    assert "--resume" in line and "--force" in line and "finding" not in line
+    said = good("fold", GPT2, "-o", out, "--resume")
+    assert "1 weight file had been finished by an earlier run" in said
+    assert contents(out) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_ctrl_c_says_what_it_leaves(tmp_path: Path) -> None:
+    process = running("fold", GPT2, "-o", tmp_path / "out")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("verifying"):
+            process.send_signal(signal.SIGINT)
+            break
+    _, rest = process.communicate(timeout=120)
+    assert process.returncode == 130
+    (line,) = rest.splitlines()
+    work = work_of(tmp_path / "out")
+    assert line.startswith(f"error: interrupted; 1 finished file kept in {work}; go on with")
+    assert list(tmp_path.iterdir()) == [work]
+
+
+# Gone on with.
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded", "bin", "sharded bin"])
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"max_shard_size": 3 << 20}])
+def test_the_bytes_are_those_of_an_undisturbed_run(
+    tmp_path: Path, out: Path, kind: str, options: dict[str, Any]
+) -> None:
+    store(tmp_path / "model", state(torch.float32), kind)
+    whole = expected(tmp_path / "model", out, **options)
+    work = stopped(tmp_path / "model", out, **options)
+    told: list[int] = []
+    result = fold(tmp_path / "model", out, resume=True, progress=told.append, **options)
+    assert contents(out) == whole
+    assert result.resumed == sum(name.endswith(".safetensors") for name in whole)
+    tensors = sum(t.nbytes for t in state(torch.float32).values())
+    assert sum(told) == tensors or options.get("dtype")
+    assert not work.exists()
+
+
+def test_what_is_finished_is_not_written_again(source: Path, out: Path) -> None:
+    work = stopped(source, out)
+    (work / "finished" / f"{SHARDS[1]}.json").unlink()
+    before = {name: (work / "result" / name).stat().st_ino for name in SHARDS}
+    kept = {name: os.open(work / "result" / name, os.O_RDONLY) for name in SHARDS}
+    assert fold(source, out, resume=True).resumed == 2
+    same = [name for name in SHARDS if (out / name).stat().st_ino == before[name]]
+    assert same == [SHARDS[0], SHARDS[2]]
+    for file in kept.values():
+        os.close(file)
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved"))
+
+
+def header(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"out.bias"', b'"out.biaz"'))
+
+
+@pytest.mark.parametrize("damage", [flipped, cut, linked, header, Path.unlink])
+def test_a_damaged_file_is_written_again(source: Path, out: Path, damage: Any) -> None:
+    whole = expected(source, out)
+    work = stopped(source, out)
+    damage(work / "result" / SHARDS[1])
+    assert fold(source, out, resume=True).resumed == 2
+    assert contents(out) == whole
+
+
+def test_names_count_for_nothing(source: Path, out: Path) -> None:
+    """Another shard, note and all, under the name of one that is missing."""
+    whole = expected(source, out)
+    work = stopped(source, out)
+    for folder, end in (("result", ""), ("finished", ".json")):
+        shutil.copy(work / folder / f"{SHARDS[0]}{end}", work / folder / f"{SHARDS[2]}{end}")
+    assert fold(source, out, resume=True).resumed == 2
+    assert contents(out) == whole
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"size": 1, "pieces": [], "reads": []}',
+        '{"size": "1", "pieces": [[0, -1]], "reads": []}',
+        "[" * 9999,
+    ],
+)
+def test_a_damaged_note_is_no_note(source: Path, out: Path, text: str) -> None:
+    whole = expected(source, out)
+    work = stopped(source, out)
+    (work / "finished" / f"{SHARDS[0]}.json").write_text(text)
+    assert fold(source, out, resume=True).resumed == 2
+    assert contents(out) == whole
+
+
+def forgotten(note: dict[str, Any]) -> None:
+    del note["reads"]
+
+
+def unknown(note: dict[str, Any]) -> None:
+    note["reads"][0][0] = "nobody"
+
+
+def beyond(note: dict[str, Any]) -> None:
+    note["reads"][0][1] += 10**9
+
+
+def another(note: dict[str, Any]) -> None:
+    note["reads"][0][3] = "0" * 32
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("damage", [forgotten, unknown, beyond, another])
+def test_a_note_of_other_reads(source: Path, out: Path, damage: Any, signed: bool) -> None:
+    """Damaged it is no note; with a digest that fits, the source was another, or the program."""
+    whole = expected(source, out)
+    path = stopped(source, out) / "finished" / f"{SHARDS[0]}.json"
+    note = json.loads(path.read_text())
+    damage(note)
+    if signed:
+        del note["digest"]
+        note["digest"] = digest_of(note)
+    path.write_text(json.dumps(note))
+    if signed and damage is not forgotten:
+        refuses(source, out, "of the source has changed since", resume=True)
+        return
+    assert fold(source, out, resume=True).resumed == 2
+    assert contents(out) == whole
+
+
+def test_without_what_it_was_made_from_nothing_is_taken_over(source: Path, out: Path) -> None:
+    whole = expected(source, out)
+    work = stopped(source, out)
+    (work / "made-from.json").write_text("{")
+    assert fold(source, out, resume=True).resumed == 0
+    assert contents(out) == whole
+
+
+def test_nothing_else_of_an_earlier_run_comes_along(source: Path, out: Path) -> None:
+    whole = expected(source, out)
+    work = stopped(source, out)
+    (work / "result" / "stray").mkdir()
+    (work / "result" / "stray" / "file").write_text("x")
+    (work / "result" / "config.json").write_text("half")
+    fold(source, out, resume=True)
+    assert contents(out) == whole
+    assert not (out / "stray").exists()
+
+
+def test_where_there_is_nothing_to_resume_a_fold_begins(source: Path, out: Path) -> None:
+    whole = expected(source, out)
+    assert fold(source, out, resume=True).resumed == 0
+    assert contents(out) == whole
+    refuses(source, out, "is complete, so there is nothing to resume", resume=True)
+
+
+# Refused.
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors.index.json", "custom/code.py"]
+)
+def test_another_file_of_the_source_that_changed(source: Path, out: Path, name: str) -> None:
+    work = stopped(source, out)
+    (source / name).write_bytes((source / name).read_bytes() + b"\n")
+    words = f"the file {name} was .* and is .* now; start anew with --force"
+    refuses(source, out, words, resume=True)
+    assert finished(work) == 3
+    assert fold(source, out, force=True).resumed == 0
+
+
+def test_the_same_source_with_other_times(source: Path, out: Path) -> None:
+    whole = expected(source, out)
+    stopped(source, out)
+    for path in source.rglob("*"):
+        os.utime(path, ns=(10**18, 10**18))
+    assert fold(source, out, resume=True).resumed == 3
+    assert contents(out) == whole
+
+
+def rewrite(source: Path, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Other numbers in the tensor that holds ``old``; its file keeps its size and its time."""
+    found, written = old.numpy().tobytes(), new.numpy().tobytes()
+    (path,) = (path for path in source.iterdir() if path.is_file() and found in path.read_bytes())
+    time = path.stat().st_mtime_ns
+    path.write_bytes(path.read_bytes().replace(found, written))
+    os.utime(path, ns=(time, time))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "sharded bin"])
+@pytest.mark.parametrize("tensor", ["c_attn.weight", "wide.weight", "qkv.weight", "ln.weight"])
+def test_weights_that_changed_in_secret(tmp_path: Path, out: Path, kind: str, tensor: str) -> None:
+    source = tmp_path / "model"
+    values = state(torch.float32)
+    store(source, values, kind)
+    stopped(source, out)
+    rewrite(source, values[tensor], values[tensor] + 1)
+    words = f"{tensor} of the source has changed since; start anew with --force"
+    refuses(source, out, words, resume=True)
+    assert fold(source, out, resume=True, force=True).resumed == 0
+    whole = contents(out)
+    assert fold(source, out, force=True).resumed == 0 and contents(out) == whole
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_the_cache_of_the_hub(tmp_path: Path, out: Path, linked: bool) -> None:
+    """Where it has links, their targets are named for what is in them; else all is read again."""
+    source, blob = tmp_path / "model", tmp_path / "blobs" / "0123"
+    values = state(torch.float32)
+    store(source, values, "single")
+    checkpoint = opened(source)
+    cached = replace(checkpoint, source=replace(checkpoint.source, revision="abc"))
+    plan = plan_for(values, EDITS)
+    if linked:
+        blob.parent.mkdir()
+        (source / "model.safetensors").rename(blob)
+        (source / "model.safetensors").symlink_to(blob)
+    with pytest.raises(KeyboardInterrupt):
+        fold_checkpoint(cached, plan, out, recipe_text="r", check=stop)
+    (note,) = (work_of(out) / "finished").iterdir()
+    assert bool(json.loads(note.read_text())["reads"]) is not linked
+    if linked:
+        blob.rename(blob.with_name("4567"))
+        (source / "model.safetensors").unlink()
+        (source / "model.safetensors").symlink_to(blob.with_name("4567"))
+        words = "the file model.safetensors was .* bytes, 0123 then and is .* bytes, 4567 now"
+    else:
+        rewrite(source, values["big.weight"], values["big.weight"] + 1)
+        words = "big.weight of the source has changed since"
+    with pytest.raises(OutputError, match=words):
+        fold_checkpoint(cached, plan, out, recipe_text="r", resume=True)
+
+
+@pytest.mark.parametrize("tensor", ["ln.weight", "out.weight"])
+def test_values_from_other_files_that_changed_in_secret(
+    source: Path, out: Path, tensor: str
+) -> None:
+    """What the one finished file has taken from tensors whose own files are not finished."""
+    first = Reader(Named("c_attn.weight", "c_attn.weight"), 0)
+    other = Reader(Named("out.weight", "out.weight"), 1, Named("wte.bias", "c_attn.bias"))
+    merged = (
+        Merge("ln_1", "ln.weight", "", (first,)),
+        Merge("ln_2", "", "ln_2.bias", (other,)),
+    )
+    values = state(torch.float32)
+    values |= {"c_attn.bias": torch.randn(24), "ln_2.bias": torch.randn(96)}
+    plan = replace(plan_for({}, {}), merged=merged)
+
+    def begin(**options: Any) -> int:
+        result = fold_checkpoint(opened(source), plan, out, recipe_text="r", **options)
+        return result.resumed
+
+    shutil.rmtree(source)
+    store(source, values, "sharded")
+    with pytest.raises(KeyboardInterrupt):
+        begin(check=stop)
+    for shard in SHARDS[1:]:
+        (work_of(out) / "finished" / f"{shard}.json").unlink()
+    rewrite(source, values[tensor], values[tensor] + 1)
+    with pytest.raises(OutputError, match=f"{tensor} of the source has changed since"):
+        begin(resume=True)
+    rewrite(source, values[tensor] + 1, values[tensor])
+    assert begin(resume=True) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": torch.float16}, "the dtype was None then and is torch.float16 now"),
+        ({"max_shard_size": 10**6}, "the --max-shard-size was None then and is 1000000 now"),
+        ({"allow_nonfinite": True}, "the --allow-nonfinite was False then and is True now"),
+        ({"edits": {"out.weight": EDITS["out.weight"]}}, "the plan"),
+    ],
+)
+def test_another_plan_or_option(
+    source: Path, out: Path, options: dict[str, Any], words: str
+) -> None:
+    stopped(source, out)
+    refuses(source, out, words, resume=True, **options)
+
+
+def test_force_gives_up_what_another_plan_has_left(source: Path, out: Path) -> None:
+    stopped(source, out)
+    options = {"dtype": torch.float16}
+    refuses(
+        source, out, "--resume cannot continue .* start anew with --force", resume=True, **options
+    )
+    assert fold(source, out, resume=True, force=True, **options).resumed == 0
+    whole = contents(out)
+    assert fold(source, out, force=True, **options).resumed == 0 and contents(out) == whole
+
+
+def test_with_kept_means_nothing_is_taken_over(source: Path, out: Path) -> None:
+    stopped(source, out)
+    assert fold(source, out, resume=True, keep_means=True).resumed == 0
+    whole = contents(out)
+    fold(source, out, force=True, keep_means=True)
+    assert contents(out) == whole
+
+
+def test_without_resume_nothing_is_lost(source: Path, out: Path) -> None:
+    work = stopped(source, out)
+    refuses(source, out, f"3 finished files kept in {work}; go on with --resume, or .*--force")
+    assert fold(source, out, force=True).resumed == 0
+
+
+def test_one_run_at_a_time(source: Path, out: Path) -> None:
+    with staged_output(out, source=source, force=False):
+        for options in ({}, {"force": True}, {"resume": True}):
+            refuses(source, out, "another run is writing", **options)
+    assert out.exists()
+
+
+def test_what_forbids_the_result_leaves_nothing(source: Path, out: Path) -> None:
+    def lose(folded: Path) -> Any:
+        raise BadCheckpoint("a weight is wrong")
+
+    with pytest.raises(BadCheckpoint):
+        fold(source, out, check=lose)
+    assert not work_of(out).exists()
+
+
+def test_a_full_disk_keeps_what_is_finished(source: Path, out: Path) -> None:
+    def fill(folded: Path) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    whole = expected(source, out)
+    with pytest.raises(OutputError, match="the disk is full; .*3 finished files.*--resume"):
+        fold(source, out, check=fill)
+    assert fold(source, out, resume=True).resumed == 3
+    assert contents(out) == whole
+
+
+FULL = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+from fold_cases import fold
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.errors import OutputError
+source, disk = map(Path, sys.argv[1:3])
+edits = {"w": (Axis(0, 0, 1, 1000, 1),)}
+def fill(written):
+    try:
+        with (disk / "filler").open("ab", buffering=0) as file:
+            while file.write(bytes(1 << 16)):
+                pass
+    except OSError:
+        pass
+try:
+    fold(source, disk / "out", edits, progress=fill, jobs=1)
+except OutputError as error:
+    print(error)
+print(sorted(path.name for path in disk.iterdir()))
+(disk / "filler").unlink()
+fold(source, disk / "out", edits, resume=True, jobs=1)
+print(sorted(path.name for path in disk.iterdir()))
+"""
+
+
+def test_a_disk_that_fills_up_during_the_write(tmp_path: Path) -> None:
+    store(tmp_path / "model", {"w": torch.randn(1000, 30_000)}, "single")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=150m none "$0" && exec "$@"']
+    if subprocess.run([*mounted, disk, "true"], capture_output=True).returncode:
+        pytest.skip("needs a file system of its own")
+    done = subprocess.run(
+        [*mounted, disk, sys.executable, "-c", FULL, tmp_path / "model", disk, SUPPORT],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said, left, after = done.stdout.splitlines()
+    assert said.startswith("cannot write") and "the disk is full" in said
+    assert "'out'" not in left
+    assert after == "['out']"
+
+
+# The source.
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00001-of-00003.safetensors", "config.json", "tokenizer.json", "custom/code.py"]
+)
+def test_a_source_that_changes_while_it_is_read(source: Path, out: Path, name: str) -> None:
+    checkpoint = opened(source)
+    shapes = {n: torch.empty(s.shape, device="meta") for n, s in checkpoint.tensors.items()}
+
+    def touch(written: int) -> None:
+        os.utime(source / name, ns=(1, 1))
+
+    with pytest.raises(BadCheckpoint, match=f"{name} has changed in .* while it was read"):
+        fold_checkpoint(checkpoint, plan_for(shapes, EDITS), out, recipe_text="r", progress=touch)
+    assert os.listdir(source.parent) == ["model"]
+
+
+def test_a_source_that_changes_between_its_header_and_its_data(source: Path, out: Path) -> None:
+    checkpoint = opened(source)
+    shapes = {n: torch.empty(s.shape, device="meta") for n, s in checkpoint.tensors.items()}
+    (source / SHARDS[0]).write_bytes((source / SHARDS[0]).read_bytes())
+    with pytest.raises(BadCheckpoint, match="has changed"):
+        fold_checkpoint(checkpoint, plan_for(shapes, EDITS), out, recipe_text="r")
+    (source / SHARDS[0]).rename(source / "away")
+    with pytest.raises((EnjoyLNError, OSError)):
+        fold_checkpoint(checkpoint, plan_for(shapes, EDITS), out, recipe_text="r")
+    assert os.listdir(source.parent) == ["model"]
+
+
+# The place.
+
+
+def test_what_was_moved_aside_by_a_killed_run_is_put_back(source: Path, out: Path) -> None:
+    work = work_of(out)
+    (work / "replaced").mkdir(parents=True)
+    (work / "replaced" / "mine").write_text("text")
+    with (
+        pytest.raises(OutputError, match="--force"),
+        staged_output(out, source=source, force=False),
+    ):
+        pytest.fail("the block must not run")
+    assert (out / "mine").read_text() == "text"
+    assert sorted(os.listdir(out.parent)) == ["model", "out"]
+
+
+def test_what_a_killed_run_has_half_removed_is_not_put_back(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it removes what it has replaced; then the new result is moved away."""
+    out.mkdir()
+    (out / "mine").write_text("text")
+
+    def killed(*_arguments: Any, **_keywords: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("enjoyln_cli.fs.staging.shutil.rmtree", killed)
+        with pytest.raises(Killed), staged_output(out, source=source, force=True) as staged:
+            (staged / "new").touch()
+    assert os.listdir(out) == ["new"]
+    out.rename(out.with_name("elsewhere"))
+    with staged_output(out, source=source, force=False) as staged:
+        (staged / "newer").touch()
+    assert os.listdir(out) == ["newer"]
+    assert sorted(os.listdir(out.parent)) == ["elsewhere", "model", "out"]
+
+
+class Killed(BaseException):
+    """What nobody handles."""
+
+
+def test_a_link_in_place_of_the_work_directory(source: Path, out: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("text")
+    work_of(out).symlink_to(victim)
+    with (
+        pytest.raises(OutputError, match="is a link to somewhere else; remove it"),
+        staged_output(out, source=source, force=True),
+    ):
+        pytest.fail("the block must not run")
+    assert (victim / "file").read_text() == "text" and not out.exists()
+
+
+def test_a_link_in_place_of_a_file_that_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("text")
+    (tmp_path / "report.json.begun").symlink_to(tmp_path / "victim")
+    write_whole(tmp_path / "report.json", "{}")
+    assert (tmp_path / "victim").read_text() == "text"
+    assert (tmp_path / "report.json").read_text() == "{}"
+    assert sorted(os.listdir(tmp_path)) == ["report.json", "victim"]
+
+
+def test_a_long_name(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / ("é" * 120)
+    with staged_output(out, source=source, force=False) as staged:
+        assert len(os.fsencode(staged.parent.name)) < 100
+    assert out.is_dir()

@@ -1,0 +1,239 @@
+"""New shards hold ``P W`` rounded once where an edit says so, and the old bytes elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from fold_cases import EDITS, centred, centring, same, sharded, state, store, written
+from safetensors import safe_open
+from safetensors.torch import load_file
+from stored_files import opened
+
+from enjoyln_cli.errors import BadCheckpoint, OutputError
+from enjoyln_cli.plan.axis import Axis, centre, feature_axis
+from enjoyln_cli.rewrite import blocks, steps
+from enjoyln_cli.rewrite.writer import write_shards
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return sharded(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded", "bin", "sharded bin"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_edited_tensors_are_centred_and_the_others_keep_their_bytes(
+    tmp_path: Path, dtype: torch.dtype, kind: str
+) -> None:
+    tensors = state(dtype)
+    store(tmp_path / "model", tensors, kind)
+    (tmp_path / "out").mkdir()
+    names = write_shards(opened(tmp_path / "model"), centring(EDITS), tmp_path / "out")
+    assert sorted(names) == sorted(p.name for p in (tmp_path / "out").iterdir())
+    found = written(tmp_path / "out")
+    assert set(found) == set(tensors)
+    for name, tensor in tensors.items():
+        assert same(found[name], centred(tensor, EDITS.get(name, ()))), name
+        assert (name in EDITS) != same(found[name], tensor), name
+
+
+def test_float64_is_centred_to_the_order_of_summation(tmp_path: Path) -> None:
+    tensors = {name: t for name, t in state(torch.float64).items() if name in EDITS}
+    store(tmp_path / "model", tensors, "single")
+    (tmp_path / "out").mkdir()
+    write_shards(opened(tmp_path / "model"), centring(EDITS), tmp_path / "out")
+    for name, found in written(tmp_path / "out").items():
+        torch.testing.assert_close(found, centred(tensors[name], EDITS[name]), rtol=0, atol=1e-15)
+
+
+def test_a_tensor_larger_than_one_transfer_and_a_row_larger_than_a_block(tmp_path: Path) -> None:
+    made = torch.Generator().manual_seed(1)
+    shapes = {"tall": (3001, 801), "flat": (3, steps.BLOCK + 5), "long": (steps.BLOCK * 2 + 3,)}
+    tensors = {n: torch.randn(s, generator=made).add(0.2).half() for n, s in shapes.items()}
+    assert tensors["tall"].nbytes > blocks.TRANSFER
+    edits = {name: (feature_axis(shape, 0),) for name, shape in shapes.items()}
+    store(tmp_path / "model", tensors, "single")
+    (tmp_path / "out").mkdir()
+    write_shards(opened(tmp_path / "model"), centring(edits), tmp_path / "out")
+    for name, found in written(tmp_path / "out").items():
+        assert same(found, centred(tensors[name], edits[name])), name
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        (Axis(0, 0, 1, 24, 1), Axis(1, 0, 1, 72, 1)),
+        (Axis(1, 0, 3, 24, 1), Axis(1, 12, 1, 24, 1)),
+    ],
+    ids=["two dimensions", "overlapping"],
+)
+def test_axes_that_touch_are_applied_one_after_the_other(
+    source: Path, tmp_path: Path, axes: tuple[Axis, ...]
+) -> None:
+    (tmp_path / "out").mkdir()
+    write_shards(opened(source), centring({"c_attn.weight": axes}), tmp_path / "out")
+    expected = centred(state(torch.float32)["c_attn.weight"], axes)
+    assert same(written(tmp_path / "out")["c_attn.weight"], expected)
+
+
+def test_bytes_do_not_depend_on_the_number_of_workers(source: Path, tmp_path: Path) -> None:
+    for jobs in (1, 3):
+        (tmp_path / f"{jobs}").mkdir()
+        write_shards(opened(source), centring(EDITS), tmp_path / f"{jobs}", jobs=jobs)
+    for path in (tmp_path / "1").iterdir():
+        assert path.read_bytes() == (tmp_path / "3" / path.name).read_bytes()
+
+
+def test_bytes_do_not_depend_on_writing_past_the_cache(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    write_shards(opened(source), centring(EDITS), tmp_path / "a")
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    (tmp_path / "b").mkdir()
+    write_shards(opened(source), centring(EDITS), tmp_path / "b")
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_the_number_of_torch_threads_survives(source: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    (tmp_path / "out").mkdir()
+    write_shards(opened(source), centring(EDITS), tmp_path / "out")
+    assert torch.get_num_threads() == before
+
+
+def test_progress_counts_every_byte_of_the_tensors(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    told: list[int] = []
+    write_shards(opened(source), centring(EDITS), tmp_path / "out", progress=told.append)
+    assert sum(told) == sum(t.nbytes for t in state(torch.float32).values())
+    assert min(told) > 0
+
+
+# The files
+
+
+def test_the_layout_stays(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    write_shards(opened(source), centring(EDITS), tmp_path / "out")
+    index = "model.safetensors.index.json"
+    assert (tmp_path / "out" / index).read_bytes() == (source / index).read_bytes()
+    for old in source.glob("*.safetensors"):
+        a, b = old.read_bytes(), (tmp_path / "out" / old.name).read_bytes()
+        header = 8 + int.from_bytes(a[:8], "little")
+        assert a[:header] == b[:header]
+        assert len(a) == len(b)
+        with safe_open(tmp_path / "out" / old.name, "pt") as file:
+            assert file.metadata()["format"] == "pt"
+            assert file.metadata()["part"] == str(int(old.name[6:11]))
+
+
+def test_bin_shards_come_out_as_safetensors_of_the_same_layout(tmp_path: Path) -> None:
+    store(tmp_path / "model", state(torch.float32), "sharded bin")
+    (tmp_path / "out").mkdir()
+    names = write_shards(opened(tmp_path / "model"), centring(EDITS), tmp_path / "out")
+    shards = tuple(f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3))
+    assert names == (*shards, "model.safetensors.index.json")
+    old = json.loads((tmp_path / "model" / "pytorch_model.bin.index.json").read_text())
+    new = json.loads((tmp_path / "out" / names[-1]).read_text())
+    assert {name: file[-22:-4] for name, file in old["weight_map"].items()} == {
+        name: file[-30:-12] for name, file in new["weight_map"].items()
+    }
+    assert new["metadata"]["total_size"] == sum(t.nbytes for t in state(torch.float32).values())
+    with safe_open(tmp_path / "out" / shards[0], "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_tensor_that_a_bin_file_stores_twice_is_written_twice(tmp_path: Path) -> None:
+    shared = torch.randn(30, 24) + 0.4
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    twice = {"wte.weight": shared, "lm_head.weight": shared, "turned": shared.t()}
+    torch.save(twice, tmp_path / "model" / "pytorch_model.bin")
+    (tmp_path / "out").mkdir()
+    axes = (Axis(1, 0, 1, 24, 1),)
+    write_shards(opened(tmp_path / "model"), centring({"wte.weight": axes}), tmp_path / "out")
+    found = written(tmp_path / "out")
+    assert same(found["wte.weight"], centred(shared, axes))
+    assert same(found["lm_head.weight"], shared)
+    assert same(found["turned"], shared.t())
+
+
+def test_resharding(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    limit = 3_000_000
+    names = write_shards(opened(source), centring(EDITS), tmp_path / "out", max_shard_size=limit)
+    many = len(names) - 1
+    assert names[:-1] == tuple(f"model-{i + 1:05d}-of-{many:05d}.safetensors" for i in range(many))
+    index = json.loads((tmp_path / "out" / names[-1]).read_text())
+    for name in names[:-1]:
+        held = load_file(tmp_path / "out" / name)
+        assert sum(t.nbytes for t in held.values()) <= limit or len(held) == 1
+        assert all(index["weight_map"][tensor] == name for tensor in held)
+    for name, tensor in state(torch.float32).items():
+        assert same(written(tmp_path / "out")[name], centred(tensor, EDITS.get(name, ())))
+
+
+def test_resharding_into_one_file_needs_no_index(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    names = write_shards(opened(source), {}, tmp_path / "out", max_shard_size=10**9)
+    assert names == ("model.safetensors",)
+    assert all(same(written(tmp_path / "out")[n], t) for n, t in state(torch.float32).items())
+
+
+@pytest.mark.parametrize("kind", ["sharded", "bin"])
+@pytest.mark.parametrize("into", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_another_dtype_on_the_way(tmp_path: Path, into: torch.dtype, kind: str) -> None:
+    tensors = state(torch.float32)
+    store(tmp_path / "model", tensors, kind)
+    (tmp_path / "out").mkdir()
+    write_shards(opened(tmp_path / "model"), centring(EDITS), tmp_path / "out", dtype=into)
+    found = written(tmp_path / "out")
+    for name, tensor in tensors.items():
+        wide = tensor
+        for axis in EDITS.get(name, ()):
+            wide = centre(wide.double(), axis)
+        expected = wide.to(into) if tensor.is_floating_point() else tensor
+        if into == torch.float64:
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-15)
+        else:
+            assert same(found[name], expected), name
+    if kind == "sharded":
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        size = sum(t.nbytes for t in found.values())
+        assert index["metadata"] == {"total_parameters": 7, "total_size": size}
+
+
+def test_infinity_is_kept_where_nobody_centres(tmp_path: Path) -> None:
+    held = {"mask": torch.tensor([0.5, float("-inf"), float("nan")]), "w": torch.randn(4, 6)}
+    store(tmp_path / "model", held, "single")
+    (tmp_path / "out").mkdir()
+    edits = {"w": (Axis(0, 0, 1, 4, 1),)}
+    write_shards(opened(tmp_path / "model"), centring(edits), tmp_path / "out", dtype=torch.float16)
+    torch.testing.assert_close(
+        written(tmp_path / "out")["mask"], held["mask"].half(), equal_nan=True, rtol=0, atol=0
+    )
+
+
+# Refusals
+
+
+def test_edits_that_make_no_sense(source: Path, tmp_path: Path) -> None:
+    for edits, words in (
+        ({"none": (Axis(0, 0, 1, 3, 1),)}, "none"),
+        ({"ids": (Axis(0, 0, 1, 31, 1),)}, "I64"),
+        ({"out.weight": (Axis(0, 1, 1, 24, 1),)}, "does not hold"),
+        ({"out.weight": (Axis(-1, 0, 1, 24, 1),)}, "does not hold"),
+    ):
+        with pytest.raises(BadCheckpoint, match=words):
+            write_shards(opened(source), centring(edits), tmp_path)
+    with pytest.raises(OutputError, match="float8"):
+        write_shards(opened(source), {}, tmp_path, dtype=torch.float8_e4m3fn)
+    assert list(tmp_path.glob("*.safetensors")) == []

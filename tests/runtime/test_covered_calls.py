@@ -1,0 +1,724 @@
+"""Code outside of transformers is proven in the calls that were traced, and refuses others."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import transformers
+from live_models import CHECKPOINTS, moved
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import enjoyln_cli
+from enjoyln_cli import EnjoyLNError, TraceFailed, UnsupportedModel, analyze, fold
+from enjoyln_cli.analysis.analyze import analyze_calls
+from enjoyln_cli.calls.calls import Call
+from enjoyln_cli.checkpoint.marker import proof_of, read_marker
+from enjoyln_cli.errors import BadCheckpoint, UnprovenCall
+from enjoyln_cli.plan import call_text
+from enjoyln_cli.plan.covered_calls import CallForm, Constant, Covered, Items, TensorForm, is_stock
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.report.notes import notes, row
+from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.runtime.install import Folded, install
+
+D = 12
+SLOW = pytest.mark.slow
+
+
+class Net(nn.Module):
+    """A stream that ``extra`` adds to, in the calls that ``wants`` names, and then a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.extra = nn.Linear(5, D), nn.Linear(5, D)
+        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, 3)
+
+    def stream(self, x: torch.Tensor, more: bool) -> torch.Tensor:
+        stream = self.own(x)
+        stream = stream + self.extra(x).square() if more else stream
+        return self.head(self.norm(stream))
+
+
+class Labels(Net):
+    def forward(self, x: torch.Tensor, style_labels: Any = None) -> torch.Tensor:
+        return self.stream(x, style_labels is not None)
+
+
+class Returned(Net):
+    def forward(self, x: torch.Tensor, return_best: bool = False) -> torch.Tensor:
+        return self.stream(x, return_best)
+
+
+class Shift(Net):
+    def forward(self, x: torch.Tensor, *, output_shift: float = 0.0) -> torch.Tensor:
+        return self.stream(x, output_shift != 0)
+
+
+class Positional(Net):
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.stream(args[0], len(args) > 1)
+
+
+class Keywords(Net):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.stream(x, bool(kwargs))
+
+
+class Keys(Net):
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.stream(batch["x"], "mask" in batch)
+
+
+class Nested(Net):
+    def forward(self, pair: Any) -> torch.Tensor:
+        return self.stream(pair[0], len(pair[1]) > 1)
+
+
+class Kind(Net):
+    def forward(self, x: torch.Tensor, mode: str = "plain") -> torch.Tensor:
+        return self.stream(x, mode == "loud")
+
+
+class Truth(Net):
+    def forward(self, x: torch.Tensor, gain: Any = 1) -> torch.Tensor:
+        return self.stream(x, gain is True)
+
+
+class Ranked(Net):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.stream(x, mask.ndim > 2 or mask.dtype == torch.bool)
+
+
+class Long(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stream(x, x.shape[1] > 9)
+
+
+class Even(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stream(x, x.shape[1] % 2 == 0)
+
+
+class Counted(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stream(x, len(x) != 2)
+
+
+class Together(Net):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.stream(x, x.shape[1] == y.shape[1])
+
+
+class Spelled(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stream(x, str(x.shape[1]) in ("8", "10"))
+
+
+class Valued(Net):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self.stream(x, int(ids[0]) == 3)
+
+
+def x(rows: int = 2, tokens: int = 7) -> torch.Tensor:
+    return torch.randn(rows, tokens, 5, dtype=torch.float64)
+
+
+def converted(model: nn.Module, plan: Plan) -> Any:
+    folded = copy.deepcopy(model)
+    centre_parameters(folded, plan)
+    norms = [verdict.norm for verdict in plan.folded]
+    ops, inputs, unproven = plan.ops, plan.entry_inputs, plan.unproven
+    return install(folded, norms, ops, inputs, unproven, covered=plan.covered)
+
+
+def error(folded: Any, model: Any, *args: Any, **kwargs: Any) -> float:
+    with torch.no_grad():
+        got, expected = folded(*args, **kwargs), model(*args, **kwargs)
+    return float((got - expected).norm() / expected.norm())
+
+
+def computes_rms(model: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether every folded norm computes RMSNorm in this call."""
+    found: list[bool] = []
+    norms = [module for module in model.modules() if isinstance(module, Folded)]
+    watching = [n.register_forward_hook(lambda n, *_: found.append(not n.shifted)) for n in norms]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(*args, **kwargs)
+    for hook in watching:
+        hook.remove()
+    return bool(found) and all(found)
+
+
+CASES: list[tuple[type[Net], tuple[Any, ...], dict[str, Any], list[Any], list[Any]]] = [
+    # a module, its example, calls that are proven too, calls that are not
+    (Labels, (x(),), {}, [((x(3, 4),), {"style_labels": None})],
+     [((x(),), {"style_labels": torch.ones(2)}), ((x(), torch.ones(2)), {})]),
+    (Returned, (x(),), {}, [((x(1, 9), False), {})], [((x(),), {"return_best": True})]),
+    (Shift, (x(),), {}, [((x(3),), {"output_shift": 0.0})], [((x(),), {"output_shift": 0.1})]),
+    (Shift, (x(),), {"output_shift": 0.0}, [((x(3),), {})], [((x(),), {"output_shift": 2.0})]),
+    (Positional, (x(),), {}, [((x(5, 2),), {})], [((x(), x()), {})]),
+    (Keywords, (x(),), {}, [((x(5, 2),), {})], [((x(),), {"bump": None})]),
+    (Keys, ({"x": x()},), {}, [(({"x": x(4)},), {})], [(({"x": x(), "mask": x()},), {})]),
+    (Nested, ((x(), [x()]),), {}, [(((x(4), [x(4)]),), {})], [(((x(), [x(), x()]),), {})]),
+    (Kind, (x(),), {}, [((x(), "plain"), {})], [((x(), "loud"), {})]),
+    (Kind, (x(), "quiet"), {}, [((x(3),), {"mode": "quiet"})], [((x(), "loud"), {})]),
+    (Truth, (x(), 1), {}, [((x(),), {})], [((x(), True), {})]),
+    (Ranked, (x(), x()[..., 0]), {}, [((x(3), x(3)[..., 0]), {})],
+     [((x(), x()), {}), ((x(), torch.ones(2, 7, dtype=torch.bool)), {})]),
+    (Long, (x(),), {}, [((x(1, 9),), {}), ((x(3, 2),), {})], [((x(2, 10),), {})]),
+    (Even, (x(),), {}, [((x(3, 9),), {})], [((x(2, 10),), {})]),
+    (Counted, (x(),), {}, [((x(2, 9),), {})], [((x(3),), {})]),
+    (Together, (x(), x(2, 6)), {}, [((x(2, 3), x(2, 4)), {})], [((x(2, 3), x(2, 3)), {})]),
+    (Spelled, (x(),), {}, [((x(),), {})], [((x(2, 10),), {})]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "kwargs", "proven", "others"), CASES, ids=[case[0].__name__ for case in CASES]
+)
+def test_a_call_of_another_form_is_refused(
+    kind: type[Net], args: Any, kwargs: Any, proven: list[Any], others: list[Any]
+) -> None:
+    model = moved(kind())
+    plan = analyze(model, *args, **kwargs).plan
+    assert [verdict.status for verdict in plan.norms] == ["static"]
+    folded = converted(model, plan)
+    for given, named in ((args, kwargs), *proven):
+        assert error(folded, model, *given, **named) <= 1e-12
+        assert computes_rms(folded, *given, **named)
+    for given, named in others:
+        for folded.training in (False, True):
+            with pytest.raises(
+                UnsupportedModel, match=rf"{kind.__name__}: its proof covers no call"
+            ):
+                folded(*given, **named)
+        folded.eval()
+    assert computes_rms(folded, *args, **kwargs)  # a refusal ends with its call
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "kwargs", "proven", "others"), CASES, ids=[case[0].__name__ for case in CASES]
+)
+def test_a_call_of_another_form_is_proven_when_it_is_handed_in(
+    kind: type[Net], args: Any, kwargs: Any, proven: list[Any], others: list[Any]
+) -> None:
+    model = moved(kind())
+    plan = analyze(model, *args, **kwargs, example_calls=others).plan
+    folded = converted(model, plan)
+    for given, named in ((args, kwargs), *proven, *others):
+        assert error(folded, model, *given, **named) <= 1e-12
+        assert computes_rms(folded, *given, **named) == bool(plan.folded)
+    assert not plan.folded  # what was refused would have been wrong: nobody can centre a square
+
+
+def test_what_is_no_call_is_refused_as_an_example() -> None:
+    model = moved(Labels())
+    for wrong in ([x()], [(x(), x())], [((x(),), {}, {})], [{"x": x()}]):
+        with pytest.raises(EnjoyLNError, match=r"example_calls: number 1 is no pair of"):
+            analyze(model, x(), example_calls=wrong)
+    with pytest.raises(TraceFailed, match=r"Labels could not be traced \(example call 2\)"):
+        analyze(model, x(), example_calls=[((x(),), {}), ((torch.ones(2, 7, 3),), {})])
+
+
+def test_examples_alone_are_the_calls_that_are_proven() -> None:
+    model = moved(Labels())
+    folded = converted(model, analyze(model, example_calls=[((x(),), {}), ((), {"x": x()})]).plan)
+    assert computes_rms(folded, x(4))
+
+
+def test_a_call_whose_path_values_decide_is_not_proven() -> None:
+    model = moved(Valued())
+    plan = analyze(model, x(), torch.tensor([1, 2])).plan
+    assert plan.by_example and plan.covered == Covered((), plan.covered.attributes)  # type: ignore
+    before = copy.deepcopy(model.state_dict())
+    for carry_out in (
+        centre_parameters,
+        lambda *_: install(model, ["norm"], (), covered=plan.covered),
+    ):
+        with pytest.raises(
+            UnsupportedModel, match="Valued: no call of it is proven, since the val"
+        ):
+            carry_out(model, plan)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+READ_OF_SIZES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "int": lambda sizes: int(sizes[0]),
+    "tolist": lambda sizes: sizes.tolist()[0],
+    "numpy": lambda sizes: sizes.numpy()[0],
+    "an array": lambda sizes: numpy.asarray(sizes)[0],
+    "text": lambda sizes: int(str(sizes)[8]),
+    "a mask": lambda sizes: len(sizes[sizes == 1]),
+    "shape": lambda sizes: sizes.shape[0] + 1,
+}
+
+
+class Read(nn.Module):
+    """One row gets a mean of its own where what is read of ``sizes`` is one."""
+
+    def __init__(self, read: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.own, self.norm, self.read = nn.Linear(5, D), nn.LayerNorm(D), read
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        stream = self.own(x)
+        if self.read(sizes) == 1:
+            stream = stream + stream.exp()
+        return self.norm(stream)
+
+
+@pytest.mark.parametrize("how", READ_OF_SIZES)
+def test_a_call_is_not_proven_where_values_are_read_in_any_way(how: str) -> None:
+    model = moved(Read(READ_OF_SIZES[how]))
+    plan = analyze(model, x(), torch.tensor([3, 4])).plan
+    assert plan.folded and plan.covered is not None
+    assert bool(plan.covered.forms) == (how == "shape")
+
+
+def test_an_example_of_one_row_is_traced_with_two() -> None:
+    model = moved(Long())
+    folded = converted(model, analyze(model, x(1, 7)).plan)
+    for rows in (1, 2, 5):
+        assert computes_rms(folded, x(rows, 4)) and error(folded, model, x(rows, 4)) <= 1e-12
+        with pytest.raises(UnsupportedModel, match="covers no call with x"):
+            folded(x(rows, 10))
+
+
+def test_several_forms_are_proven_one_by_one_and_not_mixed() -> None:
+    class Both(Net):
+        def forward(self, x: torch.Tensor, a: Any = None, b: Any = None) -> torch.Tensor:
+            return self.stream(x, a is not None and b is not None)
+
+    model = moved(Both())
+    calls = [Call(str(n), (((x(),), {n: torch.ones(2)}),)) for n in ("a", "b")]
+    folded = converted(model, analyze_calls(model, calls).plan)
+    one = torch.ones(2)
+    assert computes_rms(folded, x(), a=one) and computes_rms(folded, x(), b=one)
+    for named, missing in (({"a": one, "b": one}, "b"), ({}, "a")):
+        with pytest.raises(UnsupportedModel, match=f"its proof covers no call with {missing};"):
+            folded(x(), **named)
+
+
+def test_the_calls_have_to_be_passed_on() -> None:
+    plan = analyze(moved(Labels()), x()).plan
+    assert plan.unproven[0] == "any other call"
+    with pytest.raises(UnsupportedModel, match=r"pass covered=plan\.covered"):
+        install(Labels(), ["norm"], (), (), plan.unproven)
+
+
+class Flagged(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud, self.inner = False, nn.ModuleDict({"part": Long()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stream(x, self.loud)
+
+
+def test_a_flag_that_was_set_since_is_refused_by_name() -> None:
+    model = moved(Flagged())
+    plan = analyze(model, x()).plan
+    assert converted(model, plan) is not None
+    model.loud = True
+    with pytest.raises(UnsupportedModel, match=r"Flagged\.loud was False and is True"):
+        converted(model, plan)
+    del model.loud
+    with pytest.raises(UnsupportedModel, match=r"Flagged\.loud was False and is gone"):
+        converted(model, plan)
+
+
+def test_what_is_proven_is_said_in_one_line() -> None:
+    def line(model: nn.Module, *given: Any, **named: Any) -> str:
+        return notes(row("it", analyze(model, *given, **named).plan))[-1].strip()
+
+    falls_back = "any other is refused"
+    assert line(Labels(), x().float()) == f"proven for calls with x; {falls_back}"
+    said = line(Kind(), x().float(), mode="quiet")
+    assert said == f'proven for calls with x and mode="quiet"; {falls_back}'
+    assert line(Positional(), x().float()) == f"proven for calls with 1 by position; {falls_back}"
+    assert "no form of call could be proven" in line(Valued(), x().float(), torch.tensor([1, 2]))
+
+
+def test_one_compiled_graph_and_a_pickle() -> None:
+    model = moved(Labels())
+    folded = converted(model, analyze(model, x()).plan)
+    whole = torch.compile(folded, backend="eager", fullgraph=True)
+    assert error(whole, model, x(), style_labels=None) <= 1e-12
+    again = pickle.loads(pickle.dumps(folded))
+    assert computes_rms(again, x())
+    for one in (torch.compile(folded, backend="eager"), again):
+        with pytest.raises(UnsupportedModel, match="covers no call with style_labels"):
+            one(x(), style_labels=torch.ones(2, dtype=torch.float64))
+
+
+# As text.
+
+FORMS = [
+    CallForm("Net", ()),
+    CallForm("Net", (("*0", TensorForm("int", ())), ("x", TensorForm("float", ("a", 2, "b"))))),
+    CallForm("Net", (("x", TensorForm("bool", ("a",))),), ((">", ("%", ("*", "a", 3), 4), 0),)),
+    CallForm("Net", tuple((f"v{i}", Constant(v)) for i, v in enumerate(
+        (None, True, 0, -3, 1.5, -2e-05, float("inf"), "it's \" if x else y\n")))),
+    CallForm("Net", (
+        ("pair", Items("tuple", (TensorForm("float", ("a",)),))),
+        ("both", Items("list", (Constant(None), Items("tuple", ())))),
+        ("batch", Items("dict", (TensorForm("complex", (2, "a")),), ("a b",))),
+    ), (("or", ("==", ("-", "a", 1), ("min", "a", 9)), ("<=", ("//", "a", 2), ("max", "a", 3))),
+        ("!=", "a", 4))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_is_read_as_it_was_written(form: CallForm) -> None:
+    assert call_text.read(call_text.written(form)) == form
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "1", "Net", "Net(x=y)", "Net(x=float)", "Net(x=float[1.5])", "Net(**x)", "a.b(x=1)",
+        "Net(x=float[a]) if b > 1 else LayerNorm", "Net(x=float[a]) if a.b else LayerNorm",
+        "Net(x=float[a]) if a // a > 1 else LayerNorm", "Net(x=quiet[a])", "Net(x={1: 2})",
+        "Net(x=float[a]) if a % 0 == 1 else LayerNorm", "Net(x=float[a]) if f(a) else LayerNorm",
+        "Net(" + "(" * 5000, "Net(x=" + "1" * 50_000 + ")", "Net(x=float[a]) if a ** a else B",
+    ],
+)  # fmt: skip
+def test_other_text_is_no_form(text: str) -> None:
+    with pytest.raises(ValueError, match=r"call|form|size|argument"):
+        call_text.read(text)
+
+
+# Custom code on disk.
+
+OWN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+    def __init__(self, hidden_size=16, loud=False, **kwargs):
+        super().__init__(**kwargs)
+        self.vocab_size, self.hidden_size, self.loud = 50, hidden_size, loud
+
+
+class Block(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 32), nn.Linear(32, d)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        d = config.hidden_size
+        self.wte, self.style, self.head = nn.Embedding(50, d), nn.Embedding(4, d), nn.Linear(d, 50)
+        self.h, self.norm = nn.ModuleList([Block(d), Block(d)]), nn.LayerNorm(d)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask=None, SIGNATURE, labels=None, **kwargs):
+        x = self.wte(input_ids)
+        BRANCH
+        for block in self.h:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+"""
+
+
+def own_checkpoint(folder: Path, signature: str, branch: str) -> Path:
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN.replace("SIGNATURE", signature).replace("BRANCH", branch))
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    named = {"model_type": "own", "architectures": ["OwnModel"], "auto_map": code}
+    cls: Any = get_class_from_dynamic_module("own.OwnModel", str(folder))
+    model = moved(cls(cls.config_class())).float()
+    model.save_pretrained(folder)
+    (folder / "own.py").write_text(OWN.replace("SIGNATURE", signature).replace("BRANCH", branch))
+    (folder / "config.json").write_text(json.dumps({**named, "hidden_size": 16}))
+    return folder
+
+
+IDS = torch.arange(27).reshape(3, 9)
+ADDS = "x = x + self.style(style_labels)[:, None]"
+READS = "x = x * self.style(style_labels)[:, None]"
+OWN_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "adds": ("style_labels=None", f"if style_labels is not None: {ADDS}",
+             {"style_labels": torch.tensor([1, 2, 3])}),
+    "reads": ("style_labels=None", f"if style_labels is not None: {READS}",
+              {"style_labels": torch.tensor([1, 2, 3])}),
+    "shift": ("output_shift=0.0", "x = x + output_shift * x.cumsum(-1) if output_shift else x",
+              {"output_shift": 0.7}),
+    "switch": ("output_sum=False", "x = x.cumsum(-1) if output_sum else x", {"output_sum": True}),
+    "dict": ("extra=None", "if extra: x = x + self.style(extra['ids'])[:, None]",
+             {"extra": {"ids": torch.tensor([1, 2, 3])}}),
+    "keyword": ("_=None", "x = x + self.style(kwargs['ids']) if 'ids' in kwargs else x",
+                {"ids": IDS % 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=SLOW if name != "adds" else ()) for name in OWN_CASES]
+)
+def test_custom_code_on_disk_is_right_with_inputs_that_no_list_names(
+    case: str, tmp_path: Path
+) -> None:
+    signature, branch, given = OWN_CASES[case]
+    source = own_checkpoint(tmp_path / "source", signature, branch)
+    plan = fold(source, tmp_path / "out", trust_remote_code=True).plan
+    assert plan.folded
+    load: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.float64}
+    original: Any = AutoModelForCausalLM.from_pretrained(source, **load)
+    model = enjoyln_cli.from_pretrained(tmp_path / "out", **load)
+    masked = {"attention_mask": torch.ones_like(IDS)}
+    for usual in ({}, masked, {"labels": IDS}, {**masked, "labels": IDS}):
+        assert computes_rms(model, IDS, **usual)
+    for named in ({}, given, {**masked, **given}):
+        try:
+            with torch.no_grad():
+                got = model(IDS, **named).logits
+        except UnsupportedModel:
+            assert named and case not in ("adds", "reads")  # a value or pair that nobody tried
+            continue
+        with torch.no_grad():
+            expected = original(IDS, **named).logits
+        assert (got - expected).norm() <= 1e-6 * expected.norm(), sorted(named)
+
+
+def test_a_check_that_makes_calls_of_no_proven_form_says_so(tmp_path: Path) -> None:
+    longer = "x = x.cumsum(-1) if input_ids.shape[1] > 9 else x"
+    source = own_checkpoint(tmp_path / "source", "_=None", longer)
+    with pytest.raises(UnprovenCall, match="OwnModel: its proof covers no call with"):
+        fold(source, tmp_path / "out", trust_remote_code=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_call_of_custom_code_on_disk_is_proven_when_it_is_handed_in(tmp_path: Path) -> None:
+    signature, branch, given = OWN_CASES["keyword"]
+    source = own_checkpoint(tmp_path / "source", signature, branch)
+    calls = [((IDS,), given)]
+    fold(source, tmp_path / "out", trust_remote_code=True, example_calls=calls, verify=False)
+    load: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.float64}
+    original: Any = AutoModelForCausalLM.from_pretrained(source, **load)
+    model = enjoyln_cli.from_pretrained(tmp_path / "out", **load)
+    for named in (given, {"ids": given["ids"][:2, :4]}):
+        ids = IDS[: len(named["ids"]), : named["ids"].shape[1]]
+        assert computes_rms(model, ids, **named)
+        with torch.no_grad():
+            expected, got = (m(ids, **named).logits for m in (original, model))
+        assert (got - expected).norm() <= 1e-6 * expected.norm()
+
+
+CHAT = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class ChatConfig(PretrainedConfig):
+    model_type = "own_chat"
+
+    def __init__(self, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, **kwargs):
+        self.vocab_size, self.hidden_size = 50, hidden_size
+        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
+        super().__init__(**kwargs)
+
+
+class Attention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        d = config.hidden_size
+        self.layer, self.heads = layer, config.num_attention_heads
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+
+    def forward(self, x, mask, cache):
+        parts = self.qkv(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        d = config.hidden_size
+        self.ln_1, self.attn = nn.LayerNorm(d), Attention(config, layer)
+        self.ln_2, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def forward(self, x, mask, cache):
+        x = x + self.attn(self.ln_1(x), mask, cache)
+        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+
+
+class ChatModel(PreTrainedModel, GenerationMixin):
+    config_class = ChatConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        d = config.hidden_size
+        self.wte, self.wpe, self.head = nn.Embedding(50, d), nn.Embedding(64, d), nn.Linear(d, 50)
+        self.h = nn.ModuleList([Block(config, i) for i in range(config.num_hidden_layers)])
+        self.ln_f = nn.LayerNorm(d)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None,
+                use_cache=None, cache_position=None, labels=None, return_dict=None):
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if cache_position is None:
+            cache_position = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)
+        if position_ids is None:
+            position_ids = cache_position[None]
+        keys = torch.arange(past + input_ids.shape[1], device=input_ids.device)
+        mask = (keys <= cache_position[:, None])[None, None]
+        if attention_mask is not None:
+            mask = mask & attention_mask[:, None, None, :].bool()
+        x = self.wte(input_ids) + self.wpe(position_ids)
+        if past > 40:
+            x = x * self.wpe.weight[0]
+        for block in self.h:
+            x = block(x, mask, past_key_values)
+        logits = self.head(self.ln_f(x))
+        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+"""
+
+
+def test_generate_of_custom_code_runs_rms_norm_and_is_not_refused(tmp_path: Path) -> None:
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "chat.py").write_text(CHAT)
+    cls: Any = get_class_from_dynamic_module("chat.ChatModel", str(source))
+    moved(cls(cls.config_class())).save_pretrained(source)
+    code = {"AutoConfig": "chat.ChatConfig", "AutoModelForCausalLM": "chat.ChatModel"}
+    named = {"model_type": "own_chat", "architectures": ["ChatModel"], "auto_map": code}
+    (source / "chat.py").write_text(CHAT)
+    (source / "config.json").write_text(json.dumps(named))
+    plan = fold(source, tmp_path / "out", trust_remote_code=True).plan
+    assert len(plan.folded) == len(plan.norms) == 5
+    load: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.float64}
+    original: Any = AutoModelForCausalLM.from_pretrained(source, **load)
+    model: Any = enjoyln_cli.from_pretrained(tmp_path / "out", **load)
+    counted: list[bool] = []
+    for module in model.modules():
+        if isinstance(module, Folded):
+            module.register_forward_hook(lambda module, *_: counted.append(module.shifted))
+    how: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
+    padded = torch.ones(3, 9, dtype=torch.long)
+    padded[0, :4] = 0
+    for ids, given in (
+        (IDS, {}),
+        (IDS, {"attention_mask": padded}),
+        (IDS[:1], {"use_cache": False}),
+        (IDS[:1, :1], {}),
+        (IDS[:2], {"num_beams": 3}),
+        (IDS[:2], {"do_sample": True}),
+    ):
+        counted.clear()
+        torch.manual_seed(0)
+        expected = original.generate(ids, max_new_tokens=5, **{"do_sample": False, **given}, **how)
+        torch.manual_seed(0)
+        found = model.generate(ids, max_new_tokens=5, **{"do_sample": False, **given}, **how)
+        assert torch.equal(found.sequences, expected.sequences)
+        for one, other in zip(found.logits, expected.logits, strict=True):
+            assert (one - other).abs().max() <= 1e-10 * other.abs().max()
+        assert len(counted) >= 25 and not any(counted)
+    with pytest.raises(UnsupportedModel, match="ChatModel: its proof covers no call with"):
+        model.generate(IDS[:, :2].repeat(1, 20), max_new_tokens=5)  # past 40, where it scales
+
+
+def test_a_config_that_says_something_else_is_refused(tmp_path: Path) -> None:
+    loud = "x = x.cumsum(-1) if self.config.loud else x"
+    source = own_checkpoint(tmp_path / "source", "_=None", loud)
+    fold(source, tmp_path / "out", trust_remote_code=True, verify=False)
+    load = {"trust_remote_code": True}
+    with pytest.raises(UnsupportedModel, match=r"OwnModel\.config\.loud was False and is True"):
+        enjoyln_cli.from_pretrained(tmp_path / "out", loud=True, **load)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    calls = read_marker(config).covered
+    assert calls is not None and any(form.owner == "OwnModel" for form in calls.forms)
+    entry = config["enjoyln"]
+    assert "OwnModel(input_ids=int[a, b])" in entry["calls"]["proven"]
+
+    broken = {**entry, "calls": {**entry["calls"], "proven": ["OwnModel(x)"]}}
+    broken["proof"] = proof_of(broken)
+    with pytest.raises(BadCheckpoint, match="malformed at 'calls'"):
+        read_marker({"enjoyln": broken})
+    older = {key: value for key, value in {**entry, "version": 3}.items() if key != "calls"}
+    older["proof"] = proof_of(older)
+    assert read_marker({"enjoyln": older}).covered is None
+
+
+# Classes of transformers.
+
+
+def test_stock_code_is_known_by_where_it_comes_from() -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2))
+    assert is_stock(model) and not is_stock(nn.LayerNorm(3))
+
+    class Mine(transformers.GPT2LMHeadModel):
+        pass
+
+    class Replaced(transformers.GPT2LMHeadModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    assert not is_stock(Mine(model.config)) and not is_stock(Replaced(model.config))
+    backbone = type("Backbone", (nn.Linear,), {"__module__": "timm.models.resnet"})
+    model.transformer.h[0].mlp = backbone(8, 8)
+    assert is_stock(model)
+    model.transformer.h[0].mlp = Labels()
+    assert not is_stock(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=SLOW) for name in ("opt", "bloom", "phi"))]
+)
+def test_usual_calls_of_stock_models_keep_rms_norm(name: str, tmp_path: Path) -> None:
+    fold(CHECKPOINTS / name, tmp_path / "out", verify=False)
+    model: Any = enjoyln_cli.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert read_marker(model.config.to_dict()).covered is None
+    ids = torch.randint(5, 40, (2, 6))
+    usual: list[dict[str, Any]] = [
+        {}, {"labels": ids}, {"output_attentions": True}, {"output_hidden_states": True},
+        {"attention_mask": torch.ones_like(ids)}, {"use_cache": True}, {"logits_to_keep": 1},
+        {"labels": ids, "num_items_in_batch": torch.tensor(9)}, {"return_dict": True},
+    ]  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in usual:
+            assert computes_rms(model, ids, **given), sorted(given)
+        seen: list[int] = []
+        last = [module for module in model.modules() if isinstance(module, Folded)][-1]
+        last.register_forward_hook(lambda module, *_: seen.append(getattr(module, "shifted", 0)))
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+    assert len(seen) == 3 and not any(seen)

@@ -1,0 +1,345 @@
+"""A folded model that is edited computes what its stock class with the same edit computes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eight_models import KINDS, far, given, pair, run, source
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from enjoyln_cli import optimize
+from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.runtime.install import Folded
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("eight")
+
+
+def writers(model: Any) -> list[tuple[str, Any]]:
+    """The linear layers and convolutions whose weights were centred."""
+    names = [name for one in model.config.enjoyln["centered"] for name in one["parameters"]]
+    owners = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+    found = [(path, m) for path, m in model.named_modules() if path in owners]
+    return [(path, m) for path, m in found if not isinstance(m, nn.Embedding | nn.LayerNorm)]
+
+
+def blocks(model: Any) -> nn.ModuleList:
+    return next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 2)
+
+
+def a_bias(model: Any) -> bool:
+    """Is given to a writer that had none."""
+    bare = [module for _, module in writers(model) if module.bias is None]
+    for module in bare[-1:]:
+        module.bias = nn.Parameter(torch.arange(16.0).double())
+    return bool(bare)
+
+
+def a_block(model: Any) -> bool:
+    """Is appended, with weights that nobody has centred."""
+    block = copy.deepcopy(blocks(source(model.config.model_type))[1])
+    inner = getattr(model.config, "text_config", model.config)
+    for name in ("num_hidden_layers", "encoder_layers"):
+        if hasattr(inner, name):
+            setattr(inner, name, 3)
+    blocks(model).append(block)
+    for module in block.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = 2
+    return True
+
+
+def a_block_less(model: Any) -> bool:
+    del blocks(model)[0]
+    return True
+
+
+def a_forward(model: Any) -> bool:
+    """Is replaced on the instance of a writer."""
+    _, module = [one for one in writers(model) if not isinstance(one[1], nn.Conv2d)][-1]
+    call = type(module).forward
+    module.forward = lambda x: call(module, x) + torch.arange(16.0).double()
+    return True
+
+
+def a_hook(model: Any) -> bool:
+    """Shifts what a module in between returns."""
+    between = [m for m in model.modules() if isinstance(m, nn.Dropout)]
+    target = between[0] if between else writers(model)[-1][1]
+    target.register_forward_hook(lambda m, args, out: out + torch.ones_like(out).cumsum(-1))
+    return True
+
+
+def a_hook_before_a_norm(model: Any) -> bool:
+    norm = [m for m in model.modules() if isinstance(m, nn.LayerNorm)][-1]
+    norm.register_forward_pre_hook(lambda m, args: (args[0] + torch.arange(16.0) ** 2,))
+    return True
+
+
+def a_hook_of_the_whole(model: Any) -> bool:
+    """Changes inputs after our own hooks have seen them."""
+    embedded = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(5)).double() + 3
+
+    def replace(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "input_ids": None, "inputs_embeds": embedded}
+
+    if not hasattr(model, "transformer"):
+        return False
+    model.register_forward_pre_hook(replace, with_kwargs=True)
+    return True
+
+
+def another_dropout(model: Any) -> bool:
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Dropout):
+                setattr(module, name, AddsOne().eval())
+    return any(isinstance(m, AddsOne) for m in model.modules())
+
+
+class AddsOne(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.arange(x.shape[-1], dtype=x.dtype)
+
+
+def dropouts(model: Any) -> bool:
+    """Alone in training mode, as Monte-Carlo dropout has them."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.4
+            module.train()
+    return any(isinstance(m, nn.Dropout) for m in model.modules())
+
+
+def blocks_in_training_mode(model: Any) -> bool:
+    """Their own dropout is a function."""
+    for block in blocks(model):
+        block.training = True
+        block.dropout = 0.4 if isinstance(getattr(block, "dropout", None), float) else None
+    return model.config.model_type in ("opt", "whisper")
+
+
+EDITS = [
+    a_bias, a_block, a_block_less, a_forward, a_hook, a_hook_before_a_norm, a_hook_of_the_whole,
+    another_dropout, dropouts, blocks_in_training_mode,
+]  # fmt: skip
+
+
+def difference(model: Any, stock: Any, name: str) -> float:
+    outputs = []
+    for one in (model, stock):
+        torch.manual_seed(7)
+        outputs.append(run(one, given(name)))
+    return far(*outputs)
+
+
+def computes_rms(model: Any, name: str) -> bool:
+    seen: set[bool] = set()
+    norms = [m for m in model.modules() if isinstance(m, Folded)]
+    handles = [m.register_forward_hook(lambda n, *_: seen.add(n.shifted)) for m in norms]
+    run(model, given(name))
+    for handle in handles:
+        handle.remove()
+    assert len(seen) == 1
+    return seen == {False}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("name", KINDS)
+def test_an_edit(folder: Path, name: str, edit: Callable[[Any], bool]) -> None:
+    """Of a model that has been called already."""
+    model, stock = pair(name, folder)
+    assert difference(model, stock, name) < 1e-9 and computes_rms(model, name)
+    if edit(model):
+        edit(stock)
+        with pytest.warns(UserWarning, match="computing LayerNorm: "):
+            assert difference(model, stock, name) < 1e-9
+        assert not computes_rms(model, name)
+
+
+@pytest.mark.parametrize("where", ["writer", "block"])
+def test_a_forward_that_is_replaced_on_a_class(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    model, stock = pair("phi", folder)
+    assert computes_rms(model, "phi")
+    cls: Any = nn.Linear if where == "writer" else type(model.model.layers[0].mlp)
+    call = cls.forward
+
+    def ramp(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = call(self, x)
+        return y + torch.arange(y.shape[-1], dtype=y.dtype)
+
+    monkeypatch.setattr(cls, "forward", ramp)
+    with pytest.warns(UserWarning, match=f"forward of {cls.__name__} was replaced"):
+        assert difference(model, stock, "phi") < 1e-9
+    copied = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert difference(copied, stock, "phi") < 1e-9
+    monkeypatch.undo()
+    assert computes_rms(model, "phi")
+
+
+def test_a_hook_of_every_module(folder: Path) -> None:
+    model, stock = pair("phi", folder)
+    assert computes_rms(model, "phi")
+
+    def shift(module: Any, args: Any) -> Any:
+        if isinstance(module, nn.LayerNorm):
+            return (args[0] + torch.arange(16.0),)
+        return None
+
+    handle = register_module_forward_pre_hook(shift)
+    try:
+        with pytest.warns(UserWarning, match="every module: has a forward hook"):
+            assert difference(model, stock, "phi") < 1e-9
+    finally:
+        handle.remove()
+    assert computes_rms(model, "phi")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_know_how_the_model_was_built(folder: Path, copied: Any) -> None:
+    model, stock = pair("gpt2", folder)
+    a_block(model), a_block(stock)
+    other = copied(model)
+    with pytest.warns(UserWarning, match=r"h\.2: .* was not there"):
+        assert difference(other, stock, "gpt2") < 1e-9
+
+
+@pytest.mark.parametrize("edit", [a_bias, a_block, a_forward, a_hook, another_dropout])
+def test_an_edit_before_the_model_is_optimized(folder: Path, edit: Callable[[Any], bool]) -> None:
+    for name in ("opt", "bert", "phi"):
+        _, model = pair(name, folder)
+        _, stock = pair(name, folder)
+        if not edit(model):
+            continue
+        edit(stock)
+        try:
+            optimize(model)
+        except EnjoyLNError:
+            assert not any(isinstance(m, Folded) for m in model.modules())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert difference(model, stock, name) < 1e-9
+
+
+def test_what_is_put_back_computes_rms_norm_again(folder: Path) -> None:
+    model, stock = pair("bert", folder)
+    assert computes_rms(model, "bert")
+    layer = model.encoder.layer[0].output
+    kept, layer.dropout = layer.dropout, AddsOne().eval()
+    with pytest.warns(UserWarning, match=r"layer\.0\.output\.dropout: is a AddsOne now"):
+        run(model, given("bert"))
+    layer.dropout = kept
+    assert computes_rms(model, "bert") and difference(model, stock, "bert") < 1e-9
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_training_that_changes_no_centred_weight_leaves_rms_norm(folder: Path, name: str) -> None:
+    """One call of the whole model tells that of what is inside of it, too."""
+    model, _ = pair(name, folder)
+    norms = [module for module in model.modules() if isinstance(module, Folded)]
+    model.train().eval()
+    assert all(norm.shifted for norm in norms)
+    run(model, given(name))
+    assert not any(norm.shifted for norm in norms)
+
+
+def test_layers_that_only_read_may_be_anything(folder: Path) -> None:
+    """Adapters and quantised layers; a hook behind a norm that multiplies by weights."""
+    for name, path in (("gpt2", "transformer.h.0.attn.c_attn"), ("phi", "model.layers.0.mlp.fc1")):
+        model, stock = pair(name, folder)
+        for one in (model, stock):
+            above, _, last = path.rpartition(".")
+            inner = one.get_submodule(path)
+            torch.manual_seed(1)
+            added = nn.Linear(
+                16, one.get_submodule(above)._modules[last](torch.ones(1, 16).double()).shape[-1]
+            )
+            setattr(one.get_submodule(above), last, Adapter(inner, added.double()))
+            norm = next(m for m in one.modules() if isinstance(m, nn.LayerNorm))
+            norm.register_forward_hook(lambda m, args, out: out + torch.arange(16.0))
+        assert computes_rms(model, name) and difference(model, stock, name) < 1e-9
+
+
+class Adapter(nn.Module):
+    def __init__(self, inner: nn.Module, added: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.added = inner, added
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.added(x)
+
+
+def test_a_module_of_your_own_is_looked_at(folder: Path) -> None:
+    """``install`` alone: nobody knows its weights, but how it is built."""
+    from enjoyln_cli.runtime.install import install
+
+    net = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.5), nn.LayerNorm(16)).double().eval()
+    with torch.no_grad():
+        net[0].weight -= net[0].weight.mean(0)
+        net[0].bias -= net[0].bias.mean()
+    stock, x = copy.deepcopy(net), torch.randn(3, 5).double()
+    install(net, ["2"], [])
+    for one in (net, stock):
+        one[1] = AddsOne().eval()
+    with pytest.warns(UserWarning, match="1: is a AddsOne now and was a Dropout"):
+        assert torch.allclose(net(x), stock(x), rtol=1e-12)
+
+
+class Beside(nn.Module):
+    """In the manner of PEFT: holds the layer, and changes what it writes."""
+
+    def __init__(self, base_layer: nn.Module, way: str) -> None:
+        super().__init__()
+        self.base_layer, self.way = base_layer, way
+        torch.manual_seed(4)
+        self.down, self.up = torch.randn(24, 2).double(), torch.randn(2, 16).double()
+        self.size = nn.Parameter(1 + 0.5 * torch.rand(16).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.base_layer(x)
+        if self.way == "scales":  # as IA3 does
+            return y * self.size
+        y = y + x @ self.down @ self.up
+        if self.way == "adds":  # as LoRA does
+            return y
+        weight = self.base_layer.weight + (self.down @ self.up).T  # as DoRA does
+        return y * self.size / weight.norm(dim=1)
+
+
+@pytest.mark.parametrize("way", ["adds", "scales", "divides"])
+def test_an_adapter_of_the_original(folder: Path, way: str) -> None:
+    """One that adds computes the same on the centred layer; one that multiplies does not."""
+    model, stock = pair("phi", folder)
+    original = source("phi")
+    assert computes_rms(model, "phi")
+    for one in (model, stock, original):
+        mlp = one.model.layers[0].mlp
+        mlp.fc2 = Beside(mlp.fc2, way).eval()
+    if way == "adds":
+        with pytest.warns(
+            UserWarning, match=r"fc2: has an adapter \(.*Beside\), and what that adds"
+        ):
+            assert difference(model, original, "phi") < 1e-9
+        return
+    assert difference(stock, original, "phi") > 1e-2
+    for _ in range(2):
+        with pytest.raises(UnsupportedModel, match=r"fc2: its adapter \(Beside\) multiplies"):
+            run(model, given("phi"))
+    model.train()
+    run(model, given("phi"))

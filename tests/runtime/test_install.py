@@ -1,0 +1,460 @@
+"""RMSNorm and explicit centring, in place on live models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, GPT2Model
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.kernels import literally, native
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.plan import Centring
+from enjoyln_cli.runtime.install import (
+    Folded,
+    RMSNorm,
+    input_means,
+    install,
+    locate,
+    rms_norm,
+)
+
+D = 32
+NORMS = ["transformer.h.0.ln_1", "transformer.h.0.ln_2", "transformer.ln_f"]
+WTE = Centring("transformer.wte", "output", Axis(-1, 0, 1, D, 1), "tied to the output head")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def randomised(module: nn.Module, seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + 0.2)
+    return module.eval()
+
+
+def gpt2(cls: type = GPT2LMHeadModel) -> Any:
+    config = GPT2Config(
+        n_embd=D, n_layer=1, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    return randomised(cls(config)).double()
+
+
+def centre_writers(model: Any) -> Any:
+    """Everything that flows into the stream but the token embedding."""
+    base = getattr(model, "transformer", model)
+    with torch.no_grad():
+        base.wpe.weight -= base.wpe.weight.mean(1, keepdim=True)
+        for part in (base.h[0].attn.c_proj, base.h[0].mlp.c_proj):
+            part.weight -= part.weight.mean(1, keepdim=True)
+            part.bias -= part.bias.mean()
+    return model
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids()).logits
+
+
+@pytest.fixture(autouse=True)
+def no_layer_norm_in_its_place() -> Iterator[None]:
+    """Also where no kernel can be compiled, a folded norm shows whether its input has a mean."""
+    with literally():
+        yield
+
+
+# The formula.
+
+
+@pytest.mark.parametrize("affine, bias", [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("shape", [(D,), (4, 8)])
+def test_rms_norm_is_layer_norm_of_zero_mean_inputs(
+    affine: bool, bias: bool, shape: tuple[int, ...]
+) -> None:
+    norm = randomised(nn.LayerNorm(shape, elementwise_affine=affine, bias=bias)).double()
+    x = torch.randn(5, 3, *shape, dtype=torch.float64) * 7
+    over = tuple(range(-len(shape), 0))
+    centred = x - x.mean(over, keepdim=True)
+    expected, shifted = norm(centred), norm(x)
+    install(norm, [""], [])
+    assert type(norm) is RMSNorm
+    assert torch.allclose(norm(centred), expected, rtol=1e-13, atol=1e-13)
+    assert not torch.allclose(norm(x), shifted, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rms_norm_rounds_once(dtype: torch.dtype) -> None:
+    x = (torch.randn(64, D) * 400).to(dtype)  # squares overflow float16
+    weight, bias = torch.randn(D).to(dtype), torch.randn(D).to(dtype)
+    got = rms_norm(x, weight, bias, 1e-5)
+    exact = rms_norm(x.double(), weight.double(), bias.double(), 1e-5)
+    assert got.dtype == dtype
+    step = torch.finfo(dtype).eps * exact.abs()
+    assert ((got.double() - exact).abs() <= 0.5 * step + 1e-5).all()  # 1e-5: float32 inside
+
+
+def test_float64_stays_float64() -> None:
+    x = torch.randn(4, D, dtype=torch.float64)
+    y = rms_norm(x, None, None, 0.0)
+    assert y.dtype == torch.float64
+    assert torch.allclose(y.square().mean(-1), torch.ones(4, dtype=torch.float64), atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_result_is_contiguous_as_that_of_a_layer_norm(dtype: torch.dtype) -> None:
+    """Models make views of it."""
+    norm = randomised(nn.LayerNorm(D)).to(dtype)
+    x = torch.randn(3, D, 5).to(dtype).mT
+    assert norm(x).is_contiguous() and not x.is_contiguous()
+    assert rms_norm(x, norm.weight, norm.bias, norm.eps).is_contiguous()
+    assert install(norm, [""], [])(x).is_contiguous()
+
+
+def test_training_computes_layer_norm() -> None:
+    norm = randomised(nn.LayerNorm(D))
+    x = torch.randn(3, D) + 2
+    expected = norm(x)
+    install(norm, [""], [])
+    assert not torch.allclose(norm(x), expected)
+    assert torch.equal(norm.train()(x), expected)
+
+
+# A whole model.
+
+
+def test_kernels_are_looked_for_where_the_input_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once; ``meta`` stands for a device whose kernels nobody has asked for yet."""
+    norm, x = RMSNorm(8, device="meta").eval(), torch.empty(2, 8, device="meta")
+    known = {name: found for name, found in native._known.items() if name != "meta"}
+    monkeypatch.setattr(native, "_known", known)
+    with torch.no_grad():
+        norm(x)
+    assert not known["meta"].active and "no kernels for meta" in known["meta"].what
+    assert not native.load("meta")
+
+
+def test_a_folded_gpt2_computes_the_same() -> None:
+    model = gpt2()
+    expected = logits(model)
+    names = list(model.state_dict())
+    install(centre_writers(model), NORMS, [WTE], ["inputs_embeds"])
+    assert sum(isinstance(m, RMSNorm) for m in model.modules()) == 3
+    assert list(model.state_dict()) == names
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert torch.allclose(logits(model), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_without_the_centring_it_does_not() -> None:
+    model = gpt2()
+    expected = logits(model)
+    install(centre_writers(model), NORMS, [])
+    assert (logits(model) - expected).norm() > 0.01 * expected.norm()
+
+
+def test_installing_twice_changes_nothing() -> None:
+    model = install(centre_writers(gpt2()), NORMS, [WTE], ["inputs_embeds"])
+    classes = [type(m) for m in model.modules()]
+    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
+    expected = logits(model)
+    install(model, NORMS, [WTE], ["inputs_embeds"])
+    assert [type(m) for m in model.modules()] == classes
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_compute_the_same(copied: Any) -> None:
+    model = install(centre_writers(gpt2()), NORMS, [WTE], ["inputs_embeds"])
+    other = copied(model)
+    assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
+    assert torch.equal(logits(other), logits(model))
+    with torch.no_grad():
+        other.transformer.wte.weight += 1
+    assert not torch.equal(logits(other), logits(model))
+
+
+def test_torch_save_keeps_the_classes(tmp_path: Path) -> None:
+    model = install(centre_writers(gpt2()), NORMS, [WTE])
+    torch.save(model, tmp_path / "model.pt")
+    other = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_save_pretrained_writes_a_stock_model(tmp_path: Path) -> None:
+    model = install(centre_writers(gpt2()), NORMS, [WTE])
+    model.save_pretrained(tmp_path)
+    stock = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert not any(isinstance(m, Folded) for m in stock.modules())
+    assert torch.allclose(logits(stock), logits(model), rtol=1e-12, atol=1e-12)
+
+
+def test_generate_goes_on_working() -> None:
+    model = gpt2()
+    expected = model.generate(ids(), max_new_tokens=5, do_sample=False, pad_token_id=0)
+    install(centre_writers(model), NORMS, [WTE])
+    got = model.generate(ids(), max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert torch.equal(got, expected)
+
+
+def test_compiles_in_one_graph_and_exports() -> None:
+    model = install(centre_writers(gpt2()), NORMS, [WTE], ["inputs_embeds"])
+    expected = logits(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.allclose(logits(compiled), expected, rtol=1e-12, atol=1e-12)
+    program = torch.export.export(model, (ids(),), {"use_cache": False}, strict=False)
+    assert torch.allclose(program.module()(ids(), use_cache=False).logits, expected, rtol=1e-12)
+
+
+def test_embeddings_from_the_user_are_centred_on_entry() -> None:
+    model = gpt2()
+    embeds = torch.randn(2, 5, D, dtype=torch.float64) + 3
+    with torch.no_grad():
+        expected = model(inputs_embeds=embeds).logits
+        without = install(centre_writers(copy.deepcopy(model)), NORMS, [WTE])
+        assert not torch.allclose(without(inputs_embeds=embeds).logits, expected, rtol=1e-3)
+        install(centre_writers(model), NORMS, [WTE], ["inputs_embeds"])
+        assert torch.allclose(model(inputs_embeds=embeds).logits, expected, rtol=1e-11)
+        base = model.transformer(inputs_embeds=embeds).last_hidden_state
+        assert torch.allclose(model.lm_head(base), expected, rtol=1e-11)
+
+
+def test_an_unproven_input_makes_the_norms_compute_layer_norm() -> None:
+    model = gpt2()
+    positions = torch.full((2, 9), 3)
+    with torch.no_grad():
+        model.transformer.wpe.weight[3] += 1.5  # stays uncentred: no proof has read it
+        row = model.transformer.wpe.weight[3].clone()
+        expected = model(ids(), position_ids=positions).logits
+        centre_writers(model).transformer.wpe.weight[3] = row
+        plain = copy.deepcopy(model)
+        install(plain, NORMS, [WTE])
+        install(model, NORMS, [WTE], unproven=["position_ids", "encoder_hidden_states"])
+        wrong = plain(ids(), position_ids=positions).logits
+        assert (wrong - expected).norm() > 0.01 * expected.norm()
+        for given in ((ids(), {"position_ids": positions}), (ids(), {})):
+            got = model(given[0], **given[1]).logits
+            other = expected if given[1] else plain(ids()).logits
+            assert torch.allclose(got, other, rtol=1e-11, atol=1e-11)
+        base = model.transformer(ids(), None, None, None, positions).last_hidden_state
+        assert torch.allclose(model.lm_head(base), expected, rtol=1e-11, atol=1e-11)
+        with pytest.raises(IndexError):
+            model(ids(), position_ids=positions + 99)
+        assert torch.equal(model(ids()).logits, plain(ids()).logits)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.allclose(compiled(ids()).logits, plain(ids()).logits, rtol=1e-11)
+
+
+def test_an_unproven_input_is_refused_where_norms_were_merged() -> None:
+    """Something else may read them in such a call, and misses what they have lost."""
+    model = centre_writers(gpt2())
+    install(model, NORMS, [WTE], unproven=["position_ids"], merged=True)
+    positions = torch.full((2, 9), 3)
+    with pytest.raises(UnsupportedModel, match="not proven for calls with position_ids, .*merged"):
+        model(ids(), position_ids=positions)
+    with pytest.raises(UnsupportedModel, match="leave that input out, or fold without --merge"):
+        model.transformer(ids(), None, None, None, positions)
+    assert model(ids()).logits.isfinite().all()
+
+
+def test_norms_under_accelerate_hooks() -> None:
+    from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+
+    model = gpt2()
+    expected = logits(model)
+    for module in (model.transformer.wte, model.transformer.h[0].ln_1):
+        add_hook_to_module(module, AlignDevicesHook(io_same_device=True))
+    add_hook_to_module(model.transformer.ln_f, ModelHook())
+    install(centre_writers(model), NORMS, [WTE])
+    assert torch.allclose(logits(model), expected, rtol=1e-12, atol=1e-12)
+    with input_means(model) as means:
+        logits(model)
+    assert max(means.values()) < 1e-14
+    final = model.transformer.ln_f
+    x = torch.randn(3, D, dtype=torch.float64) + 5
+    final.register_forward_hook(lambda norm, *_: seen.append(norm._old_forward(x)))
+    seen: list[torch.Tensor] = []
+    logits(model)
+    assert not torch.allclose(seen[0], nn.LayerNorm.forward(final, x))
+
+
+def test_a_forward_that_somebody_replaced_is_refused() -> None:
+    model = gpt2()
+    model.transformer.ln_f.forward = lambda x: x
+    with pytest.raises(UnsupportedModel, match="forward was replaced"):
+        install(model, NORMS, [WTE])
+    assert not any(isinstance(m, Folded) for m in model.modules())
+
+
+# Names.
+
+
+def test_names_of_the_head_class_in_the_base_class() -> None:
+    model = gpt2(GPT2Model)
+    with torch.no_grad():
+        expected = model(ids()).last_hidden_state
+        install(centre_writers(model), NORMS, [WTE])
+        got = model(ids()).last_hidden_state
+    assert sum(isinstance(m, RMSNorm) for m in model.modules()) == 3
+    assert torch.allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_names_of_the_base_class_in_the_head_class() -> None:
+    names = [name.removeprefix("transformer.") for name in NORMS]
+    model = install(gpt2(), names, [Centring("wte", "output", WTE.axis, "")])
+    assert isinstance(model.transformer.ln_f, RMSNorm)
+    assert type(model.transformer.wte).__name__ == "CentredEmbedding"
+
+
+def test_a_norm_of_a_head_is_passed_over_in_the_base_class() -> None:
+    config = BertConfig(
+        hidden_size=D, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    head = BertForMaskedLM(config)
+    names = ("bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm")
+    assert [locate(head, name, names) for name in names] == list(names)
+    assert [locate(head.bert, name, names) for name in names] == ["embeddings.LayerNorm", None]
+    with pytest.raises(UnsupportedModel, match="bert.embeddings.LayerNrm"):
+        locate(head.bert, "bert.embeddings.LayerNrm", names)
+
+
+@pytest.mark.parametrize("name", ["transformer.h.7.ln_1", "transformer.ln_g"])
+def test_a_missing_module_is_named_and_nothing_is_changed(name: str) -> None:
+    model = gpt2()
+    with pytest.raises(UnsupportedModel, match=name):
+        install(model, [*NORMS, name], [WTE])
+    assert not any(isinstance(m, Folded) for m in model.modules())
+
+
+def test_a_module_that_is_no_layer_norm_is_named() -> None:
+    with pytest.raises(UnsupportedModel, match=r"transformer\.h\.0\.attn\.c_proj"):
+        install(gpt2(), ["transformer.h.0.attn.c_proj"], [])
+
+
+# LayerNorms by other names.
+
+
+def test_a_spelled_out_layer_norm() -> None:
+    norm = randomised(CohereLayerNorm(hidden_size=D, eps=1e-5))
+    x = torch.randn(3, 4, D)
+    centred = x - x.mean(-1, keepdim=True)
+    expected, shifted = norm(centred), norm(x + 3)
+    install(norm, [""], [])
+    assert isinstance(norm, Folded) and isinstance(norm, CohereLayerNorm)
+    assert torch.allclose(norm(centred), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(norm(x + 3), shifted, rtol=1e-3)
+    assert torch.equal(pickle.loads(pickle.dumps(norm))(x), norm(x))
+
+
+def test_a_layer_norm_per_head() -> None:
+    norm = randomised(CohereLayerNorm(hidden_size=(4, 8), eps=1e-5))
+    x = torch.randn(2, 3, 4, 8)
+    x = x - x.mean(-1, keepdim=True)
+    expected = norm(x)
+    install(norm, [""], [])
+    assert isinstance(norm, Folded)
+    assert torch.allclose(norm(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["channels_first", "channels_last"])
+def test_a_layer_norm_over_channels(layout: str) -> None:
+    norm = randomised(ConvNextLayerNorm(D, eps=1e-6, data_format=layout))
+    dim = 1 if layout == "channels_first" else -1
+    x = torch.randn((2, D, 5, 6) if dim == 1 else (2, 5, 6, D))
+    centred = x - x.mean(dim, keepdim=True)
+    expected, shifted = norm(centred), norm(x + 3)
+    install(norm, [""], [])
+    assert isinstance(norm, Folded)
+    assert torch.allclose(norm(centred), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(norm(x + 3), shifted, rtol=1e-3)
+    with input_means(norm) as means:
+        norm(centred)
+        assert means[""] < 1e-6
+        norm(x + 3)
+    assert means[""] > 0.5
+
+
+def test_a_norm_that_is_rms_already_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="LlamaRMSNorm does not compute LayerNorm"):
+        install(LlamaRMSNorm(D), [""], [])
+
+
+# Explicit centring.
+
+
+class Pair(nn.Module):
+    """Returns a tuple, takes its input by position or by name."""
+
+    def forward(self, hidden: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, float]:
+        return hidden * scale, scale
+
+
+class Named(nn.Module):
+    """Hands its input on by name."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(hidden=x, scale=1.0)
+
+
+@pytest.mark.parametrize("place", ["input", "output"])
+def test_centring_of_a_first_input_and_of_a_tuple(place: Any) -> None:
+    module = nn.Sequential(Pair()).eval()
+    install(module, [], [Centring("0", place, Axis(-1, 0, 1, D, 1), "")])
+    x = torch.randn(2, 3, D) + 4
+    named = Named(Pair()).eval()
+    install(named, [], [Centring("inner", place, Axis(-1, 0, 1, D, 1), "")])
+    for output in (module(x), named(x)):
+        assert output[1] == 1.0
+        assert torch.allclose(output[0], x - x.mean(-1, keepdim=True), atol=1e-6)
+
+
+def test_centring_over_groups_of_the_last_dimension() -> None:
+    module = nn.Sequential(nn.Identity()).eval()
+    install(module, [], [Centring("0", "output", Axis(-1, 0, 4, 8, 1), "")])
+    x = torch.randn(2, D, dtype=torch.float64)
+    heads = x.view(2, 4, 8)
+    assert torch.allclose(module(x).view(2, 4, 8), heads - heads.mean(-1, keepdim=True))
+
+
+# What the norms see.
+
+
+def test_the_norm_with_the_worst_mean_stands_out() -> None:
+    model = gpt2()
+    with torch.no_grad():
+        model.transformer.wte.weight -= model.transformer.wte.weight.mean(1, keepdim=True)
+    centre_writers(model)
+    install(model, NORMS, [])
+    with input_means(model) as means:
+        logits(model)
+    assert set(means) == set(NORMS)
+    assert max(means.values()) < 1e-14
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_proj.bias += 1
+    with input_means(model) as means:
+        logits(model)
+    assert max(means, key=lambda name: means[name]) == "transformer.ln_f"
+    assert means["transformer.ln_f"] > 0.05
+    assert means["transformer.h.0.ln_2"] < 1e-14
+    assert not any(model.get_submodule(name)._forward_pre_hooks for name in NORMS)

@@ -1,0 +1,910 @@
+"""Converted checkpoints as models that run RMSNorm, and what stops them from doing so."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from live_models import CHECKPOINTS, FOLDED
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Model,
+    ViTModel,
+    pipeline,
+)
+
+from enjoyln_cli import EnjoyLNConfig, fold, from_pretrained, optimize, refold
+from enjoyln_cli.checkpoint.marker import proof_of
+from enjoyln_cli.errors import BadCheckpoint, NotCentred, UnsupportedModel
+from enjoyln_cli.runtime.install import Folded, input_means
+from enjoyln_cli.runtime.scope import is_nested
+
+CAUSAL = ("gpt2", "opt", "bloom", "phi")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def no_surprise() -> Iterator[None]:
+    """A model that goes over to LayerNorm says so; nobody else may."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="computing LayerNorm")
+        yield
+
+
+def original(name: str, cls: Any = None, **kwargs: Any) -> Any:
+    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / name)
+    cls = cls or getattr(transformers, config.architectures[0])
+    return cls.from_pretrained(CHECKPOINTS / name, **kwargs).eval()
+
+
+def inputs(name: str, length: int = 9) -> dict[str, torch.Tensor]:
+    if name == "vit":
+        return {"pixel_values": torch.randn(2, 3, 32, 32)}
+    return {"input_ids": torch.randint(3, 500, (2, length))}
+
+
+def run(model: Any, given: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        output = model(**given)
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def error(model: Any, other: Any, given: dict[str, Any]) -> float:
+    expected = run(other, given)
+    return float((run(model, given) - expected).norm() / expected.norm())
+
+
+def norms(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, Folded)]
+
+
+def computes_rms(model: Any, given: dict[str, Any]) -> bool:
+    """Whether each norm that was called computed RMSNorm; all or none of them have to."""
+    seen: list[bool] = []
+    hooks = [
+        norm.register_forward_hook(lambda n, *_: seen.append(not (n.training or n.shifted)))
+        for norm in norms(model)
+    ]
+    run(model, given)
+    for hook in hooks:
+        hook.remove()
+    assert seen and len(set(seen)) == 1
+    return seen[0]
+
+
+def shift_a_writer(model: Any) -> str:
+    """As training would: every weight moves a little, so that one has a mean."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * parameter.std() * (torch.randn_like(parameter) + 1)
+    return "c_proj"
+
+
+# Loading.
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_result_is_loaded_as_what_it_was_saved_as(outs: dict[str, Path], name: str) -> None:
+    model, given = from_pretrained(outs[name]), inputs(name)
+    assert type(model) is type(original(name))
+    assert len(norms(model)) == len(model.config.enjoyln["rmsnorm"]) > 0
+    assert computes_rms(model, given)
+    assert error(model, original(name), given) < 1e-6
+    assert not any(isinstance(m, Folded) for m in original(name).modules())
+
+
+@pytest.mark.parametrize(
+    "name, auto",
+    [
+        ("gpt2", AutoModelForCausalLM),
+        ("gpt2", AutoModel),
+        ("gpt2", GPT2Model),
+        ("bloom", AutoModel),
+        ("opt", AutoModel),
+        ("phi", AutoModel),
+        ("vit", AutoModelForImageClassification),
+    ],
+)
+def test_auto_classes_and_model_classes(outs: dict[str, Path], name: str, auto: Any) -> None:
+    model, given = from_pretrained(outs[name], auto), inputs(name)
+    assert computes_rms(model, given)
+    assert error(model, original(name, auto), given) < 1e-6
+
+
+def test_arguments_and_loading_info_go_through(outs: dict[str, Path]) -> None:
+    model, info = from_pretrained(
+        str(outs["opt"]),
+        dtype=torch.bfloat16,
+        output_loading_info=True,
+        attn_implementation="eager",
+    )
+    assert model.dtype == torch.bfloat16 and not info["missing_keys"]
+    assert model.config._attn_implementation == "eager"
+    assert computes_rms(model, inputs("opt"))
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("loaded", ["float64", "float32", "float16", "bfloat16"])
+def test_any_dtype_of_any_result(tmp_path: Path, stored: str, loaded: str) -> None:
+    fold(CHECKPOINTS / "opt", tmp_path / "out", dtype=stored, verify=False)
+    model = from_pretrained(tmp_path / "out", dtype=loaded)
+    given = inputs("opt")
+    assert computes_rms(model, given)
+    coarse = max(torch.finfo(getattr(torch, dtype)).eps for dtype in (stored, loaded))
+    assert error(model.float(), original("opt"), given) < 4 * coarse
+
+
+def test_a_class_that_is_not_proven_is_refused_by_name(outs: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="not for GPT2ForSequenceClassification"):
+        from_pretrained(outs["gpt2"], AutoModelForSequenceClassification)
+    with pytest.raises(UnsupportedModel, match="not for ViTModel.*--model-class ViTModel"):
+        optimize(AutoModel.from_pretrained(outs["vit"]))
+
+
+def test_a_saved_class_that_is_not_proven_is_refused_before_loading(
+    outs: dict[str, Path], tmp_path: Path
+) -> None:
+    out = shutil.copytree(outs["gpt2"], tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    config["architectures"] = ["GPT2ForTokenClassification"]
+    (out / "config.json").write_text(json.dumps(config))
+    (out / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match="not for GPT2ForTokenClassification"):
+        from_pretrained(out)
+
+
+def test_models_without_a_marker_are_refused(outs: dict[str, Path]) -> None:
+    with pytest.raises(BadCheckpoint, match="no enjoyln entry"):
+        optimize(original("gpt2"))
+    with pytest.raises(UnsupportedModel, match="Linear has no config"):
+        optimize(nn.Linear(3, 3))
+
+
+def test_a_marker_that_was_changed_is_refused(outs: dict[str, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(outs["bloom"])
+    model.config.enjoyln["rmsnorm"] += model.config.enjoyln["layernorm"]
+    with pytest.raises(BadCheckpoint, match="edited after the fold"):
+        optimize(model)
+    assert not norms(model)
+
+
+def test_a_marker_in_front_of_other_weights_is_refused(outs: dict[str, Path]) -> None:
+    model = original("gpt2")
+    model.config.enjoyln = AutoModelForCausalLM.from_pretrained(outs["gpt2"]).config.enjoyln
+    with pytest.raises(NotCentred, match=r"transformer\.\S+: its mean is \d"):
+        optimize(model)
+    assert not norms(model)
+
+
+def test_a_result_of_version_1_says_what_it_lacks(outs: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(outs["gpt2"])
+    entry = model.config.enjoyln
+    model.config.enjoyln = {**entry, "version": 1}
+    for key in ("centered", "scales", "proof"):
+        del model.config.enjoyln[key]
+    with pytest.raises(NotCentred, match="does not tell which weights"):
+        optimize(model)
+
+
+def test_a_marker_for_another_shape_is_refused(outs: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(outs["gpt2"])
+    for group in model.config.enjoyln["centered"]:
+        group["axis"][3] += 1
+    model.config.enjoyln["proof"] = proof_of(model.config.enjoyln)
+    with pytest.raises(NotCentred, match="does not fit"):
+        optimize(model)
+
+
+def test_the_transformer_of_a_pipeline(tmp_path: Path) -> None:
+    """sentence-transformers keep it in a folder that modules.json names."""
+    kind = "sentence_transformers.models.Transformer"
+    listed = [{"idx": 0, "name": "0", "path": "0_Transformer", "type": kind}]
+    shutil.copytree(CHECKPOINTS / "gpt2", tmp_path / "source" / "0_Transformer")
+    (tmp_path / "source" / "modules.json").write_text(json.dumps(listed))
+    fold(tmp_path / "source", tmp_path / "out", verify=False)
+    model, given = from_pretrained(tmp_path / "out"), inputs("gpt2")
+    assert computes_rms(model, given) and error(model, original("gpt2"), given) < 1e-6
+
+
+def layer_scaled() -> Any:
+    config = transformers.Dinov2Config(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, image_size=32, patch_size=8
+    )
+    model = transformers.Dinov2Model(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            start = 1.0 if parameter.dim() == 1 else 0.1
+            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
+    return model
+
+
+def test_a_scale_that_was_merged(tmp_path: Path) -> None:
+    """It is all ones after the fold; trained again, its product with the weights has a mean."""
+    source, given = layer_scaled(), inputs("vit")
+    source.save_pretrained(tmp_path / "source")
+    fold(tmp_path / "source", tmp_path / "out", verify=False)
+    model = from_pretrained(tmp_path / "out")
+    assert model.config.enjoyln["scales"]
+    assert computes_rms(model, given) and error(model, source, given) < 1e-5
+    with torch.no_grad():
+        model.encoder.layer[1].layer_scale1.lambda1.mul_(torch.rand(24) + 0.5)
+    stock = transformers.Dinov2Model.from_pretrained(tmp_path / "out")
+    stock.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match="its mean is"):
+        assert error(model, stock, given) < 1e-5
+    assert computes_rms(refold(model), given) and error(model, stock, given) < 1e-5
+
+
+# Through transformers alone.
+
+
+def test_a_quantization_config_does_the_same_and_leaves_nothing(
+    outs: dict[str, Path], tmp_path: Path
+) -> None:
+    for name in FOLDED:
+        auto = AutoModelForImageClassification if name == "vit" else AutoModelForCausalLM
+        model = auto.from_pretrained(outs[name], quantization_config=EnjoyLNConfig())
+        given = inputs(name)
+        assert computes_rms(model, given)
+        assert error(model, original(name), given) < 1e-6
+        model.save_pretrained(tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert "quantization_config" not in config
+        assert not getattr(model, "is_quantized", False) and not hasattr(model, "hf_quantizer")
+        assert model.half().dtype == torch.float16
+        assert computes_rms(from_pretrained(tmp_path / name), given)
+
+
+def test_a_quantization_config_refuses_as_optimize_does(outs: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="not for GPT2ForSequenceClassification"):
+        AutoModelForSequenceClassification.from_pretrained(
+            outs["gpt2"], quantization_config=EnjoyLNConfig()
+        )
+    with pytest.raises(BadCheckpoint, match="no enjoyln entry"):
+        original("gpt2", quantization_config=EnjoyLNConfig())
+
+
+def test_a_pipeline_with_a_quantization_config(outs: dict[str, Path]) -> None:
+    given = {"max_new_tokens": 6, "do_sample": False}
+    found = [
+        pipeline("text-generation", str(folder), model_kwargs=extra)
+        for folder, extra in (
+            (CHECKPOINTS / "gpt2", {}),
+            (outs["gpt2"], {"quantization_config": EnjoyLNConfig()}),
+        )
+    ]
+    assert len(norms(found[1].model)) == 7
+    assert found[0]("Once upon a", **given) == found[1]("Once upon a", **given)
+
+
+def test_loading_makes_the_backend_known() -> None:
+    code = (
+        "import torch, enjoyln_cli; enjoyln_cli.optimize; "
+        "print(torch.compile(torch.nn.LayerNorm(8), backend='enjoyln')(torch.ones(2, 8)).shape)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# What users do with a model.
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 20},
+        {"num_beams": 3, "do_sample": False},
+        {"do_sample": False, "cache_implementation": "static"},
+        {"do_sample": False, "use_cache": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", CAUSAL)
+def test_generate(outs: dict[str, Path], name: str, settings: dict[str, Any]) -> None:
+    ids = inputs(name)["input_ids"]
+    found = []
+    for model in (original(name).double(), from_pretrained(outs[name], dtype=torch.float64)):
+        if settings.get("cache_implementation") and not model._can_compile_fullgraph:
+            pytest.skip(f"{type(model).__name__} has no static cache")
+        torch.manual_seed(1)
+        found.append(
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=8,
+                pad_token_id=0,
+                **settings,
+            )
+        )
+    assert torch.equal(*found)
+    assert not any(norm.shifted for norm in norms(model))
+
+
+def test_a_pipeline(outs: dict[str, Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "phi")
+    texts = [
+        pipeline("text-generation", model=model, tokenizer=tokenizer)(
+            "She said", max_new_tokens=6, do_sample=False
+        )
+        for model in (original("phi"), from_pretrained(outs["phi"]))
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_what_is_saved_is_stock(outs: dict[str, Path], tmp_path: Path, name: str) -> None:
+    model, given = from_pretrained(outs[name]), inputs(name)
+    model.save_pretrained(tmp_path / "saved")
+    stock = type(model).from_pretrained(tmp_path / "saved")
+    assert not norms(stock) and stock.config.architectures == [type(model).__name__]
+    assert error(stock, original(name), given) < 1e-6
+    assert computes_rms(from_pretrained(tmp_path / "saved"), given)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_look_for_themselves(outs: dict[str, Path], copied: Any) -> None:
+    model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
+    other = copied(model)
+    assert computes_rms(other, given) and torch.equal(run(other, given), run(model, given))
+    shift_a_writer(other)
+    with pytest.warns(UserWarning, match="computing LayerNorm"):
+        run(other, given)
+    assert not computes_rms(other, given) and computes_rms(model, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", FOLDED)
+def test_casts_leave_it_centred(outs: dict[str, Path], name: str, dtype: torch.dtype) -> None:
+    model = from_pretrained(outs[name])
+    given = inputs(name)
+    run(model, given)
+    model.to(dtype)
+    if name == "vit":
+        given["pixel_values"] = given["pixel_values"].to(dtype)
+    assert computes_rms(model, given)
+    model.float()
+    given = inputs(name)
+    assert computes_rms(model, given)
+    exact = {k: x.double() if x.is_floating_point() else x for k, x in given.items()}
+    precise = run(original(name).double(), exact)
+    rounding = float((run(original(name), given) - precise).norm() / precise.norm())
+    assert error(model, original(name), given) < 4 * (torch.finfo(dtype).eps + rounding)
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("name", ["gpt2", "phi"])
+def test_offloaded_weights(outs: dict[str, Path], tmp_path: Path, name: str, where: str) -> None:
+    base = original(name).base_model_prefix
+    blocks = "h" if name == "gpt2" else "layers"
+    places: dict[str, Any] = {"": "cpu"}
+    if where == "disk":
+        parts = [part for part, _ in getattr(original(name), base).named_children()]
+        places = {f"{base}.{part}": "cpu" for part in parts if part != blocks}
+        places |= {f"{base}.{blocks}.0": "cpu", "lm_head": "cpu"}
+        layers = range(1, len(getattr(getattr(original(name), base), blocks)))
+        places |= {f"{base}.{blocks}.{i}": "disk" for i in layers}
+    given = inputs(name)
+    for extra in ({}, {"quantization_config": EnjoyLNConfig()}):
+        load = AutoModelForCausalLM.from_pretrained if extra else from_pretrained
+        model = load(outs[name], device_map=places, offload_folder=tmp_path / "disk", **extra)
+        if where == "disk":
+            assert any(parameter.is_meta for parameter in model.parameters())
+            with pytest.raises(NotCentred, match="offloaded"):
+                refold(model)
+        for _ in range(2):
+            assert computes_rms(model, given)
+        assert error(model, original(name), given) < 1e-6
+
+
+def test_offloaded_weights_are_looked_at(outs: dict[str, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(outs["gpt2"])
+    shift_a_writer(model)
+    model.save_pretrained(tmp_path / "moved")
+    places = {"transformer.wte": "cpu", "transformer.wpe": "cpu", "transformer.h": "disk",
+              "transformer.ln_f": "cpu", "lm_head": "cpu"}  # fmt: skip
+    with pytest.raises(NotCentred, match="its mean is"):
+        from_pretrained(tmp_path / "moved", device_map=places, offload_folder=tmp_path / "disk")
+
+
+def test_gradient_checkpointing(outs: dict[str, Path]) -> None:
+    given = inputs("gpt2")
+    grads = []
+    for model in (original("gpt2"), from_pretrained(outs["gpt2"])):
+        model.config.embd_pdrop = model.config.resid_pdrop = model.config.attn_pdrop = 0.0
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        model.gradient_checkpointing_enable()
+        model.train()
+        loss = model(**given, labels=given["input_ids"]).loss
+        loss.backward()
+        grads.append(model.transformer.ln_f.weight.grad)
+    assert torch.allclose(*grads, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_export(outs: dict[str, Path], name: str) -> None:
+    model, given = from_pretrained(outs[name]), inputs(name)
+    extra = {} if name == "vit" else {"use_cache": False}
+    program = torch.export.export(model, (), {**given, **extra}, strict=False)
+    called = [str(node.target) for node in program.graph.nodes]
+    kept = sum(target.startswith("aten.layer_norm") for target in called)
+    assert kept == len(model.config.enjoyln["layernorm"])
+    got = program.module()(**given, **extra).logits
+    assert torch.allclose(got, run(original(name), given), rtol=1e-4, atol=1e-4)
+    assert computes_rms(model, given)
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_compile_in_one_graph(outs: dict[str, Path], name: str) -> None:
+    torch._dynamo.reset()
+    model, given = from_pretrained(outs[name]), inputs(name)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert error(compiled, original(name), given) < 1e-6
+    assert not any(norm.shifted for norm in norms(model))
+
+
+# What moves the weights.
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_fine_tuned_result_is_refused_until_it_is_refolded(
+    outs: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    given = inputs(name)
+    tuned = original(name)
+    load = type(tuned).from_pretrained
+    tuned = load(outs[name])
+    shift_a_writer(tuned)
+    tuned.save_pretrained(tmp_path / "tuned")
+    with pytest.raises(NotCentred, match=r"\w\.\w+: its mean is .*refold"):
+        from_pretrained(tmp_path / "tuned")
+    other = load(tmp_path / "tuned")
+    assert refold(other) is other
+    assert computes_rms(other, given)
+    assert error(other, tuned, given) < 1e-6
+    other.save_pretrained(tmp_path / "refolded")
+    again = from_pretrained(tmp_path / "refolded")
+    assert computes_rms(again, given) and error(again, tuned, given) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_training_and_then_evaluating(outs: dict[str, Path], dtype: torch.dtype) -> None:
+    model, given = from_pretrained(outs["gpt2"], dtype=dtype), inputs("gpt2")
+    model.train()
+    steps = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(5):
+        model(**given, labels=given["input_ids"]).loss.backward()
+        steps.step()
+        steps.zero_grad()
+    model.eval()
+    stock = AutoModelForCausalLM.from_pretrained(outs["gpt2"], dtype=dtype)
+    stock.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match="computing LayerNorm: .*refold"):
+        run(model, given)
+    assert not computes_rms(model, given)
+    assert error(model, stock, given) < 16 * torch.finfo(dtype).eps
+    refold(model)
+    assert computes_rms(model, given)
+    assert error(model, stock, given) < 16 * torch.finfo(dtype).eps
+
+
+def test_training_mode_that_trains_nothing_changes_nothing(outs: dict[str, Path]) -> None:
+    model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
+    model.train()
+    assert not computes_rms(model, given)
+    model.eval()
+    assert computes_rms(model, given)
+
+
+def test_an_update_that_leaves_no_trace_is_seen_by_the_first_call(outs: dict[str, Path]) -> None:
+    """As an adapter makes it that is merged right after loading."""
+    model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
+    model.transformer.h[1].mlp.c_proj.weight.data.add_(0.1)
+    with pytest.warns(UserWarning, match=r"h\.1\.mlp\.c_proj\.weight: its mean is"):
+        run(model, given)
+
+
+def test_an_update_that_leaves_no_trace_is_seen_after_training(outs: dict[str, Path]) -> None:
+    model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
+    model.train()
+    model.transformer.h[1].mlp.c_proj.weight.data.add_(0.1)
+    model.eval()
+    with pytest.warns(UserWarning, match=r"h\.1\.mlp\.c_proj\.weight: its mean is"):
+        run(model, given)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_other_weights_loaded_into_it(outs: dict[str, Path], assign: bool) -> None:
+    model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
+    run(model, given)
+    stock = original("gpt2")
+    model.load_state_dict(stock.state_dict(), assign=assign)
+    with pytest.warns(UserWarning, match="computing LayerNorm"):
+        assert error(model, stock, given) < 1e-6
+    assert not computes_rms(model, given)
+    assert computes_rms(refold(model), given) and error(model, stock, given) < 1e-6
+
+
+def test_a_base_model_that_is_called_by_itself_is_looked_at(outs: dict[str, Path]) -> None:
+    model = from_pretrained(outs["gpt2"])
+    shift_a_writer(model)
+    with pytest.warns(UserWarning, match="computing LayerNorm"), torch.no_grad():
+        model.transformer(**inputs("gpt2"))
+
+
+def test_compiled_calls_look_again_after_training(outs: dict[str, Path]) -> None:
+    torch._dynamo.reset()
+    model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    run(compiled, given)
+    model.train()
+    shift_a_writer(model)
+    model.eval()
+    stock = AutoModelForCausalLM.from_pretrained(outs["gpt2"])
+    stock.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match="computing LayerNorm"):
+        assert error(compiled, stock, given) < 1e-6
+    refold(model)
+    assert error(compiled, stock, given) < 1e-6 and computes_rms(model, given)
+
+
+@pytest.mark.parametrize("name, folds", [("gpt2", True), ("phi", False)])
+def test_new_embedding_rows(outs: dict[str, Path], name: str, folds: bool) -> None:
+    """GPT-2 centres the rows as they are looked up; Phi's are weights, and new ones have a mean."""
+    model, stock = (
+        load(outs[name]) for load in (from_pretrained, AutoModelForCausalLM.from_pretrained)
+    )
+    for one in (model, stock):
+        torch.manual_seed(3)
+        one.resize_token_embeddings(517, mean_resizing=False)
+        with torch.no_grad():
+            one.get_input_embeddings().weight[509:] += 0.3
+    given = {"input_ids": torch.tensor([[5, 510, 7, 516]])}
+    if folds:
+        assert computes_rms(model, given)
+    else:
+        with pytest.warns(UserWarning, match=r"embed_tokens\.weight: its mean is"):
+            run(model, given)
+        assert not computes_rms(model, given)
+    assert error(model, stock, given) < 1e-6
+    assert computes_rms(refold(model), given) and error(model, stock, given) < 1e-6
+
+
+def test_an_embedding_that_loses_its_centring(outs: dict[str, Path]) -> None:
+    model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
+    plain = nn.Embedding(509, 96)
+    plain.weight = model.transformer.wte.weight
+    model.set_input_embeddings(plain)
+    with pytest.warns(UserWarning, match=r"transformer\.wte: its added mean"):
+        assert error(model, original("gpt2"), given) < 1e-6
+    assert computes_rms(refold(model), given) and error(model, original("gpt2"), given) < 1e-6
+
+
+class Quantised(nn.Linear):
+    """In the manner of bitsandbytes: another class, int8 values and a scale for each row."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.bias = linear.bias
+        self.scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        values = (linear.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight = nn.Parameter(values, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight * self.scale, self.bias)
+
+
+def quantise(model: Any) -> Any:
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear and "lm_head" not in path:
+            above, _, name = path.rpartition(".")
+            setattr(model.get_submodule(above), name, Quantised(module))
+    return model
+
+
+def test_linears_that_are_quantised_after_loading(outs: dict[str, Path]) -> None:
+    """Rounding to int8 leaves means that no proof covers: LayerNorm removes them."""
+    given = inputs("phi")
+    stock = quantise(AutoModelForCausalLM.from_pretrained(outs["phi"]))
+    model = quantise(from_pretrained(outs["phi"]))
+    with pytest.warns(UserWarning, match=r"\.q_proj: is quantised \(int8\), which"):
+        assert error(model, stock, given) < 1e-6
+    assert not computes_rms(model, given)
+    with pytest.raises(NotCentred, match=r"q_proj: is quantised \(int8\), which gives"):
+        optimize(stock)
+    with pytest.raises(NotCentred, match=r"q_proj: is quantised \(int8\), which gives"):
+        refold(model)
+
+
+def test_compiled_calls_look_at_replaced_layers(outs: dict[str, Path]) -> None:
+    torch._dynamo.reset()
+    given = inputs("phi")
+    model = from_pretrained(outs["phi"])
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    run(compiled, given)
+    quantise(model)
+    stock = quantise(AutoModelForCausalLM.from_pretrained(outs["phi"]))
+    with pytest.warns(UserWarning, match=r"is quantised \(int8\)"):
+        assert error(compiled, stock, given) < 1e-6
+
+
+def test_a_hook_that_steers(outs: dict[str, Path]) -> None:
+    model, given = from_pretrained(outs["opt"]), inputs("opt")
+    stock = AutoModelForCausalLM.from_pretrained(outs["opt"])
+    vector = torch.randn(72) + 1
+    handles = [
+        one.model.decoder.layers[1].register_forward_hook(lambda m, a, out: out + vector)
+        for one in (model, stock)
+    ]
+    with pytest.warns(UserWarning, match=r"layers\.1: has a forward hook that was not there"):
+        assert error(model, stock, given) < 1e-6
+    assert not computes_rms(model, given)
+    for handle in handles:
+        handle.remove()
+    assert computes_rms(model, given) and error(model, original("opt"), given) < 1e-6
+
+
+def test_hidden_states_and_attentions_change_nothing(outs: dict[str, Path]) -> None:
+    model = from_pretrained(outs["gpt2"], attn_implementation="eager")
+    given = {**inputs("gpt2"), "output_hidden_states": True, "output_attentions": True}
+    for _ in range(2):
+        assert computes_rms(model, given)
+
+
+def test_quantised_readers_are_nobodys_business(outs: dict[str, Path]) -> None:
+    model, given = from_pretrained(outs["phi"]), inputs("phi")
+    for layer in model.model.layers:
+        layer.mlp.fc1 = Quantised(layer.mlp.fc1)
+    assert computes_rms(model, given)
+
+
+# Inputs that were never centred, or never proven.
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "phi"])
+def test_a_prefix_of_soft_prompts(outs: dict[str, Path], name: str) -> None:
+    """As prompt tuning does it: learned rows in front of the embedded tokens."""
+    ids = inputs(name)["input_ids"]
+    prefix = torch.randn(1, 4, 1) + torch.randn(1, 4, original(name).config.hidden_size)
+    found = []
+    for model in (original(name), from_pretrained(outs[name])):
+        model = model.double()
+        with torch.no_grad():
+            # the rows themselves: a centred embedding returns them centred
+            rows = nn.functional.embedding(ids, original(name).get_input_embeddings().weight)
+            given = torch.cat([prefix.expand(2, -1, -1), rows], 1).double()
+            found.append(model(inputs_embeds=given).logits)
+            found.append(
+                model.generate(
+                    inputs_embeds=given, max_new_tokens=5, do_sample=False, pad_token_id=0
+                )
+            )
+    assert computes_rms(model, {"inputs_embeds": given})
+    assert torch.allclose(found[2], found[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[3], found[1])
+
+
+def test_masked_patches_make_a_vit_compute_layer_norm(tmp_path: Path) -> None:
+    """The mask token is stored, and no proof has read it: the class is built without one."""
+    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "vit")
+    source = ViTModel(config, use_mask_token=True)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape) + 0.1)
+    source.eval().save_pretrained(tmp_path / "source")
+    fold(tmp_path / "source", tmp_path / "out", verify=False)
+    model = from_pretrained(tmp_path / "out", use_mask_token=True)
+    given = inputs("vit")
+    masked = {**given, "bool_masked_pos": torch.rand(2, 16) < 0.5}
+    assert not computes_rms(model, masked) and computes_rms(model, given)
+    assert error(model, source, masked) < 1e-5
+    with input_means(model) as means:
+        run(model, masked)
+    assert max(means.values()) > 0.01
+
+
+def test_inputs_that_only_an_unproven_base_model_takes(outs: dict[str, Path]) -> None:
+    model = from_pretrained(outs["vit"])
+    model.vit.embeddings.mask_token = nn.Parameter(torch.randn(1, 1, 64) + 1)
+    optimize(model)
+    masked = {**inputs("vit"), "bool_masked_pos": torch.rand(2, 16) < 0.5}
+    assert not computes_rms(model.vit, masked)
+    assert computes_rms(model, inputs("vit"))
+
+
+# Adapters.
+
+
+def test_an_adapter_on_a_writer(outs: dict[str, Path]) -> None:
+    peft = pytest.importorskip("peft")
+    given = inputs("gpt2")
+    for cls in (AutoModelForCausalLM, AutoModel):
+        models = []
+        for load in (from_pretrained, lambda folder, cls: cls.from_pretrained(folder)):
+            torch.manual_seed(0)
+            lora = peft.LoraConfig(
+                target_modules=["mlp.c_proj"], fan_in_fan_out=True, init_lora_weights=False
+            )
+            models.append(peft.get_peft_model(load(outs["gpt2"], cls), lora).eval())
+        model, stock = models
+        with pytest.warns(UserWarning, match="computing LayerNorm: .*adapter"):
+            assert error(model, stock, given) < 1e-6
+        assert not computes_rms(model, given)
+        with pytest.raises(NotCentred, match="adapter"):
+            optimize(stock.get_base_model())
+        merged, reference = model.merge_and_unload(), stock.merge_and_unload()
+        assert error(merged, reference, given) < 1e-6
+        assert computes_rms(refold(merged), given)
+        assert error(merged, reference, given) < 1e-6
+
+
+def test_an_adapter_on_a_reader(outs: dict[str, Path]) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    given, models = inputs("gpt2"), []
+    for load in (from_pretrained, AutoModelForCausalLM.from_pretrained):
+        torch.manual_seed(0)
+        models.append(peft.get_peft_model(load(outs["gpt2"]), lora).eval())
+    assert computes_rms(models[0], given)
+    assert error(*models, given) < 1e-6
+
+
+def test_prompt_tuning(outs: dict[str, Path]) -> None:
+    peft = pytest.importorskip("peft")
+    given, models = inputs("gpt2"), []
+    for load in (from_pretrained, AutoModelForCausalLM.from_pretrained):
+        torch.manual_seed(0)
+        tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        models.append(peft.get_peft_model(load(outs["gpt2"]), tuned).eval())
+        with torch.no_grad():
+            models[-1].prompt_encoder["default"].embedding.weight.add_(1.0)
+    assert computes_rms(models[0], given)
+    assert error(*models, given) < 1e-6
+
+
+# Encoders, which `generate` calls by themselves.
+
+SIZES = {
+    "vocab_size": 97, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "max_position_embeddings": 40,
+}  # fmt: skip
+WHISPER = {
+    "max_source_positions": 20, "max_target_positions": 30, "num_mel_bins": 8, "pad_token_id": 1,
+    "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 4, "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
+    """Encoder-decoder models and where they were converted to."""
+    made: dict[str, tuple[Any, Path]] = {}
+    for kind, cls, settings in (
+        ("pegasus", transformers.PegasusForConditionalGeneration, SIZES),
+        ("whisper", transformers.WhisperForConditionalGeneration, SIZES | WHISPER),
+    ):
+        torch.manual_seed(0)
+        source = cls(transformers.CONFIG_MAPPING[kind](**settings)).eval()
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.copy_(0.3 * torch.randn(parameter.shape) + 0.1)
+        folder = tmp_path_factory.mktemp(kind)
+        source.save_pretrained(folder / "source")
+        fold(folder / "source", folder / "out", verify=False)
+        made[kind] = cls.from_pretrained(folder / "source").eval(), folder / "out"
+    return made
+
+
+def generated(model: Any, **given: Any) -> torch.Tensor:
+    """The logits of six greedy steps."""
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    with torch.no_grad():
+        found = transformers.GenerationMixin.generate(
+            model, **given, **settings, return_dict_in_generate=True, output_logits=True
+        )
+    return torch.stack(found.logits)
+
+
+def encoder_computes_rms(model: Any, **given: Any) -> bool:
+    encoder = model.get_encoder()
+    seen: set[bool] = set()
+    hooks = [
+        norm.register_forward_hook(lambda n, *_: seen.add(not n.shifted)) for norm in norms(encoder)
+    ]
+    with torch.no_grad():
+        encoder(**given)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 1
+    return seen.pop()
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: optimize(m)])
+def test_generate_with_embeddings_for_the_encoder(
+    pairs: dict[str, tuple[Any, Path]], copied: Any
+) -> None:
+    source, out = pairs["pegasus"]
+    model = copied(from_pretrained(out))
+    assert model.config.enjoyln["entry_inputs"] == ["inputs_embeds"]
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, :2] = 0
+    for given in (
+        {"input_ids": torch.randint(5, 90, (2, 7))},
+        {"inputs_embeds": torch.randn(2, 7, 32) + 3},
+        {"inputs_embeds": torch.randn(2, 7, 32) + 3, "attention_mask": mask},
+    ):
+        expected = generated(source, **given)
+        assert (generated(model, **given) - expected).norm() < 1e-5 * expected.norm()
+    assert encoder_computes_rms(model, inputs_embeds=torch.randn(2, 7, 32))
+
+
+def test_an_encoder_knows_whether_its_model_is_running(pairs: dict[str, tuple[Any, Path]]) -> None:
+    model, within = from_pretrained(pairs["pegasus"][1]), []
+    encoder, start = model.get_encoder(), torch.ones(2, 1, dtype=torch.long)
+    encoder.layer_norm.register_forward_hook(lambda *_: within.append(is_nested()))
+    given = {"inputs_embeds": torch.randn(2, 7, 32)}
+    with torch.no_grad():
+        encoder(**given)
+        model(**given, decoder_input_ids=start)
+        model.model(**given, decoder_input_ids=start)
+        encoder(**given)
+        with pytest.raises(IndexError):
+            model(**given, decoder_input_ids=start + 1000)
+        encoder(**given)
+    assert within == [False, True, True, False, True, False]
+
+
+def test_an_unproven_input_of_the_encoder_alone(pairs: dict[str, tuple[Any, Path]]) -> None:
+    source, out = pairs["whisper"]
+    model = from_pretrained(out)
+    assert "attention_mask" in model.config.enjoyln["unproven"]
+    sound = {"input_features": torch.randn(2, 8, 40)}
+    masked = {**sound, "attention_mask": torch.ones(2, 40, dtype=torch.long)}
+    assert not encoder_computes_rms(model, **masked)
+    assert encoder_computes_rms(model, **sound)
+    start = {"decoder_input_ids": torch.full((2, 1), 4)}
+    for given in (sound, masked):
+        expected = generated(source, **given, **start)
+        assert (generated(model, **given, **start) - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_an_encoder_that_is_called_first_is_looked_at(pairs: dict[str, tuple[Any, Path]]) -> None:
+    model = from_pretrained(pairs["pegasus"][1])
+    given = {"inputs_embeds": torch.randn(2, 7, 32)}
+    assert encoder_computes_rms(model, **given)
+    with torch.no_grad():
+        model.model.encoder.layers[0].fc2.weight += 0.1
+    with pytest.warns(UserWarning, match="computing LayerNorm: .*fc2"):
+        assert not encoder_computes_rms(model, **given)
+
+
+def test_an_encoder_decoder_in_one_graph(pairs: dict[str, tuple[Any, Path]]) -> None:
+    source, out = pairs["pegasus"]
+    given = {
+        "inputs_embeds": torch.randn(2, 7, 32) + 3,
+        "decoder_input_ids": torch.randint(5, 90, (2, 3)),
+    }
+    model = from_pretrained(out)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    assert error(whole, source, given) < 1e-5
+    assert error(model, source, given) < 1e-5

@@ -1,0 +1,309 @@
+"""Norms after ``--merge``: weights of one and biases of zero stay stored, and nobody reads them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_models import CHECKPOINTS
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from enjoyln_cli import fold, from_pretrained, optimize
+from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.runtime.install import Folded, RMSNorm
+from enjoyln_cli.runtime.scope import Fold, thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NEW = 0.7
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints whose norms lost their biases, or their biases and weights."""
+    folder = tmp_path_factory.mktemp("merged")
+    for how in ("bias", "affine"):
+        options = Options(merge=how)  # type: ignore[arg-type]
+        fold(CHECKPOINTS / "phi", folder / how, verify=False, options=options)
+    return {how: folder / how for how in ("bias", "affine")}
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(3, 21).reshape(2, 9)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids(), use_cache=False).logits
+
+
+def folded_norms(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, Folded)]
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a - b).abs().max() <= 1e-5 * b.abs().max())
+
+
+def poison(model: nn.Module, how: str) -> None:
+    """NaN where nobody may look, written so that torch does not count it."""
+    for name in ("bias",) if how == "bias" else ("bias", "weight"):
+        for norm in folded_norms(model):
+            if getattr(norm, f"{name}less"):
+                getattr(norm, name).data.fill_(torch.nan)
+
+
+def shift(model: nn.Module, name: str = "bias") -> dict[str, torch.Tensor]:
+    """A state dict whose merged norms are not neutral any more."""
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    for path, module in model.named_modules():
+        if isinstance(module, Folded):
+            state[f"{path}.{name}"] += NEW
+    return state
+
+
+def told(model: Any, flag: str) -> list[str]:
+    """The norms that were told that a parameter of theirs changes nothing."""
+    named = model.named_modules()
+    return [path for path, norm in named if isinstance(norm, Folded) and getattr(norm, flag)]
+
+
+def merged_norms(model: Any, name: str) -> list[str]:
+    """What the marker has; other norms of the model keep theirs."""
+    names = model.config.enjoyln["merged"][name]
+    assert 3 < len(names) < len(folded_norms(model)) or not names
+    return sorted(names)
+
+
+@pytest.mark.parametrize("how", ["bias", "affine"])
+def test_neutral_parameters_are_not_read(merged: dict[str, Path], how: str) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(merged[how]).eval()
+    names, expected = list(stock.state_dict()), logits(stock)
+    model = from_pretrained(merged[how])
+    assert sorted(told(model, "biasless")) == merged_norms(model, "bias")
+    assert sorted(told(model, "weightless")) == merged_norms(model, "weight")
+    assert bool(told(model, "weightless")) == (how == "affine")
+    assert list(model.state_dict()) == names
+    logits(model)
+    poison(model, how)
+    assert close(logits(model), expected)
+
+
+def test_without_kernels_too(merged: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from enjoyln_cli.kernels import literally, native
+
+    model = from_pretrained(merged["affine"])
+    expected = logits(model)
+    poison(model, "affine")
+    monkeypatch.setattr(native, "entry", native.Missing())
+    monkeypatch.setattr(native, "load", lambda device: False)
+    with literally():
+        assert close(logits(model), expected)
+
+
+def test_a_norm_that_was_not_merged_is_read(merged: dict[str, Path]) -> None:
+    """Values alone do not count: the marker names the norms that a merge has left."""
+    model = from_pretrained(merged["bias"])
+    with torch.no_grad():
+        for norm in folded_norms(model):
+            norm.weight.fill_(1.0)
+    expected = logits(model)
+    assert not told(model, "weightless")
+    for norm in folded_norms(model):
+        norm.weight.data.fill_(torch.nan)
+    assert expected.isfinite().all() and logits(model).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["bias", "weight"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_other_values_are_read_again(merged: dict[str, Path], name: str, assign: bool) -> None:
+    model = from_pretrained(merged["affine"])
+    stock = AutoModelForCausalLM.from_pretrained(merged["affine"]).eval()
+    before = logits(model)
+    state = shift(model, name)
+    model.load_state_dict(state, assign=assign)
+    stock.load_state_dict(state)
+    after = logits(model)
+    assert close(after, logits(stock)) and not close(after, before)
+    assert not told(model, f"{name}less")
+
+
+@pytest.mark.parametrize("how", ["copy", "pickle", "data"])
+def test_copies_and_other_storage_are_looked_at(merged: dict[str, Path], how: str) -> None:
+    model = from_pretrained(merged["bias"])
+    stock = AutoModelForCausalLM.from_pretrained(merged["bias"]).eval()
+    logits(model)
+    if how == "copy":
+        model = copy.deepcopy(model)
+    if how == "pickle":
+        model = pickle.loads(pickle.dumps(model))
+    state = shift(model)
+    stock.load_state_dict(state)
+    if how == "data":
+        for name, parameter in model.named_parameters():
+            parameter.data = state[name]
+    else:
+        model.load_state_dict(state)
+    assert close(logits(model), logits(stock))
+
+
+def test_a_gradient_of_a_neutral_parameter(merged: dict[str, Path]) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(merged["affine"]).eval()
+    model = from_pretrained(merged["affine"])
+    logits(model)
+    found = []
+    for one in (model, stock):
+        one(input_ids=ids()).logits.square().mean().backward()
+        found.append(one.model.layers[0].input_layernorm)
+    for name in ("weight", "bias"):
+        grads = [getattr(norm, name).grad for norm in found]
+        assert grads[0].abs().max() > 0 and close(*grads)
+
+
+def test_a_part_that_is_called_alone_reads_them(merged: dict[str, Path]) -> None:
+    model = from_pretrained(merged["bias"])
+    logits(model)
+    norm = model.model.final_layernorm
+    with torch.no_grad():
+        norm.bias += NEW
+        x = torch.randn(2, norm.normalized_shape[0])
+        expected = nn.functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+        assert close(norm(x), expected)
+
+
+def placeholders_that_are_used(program: Any) -> set[str]:
+    inputs = program.graph_signature.inputs_to_parameters
+    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    return {target for name, target in inputs.items() if name in used}
+
+
+@pytest.mark.parametrize("how", ["bias", "affine"])
+def test_exported(merged: dict[str, Path], how: str) -> None:
+    model = from_pretrained(merged[how])
+    expected = logits(model)
+    program = torch.export.export(model, (), {"input_ids": ids(), "use_cache": False}, strict=False)
+    read = placeholders_that_are_used(program)
+    norms = merged_norms(model, "bias")
+    assert not [path for path in norms if f"{path}.bias" in read]
+    weights = {f"{path}.weight" for path in norms}
+    assert weights <= read if how == "bias" else not weights & read
+    called = Counter(str(node.target) for node in program.graph.nodes)
+    assert called["aten.rms_norm.default"] == len(folded_norms(model))
+    assert close(program.module()(input_ids=ids(), use_cache=False).logits, expected)
+
+
+def test_values_that_changed_before_an_export_are_read(merged: dict[str, Path]) -> None:
+    model = from_pretrained(merged["bias"])
+    logits(model)
+    model.load_state_dict(shift(model))
+    program = torch.export.export(model, (), {"input_ids": ids(), "use_cache": False}, strict=False)
+    assert "model.final_layernorm.bias" in placeholders_that_are_used(program)
+    assert close(program.module()(input_ids=ids(), use_cache=False).logits, logits(model))
+
+
+@pytest.mark.parametrize("backend", ["eager", "enjoyln"])
+def test_compiled(merged: dict[str, Path], backend: str) -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def look(gm: Any, example: Any) -> Any:
+        graphs.append(gm)
+        return torch._dynamo.lookup_backend(backend)(gm, example)
+
+    model = from_pretrained(merged["affine"])
+    stock = AutoModelForCausalLM.from_pretrained(merged["affine"]).eval()
+    compiled = torch.compile(model, backend=look)
+    assert close(logits(compiled), logits(stock))
+    poison(model, "affine")
+    assert close(logits(compiled), logits(stock))
+    state = shift(stock)
+    model.load_state_dict(state)
+    stock.load_state_dict(state)
+    assert close(logits(compiled), logits(stock))
+
+
+def test_code_that_was_compiled_around_a_call_reads_them(merged: dict[str, Path]) -> None:
+    """Such a call does not look again, so that it would not see them change."""
+    torch._dynamo.reset()
+    model = from_pretrained(merged["affine"])
+    stock = AutoModelForCausalLM.from_pretrained(merged["affine"]).eval()
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * model(input_ids=x, use_cache=False).logits
+
+    around = torch.compile(twice, backend="eager")
+    with torch.no_grad():
+        assert close(around(ids()), 2 * logits(stock))
+        state = shift(stock)
+        model.load_state_dict(state)
+        stock.load_state_dict(state)
+        assert close(around(ids()), 2 * logits(stock))
+
+
+def test_loading_by_transformers_alone(merged: dict[str, Path]) -> None:
+    from enjoyln_cli import EnjoyLNConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        merged["affine"], quantization_config=EnjoyLNConfig()
+    )
+    assert sorted(told(model, "biasless")) == merged_norms(model, "bias")
+    assert sorted(told(optimize(model), "weightless")) == merged_norms(model, "weight")
+
+
+@pytest.mark.parametrize("opset", [20, 23])
+def test_an_onnx_file_has_no_addition_of_zeros(
+    merged: dict[str, Path], opset: int, tmp_path: Path
+) -> None:
+    onnx, onnxruntime = map(pytest.importorskip, ("onnx", "onnxruntime"))
+    pytest.importorskip("onnxscript")
+    model = from_pretrained(merged["affine"])
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids=x, use_cache=False).logits
+
+    with torch.no_grad():
+        torch.onnx.export(
+            Logits().eval(), (ids(),), tmp_path / "m.onnx", opset_version=opset, verbose=False
+        )
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    zeros = {one.name for one in graph.initializer if not onnx.numpy_helper.to_array(one).any()}
+    added = [node for node in graph.node if node.op_type == "Add" and zeros & {*node.input}]
+    assert not added
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: ids().numpy()})
+    assert close(torch.from_numpy(found), logits(model))
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-12])
+@pytest.mark.parametrize("opset", [23, 24])
+def test_one_operation_of_onnx_with_any_eps(eps: float, opset: int, tmp_path: Path) -> None:
+    onnx, onnxruntime = map(pytest.importorskip, ("onnx", "onnxruntime"))
+    pytest.importorskip("onnxscript")
+    norm = RMSNorm(16, eps=eps).eval()
+    x = torch.randn(4, 16)
+    x = 1e-6 * (x - x.mean(-1, keepdim=True))
+    x[0] = 0
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+        norm.bias.normal_()
+        expected = nn.functional.layer_norm(x, (16,), norm.weight, norm.bias, eps)
+        norm._enjoyln_fold = thread.running.proven = Fold()
+        try:
+            torch.onnx.export(norm, (x,), tmp_path / "n.onnx", opset_version=opset, verbose=False)
+        finally:
+            thread.running.proven = None
+    graph = onnx.load(tmp_path / "n.onnx").graph
+    assert sorted(node.op_type for node in graph.node) == ["Add", "RMSNormalization"]
+    session = onnxruntime.InferenceSession(tmp_path / "n.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert close(torch.from_numpy(found), expected)

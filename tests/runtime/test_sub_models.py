@@ -1,0 +1,234 @@
+"""Parts of a folded model that are called by themselves compute what the stock class's do."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eight_models import KINDS, calls_inside, far, given, pair, run, source
+from live_models import moved
+from torch import nn
+from torch.utils import checkpoint
+from transformers import PreTrainedModel
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+
+from enjoyln_cli.runtime.install import Folded, install
+from enjoyln_cli.runtime.scope import thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("eight")
+
+
+def same_everywhere(model: Any, stock: Any, name: str) -> None:
+    """Every module is called by itself, as a call of the whole model calls it, and shifted."""
+    for path, (args, kwargs) in calls_inside(stock, given(name)).items():
+        for shift in (0.0, 3.0):
+            moved = [
+                a + shift if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+                for a in args
+            ]
+            outputs = []
+            for one in (model, stock):
+                with torch.no_grad():
+                    outputs.append(one.get_submodule(path)(*moved, **copy.deepcopy(kwargs)))
+            assert far(*outputs) < 1e-9, (path, shift)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_module_by_itself(folder: Path, name: str) -> None:
+    model, stock = pair(name, folder)
+    assert sum(isinstance(m, Folded) for m in model.modules()) >= 2
+    same_everywhere(model, stock, name)
+    assert far(run(model, given(name)), run(stock, given(name))) < 1e-9
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_module_by_itself_with_other_weights(folder: Path, name: str) -> None:
+    """Nothing but a call of the part has looked at the weights yet."""
+    model, stock = pair(name, folder)
+    with torch.no_grad():
+        for one in (model, stock):
+            torch.manual_seed(3)
+            for parameter in one.parameters():
+                parameter += 0.1 * torch.randn_like(parameter) + 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same_everywhere(model, stock, name)
+
+
+@pytest.mark.parametrize("part", ["get_image_features", "get_text_features"])
+def test_features_of_a_tower(folder: Path, part: str) -> None:
+    model, stock = pair("clip", folder)
+    inputs = given("clip")
+    chosen = {"pixel_values" if "image" in part else "input_ids": None}
+    chosen = {key: inputs[key] for key in chosen}
+    other = source("clip")
+    for weights in (None, other.state_dict()):
+        if weights is not None:
+            model.load_state_dict(weights)
+            stock.load_state_dict(weights)
+        with torch.no_grad():
+            assert far(getattr(model, part)(**chosen), getattr(stock, part)(**chosen)) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["opt", "whisper", "gpt2", "bloom", "phi"])
+def test_a_decoder_that_is_given_embeddings(folder: Path, name: str) -> None:
+    model, stock = pair(name, folder)
+    inputs: dict[str, Any] = {"inputs_embeds": torch.randn(2, 5, 16).double() + 3}
+    if name == "whisper":
+        inputs["encoder_hidden_states"] = torch.randn(2, 9, 16).double() + 1
+    for load in (False, True):
+        if load:
+            for one in (model, stock):
+                one.load_state_dict(source(name).state_dict(), strict=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert far(*(run(one.get_decoder(), inputs) for one in (model, stock))) < 1e-9
+
+
+def test_known_parts_compute_rms_norm(folder: Path) -> None:
+    for name, part in (("gpt2", "transformer"), ("whisper", "model.encoder"), ("vit", "vit")):
+        model, _ = pair(name, folder)
+        seen: set[bool] = set()
+        inner = model.get_submodule(part)
+        for norm in (m for m in inner.modules() if isinstance(m, Folded)):
+            norm.register_forward_hook(lambda n, *_, seen=seen: seen.add(n.shifted))
+        names = ("input_ids", "pixel_values", "input_features")
+        run(inner, {key: value for key, value in given(name).items() if key in names})
+        assert seen == {False}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_compiled_call_computes_rms_norm(folder: Path, name: str) -> None:
+    torch._dynamo.reset()
+    model, stock = pair(name, folder)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert far(run(compiled, given(name)), run(stock, given(name))) < 1e-9
+    called = [node.target for node in graphs[0].graph.nodes]
+    kept = len(model.config.enjoyln["layernorm"])
+    assert sum(target is nn.functional.layer_norm for target in called) <= kept
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in (model, stock):
+            torch.manual_seed(2)
+            one.train()
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    parameter += 0.1 * torch.randn_like(parameter)
+            one.eval()
+        assert far(run(compiled, given(name)), run(stock, given(name))) < 1e-9
+    assert model.training is False and len(graphs) == 2
+
+
+def test_a_block_that_is_copied_or_shared_belongs_to_no_call(folder: Path) -> None:
+    model, stock = pair("phi", folder)
+    other = source("phi")
+    other.model.layers[0] = model.model.layers[0]
+    plain = copy.deepcopy(other)
+    plain.model.layers[0] = stock.model.layers[0]
+    assert far(run(other, given("phi")), run(plain, given("phi"))) < 1e-9
+    other.model.layers[0] = copy.deepcopy(model.model.layers[0])
+    assert far(run(other, given("phi")), run(plain, given("phi"))) < 1e-9
+
+
+def test_a_call_inside_of_another_models_call(folder: Path) -> None:
+    """A hook of one folded model runs a block of another one, and the whole of a third."""
+    model, stock = pair("phi", folder)
+    second, plain = pair("gpt2", folder)
+    x = torch.randn(2, 6, 16).double() + 3
+    found = []
+    for one, two in ((model, second), (stock, plain)):
+
+        def within(norm: Any, args: Any, output: Any, two: Any = two) -> None:
+            found.append((two.transformer.h[0](x), two(**given("gpt2")), two.transformer.h[1](x)))
+
+        handle = one.model.layers[0].input_layernorm.register_forward_hook(within)
+        found.append(run(one, given("phi")))
+        handle.remove()
+    assert far(found[0], found[2]) < 1e-9 and far(found[1], found[3]) < 1e-9
+
+
+class Checkpointed(nn.Module):
+    """Drops what is between its two norms, and computes it again in the backward pass."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 16), nn.Linear(16, 16)
+        self.norms = nn.ModuleList([CohereLayerNorm(16), nn.LayerNorm(16)])
+        self.reentrant = reentrant
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norms[1](x + self.second(self.norms[0](x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return checkpoint.checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_that_a_backward_pass_computes_again(reentrant: bool) -> None:
+    """That is outside of the call, so it has to record what was recorded inside."""
+    stock = moved(Checkpointed(reentrant)).float()
+    with torch.no_grad():
+        for layer in (stock.first, stock.second):
+            layer.weight -= layer.weight.mean(0)
+            layer.bias -= layer.bias.mean()
+    model = install(copy.deepcopy(stock), ["norms.0", "norms.1"], [])
+    x, gradients = torch.randn(3, 5), []
+    for one in (model, stock):
+        one(x.requires_grad_()).square().sum().backward()
+        gradients.append([p.grad for p in one.parameters()])
+    assert far(*gradients) < 1e-5
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, IndexError])
+def test_a_call_that_is_interrupted(folder: Path, interrupt: type[BaseException]) -> None:
+    model, stock = pair("phi", folder)
+    stop = model.model.layers[1].input_layernorm
+
+    def fail(*_: Any) -> None:
+        raise interrupt
+
+    handle = stop.register_forward_hook(fail)
+    with pytest.raises(interrupt):
+        run(model, given("phi"))
+    handle.remove()
+    with torch.no_grad():
+        for one in (model, stock):
+            one.model.layers[0].mlp.fc2.bias += 1.0
+    with pytest.warns(UserWarning, match="computing LayerNorm"):
+        assert far(run(model.model, given("phi")), run(stock.model, given("phi"))) < 1e-9
+    assert thread.running.calls is None and thread.running.proven is None
+
+
+def test_base_models_are_models(folder: Path) -> None:
+    """So that calls inside of a call are counted at more than one level."""
+    model, _ = pair("whisper", folder)
+    assert sum(isinstance(m, PreTrainedModel) for m in model.modules()) == 4
+    depths = []
+
+    def note(norm: Any, *_: Any) -> None:
+        calls, depth = thread.running.calls, 0
+        while calls is not None:
+            depth, calls = depth + 1, calls[-1]
+        depths.append(depth)
+
+    model.model.encoder.layer_norm.register_forward_hook(note)
+    run(model, given("whisper"))
+    run(model.model, given("whisper"))
+    run(model.get_encoder(), {"input_features": given("whisper")["input_features"]})
+    assert depths == [3, 2, 1]

@@ -1,0 +1,88 @@
+"""The committed checkpoints are what the other tests take them for: trained, whole, not trivial."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import train_tiny
+import transformers
+from live_models import CHECKPOINTS
+
+AUTO_CLASSES = {
+    "gpt2": "AutoModelForCausalLM",
+    "bert": "AutoModelForMaskedLM",
+    "opt": "AutoModelForCausalLM",
+    "bloom": "AutoModelForCausalLM",
+    "phi": "AutoModelForCausalLM",
+    "vit": "AutoModelForImageClassification",
+}
+TEXT_FAMILIES = [family for family in AUTO_CLASSES if family != "vit"]
+
+
+@pytest.fixture(scope="module", params=list(AUTO_CLASSES))
+def loaded(request: pytest.FixtureRequest) -> tuple[str, transformers.PreTrainedModel, dict]:
+    """Family, model and what transformers says about loading it."""
+    auto = getattr(transformers, AUTO_CLASSES[request.param])
+    model, info = auto.from_pretrained(CHECKPOINTS / request.param, output_loading_info=True)
+    return request.param, model, info
+
+
+def test_every_weight_is_there_and_none_too_many(loaded: tuple) -> None:
+    family, model, info = loaded
+    assert type(model).__name__ in model.config.architectures
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[kind], (family, kind)
+
+
+def test_tying_is_as_in_the_real_families(loaded: tuple) -> None:
+    family, model, _ = loaded
+    if family != "vit":
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert tied == (family != "phi")
+
+
+@pytest.mark.parametrize("family", AUTO_CLASSES)
+def test_a_checkpoint_is_small(family: str) -> None:
+    assert sum(path.stat().st_size for path in (CHECKPOINTS / family).iterdir()) < 2_000_000
+
+
+def test_no_weight_is_as_standard_initialisation_leaves_it(loaded: tuple) -> None:
+    _, model, _ = loaded
+    least = train_tiny.statistics(model)
+    assert least["gamma"] > 0.05
+    assert least["beta"] > 0.05
+    assert least["bias"] > 0.03
+    assert least["column mean"] > 0.1
+
+
+def test_it_predicts_what_it_has_never_seen(loaded: tuple) -> None:
+    family, model, _ = loaded
+    torch.manual_seed(1)
+    if family == "vit":
+        pictures, labels = train_tiny.draw(128)
+        with torch.no_grad():
+            guesses = model(train_tiny.pixels(pictures)).logits.argmax(-1)
+        assert float((guesses == labels).float().mean()) > 0.75
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINTS / family)
+        source = train_tiny.text_source(tokenizer, train_tiny.stdlib_files(held_out=True))
+        assert train_tiny.measure(model, source, 4) < math.log(model.config.vocab_size) - 1
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_the_tokenizer_gives_the_text_back(family: str) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINTS / family)
+    text = "def f(x):\n    return x + 'ä'\n"
+    numbers = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(numbers, clean_up_tokenization_spaces=False) == text
+    assert len(tokenizer) == 509
+
+
+def test_the_image_processor_and_the_training_agree() -> None:
+    pytest.importorskip("PIL")
+    processor = transformers.AutoImageProcessor.from_pretrained(CHECKPOINTS / "vit")
+    pictures, _ = train_tiny.draw(3)
+    seen = processor(list(pictures.numpy()), return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(seen, train_tiny.pixels(pictures))

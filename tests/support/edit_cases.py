@@ -1,0 +1,58 @@
+"""Every kind of edit, and tensors for them."""
+
+from __future__ import annotations
+
+import torch
+
+from enjoyln_cli.plan.axis import Axis, feature_axis
+from enjoyln_cli.plan.edits import Append, Edit, Product, Vector
+
+ROWS, IN, DEEP = 37, 26, 3
+
+
+NEW = (0.5, -0.5, 2**-9, 0.0)
+
+
+OUT = feature_axis((ROWS, IN), 0)
+
+
+HALF = Axis(0, 4, 2, 15, 1)
+
+
+EDITS = {
+    "linear, merged": ("w", Edit(times=Vector("g", 1), axes=(OUT,))),
+    "linear, merged by one plus a gain": ("w", Edit(times=Vector("g", 1, 1.0), axes=(OUT,))),
+    "linear, longer rows": ("w", Edit(axes=(OUT,), append=Append(1, NEW))),
+    "linear, more rows": ("w", Edit(append=Append(0, NEW))),
+    "linear, more rows and centred": ("w", Edit(axes=(OUT,), append=Append(0, NEW))),
+    "linear, a part centred, longer rows": ("w", Edit(axes=(HALF,), append=Append(1, NEW))),
+    "linear, a part centred and merged": ("w", Edit(times=Vector("g", 1), axes=(HALF,))),
+    "linear, all at once": (
+        "w",
+        Edit(times=Vector("g", 1), scale=Vector("s", 0), axes=(OUT,), append=Append(1, NEW)),
+    ),
+    "merged only": ("w", Edit(times=Vector("g", 1))),
+    "longer rows only": ("w", Edit(append=Append(1, NEW))),
+    "transposed, merged": ("t", Edit(times=Vector("g", 0), axes=(Axis(1, 0, 1, ROWS, 1),))),
+    "transposed, longer": ("t", Edit(axes=(Axis(1, 0, 1, ROWS, 1),), append=Append(0, NEW))),
+    "transposed, longer rows": ("t", Edit(axes=(Axis(1, 0, 1, ROWS, 1),), append=Append(1, NEW))),
+    "experts, merged": ("e", Edit(times=Vector("g", 2), axes=(Axis(1, 0, 1, ROWS, 1),))),
+    "experts, longer": ("e", Edit(axes=(Axis(1, 0, 1, ROWS, 1),), append=Append(1, NEW))),
+    "experts, longer rows": ("e", Edit(axes=(Axis(1, 0, 1, ROWS, 1),), append=Append(2, NEW))),
+    "bias": ("b", Edit(plus=Product("w", 1, "v"), axes=(Axis(0, 0, 1, ROWS, 1),))),
+    "bias of a transposed weight": ("b", Edit(plus=Product("t", 0, "v"))),
+    "bias, scaled and longer": (
+        "b",
+        Edit(plus=Product("w", 1, "v"), scale=Vector("s", 0), append=Append(0, NEW)),
+    ),
+    "filled": ("v", Edit(fill=0.0)),
+    "a copy": ("copy", Edit(source="w")),
+    "a copy that is centred": ("copy", Edit(source="w", axes=(OUT,))),
+}
+
+
+def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(0)
+    shapes = {"w": (ROWS, IN), "t": (IN, ROWS), "e": (DEEP, ROWS, IN), "b": (ROWS,)}
+    shapes |= {"g": (IN,), "v": (IN,), "s": (ROWS,)}
+    return {n: (torch.randn(s, generator=made) * 0.4 + 0.3).to(dtype) for n, s in shapes.items()}

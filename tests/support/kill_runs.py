@@ -1,0 +1,102 @@
+"""Fold, kill the fold at a random moment, go on with it, again and again. Prints what happened.
+
+    python tests/support/kill_runs.py FOLDER RUNS SEED
+
+Every run is a child of this process, which has imported torch and has no threads. Fails where the
+source is touched, where there is anything else at OUT than the whole result, and where going on
+does not end in the same bytes as a fold that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import torch
+from fold_cases import EDITS, plan_for, state, store
+from stored_files import opened
+
+from enjoyln_cli.fs.staging import FINISHED, finished, work_of
+from enjoyln_cli.rewrite.directory import fold_checkpoint
+
+
+def child(source: Path, out: Path, resume: bool) -> int:
+    """Start a fold in a process of its own."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        checkpoint = opened(source)
+        shapes = {n: torch.empty(s.shape, device="meta") for n, s in checkpoint.tensors.items()}
+        plan = plan_for(shapes, EDITS)
+        limit = 1_500_000
+        fold_checkpoint(
+            checkpoint, plan, out, recipe_text="r", resume=resume, max_shard_size=limit, jobs=1
+        )
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def main(folder: Path, runs: int, seed: int) -> None:
+    source, out, work = folder / "model", folder / "out", work_of(folder / "out")
+    store(source, state(torch.bfloat16), "sharded")
+    (source / "tokenizer.json").write_text("{}")
+    times = []
+    for _ in range(3):
+        shutil.rmtree(out, ignore_errors=True)
+        begin = time.perf_counter()
+        assert ended(child(source, out, False)) == 0
+        times.append(time.perf_counter() - begin)
+    untouched, whole = contents(source), contents(out)
+    shutil.rmtree(out)
+    made, seen = random.Random(seed), Counter[str]()
+    for _ in range(runs):
+        resume = False
+        while not out.exists():  # now and then what goes on is killed as well
+            pid = child(source, out, resume)
+            time.sleep(made.uniform(0, 1.2 * max(times)))
+            os.kill(pid, signal.SIGKILL)
+            status = ended(pid)
+            assert status in (0, -signal.SIGKILL), status
+            assert contents(source) == untouched
+            assert not out.exists() or contents(out) == whole
+            seen["whole" if out.exists() else f"{min(finished(work), 1)} finished"] += 1
+            resume = True
+            if not out.exists() and made.random() < 0.7:
+                before = finished(work)
+                assert ended(child(source, out, True)) == 0
+                seen["gone on"] += before > 0
+        assert contents(out) == whole
+        assert contents(source) == untouched
+        assert {path.name for path in folder.iterdir()} <= {"model", "out", work.name}
+        assert not (work / FINISHED).exists() or not (work / "result").exists()
+        shutil.rmtree(out)
+        shutil.rmtree(work, ignore_errors=True)
+    print(json.dumps({"seconds": max(times), **seen}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,40 @@
+"""Checkpoint directories written by hand, right or wrong, and how they are opened."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
+from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.errors import BadCheckpoint
+
+
+def opened(folder: Path) -> Checkpoint:
+    return open_checkpoint(open_source(str(folder)))
+
+
+def refused(folder: Path, words: str, kind: type[Exception] = BadCheckpoint) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        opened(folder)
+    assert "\n" not in str(caught.value)
+
+
+def tensors(*names: str) -> dict[str, torch.Tensor]:
+    """Random weights whose mean is not zero, the same for the same names."""
+    made = torch.Generator().manual_seed(sum(map(ord, "".join(names))))
+    return {name: torch.randn(3, 5, generator=made) + 0.7 for name in names}
+
+
+def changed(out: Path, into: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a folded checkpoint with some of its tensors edited."""
+    shutil.copytree(out, into)
+    tensors = load_file(into / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
+    return into

@@ -1,0 +1,120 @@
+"""Small configurations of transformers, live models with random weights, and their calls."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from enjoyln_cli.models.outputs import tensors_in
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.runtime.install import install
+
+TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+GPT2 = {**TOKENS, "n_layer": 2, "n_head": 3, "n_embd": 21, "n_positions": 31}
+
+
+BERT = {
+    **TOKENS,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "hidden_size": 21,
+    "intermediate_size": 33,
+    "max_position_embeddings": 31,
+}
+
+
+PHI = {**BERT, "num_attention_heads": 3, "hidden_size": 24, "partial_rotary_factor": 0.5}
+
+
+VIT = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "hidden_size": 21,
+    "intermediate_size": 33,
+    "image_size": 15,
+    "patch_size": 5,
+    "encoder_stride": 5,
+}
+
+
+def live(model_class: str, config: Any, seed: int = 0) -> Any:
+    """The class in float64 with every parameter moved off its initial value."""
+    torch.manual_seed(seed)
+    model = getattr(transformers, model_class)(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            start = 1.0 if parameter.dim() == 1 else 0.1
+            parameter.copy_(start + 0.3 * torch.randn_like(parameter))
+    return model
+
+
+def calls(model: Any, seed: int = 1) -> list[dict[str, Any]]:
+    """Inputs of every kind that the class takes, some of them padded."""
+    torch.manual_seed(seed)
+    accepted = inspect.signature(model.forward).parameters
+    if model.main_input_name == "pixel_values":
+        pixels = torch.randn(2, 3, 15, 15, dtype=torch.float64)
+        found = [{"pixel_values": pixels}]
+        if any(name.endswith("mask_token") for name, _ in model.named_parameters()):
+            found.append({"pixel_values": pixels, "bool_masked_pos": torch.rand(2, 9) < 0.5})
+        if "MaskedImage" not in type(model).__name__:  # it rebuilds the one size it was made for
+            larger = torch.randn(2, 3, 20, 25, dtype=torch.float64)
+            found.append({"pixel_values": larger, "interpolate_pos_encoding": True})
+        return found
+    ids = torch.randint(3, 37, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    ids = torch.where(mask == 0, 0, ids)
+    plain = {"input_ids": ids, "attention_mask": mask}
+    width = model.get_input_embeddings().weight.shape[1]
+    embeds = torch.randn(2, 7, width, dtype=torch.float64) + 0.5
+    optional = {
+        "token_type_ids": torch.randint(0, 2, (2, 7)),
+        "position_ids": torch.randint(0, 11, (2, 7)),
+    }
+    given = {name: value for name, value in optional.items() if name in accepted}
+    found = [plain, {**plain, **given}, {"attention_mask": mask, "inputs_embeds": embeds}]
+    if "mc_token_ids" in accepted:
+        found.append({**plain, "mc_token_ids": torch.tensor([2, 4])})
+    return found
+
+
+def outputs(model: Any, given: dict[str, Any]) -> list[torch.Tensor]:
+    """All that one call returns, and a decoding step after it where there is a cache."""
+    with torch.no_grad():
+        result = model(**given)
+        found = tensors_in(result)
+        cache = getattr(result, "past_key_values", None)
+        if cache is not None and set(given) == {"input_ids", "attention_mask"}:
+            mask = torch.cat([given["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+            step = {"input_ids": torch.tensor([[5], [9]]), "attention_mask": mask}
+            found = [t.clone() for t in found]
+            found += tensors_in(model(**step, past_key_values=cache))
+    return found
+
+
+def error(model: Any, original: Any, given: dict[str, Any]) -> float:
+    """The worst difference of any output, relative to its largest element; NaN if one holds it."""
+    pairs = zip(outputs(model, given), outputs(original, given), strict=True)
+    worst = [
+        (a - b).abs().max() / b.abs().max().clamp_min(1e-300)
+        for a, b in pairs
+        if b.is_floating_point() and b.numel()
+    ]
+    return float(torch.stack(worst).max())
+
+
+def converted(model: nn.Module, plan: Plan, guarded: bool = True) -> Any:
+    result = copy.deepcopy(model)
+    centre_parameters(result, plan)
+    unproven, covered = (plan.unproven, plan.covered) if guarded else ((), None)
+    norms = [v.norm for v in plan.folded]
+    return install(result, norms, plan.ops, plan.entry_inputs, unproven, covered=covered)

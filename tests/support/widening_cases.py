@@ -1,0 +1,44 @@
+"""Models whose MLPs can subtract a mean."""
+
+from __future__ import annotations
+
+from tiny_models import BERT, TOKENS
+
+from enjoyln_cli.plan.plan import Options
+
+WIDEN = Options(widen_mlp=True)
+
+
+DISTIL = {**TOKENS, "n_layers": 2, "n_heads": 3, "dim": 21, "hidden_dim": 33}
+
+
+BART = {
+    **TOKENS,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+    "d_model": 21,
+    "encoder_ffn_dim": 33,
+    "decoder_ffn_dim": 37,
+    "max_position_embeddings": 31,
+    "decoder_start_token_id": 2,
+}
+
+
+OPT = {**BERT, "ffn_dim": 33, "word_embed_proj_dim": 15, "do_layer_norm_before": False}
+
+
+FAMILY = [
+    ("bert", BERT, "BertModel", 1, 3),
+    ("bert", BERT, "BertForMaskedLM", 0, 2),
+    ("roberta", BERT, "RobertaModel", 1, 3),
+    ("distilbert", DISTIL, "DistilBertModel", 1, 3),
+    ("electra", {**BERT, "embedding_size": 13}, "ElectraModel", 1, 3),
+    ("deberta", BERT, "DebertaModel", 1, 3),
+    ("deberta-v2", BERT, "DebertaV2Model", 1, 3),
+    ("mpnet", BERT, "MPNetModel", 1, 3),
+    ("bart", BART, "BartModel", 2, 6),
+    ("opt", OPT, "OPTModel", 0, 2),
+    ("albert", {**BERT, "embedding_size": 9}, "AlbertModel", 1, 2),
+]

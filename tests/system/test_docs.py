@@ -1,0 +1,291 @@
+"""The README and the pages under docs: every example runs, and prints what its page says.
+
+The blocks of a page run in order, in a new directory that holds the checkpoints under ``tests``:
+
+    ```python      is executed; the blocks of a page share their names
+    ```text        straight after one is what it prints
+    ```console     runs what stands behind each ``$``; below it is what that prints
+
+``...`` stands for any text. A number with a decimal point may be another one, and one with an
+exponent is an error: it may be smaller, or up to a hundred times as large. The norms that saw the
+largest means may be others: what they saw is rounding. All else has to be the same, but for the
+width of tables. A command has to succeed, unless ``; echo $?`` shows how it ended.
+``<!-- needs: peft -->`` before a block names a library without which it is skipped, and after
+``<!-- varies -->`` comes one whose output is another on each machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from hub_server import Hub, serving
+from live_models import ROOT
+
+import enjoyln_cli
+from enjoyln_cli.cli.main import main
+from enjoyln_cli.runtime.install import RMSNorm
+
+CHECKPOINTS = ROOT / "tests" / "checkpoints"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+BLOCK = re.compile(
+    r"^(?:<!-- needs: (?P<needs>[\w ]+) -->\n)?(?P<varies><!-- varies -->\n)?"
+    r"```(?P<kind>python|console)\n(?P<code>.*?)^```$"
+    r"(?:\n+```text\n(?P<printed>.*?)^```$)?",
+    re.DOTALL | re.MULTILINE,
+)
+VARIES = re.compile(
+    r"(?<=input mean: )(?P<mean>\S+ \(\S+\))|(?P<error>\d+(?:\.\d+)?e[+-]\d+)"
+    r"|(?P<number>\d+(?:\.\d+)+)|(?P<any>\.\.\.)"
+)
+A_NUMBER = r"(-?\d+(?:\.\d+)*(?:e[+-]\d+)?)"
+LARGER = 100
+"""How many times as large an error may be as on the page."""
+
+HUB = "https://huggingface.co"
+FILE = "{repo_id}/resolve/{revision}/{filename}"
+HERE = "/home/me"
+"""What stands on a page for the Hub of this machine, and for the directory of a test."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One example of a page."""
+
+    place: str
+    """Page and line."""
+    kind: str
+    code: str
+    printed: str | None
+    needs: tuple[str, ...]
+    varies: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, found.start('code'))}",
+            found["kind"],
+            found["code"],
+            found["printed"],
+            tuple((found["needs"] or "").split()),
+            bool(found["varies"]),
+        )
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def same(expected: str, printed: str) -> bool:
+    """Whether a page's text and what was printed are the same, but for what may vary."""
+    expected, printed = (_narrow(text) for text in (expected, printed))
+    pattern, errors, end = "", [], 0
+    for found in VARIES.finditer(expected):
+        pattern += re.escape(expected[end : found.start()])
+        pattern += {"any": "(.*?)", "mean": r"(\S+ \(\S+\))"}.get(str(found.lastgroup), A_NUMBER)
+        errors.append(float(found["error"]) if found["error"] else None)
+        end = found.end()
+    match = re.fullmatch(pattern + re.escape(expected[end:]), printed, re.DOTALL)
+    if match is None:
+        return False
+    pairs = zip(errors, match.groups(), strict=True)
+    return all(bound is None or float(text) <= LARGER * bound for bound, text in pairs)
+
+
+def _narrow(text: str) -> str:
+    """Without the width of tables and the space at the ends of lines."""
+    text = re.sub(r"([━─═])\1+", r"\1", text.strip())
+    return re.sub(r" +", " ", re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+
+def run(page: Path, subtests: pytest.Subtests, hub: str = HUB) -> dict[str, Any]:
+    """Run each block of a page in this directory. Returns the names that its code has left."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page):
+        with subtests.test(block.place):
+            for library in block.needs:
+                if importlib.util.find_spec(library) is None:
+                    pytest.skip(f"{library} is not installed")
+            if block.kind == "python":
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    exec(compile(block.code, block.place, "exec"), names)
+                if block.printed is not None:
+                    check(block.printed, out.getvalue())
+                continue
+            commands = re.split(r"^\$ ", block.code, flags=re.MULTILINE)
+            assert commands[0] == "", "text before the first command"
+            for text in commands[1:]:
+                line, _, printed = text.partition("\n")
+                found = shell(line)
+                if not block.varies:
+                    check(printed, found.replace(hub, HUB).replace(str(Path.cwd()), HERE))
+    return names
+
+
+def check(expected: str, printed: str) -> None:
+    assert same(expected, printed), f"it prints:\n{printed}"
+
+
+def shell(line: str) -> str:
+    """What a command prints; that of the project runs in this process, where all is imported."""
+    command, show, _ = line.partition("; echo $?")
+    if command.startswith("enjoyln "):
+        command, _, file = command.partition(" > ")
+        words = shlex.split(command, comments=True)[1:]
+        result = CliRunner().invoke(main, words, prog_name="enjoyln")
+        status, printed = result.exit_code, result.stderr if file else result.output
+        if file:
+            Path(file).write_text(result.stdout)
+    else:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path}
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment)
+        status, printed = done.returncode, done.stdout + done.stderr
+    if show:
+        return f"{printed}{status}\n"
+    assert status == 0, printed
+    return printed
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Path:
+    """A new directory with the checkpoints, where the commands run as in a terminal."""
+    shutil.copytree(CHECKPOINTS, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("ENJOYLN_DEBUG", raising=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with serving() as server:
+        server.tokens["hf_a_token_of_mine"] = "me"
+        yield server
+
+
+@pytest.fixture
+def online(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The Hub is the one of this machine, and who asks it is ``me``."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    monkeypatch.setenv("HF_TOKEN", "hf_a_token_of_mine")
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}/{FILE}")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return hub.url
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_examples_of_a_page_run(page: Path, online: str, subtests: pytest.Subtests) -> None:
+    run(page, subtests, online)
+
+
+def test_the_examples_of_the_readme_run(place: Path, subtests: pytest.Subtests) -> None:
+    shutil.copytree(CHECKPOINTS, place / CHECKPOINTS.relative_to(ROOT))
+    names = run(ROOT / "README.md", subtests)
+    assert isinstance(names["model"].transformer.h[0].ln_1, RMSNorm)
+    assert names["result"].verification.passed
+
+
+@pytest.mark.parametrize("page", (ROOT / "docs" / "commands").iterdir(), ids=lambda page: page.stem)
+def test_the_page_of_a_command_has_its_options(page: Path) -> None:
+    found = {name for param in main.commands[page.stem].params for name in names_of(param)}
+    table = page.read_text(encoding="utf-8").rpartition("| option |")[2]
+    first = "\n".join(row.split("|")[1] for row in table.splitlines() if row.count("|") > 2)
+    assert set(re.findall(r"`(--[a-z-]+)`", first)) == found - {"--help"}
+
+
+def names_of(param: click.Parameter) -> list[str]:
+    return [name for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
+
+
+def test_the_page_for_library_users_names_what_there_is() -> None:
+    text = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", text)) | set(re.findall(r"^## (\w+)$", text, re.MULTILINE))
+    assert set(enjoyln_cli.__all__) - {"EnjoyLNError"} <= named
+
+
+@pytest.mark.parametrize("name", ["analyze", "fold", "verify", "bench", "unfold", "push"])
+def test_the_page_for_library_users_names_arguments_that_exist(name: str) -> None:
+    text = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    section = re.search(rf"^## {name}$(.*?)^## ", text, re.DOTALL | re.MULTILINE)
+    assert section
+    cells = re.findall(r"^\|(.*?)\|", section[1].rpartition("| argument |")[2], re.MULTILINE)
+    named = {word for cell in cells for word in re.findall(r"`(\w+)`", cell)}
+    taken = inspect.signature(getattr(enjoyln_cli, name)).parameters
+    assert named and named <= set(taken)
+
+
+def test_the_counts_of_models_are_those_of_the_census() -> None:
+    text = (ROOT / "docs" / "which_models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [\w-]+ \| \w+\*? \| \d.*$", text, re.MULTILINE)
+    census = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    assert rows and [row for row in rows if f"\n{row}" not in census] == []
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2_ln_2"])
+def test_the_pictures_are_those_that_are_drawn(name: str) -> None:
+    pytest.importorskip("grandalf")
+    why = ["--why", "transformer.h.0.ln_2"] if name == "gpt2_ln_2" else []
+    shell(" ".join(["enjoyln report gpt2 --save drawn.svg", *why]))
+    drawn, shown = (
+        sorted(re.findall(r">([^<>]+)<", file.read_text(encoding="utf-8")))
+        for file in (Path("drawn.svg"), ROOT / "docs" / "pictures" / f"{name}.svg")
+    )
+    assert drawn == shown
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", link):
+            continue
+        path, _, heading = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in found}
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "good"),
+    [
+        ("ratio 0.95, error 4.4e-16", "ratio 1, error 1e-15", True),
+        ("error 4.4e-16", "error 4.4e-13", False),
+        ("folded 7 of 7", "folded 6 of 7", False),
+        ("┏━━━┓\n┃ a ┃", "┏━━━━━┓\n┃  a  ┃  ", True),
+        ("one\n...\nlast", "one\ntwo\nthree\nlast", True),
+        ("one\n...", "two\nthree", False),
+        ("input mean: 2.0e-08 (h.0.ln)", "input mean: 1.0e-08 (h.1.ln)", True),
+        ("input mean: 2.0e-08 (h.0.ln)", "input mean: none", False),
+        ("", "something", False),
+    ],
+)
+def test_what_may_vary_on_a_page_and_what_may_not(expected: str, printed: str, good: bool) -> None:
+    assert same(expected, printed) is good

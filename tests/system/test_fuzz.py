@@ -1,0 +1,315 @@
+"""Files from a stranger: whatever they hold is read, or refused in one line, soon and in bounds.
+
+500 cases, the same in every run; ``ENJOYLN_FUZZ=40`` makes it 20,000, other ones each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from live_models import CHECKPOINTS
+from stored_files import opened
+
+from enjoyln_cli import unfold
+from enjoyln_cli.checkpoint.marker import Marker, read_marker
+from enjoyln_cli.checkpoint.reader import read_tensor
+from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
+from enjoyln_cli.conversion import fold
+from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.recipe.recipe_file import parse_recipe, to_plan
+
+TIMES = int(os.environ.get("ENJOYLN_FUZZ", "1"))
+LONGEST = 30
+"""Seconds of processor time that any case may take."""
+SECONDS = 5 if TIMES > 1 else LONGEST
+"""Where no other tests run beside it."""
+MEMORY = 1 << 30
+
+FAMILIES = sorted(path.name for path in CHECKPOINTS.iterdir() if (path / "config.json").is_file())
+CONFIGS = {name: json.loads((CHECKPOINTS / name / "config.json").read_text()) for name in FAMILIES}
+RECIPES = [path.read_text() for path in sorted((CHECKPOINTS.parents[1] / "recipes").glob("*.yaml"))]
+
+
+def cases(count: int) -> Callable[..., Any]:
+    return settings(
+        max_examples=count * TIMES,
+        derandomize=TIMES == 1,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+class Slow(BaseException):
+    """A case has used up its time. Nothing that is tested catches this."""
+
+
+def in_bounds(case: Callable[[], object], seconds: float = SECONDS) -> None:
+    """``case`` ends in time and in bounds: well, or with a refusal of one line.
+
+    A machine that others use is slow at times, so what takes too long is tried again.
+    """
+    held = peak()
+    if not any(ends_in_time(case, seconds) for _ in range(3)):
+        pytest.fail(f"a case takes more than {seconds} s, each of three times")
+    assert peak() - held < MEMORY
+
+
+def ends_in_time(case: Callable[[], object], seconds: float) -> bool:
+    """Told to stop again and again: some libraries swallow what is raised in a callback."""
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        raise Slow
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1)
+    try:
+        case()
+    except EnjoyLNError as error:
+        assert str(error).isprintable()
+        assert len(str(error)) < 3000
+    except Slow:
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+    return True
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# What a value may be replaced by: of a wrong type, out of range, too long, or nested.
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.sampled_from([-1, 0, 1, 2**31, 2**63, 10**12, -(10**12), 10**30]),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(["..", "/etc/passwd", "a\nb", "\x1b[2J", "gelu", "F32", "A" * 5000, "{i}"]),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where in nested lists and mappings a value stands."""
+    parts = value.items() if isinstance(value, dict) else ()
+    parts = enumerate(value) if isinstance(value, list) else parts
+    for key, item in parts:
+        yield (*path, key)
+        yield from paths_in(item, (*path, key))
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: Any) -> Any:
+    """Nested values, some of them replaced, left out, or under another key."""
+    copied = json.loads(json.dumps(whole))
+    for _ in range(draw(st.integers(1, 3))):
+        places = list(paths_in(copied))
+        if not places:
+            break
+        *outer, key = draw(st.sampled_from(places))
+        holder = copied
+        for step in outer:
+            holder = holder[step]
+        match draw(st.sampled_from(["replace", "replace", "replace", "remove", "rename"])):
+            case "replace":
+                holder[key] = draw(VALUES)
+            case "rename" if isinstance(holder, dict):
+                holder[draw(st.text(max_size=30))] = holder.pop(key)
+            case _:
+                del holder[key]
+    return copied
+
+
+@st.composite
+def edited(draw: st.DrawFn, text: bytes) -> bytes:
+    """Bytes with a few of them changed, left out or put in."""
+    data = bytearray(text)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(len(data) - 1, 0)))
+        length = draw(st.sampled_from([0, 1, 1, 1, 8, 100]))
+        data[at : at + length] = draw(st.binary(max_size=12))
+    return bytes(data)
+
+
+def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+HEADER = {
+    "__metadata__": {"format": "pt"},
+    "h.0.ln.weight": entry("F32", [4], 0, 16),
+    "h.0.mlp.weight": entry("BF16", [3, 4], 16, 40),
+    "position_ids": entry("I64", [1, 1], 40, 48),
+}
+DATA = bytes(range(48))
+
+
+def file_of(header: bytes, data: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+HEADERS = damaged(HEADER).map(lambda header: file_of(json.dumps(header).encode(), DATA))
+FILES = HEADERS | edited(file_of(json.dumps(HEADER).encode(), DATA)) | st.binary(max_size=80)
+
+
+@cases(150)
+@given(content=FILES)
+def test_safetensors_files(folder_of_cases: Path, content: bytes) -> None:
+    (folder_of_cases / "config.json").write_text("{}")
+    (folder_of_cases / "model.safetensors").write_bytes(content)
+
+    def case() -> None:
+        found = opened(folder_of_cases)
+        for name, stored in found.tensors.items():
+            assert tuple(read_tensor(found, name).shape) == stored.shape
+
+    in_bounds(case)
+
+
+INDEX = {
+    "metadata": {"total_size": 48},
+    "weight_map": {name: "model-00001-of-00001.safetensors" for name in list(HEADER)[1:]},
+}
+
+
+@cases(100)
+@given(
+    index=damaged(INDEX).map(lambda i: json.dumps(i).encode()) | edited(json.dumps(INDEX).encode())
+)
+def test_indices(folder_of_cases: Path, index: bytes) -> None:
+    shard = file_of(json.dumps(HEADER).encode(), DATA)
+    (folder_of_cases / "model-00001-of-00001.safetensors").write_bytes(shard)
+    (folder_of_cases / "model.safetensors.index.json").write_bytes(index)
+
+    def case() -> None:
+        found = opened(folder_of_cases)
+        assert set(found.shards) == {"model-00001-of-00001.safetensors"}
+
+    in_bounds(case)
+
+
+@cases(150)
+@given(text=st.sampled_from(RECIPES).flatmap(lambda text: changed_recipes(text)))
+def test_recipes(text: str) -> None:
+    def case() -> None:
+        recipe = parse_recipe(text, where="theirs.yaml")
+        to_plan(recipe, {}, config={"n_embd": 768, "hidden_size": 768})
+
+    in_bounds(case)
+
+
+def changed_recipes(text: str) -> st.SearchStrategy[str]:
+    whole = damaged(yaml.safe_load(text)).map(lambda data: yaml.safe_dump(data))
+    return whole | edited(text.encode()).map(lambda data: data.decode(errors="replace"))
+
+
+@cases(40)
+@given(config=st.sampled_from(FAMILIES).flatmap(lambda name: damaged(CONFIGS[name])))
+def test_configs(folder_of_cases: Path, config: Any) -> None:
+    """One that has lost its number of layers is a whole model, of up to 24 layers by default."""
+    (folder_of_cases / "config.json").write_text(json.dumps(config))
+    seconds = SECONDS if config.keys() & {"num_hidden_layers", "n_layer"} else LONGEST
+    in_bounds(lambda: fold.inspect(str(folder_of_cases), fold.Opening()), seconds)
+
+
+MARKER = {
+    "version": 1,
+    "source": "gpt2",
+    "revision": None,
+    "model_class": "GPT2LMHeadModel",
+    "classes": ["GPT2LMHeadModel"],
+    "rmsnorm": ["transformer.h.0.ln_1"],
+    "layernorm": [],
+    "centering": [{"module": "transformer.wte", "place": "output", "axis": [-1, 0, 1, 8, 1]}],
+    "entry_inputs": ["inputs_embeds"],
+    "unproven": [],
+    "tool": "enjoyln 0.1.0",
+}
+
+
+@cases(60)
+@given(entry=damaged(MARKER))
+def test_markers(entry: Any) -> None:
+    """Of version 1, which has no digest that would refuse every change at once."""
+
+    def case() -> None:
+        assert isinstance(read_marker({"enjoyln": entry}), Marker)
+
+    in_bounds(case)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(one_thread: None) -> None:
+    """What is imported once does not count for the first case, nor a thread that waits for one."""
+    fold.inspect(str(CHECKPOINTS / FAMILIES[0]), fold.Opening())
+
+
+@pytest.fixture
+def folder_of_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One directory for all cases of a test, which write over each other's files."""
+    folder = tmp_path_factory.mktemp("cases")
+    yield folder
+    shutil.rmtree(folder)
+
+
+# What a fold has kept, by somebody who makes its digest right again.
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("kept") / "out"
+    fold.convert(CHECKPOINTS / "opt", out, keep_means=True, verify=False)
+    return out
+
+
+@cases(60)
+@given(data=st.data())
+def test_what_a_fold_has_kept(
+    kept: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path, good = kept / FOLDER / FILE, (kept / FOLDER / FILE).read_bytes()
+    start = 8 + int.from_bytes(good[:8], "little")
+    header, body = json.loads(good[8:start]), bytearray(good[start:])
+    told = json.loads(header["__metadata__"]["kept"])
+    marker, version = told["marker"], told["version"]
+    if data.draw(st.booleans()):
+        told = {**data.draw(damaged(told)), "marker": marker, "version": version}
+    begin, end = header["pieces"]["data_offsets"]
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(begin // 8, end // 8 - 1)) * 8
+        number = data.draw(st.sampled_from([-1, 0, 1, 7, 8, 2**20, 2**62]))
+        body[at : at + 8] = number.to_bytes(8, "little", signed=True)
+    told.pop("sha256", None)
+    digest = hashlib.sha256(json.dumps(told).encode() + body).hexdigest()
+    header["__metadata__"]["kept"] = json.dumps({**told, "sha256": digest})
+    text = json.dumps(header).encode()
+    try:
+        path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+        in_bounds(lambda: unfold(kept, tmp_path_factory.mktemp("back") / "back"))
+    finally:
+        path.write_bytes(good)

@@ -1,0 +1,697 @@
+"""From the Hub, and to it: a server on this machine, the command in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_clients import GPT2, TOKEN, clients, enjoyln, environment, python
+from hub_server import Hub, serving, sha256
+
+READ, FINE = "hf_onlyREADS", "hf_fineGRAINED"
+MESSAGE = "Upload a checkpoint folded by enjoyln"
+
+pytestmark = pytest.mark.usefixtures("quiet_hub")
+
+CARD = """\
+---
+license: mit
+language: en
+pipeline_tag: text-generation
+tags: [tiny]
+model-index: []
+---
+# A tiny model
+
+Trained on a licence.
+"""
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with serving() as server, clients():
+        server.tokens |= {TOKEN: "me", READ: "me", FINE: "me"}
+        server.roles |= {READ: "read", FINE: "fineGrained"}
+        server.orgs |= {"crew": "write", "readers": "read"}
+        files = {path.name: path.read_bytes() for path in GPT2.iterdir()}
+        foreign = ("tf_model.h5", "flax_model.msgpack", "onnx/model.onnx", "pytorch_model.bin")
+        files |= {name: b"the same in another form" for name in foreign}
+        files |= {"README.md": CARD.encode()}
+        server.add("org/gpt2", files).commit("v1", dict(files), "a branch")
+        server.add("me/private", files, private=True)
+        server.add("org/gated", files, gated=True)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def folded(hub: Hub, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2 folded by its Hub id; nobody writes into it."""
+    out = tmp_path_factory.mktemp("out") / "gpt2-rms"
+    call = ["fold", "org/gpt2", "-o", out, "--revision", "v1", "--token", TOKEN]
+    (done,) = enjoyln(hub, home, call)
+    assert done.status == 0, done.err
+    return out
+
+
+@pytest.fixture
+def out(folded: Path, tmp_path: Path) -> Path:
+    """A copy of the folded checkpoint to work on."""
+    return Path(shutil.copytree(folded, tmp_path / "gpt2-rms"))
+
+
+def token_files(folder: Path) -> list[Path]:
+    """The files that hold the planted token."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if TOKEN.encode() in path.read_bytes()]
+
+
+# From the Hub.
+
+
+def test_a_report_fetches_the_config_alone(hub: Hub, home: Path, tmp_path: Path) -> None:
+    call = ["report", "org/gpt2", "--format", "json", "--cache-dir", tmp_path]
+    (done,) = enjoyln(hub, home, call)
+    assert json.loads(done.out)["folded"] == 7
+    assert hub.fetched() == ["config.json"]
+
+
+def test_a_fold_fetches_what_it_needs(hub: Hub, home: Path, tmp_path: Path) -> None:
+    """Neither weights for other frameworks, nor the same ones as a pickle."""
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    hub.add("org/twin", hub.repositories["org/gpt2"].files())
+    call = ["fold", "org/twin", "-o", out, "--cache-dir", cache, "--no-verify"]
+    (done,) = enjoyln(hub, home, call)
+    assert done.status == 0, done.err
+    assert hub.fetched() == sorted([path.name for path in GPT2.iterdir()] + ["README.md"])
+    assert (cache / "models--org--twin").is_dir()
+    assert not (home / "hub" / "models--org--twin").exists()
+
+
+def test_the_cache_lies_in_hf_home(home: Path, folded: Path) -> None:
+    assert (home / "hub" / "models--org--gpt2").is_dir()
+
+
+def test_the_storage_gets_no_token(hub: Hub, home: Path, tmp_path: Path) -> None:
+    """Weights lie on another host than the Hub, which has no business with it."""
+    call = ["fold", "me/private", "-o", tmp_path / "out", "--no-verify", "--token", TOKEN]
+    (done,) = enjoyln(hub, home, call)
+    assert done.status == 0, done.err
+    of_storage = [request for request in hub.requests if request.path.startswith("/storage/")]
+    assert of_storage and not any("authorization" in request.headers for request in of_storage)
+    of_hub = [request for request in hub.requests if "/resolve/" in request.path]
+    assert all(request.headers.get("authorization") == f"Bearer {TOKEN}" for request in of_hub)
+
+
+def test_a_result_remembers_the_commit(hub: Hub, folded: Path) -> None:
+    marker = json.loads((folded / "config.json").read_text())["enjoyln"]
+    assert marker["source"] == "org/gpt2"
+    assert marker["revision"] == hub.repositories["org/gpt2"].refs["v1"]
+
+
+def test_a_card_explains_the_relation_that_the_hub_has_for_it(folded: Path) -> None:
+    words = " ".join((folded / "README.md").read_text().split())
+    assert "base_model_relation: quantized" in words
+    assert "or quantised. (`quantized` is where the Hub lists conversions" in words
+
+
+def test_offline_the_cache_is_enough(hub: Hub, home: Path, folded: Path, tmp_path: Path) -> None:
+    calls = [["fold", "org/gpt2", "--revision", "v1", "-o", tmp_path / "again", "--no-verify"]]
+    calls += [["report", "org/other"], ["push", folded, "me/model", "--yes"]]
+    again, other, push = enjoyln(hub, home, *calls, HF_HUB_OFFLINE="1", HF_TOKEN=TOKEN)
+    assert again.status == 0, again.err
+    weights = "model.safetensors"
+    assert (tmp_path / "again" / weights).read_bytes() == (folded / weights).read_bytes()
+    assert "HF_HUB_OFFLINE is set" in other.error and "HF_HUB_OFFLINE is set" in push.error
+    assert hub.requests == []
+
+
+def test_refusals_say_what_to_do(hub: Hub, home: Path, tmp_path: Path) -> None:
+    calls: list[list[object]] = [
+        ["report", "org/gated"],
+        ["report", "org/gated", "--token", TOKEN],
+        ["report", "me/private"],
+        ["report", "org/nowhere"],
+        ["report", "org/gpt2", "--revision", "v9"],
+        ["report", "org/gpt2", "--token", "hf_unknown"],
+        ["report", "org/gpt2", "--token", f"{TOKEN}\n"],
+        ["report", "org/gpt2", "--token", ""],
+    ]
+    done = enjoyln(hub, home, *[[*call, "--cache-dir", tmp_path] for call in calls])
+    found = [one.error for one in done]
+    for line in found[:2]:
+        assert f"is gated: accept its terms at {hub.url}/org/gated" in line and "--token" in line
+    for line in found[2:4]:
+        assert "no such model on the Hub; for a private model" in line and "--token" in line
+    assert "org/gpt2 has no revision 'v9'" in found[4]
+    assert "refuses access to org/gpt2 (401)" in found[5]
+    assert "such as a line break" in found[6] and "is empty" in found[7]
+
+
+def test_who_was_let_in_may_read_a_gated_model(hub: Hub, home: Path) -> None:
+    hub.granted.add("me")
+    (done,) = enjoyln(hub, home, ["report", "org/gated", "--format", "json"], HF_TOKEN=TOKEN)
+    hub.granted.clear()
+    assert json.loads(done.out)["folded"] == 7
+
+
+# Faults on the way here.
+
+
+def test_a_hub_that_stumbles_is_asked_again(hub: Hub, home: Path, tmp_path: Path) -> None:
+    """An error of the server, one that asks to wait, and a connection that breaks half-way."""
+    hub.fault("HEAD", "resolve/.*/tokenizer.json", status=500)
+    hub.fault("GET", "resolve/.*/config.json", status=429, headers={"Retry-After": "0"})
+    hub.fault("GET", "storage/", cut=True)
+    call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--no-verify", "--cache-dir", tmp_path]
+    (done,) = enjoyln(hub, home, call)
+    assert done.status == 0, done.err
+    assert not any(fault.times for fault in hub.faults)
+
+
+def test_a_download_goes_on_where_it_broke(hub: Hub, tmp_path: Path) -> None:
+    """What has arrived is kept, in blocks of ten megabytes."""
+    weights = b"no tensors, but many bytes" * 1_000_000
+    hub.add("org/big", {"config.json": b"{}", "model.safetensors": weights})
+    hub.fault("GET", "storage/", cut=True)
+    code = "from enjoyln_cli.checkpoint.source import open_source\n"
+    path = python(hub, tmp_path, code + "print(open_source('org/big', weights=True).path)")
+    assert Path(path, "model.safetensors").read_bytes() == weights
+    ranges = [r.headers.get("range") for r in hub.requests if r.path.startswith("/storage/")]
+    assert ranges == [None, f"bytes={10 << 20}-"]
+
+
+def test_weights_that_arrive_changed_are_refused_and_fetched_again(
+    hub: Hub, home: Path, tmp_path: Path
+) -> None:
+    """Of the same size, with a readable header: nothing but the digest tells."""
+    hub.fault("GET", "storage/", corrupt=True)
+    call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--no-verify", "--cache-dir", tmp_path]
+    first, second = enjoyln(hub, home, call, call)
+    digest = sha256((GPT2 / "model.safetensors").read_bytes())
+    assert "model.safetensors of org/gpt2 did not arrive as the Hub has it" in first.error
+    assert digest[:12] in first.error and "fetch it again" in first.error
+    assert second.status == 0, second.err
+
+
+# To the Hub.
+
+
+def test_a_push_can_be_loaded_by_stock_transformers(
+    hub: Hub, home: Path, out: Path, tmp_path: Path
+) -> None:
+    call = ["push", out, "me/gpt2-rms", "--yes", "--private"]
+    dry, done, again = enjoyln(hub, home, [*call, "--dry-run"], call, call, HF_TOKEN=TOKEN)
+    assert "nothing was sent" in dry.out and "new, private" in dry.out
+    for path in out.iterdir():
+        assert re.search(rf"{re.escape(path.name)} .* new ", dry.out), path.name
+    assert done.status == 0, done.err
+    there = hub.repositories["me/gpt2-rms"]
+    assert done.out.splitlines()[-1] == f"{hub.url}/me/gpt2-rms/commit/{there.refs['main']}"
+    assert there.private and len(there.log) == 1
+    assert there.files()["model.safetensors"] == (out / "model.safetensors").read_bytes()
+    assert "nothing to push: me/gpt2-rms already has all of it (8 files)" in again.out
+    assert again.out.splitlines()[-1] == f"{hub.url}/me/gpt2-rms/tree/main" and len(there.log) == 1
+    assert not any(TOKEN.encode() in data for data in there.files().values())
+    code = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from enjoyln_cli import from_pretrained
+from enjoyln_cli.runtime.install import RMSNorm
+ids = AutoTokenizer.from_pretrained("me/gpt2-rms")("of this License", return_tensors="pt")
+stock = AutoModelForCausalLM.from_pretrained("me/gpt2-rms")
+fast = from_pretrained("me/gpt2-rms")
+original = AutoModelForCausalLM.from_pretrained("org/gpt2")
+assert not any(isinstance(m, RMSNorm) for m in stock.modules())
+assert sum(isinstance(m, RMSNorm) for m in fast.modules()) == 7
+with torch.no_grad():
+    a, b, c = (model(**ids).logits for model in (original, stock, fast))
+print(float((a - b).norm() / a.norm()), float((a - c).norm() / a.norm()))
+"""
+    errors = python(hub, tmp_path, code, HF_TOKEN=TOKEN).split()
+    assert all(float(error) < 1e-5 for error in errors) and len(errors) == 2
+
+
+def test_a_fold_can_push_its_result(hub: Hub, home: Path, tmp_path: Path) -> None:
+    call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--push-to-hub", "one-go", "--yes"]
+    (done,) = enjoyln(hub, home, [*call, "--token", TOKEN, "--json"])
+    (tmp_path / "again").mkdir()
+    again = ["fold", "org/gpt2", "-o", tmp_path / "again" / "out", *call[4:]]
+    (same,) = enjoyln(hub, home, again, HF_TOKEN=TOKEN)
+    page = f"{hub.url}/me/one-go/tree/main"
+    assert f"nothing to push: me/one-go: {page}" in " ".join(same.out.split()), same
+    found = json.loads(done.out)["pushed"]
+    assert (found["repo_id"], found["private"]) == ("me/one-go", False)
+    there = hub.repositories["me/one-go"].files()
+    assert there["config.json"] == (tmp_path / "out" / "config.json").read_bytes()
+    assert b'from_pretrained("me/one-go")' in there["README.md"]
+    assert token_files(tmp_path) == [] and TOKEN.encode() not in b"".join(there.values())
+
+
+def test_a_push_to_a_branch_and_as_a_pull_request(hub: Hub, home: Path, out: Path) -> None:
+    there = hub.add("me/taken", {"config.json": b"{}", "notes.txt": b"mine"})
+    message = ["--yes", "--commit-message", "Less to compute"]
+    calls = [["push", out, "me/taken", "--create-pr", *message, "--json"]]
+    calls += [["push", out, "me/taken", "--revision", "rms", *message]]
+    calls += [["push", out, "me/taken", "--revision", "rms", "--create-pr", *message]]
+    pull, branch, both = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    found = json.loads(pull.out)
+    assert found["url"] == f"{hub.url}/me/taken/discussions/1"
+    changes = {file["name"]: file["change"] for file in found["files"]}
+    assert changes.pop("config.json") == "changed" and set(changes.values()) == {"new"}
+    assert set(there.refs) == {"main", "refs/pr/1", "rms"}
+    assert set(there.files()) == {"config.json", "notes.txt"}, "main is as it was"
+    for ref in ("refs/pr/1", "rms"):
+        assert there.files(ref)["notes.txt"] == b"mine"
+        assert there.files(ref)["model.safetensors"] == (out / "model.safetensors").read_bytes()
+    assert there.log == ["Less to compute"] * 2
+    assert branch.status == 0 and "drop --revision" in both.error
+
+
+def test_a_new_branch_is_compared_with_the_one_it_starts_from(
+    hub: Hub, home: Path, out: Path
+) -> None:
+    there = hub.add("me/branched", {"config.json": (out / "config.json").read_bytes()})
+    call = ["push", out, "me/branched", "--revision", "rms", "--yes"]
+    dry, done = enjoyln(hub, home, [*call, "--dry-run"], call, HF_TOKEN=TOKEN)
+    assert "would push 7 new and 0 changed of 8 files" in dry.out
+    assert "to me/branched@rms (new branch, public); nothing was sent" in dry.out
+    assert done.out.splitlines()[-1] == f"{hub.url}/me/branched/commit/{there.refs['rms']}"
+    assert there.refs["rms"] != there.refs["main"] and there.log == [MESSAGE]
+
+
+def test_a_new_branch_may_be_all_that_is_new(hub: Hub, home: Path, out: Path) -> None:
+    call = ["push", out, "me/twice", "--yes"]
+    calls = [call, [*call, "--revision", "rms/2"], [*call, "--revision", "rms/2", "--json"]]
+    _, branch, again = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    there = hub.repositories["me/twice"]
+    assert there.refs["rms/2"] == there.refs["main"] and there.log == [MESSAGE]
+    assert "pushed 0 new and 0 changed of 8 files, 0 B, to me/twice@rms/2 (new br" in branch.out
+    assert branch.out.splitlines()[-1] == f"{hub.url}/me/twice/tree/rms%2F2"
+    found = json.loads(again.out)
+    assert (found["differs"], found["new_branch"], found["bytes"]) == (False, False, 0)
+    assert found["commit"] == there.refs["main"]
+    assert found["url"] == f"{hub.url}/me/twice/tree/rms%2F2"
+
+
+def test_nothing_is_sent_where_nothing_differs(hub: Hub, home: Path, out: Path) -> None:
+    (first,) = enjoyln(hub, home, ["push", out, "me/same", "--yes"], HF_TOKEN=TOKEN)
+    assert first.status == 0, first.err
+    hub.requests.clear()
+    call: list[object] = ["push", out, "me/same"]
+    calls = [call, [*call, "--create-pr"], [*call, "--dry-run"]]
+    for done in enjoyln(hub, home, *calls, HF_TOKEN=TOKEN):
+        assert done.status == 0, "nobody has to say yes to that"
+        assert "nothing to push: me/same already has all of it (8 files)" in done.out
+    assert set(hub.repositories["me/same"].refs) == {"main"}
+    assert {request.method for request in hub.requests} == {"GET"}
+
+
+def test_a_pull_request_needs_a_repository(hub: Hub, home: Path, out: Path) -> None:
+    calls: list[list[object]] = [["push", out, "me/none", "--create-pr", "--yes"]]
+    calls += [["push", out, "me/none", "--revision", "refs/pr/1", "--yes"]]
+    calls += [["fold", GPT2, "-o", out.parent / "o", "--push-to-hub", "me/none", "--create-pr"]]
+    push, revision, fold = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    for done in (push, fold):
+        assert "there is no me/none" in done.error and "without --create-pr" in done.error
+    assert "me/none has no refs/pr/1" in revision.error
+    assert "me/none" not in hub.repositories and not (out.parent / "o").exists()
+
+
+def test_a_pull_request_that_was_opened_is_gone_on_with(hub: Hub, home: Path, out: Path) -> None:
+    """The answer to its commit is lost: a second one must not be opened."""
+    there = hub.add("org/theirs", {"config.json": b"{}"})
+    there.pulls["refs/pr/1"] = "another"
+    there.refs["refs/pr/1"] = there.refs["main"]
+    hub.fault("POST", "/commit/", status=500)
+    call: list[object] = ["push", out, "org/theirs", "--yes"]
+    (early,) = enjoyln(hub, home, [*call, "--create-pr"], HF_TOKEN=TOKEN)
+    assert early.error.endswith("push again, it goes on where it stopped")
+    hub.fault("POST", "/commit/", cut=True)
+    (late,) = enjoyln(hub, home, [*call, "--create-pr"], HF_TOKEN=TOKEN)
+    assert "push again with --revision refs/pr/2 and without --create-pr" in late.error
+    there.commit("refs/pr/2", {"config.json": b"{}"}, "as if a part had come")
+    (done,) = enjoyln(hub, home, [*call, "--revision", "refs/pr/2"], HF_TOKEN=TOKEN)
+    assert done.status == 0 and "to org/theirs@refs/pr/2 (public)" in done.out, done.err
+    weights = (out / "model.safetensors").read_bytes()
+    assert there.files("refs/pr/2")["model.safetensors"] == weights
+    assert set(there.refs) == {"main", "refs/pr/1", "refs/pr/2"} and len(there.files()) == 1
+
+
+def test_a_pull_request_that_nobody_can_tell_of(hub: Hub, home: Path, out: Path) -> None:
+    hub.add("me/silent", {"config.json": b"{}"})
+    hub.fault("POST", "/commit/", status=500)
+    hub.fault("GET", "/discussions")
+    hub.fault("GET", "/discussions", status=500)
+    call = ["push", out, "me/silent", "--create-pr", "--yes"]
+    (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert f"if {hub.url}/me/silent/discussions has its pull request" in done.error
+
+
+def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
+    """Without a terminal nobody can answer."""
+    calls = [["push", out, "me/unasked"]]
+    calls += [["fold", GPT2, "-o", out.parent / "other", "--push-to-hub", "me/unasked"]]
+    first, second = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    assert first.status == second.status == 2
+    for done, what in ((first, "8 new and 0 changed of 8 files,"), (second, "the result to me/un")):
+        said = " ".join(done.err.split())
+        assert f"would push {what}" in said
+        assert "pass --yes to confirm, since there is no terminal to ask on" in said
+    call = ["fold", GPT2, "--dry-run", "--push-to-hub", "me/unasked"]
+    (tried,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert "would then push to me/unasked (new, public)" in tried.out
+    assert "me/unasked" not in hub.repositories and not (out.parent / "other").exists()
+
+
+def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tuple[int, str]:
+    """The exit status of a command, and all that it shows to a user who answers it ``reply``."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "enjoyln_cli", *map(str, arguments)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment(hub, home, HF_TOKEN=TOKEN),
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while True:
+            heard = bool(select.select([ours], [], [], 1.0)[0])
+            if heard and not (block := os.read(ours, 1 << 16)):
+                break
+            shown += block if heard else b""
+            if b"[y/N]" in shown and not heard:  # Python misses a signal right before it waits
+                os.write(ours, reply)
+    os.close(ours)
+    return process.wait(timeout=60), shown.decode()
+
+
+def test_on_a_terminal_the_user_decides_and_sees_it_go(hub: Hub, home: Path, out: Path) -> None:
+    hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
+    call = ["push", out, "me/seen", "--private"]
+    status, shown = on_a_terminal(hub, home, b"n\n", *call)
+    assert status == 1 and "me/seen (new, private)? [y/N]" in shown and "Aborted!" in shown
+    status, shown = on_a_terminal(hub, home, b"\x03", *call)
+    assert status == 130 and "me/seen" not in hub.repositories
+    assert "me/seen" not in hub.repositories
+    status, shown = on_a_terminal(hub, home, b"y\n", *call)
+    assert status == 0 and re.search(r"model.safetensors: 100%\|", shown), shown
+    assert hub.repositories["me/seen"].private
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(hub: Hub, home: Path, out: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
+        call = ["push", out, "me/x", "--yes"]
+        (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN, HF_ENDPOINT=closed)
+    assert f"{closed} cannot be reached (Connect" in done.error and "push again" in done.error
+
+
+def test_a_push_is_refused_by_the_hub_in_one_line(hub: Hub, home: Path, out: Path) -> None:
+    calls: list[list[object]] = [
+        ["push", out, "me/x", "--yes"],
+        ["push", out, "me/x", "--yes", "--token", "hf_unknown"],
+        ["push", out, "org/gpt2", "--yes", "--token", TOKEN],
+        ["push", out, "org/new", "--yes", "--token", TOKEN],
+        ["push", out, "no/such/name", "--yes", "--token", TOKEN],
+        ["fold", GPT2, "-o", out.parent / "other", "--push-to-hub", "me/x", "--yes"],
+    ]
+    found = [done.error for done in enjoyln(hub, home, *calls)]
+    assert "needs a token; run `hf auth login`" in found[0]
+    assert "does not know the token" in found[1]
+    assert "me may not write to org/gpt2: org is not an organization" in found[2]
+    assert "may not write to org/new" in found[3]
+    assert "no name of a repository" in found[4]
+    assert "needs a token" in found[5] and not (out.parent / "other").exists()
+    assert set(hub.repositories) & {"me/x", "org/new"} == set()
+
+
+def test_who_may_not_write_learns_it_before_anything_is_done(
+    hub: Hub, home: Path, out: Path
+) -> None:
+    other = out.parent / "other"
+    fold: list[object] = ["fold", GPT2, "-o", other, "--yes", "--push-to-hub"]
+    calls: list[list[object]] = [
+        ["push", out, "me/x", "--dry-run", "--token", READ],
+        [*fold, "me/x", "--token", READ],
+        ["push", out, "org/gpt2", "--dry-run", "--token", TOKEN],
+        [*fold, "org/gpt2", "--token", TOKEN],
+        ["push", out, "org/new", "--dry-run", "--create-pr", "--token", TOKEN],
+        ["push", out, "readers/new", "--dry-run", "--token", TOKEN],
+    ]
+    found = [done.error for done in enjoyln(hub, home, *calls)]
+    for line in found[:2]:
+        assert "the token may only read" in line and f"{hub.url}/settings/tokens" in line
+    for line in found[2:4]:
+        assert "push to me/gpt2, or open a pull request with --create-pr" in line
+    assert "org is not an organization of theirs; push to me/new" in found[4]
+    assert "--create-pr" not in found[4]
+    assert "me may only read in readers" in found[5]
+    assert not other.exists()
+    assert {request.method for request in hub.requests} == {"GET"}
+
+
+def test_who_may_perhaps_write_is_not_refused(hub: Hub, home: Path, out: Path) -> None:
+    """The Hub alone knows what a fine-grained token is for, and who writes to one repository."""
+    hub.add("readers/theirs", {"config.json": b"{}"})
+    calls: list[list[object]] = [
+        ["push", out, "crew/new", "--yes", "--token", TOKEN],
+        ["push", out, "Crew/new", "--dry-run", "--token", TOKEN],
+        ["push", out, "org/gpt2", "--dry-run", "--create-pr", "--token", TOKEN],
+        ["push", out, "readers/theirs", "--dry-run", "--token", TOKEN],
+        ["push", out, "org/gpt2", "--dry-run", "--token", FINE],
+        ["push", out, "org/gpt2", "--yes", "--token", FINE],
+    ]
+    *may, last = enjoyln(hub, home, *calls)
+    assert [done.status for done in may] == [0] * 5, may
+    assert "crew/new" in hub.repositories
+    assert "the token may not write to org/gpt2 (You don't have" in last.error
+
+
+def test_ctrl_c_says_what_is_left_and_a_second_push_goes_on(
+    hub: Hub, home: Path, out: Path
+) -> None:
+    hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
+    hub.fault("PUT", "/upload/.*/2", held=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "enjoyln_cli", "push", str(out), "me/held", "--yes"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(hub, home, HF_TOKEN=TOKEN),
+    )
+    until = time.monotonic() + 60
+    while not any(re.fullmatch("/upload/.*/2", request.path) for request in hub.requests):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (line,) = [line for line in shown.splitlines() if line.startswith("error: ")]
+    assert "interrupted; me/held may now exist without all of its files; push again" in line
+    assert "Traceback" not in shown and hub.repositories["me/held"].log == []
+    (done,) = enjoyln(hub, home, ["push", out, "me/held", "--yes"], HF_TOKEN=TOKEN)
+    assert done.status == 0, done.err
+    files = hub.repositories["me/held"].files()
+    assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
+
+
+def test_a_card_that_cannot_be_written_stops_a_push(hub: Hub, home: Path, out: Path) -> None:
+    """What lies in the way stands for a disk that is read only, which binds root as well."""
+    (out / "README.md.begun").mkdir()
+    call = ["push", out, "me/read-only", "--yes"]
+    (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert "nothing was sent: README.md has to be written anew for me/read-only" in done.error
+    assert f"push a copy of {out}" in done.error and "me/read-only" not in hub.repositories
+    (out / "README.md.begun").rmdir()
+    (first,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert first.status == 0, first.err
+    (out / "README.md.begun").mkdir()
+    del hub.repositories["me/read-only"]
+    (again,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert again.status == 0, "the card is the one that lies there"
+
+
+def test_an_interrupted_push_goes_on(hub: Hub, home: Path, out: Path) -> None:
+    """The weights are there when the commit fails, and are not sent a second time."""
+    hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
+    hub.fault("PUT", "/upload/.*/2", status=500)
+    hub.fault("POST", "/preupload/", status=429, headers={"Retry-After": "0"})
+    hub.fault("POST", "/api/models/me/resumed/commit/", status=500)
+    call = ["push", out, "me/resumed", "--yes"]
+    first, second = enjoyln(hub, home, call, call, HF_TOKEN=TOKEN)
+    assert "did not take the upload (500)" in first.error and "goes on" in first.error
+    assert second.status == 0, second.err
+    parts = [r.path.rsplit("/", 1)[1] for r in hub.requests if r.path.startswith("/upload/")]
+    assert parts == ["1", "2", "2", *map(str, range(3, len(parts)))], "each once, but for the fault"
+    files = hub.repositories["me/resumed"].files()
+    assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
+
+
+def test_an_upload_that_arrives_changed_is_no_commit(hub: Hub, home: Path, out: Path) -> None:
+    hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
+    hub.fault("PUT", "/upload/.*/3", corrupt=True)
+    (done,) = enjoyln(hub, home, ["push", out, "me/garbled", "--yes"], HF_TOKEN=TOKEN)
+    assert "the digest of the uploaded object is wrong" in done.error
+    assert hub.repositories["me/garbled"].log == []
+
+
+# What may go.
+
+
+def test_only_a_verified_result_is_pushed(
+    hub: Hub, home: Path, folded: Path, tmp_path: Path
+) -> None:
+    cases = {}
+    for name in ("never", "failed", "broken", "changed", "more", "less"):
+        cases[name] = shutil.copytree(folded, tmp_path / name)
+    verified = json.loads((folded / "enjoyln_verify.json").read_text())
+    (cases["never"] / "enjoyln_verify.json").unlink()
+    failed = {**verified, "passed": False, "summary": "not verified: it drifts"}
+    (cases["failed"] / "enjoyln_verify.json").write_text(json.dumps(failed))
+    (cases["broken"] / "enjoyln_verify.json").write_text("{")
+    config = cases["changed"] / "config.json"
+    config.write_text(config.read_text() + "\n")
+    (cases["more"] / "pytorch_model.bin").write_bytes(b"other weights")
+    (cases["less"] / "tokenizer.json").unlink()
+    calls = [["push", case, f"me/{name}", "--yes"] for name, case in cases.items()]
+    found = dict(zip(cases, enjoyln(hub, home, *calls, HF_TOKEN=TOKEN), strict=True))
+    for name, words in {
+        "never": "never verified",
+        "failed": "its verification failed: not verified: it drifts",
+        "broken": "enjoyln_verify.json cannot be read",
+        "changed": "config.json has changed since its verification",
+        "more": "pytorch_model.bin came after its verification",
+        "less": "tokenizer.json is gone since its verification",
+    }.items():
+        assert words in found[name].error and "enjoyln verify" in found[name].error
+        assert f"me/{name}" not in hub.repositories
+    assert hub.requests == []
+
+
+def test_a_forced_push_says_so_in_its_card(hub: Hub, home: Path, out: Path) -> None:
+    (out / "notes.txt").write_text("mine")
+    with (out / "model.safetensors").open("r+b") as file:
+        file.seek(-2, 2)
+        file.write(b"ab")
+    (out / ".DS_Store").write_text("housekeeping")
+    (out / ".cache").mkdir()
+    (out / ".cache" / "secret").write_text("housekeeping")
+    (done,) = enjoyln(hub, home, ["push", out, "me/forced", "--yes", "--force"], HF_TOKEN=TOKEN)
+    assert done.status == 0, done.err
+    there = hub.repositories["me/forced"].files()
+    card = there["README.md"].decode()
+    assert (
+        "**Pushed with `--force`**: model.safetensors has changed since its verification; "
+        "notes.txt came after its verification." in card
+    )
+    assert "Of the files as they were when they were last verified: Same outputs" in card
+    assert "notes.txt" in there and not {".cache/secret", ".DS_Store"} & {*there}
+
+
+def test_a_card_that_cannot_say_so_stops_a_forced_push(hub: Hub, home: Path, out: Path) -> None:
+    (out / "notes.txt").write_text("mine")
+    (out / "README.md").write_text("# All mine")
+    (done,) = enjoyln(hub, home, ["push", out, "me/mute", "--yes", "--force"], HF_TOKEN=TOKEN)
+    assert "no longer has the section" in done.error and "me/mute" not in hub.repositories
+
+
+def test_a_public_repository_is_not_taken_for_a_private_one(
+    hub: Hub, home: Path, out: Path
+) -> None:
+    there = hub.add("me/public", {"config.json": b"{}"})
+    call = ["push", out, "me/public", "--private", "--yes"]
+    (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert "me/public is public, and --private makes new repositories only" in done.error
+    assert set(there.files()) == {"config.json"}
+
+
+def test_a_private_repository_is_not_taken_for_a_public_one(
+    hub: Hub, home: Path, out: Path
+) -> None:
+    there = hub.repositories["me/private"]
+    before = dict(there.refs)
+    call = ["push", out, "me/private", "--no-private", "--yes"]
+    (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert "me/private is private, and --no-private makes new repositories only" in done.error
+    assert there.private and there.refs == before
+
+
+def test_a_result_on_the_hub_is_verified_and_its_cache_left_alone(
+    hub: Hub, home: Path, out: Path, tmp_path: Path
+) -> None:
+    private = {path.name: path.read_bytes() for path in out.iterdir()}
+    hub.add("me/verified", private, private=True)
+    cache = ["--cache-dir", tmp_path / "cache", "--token", TOKEN]
+    (done,) = enjoyln(hub, home, ["verify", "me/verified", *cache, "--json"])
+    assert done.status == 0 and json.loads(done.out)["passed"], done.err
+    snapshot = next((tmp_path / "cache").glob("models--me--verified/snapshots/*"))
+    for path in snapshot.iterdir():
+        assert path.read_bytes() == private[path.name]
+
+
+def test_a_link_out_of_the_result_is_not_pushed(hub: Hub, home: Path, out: Path) -> None:
+    (out.parent / "private.txt").write_text("mine")
+    (out / "notes.txt").symlink_to(out.parent / "private.txt")
+    (done,) = enjoyln(hub, home, ["push", out, "me/linked", "--yes", "--force"], HF_TOKEN=TOKEN)
+    assert "notes.txt is a link out of" in done.error and "me/linked" not in hub.repositories
+
+
+def test_what_was_not_folded_is_not_pushed(hub: Hub, home: Path, tmp_path: Path) -> None:
+    calls = [["push", GPT2, "me/x", "--yes", "--force"], ["push", tmp_path / "no", "me/x", "--yes"]]
+    first, second = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    assert "enjoyln fold" in first.error and "there is no directory" in second.error
+    assert "me/x" not in hub.repositories
+
+
+def test_a_push_tells_where_a_local_source_lay(hub: Hub, home: Path, tmp_path: Path) -> None:
+    calls: list[list[object]] = [["fold", GPT2, "-o", tmp_path / "out"]]
+    calls += [["push", tmp_path / "out", "me/local", "--dry-run", "--json"]]
+    fold, push = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
+    assert fold.status == 0, fold.err
+    (warning,) = json.loads(push.out)["warnings"]
+    files = "config.json, enjoyln_verify.json"
+    assert warning == f"{files} would publish the path {GPT2}"
+    telling = [
+        path for path in (tmp_path / "out").iterdir() if str(GPT2).encode() in path.read_bytes()
+    ]
+    assert sorted(path.name for path in telling) == files.split(", "), "no other file tells it"
+    for name, source in (("enjoyln_bench.json", GPT2), ("enjoyln_verify.json", "~/secret/gpt2")):
+        (tmp_path / "out" / name).write_text(json.dumps({"source": str(source)}))
+    call = ["push", tmp_path / "out", "me/local", "--dry-run", "--json", "--force"]
+    (push,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert json.loads(push.out)["warnings"] == [
+        f"config.json, enjoyln_bench.json would publish the path {GPT2}",
+        "enjoyln_verify.json would publish the path ~/secret/gpt2",
+    ]
+    call = ["fold", GPT2, "-o", tmp_path / "at-once", "--push-to-hub", "me/at-once", "--yes"]
+    (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
+    assert "warning:" in done.err and str(GPT2) in "".join(done.err.split())
+    assert str(GPT2.parent) not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_no_token_is_written_anywhere(folded: Path, home: Path) -> None:
+    """It was given to the fold by name."""
+    assert token_files(folded) == [] and token_files(home) == []
+    assert "--token" not in (folded / "README.md").read_text()

@@ -1,0 +1,46 @@
+"""Modules that nobody thought of: each folds exactly, or stays as it is and says why.
+
+``scripts/random_modules.py`` checks any number of them, ten thousand at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from random_check import Result, check, checked
+from random_writer import Written, odd_parts, write, write_alone
+
+QUICK = range(20)
+
+
+def failures(results: Iterable[Result]) -> list[str]:
+    found = (r for r in results if r.failed or r.outcome == "invalid" and r.seed in QUICK)
+    return [f"seed {r.seed}: {r.outcome} {r.error:.2g} {r.call} {r.where[-300:]}" for r in found]
+
+
+def test_random_modules_fold_exactly_or_stay(one_thread: None) -> None:
+    results = [check(seed) for seed in QUICK]
+    assert failures(results) == []
+    assert sum(r.folded > 0 for r in results) >= len(results) // 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(0, len(odd_parts()), 10))
+def test_what_is_odd_alone_folds_exactly_or_stays(number: int, one_thread: None) -> None:
+    """Every tenth part, in an otherwise usual model; ``--alone`` of the script tries them all."""
+    assert failures([checked(write_alone(number))]) == []
+
+
+def test_one_number_is_one_module() -> None:
+    first, again = write(7), write(7)
+    assert isinstance(first, Written) and first == again
+    assert first.source != write(8).source
+
+
+def test_a_decision_is_taken_back_alone() -> None:
+    """What is left out at one place changes nothing at another."""
+    written = next(w for w in map(write, range(50)) if len(w.decisions) > 3)
+    place = list(written.decisions)[-1]
+    smaller = write(written.seed, without=[place])
+    assert [*smaller.decisions] == [p for p in written.decisions if p != place]

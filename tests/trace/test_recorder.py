@@ -1,0 +1,227 @@
+"""What is recorded on the meta device is what ``torch.export`` gives; all else is left to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.fx import Graph, Node
+
+from enjoyln_cli.analysis.analyze import accepted_calls, analyze_module
+from enjoyln_cli.calls.calls import Call
+from enjoyln_cli.effects.isolated_run import Steps, ready
+from enjoyln_cli.models import classes
+from enjoyln_cli.trace import capture as trace
+from enjoyln_cli.trace.recorder import NotRecorded, is_recordable, record
+from enjoyln_cli.trace.shared_storage import shared_otherwise, ties
+
+TEXT = {"vocab_size": 30, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8}
+DECODER = {"intermediate_size": 16, "num_key_value_heads": 2}
+CONFIGS = {
+    "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 30},
+    "bert": {**TEXT, "intermediate_size": 16, "is_decoder": False},
+    "mpnet": {**TEXT, "intermediate_size": 16},
+    "stablelm": {**TEXT, **DECODER, "use_qk_layernorm": True},
+    "vit": {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "image_size": 32},
+    "whisper": {
+        "vocab_size": 30, "d_model": 8, "encoder_layers": 1, "decoder_layers": 2,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_source_positions": 8,
+        "num_mel_bins": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    },
+}  # fmt: skip
+FROM_EXPORT_ALONE = {"aten._assert_tensor_metadata.default", "aten.detach_.default"}
+"""Checks of a tensor's dtype, and a no-op behind ``torch.tensor``."""
+
+
+def stock(model_type: str) -> tuple[nn.Module, list[Call]]:
+    config = transformers.CONFIG_MAPPING[model_type](**CONFIGS[model_type])
+    model = classes.build(classes.classes_for(config)[0], config)
+    calls = accepted_calls(model)
+    assert calls
+    return model, [call for call in calls if call.required or trace.accepts(model, call)]
+
+
+def traced(how: Callable[..., trace.Trace], model: nn.Module, call: Call) -> trace.Trace:
+    weights = trace._Weights(model, ties(model), shared_otherwise(model))
+    with ready(model) as watchers:
+        return how(trace._Capture(model, call, str, None, weights, watchers))
+
+
+def written(graph: Graph, trace: trace.Trace) -> list[Any]:
+    """Every operation in turn: on which values, of which module, with which result."""
+    numbers: dict[Node, Any] = {}
+    found = []
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target) not in FROM_EXPORT_ALONE:
+            numbers[node] = len(numbers)
+            reads = [numbers.get(operand, "given") for operand in node.all_input_nodes]
+            plain = [a for a in node.args if isinstance(a, (int, float))]
+            if node.target is torch.ops.aten.layer_norm.default:
+                plain = []  # export says whether cuDNN may be used, which changes nothing
+            values = node.meta["val"]
+            results = values if isinstance(values, (list, tuple)) else [values]
+            shapes = [(tuple(value.shape), value.dtype) for value in results]
+            path = trace.module_of(node)
+            found.append((str(node.target), reads, plain, shapes, path, trace.places.get(node)))
+    return found
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_recording_is_the_graph_of_export(model_type: str) -> None:
+    model, calls = stock(model_type)
+    for call in calls:
+        recorded, exported = (traced(how, model, call) for how in (trace._drawn, trace._exported))
+        assert written(recorded.graph, recorded) == written(exported.graph, exported)
+        for name in ("lost", "locked", "unseen", "hidden", "fed_back", "by_example"):
+            assert getattr(recorded, name) == getattr(exported, name)
+        assert sorted(recorded.inputs.values()) == sorted(exported.inputs.values())
+        assert sorted(recorded.returned.values()) == sorted(exported.returned.values())
+        assert {*recorded.parameters.values()} == {*exported.parameters.values()}
+
+
+CONSTANT = torch.zeros(())
+
+
+class Code(nn.Module):
+    """A norm of a linear layer, and between them ``change``."""
+
+    def __init__(self, change: Callable[[Code, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.norm, self.change = nn.Linear(8, 8), nn.LayerNorm(8), change
+        self.register_buffer("seen", torch.zeros(8))
+        self.saved: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.change(self, self.linear(x)))
+
+
+def read(code: Code, h: torch.Tensor) -> torch.Tensor:
+    return h + h.mean().item()
+
+
+def read_and_go_on(code: Code, h: torch.Tensor) -> torch.Tensor:
+    try:
+        return h + 1 if h.sum() > 0 else h
+    except (RuntimeError, NotRecorded):
+        return h - h.relu()
+
+
+def list_and_go_on(code: Code, h: torch.Tensor) -> torch.Tensor:
+    try:
+        return h + h[0, 0].tolist()[0]
+    except (RuntimeError, NotImplementedError):
+        return h - h.relu()
+
+
+def choose(code: Code, h: torch.Tensor) -> torch.Tensor:
+    return h[h.sum(-1) > 0]
+
+
+def write(code: Code, h: torch.Tensor) -> torch.Tensor:
+    return h.mul_(2)
+
+
+def write_into_buffer(code: Code, h: torch.Tensor) -> torch.Tensor:
+    code.seen[1:].mul_(2)
+    return h + code.seen
+
+
+def write_into_constant(code: Code, h: torch.Tensor) -> torch.Tensor:
+    return h + CONSTANT.add_(1)
+
+
+def write_beside_a_view(code: Code, h: torch.Tensor) -> torch.Tensor:
+    first = h[:1]
+    h.mul_(2)
+    return h - first
+
+
+def save(code: Code, h: torch.Tensor) -> torch.Tensor:
+    code.saved = h
+    return h
+
+
+def replace_buffer(code: Code, h: torch.Tensor) -> torch.Tensor:
+    code.seen = h.mean((0, 1))
+    return h
+
+
+def copy_past_the_graph(code: Code, h: torch.Tensor) -> torch.Tensor:
+    return h + torch.tensor(code.linear.bias)
+
+
+def take_data(code: Code, h: torch.Tensor) -> torch.Tensor:
+    return h + code.linear.bias.data
+
+
+def branch(code: Code, h: torch.Tensor) -> torch.Tensor:
+    return torch.cond(h.sum() > 0, lambda x: x + 1, lambda x: x - 1, (h,))  # type: ignore
+
+
+def mix(code: Code, h: torch.Tensor) -> torch.Tensor:
+    return h + torch.arange(8)
+
+
+REFUSED = [
+    read, read_and_go_on, list_and_go_on, choose, save, replace_buffer, copy_past_the_graph,
+    take_data, branch, mix, write_into_buffer, write_into_constant, write_beside_a_view,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_what_a_recording_cannot_tell_is_refused(change: Any) -> None:
+    model = Code(change).to("meta").eval()
+    with pytest.raises(Exception):  # noqa: B017
+        traced(trace._drawn, model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
+    assert float(CONSTANT) == 0.0
+
+
+def scale(code: Code, h: torch.Tensor) -> torch.Tensor:
+    return h * torch.tensor(3.0, device=h.device) * torch.tensor(2).item()
+
+
+def take_a_row(code: Code, h: torch.Tensor) -> torch.Tensor:
+    return h[:, torch.tensor([0, 2], device=h.device)] + h.split(1, dim=1)[0]
+
+
+@pytest.mark.parametrize("change", [scale, take_a_row, write, *REFUSED], ids=lambda c: c.__name__)
+def test_verdicts_without_weights_are_those_of_the_live_module(change: Any) -> None:
+    def verdicts(model: nn.Module) -> Any:
+        try:
+            plan = analyze_module(model, torch.ones(2, 3, 8)).plan
+        except Exception as error:
+            return type(error)
+        return plan.norms, plan.writers, plan.unproven, plan.by_example
+
+    torch.manual_seed(0)
+    found = verdicts(Code(change).to("meta"))
+    if change not in (mix, copy_past_the_graph):  # which need all tensors on one device
+        assert found == verdicts(Code(change))
+
+
+@pytest.mark.parametrize("change", [scale, take_a_row], ids=lambda change: change.__name__)
+def test_numbers_that_stand_in_the_code_are_recorded(change: Any) -> None:
+    model = Code(change).to("meta").eval()
+    with ready(model):
+        found = record(Steps(model, {}, None), (((torch.ones(2, 3, 8),), {}),))
+    assert len(found.parameters) == 4 and len(found.constants) >= 1
+
+
+def test_a_write_that_nobody_else_sees_is_recorded() -> None:
+    model = Code(write).to("meta").eval()
+    found = traced(trace._drawn, model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
+    targets = {node.target for node in found.graph.nodes}
+    assert torch.ops.aten.mul.Tensor in targets and torch.ops.aten.mul_.Tensor not in targets
+
+
+def test_a_model_with_values_is_not_recorded() -> None:
+    assert not is_recordable(Code(write))
+    partly = Code(write).to("meta")
+    partly.seen = torch.zeros(8)
+    assert not is_recordable(partly)
+    assert is_recordable(Code(write).to("meta"))

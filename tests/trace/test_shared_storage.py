@@ -1,0 +1,254 @@
+"""A weight is known by its memory: whoever else holds a tensor over it reads the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from folding_live import VOCAB, D, Outcome, fold_in_place, ids, randomised
+from torch import nn
+
+from enjoyln_cli.analysis.analyze import analyze_module
+
+HELD: dict[str, torch.Tensor] = {}
+
+
+class Stem(nn.Module):
+    """An embedding, a norm and a head: the norm folds by centring the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm = nn.Embedding(VOCAB, D), nn.LayerNorm(D)
+        self.head = nn.Linear(D, VOCAB, bias=False)
+        self.extra = nn.Linear(D, D)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.emb(tokens)))
+
+
+def test_without_anything_shared_it_folds() -> None:
+    found = fold_in_place(randomised(Stem()), ids())
+    assert found.folded == {"norm"} and found.error < 1e-12
+
+
+def two_parameters(model: Stem) -> None:
+    model.head.weight.data = model.emb.weight.data
+
+
+def transposed(model: Stem) -> None:
+    square = nn.Parameter(torch.randn(D, D).double())
+    model.emb = nn.Embedding.from_pretrained(square.data, freeze=False)
+    model.head = nn.Linear(D, D, bias=False)
+    model.head.weight = nn.Parameter(model.emb.weight.data.T)
+
+
+def a_row(model: Stem) -> None:
+    model.extra.bias.data = model.emb.weight.data[3]
+    model.norm2 = nn.LayerNorm(D)
+    model.forward = lambda t: model.norm(model.emb(t)) * model.extra.bias.sum()  # type: ignore
+
+
+def from_numpy(model: Stem) -> None:
+    array = model.emb.weight.detach().numpy().copy()
+    model.emb.weight = nn.Parameter(torch.from_numpy(array))
+    model.head.weight = nn.Parameter(torch.from_numpy(array))
+
+
+def a_buffer(model: Stem) -> None:
+    model.register_buffer("table", model.emb.weight.data)
+    model.forward = lambda t: F.linear(model.norm(model.emb(t)), model.table)  # type: ignore
+
+
+def an_attribute(model: Stem) -> None:
+    model.__dict__["table"] = model.emb.weight.detach()
+    model.forward = lambda t: F.linear(model.norm(model.emb(t)), model.table)  # type: ignore
+
+
+def a_list(model: Stem) -> None:
+    model.tables = [model.emb.weight]
+    model.forward = lambda t: F.linear(model.norm(model.emb(t)), model.tables[0])  # type: ignore
+
+
+def a_nested_dict(model: Stem) -> None:
+    model.tables = {"all": ({"one": model.emb.weight.data},)}
+    model.forward = lambda t: F.linear(  # type: ignore[method-assign]
+        model.norm(model.emb(t)), model.tables["all"][0]["one"]
+    )
+
+
+def a_closure(model: Stem) -> None:
+    table = model.emb.weight
+    model.forward = lambda t: F.linear(model.norm(model.emb(t)), table)  # type: ignore
+
+
+def a_default_argument(model: Stem) -> None:
+    def forward(tokens: torch.Tensor, table: torch.Tensor = model.emb.weight) -> torch.Tensor:
+        return F.linear(model.norm(model.emb(tokens)), table)
+
+    model.forward = forward  # type: ignore[method-assign]
+
+
+def a_global(model: Stem) -> None:
+    HELD["table"] = model.emb.weight.data
+    model.forward = lambda t: F.linear(model.norm(model.emb(t)), HELD["table"])  # type: ignore
+
+
+def a_column_in_a_list(model: Stem) -> None:
+    model.parts = [model.emb.weight.data[:, 2]]
+    model.forward = lambda t: model.norm(model.emb(t)) * model.parts[0].sum()  # type: ignore
+
+
+def an_array(model: Stem) -> None:
+    model.table = model.emb.weight.detach().numpy()
+    model.forward = lambda t: model.norm(model.emb(t)) * float(model.table.mean())  # type: ignore
+
+
+def an_array_backwards(model: Stem) -> None:
+    held = [model.emb.weight.detach().numpy()[::-1, 1]]
+    model.forward = lambda t: model.norm(model.emb(t)) * float(held[0][0])  # type: ignore
+
+
+def a_storage(model: Stem) -> None:
+    model.bytes = model.emb.weight.untyped_storage()
+    model.forward = lambda t: model.norm(model.emb(t)) * (1 + model.bytes[3])  # type: ignore
+
+
+def a_view_of_memory(model: Stem) -> None:
+    HELD["bytes"] = memoryview(model.emb.weight.detach().numpy())  # type: ignore[assignment]
+    model.forward = lambda t: model.norm(model.emb(t)) * HELD["bytes"][3, 1]  # type: ignore
+
+
+SHARING = [
+    an_array, an_array_backwards, a_storage, a_view_of_memory,
+    two_parameters, transposed, a_row, from_numpy, a_buffer, an_attribute, a_list, a_nested_dict,
+    a_closure, a_default_argument, a_global, a_column_in_a_list,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("share", SHARING, ids=lambda share: share.__name__)
+def test_a_weight_that_is_also_read_elsewhere_is_not_centred(
+    share: Callable[[Stem], None],
+) -> None:
+    model = randomised(Stem())
+    share(model)
+    largest = model.emb.num_embeddings
+    found = fold_in_place(model, ids() % largest, others=[(ids(3, 4, 5) % largest,)])
+    assert found.error < 1e-12
+    assert "norm" not in found.folded or "extra.bias" in found.said
+
+
+def test_an_array_of_its_own_is_no_second_reader() -> None:
+    model = randomised(Stem())
+    model.table = model.emb.weight.detach().numpy().copy()
+    model.forward = lambda t: model.norm(model.emb(t)) * float(model.table.mean())  # type: ignore
+    found = fold_in_place(model, ids())
+    assert found.folded == {"norm"} and found.error < 1e-12
+
+
+def test_parameters_over_one_memory_are_one_tied_weight() -> None:
+    """With the same shape and strides it is a tie, and an operation on the value still folds."""
+    model = randomised(Stem())
+    two_parameters(model)
+    plan = analyze_module(model, ids()).plan
+    assert plan.writers == () or {w.parameter for w in plan.writers} != {"emb.weight"}
+    (norm,) = plan.norms
+    assert norm.status == "kept" and "head" in norm.culprit
+
+
+class TwoTables(nn.Module):
+    """Two embeddings; ``shared`` says what the memory of the second one is."""
+
+    def __init__(self, shared: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(VOCAB, D), nn.Embedding(VOCAB, D)
+        self.norm, self.shared = nn.LayerNorm(D), shared
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(tokens) + self.second(tokens.flip(-1)))
+
+
+def test_a_weight_under_two_parameters_is_centred_once_and_right() -> None:
+    model = randomised(TwoTables("all"))
+    model.second.weight.data = model.first.weight.data
+    found = fold_in_place(model, ids())
+    assert found.folded == {"norm"} and found.error < 1e-12
+
+
+def test_slices_of_one_flat_buffer_do_not_disturb_each_other() -> None:
+    model = randomised(TwoTables("flat"))
+    flat = torch.randn(2, VOCAB, D, dtype=torch.float64) + 0.5
+    model.first.weight.data, model.second.weight.data = flat[0], flat[1]
+    found = fold_in_place(model, ids())
+    assert found.folded == {"norm"} and found.error < 1e-12
+
+
+def test_slices_that_overlap_are_not_centred() -> None:
+    model = randomised(TwoTables("overlap"))
+    flat = torch.randn(VOCAB + 4, D, dtype=torch.float64) + 0.5
+    model.first.weight.data, model.second.weight.data = flat[:VOCAB], flat[4:]
+    found = fold_in_place(model, ids())
+    assert found.error < 1e-12 and not found.folded
+    assert "second.weight" in found.said or "first.weight" in found.said
+
+
+class OwnRows(nn.Module):
+    """Reads single rows of its table under another parameter's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm = nn.Embedding(VOCAB, D), nn.LayerNorm(D)
+        self.row = nn.Parameter(torch.zeros(D))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.emb(tokens)) * self.row.mean()
+
+
+def test_a_parameter_that_is_a_row_of_another_locks_it() -> None:
+    model = randomised(OwnRows())
+    model.row.data = model.emb.weight.data[2]
+    found = fold_in_place(model, ids())
+    assert found.error < 1e-12 and not found.folded and "row" in found.said
+
+
+class Changing(nn.Module):
+    """Does something to its own weight when it is called."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.emb, self.norm = nn.Embedding(VOCAB, D), nn.LayerNorm(D)
+        self.mask, self.how = nn.Parameter(torch.zeros(VOCAB, D)), how
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.emb.weight
+        if self.how == "clamp_":
+            weight.data.clamp_(min=0.1)
+        elif self.how == "assigned data":
+            weight.data = weight.data.clamp(min=0.1)
+        elif self.how == "copied":
+            weight.copy_(weight.clamp(min=0.1))
+        elif self.how == "new parameter":
+            self.emb.weight = nn.Parameter(weight.clamp(min=0.1), requires_grad=False)
+        elif self.how == "replaced by another":
+            self.emb.weight = nn.Parameter(self.mask.exp() + weight * 0, requires_grad=False)
+        elif self.how == "one row":
+            weight[3].clamp_(max=0.5)
+        return self.norm(self.emb(tokens))
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["clamp_", "assigned data", "copied", "new parameter", "replaced by another", "one row"],
+)
+def test_a_weight_that_a_call_changes_is_not_centred(how: str) -> None:
+    found: Outcome = fold_in_place(randomised(Changing(how)), ids())
+    assert found.error < 1e-12 and not found.folded
+
+
+def test_a_tensor_computed_from_a_weight_before_the_call_is_a_constant() -> None:
+    model = randomised(Stem())
+    table = model.emb.weight.detach() * 2
+    model.forward = lambda t: F.linear(model.norm(model.emb(t)), table)  # type: ignore
+    found = fold_in_place(model, ids())
+    assert found.folded == {"norm"} and found.error < 1e-12

@@ -1,0 +1,395 @@
+"""A check that is limited in time or inputs: what it leaves out, what it never does, and says."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import new_user
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from live_models import CHECKPOINTS
+from safetensors.torch import load_file, save_file
+
+from enjoyln_cli import VerificationFailed, fold, verify
+from enjoyln_cli.cli.main import main
+from enjoyln_cli.clock import Clock
+from enjoyln_cli.comparison.metrics import FEWEST_ENTRIES, gross_bound
+from enjoyln_cli.comparison.pace import LOADS, RUNS, Pace
+from enjoyln_cli.comparison.user_data import read_user_data, runnable
+from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SOON = 1e-9
+"""Seconds in which nothing but the least that a check does fits."""
+
+
+class Hands:
+    """A clock that only moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def changed(out: Path, into: Path, name: str, factor: float) -> Path:
+    """``out`` with one stored tensor multiplied."""
+    shutil.copytree(out, into)
+    weights = load_file(into / "model.safetensors")
+    weights[name] = weights[name] * factor
+    save_file(weights, into / "model.safetensors", {"format": "pt"})
+    return into
+
+
+# The time.
+
+
+def paced(limit: float, costs: list[int], hands: Hands) -> Pace:
+    pace = Pace(Clock(hands, limit))
+    pace.costs = costs
+    return pace
+
+
+def test_a_run_stops_before_the_batch_that_does_not_fit() -> None:
+    hands = Hands()
+    pace = paced(RUNS * 10.0, [2, 2, 2, 8, 2], hands)
+
+    def one(at: int) -> int:
+        hands.time += pace.costs[at] * 1.2
+        return at
+
+    assert pace.run(one) == [0, 1, 2], "the fourth would end after 16.8 of 10 seconds"
+    assert pace.costs == [2, 2, 2]
+    assert pace.run(one) == [0, 1, 2], "what is left is shared among fewer runs"
+
+
+def test_a_run_in_a_slower_dtype_does_less_and_so_do_those_after_it() -> None:
+    hands = Hands()
+    pace = paced(60.0, [1] * 8, hands)
+    seconds = [1.0, 1.0, 1.0, 9.0, 1.0, 1.0]
+    counts = []
+    for each in seconds:
+
+        def one(at: int, each: float = each) -> None:
+            hands.time += each
+
+        counts.append(len(pace.run(one)))
+    assert counts == [8, 8, 8, 1, 1, 1]
+    assert hands.time <= 60.0
+
+
+def test_one_batch_runs_however_short_the_time_is() -> None:
+    pace = paced(SOON, [5, 5], Hands())
+    pace.clock.now.time = 1.0  # type: ignore[attr-defined]
+    assert pace.fitting(3.0) == 1
+    assert [pace.run(lambda at: at) for _ in range(RUNS)] == [[0]] * RUNS
+
+
+def test_without_a_limit_everything_runs() -> None:
+    pace = paced(math.inf, [1, 2, 3], Hands())
+    assert pace.fitting(1e9) is None
+    assert pace.run(lambda at: at) == [0, 1, 2]
+
+
+def test_time_is_kept_for_the_models_that_are_still_to_be_loaded() -> None:
+    hands = Hands()
+    pace = paced(100.0, [1], hands)
+    with pace.loading():
+        hands.time += 10.0
+    assert pace.share == pytest.approx((100.0 - 10.0 - (LOADS - 1) * 10.0) / RUNS)
+
+
+def test_the_progress_counts_up_to_the_time_that_is_expected(
+    outs: dict[str, Path],
+) -> None:
+    told: list[tuple[float, float]] = []
+    verify(outs["gpt2"], write=False, on_progress=lambda *both: told.append(both))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    known = [(done, total) for done, total in told if total]
+    assert known and all(done <= total for done, total in known)
+    assert known[-1][0] == pytest.approx(known[-1][1]), "at the end nothing is left"
+
+
+# What a short check never leaves out.
+
+
+def test_a_short_check_runs_the_identity_and_says_how_much_it_ran(outs: dict[str, Path]) -> None:
+    found = verify(outs["gpt2"], write=False, seconds=SOON)
+    assert found.passed and found.identity_error < 1e-12
+    assert found.rows == 1 and found.full_rows == 16 and found.is_partial
+    assert found.summary.endswith(", on 1 of 16 inputs")
+    assert found.to_json()["rows"] == 1 and found.to_json()["full_rows"] == 16
+    whole = verify(outs["gpt2"], write=False, seconds=1e6)
+    assert whole == verify(outs["gpt2"], write=False)
+    assert whole.rows == whole.full_rows == 16 and "inputs" not in whole.summary
+
+
+def test_a_short_check_compares_every_stored_tensor(outs: dict[str, Path], tmp_path: Path) -> None:
+    name = "transformer.h.2.mlp.c_proj.bias"
+    wrong = changed(outs["gpt2"], tmp_path / "wrong", name, 1.001)
+    found = verify(wrong, write=False, seconds=SOON)
+    assert not found.passed and f"{name}: not what the recipe" in found.summary
+
+
+def test_a_short_fold_refuses_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound that no float64 keeps stands for algebra that is wrong."""
+    assert fold(CHECKPOINTS / "gpt2", tmp_path / "out", seconds=SOON).verification.rows == 1
+    monkeypatch.setattr(sys.modules["enjoyln_cli.verification.verify"], "IDENTITY_BOUND", 1e-30)
+    with pytest.raises(VerificationFailed, match="the edits change the function"):
+        fold(CHECKPOINTS / "gpt2", tmp_path / "other", seconds=SOON)
+    assert not (tmp_path / "other").exists()
+
+
+# Too few entries.
+
+
+def test_too_few_entries_for_a_ratio_are_said_and_not_judged(outs: dict[str, Path]) -> None:
+    """Its logits are few, so that 2 images have fewer of them than a ratio takes."""
+    few = verify(outs["vit"], write=False, samples=2)
+    (one,) = few.sparse_outputs.values()
+    assert one["entries"] < FEWEST_ENTRIES and one["ratio"] > 0
+    assert few.passed and math.isnan(few.ratio) and math.isnan(few.worst_position_ratio)
+    assert few.summary.startswith("same function in float64 (identity error ")
+    assert few.summary.endswith("; too few inputs to judge the rounding of logits")
+    assert few.to_json()["ratio"] is None and "2 of 128 images" in few.summary
+    whole = verify(outs["vit"], write=False)
+    assert not whole.sparse_outputs and whole.ratio < 1.25
+    assert whole.summary.startswith("same outputs up to float32 rounding (error ")
+
+
+def test_too_few_entries_that_are_far_off_fail(outs: dict[str, Path], tmp_path: Path) -> None:
+    wrong = changed(outs["vit"], tmp_path / "wrong", "classifier.weight", 1.01)
+    found = verify(wrong, write=False, samples=2)
+    assert not found.passed and "more than chance allows" in found.summary
+    assert gross_bound(1.25, 1) == 128 * gross_bound(1.25, FEWEST_ENTRIES)
+
+
+def test_many_entries_of_one_input_are_judged(outs: dict[str, Path]) -> None:
+    found = verify(outs["gpt2"], write=False, samples=1)
+    assert found.passed and not found.sparse_outputs and found.ratio < 1.25
+
+
+# The user's own data.
+
+
+def sentences(folder: Path, count: int = 3) -> Path:
+    file = folder / "sentences.txt"
+    words = ["The licence is short.", "", "A longer text, with more words in it than the first."]
+    file.write_text("\n".join((words * count)[: count + count // 2]) + "\n")
+    return file
+
+
+@pytest.mark.parametrize("model_class", ["BertModel", "BertForSequenceClassification"])
+def test_texts_one_a_line_for_a_model_without_a_language_head(
+    model_class: str, tmp_path: Path
+) -> None:
+    model = getattr(transformers, model_class).from_pretrained(CHECKPOINTS / "bert")
+    model.save_pretrained(tmp_path / "in")
+    for file in (CHECKPOINTS / "bert").glob("token*"):
+        shutil.copy(file, tmp_path / "in")
+    result = fold(tmp_path / "in", tmp_path / "out", samples=sentences(tmp_path))
+    found = result.verification
+    assert found.passed and found.own_rows == 3 and found.perplexity is None
+    assert found.rows > 3, "made-up inputs fill up"
+    again = verify(tmp_path / "out", write=False, samples=str(sentences(tmp_path)))
+    assert again == found
+    assert verify(tmp_path / "out", write=False).runtime_error != found.runtime_error
+
+
+def test_every_line_of_a_longer_file_is_run(outs: dict[str, Path], tmp_path: Path) -> None:
+    found = verify(outs["gpt2"], write=False, samples=sentences(tmp_path, 20))
+    assert found.passed and found.rows == found.own_rows == found.full_rows == 20
+
+
+def test_a_text_for_a_model_that_takes_images_too() -> None:
+    config = transformers.CLIPConfig(
+        text_config={"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1}
+        | {"intermediate_size": 8, "num_attention_heads": 2, "eos_token_id": 59},
+        vision_config={"hidden_size": 16, "num_hidden_layers": 1, "image_size": 8}
+        | {"patch_size": 4, "intermediate_size": 8, "num_attention_heads": 2},
+        projection_dim=8,
+    )
+    model = transformers.CLIPModel(config).eval()
+    own = [{"input_ids": torch.tensor([[5, 6, 59], [7, 8, 59]])}]
+
+    def run(batch: dict[str, torch.Tensor]) -> Any:
+        with torch.no_grad():
+            return model(**batch)
+
+    (batch,) = runnable(model, own, torch.float32, run)
+    assert batch["pixel_values"].shape == (2, 3, 8, 8)
+    assert torch.equal(batch["input_ids"], own[0]["input_ids"])
+    assert batch["attention_mask"].all()
+    with pytest.raises(UnsupportedModel, match="CLIPModel cannot run on input_ids alone"):
+        runnable(model, [{"input_ids": torch.zeros(1, 900, dtype=torch.int64)}], torch.float32, run)
+
+
+def pipeline(folder: Path) -> Path:
+    """A sentence encoder: BERT, the mean over its tokens, and a dense layer."""
+    shutil.copytree(CHECKPOINTS / "bert", folder)
+    model = transformers.BertModel.from_pretrained(folder)
+    model.save_pretrained(folder)
+    kinds, types = ["Pooling", "Dense"], "sentence_transformers.models"
+    listed = [{"idx": 0, "name": "0", "path": "", "type": f"{types}.Transformer"}]
+    listed += [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}", "type": f"{types}.{kind}"}
+        for i, kind in enumerate(kinds, 1)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    width = model.config.hidden_size
+    for i, kind in enumerate(kinds, 1):
+        (folder / f"{i}_{kind}").mkdir()
+    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    dense = {"in_features": width, "out_features": 9, "bias": True}
+    dense["activation_function"] = "torch.nn.modules.activation.Tanh"
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(dense))
+    weights = {"linear.weight": torch.randn(9, width), "linear.bias": torch.randn(9)}
+    save_file(weights, folder / "2_Dense" / "model.safetensors")
+    return folder
+
+
+def test_sentence_embeddings_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sentence_transformers")
+    out = tmp_path / "out"
+    fold(pipeline(tmp_path / "in"), out)
+    text = sentences(tmp_path)
+    few = verify(out, write=False, samples=2)
+    assert set(few.sparse_outputs) == {"sentence_embedding"}, "9 numbers of each of 2 texts"
+    found = verify(out, write=False, samples=text)
+    assert found.passed and not found.sparse_outputs and found.own_rows == 3
+
+
+def test_sentence_embeddings_without_their_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    monkeypatch.setitem(sys.modules, "sentence_transformers.models", None)
+    fold(pipeline(tmp_path / "in"), tmp_path / "out", verify=False)
+    stages: list[str] = []
+    found = verify(tmp_path / "out", write=False, on_event=lambda _, text: stages.append(text))
+    assert found.passed
+    assert any(text.startswith("comparing token embeddings, and not those") for text in stages)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seconds": 0},
+        {"seconds": -1},
+        {"seconds": math.nan},
+        {"seconds": "soon"},
+        {"samples": 0},
+        {"samples": -3},
+        {"samples": True},
+        {"samples": "no/such/file.txt"},
+        {"samples": 1.5},
+    ],
+    ids=str,
+)
+def test_bad_values_are_one_line_before_any_work(wrong: dict[str, Any], tmp_path: Path) -> None:
+    stages: list[str] = []
+    for call in (verify, lambda out, **how: fold(CHECKPOINTS / "gpt2", out, **how)):
+        with pytest.raises(UnsupportedModel) as caught:
+            call(tmp_path / "out", on_event=lambda _, text: stages.append(text), **wrong)
+        assert "\n" not in str(caught.value) and next(iter(wrong)) in str(caught.value)
+    assert not any(text.startswith("writing") for text in stages)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_without_texts(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n  \n")
+    with pytest.raises(UnsupportedModel, match="holds no text; write one on each line"):
+        read_user_data(samples=tmp_path / "empty.txt")
+    with pytest.raises(UnsupportedModel, match="--text and --samples with a file cannot be comb"):
+        read_user_data(text=sentences(tmp_path), samples=sentences(tmp_path))
+    assert read_user_data(text=sentences(tmp_path), samples=5).number == 5
+
+
+def command(*words: object) -> Any:
+    return CliRunner().invoke(main, [str(word) for word in words], prog_name="enjoyln")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--seconds", "0"),
+        ("--seconds", "-1"),
+        ("--seconds", "nan"),
+        ("--seconds", "soon"),
+        ("--samples", "0"),
+        ("--samples", "-3"),
+        ("--samples", "no/such/file.txt"),
+    ],
+    ids=" ".join,
+)
+def test_bad_options_are_usage_errors(wrong: tuple[str, str], tmp_path: Path) -> None:
+    for words in (("fold", CHECKPOINTS / "gpt2", "-o", tmp_path / "out"), ("verify", tmp_path)):
+        done = command(*words, *wrong)
+        assert done.exit_code == 2 and done.stderr.splitlines()[-1].startswith("Error: Invalid")
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_a_check_that_does_not_run(tmp_path: Path) -> None:
+    for words in (("--samples", "2"), ("--seconds", "9")):
+        done = command("fold", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--no-verify", *words)
+        assert done.exit_code == 2 and f"{words[0]} goes with the check" in done.stderr
+
+
+# What is said.
+
+
+def test_a_fold_that_checks_some_inputs_says_so_everywhere(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = command("fold", CHECKPOINTS / "gpt2", "-o", out, "--samples", "4")
+    assert done.exit_code == 0, done.output
+    assert "checked on 4 of 16 inputs in " in done.stdout
+    assert done.stdout.splitlines()[-1] == f"next: enjoyln verify {out} (runs all 16 inputs)"
+    stored = json.loads((out / "enjoyln_verify.json").read_text())
+    assert (stored["rows"], stored["full_rows"]) == (4, 16)
+    assert "on 4 of 16 inputs" in stored["summary"]
+    assert "over 4 of 16 inputs" in " ".join((out / "README.md").read_text().split())
+    done = command("verify", out)
+    assert "verifying" in done.stderr and "\n16 inputs; errors are relative" in done.stdout
+    with pytest.raises(EnjoyLNError, match="samples"):
+        verify(out, samples=0)
+
+
+def test_the_time_decides_in_the_command_too(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = command("fold", CHECKPOINTS / "gpt2", "-o", out, "--seconds", "1e-9")
+    assert done.exit_code == 0 and "checked on 1 of 16 inputs in " in done.stdout
+    assert "running 1 of 16 inputs, as the check should end within" in done.stderr
+
+
+# The script that watches a terminal.
+
+
+def test_a_silence_is_measured() -> None:
+    words = "import sys, time; print('begin', flush=True); time.sleep(0.5); print('end')"
+    seen = new_user.watch([sys.executable, "-c", words])
+    assert seen.status == 0 and seen.text.split() == ["begin", "end"]
+    assert 0.3 < seen.silence <= seen.seconds
+    assert new_user.watch([sys.executable, "-c", "raise SystemExit(3)"]).status == 3
+
+
+def test_colours_are_no_words() -> None:
+    assert new_user.plain(b"\x1b[2Kchecked on 8 of 128 images in 52.0 s\r") == (
+        "checked on 8 of 128 images in 52.0 s\n"
+    )
+    found = new_user.CHECKED.search("wrote 1 B, checked on 8 of 128 images in 52.0 s")
+    assert found and found.groups() == ("8 of 128 images", "52.0")

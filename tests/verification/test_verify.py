@@ -1,0 +1,602 @@
+"""A right fold passes, a wrong one fails, and the numbers are what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from live_models import CHECKPOINTS
+from safetensors.torch import load_file
+from stored_files import changed
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTForMaskedImageModeling,
+)
+from verify_cases import (
+    FAMILIES,
+    LAYERS,
+    VOCABULARY,
+    D,
+    feature_axis,
+    folded,
+    gpt2,
+    proven,
+    randomised,
+    right_plan,
+)
+
+import enjoyln_cli
+from enjoyln_cli.checkpoint.marker import proof_of
+from enjoyln_cli.checkpoint.reader import open_checkpoint
+from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.comparison import batches as inputs
+from enjoyln_cli.comparison.metrics import distances, ratio, relative
+from enjoyln_cli.comparison.run import Float64, run
+from enjoyln_cli.comparison.text_scores import divergence, perplexity
+from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, ModelNotFound, UnsupportedModel
+from enjoyln_cli.models.load import silent
+from enjoyln_cli.plan.plan import Writer
+from enjoyln_cli.rewrite.directory import fold_checkpoint
+from enjoyln_cli.verification.verify import IDENTITY_BOUND, Verification, verify
+
+DTYPES = ["float32", "float16", "bfloat16"]
+LAST = f"transformer.h.{LAYERS - 1}.mlp.c_proj"
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One GPT-2 in three dtypes."""
+    root = tmp_path_factory.mktemp("sources")
+    model = gpt2()
+    for dtype in DTYPES:
+        model.to(getattr(torch, dtype)).save_pretrained(root / dtype)
+    return {dtype: root / dtype for dtype in DTYPES}
+
+
+@pytest.fixture(scope="module")
+def outs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("outs")
+    return {dtype: folded(sources[dtype], root / dtype, right_plan()) for dtype in DTYPES}
+
+
+# Right folds.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_right_fold_passes(outs: dict[str, Path], dtype: str) -> None:
+    found = verify(outs[dtype], write=False)
+    assert found.passed, found.summary
+    assert found.failures == ()
+    assert found.compute_dtype == dtype
+    assert 0 < found.identity_error < 1e-14
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    assert 0 < found.storage_error < eps
+    assert found.ratio <= 1.15 and found.stock_ratio <= 1.15
+    assert 0 <= found.kl < 10 * eps and found.top1_agreement > 0.95
+    assert len(found.norm_input_mean) == 2 * LAYERS + 1
+    assert list(found.norm_input_mean.values())[0] < eps
+    assert found.blocks_checked is None
+
+
+def test_the_plan_can_be_handed_over(outs: dict[str, Path], tmp_path: Path) -> None:
+    moved = tmp_path / ".staged.x"
+    shutil.copytree(outs["float32"], moved)
+    (moved / "enjoyln_recipe.yaml").unlink()
+    found = verify(moved, plan=right_plan(), write=False)
+    assert found.passed
+    assert found == verify(outs["float32"], write=False)
+
+
+def test_the_seed_decides_the_inputs(outs: dict[str, Path]) -> None:
+    one, other = (verify(outs["float32"], seed=seed, write=False) for seed in (1, 2))
+    assert one.runtime_error != other.runtime_error
+    assert verify(outs["float32"], seed=1, write=False) == one
+
+
+def test_a_conversion_on_the_way_passes(sources: dict[str, Path], tmp_path: Path) -> None:
+    out = folded(sources["float32"], tmp_path / "out", right_plan(), torch.bfloat16)
+    found = verify(out, write=False)
+    assert found.passed, found.summary
+    assert found.compute_dtype == "bfloat16"
+
+
+def test_the_report_beside_the_weights(outs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(outs["float32"], out)
+    found = verify(out, seed=3)
+    report = json.loads((out / "enjoyln_verify.json").read_text())
+    assert report["passed"] is True and report["seed"] == 3
+    for name in (
+        "identity_error", "storage_error", "runtime_error", "original_error", "ratio", "kl",
+        "top1_agreement", "stock_error", "norm_input_mean",
+    ):  # fmt: skip
+        assert report[name] == getattr(found, name)
+    assert set(report["versions"]) == {"enjoyln", "torch", "transformers", "python"}
+    files = {p.name for p in out.iterdir()} - {"enjoyln_verify.json"}
+    assert set(report["sha256"]) == files
+    weights = (out / "model.safetensors").read_bytes()
+    assert report["sha256"]["model.safetensors"] == hashlib.sha256(weights).hexdigest()
+    verify(out, seed=3)
+    assert json.loads((out / "enjoyln_verify.json").read_text()) == report
+
+
+def test_no_infinity_in_json() -> None:
+    values: dict[str, Any] = {f.name: None for f in dataclasses.fields(Verification)}
+    values.update(passed=False, failures=("x",), ratio=math.inf, norm_input_mean={"a": math.nan})
+    values.update(rows=2, full_rows=2)
+    found = Verification(**values).to_json()
+    assert found["ratio"] is None and found["norm_input_mean"] == {"a": None}
+    json.dumps(found, allow_nan=False)
+
+
+# Wrong folds.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_a_writer_that_the_plan_leaves_out(
+    sources: dict[str, Path], tmp_path: Path, dtype: str, kind: str
+) -> None:
+    plan = right_plan()
+    left = tuple(w for w in plan.writers if w.parameter != f"{LAST}.{kind}")
+    out = folded(sources[dtype], tmp_path / "out", replace(plan, writers=left))
+    found = verify(out, write=False)
+    assert not found.passed
+    assert found.identity_error > 1e-6
+    assert "the edits change the function" in found.summary
+    worst, mean = list(found.norm_input_mean.items())[0]
+    assert worst == "transformer.ln_f" and mean > 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_writer_that_the_weights_leave_out(
+    sources: dict[str, Path], outs: dict[str, Path], tmp_path: Path, dtype: str
+) -> None:
+    original = load_file(sources[dtype] / "model.safetensors")
+    name = f"{LAST}.weight"
+    out = changed(outs[dtype], tmp_path / "out", lambda t: t.update({name: original[name]}))
+    found = verify(out, write=False)
+    assert not found.passed
+    assert name in found.summary
+    assert found.identity_error < 1e-14
+    assert list(found.writer_drift)[0] == name
+    assert list(found.norm_input_mean)[0] == "transformer.ln_f"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tied_embedding_centred(sources: dict[str, Path], tmp_path: Path, dtype: str) -> None:
+    plan = right_plan()
+    name, shape = "transformer.wte.weight", (VOCABULARY, D)
+    wrong = replace(
+        plan, writers=(*plan.writers, Writer(name, name, feature_axis(shape), shape)), ops=()
+    )
+    found = verify(folded(sources[dtype], tmp_path / "out", wrong), write=False)
+    assert not found.passed
+    assert found.identity_error > 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", ["beta dropped", "gamma changed"])
+def test_a_changed_affine(outs: dict[str, Path], tmp_path: Path, dtype: str, what: str) -> None:
+    name = f"transformer.h.1.ln_2.{'bias' if what == 'beta dropped' else 'weight'}"
+    factor = 0.0 if what == "beta dropped" else 1.02
+    out = changed(outs[dtype], tmp_path / "out", lambda t: t[name].mul_(factor))
+    found = verify(out, write=False)
+    assert not found.passed
+    assert name in found.summary
+    assert found.storage_error > torch.finfo(getattr(torch, dtype)).eps
+
+
+def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(outs["float32"], out)
+    config = json.loads((out / "config.json").read_text())
+    config["enjoyln"]["centering"] = []
+    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
+    (out / "config.json").write_text(json.dumps(config))
+    found = verify(out, write=False)
+    assert not found.passed
+    assert found.identity_error > 1e-4 and found.ratio > 100
+    assert found.stock_ratio < 1.25
+    assert list(found.norm_input_mean.values())[0] > 0.01
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, 5), (0, 0), (2, 10**12), (3, 2 * D)], ids=str)
+def test_a_marker_with_a_centring_that_does_not_fit(
+    outs: dict[str, Path], tmp_path: Path, place: int, value: int
+) -> None:
+    """With its digest made right again."""
+    out = tmp_path / "out"
+    shutil.copytree(outs["float32"], out)
+    config = json.loads((out / "config.json").read_text())
+    config["enjoyln"]["centering"][0]["axis"][place] = value
+    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadCheckpoint, match="does not run with .* convert the source") as caught:
+        verify(out, write=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_marker_that_centres_what_is_no_tensor(outs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(outs["float32"], out)
+    config = json.loads((out / "config.json").read_text())
+    op = config["enjoyln"]["centering"][0]
+    config["enjoyln"]["centering"].append({**op, "module": "transformer"})
+    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadCheckpoint, match="does not run with"):
+        verify(out, write=False)
+
+
+def test_another_model_is_not_the_original(outs: dict[str, Path], tmp_path: Path) -> None:
+    gpt2(seed=7).save_pretrained(tmp_path / "other")
+    found = verify(outs["float32"], against=tmp_path / "other", write=False)
+    assert not found.passed
+    assert found.ratio > 1000 and "not what the recipe makes" in found.summary
+
+
+def test_a_tensor_too_many_or_too_few(outs: dict[str, Path], tmp_path: Path) -> None:
+    name = "transformer.h.0.ln_1.bias"
+    less = changed(outs["float32"], tmp_path / "less", lambda t: t.pop(name))
+    assert name in verify(less, write=False).summary
+    more = changed(outs["float32"], tmp_path / "more", lambda t: t.update(x=torch.ones(2)))
+    assert "x is stored in one" in verify(more, write=False).summary
+
+
+def test_a_strict_ratio_fails(outs: dict[str, Path]) -> None:
+    found = verify(outs["bfloat16"], max_ratio=0.1, write=False)
+    assert not found.passed
+    error = f"error {found.runtime_error:.1e} as RMSNorm, 0."
+    assert found.summary.startswith(f"not verified: too far from the exact function: {error}")
+    assert found.summary.endswith(f"({found.original_error:.1e}; limit 0.1 x)")
+
+
+def test_storage_shows_in_a_wider_dtype(outs: dict[str, Path]) -> None:
+    found = verify(outs["bfloat16"], dtype="float32", write=False)
+    assert not found.passed and found.ratio > 100
+    assert "storing the weights in bfloat16 costs" in found.summary
+    assert found.runtime_error == pytest.approx(found.storage_error, rel=0.01)
+
+
+# What cannot be verified.
+
+
+def test_a_checkpoint_that_was_not_folded(sources: dict[str, Path]) -> None:
+    with pytest.raises(BadCheckpoint, match="enjoyln fold"):
+        verify(sources["float32"])
+
+
+def test_the_original_is_gone(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "source")
+    out = folded(tmp_path / "source", tmp_path / "out", right_plan())
+    (tmp_path / "source").rename(tmp_path / "moved")
+    with pytest.raises(ModelNotFound, match="--against"):
+        verify(out)
+    assert verify(out, against=tmp_path / "moved", write=False).passed
+
+
+def test_no_such_dtype(outs: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="int8"):
+        verify(outs["float32"], dtype="int8")
+
+
+# Distances.
+
+
+def test_relative_errors_are_pooled_and_respect_infinities() -> None:
+    exact = [{"a": torch.tensor([[3.0, 4.0], [math.inf, math.nan]])}, {"a": torch.zeros(1, 2)}]
+    got = [{"a": torch.tensor([[3.0, 4.5], [math.inf, math.nan]])}, {"a": torch.zeros(1, 2)}]
+    assert relative(distances(got, exact)) == {"a": pytest.approx(0.1)}
+    got[0]["a"][1, 0] = -math.inf
+    assert relative(distances(got, exact)) == {"a": math.inf}
+    assert relative(distances([{}, {}], exact)) == {"a": math.inf}
+
+
+def test_ratio_has_a_floor() -> None:
+    assert ratio({"a": 3e-7, "b": 1.0}, {"a": 2e-7, "b": 1.0}, torch.float32) == pytest.approx(1.5)
+    assert ratio({"a": 1e-9}, {"a": 0.0}, torch.float32) < 0.02
+    assert ratio({"a": math.nan}, {"a": 1.0}, torch.float32) == math.inf
+
+
+def test_divergence() -> None:
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
+    kl, top1 = divergence([{"logits": q.log()}], [{"logits": p.log()}])
+    assert kl == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5)) and top1 == 0.0
+    assert divergence([{"logits": p.log()}], [{"logits": p.log()}]) == (0.0, 1.0)
+    assert divergence([{"hidden": p}], [{"hidden": p}]) == (None, None)
+
+
+def test_float32_means_float64_in_an_exact_run() -> None:
+    x = torch.randn(3, 5, dtype=torch.float64)
+    with Float64():
+        soft = torch.nn.functional.softmax(x, dim=-1, dtype=torch.float32)
+        values = (soft, x.float(), x.to(torch.float32), torch.ones(2, dtype=torch.float32))
+    assert {v.dtype for v in values} == {torch.float64}
+    assert torch.equal(soft, x.softmax(-1))
+    assert x.float().dtype == torch.float32
+
+
+# Inputs.
+
+
+def test_seeded_tokens() -> None:
+    model = gpt2()
+    model.config.pad_token_id, model.config.image_token_id = 5, 6
+    batches = inputs.seeded(model, 11, 0, torch.float32)
+    assert [len(batch["input_ids"]) for batch in batches] == [8, 3]
+    for batch in batches:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        assert ids.min() >= 0 and ids.max() < VOCABULARY
+        assert torch.equal(ids == 5, mask == 0) and not (ids == 6).any()
+        assert mask[:-1].all() and 0 < mask[-1].sum() < mask.shape[1]
+    again = inputs.seeded(model, 11, 0, torch.float32)
+    assert all(
+        torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(batches, again, strict=True)
+    )
+
+
+class OneImage(transformers.ViTModel):
+    def forward(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(pixel_values.view(1, 1, 16, 16), **kwargs)
+
+
+def test_a_model_that_takes_one_image_at_a_time_is_given_one() -> None:
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        image_size=16, patch_size=8, num_channels=1,
+    )  # fmt: skip
+    batches = inputs.seeded(OneImage(config), 3, 0, torch.float32)
+    assert [batch["pixel_values"].shape for batch in batches] == [(1, 1, 16, 16)] * 3
+    (batch,) = inputs.seeded(transformers.ViTModel(config), 3, 0, torch.float32)
+    assert batch["pixel_values"].shape == (3, 1, 16, 16)
+
+
+def test_masked_patches_are_tried_where_the_class_takes_them() -> None:
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        image_size=16, patch_size=8, encoder_stride=8,
+    )  # fmt: skip
+    for cls, takes in ((ViTForMaskedImageModeling, True), (ViTForImageClassification, False)):
+        model = randomised(cls(config))
+        (batch,) = inputs.seeded(model, 3, 0, torch.bfloat16)
+        assert batch["pixel_values"].shape == (3, 3, 16, 16)
+        assert batch["pixel_values"].dtype == torch.bfloat16
+        masked = inputs.with_masked_patches(model, batch, 0)
+        assert (masked is not None) == takes
+        if masked is not None:
+            plain, hidden = run(model, [batch, masked])
+            assert plain["reconstruction"].shape == hidden["reconstruction"].shape
+            assert not torch.equal(plain["reconstruction"], hidden["reconstruction"])
+
+
+CUSTOM = """
+from transformers import GPT2Config, GPT2LMHeadModel
+
+class OwnConfig(GPT2Config):
+    model_type = "own"
+
+class OwnModel(GPT2LMHeadModel):
+    config_class = OwnConfig
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+"""
+
+
+def test_a_class_that_comes_with_the_model(sources: dict[str, Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(sources["float32"], source)
+    config = json.loads((source / "config.json").read_text())
+    config["model_type"] = "own"
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "own.py").write_text(CUSTOM)
+    plan = replace(right_plan(), model_class="OwnModel", classes=("OwnModel",), model_type="own")
+    opened = open_source(str(source), weights=True)
+    out = tmp_path / "out"
+    fold_checkpoint(open_checkpoint(opened), plan, out, recipe_text="")
+    with pytest.raises(UnsupportedModel, match="--trust-remote-code"):
+        verify(out, plan=plan)
+    found = verify(out, plan=plan, trust_remote_code=True, write=False)
+    assert found.passed, found.summary
+    assert found.model_class == "OwnModel"
+
+
+def test_a_model_that_refuses_float64_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    sizes = {"d_model": 20, "ffn_dim": 33, "attention_heads": 4, "num_layers": 1}
+    config = transformers.XGLMConfig(**sizes, vocab_size=37, max_position_embeddings=31)
+    transformers.XGLMForCausalLM(config).save_pretrained(tmp_path / "source")
+    with pytest.raises(UnsupportedModel, match="does not run in float64.*fold --no-verify"):
+        enjoyln_cli.fold(tmp_path / "source", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_inputs_that_cannot_be_made_up() -> None:
+    model = gpt2()
+    model.main_input_name = "spectrogram"
+    with pytest.raises(UnsupportedModel, match="spectrogram"):
+        inputs.seeded(model, 2, 0, torch.float32)
+
+
+# Perplexity, against the loss of transformers itself.
+
+
+def ids(rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(5, VOCABULARY, (rows, 30), generator=generator)
+
+
+def test_perplexity_of_a_causal_head() -> None:
+    model = gpt2().double()
+    batches = [{"input_ids": ids(4)}]
+    found, tokens = perplexity(model, batches, None, 0)
+    with torch.no_grad():
+        expected = model(input_ids=ids(4), labels=ids(4)).loss.exp()
+    assert tokens == 4 * 29
+    assert found == pytest.approx(float(expected), rel=1e-5)  # the loss is in float32
+
+
+def test_perplexity_of_a_masked_head() -> None:
+    config = BertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=VOCABULARY,
+    )
+    model = randomised(BertForMaskedLM(config)).double()
+    batch = {"input_ids": ids(40)}
+    found, tokens = perplexity(model, [batch], 4, 0)
+    hidden, chosen = inputs.masked(batch, 4, 0)
+    assert tokens == int(chosen.sum()) and 0.12 < chosen.double().mean() < 0.20
+    assert chosen.any(1).all() and (hidden["input_ids"][chosen] == 4).all()
+    with torch.no_grad():
+        labels = torch.where(chosen, batch["input_ids"], -100)
+        expected = model(**hidden, labels=labels).loss.exp()
+    assert found == pytest.approx(float(expected), rel=1e-5)  # the loss is in float32
+    with pytest.raises(UnsupportedModel, match="no mask token"):
+        perplexity(model, [batch], None, 0)
+
+
+def words() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
+
+
+def test_verify_on_a_text(outs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(outs["float32"], out)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i % 90}" for i in range(200)))
+    with pytest.raises(UnsupportedModel, match="tokenizer"):
+        verify(out, text=text)
+    words().save_pretrained(out)
+    found = verify(out, text=text, write=False)
+    assert found.passed, found.summary
+    assert found.perplexity is not None
+    assert found.perplexity["tokens"] == 5 * 37
+    assert found.perplexity["folded"] == pytest.approx(found.perplexity["original"], rel=1e-5)
+    text.write_text("w1")
+    with pytest.raises(UnsupportedModel, match="fewer than two tokens"):
+        verify(out, text=text)
+
+
+def test_a_text_that_is_not_utf_8_is_refused_before_a_model_is_loaded(
+    outs: dict[str, Path], tmp_path: Path
+) -> None:
+    text, stages = tmp_path / "latin1.txt", []
+    text.write_bytes("w1 w2 Grüße".encode("latin-1"))
+    with pytest.raises(UnsupportedModel, match="latin1.txt is not UTF-8 .* at byte 8") as caught:
+        verify(outs["float32"], text=text, device_map="disk", on_event=lambda *e: stages.append(e))
+    assert "\n" not in str(caught.value)
+    assert not stages, "loading would have told what it does"
+    text.write_text("w1 w2 Grüße", encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match="tokenizer"):
+        verify(outs["float32"], text=text, device_map="disk", on_event=lambda *e: stages.append(e))
+    assert stages
+
+
+def test_a_run_leaves_the_cache_and_the_loss_out() -> None:
+    (output,) = run(gpt2(), [{"input_ids": ids(2), "labels": ids(2)}])
+    assert list(output) == ["logits"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_trained_checkpoints(tmp_path: Path, family: str, dtype: str) -> None:
+    """The folded model is at most 1.1 times as far from the exact function as the original."""
+    source = CHECKPOINTS / family
+    if dtype != "float32":
+        opened = AutoConfig.from_pretrained(source)
+        cls = getattr(transformers, opened.architectures[0])
+        cls.from_pretrained(source, dtype=getattr(torch, dtype)).save_pretrained(tmp_path / "in")
+        source = tmp_path / "in"
+    out = folded(source, tmp_path / "out", proven(source, FAMILIES[family]))
+    found = verify(out, write=False)
+    assert found.passed, found.summary
+    assert found.identity_error < IDENTITY_BOUND
+    assert found.ratio <= 1.1 and found.stock_ratio <= 1.1
+    assert 0 < found.worst_position_ratio < 3 < found.max_position_ratio
+    assert found.stored_position_ratio is not None and 0 < found.stored_position_ratio < 3
+    assert found.worst_position_error >= found.runtime_error
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    assert max(found.norm_input_mean.values()) < 2 * eps
+
+
+def test_verify_on_images(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    source = CHECKPOINTS / "vit"
+    out = folded(source, tmp_path / "out", proven(source, FAMILIES["vit"]))
+    files = [tmp_path / f"{index}.png" for index in range(3)]
+    for index, file in enumerate(files):
+        image.effect_noise((40 + index, 50), 80).convert("RGB").save(file)
+    found = verify(out, images=files, write=False)
+    assert found.passed, found.summary
+    assert found.rows > 3
+    assert found.runtime_error != verify(out, write=False).runtime_error
+    files[0].write_text("no image")
+    with pytest.raises(UnsupportedModel, match="images cannot be prepared"):
+        verify(out, images=files)
+
+
+def test_images_for_a_model_of_text(outs: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="takes input_ids"):
+        verify(outs["float32"], images=["x.png"])
+
+
+def test_text_and_images_at_once(outs: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="choose one of them"):
+        verify(outs["float32"], text="some.txt", images=["x.png"])
+
+
+def test_a_result_is_not_its_own_original(outs: dict[str, Path]) -> None:
+    with pytest.raises(AlreadyFolded):
+        verify(outs["float32"], against=outs["float32"])
+
+
+def test_a_text_without_a_language_head(tmp_path: Path) -> None:
+    """Its outputs are compared, and there is no perplexity."""
+    source = CHECKPOINTS / "bert"
+    out = folded(source, tmp_path / "out", proven(source, "BertModel"))
+    found = verify(out, text=Path(__file__), write=False)
+    assert found.passed and found.perplexity is None and 0 < found.own_rows <= found.rows
+    other = verify(out, write=False)
+    assert found.runtime_error != other.runtime_error and other.own_rows == 0
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_progress_bars_of_the_hub_are_left_as_they_were(hidden: bool) -> None:
+    from huggingface_hub import utils
+
+    before = utils.are_progress_bars_disabled()
+    switch = {True: utils.disable_progress_bars, False: utils.enable_progress_bars}
+    try:
+        switch[hidden]()
+        with silent():
+            assert utils.are_progress_bars_disabled()
+        assert utils.are_progress_bars_disabled() == hidden
+    finally:
+        switch[before]()

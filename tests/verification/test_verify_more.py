@@ -1,0 +1,389 @@
+"""What outputs alone do not show: settings, missing weights, NaN, rare positions, float64."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from live_models import CHECKPOINTS
+from safetensors.torch import load_file, save_file
+from stored_files import changed
+from verify_cases import FAMILIES, POSITIONS, D, folded, gpt2, proven, right_plan
+
+import enjoyln_cli
+from enjoyln_cli.comparison import batches as inputs
+from enjoyln_cli.comparison.metrics import distances, position_bound, worst_position, worst_stored
+from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel, VerificationFailed
+from enjoyln_cli.verification.verify import verify
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WEIGHTS = "model.safetensors"
+Edit = Callable[[dict[str, torch.Tensor]], Any]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("verify") / "source"
+    gpt2().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def out(source: Path) -> Path:
+    return folded(source, source.parent / "out", right_plan())
+
+
+def with_config(found: Path, into: Path, **entries: Any) -> Path:
+    """A copy whose config has other entries; those that are ``None`` are taken out."""
+    shutil.copytree(found, into)
+    config = json.loads((into / "config.json").read_text()) | entries
+    config = {key: value for key, value in config.items() if value is not None}
+    (into / "config.json").write_text(json.dumps(config))
+    return into
+
+
+def with_weights(found: Path, into: Path, edit: Edit) -> Path:
+    return changed(found, into, edit)
+
+
+# config.json.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("layer_norm_epsilon", 1e-3, r"layer_norm_epsilon \(0.001, in the original 1e-05\)"),
+        ("layer_norm_epsilon", 1.1e-5, r"layer_norm_epsilon \(1.1e-05, in"),
+        ("activation_function", "gelu", r'\("gelu", in the original "gelu_new"\)'),
+        ("scale_attn_by_inverse_layer_idx", True, "inverse_layer_idx .true, in the original false"),
+        ("tie_word_embeddings", False, r"tie_word_embeddings \(false, in the original true\)"),
+        ("dtype", "float16", r'dtype \("float16", in the original "'),
+        ("architectures", ["GPT2ForSequenceClassification"], "architectures"),
+        ("task_specific_params", {"a": {"b": 1}}, r"task_specific_params.a.b \(1, in the original"),
+    ],
+)
+def test_another_setting_fails(
+    out: Path, tmp_path: Path, dtype: str, key: str, value: Any, words: str
+) -> None:
+    if dtype != "float32":
+        model = gpt2().to(getattr(torch, dtype))
+        model.save_pretrained(tmp_path / "source")
+        out = folded(tmp_path / "source", tmp_path / "right", right_plan())
+    found = verify(with_config(out, tmp_path / "out", **{key: value}), write=False)
+    assert not found.passed
+    (line,) = (one for one in found.failures if "config.json" in one)
+    assert re.search(words, line), line
+    assert "\n" not in line and len(line) < 200
+
+
+def test_a_setting_with_which_it_cannot_be_loaded(out: Path, tmp_path: Path) -> None:
+    other = with_config(out, tmp_path / "out", n_positions=POSITIONS + 1)
+    with pytest.raises(BadCheckpoint, match=r"config.json differs .* n_positions \(41, .* 40\)"):
+        verify(other, write=False)
+
+
+def test_what_tells_where_a_model_is_from_may_differ(out: Path, tmp_path: Path) -> None:
+    """And what says the same with other words, or is a default that is left out."""
+    entries = {"_name_or_path": "there", "transformers_version": "5.0.0", "dtype": None}
+    entries |= {"torch_dtype": "float32", "architectures": None, "resid_pdrop": None}
+    assert verify(with_config(out, tmp_path / "out", **entries), write=False).passed
+
+
+def test_a_result_that_transformers_has_saved_again(out: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    model.save_pretrained(tmp_path / "out")
+    shutil.copy(out / "enjoyln_recipe.yaml", tmp_path / "out")
+    found = verify(tmp_path / "out", write=False)
+    assert found.passed, found.summary
+
+
+# Weights that are not there.
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["transformer.h.0.attn.c_attn.weight"], "h.0.attn.c_attn.weight, which GPT2LMHeadModel"),
+        (["transformer.h.1.ln_2.weight", "transformer.h.1.ln_2.bias"], "ln_2.bias, .*ln_2.weight"),
+        (["transformer.ln_f.bias"], "transformer.ln_f.bias, which"),
+        (["transformer.ln_f.bias", "transformer.ln_f.weight"], "ln_f.bias, .*ln_f.weight, which"),
+        (["transformer.wte.weight"], "transformer.wte.weight"),
+    ],
+)
+def test_a_weight_that_no_checkpoint_of_the_two_holds(
+    source: Path, out: Path, tmp_path: Path, names: list[str], words: str
+) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for name in names:
+            del tensors[name]
+
+    before = with_weights(source, tmp_path / "source", edit)
+    after = with_weights(out, tmp_path / "out", edit)
+    with pytest.raises(BadCheckpoint, match=f"source does not store .*{words}.*fetch") as caught:
+        verify(after, against=before, write=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fold_of_a_checkpoint_with_a_hole_leaves_nothing(tmp_path: Path) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["transformer.h.2.mlp.c_fc.weight"]
+
+    with_weights(CHECKPOINTS / "gpt2", tmp_path / "in", edit)
+    with pytest.raises(BadCheckpoint, match="does not store transformer.h.2.mlp.c_fc.weight"):
+        enjoyln_cli.fold(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_head_that_its_own_class_lacks(tmp_path: Path) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["classifier.weight"], tensors["classifier.bias"]
+
+    with_weights(CHECKPOINTS / "vit", tmp_path / "in", edit)
+    words = "classifier.bias, classifier.weight, which ViTForImageClassification needs"
+    with pytest.raises(BadCheckpoint, match=words):
+        enjoyln_cli.fold(tmp_path / "in", tmp_path / "out")
+
+
+def test_a_new_head_and_a_pooler_that_nobody_trained(tmp_path: Path) -> None:
+    """A class that the user names may have parts that the checkpoint never had."""
+    head = "GPT2ForSequenceClassification"
+    result = enjoyln_cli.fold(CHECKPOINTS / "gpt2", tmp_path / "a", model_class=head)
+    assert result.verification.passed
+    with_weights(
+        CHECKPOINTS / "vit",
+        tmp_path / "in",
+        lambda t: [t.pop(name) for name in ("classifier.weight", "classifier.bias")],
+    )
+    config = {"architectures": ["ViTModel"]}
+    pooled = with_config(tmp_path / "in", tmp_path / "pooled", **config)
+    result = enjoyln_cli.fold(pooled, tmp_path / "b", model_class="ViTModel")
+    assert result.verification.passed and not any(
+        "pooler" in name for name in load_file(pooled / WEIGHTS)
+    )
+
+
+# NaN and infinity.
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["transformer.h.0.ln_1.bias", "transformer.ln_f.weight"])
+def test_a_model_that_returns_nan_does_not_pass(
+    source: Path, tmp_path: Path, name: str, value: float
+) -> None:
+    """Unless its user has said that NaN is meant."""
+    before = with_weights(source, tmp_path / "in", lambda t: t[name].fill_(value))
+    with pytest.raises(VerificationFailed, match=f"nothing can be compared .*{name}.*nonfinite"):
+        enjoyln_cli.fold(before, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    result = enjoyln_cli.fold(before, tmp_path / "out", allow_nonfinite=True)
+    assert result.verification.passed
+    assert verify(tmp_path / "out", write=False).passed
+
+
+def test_nan_in_a_weight_that_is_centred(source: Path, tmp_path: Path) -> None:
+    name = "transformer.h.0.attn.c_proj.weight"
+    before = with_weights(source, tmp_path / "in", lambda t: t[name][3, 5].fill_(float("nan")))
+    result = enjoyln_cli.fold(before, tmp_path / "out", allow_nonfinite=True)
+    assert result.verification.passed, result.verification.summary
+    other = with_weights(tmp_path / "out", tmp_path / "b", lambda t: t[name][7].fill_(float("nan")))
+    found = verify(other, write=False)
+    assert not found.passed and name in found.summary
+
+
+def test_nan_that_no_weight_explains(source: Path, tmp_path: Path) -> None:
+    before = with_config(source, tmp_path / "in", layer_norm_epsilon=-100.0)
+    with pytest.raises(VerificationFailed, match="its weights are finite, so look at its config"):
+        enjoyln_cli.fold(before, tmp_path / "out")
+
+
+def test_leave_for_nan_where_there_is_none(source: Path, tmp_path: Path) -> None:
+    """Saying that NaN is meant does not make any NaN pass."""
+    before = with_config(source, tmp_path / "in", layer_norm_epsilon=-100.0)
+    with pytest.raises(VerificationFailed, match="its weights are finite"):
+        enjoyln_cli.fold(before, tmp_path / "out", allow_nonfinite=True)
+
+
+def test_a_padding_token_beyond_the_embedding(source: Path, tmp_path: Path) -> None:
+    for i, token in enumerate((-1, 10**6)):
+        before = with_config(source, tmp_path / f"in{i}", pad_token_id=token)
+        assert enjoyln_cli.fold(before, tmp_path / f"out{i}").verification.passed
+
+
+# Positions.
+
+
+def vectors(*rows: list[float]) -> list[dict[str, torch.Tensor]]:
+    return [{"a": torch.tensor(rows, dtype=torch.float64)}]
+
+
+def test_the_worst_position_is_not_lost_in_the_mean() -> None:
+    exact = vectors(*[[1000.0, 0.0]] * 99, [0.0, 10.0])
+    original = vectors(*[[1001.0, 0.0]] * 99, [0.0, 10.01])
+    wrong = vectors(*[[1000.1, 0.0]] * 99, [0.0, 18.0])
+    own, found = distances(original, exact), distances(wrong, exact)
+    assert found["a"].relative < own["a"].relative
+    worst = worst_position(found, own, torch.float32)
+    assert worst.error == pytest.approx(8 / 1000) and worst.original == pytest.approx(1e-3)
+    assert worst.ratio == pytest.approx(8)
+    alone = worst_stored(found, own, torch.float32)
+    assert (alone.error, alone.ratio) == pytest.approx((0.008, 8), rel=0.02)
+
+
+def test_positions_of_outputs_of_any_shape() -> None:
+    for shape in ((5,), (4, 3), (2, 3, 4, 5), (0, 3)):
+        value = torch.ones(shape)
+        (one,) = distances([{"a": value * 1.5}], [{"a": value}]).values()
+        assert one.relative == (0.5 if value.numel() else 0.0)
+        assert one.positions.tolist() == [0.5] * (
+            value.numel() // (shape[-1] if value.ndim > 1 else 1)
+        )
+    (other,) = distances([{"a": torch.ones(3)}], [{"a": torch.ones(4)}]).values()
+    assert not other.comparable and other.positions.isinf().all()
+
+
+def test_one_late_position_that_is_off(tmp_path: Path) -> None:
+    """Everywhere else the original errs more than the result, so over all it is nearer."""
+    model = gpt2().half()
+    with torch.no_grad():
+        model.transformer.wpe.weight.add_(20.0)
+    model.save_pretrained(tmp_path / "in")
+    out = folded(tmp_path / "in", tmp_path / "out", right_plan())
+    right = verify(out, write=False)
+    assert right.passed and right.ratio < 0.5
+    noise = torch.randn(D, generator=torch.Generator().manual_seed(1)).half()
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["transformer.wpe.weight"][-1] += 0.06 * (noise - noise.mean())
+
+    found = verify(with_weights(out, tmp_path / "wrong", edit), write=False)
+    assert found.ratio < 1.25 and found.stock_ratio < 1.25
+    assert found.worst_position_ratio > position_bound(1.25)
+    (line,) = (one for one in found.failures if "at one position" in one)
+    assert "limit 4 x" in line and "\n" not in line
+    assert verify(tmp_path / "wrong", write=False, max_ratio=1000).failures == found.failures[:1]
+    few = verify(tmp_path / "wrong", write=False, samples=4)
+    assert few.rows == 4 and few.worst_position_ratio > position_bound(1.25)
+
+
+def test_a_writer_that_matters_at_the_last_position_alone(tmp_path: Path) -> None:
+    """The plan forgets the table of positions, in which one row has a mean."""
+    model = gpt2()
+    with torch.no_grad():
+        table = model.transformer.wpe.weight
+        table.copy_((table * 64).round() / 64)  # sums of such are exact
+        table[:, 0] -= table.sum(1)
+        table[-1] += 1e-3
+    model.save_pretrained(tmp_path / "in")
+    plan = right_plan()
+    left = tuple(w for w in plan.writers if w.parameter != "transformer.wpe.weight")
+    found = verify(
+        folded(tmp_path / "in", tmp_path / "out", replace(plan, writers=left)), write=False
+    )
+    assert not found.passed
+    assert found.identity_error > 1e-9 and "the edits change the function" in found.summary
+
+
+def test_rows_reach_the_end_of_the_table() -> None:
+    model = gpt2()
+    (*_, last) = inputs.seeded(model, 16, 0, torch.float32)
+    late, longer, *_ = inputs.at_last_positions(model, last, 0, torch.float32)
+    assert late["position_ids"].shape == last["input_ids"].shape
+    assert int(late["position_ids"].max()) == POSITIONS - 1
+    assert longer["input_ids"].shape[1] == POSITIONS
+    unproven = inputs.at_last_positions(model, last, 0, torch.float32, ("position_ids",))
+    assert all("position_ids" not in batch for batch in unproven)
+    rotary = transformers.PhiForCausalLM.from_pretrained(CHECKPOINTS / "phi")
+    batches = inputs.seeded(rotary, 16, 0, torch.float32)
+    assert not list(inputs.at_last_positions(rotary, batches[-1], 0, torch.float32))
+
+
+def test_a_decoder_that_takes_no_positions_gets_longer_rows(tmp_path: Path) -> None:
+    config = transformers.BartConfig(
+        vocab_size=90, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48,
+        max_position_embeddings=70,
+    )  # fmt: skip
+    model = transformers.BartModel(config).eval()
+    (*_, last) = inputs.seeded(model, 16, 0, torch.float32)
+    late = next(inputs.at_last_positions(model, last, 0, torch.float32))
+    assert late["input_ids"].shape[1] == 70 and late["decoder_input_ids"].shape[1] == 70
+    assert late["input_ids"].numel() <= 8 * 32
+
+
+# Float64.
+
+
+def in_float64(family: str, into: Path) -> Path:
+    """The trained checkpoint with weights that no narrower dtype holds."""
+    name = json.loads((CHECKPOINTS / family / "config.json").read_text())["architectures"][0]
+    cls = getattr(transformers, name)
+    model = cls.from_pretrained(CHECKPOINTS / family, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(1e-3 * noise * parameter.abs())
+    model.save_pretrained(into)
+    return into
+
+
+SLOWLY = [pytest.param(f, marks=() if f in ("gpt2", "vit") else pytest.mark.slow) for f in FAMILIES]
+
+
+@pytest.mark.parametrize("family", SLOWLY)
+def test_a_float64_checkpoint(tmp_path: Path, family: str) -> None:
+    """A right fold passes; one whose weights are off by a billionth does not."""
+    source = in_float64(family, tmp_path / "in")
+    plan = proven(source, FAMILIES[family])
+    out = folded(source, tmp_path / "out", plan)
+    found = verify(out, write=False)
+    assert found.passed, found.summary
+    assert found.compute_dtype == "float64"
+    assert 0.3 < found.ratio < 1.1 and 0.3 < found.stock_ratio < 1.1
+    assert 1e-16 < found.original_error < 2e-15
+    tensor = next(w.tensor for w in plan.writers if len(w.shape) > 1)
+    wrong = changed(out, tmp_path / "wrong", lambda t: t[tensor].mul_(1 + 1e-9))
+    found = verify(wrong, write=False)
+    assert not found.passed
+    assert tensor in found.summary and found.ratio > 100 and found.stock_ratio > 100
+
+
+def test_float64_by_itself(tmp_path: Path) -> None:
+    """The ratio alone fails it, without a look at the weights: a fold that forgets a writer."""
+    source = in_float64("gpt2", tmp_path / "in")
+    plan = proven(source, "GPT2LMHeadModel")
+    (first, *_) = (w for w in plan.writers if len(w.shape) > 1)
+    left = replace(plan, writers=tuple(w for w in plan.writers if w is not first))
+    tensors = load_file(source / WEIGHTS)
+    tensors[first.tensor] += 1e-9 - tensors[first.tensor].mean(first.axis.dim, keepdim=True)
+    save_file(tensors, source / WEIGHTS, metadata={"format": "pt"})
+    found = verify(folded(source, tmp_path / "out", left), write=False)
+    assert not found.passed and found.ratio > 100
+
+
+def test_float64_of_narrower_weights_shows_what_storing_costs(out: Path) -> None:
+    found = verify(out, dtype="float64", write=False)
+    assert not found.passed
+    assert "storing the weights in float32 costs" in found.summary
+    assert found.ratio > 1e6
+
+
+def test_a_dtype_that_a_model_does_not_run_in(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float16:
+            raise NotImplementedError("no such kernel")
+        return torch.nn.functional.gelu(x, approximate="tanh")
+
+    monkeypatch.setattr(transformers.activations.NewGELUActivation, "forward", refuse)
+    with pytest.raises(UnsupportedModel, match="does not run in float16 .*no such kernel"):
+        verify(out, dtype="float16", write=False)
