@@ -14,6 +14,7 @@
     EnjoyLNConfig()        the same as a ``quantization_config`` of transformers
 
     Options(untie=True)    what a fold may do besides centring
+    BenchOptions()         what ``bench`` is to measure
     centre_parameters(model, plan), install(model, plan)   the two halves of a fold in memory
 
 Every refusal is an ``EnjoyLNError``. Names are looked up on first use: importing this package
@@ -43,6 +44,7 @@ from enjoyln_cli.errors import (
 
 if TYPE_CHECKING:
     from enjoyln_cli.benchmark.bench import bench
+    from enjoyln_cli.benchmark.cases import Asked as BenchOptions
     from enjoyln_cli.conversion.fold import analyze
     from enjoyln_cli.conversion.fold import convert as fold
     from enjoyln_cli.conversion.unfold import unfold
@@ -60,6 +62,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyFolded",
     "BadCheckpoint",
+    "BenchOptions",
     "EnjoyLNConfig",
     "EnjoyLNError",
     "ModelNotFound",
@@ -88,6 +91,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "BenchOptions": ("enjoyln_cli.benchmark.cases", "Asked"),
     "EnjoyLNConfig": ("enjoyln_cli.runtime.quantizer", "EnjoyLNConfig"),
     "Options": ("enjoyln_cli.plan.plan", "Options"),
     "analyze": ("enjoyln_cli.conversion.fold", "analyze"),

@@ -124,7 +124,8 @@ def test_a_single_file_of_a_private_repository(hub: Hub, home: Path, tmp_path: P
 def test_one_file_at_a_time(hub: Hub, home: Path, tmp_path: Path) -> None:
     code = f"""
 import json
-from enjoyln_cli.checkpoint.source import open_checkpoint, open_source
+from enjoyln_cli.checkpoint.reader import open_checkpoint
+from enjoyln_cli.checkpoint.source import open_source
 source = open_source("org/gpt2", cache_dir={str(tmp_path)!r}, token={TOKEN!r}, weights=True,
                      stream=True)
 assert {TOKEN!r} not in repr(source)

@@ -174,10 +174,12 @@ def wheel(tmp_path: Path, **environment: str) -> Path:
     return next(copy.glob("*.whl"))
 
 
-def test_a_wheel_is_pure_and_brings_the_sources(tmp_path: Path) -> None:
+def test_a_wheel_is_pure_and_brings_every_module_and_the_sources(tmp_path: Path) -> None:
     made = wheel(tmp_path)
     assert made.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(made).namelist()
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "enjoyln_cli").rglob("*.py")}
+    assert modules <= set(names)
     sources = {f"enjoyln_cli/kernels/csrc/{path.name}" for path in build.SOURCES.iterdir()}
     assert sources <= set(names) and "enjoyln_cli/kernels/dispatch.json" in names
     assert not any(name.endswith(".so") for name in names)

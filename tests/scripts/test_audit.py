@@ -10,7 +10,7 @@ from audit import audited
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
-from enjoyln_cli.graph import nodes
+from enjoyln_cli.proof import pullback
 
 WIDTH = 12
 
@@ -53,7 +53,7 @@ def test_a_clamp_is_no_identity_although_it_is_one_near_zero() -> None:
 
 
 def test_a_rule_that_is_taken_away_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(nodes._RULES, torch.ops.aten.neg)
+    monkeypatch.delitem(pullback._RULES, torch.ops.aten.neg)
     reason, found = answer(Stream(torch.neg), torch.randn(3, 5).double())
     assert reason == "neg does not keep a zero mean" and found == "missing rule: neg"
 
