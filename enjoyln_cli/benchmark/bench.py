@@ -21,6 +21,7 @@ from enjoyln_cli.benchmark import machine
 from enjoyln_cli.benchmark.baselines import require
 from enjoyln_cli.benchmark.cases import Asked, compared
 from enjoyln_cli.benchmark.results import Bench
+from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.config import load_config, raw_config
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
@@ -88,8 +89,8 @@ def bench(
         raise UnsupportedModel(f"seconds={asked.limit:g} leaves no time to measure anything")
     folded = open_checkpoint(open_source(str(out), weights=True))
     marker = read_marker(raw_config(folded.source), folded.source.model)
-    hub = {"token": token, "cache_dir": cache_dir}
-    original = original_of(folded.source, marker, against, revision, hub)
+    access = HubAccess(token=token, cache_dir=cache_dir)
+    original = original_of(folded.source, marker, against, revision, access)
     chosen = compute_dtype(folded, dtype)
     threads = torch.get_num_threads() if place.type == "cpu" else 1
     clock = Clock(time.perf_counter, asked.limit, on_progress)

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
 from enjoyln_cli.checkpoint.file_roles import (
     CONFIG,
     WEIGHTS,
@@ -44,8 +44,9 @@ class Remote:
     headers: dict[str, bytes]
     """File to its first bytes: the length of the header, and the header."""
     sizes: dict[str, int]
-    place: dict[str, Any] = field(repr=False)
-    """``token``, ``cache_dir`` and ``local_files_only``."""
+    access: HubAccess
+    is_offline: bool = False
+    """Whether only the cache is read, since the Hub gave no answer."""
     here: dict[str, Path] = field(default_factory=dict)
     """Files that are at hand, and where."""
 
@@ -54,7 +55,7 @@ class Remote:
 
         Raises ``BadCheckpoint`` where the Hub sends others, ``ModelNotFound`` where it sends none.
         """
-        return _part(self.model, self.path, file, start, count, self.place)
+        return _part(self.model, self.path, file, start, count, self.access)
 
     @contextmanager
     def at_hand(self, file: str) -> Iterator[None]:
@@ -66,8 +67,9 @@ class Remote:
         from huggingface_hub import hf_hub_download
 
         known, linked = blobs(self.path), os.path.lexists(self.path / file)
+        fetch = {**access_keywords(self.access), "local_files_only": self.is_offline}
         try:
-            hf_hub_download(self.model, file, revision=self.path.name, **self.place)
+            hf_hub_download(self.model, file, revision=self.path.name, **fetch)
         except Exception as error:  # of huggingface_hub, its HTTP library, or the disk of the cache
             raise _hub_error(error, self.model, self.path.name) from error
         path = self.path / file
@@ -88,7 +90,9 @@ class Remote:
                 real.unlink(missing_ok=True)
 
 
-def remote(model: str, path: Path, files: Sequence[str], place: dict[str, Any]) -> Remote:
+def remote(
+    model: str, path: Path, files: Sequence[str], access: HubAccess, is_offline: bool
+) -> Remote:
     """``files`` of the commit that ``path`` is named after, with their headers.
 
     Raises ``UnsupportedModel`` for pickles, and as ``Remote.read`` does.
@@ -97,29 +101,27 @@ def remote(model: str, path: Path, files: Sequence[str], place: dict[str, Any]) 
         raise UnsupportedModel(
             f"{model} has {files[0]}, a pickle, which can only be read whole: leave --stream out"
         )
-    sizes = {file: _size(model, path, file, place) for file in files}
+    sizes = {file: _size(model, path, file, access) for file in files}
     headers = {}
     for file in files:
 
         def read(start: int, count: int, file: str = file) -> bytes:
-            return _part(model, path, file, start, min(count, sizes[file] - start), place)
+            return _part(model, path, file, start, min(count, sizes[file] - start), access)
 
         headers[file] = header_bytes(file, sizes[file], read)
-    return Remote(model, path, headers, sizes, place)
+    return Remote(model, path, headers, sizes, access, is_offline)
 
 
-def _size(model: str, path: Path, file: str, place: dict[str, Any]) -> int:
+def _size(model: str, path: Path, file: str, access: HubAccess) -> int:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     if (path / file).is_file():
         return (path / file).stat().st_size
     url = hf_hub_url(model, file, revision=path.name)
-    return int(get_hf_file_metadata(url, token=place["token"]).size or 0)
+    return int(get_hf_file_metadata(url, token=access.token).size or 0)
 
 
-def _part(
-    model: str, path: Path, file: str, start: int, count: int, place: dict[str, Any]
-) -> bytes:
+def _part(model: str, path: Path, file: str, start: int, count: int, access: HubAccess) -> bytes:
     """From the cache where the file is there, else from the Hub."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
@@ -133,7 +135,7 @@ def _part(
     url = hf_hub_url(model, file, revision=path.name)
     asked = {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
     try:
-        headers = {**build_hf_headers(token=place["token"]), **asked}
+        headers = {**build_hf_headers(token=access.token), **asked}
         with http_stream_backoff("GET", url, headers=headers, follow_redirects=True) as response:
             hf_raise_for_status(response)
             data = response.read() if response.status_code == 206 else b""
@@ -145,16 +147,6 @@ def _part(
             "--stream out where the Hub does not serve parts of files"
         )
     return data
-
-
-def require_token(token: str | None) -> None:
-    """Raises ``ModelNotFound`` for a token that is none, before a library can quote it in an error.
-
-    A token is printable ASCII without spaces: one that ends in a line break cannot be sent.
-    """
-    if token is not None and not re.fullmatch(r"[!-~]+", token):
-        what = "has characters that no token has, such as a line break" if token else "is empty"
-        raise ModelNotFound(f"the --token {what}; copy it anew, or run `hf auth login` instead")
 
 
 def similar(path: str) -> str:
@@ -171,8 +163,8 @@ def similar(path: str) -> str:
 def snapshot(
     model: str,
     revision: str | None,
-    token: str | None,
-    cache_dir: str | Path | None,
+    access: HubAccess,
+    *,
     weights: bool,
     stream: bool,
 ) -> tuple[Path, Remote | None]:
@@ -185,17 +177,17 @@ def snapshot(
 
     unreachable, what = None, "is not in the cache"
     try:
-        unreachable = _unreachable(model, revision, token)
-        place: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
-        place["local_files_only"] = unreachable is not None
-        path = Path(hf_hub_download(model, CONFIG, revision=revision, **place)).parent
+        unreachable = _unreachable(model, revision, access)
+        is_offline = unreachable is not None
+        fetch = {**access_keywords(access), "local_files_only": is_offline}
+        path = Path(hf_hub_download(model, CONFIG, revision=revision, **fetch)).parent
         if b'"auto_map"' in (path / CONFIG).read_bytes():
-            snapshot_download(model, revision=path.name, allow_patterns=["*.py"], **place)
+            snapshot_download(model, revision=path.name, allow_patterns=["*.py"], **fetch)
         if not weights:
             return path, None
         what = "is in the cache without its weights"
-        if unreachable is None:
-            names = HfApi(token=token).list_repo_files(model, revision=path.name)
+        if not is_offline:
+            names = HfApi(token=access.token).list_repo_files(model, revision=path.name)
         else:
             names = [found.name for found in path.iterdir()]
             if not set(names) & set(WEIGHTS):
@@ -203,16 +195,16 @@ def snapshot(
         first = weights_among(names, model)
         shards: tuple[str, ...] = ()
         if first.endswith(".json"):
-            index = hf_hub_download(model, first, revision=path.name, **place)
+            index = hf_hub_download(model, first, revision=path.name, **fetch)
             shards = shards_in_index(Path(index))[0]
         along = {first, *(name for name in names if comes_along(name))}
         later = set(shards or (first,)) if stream else set()
         patterns = [glob.escape(name) for name in sorted({*along, *shards} - later)]
         cached = blobs(path)
         if patterns:
-            snapshot_download(model, revision=path.name, allow_patterns=patterns, **place)
+            snapshot_download(model, revision=path.name, allow_patterns=patterns, **fetch)
         require_digests(path, {first, *shards} - later, cached, model)
-        return path, remote(model, path, sorted(later), place) if stream else None
+        return path, remote(model, path, sorted(later), access, is_offline) if stream else None
     except EnjoyLNError:
         raise
     except errors.LocalEntryNotFoundError as error:
@@ -249,12 +241,12 @@ def require_digests(path: Path, names: Iterable[str], cached: set[str], model: s
             )
 
 
-def _unreachable(model: str, revision: str | None, token: str | None) -> Exception | None:
+def _unreachable(model: str, revision: str | None, access: HubAccess) -> Exception | None:
     """Why the Hub gives no answer, asked once; ``None`` if it gives one, whatever it says."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
 
     try:
-        get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), token=token)
+        get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), token=access.token)
     except errors.HfHubHTTPError:
         return None
     except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from enjoyln_cli.checkpoint.download import Remote, require_token, similar, snapshot
+from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_token
+from enjoyln_cli.checkpoint.download import Remote, similar, snapshot
 from enjoyln_cli.checkpoint.file_roles import comes_along
 from enjoyln_cli.checkpoint.sentence_transformers import transformer_folder
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
@@ -54,8 +55,7 @@ def open_source(
     model: str,
     *,
     revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
+    access: HubAccess = DEFAULT_ACCESS,
     weights: bool = False,
     stream: bool = False,
 ) -> Source:
@@ -82,8 +82,8 @@ def open_source(
     if not _HUB_ID.fullmatch(model):
         advice = similar(local) or "; pass a directory, or a Hub id such as owner/name"
         raise ModelNotFound(f"there is no directory {model!r}{advice}")
-    require_token(token)
-    path, remote = snapshot(model, revision, token, cache_dir, weights, stream)
+    require_token(access)
+    path, remote = snapshot(model, revision, access, weights=weights, stream=stream)
     return Source(model, path, path.name, remote=remote)
 
 

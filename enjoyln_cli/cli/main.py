@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from enjoyln_cli import __version__
+from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.options import (
     COMPUTE_DTYPES,
@@ -374,7 +375,8 @@ def _push_after(
     from enjoyln_cli.cli.console import write_doubts
     from enjoyln_cli.publish import push as hub
 
-    to: Options = {"private": private, "create_pr": create_pr, "token": options["opening"]["token"]}
+    access: HubAccess = options["opening"]["access"]
+    to: Options = {"private": private, "create_pr": create_pr, "access": access}
     target = hub.target(repo_id, **to)
     where = f"{target.repo_id} ({target.kind})"
     if not dry_run:
@@ -387,7 +389,7 @@ def _push_after(
             upload = hub.prepare(out, repo_id, **to)
             if chatty:
                 write_doubts(upload)
-            sent = hub.send(upload, commit_message=message, token=to["token"])
+            sent = hub.send(upload, commit_message=message, access=access)
             return {"pushed": sent.to_json()}
         except EnjoyLNError as error:
             raise type(error)(f"{out} was written but not pushed: {error}") from error
@@ -472,7 +474,8 @@ def verify(out: Path, quiet: bool, as_json: bool, opening: Options, **options: A
         from enjoyln_cli import verify as check  # takes seconds
 
         told: Options = {"on_event": watch.event, "on_progress": watch.seconds}
-        found = check(out, **told, **options, **opening)
+        hub = access_keywords(opening.pop("access"))
+        found = check(out, **told, **options, **opening, **hub)
     from enjoyln_cli.cli.console import write_json, write_verification
 
     if as_json:
@@ -533,7 +536,9 @@ def bench(
         from enjoyln_cli.cli.console import write_bench, write_json
 
         told: Options = {"on_event": watch.event, "on_progress": watch.seconds}
-        found = measure(out, asked=Asked(**asked), dtype=run_dtype, **told, **options, **opening)
+        hub = access_keywords(opening.pop("access"))
+        sizes = Asked(**asked)
+        found = measure(out, asked=sizes, dtype=run_dtype, **told, **options, **opening, **hub)
     if as_json:
         write_json(found.to_json())
     elif not quiet:
@@ -565,12 +570,13 @@ def push(
     from enjoyln_cli.publish import push as hub
 
     yes, message = options.pop("yes"), options.pop("commit_message")
-    upload = hub.prepare(out, repo_id, look_only=dry_run, **options)
+    access = HubAccess(token=options.pop("token"))
+    upload = hub.prepare(out, repo_id, access=access, look_only=dry_run, **options)
     if chatty:
         write_doubts(upload)
     if not dry_run:
         ask(upload_line(upload), yes or not upload.differs)
-        upload = hub.send(upload, commit_message=message, token=options["token"])
+        upload = hub.send(upload, commit_message=message, access=access)
     if as_json:
         write_json(upload.to_json())
     elif not quiet:

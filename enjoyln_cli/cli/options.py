@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, MODES
+from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.text import did_you_mean
 
 Names = tuple[str, ...]
@@ -35,15 +36,13 @@ FORMATS = click.Choice(["table", "json", "markdown", "csv"])
 
 OPENING = (
     "revision",
-    "token",
-    "cache_dir",
     "trust_remote_code",
     "model_class",
     "outputs",
     "recipe",
     "stream",
 )
-"""How a model is opened: fields of ``conversion.fold.Opening``."""
+"""How a model is opened: fields of ``conversion.fold.Opening``, beside ``access``."""
 ASKING = ("modes", "repeats", "seconds")
 """What ``bench`` is to measure, the sizes apart: fields of ``cases.Asked``."""
 ALLOWING = ("widen_mlp", "widen_to", "merge", "untie")
@@ -88,6 +87,8 @@ def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def gathered(**options: Any) -> Any:
         opening = {name: options.pop(name) for name in OPENING if name in options}
+        token, cache_dir = options.pop("token"), options.pop("cache_dir")
+        opening["access"] = HubAccess(token=token, cache_dir=cache_dir)
         allowed = {name: options.pop(name) for name in ALLOWING if name in options}
         if allowed:
             opening["options"] = allowing(**allowed)

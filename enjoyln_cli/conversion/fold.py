@@ -16,6 +16,7 @@ import torch
 
 from enjoyln_cli.analysis.suggest import better, suggestions
 from enjoyln_cli.archive.recorder import bytes_to_keep
+from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, access_keywords
 from enjoyln_cli.checkpoint.config import load_config, require_no_code_of, require_unfolded
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import Source, open_source
@@ -53,8 +54,7 @@ class Opening:
     """How a model is opened, and what is asked of its plan."""
 
     revision: str | None = None
-    token: str | None = field(default=None, repr=False)
-    cache_dir: str | Path | None = None
+    access: HubAccess = DEFAULT_ACCESS
     trust_remote_code: bool = False
     model_class: str | None = None
     outputs: Sequence[str] = ()
@@ -66,18 +66,9 @@ class Opening:
     """Calls to prove beside those that the config tells."""
 
     @property
-    def hub(self) -> dict[str, Any]:
-        """What it takes to open the same model again: ``token``, ``cache_dir``, and so on."""
-        return {
-            "token": self.token,
-            "cache_dir": self.cache_dir,
-            "trust_remote_code": self.trust_remote_code,
-        }
-
-    @property
     def asked(self) -> dict[str, Any]:
         """What it takes to repeat a fold elsewhere: all but where the files come from, and how."""
-        private = ("token", "cache_dir", "revision")
+        private = ("access", "revision")
         return {name: value for name, value in vars(self).items() if name not in private}
 
 
@@ -188,9 +179,8 @@ def analyze(
         )
     config: Any = model
     if isinstance(model, (str, Path)):
-        source = open_source(
-            str(model), revision=revision, token=token, cache_dir=cache_dir, weights=False
-        )
+        access = HubAccess(token=token, cache_dir=cache_dir)
+        source = open_source(str(model), revision=revision, access=access)
         config = load_config(source, trust_remote_code)
     elif not trust_remote_code:
         require_no_code_of(config, f"this {type(config).__name__}")
@@ -318,8 +308,7 @@ def _source(name: str, opening: Opening, weights: bool = False) -> Source:
     return open_source(
         name,
         revision=opening.revision,
-        token=opening.token,
-        cache_dir=opening.cache_dir,
+        access=opening.access,
         weights=weights,
         stream=weights and opening.stream,
     )
@@ -358,8 +347,16 @@ def write(
         from enjoyln_cli.verification.verify import verify as measure
 
         event("stage", "verifying")
-        how: dict[str, Any] = {"samples": samples, "seconds": seconds, "on_progress": on_check}
-        return measure(folded, plan=ready.plan, on_event=event, **how, **ready.opening.hub)
+        return measure(
+            folded,
+            plan=ready.plan,
+            samples=samples,
+            seconds=seconds,
+            trust_remote_code=ready.opening.trust_remote_code,
+            on_event=event,
+            on_progress=on_check,
+            **access_keywords(ready.opening.access),
+        )
 
     def finish(folded: Path) -> None:
         from enjoyln_cli.publish.push import write_card
@@ -444,8 +441,7 @@ def convert(
 
     opening = Opening(
         revision=revision,
-        token=token,
-        cache_dir=cache_dir,
+        access=HubAccess(token=token, cache_dir=cache_dir),
         trust_remote_code=trust_remote_code,
         model_class=model_class,
         outputs=as_names(outputs),

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.config import raw_config
 from enjoyln_cli.checkpoint.file_roles import CONFIG, housekeeping
 from enjoyln_cli.checkpoint.marker import read_marker
@@ -190,7 +191,7 @@ def prepare(
     private: bool | None = None,
     revision: str | None = None,
     create_pr: bool = False,
-    token: str | None = None,
+    access: HubAccess = DEFAULT_ACCESS,
     force: bool = False,
     look_only: bool = False,
 ) -> Upload:
@@ -216,7 +217,7 @@ def prepare(
         private=private,
         revision=revision,
         create_pr=create_pr,
-        token=token,
+        access=access,
         look_only=look_only,
     )
     origins = _origins(source, marker.source).items()
@@ -276,7 +277,12 @@ def _change(path: Path, size: int, written: bytes | None, there: tuple[str, str]
 # The Hub.
 
 
-def send(upload: Upload, *, commit_message: str | None = None, token: str | None = None) -> Upload:
+def send(
+    upload: Upload,
+    *,
+    commit_message: str | None = None,
+    access: HubAccess = DEFAULT_ACCESS,
+) -> Upload:
     """Carry out what ``prepare`` settled: write the card, make the repository, upload.
 
     What comes back has ``url`` and ``commit``. Nothing is sent or written where nothing differs.
@@ -288,12 +294,12 @@ def send(upload: Upload, *, commit_message: str | None = None, token: str | None
         return replace(upload, url=to.page, commit=to.commit)
     _renew_card(upload)
     try:
-        return _send(upload, commit_message, token)
+        return _send(upload, commit_message, access)
     except KeyboardInterrupt:
         left = f"{to.repo_id} may now exist without all of its files"
-        raise KeyboardInterrupt(f"{left}; {_again(to, token)}") from None
+        raise KeyboardInterrupt(f"{left}; {_again(to, access)}") from None
     except Exception as error:  # of huggingface_hub and its HTTP library
-        raise refusal(error, to.repo_id, _again(to, token)) from error
+        raise refusal(error, to.repo_id, _again(to, access)) from error
 
 
 def _renew_card(upload: Upload) -> None:
@@ -311,10 +317,10 @@ def _renew_card(upload: Upload) -> None:
         ) from error
 
 
-def _send(upload: Upload, commit_message: str | None, token: str | None) -> Upload:
+def _send(upload: Upload, commit_message: str | None, access: HubAccess) -> Upload:
     from huggingface_hub import HfApi
 
-    to, api = upload.target, HfApi(token=token)
+    to, api = upload.target, HfApi(token=access.token)
     if not to.exists:
         api.create_repo(to.repo_id, private=to.private, exist_ok=True)
     if to.new_branch:
@@ -332,12 +338,12 @@ def _send(upload: Upload, commit_message: str | None, token: str | None) -> Uplo
     return replace(upload, url=done.pr_url or done.commit_url, commit=done.oid)
 
 
-def _again(to: Target, token: str | None) -> str:
+def _again(to: Target, access: HubAccess) -> str:
     """How to go on; in the pull request that this push has opened, if it came to that."""
     if not to.create_pr:
         return AGAIN
     try:
-        opened = own_pulls(to, token) - to.pulls
+        opened = own_pulls(to, access) - to.pulls
     except Exception:  # of huggingface_hub and its HTTP library
         return f"if {to.url}/discussions has its pull request, push to that with --revision"
     if not opened:
@@ -357,13 +363,14 @@ def push(
     force: bool = False,
 ) -> Upload:
     """Upload the verified result ``out`` to the Hub as ``repo_id``: ``prepare``, then ``send``."""
+    access = HubAccess(token=token)
     upload = prepare(
         out,
         repo_id,
         private=private,
         revision=revision,
         create_pr=create_pr,
-        token=token,
+        access=access,
         force=force,
     )
-    return send(upload, commit_message=commit_message, token=token)
+    return send(upload, commit_message=commit_message, access=access)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
-from enjoyln_cli.checkpoint.download import require_token
+from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_token
 from enjoyln_cli.errors import EnjoyLNError, PushRefused, without_credentials
 from enjoyln_cli.text import first_line
 
@@ -69,7 +69,7 @@ def target(
     private: bool | None = None,
     revision: str | None = None,
     create_pr: bool = False,
-    token: str | None = None,
+    access: HubAccess = DEFAULT_ACCESS,
     look_only: bool = False,
 ) -> Target:
     """The repository as it is now. Raises ``PushRefused`` where this user cannot push there.
@@ -79,9 +79,9 @@ def target(
     """
     if create_pr and revision is not None:
         raise PushRefused("a pull request starts from the main branch; drop --revision")
-    require_token(token)
+    require_token(access)
     try:
-        return _target(repo_id, private, revision, create_pr, token, look_only)
+        return _target(repo_id, private, revision, create_pr, access, look_only)
     except EnjoyLNError:
         raise
     except Exception as error:  # of huggingface_hub and its HTTP library
@@ -93,15 +93,15 @@ def _target(
     private: bool | None,
     revision: str | None,
     create_pr: bool,
-    token: str | None,
+    access: HubAccess,
     look_only: bool,
 ) -> Target:
     from huggingface_hub import HfApi, constants, errors, get_token
     from huggingface_hub.utils import validate_repo_id
 
     validate_repo_id(repo_id)
-    api = HfApi(token=token)
-    anonymous = look_only and not (token or get_token())
+    api = HfApi(token=access.token)
+    anonymous = look_only and not (access.token or get_token())
     who = {"name": ""} if anonymous else api.whoami()
     if "/" not in repo_id and anonymous:
         raise PushRefused(f"whose {repo_id} is it? write owner/{repo_id}, or pass --token")
@@ -126,7 +126,7 @@ def _target(
             found = replace(found, new_branch=False, commit=str(at.sha))
         except errors.RevisionNotFoundError:
             _require_no_pull(found)
-    pulls = own_pulls(found, token) if create_pr and found.user else frozenset()
+    pulls = own_pulls(found, access) if create_pr and found.user else frozenset()
     return replace(found, there=_files(api, found), pulls=pulls)
 
 
@@ -140,11 +140,11 @@ def _files(api: Any, at: Target) -> dict[str, tuple[str, str]]:
     }
 
 
-def own_pulls(to: Target, token: str | None) -> frozenset[str]:
+def own_pulls(to: Target, access: HubAccess) -> frozenset[str]:
     """The pull requests that the user has opened, as revisions: ``refs/pr/1``."""
     from huggingface_hub import HfApi
 
-    found = HfApi(token=token).get_repo_discussions(
+    found = HfApi(token=access.token).get_repo_discussions(
         to.repo_id, author=to.user, discussion_type="pull_request"
     )
     return frozenset(f"{PULLS}{pull.num}" for pull in found)

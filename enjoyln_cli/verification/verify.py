@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli import __version__
+from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.config import load_config, raw_config, require_unfolded
 from enjoyln_cli.checkpoint.headers import DTYPES
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
@@ -208,11 +209,11 @@ def verify(
     data = read_user_data(text, images, samples)
     pace = Pace(Clock(time.perf_counter, seconds_of(seconds), on_progress))
     event = on_event or by_python
-    hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
-    folded = open_checkpoint(open_source(str(out), weights=True, **hub))
+    access = HubAccess(token=token, cache_dir=cache_dir)
+    folded = open_checkpoint(open_source(str(out), access=access, weights=True))
     cached = folded.source.cached
     marker = read_marker(raw_config(folded.source), folded.source.model)
-    original = original_of(folded.source, marker, against, revision, hub)
+    original = original_of(folded.source, marker, against, revision, access)
     stored = _stored_dtype(folded)
     compute = stored if dtype is None else _as_dtype(dtype)
     plan = plan or _plan_of(folded, trust_remote_code)
@@ -273,18 +274,18 @@ def original_of(
     marker: Marker,
     against: str | Path | None,
     revision: str | None,
-    hub: dict[str, Any],
+    access: HubAccess,
 ) -> Checkpoint:
     """The checkpoint that ``result`` was made from: ``against``, or the one that ``marker`` names.
 
-    ``hub`` holds the other keywords of ``open_source``. Raises ``ModelNotFound`` where it is gone,
-    ``AlreadyFolded`` where it is a result itself, ``BadCheckpoint`` where it is another model.
+    Raises ``ModelNotFound`` where it is gone, ``AlreadyFolded`` where it is a result itself,
+    ``BadCheckpoint`` where it is another model.
     """
     name = marker.source if against is None else str(against)
     if against is None and revision is None:
         revision = marker.revision
     try:
-        source = open_source(name, revision=revision, weights=True, **hub)
+        source = open_source(name, revision=revision, access=access, weights=True)
     except ModelNotFound as error:
         if against is not None:
             raise

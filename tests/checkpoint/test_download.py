@@ -124,10 +124,11 @@ def test_a_single_file_of_a_private_repository(hub: Hub, home: Path, tmp_path: P
 def test_one_file_at_a_time(hub: Hub, home: Path, tmp_path: Path) -> None:
     code = f"""
 import json
+from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
-source = open_source("org/gpt2", cache_dir={str(tmp_path)!r}, token={TOKEN!r}, weights=True,
-                     stream=True)
+access = HubAccess(token={TOKEN!r}, cache_dir={str(tmp_path)!r})
+source = open_source("org/gpt2", access=access, weights=True, stream=True)
 assert {TOKEN!r} not in repr(source)
 assert len(open_checkpoint(source).tensors) > 20
 blobs = source.path.parent.parent / "blobs"

@@ -64,12 +64,14 @@ REFUSALS = {
 SCRIPT = """
 import json, sys
 from pathlib import Path
+from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import EnjoyLNError
 cache = sys.argv[1]
 for call in json.loads(sys.argv[2]):
     try:
-        found = open_source(call.pop("model"), cache_dir=cache, **call)
+        access = HubAccess(cache_dir=cache)
+        found = open_source(call.pop("model"), access=access, **call)
         files = sorted(p.relative_to(found.path).as_posix() for p in found.path.rglob("*.*")
                        if p.is_file())
         print(json.dumps([str(found.path), found.revision, files]))
