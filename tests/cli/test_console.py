@@ -17,10 +17,10 @@ from live_models import ROOT
 from report_cases import CHECKED, ONLY_RMS, PLAN, REASON
 from rich.table import Table
 
-from enjoyln_cli import errors
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.report import notes
+from enjoyln_cli.text import size
 from enjoyln_cli.verification.verify import Verification
 
 
@@ -82,7 +82,7 @@ def test_numbers_are_readable(value: float | None, shown: str) -> None:
 
 
 def test_sizes_are_decimal() -> None:
-    assert [errors.size(n) for n in (0, 999, 1500, 4_300_000_000, 7e12)] == [
+    assert [size(n) for n in (0, 999, 1500, 4_300_000_000, 7e12)] == [
         "0 B",
         "999 B",
         "1.5 kB",
@@ -220,11 +220,12 @@ def test_what_an_earlier_run_has_written_is_no_speed(
 
 SHOW = """
 from report_cases import CHECKED, ONLY_RMS, PLAN
-from enjoyln_cli import progress, report, rows
+from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
-report.write_rows([rows.row("a/long/model/名前", PLAN, ()), rows.row("LLaMA", ONLY_RMS)], "table")
-report.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
-report.write_verification(CHECKED)
+from enjoyln_cli.report.notes import row
+console.write_rows([row("a/long/model/名前", PLAN, ()), row("LLaMA", ONLY_RMS)], "table")
+console.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
+console.write_verification(CHECKED)
 with progress.watching(quiet=False) as watch:
     watch.event("stage", "écrire")
     watch.progress(0, 10)
