@@ -77,7 +77,7 @@ def planned(config: Any, shapes: dict[str, tuple[int, ...]], places: dict[str, s
     from enjoyln_cli.checkpoint.headers import Stored
     from enjoyln_cli.checkpoint.reader import Checkpoint
     from enjoyln_cli.checkpoint.source import Source
-    from enjoyln_cli.rewrite.directory import checked_edits
+    from enjoyln_cli.rewrite.checked_edits import checked_edits
 
     tensors = {
         name: Stored(name, places[name], "BF16", shape, 8, 2 * prod(shape))

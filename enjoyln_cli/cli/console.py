@@ -7,7 +7,6 @@ measures anything.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from enjoyln_cli.report.notes import (
     notes,
     number,
 )
+from enjoyln_cli.report.verification_table import HEADS, inputs_run, verification_rows
 from enjoyln_cli.text import size
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
 NARROW = 12
 """Columns in which the first entry of a row may be folded."""
-
-FEW_TOKENS = 256
-"""Below this many, a perplexity depends on which tokens they are: less than one window of text."""
 
 WORST = 3
 """How many of the means that the RMSNorms saw are shown."""
@@ -150,7 +147,7 @@ def write_fold(found: Row) -> None:
     wrote = f"wrote {size(found['bytes_written'])} to {found['out']}{kept}"
     wrote += f" in {found['seconds']:.1f} s"
     if checked:
-        wrote += f", checked on {_inputs_run(checked)} in {found['check_seconds']:.1f} s"
+        wrote += f", checked on {inputs_run(checked)} in {found['check_seconds']:.1f} s"
     say(wrote)
     if found["resumed"]:
         done = counted(found["resumed"], "weight file")
@@ -170,16 +167,6 @@ def write_fold(found: Row) -> None:
         say(f"next: enjoyln verify {found['out']}{which}")
 
 
-def _inputs_run(checked: Row) -> str:
-    """``16 inputs``, or ``8 of 128 images``."""
-    rows, full = checked["rows"], checked["full_rows"]
-    return (
-        f"{rows} of {full} {checked['inputs_are']}"
-        if rows < full
-        else (f"{rows} {checked['inputs_are']}")
-    )
-
-
 def write_unfold(found: Row) -> None:
     """What the new directory holds, and where no means were kept, what that means."""
     wrote = f"{size(found['bytes_written'])} to {found['back']} in {found['seconds']:.1f} s"
@@ -194,29 +181,11 @@ def write_unfold(found: Row) -> None:
 
 def write_verification(found: Verification) -> None:
     """Each error beside the original's own rounding, then the means that the RMSNorms saw."""
-    own, dtype = number(found.original_error), found.compute_dtype
-    table = Table("", "folded", "original", "")
+    table = Table(*HEADS)
     for column in table.columns[1:3]:
         column.justify = "right"
-    table.add_row("identity error", number(found.identity_error), "", "the algebra, in float64")
-    table.add_row("storage error", number(found.storage_error), "", "rounding the new weights")
-    table.add_row("runtime error", number(found.runtime_error), own, f"RMSNorm, in {dtype}")
-    table.add_row("stock error", number(found.stock_error), own, "plain transformers class")
-    if math.isnan(found.ratio):
-        table.add_row("ratio", "-", "", "too few inputs to judge it")
-    else:
-        table.add_row("ratio", number(found.ratio), "1", f"passes up to {number(found.max_ratio)}")
-        worst = number(found.worst_position_original)
-        passes = f"passes up to {number(found.max_position_ratio)} times"
-        table.add_row("worst position", number(found.worst_position_error), worst, passes)
-    table.add_row("KL divergence", number(found.kl), "", "from the original")
-    table.add_row("top-1 agreement", number(found.top1_agreement), "", "with the original")
-    if found.perplexity:
-        before, after = found.perplexity["original"], found.perplexity["folded"]
-        count = found.perplexity["tokens"]
-        tokens = f"over {count:.0f} tokens"
-        tokens += ": too few for more than a sign" if count < FEW_TOKENS else ""
-        table.add_row("perplexity", f"{after:.4f}", f"{before:.4f}", tokens)
+    for row in verification_rows(vars(found)):
+        table.add_row(*row)
     _show(table)
     own = f", {found.own_rows} of them your own" if found.own_rows else ""
     say(f"{found.count}{own}; errors are relative to the original in float64", "dim")

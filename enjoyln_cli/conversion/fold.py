@@ -28,6 +28,7 @@ from enjoyln_cli.models.holders import holds_a_model, models_in
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.notes import Row, row, suggestion
+from enjoyln_cli.rewrite.checked_edits import why_nothing_folds
 from enjoyln_cli.rewrite.processes import ALONE, Team
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
 from enjoyln_cli.rewrite.writer import summed
@@ -297,7 +298,8 @@ def prepare(
             name: analyze_config(config, model_class=name, checkpoint=checkpoint, options=options)
             for name in (plan.classes if len(plan.classes) > 1 and not opening.model_class else ())
         }
-        raise NothingToFold(_nothing(str(model), found, options, alone))
+        ways = _ways_to_convert(found, options, alone)
+        raise NothingToFold(why_nothing_folds(plan, str(model), ways))
     if plan.covered is not None:
         plan.covered.require_any(plan.model_class)
     text = recipe_text([Inspected(str(model), config, replace(found, plan=plan), options)])
@@ -508,26 +510,15 @@ def _settled(
     return plan
 
 
-def _nothing(model: str, found: Analysis, options: Options, alone: Mapping[str, Analysis]) -> str:
-    """Why no norm of ``model`` becomes RMSNorm, and which options would convert some.
+def _ways_to_convert(found: Analysis, options: Options, alone: Mapping[str, Analysis]) -> list[str]:
+    """Options that would convert some norms of a model of which none becomes RMSNorm.
 
     ``alone`` has the analyses for each of the plan's classes by itself.
     """
-    plan, already = found.plan, sum(count for _, count in found.plan.other_norms)
-    if not plan.norms and already:
-        return f"{model} has nothing to convert: its {already} norms are RMSNorm already"
-    if not plan.norms:
-        return f"{model} has nothing to convert: there is no LayerNorm in it"
-    reasons: dict[str, list[str]] = {}
-    for verdict in plan.kept:
-        reasons.setdefault(verdict.reason, []).append(verdict.norm)
-    why = "; ".join(f"{len(norms)} x {reason}" for reason, norms in reasons.items())
     by_class = ((f"--model-class {name}", one.plan) for name, one in alone.items())
-    more = (*suggestions(found, options, count_untied=True), *better(plan, by_class))
-    ways = [suggestion(vars(one)) for one in more]
-    ways += [
-        f"--outputs {','.join(gain.outputs)} would convert {gain.norms}" for gain in found.gains()
+    more = (*suggestions(found, options, count_untied=True), *better(found.plan, by_class))
+    gains = found.gains()
+    return [
+        *(suggestion(vars(one)) for one in more),
+        *(f"--outputs {','.join(gain.outputs)} would convert {gain.norms}" for gain in gains),
     ]
-    help_ = f"{', '.join(ways)}; " if ways else ""
-    look = f"enjoyln report {model} --why {plan.kept[0].norm}"
-    return f"no LayerNorm of {model} can be converted ({why}); {help_}`{look}` shows where"

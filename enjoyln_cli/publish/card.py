@@ -18,7 +18,6 @@ Of ``enjoyln_bench.json`` it reads what ``speeds.Bench.to_json`` writes there.
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,8 @@ from enjoyln_cli.checkpoint.result_files import BENCH_FILE, RECIPE_FILE, VERIFY_
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.report.notes import UNTIED, counts, notes, number, row
+from enjoyln_cli.report.notes import UNTIED, counts, notes, row
+from enjoyln_cli.report.verification_table import HEADS, NONE, inputs_run, verification_rows
 
 BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
 END = "<!-- enjoyln: end of the section -->"
@@ -180,13 +180,15 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
     inner = root / folder
     place = json.dumps(place, ensure_ascii=False)[1:-1]  # as it stands between quotes
     checked, measured = read_json(inner / VERIFY_FILE), read_json(inner / BENCH_FILE)
+    rows = verification_rows(checked) if checked else []
     is_pipeline = (root / MODULES).is_file()
     stock, fast = _of_pipeline(place) if is_pipeline else _of_model(inner, place, names)
     return {
         "complaint": complaint,
-        "checks": _checks(checked) if checked else [],
+        "heads": HEADS,
+        "checks": [row for row in rows if row[1] != NONE],
         "summary": str(checked.get("summary", ""))[:1].upper() + str(checked.get("summary"))[1:],
-        "inputs": _inputs(checked),
+        "inputs": inputs_run(checked),
         "verify": VERIFY_FILE,
         "speeds": _speeds(measured.get("rows")),
         "conditions": _conditions(measured),
@@ -194,14 +196,6 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
         "fast": fast,
         "homepage": _homepage(),
     }
-
-
-def _inputs(found: Values) -> str:
-    """How many inputs were run: ``16 inputs``, or ``8 of 128 images``."""
-    rows, full = found.get("rows"), found.get("full_rows")
-    kind = str(found.get("inputs_are", "inputs"))[:20]
-    is_partial = isinstance(rows, int) and isinstance(full, int) and rows < full
-    return f"{rows} of {full} {kind}" if is_partial else f"{rows} {kind}"
 
 
 def _homepage() -> str:
@@ -226,34 +220,6 @@ def read_json(path: Path) -> Values:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _checks(found: Values) -> list[tuple[str, str, str, str]]:
-    def shown_number(key: str) -> str:
-        value = found.get(key)
-        return number(value) if isinstance(value, int | float) else "-"
-
-    own, dtype = shown_number("original_error"), found.get("compute_dtype")
-    lines = [
-        ("identity error", shown_number("identity_error"), "", "the algebra, in float64"),
-        ("storage error", shown_number("storage_error"), "", "rounding the new weights"),
-        ("runtime error", shown_number("runtime_error"), own, f"RMSNorm, in {dtype}"),
-        ("stock error", shown_number("stock_error"), own, "plain transformers class"),
-        ("ratio", shown_number("ratio"), "1", f"passes up to {shown_number('max_ratio')}"),
-        (
-            "worst position",
-            shown_number("worst_position_error"),
-            shown_number("worst_position_original"),
-            f"passes up to {shown_number('max_position_ratio')} times",
-        ),
-        ("KL divergence", shown_number("kl"), "", "from the original"),
-        ("top-1 agreement", shown_number("top1_agreement"), "", "with the original"),
-    ]
-    scored = found.get("perplexity")
-    if isinstance(scored, dict):
-        before, after = (f"{scored.get(key, math.nan):.4f}" for key in ("original", "folded"))
-        lines.append(("perplexity", after, before, f"over {scored.get('tokens', 0):.0f} tokens"))
-    return [line for line in lines if line[1] != "-"]
 
 
 def _speeds(found: Any) -> list[tuple[str, ...]]:

@@ -40,12 +40,13 @@ from enjoyln_cli.checkpoint.reader import (
 )
 from enjoyln_cli.checkpoint.result_files import CARD_FILE, FILE, FOLDER, RECIPE_FILE, is_own
 from enjoyln_cli.checkpoint.source import Source, State, open_source, require_unchanged, states_of
-from enjoyln_cli.errors import BadCheckpoint, NothingToFold, OutputError, VerificationFailed
+from enjoyln_cli.errors import BadCheckpoint, OutputError, VerificationFailed
 from enjoyln_cli.fs.digests import digest, digest_of, digest_of_tensor
 from enjoyln_cli.fs.staging import RESULT, clear, staged_output, work_of
 from enjoyln_cli.models.offload import Reader, Value, reader_of
 from enjoyln_cli.plan.edits import Edit, Given, edited, edits_of, given
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.checked_edits import checked_edits
 from enjoyln_cli.rewrite.journal import Journal
 from enjoyln_cli.rewrite.processes import ALONE, Team
 from enjoyln_cli.rewrite.shard_layout import plain_layout
@@ -239,47 +240,6 @@ def copy_files(names: Iterable[str], source: Path, out: Path) -> None:
         shutil.copyfile(source / name, out / name)
 
 
-def checked_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
-    """What becomes of the stored tensors, by the names that they get.
-
-    Raises ``NothingToFold`` for a plan that keeps every norm, ``BadCheckpoint`` where a tensor of
-    the plan is not stored or has another shape.
-    """
-    if not plan.folded:
-        raise NothingToFold(_nothing_to_fold(plan, checkpoint.source))
-    copies = {one.tensor: one.stored for one in plan.untied}
-    needed = [(one.stored, one.source, one.shape) for one in plan.untied]
-    needed += [(copies.get(w.tensor, w.tensor), w.parameter, w.shape) for w in plan.writers]
-    for part, size in ((part, mlp.size) for mlp in plan.widened for part in mlp.parts):
-        stored = checkpoint.tensors.get(part.tensor)
-        found = stored.shape if stored else ()
-        shape = (*found[: part.dim], size, *found[part.dim + 1 :])
-        needed.append((part.tensor, part.parameter, shape))
-    for named in (name for one in plan.merged for name in one.names):
-        tensor = copies.get(named.tensor, named.tensor)
-        stored = checkpoint.tensors.get(tensor)
-        needed.append((tensor, named.parameter, stored.shape if stored else ()))
-    for tensor, parameter, shape in needed:
-        _require_stored(checkpoint, plan, tensor, parameter, shape)
-    return edits_of(plan)
-
-
-def _require_stored(
-    checkpoint: Checkpoint, plan: Plan, tensor: str, parameter: str, shape: tuple[int, ...]
-) -> None:
-    stored = checkpoint.tensors.get(tensor)
-    if stored is None:
-        raise BadCheckpoint(
-            f"{tensor}: {checkpoint.source.model} does not store this tensor, which "
-            f"{plan.model_class} needs as {parameter}; fetch the checkpoint again"
-        )
-    if tuple(stored.shape) != tuple(shape):
-        raise BadCheckpoint(
-            f"{tensor}: stored with shape {list(stored.shape)} in {stored.file}, but "
-            f"{plan.model_class} holds {list(shape)}; check config.json"
-        )
-
-
 def centre_parameters(model: nn.Module, plan: Plan) -> None:
     """Carry out every edit of ``plan`` in place: in float64, rounded once.
 
@@ -418,19 +378,3 @@ def _renamed_dtypes(config: dict[str, Any], name: str) -> dict[str, Any]:
         return name if key in ("dtype", "torch_dtype") and value in _DTYPE_NAMES else value
 
     return {key: renamed(key, value) for key, value in config.items()}
-
-
-def _nothing_to_fold(plan: Plan, source: Source) -> str:
-    if not plan.norms:
-        others = ", ".join(f"{count} {name}" for name, count in plan.other_norms)
-        return f"{source.model} has no LayerNorm to fold" + (
-            f" (it has {others})" if others else ""
-        )
-    reasons: dict[str, int] = {}
-    for verdict in plan.kept:
-        reasons[verdict.reason] = reasons.get(verdict.reason, 0) + 1
-    why = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
-    return (
-        f"no LayerNorm of {source.model} can be folded for {', '.join(plan.classes)}: {why}; "
-        "--model-class narrows the proof to the one class you use"
-    )

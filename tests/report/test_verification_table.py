@@ -1,0 +1,74 @@
+"""The table of a check: the same for the terminal and for the model card."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_cases import CHECKED
+
+from enjoyln_cli.checkpoint.result_files import VERIFY_FILE
+from enjoyln_cli.cli import console
+from enjoyln_cli.publish import card
+from enjoyln_cli.report.verification_table import HEADS, NONE, inputs_run, verification_rows
+
+WHOLE = replace(
+    CHECKED, worst_position_error=3e-7, worst_position_original=2e-7, max_position_ratio=10.0
+)
+
+
+def test_an_object_and_its_file_give_the_same_rows() -> None:
+    rows = verification_rows(vars(WHOLE))
+    assert rows == verification_rows(json.loads(json.dumps(WHOLE.to_json())))
+    assert all(len(row) == len(HEADS) for row in rows)
+    assert len(rows) == len({row[0] for row in rows}) == 9
+
+
+def test_the_terminal_and_the_card_show_the_same_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("enjoyln_cli.cli.streams.PIPED_WIDTH", 200)
+    (tmp_path / VERIFY_FILE).write_text(json.dumps(WHOLE.to_json()))
+    console.write_verification(WHOLE)
+    lines = [
+        tuple(cell.strip() for cell in line.strip("│").split("│"))
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("│")
+    ]
+    assert lines == card.state(tmp_path, "", "me/x", ())["checks"]
+    assert lines == verification_rows(vars(WHOLE))
+
+
+def test_too_few_inputs_judge_neither_ratio_nor_positions() -> None:
+    for ratio in (math.nan, None):
+        rows = verification_rows({**vars(WHOLE), "ratio": ratio})
+        assert ("ratio", NONE, "", "too few inputs to judge it") in rows
+        assert "worst position" not in [row[0] for row in rows]
+
+
+def test_a_perplexity_of_few_tokens_is_only_a_sign() -> None:
+    scores = {"original": 12.5, "folded": 12.25, "tokens": 255}
+    *few, note = verification_rows(vars(replace(WHOLE, perplexity=scores)))[-1]
+    assert few == ["perplexity", "12.2500", "12.5000"]
+    assert note == "over 255 tokens: too few for more than a sign"
+    many = verification_rows(vars(replace(WHOLE, perplexity={**scores, "tokens": 256})))[-1]
+    assert many[3] == "over 256 tokens"
+    none = verification_rows(vars(replace(WHOLE, perplexity=None)))
+    assert none[-1][0] == "top-1 agreement"
+
+
+@pytest.mark.parametrize("value", [None, "1.0", [], {}, {"tokens": None}])
+def test_a_file_that_somebody_has_written_to_is_shown_as_far_as_it_goes(value: Any) -> None:
+    found = dict.fromkeys(vars(WHOLE), value)
+    assert {row[1] for row in verification_rows(found)} == {NONE}
+    assert {row[1] for row in verification_rows({})} == {NONE}
+
+
+def test_how_many_inputs_were_run() -> None:
+    assert inputs_run({"rows": 16, "full_rows": 16, "inputs_are": "inputs"}) == "16 inputs"
+    assert inputs_run({"rows": 8, "full_rows": 128, "inputs_are": "images"}) == "8 of 128 images"
+    assert inputs_run({"rows": 8}) == "8 inputs"
