@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.plan.plan import Options
     from enjoyln_cli.publish.push import push
     from enjoyln_cli.recipe.recipe_file import load_recipe
-    from enjoyln_cli.rewrite.directory import centre_parameters
+    from enjoyln_cli.rewrite.in_memory import centre_parameters
     from enjoyln_cli.runtime.install import install
     from enjoyln_cli.runtime.loading import from_pretrained, optimize, refold
     from enjoyln_cli.runtime.quantizer import EnjoyLNConfig
@@ -96,7 +96,7 @@ _LAZY = {
     "Options": ("enjoyln_cli.plan.plan", "Options"),
     "analyze": ("enjoyln_cli.conversion.fold", "analyze"),
     "bench": ("enjoyln_cli.benchmark.bench", "bench"),
-    "centre_parameters": ("enjoyln_cli.rewrite.directory", "centre_parameters"),
+    "centre_parameters": ("enjoyln_cli.rewrite.in_memory", "centre_parameters"),
     "fold": ("enjoyln_cli.conversion.fold", "convert"),
     "from_pretrained": ("enjoyln_cli.runtime.loading", "from_pretrained"),
     "install": ("enjoyln_cli.runtime.install", "install"),

@@ -34,7 +34,7 @@ from enjoyln_cli.benchmark.workload import moved, sizes
 from enjoyln_cli.checkpoint.config import MARKER
 from enjoyln_cli.checkpoint.marker import marker
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 
 BERT, GPT2, OPT, BLOOM = "BertModel", "GPT2LMHeadModel", "OPTForCausalLM", "BloomForCausalLM"
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {

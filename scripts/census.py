@@ -191,7 +191,7 @@ def rounded(model: Any) -> Any:
 
 def untied(model: Any, plan: Any) -> Any:
     """A copy in which what ``plan`` unties are parameters of their own; nothing else differs."""
-    from enjoyln_cli.rewrite.directory import centre_parameters
+    from enjoyln_cli.rewrite.in_memory import centre_parameters
 
     copied = copy.deepcopy(model)
     centre_parameters(copied, replace(plan, writers=(), widened=(), merged=(), settings=()))
@@ -206,7 +206,7 @@ def examine(model_class: str, model_type: str, every_option: bool = False) -> di
     from enjoyln_cli.analysis.analyze import analyze_config
     from enjoyln_cli.errors import UnsupportedModel
     from enjoyln_cli.plan.plan import Options
-    from enjoyln_cli.rewrite.directory import centre_parameters
+    from enjoyln_cli.rewrite.in_memory import centre_parameters
     from enjoyln_cli.runtime.install import input_means, install
 
     options = Options(widen_mlp=True, untie=True, merge="affine") if every_option else Options()

@@ -28,7 +28,7 @@ from enjoyln_cli.models.load import relative_errors
 from enjoyln_cli.plan.plan import Plan, Verdict, Writer
 from enjoyln_cli.proof.min_cut import Item, Parameter
 from enjoyln_cli.proof.pullback import Opaque
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 
 ROOT = Path(__file__).parent.parent

@@ -50,7 +50,7 @@ from enjoyln_cli.benchmark.results import Row, hardware
 from enjoyln_cli.benchmark.timing import NO_GAIN, waiting_for
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 
 LONG = 16384
 """Positions of a model that is run on long rows; the tables of positions alone grow."""

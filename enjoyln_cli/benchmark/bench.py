@@ -33,7 +33,7 @@ from enjoyln_cli.events import Event, by_python, keep
 from enjoyln_cli.models.load import load
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.recipe_file import load_recipe, options_asked, to_plan
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.text import first_line
 from enjoyln_cli.verification.verify import compute_dtype, dtype_name, original_of

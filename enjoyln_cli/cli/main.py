@@ -27,6 +27,7 @@ from enjoyln_cli.cli.options import (
     FOLDER,
     FORMATS,
     NEW_FILE,
+    WRITING,
     Names,
     Options,
     bench_options,
@@ -334,21 +335,24 @@ def fold(
 
     with watching(not chatty) as watch, processes.joined(watch.event) as us:
         from enjoyln_cli.conversion import fold as convert
-        from enjoyln_cli.conversion.results import fold_row  # takes seconds
+        from enjoyln_cli.conversion.results import fold_row
+        from enjoyln_cli.rewrite.directory import WriteOptions  # takes seconds
 
-        options["on_check"] = watch.seconds
         opening = convert.Opening(**options.pop("opening"))
-        place = {name: options[name] for name in ("force", "resume")}
+        how = {name: options.pop(name) for name in WRITING}
+        how["dtype"] = convert.as_dtype(how["dtype"])
+        writing = WriteOptions(**how)
+        place = {"force": writing.force, "resume": writing.resume}
         begin = partial(convert.prepare, model, out, opening, **place, on_event=watch.event)
-        ready, last = processes.agree(us, begin), (watch.event, watch.progress)
-        result = convert.write(ready, out, *last, **options, team=us) if out else None
+        ready = processes.agree(us, begin)
+        told: Options = {"on_event": watch.event, "on_progress": watch.progress}
+        told |= {"on_check": watch.seconds, "team": us}
+        result = convert.write(ready, out, writing, **told, **options) if out else None
     if helps:
         return
     from enjoyln_cli.cli.console import write_fold, write_json
 
-    shown = {name: options[name] for name in ("dtype", "keep_means")}
-    found = fold_row(model, ready, result, watch.warnings, **shown)
-    found |= push_it(out)
+    found = fold_row(model, ready, result, writing, watch.warnings) | push_it(out)
     if as_json:
         write_json(found)
     elif not quiet:

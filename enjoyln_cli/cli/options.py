@@ -43,6 +43,16 @@ OPENING = (
     "stream",
 )
 """How a model is opened: fields of ``conversion.fold.Opening``, beside ``access``."""
+WRITING = (
+    "dtype",
+    "max_shard_size",
+    "jobs",
+    "force",
+    "resume",
+    "keep_means",
+    "allow_nonfinite",
+)
+"""How a fold is written: the fields of ``rewrite.directory.WriteOptions``."""
 ASKING = ("modes", "repeats", "seconds")
 """What ``bench`` is to measure, the sizes apart: fields of ``cases.Asked``."""
 ALLOWING = ("widen_mlp", "widen_to", "merge", "untie")

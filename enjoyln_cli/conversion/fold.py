@@ -29,6 +29,7 @@ from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.notes import Row, row, suggestion
 from enjoyln_cli.rewrite.checked_edits import why_nothing_folds
+from enjoyln_cli.rewrite.directory import WRITE_DEFAULTS, FoldResult, WriteOptions, fold_checkpoint
 from enjoyln_cli.rewrite.processes import ALONE, Team
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
 from enjoyln_cli.rewrite.writer import summed
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from enjoyln_cli.calls.calls import ExampleCalls
     from enjoyln_cli.plan.plan import Plan
     from enjoyln_cli.recipe.recipe_file import Recipe
-    from enjoyln_cli.rewrite.directory import FoldResult
     from enjoyln_cli.verification.verify import Verification
 
 OPTIONS: dict[str, dict[str, Any]] = {"widen-mlp": {"widen_mlp": True}, "untie": {"untie": True}}
@@ -118,20 +118,21 @@ class Prepared:
     recipe_text: str
     opening: Opening
 
-    def bytes_to_write(self, dtype: torch.dtype | str | None = None) -> int:
+    def bytes_to_write(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of all tensors, the floating ones in ``dtype``."""
-        return bytes_to_write(self.checkpoint, edits_of(self.plan), _dtype(dtype))
+        return bytes_to_write(self.checkpoint, edits_of(self.plan), dtype)
 
     def bytes_to_keep(self) -> int:
         """About how many bytes ``keep_means`` takes besides, told from samples of the weights."""
         return bytes_to_keep(self.checkpoint, edits_of(self.plan))
 
-    def bytes_added(self, dtype: torch.dtype | str | None = None) -> int:
+    def bytes_added(self, dtype: torch.dtype | None = None) -> int:
         """How many of them are there because tensors grow, or appear."""
-        return self.bytes_to_write(dtype) - bytes_to_write(self.checkpoint, {}, _dtype(dtype))
+        return self.bytes_to_write(dtype) - bytes_to_write(self.checkpoint, {}, dtype)
 
 
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype, or its name in torch."""
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
@@ -319,29 +320,21 @@ def _source(name: str, opening: Opening, weights: bool = False) -> Source:
 def write(
     ready: Prepared,
     out: str | Path,
-    on_event: Event | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    options: WriteOptions = WRITE_DEFAULTS,
     *,
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | None = None,
-    jobs: int | None = None,
-    force: bool = False,
-    resume: bool = False,
     verify: bool = True,
-    keep_means: bool = False,
-    allow_nonfinite: bool = False,
     samples: int | str | Path | None = None,
     seconds: float | None = CHECK_SECONDS,
+    on_event: Event | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     on_check: Progress = lambda done, total: None,
     team: Team = ALONE,
 ) -> FoldResult:
     """Carry out what ``prepare`` settled. See ``convert``; of a ``team`` all call this."""
     from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
-    from enjoyln_cli.rewrite.directory import fold_checkpoint
 
     event = on_event or by_python
     verify = verify and not ready.opening.stream
-    dtype = _dtype(dtype)
     read_user_data(samples=samples)  # before anything is written
     seconds_of(seconds)
 
@@ -363,12 +356,12 @@ def write(
     def finish(folded: Path) -> None:
         from enjoyln_cli.publish.push import write_card
 
-        own = {"dtype": dtype, "max_shard_size": max_shard_size, "keep_means": keep_means}
-        own |= {"allow_nonfinite": allow_nonfinite, "no_verify": not verify}
-        options = {**ready.opening.asked, **own}
-        write_card(folded, ready.plan, ready.source, options, Path(out).expanduser().absolute())
+        names = ("dtype", "max_shard_size", "keep_means", "allow_nonfinite")
+        own = {name: getattr(options, name) for name in names} | {"no_verify": not verify}
+        final = Path(out).expanduser().absolute()
+        write_card(folded, ready.plan, ready.source, {**ready.opening.asked, **own}, final)
 
-    left = finished(work_of(Path(out))) if resume else 0
+    left = finished(work_of(Path(out))) if options.resume else 0
     before = f", {counted(left, 'file')} finished by an earlier run" if left else ""
     event("stage", f"writing {out}{before}")
     return fold_checkpoint(
@@ -376,14 +369,8 @@ def write(
         ready.plan,
         Path(out),
         recipe_text=ready.recipe_text,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        jobs=jobs,
-        force=force,
-        resume=resume,
-        keep_means=keep_means,
-        allow_nonfinite=allow_nonfinite,
-        progress=summed(ready.bytes_to_write(dtype), on_progress),
+        options=options,
+        progress=summed(ready.bytes_to_write(options.dtype), on_progress),
         check=check if verify else None,
         finish=finish,
         team=team,
@@ -453,21 +440,24 @@ def convert(
         example_calls=example_calls,
     )
     ready = prepare(model, out, opening, force=force, resume=resume, on_event=on_event)
-    return write(
-        ready,
-        out,
-        on_event,
-        on_progress,
-        dtype=dtype,
+    write_options = WriteOptions(
+        dtype=as_dtype(dtype),
         max_shard_size=max_shard_size,
         jobs=jobs,
         force=force,
         resume=resume,
-        verify=verify,
         keep_means=keep_means,
         allow_nonfinite=allow_nonfinite,
+    )
+    return write(
+        ready,
+        out,
+        write_options,
+        verify=verify,
         samples=samples,
         seconds=seconds,
+        on_event=on_event,
+        on_progress=on_progress,
         on_check=on_check,
     )
 

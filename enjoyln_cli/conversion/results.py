@@ -10,32 +10,30 @@ from enjoyln_cli.report.notes import Row, row
 if TYPE_CHECKING:
     from enjoyln_cli.conversion.fold import Prepared
     from enjoyln_cli.conversion.unfold import Unfolded
-    from enjoyln_cli.rewrite.directory import FoldResult
+    from enjoyln_cli.rewrite.directory import FoldResult, WriteOptions
 
 
 def fold_row(
     model: str,
     ready: Prepared,
     result: FoldResult | None,
+    options: WriteOptions,
     warnings: Sequence[str] = (),
-    dtype: str | None = None,
-    keep_means: bool = False,
 ) -> Row:
     """What ``enjoyln fold --json`` prints: the report's row, what was written, what was verified.
 
-    Without a ``result`` it is a dry run, and ``bytes_written`` is what would be written, with the
-    floating weights in ``dtype``. With ``keep_means`` there is ``bytes_kept`` besides: what the way
-    back takes, estimated from samples of the weights in a dry run. ``resumed`` is how many weight
-    files an earlier run had finished.
+    Without a ``result`` it is a dry run, and ``bytes_written`` is what would be written. With
+    ``keep_means`` there is ``bytes_kept`` besides: what the way back takes, estimated from samples
+    of the weights in a dry run. ``resumed`` is how many weight files an earlier run had finished.
     """
     found = row(model, ready.plan) | {"dry_run": result is None, "warnings": list(warnings)}
-    if keep_means:
+    if options.keep_means:
         found["bytes_kept"] = result.bytes_kept if result else ready.bytes_to_keep()
     copies = {one["tensor"] for one in found["untied"]}
     found["tensors"] = len(copies | ready.checkpoint.tensors.keys())
-    found["bytes_added"] = ready.bytes_added(dtype)
+    found["bytes_added"] = ready.bytes_added(options.dtype)
     if result is None:
-        return found | {"bytes_written": ready.bytes_to_write(dtype)}
+        return found | {"bytes_written": ready.bytes_to_write(options.dtype)}
     checked = result.verification.to_json() if result.verification else None
     found |= {"out": str(result.out), "bytes_written": result.bytes_written}
     found["resumed"] = result.resumed

@@ -1,6 +1,6 @@
-"""Carry a plan out: on a checkpoint's files, or on a model in memory.
+"""Carry a plan out on a checkpoint's files.
 
-The edits are those of ``edit`` and nothing else. This module decides nothing about which
+The edits are those of ``plan.edits`` and nothing else. This module decides nothing about which
 norms fold; it decides what a converted directory consists of: the weights, the source's other files
 unchanged, ``config.json`` with the plan's settings and the ``enjoyln`` entry (the marker),
 ``enjoyln_recipe.yaml`` and reports. Of a pipeline that is the transformer's folder, and the other
@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -23,12 +23,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
 
 from enjoyln_cli import __version__
-from enjoyln_cli.archive.archive_file import save
+from enjoyln_cli.archive.archive_file import Keeper, save
 from enjoyln_cli.archive.recorder import keeper_of, unread
-from enjoyln_cli.checkpoint.config import MARKER, changed, raw_config, require_unfolded, set_entry
+from enjoyln_cli.checkpoint.config import MARKER, changed, raw_config, require_unfolded
 from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.marker import marker
 from enjoyln_cli.checkpoint.reader import (
@@ -40,11 +39,10 @@ from enjoyln_cli.checkpoint.reader import (
 )
 from enjoyln_cli.checkpoint.result_files import CARD_FILE, FILE, FOLDER, RECIPE_FILE, is_own
 from enjoyln_cli.checkpoint.source import Source, State, open_source, require_unchanged, states_of
-from enjoyln_cli.errors import BadCheckpoint, OutputError, VerificationFailed
+from enjoyln_cli.errors import OutputError, VerificationFailed
 from enjoyln_cli.fs.digests import digest, digest_of, digest_of_tensor
 from enjoyln_cli.fs.staging import RESULT, clear, staged_output, work_of
-from enjoyln_cli.models.offload import Reader, Value, reader_of
-from enjoyln_cli.plan.edits import Edit, Given, edited, edits_of, given
+from enjoyln_cli.plan.edits import Edit
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.checked_edits import checked_edits
 from enjoyln_cli.rewrite.journal import Journal
@@ -73,19 +71,36 @@ class FoldResult:
     """Of the check."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """How a result is written, whatever the plan says."""
+
+    dtype: torch.dtype | None = None
+    """What all floating tensors are converted to; by default each stays what it is."""
+    max_shard_size: int | None = None
+    """Bytes of a file of weights, at most; by default the files stay cut as they are."""
+    jobs: int | None = None
+    """Cores to keep busy; all by default."""
+    force: bool = False
+    """Replace what is there."""
+    resume: bool = False
+    """Do not write the weight files again that an interrupted run has finished."""
+    keep_means: bool = False
+    """Save what it takes to restore the source bit for bit, in the folder ``enjoyln``."""
+    allow_nonfinite: bool = False
+    """Accept NaN and Inf in edited tensors; they spread over what is centred with them."""
+
+
+WRITE_DEFAULTS = WriteOptions()
+
+
 def fold_checkpoint(
     checkpoint: Checkpoint,
     plan: Plan,
     out: Path,
     *,
     recipe_text: str,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | None = None,
-    jobs: int | None = None,
-    force: bool = False,
-    resume: bool = False,
-    keep_means: bool = False,
-    allow_nonfinite: bool = False,
+    options: WriteOptions = WRITE_DEFAULTS,
     progress: Callable[[int], None] | None = None,
     check: Callable[[Path], Any] | None = None,
     finish: Callable[[Path], None] | None = None,
@@ -93,33 +108,23 @@ def fold_checkpoint(
 ) -> FoldResult:
     """Write ``checkpoint`` with the edits of ``plan`` to the new directory ``out``.
 
-    ``dtype``, ``max_shard_size`` (bytes), ``jobs``, ``allow_nonfinite`` and ``progress`` (bytes
-    since the last call) are those of ``write_shards``. With ``keep_means`` the folder ``enjoyln``
-    of the result holds what it takes to restore the source bit for bit (``archive``); ``dtype`` is
-    refused then: what it rounds away would take as much space as the source. With ``resume`` the
-    weight files that an interrupted run has finished are not written again, if it was made from the
-    same source, plan and options (``journal.py``); with ``keep_means`` all are. ``check`` sees the
-    finished directory before it gets its name; a result whose ``passed`` is false raises
-    ``VerificationFailed`` with its ``summary``. ``finish`` then adds the files that tell of it
-    (``REPORTS``). Of a ``team`` all call this; the weight files are shared out, and all else is the
-    first one's.
+    ``progress`` receives the bytes written since its last call. What an interrupted run has
+    finished counts only if it was made from the same source, plan and options (``journal.py``), and
+    without ``keep_means``. ``check`` sees the finished directory before it gets its name; a result
+    whose ``passed`` is false raises ``VerificationFailed`` with its ``summary``. ``finish`` then
+    adds the files that tell of it (``REPORTS``). Of a ``team`` all call this; the weight files are
+    shared out, and all else is the first one's.
 
     Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing
-    or of another shape, or holds NaN or Inf; a file changes while it is read) and ``OutputError``;
-    ``out`` is then as it was before.
+    or of another shape, or holds NaN or Inf; a file changes while it is read) and ``OutputError``
+    (also for ``keep_means`` with a dtype or in several processes); ``out`` is then as it was.
     """
     begin = perf_counter()
     source = checkpoint.source
     config = raw_config(source)
     require_unfolded(config, source.model)
     edits = checked_edits(plan, checkpoint)
-    if keep_means and dtype is not None:
-        raise OutputError(
-            f"--keep-means cannot be combined with --dtype: restoring what {dtype} rounds away "
-            "would take another whole checkpoint; fold without --dtype, then convert the result"
-        )
-    if keep_means and team.size > 1:
-        raise OutputError("--keep-means works in a single process only; start it without torchrun")
+    _require_restorable(options, team)
     names = [name for name in other_files(checkpoint) if not is_own(name)]
     around = pipeline_files(checkpoint)
     others = states_of(source.path, names), states_of(source.root, around)
@@ -127,37 +132,33 @@ def fold_checkpoint(
         if team.rank:
             staged = work_of(out) / RESULT
         else:
-            place = staged_output(out, source=source.root, force=force, resume=resume)
+            place = staged_output(
+                out, source=source.root, force=options.force, resume=options.resume
+            )
             staged = stack.enter_context(place)
-            if keep_means:
+            if options.keep_means:
                 clear(staged.parent)
         inner = staged / source.folder
         if not team.rank:
             inner.mkdir(parents=True, exist_ok=True)
         keeper = journal = None
-        if keep_means:
+        if options.keep_means:
             (inner / FOLDER).mkdir()
             spool = stack.enter_context(TemporaryFile(dir=inner / FOLDER))
             keeper = keeper_of(checkpoint, edits, spool.fileno())
         else:
-            asked = {"dtype": str(dtype), "--max-shard-size": str(max_shard_size)}
-            asked["recipe"] = digest_of(recipe_text)
-            asked["--allow-nonfinite"] = str(allow_nonfinite)
-            known = _known_by_name(checkpoint)
-            made_from = _made_from(checkpoint, known, edits, others, asked)
-            reread = None if known else partial(blocks_of, checkpoint)
-            journal = Journal(staged.parent, made_from, team, force, reread)
+            journal = _journal(checkpoint, edits, others, staged, recipe_text, options, team)
         write_shards(
             checkpoint,
             edits,
             inner,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            jobs=jobs,
+            dtype=options.dtype,
+            max_shard_size=options.max_shard_size,
+            jobs=options.jobs,
             progress=progress,
             keeper=keeper,
             journal=journal,
-            allow_nonfinite=allow_nonfinite,
+            allow_nonfinite=options.allow_nonfinite,
         )
         if team.rank:
             return FoldResult(out, plan, 0, perf_counter() - begin, None)
@@ -165,21 +166,11 @@ def fold_checkpoint(
         copy_files(around, source.root, staged)
         require_unchanged(source.path, {**checkpoint.states, **others[0]})
         require_unchanged(source.root, others[1])
-        config = changed(config, {one.name: one.value for one in plan.settings})
-        config = config_with_marker(config, plan, source, allow_nonfinite)
-        if dtype is not None:
-            config = _with_dtype(config, str(dtype).removeprefix("torch."))
+        config = _result_config(config, plan, source, options)
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (inner / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
         if keeper:
-            written = open_checkpoint(open_source(str(inner), weights=True))
-            for name in unread(keeper, edits):
-                keeper.unread[name] = digest_of_tensor(blocks_of(written, name))
-            headers, index = plain_layout(checkpoint)
-            files = {CONFIG: (source.path / CONFIG).read_bytes(), **index}
-            if (source.root / CARD_FILE).is_file():
-                files[CARD_FILE] = (source.root / CARD_FILE).read_bytes()
-            save(keeper, inner / FOLDER, config[MARKER], headers, files)
+            _save_archive(keeper, checkpoint, edits, inner, config)
         checking = perf_counter()
         verification = check(staged) if check else None
         check_seconds = perf_counter() - checking
@@ -194,12 +185,62 @@ def fold_checkpoint(
     return FoldResult(out, plan, size, seconds, verification, kept, taken_over, check_seconds)
 
 
+def _require_restorable(options: WriteOptions, team: Team) -> None:
+    """Raises ``OutputError`` where means are to be kept in a way that cannot restore the source."""
+    if options.keep_means and options.dtype is not None:
+        raise OutputError(
+            f"--keep-means cannot be combined with --dtype: restoring what {options.dtype} rounds "
+            "away would take another whole checkpoint; fold without --dtype, then convert the "
+            "result"
+        )
+    if options.keep_means and team.size > 1:
+        raise OutputError("--keep-means works in a single process only; start it without torchrun")
+
+
+def _journal(
+    checkpoint: Checkpoint,
+    edits: Mapping[str, Edit],
+    others: tuple[Mapping[str, State], Mapping[str, State]],
+    staged: Path,
+    recipe_text: str,
+    options: WriteOptions,
+    team: Team,
+) -> Journal:
+    """The notes on finished files, those of an earlier run if it was made from the same."""
+    chosen = {"dtype": str(options.dtype), "--max-shard-size": str(options.max_shard_size)}
+    chosen["recipe"] = digest_of(recipe_text)
+    chosen["--allow-nonfinite"] = str(options.allow_nonfinite)
+    known = _known_by_name(checkpoint)
+    made_from = _made_from(checkpoint, known, edits, others, chosen)
+    reread = None if known else partial(blocks_of, checkpoint)
+    return Journal(staged.parent, made_from, team, options.force, reread)
+
+
+def _save_archive(
+    keeper: Keeper,
+    checkpoint: Checkpoint,
+    edits: Mapping[str, Edit],
+    inner: Path,
+    config: dict[str, Any],
+) -> None:
+    """What it takes to restore ``checkpoint``, beside the result in ``inner``."""
+    source = checkpoint.source
+    written = open_checkpoint(open_source(str(inner), weights=True))
+    for name in unread(keeper, edits):
+        keeper.unread[name] = digest_of_tensor(blocks_of(written, name))
+    headers, index = plain_layout(checkpoint)
+    files = {CONFIG: (source.path / CONFIG).read_bytes(), **index}
+    if (source.root / CARD_FILE).is_file():
+        files[CARD_FILE] = (source.root / CARD_FILE).read_bytes()
+    save(keeper, inner / FOLDER, config[MARKER], headers, files)
+
+
 def _made_from(
     checkpoint: Checkpoint,
     known: bool,
     edits: Mapping[str, Edit],
     others: tuple[Mapping[str, State], Mapping[str, State]],
-    asked: Mapping[str, str],
+    chosen: Mapping[str, str],
 ) -> dict[str, str]:
     """What decides the bytes of a result, by the name that a user knows it by.
 
@@ -220,7 +261,7 @@ def _made_from(
     headers, _ = plain_layout(checkpoint)
     found |= {f"the header of {name}": sha256(head).hexdigest() for name, head in headers.items()}
     found["the plan"] = digest_of([[name, repr(edits[name])] for name in sorted(edits)])
-    return found | {f"the {name}": value for name, value in asked.items()}
+    return found | {f"the {name}": value for name, value in chosen.items()}
 
 
 def _known_by_name(checkpoint: Checkpoint) -> bool:
@@ -240,124 +281,15 @@ def copy_files(names: Iterable[str], source: Path, out: Path) -> None:
         shutil.copyfile(source / name, out / name)
 
 
-def centre_parameters(model: nn.Module, plan: Plan) -> None:
-    """Carry out every edit of ``plan`` in place: in float64, rounded once.
-
-    What the plan unties becomes a parameter of its own first. A parameter that several names share
-    is edited once. Raises ``BadCheckpoint`` for a parameter that ``model`` lacks or holds in
-    another shape, ``UnsupportedModel`` where no call is proven; nothing is changed then.
-    """
-    if plan.covered is not None and plan.writers:
-        plan.covered.require_any(type(model).__name__)
-    tensors = _tensors(model)
-    for writer in plan.writers:
-        tensor = tensors.get(writer.parameter)
-        same = writer.held is not None or (tensor is not None and tensor.shape == writer.shape)
-        if tensor is None or not same:
-            shape = "none" if tensor is None else list(tensor.shape)
-            raise BadCheckpoint(
-                f"{writer.parameter}: the plan centres shape {list(writer.shape)}, "
-                f"{type(model).__name__} has {shape}; pass the model that was analysed"
-            )
-        scale = tensors.get(writer.scale.parameter) if writer.scale else None
-        if writer.scale and (scale is None or scale.numel() != tensor.shape[writer.axis.dim]):
-            raise BadCheckpoint(
-                f"{writer.scale.parameter}: the plan merges it into {writer.parameter}, and "
-                f"{type(model).__name__} has none that fits; pass the model that was analysed"
-            )
-    for mlp in plan.widened:
-        for part in mlp.parts:
-            tensor = tensors.get(part.parameter)
-            if tensor is None or tensor.shape[part.dim] != mlp.size:
-                raise BadCheckpoint(
-                    f"{part.parameter}: the plan adds to {mlp.size} hidden units, "
-                    f"{type(model).__name__} has another number; pass the model that was analysed"
-                )
-    for named in (name for one in plan.merged for name in one.names):
-        if named.parameter not in tensors:
-            raise BadCheckpoint(
-                f"{named.parameter}: the plan merges a norm into it, {type(model).__name__} has "
-                "none; pass the model that was analysed"
-            )
-    reader = reader_of(model)
-    _untie(model, plan, reader)
-    for setting in plan.settings:
-        set_entry(getattr(model, "config", None), setting.name, setting.value)
-    tensors = _tensors(model)
-    edits: dict[int, tuple[torch.Tensor, Edit]] = {}
-    for name, edit in edits_of(plan, held=True).items():
-        tensor = tensors[name]
-        known = edits.get(id(tensor), (tensor, edit))[1]
-        axes = tuple(dict.fromkeys((*known.axes, *edit.axes)))
-        edits[id(tensor)] = tensor, replace(edit, axes=axes)
-    names: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
-
-    def read(name: str) -> torch.Tensor:
-        return reader[name] if reader and tensors[name].is_meta else tensors[name]
-
-    with torch.no_grad():
-        values = {key: given(edit, read) for key, (_, edit) in edits.items()}
-        for key, (tensor, edit) in edits.items():
-            if reader and tensor.is_meta:
-                for name in names[key]:
-                    reader.make(name, _made(reader.source(name), edit, values[key]))
-                tensor.data = tensor.new_empty(edit.shape(tuple(tensor.shape)))
-                continue
-            wide = edited(tensor.double(), edit, values[key])
-            if wide.shape == tensor.shape:
-                tensor.copy_(wide)
-            else:
-                tensor.data = wide.to(tensor.dtype)
-    for mlp in plan.widened:
-        for part in mlp.parts:
-            _tell_size(model, part.parameter, mlp.size, mlp.to)
-
-
-def _made(source: Value, edit: Edit, values: Given) -> Value:
-    """What gives a weight edited, once it is asked for."""
-    return lambda: edited(source().double(), edit, values)
-
-
-def _tell_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
-    """A layer whose parameter has grown remembers the new size."""
-    owner: Any = model.get_submodule(parameter.rpartition(".")[0])
-    if isinstance(owner, nn.Linear):
-        owner.out_features, owner.in_features = owner.weight.shape
-        return
-    for name, value in list(vars(owner).items()):
-        if type(value) is int and value == size:
-            setattr(owner, name, to)
-
-
-def _untie(model: nn.Module, plan: Plan, reader: Reader | None) -> None:
-    """A copy of its own for everything that the plan unties and that the model has."""
-    tensors = _tensors(model)
-    for one in plan.untied:
-        if one.parameter not in tensors:
-            continue  # the head of another class
-        owner, _, name = one.parameter.rpartition(".")
-        shared = tensors[one.source]
-        copied = nn.Parameter(shared.detach().clone(), shared.requires_grad)
-        setattr(model.get_submodule(owner), name, copied)
-        if reader and shared.is_meta:
-            reader.make(one.parameter, reader.source(one.source))
-        getattr(model, "all_tied_weights_keys", {}).pop(one.parameter, None)
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, under each of its names."""
-    held: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
-    held.update(model.named_parameters(remove_duplicate=False))
-    return held
-
-
-def config_with_marker(
-    config: dict[str, Any], plan: Plan, source: Source, nonfinite: bool = False
+def _result_config(
+    config: dict[str, Any], plan: Plan, source: Source, options: WriteOptions
 ) -> dict[str, Any]:
-    """A copy of ``config`` with the marker as its last entry."""
-    return {**config, MARKER: marker(plan, source, nonfinite)}
+    """``config`` with the plan's settings and the chosen dtype, and the marker as last entry."""
+    config = changed(config, {one.name: one.value for one in plan.settings})
+    config = {**config, MARKER: marker(plan, source, options.allow_nonfinite)}
+    if options.dtype is None:
+        return config
+    return _with_dtype(config, str(options.dtype).removeprefix("torch."))
 
 
 def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:

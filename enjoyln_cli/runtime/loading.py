@@ -23,7 +23,7 @@ from enjoyln_cli.models.classes import class_named
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.plan.mean_units import intact, moved_on, room, set_units
 from enjoyln_cli.plan.plan import Plan, Scale, Writer
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import encoder_of, install, locate
 from enjoyln_cli.runtime.weight_watch import (
     FLOATS,

@@ -51,7 +51,7 @@ from enjoyln_cli.models.memory import first_blocks, room_for_weights
 from enjoyln_cli.models.offload import Offload, reader_of
 from enjoyln_cli.models.outputs import returning
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import input_means, install
 from enjoyln_cli.text import first_line, size
 from enjoyln_cli.verification.missing_weights import require_weights

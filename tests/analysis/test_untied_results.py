@@ -33,7 +33,7 @@ from enjoyln_cli.errors import EnjoyLNError, NotCentred, RecipeError, Unsupporte
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.recipe.recipe_file import differences, follow, recipe_of
 from enjoyln_cli.report.notes import UNTIED, row
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -280,7 +280,7 @@ def test_shards_with_an_index_and_in_another_dtype(tmp_path: Path) -> None:
     source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model", max_shard_size="12KB")
     ready = prepare(source, None, Opening(options=UNTIE))
     size = 61 * 24
-    assert (ready.bytes_added(), ready.bytes_added("bfloat16")) == (4 * size, 2 * size)
+    assert (ready.bytes_added(), ready.bytes_added(torch.bfloat16)) == (4 * size, 2 * size)
     out = convert(source, tmp_path / "out", options=UNTIE, dtype="bfloat16").out
     before, after = (
         json.loads((folder / "model.safetensors.index.json").read_text())

@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from edit_cases import EDITS as EVERY_EDIT
 from edit_cases import tensors
-from fold_cases import CONFIG, EDITS, same, sharded, state, store, written
+from fold_cases import CONFIG, EDITS, gathered, same, sharded, state, store, written
 from live_models import CHECKPOINTS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -60,7 +60,7 @@ def folded(source: Path, out: Path, scale: bool = False, **options: Any) -> Path
     norms = (Verdict("ln_1", "static"), Verdict("ln_f", "kept", reason="the head reads it"))
     plan = Plan("gpt2", "GPT2Model", ("GPT2Model",), norms, tuple(writers), ())
     options = {"recipe_text": "a: recipe\n", "keep_means": True, **options}
-    fold_checkpoint(opened(source), plan, out, **options)
+    fold_checkpoint(opened(source), plan, out, **gathered(options))
     return out
 
 

@@ -22,7 +22,7 @@ from enjoyln_cli.models.classes import build
 from enjoyln_cli.models.meta_device import Memory, weightless, without_weights
 from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.trace.capture import accepts
 

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2Model
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan.plan import Options, Plan
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import Folded, install
 
 D = 11

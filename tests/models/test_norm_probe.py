@@ -14,7 +14,7 @@ from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.kernels import literally
 from enjoyln_cli.models.norm_probe import LayerNormForm, computes_rms_norm, examine, layer_norm_form
 from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 
 WIDTH = 13

@@ -17,7 +17,7 @@ from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 
 B, T, H, D = 2, 5, 3, 4

@@ -23,7 +23,7 @@ from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import EnjoyLNError, RecipeError
 from enjoyln_cli.plan.axis import Axis, as_numbers, blocks, centre, group_means
 from enjoyln_cli.recipe.templates import Span, concrete, symbolic, written
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import RMSNorm, install
 
 HEADS, D = 4, 8

@@ -21,7 +21,7 @@ from torch import nn
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 
 D = 6

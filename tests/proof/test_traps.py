@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from enjoyln_cli.analysis.analyze import analyze_module
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 
 D, VOCAB = 11, 13

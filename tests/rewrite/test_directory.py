@@ -38,7 +38,8 @@ from enjoyln_cli.errors import (
 )
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Centring, Plan, Verdict, Writer
-from enjoyln_cli.rewrite.directory import centre_parameters, fold_checkpoint
+from enjoyln_cli.rewrite.directory import fold_checkpoint
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 
 
 @pytest.fixture

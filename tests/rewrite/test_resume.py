@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from commands import GPT2, good, refused, running
-from fold_cases import EDITS, fold, plan_for, sharded, state, store
+from fold_cases import EDITS, fold, gathered, plan_for, sharded, state, store
 from kill_runs import contents
 from live_models import ROOT
 from stored_files import opened
@@ -26,7 +26,7 @@ from enjoyln_cli.fs.digests import digest_of
 from enjoyln_cli.fs.staging import finished, staged_output, work_of
 from enjoyln_cli.fs.whole_file import write_whole
 from enjoyln_cli.plan.plan import Merge, Named, Reader
-from enjoyln_cli.rewrite.directory import fold_checkpoint
+from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 
 SUPPORT = ROOT / "tests" / "support"
 SHARDS = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -350,7 +350,7 @@ def test_the_cache_of_the_hub(tmp_path: Path, out: Path, linked: bool) -> None:
         rewrite(source, values["big.weight"], values["big.weight"] + 1)
         words = "big.weight of the source has changed since"
     with pytest.raises(OutputError, match=words):
-        fold_checkpoint(cached, plan, out, recipe_text="r", resume=True)
+        fold_checkpoint(cached, plan, out, recipe_text="r", options=WriteOptions(resume=True))
 
 
 @pytest.mark.parametrize("tensor", ["ln.weight", "out.weight"])
@@ -369,7 +369,7 @@ def test_values_from_other_files_that_changed_in_secret(
     plan = replace(plan_for({}, {}), merged=merged)
 
     def begin(**options: Any) -> int:
-        result = fold_checkpoint(opened(source), plan, out, recipe_text="r", **options)
+        result = fold_checkpoint(opened(source), plan, out, recipe_text="r", **gathered(options))
         return result.resumed
 
     shutil.rmtree(source)

@@ -28,7 +28,7 @@ from enjoyln_cli.plan import call_text
 from enjoyln_cli.plan.covered_calls import CallForm, Constant, Covered, Items, TensorForm, is_stock
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.report.notes import notes, row
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import Folded, install
 
 D = 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from stored_files import opened
 from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.plan.edits import Edit
 from enjoyln_cli.plan.plan import Centring, Plan, Verdict, Writer
-from enjoyln_cli.rewrite.directory import fold_checkpoint
+from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 
 CONFIG = {"model_type": "gpt2", "n_embd": 24, "dtype": "float32", "zebra": [1, {"a": None}]}
 
@@ -143,4 +144,11 @@ def fold(source: Path, out: Path, edits: Any = None, **options: Any) -> Any:
     checkpoint = opened(source)
     tensors = {n: torch.empty(s.shape, device="meta") for n, s in checkpoint.tensors.items()}
     plan = plan_for(tensors, EDITS if edits is None else edits)
-    return fold_checkpoint(checkpoint, plan, out, recipe_text="a: recipe\n", **options)
+    return fold_checkpoint(checkpoint, plan, out, recipe_text="a: recipe\n", **gathered(options))
+
+
+def gathered(options: dict[str, Any]) -> dict[str, Any]:
+    """Keywords for ``fold_checkpoint``: those that are fields of ``WriteOptions`` as one."""
+    names = {field.name for field in fields(WriteOptions)} & options.keys()
+    rest = {name: value for name, value in options.items() if name not in names}
+    return {**rest, "options": WriteOptions(**{name: options[name] for name in names})}

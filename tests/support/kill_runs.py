@@ -26,7 +26,7 @@ from fold_cases import EDITS, plan_for, state, store
 from stored_files import opened
 
 from enjoyln_cli.fs.staging import FINISHED, finished, work_of
-from enjoyln_cli.rewrite.directory import fold_checkpoint
+from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 
 
 def child(source: Path, out: Path, resume: bool) -> int:
@@ -39,9 +39,8 @@ def child(source: Path, out: Path, resume: bool) -> int:
         shapes = {n: torch.empty(s.shape, device="meta") for n, s in checkpoint.tensors.items()}
         plan = plan_for(shapes, EDITS)
         limit = 1_500_000
-        fold_checkpoint(
-            checkpoint, plan, out, recipe_text="r", resume=resume, max_shard_size=limit, jobs=1
-        )
+        options = WriteOptions(resume=resume, max_shard_size=limit, jobs=1)
+        fold_checkpoint(checkpoint, plan, out, recipe_text="r", options=options)
         os._exit(0)
     except BaseException:
         traceback.print_exc()

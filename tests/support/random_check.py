@@ -27,7 +27,7 @@ from enjoyln_cli.effects.reachable import Remembered
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.kernels import literally
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import Folded, install
 
 FAILURES = ("wrong", "apart", "raised", "spoiled")

@@ -16,7 +16,7 @@ from stored_files import opened
 
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.rewrite import processes
-from enjoyln_cli.rewrite.directory import fold_checkpoint
+from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 
 
 def main(source: Path, out: Path, *texts: str) -> None:
@@ -34,8 +34,10 @@ def main(source: Path, out: Path, *texts: str) -> None:
             plan_for(shapes, EDITS),
             out,
             recipe_text="a: recipe\n",
-            dtype=getattr(torch, options["dtype"]) if "dtype" in options else None,
-            resume="resume" in options,
+            options=WriteOptions(
+                dtype=getattr(torch, options["dtype"]) if "dtype" in options else None,
+                resume="resume" in options,
+            ),
             progress=progress,
             team=us,
         )

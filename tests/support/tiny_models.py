@@ -12,7 +12,7 @@ from torch import nn
 
 from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.directory import centre_parameters
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 
 TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

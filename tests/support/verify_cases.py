@@ -16,7 +16,7 @@ from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Centring, Plan, Verdict, Writer
 from enjoyln_cli.recipe.recipe_file import dump_recipe, recipe_of
-from enjoyln_cli.rewrite.directory import fold_checkpoint
+from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 
 D, LAYERS, VOCABULARY, POSITIONS = 64, 2, 120, 40
 
@@ -74,7 +74,8 @@ def feature_axis(shape: tuple[int, ...]) -> Axis:
 def folded(source: Path, out: Path, plan: Plan, dtype: torch.dtype | None = None) -> Path:
     opened = open_source(str(source), weights=True)
     text = dump_recipe(recipe_of(plan, config=load_config(opened)))
-    fold_checkpoint(open_checkpoint(opened), plan, out, recipe_text=text, dtype=dtype)
+    options = WriteOptions(dtype=dtype)
+    fold_checkpoint(open_checkpoint(opened), plan, out, recipe_text=text, options=options)
     return out
 
 

@@ -144,7 +144,7 @@ def test_a_folded_model_is_traced_by_jit_before_its_first_call() -> None:
         from torch import nn
         from folding_live import randomised, floats
         from enjoyln_cli import analyze
-        from enjoyln_cli.rewrite.directory import centre_parameters
+        from enjoyln_cli.rewrite.in_memory import centre_parameters
         from enjoyln_cli.runtime.install import install
         model = randomised(nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3))).float()
         x, y = floats(4, 5).float(), floats(7, 5, seed=2).float()

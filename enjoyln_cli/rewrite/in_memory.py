@@ -1,0 +1,137 @@
+"""Carry a plan out on a model in memory.
+
+The edits are those of ``plan.edits``, as for files; weights that are offloaded are edited when they
+are read. Nothing is changed where the model is not the one that was analysed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.checkpoint.config import set_entry
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.models.offload import Reader, Value, reader_of
+from enjoyln_cli.plan.edits import Edit, Given, edited, edits_of, given
+from enjoyln_cli.plan.plan import Plan
+
+
+def centre_parameters(model: nn.Module, plan: Plan) -> None:
+    """Carry out every edit of ``plan`` in place: in float64, rounded once.
+
+    What the plan unties becomes a parameter of its own first. A parameter that several names share
+    is edited once. Raises ``BadCheckpoint`` for a parameter that ``model`` lacks or holds in
+    another shape, ``UnsupportedModel`` where no call is proven; nothing is changed then.
+    """
+    if plan.covered is not None and plan.writers:
+        plan.covered.require_any(type(model).__name__)
+    _require_fit(model, plan)
+    reader = reader_of(model)
+    _untie(model, plan, reader)
+    for setting in plan.settings:
+        set_entry(getattr(model, "config", None), setting.name, setting.value)
+    tensors = _tensors(model)
+    edits: dict[int, tuple[torch.Tensor, Edit]] = {}
+    for name, edit in edits_of(plan, held=True).items():
+        tensor = tensors[name]
+        known = edits.get(id(tensor), (tensor, edit))[1]
+        axes = tuple(dict.fromkeys((*known.axes, *edit.axes)))
+        edits[id(tensor)] = tensor, replace(edit, axes=axes)
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+
+    def read(name: str) -> torch.Tensor:
+        return reader[name] if reader and tensors[name].is_meta else tensors[name]
+
+    with torch.no_grad():
+        values = {key: given(edit, read) for key, (_, edit) in edits.items()}
+        for key, (tensor, edit) in edits.items():
+            if reader and tensor.is_meta:
+                for name in names[key]:
+                    reader.make(name, _edited_later(reader.source(name), edit, values[key]))
+                tensor.data = tensor.new_empty(edit.shape(tuple(tensor.shape)))
+                continue
+            wide = edited(tensor.double(), edit, values[key])
+            if wide.shape == tensor.shape:
+                tensor.copy_(wide)
+            else:
+                tensor.data = wide.to(tensor.dtype)
+    for mlp in plan.widened:
+        for part in mlp.parts:
+            _tell_size(model, part.parameter, mlp.size, mlp.to)
+
+
+def _require_fit(model: nn.Module, plan: Plan) -> None:
+    """Raises ``BadCheckpoint`` where ``model`` is not the one that ``plan`` was made for."""
+    tensors = _tensors(model)
+    for writer in plan.writers:
+        tensor = tensors.get(writer.parameter)
+        same = writer.held is not None or (tensor is not None and tensor.shape == writer.shape)
+        if tensor is None or not same:
+            shape = "none" if tensor is None else list(tensor.shape)
+            raise BadCheckpoint(
+                f"{writer.parameter}: the plan centres shape {list(writer.shape)}, "
+                f"{type(model).__name__} has {shape}; pass the model that was analysed"
+            )
+        scale = tensors.get(writer.scale.parameter) if writer.scale else None
+        if writer.scale and (scale is None or scale.numel() != tensor.shape[writer.axis.dim]):
+            raise BadCheckpoint(
+                f"{writer.scale.parameter}: the plan merges it into {writer.parameter}, and "
+                f"{type(model).__name__} has none that fits; pass the model that was analysed"
+            )
+    for mlp in plan.widened:
+        for part in mlp.parts:
+            tensor = tensors.get(part.parameter)
+            if tensor is None or tensor.shape[part.dim] != mlp.size:
+                raise BadCheckpoint(
+                    f"{part.parameter}: the plan adds to {mlp.size} hidden units, "
+                    f"{type(model).__name__} has another number; pass the model that was analysed"
+                )
+    for named in (name for one in plan.merged for name in one.names):
+        if named.parameter not in tensors:
+            raise BadCheckpoint(
+                f"{named.parameter}: the plan merges a norm into it, {type(model).__name__} has "
+                "none; pass the model that was analysed"
+            )
+
+
+def _edited_later(source: Value, edit: Edit, values: Given) -> Value:
+    """An offloaded weight that is edited when it is read."""
+    return lambda: edited(source().double(), edit, values)
+
+
+def _tell_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
+    """A layer whose parameter has grown remembers the new size."""
+    owner: Any = model.get_submodule(parameter.rpartition(".")[0])
+    if isinstance(owner, nn.Linear):
+        owner.out_features, owner.in_features = owner.weight.shape
+        return
+    for name, value in list(vars(owner).items()):
+        if type(value) is int and value == size:
+            setattr(owner, name, to)
+
+
+def _untie(model: nn.Module, plan: Plan, reader: Reader | None) -> None:
+    """A copy of its own for everything that the plan unties and that the model has."""
+    tensors = _tensors(model)
+    for one in plan.untied:
+        if one.parameter not in tensors:
+            continue  # the head of another class
+        owner, _, name = one.parameter.rpartition(".")
+        shared = tensors[one.source]
+        copied = nn.Parameter(shared.detach().clone(), shared.requires_grad)
+        setattr(model.get_submodule(owner), name, copied)
+        if reader and shared.is_meta:
+            reader.make(one.parameter, reader.source(one.source))
+        getattr(model, "all_tied_weights_keys", {}).pop(one.parameter, None)
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, under each of its names."""
+    held: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    held.update(model.named_parameters(remove_duplicate=False))
+    return held
