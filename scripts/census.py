@@ -207,7 +207,8 @@ def examine(model_class: str, model_type: str, every_option: bool = False) -> di
     from enjoyln_cli.errors import UnsupportedModel
     from enjoyln_cli.plan.plan import Options
     from enjoyln_cli.rewrite.in_memory import centre_parameters
-    from enjoyln_cli.runtime.install import input_means, install
+    from enjoyln_cli.runtime.hooks import input_means
+    from enjoyln_cli.runtime.install import install
 
     options = Options(widen_mlp=True, untie=True, merge="affine") if every_option else Options()
     row: dict[str, Any] = {"type": model_type, "class": model_class, "status": "not built"}

@@ -31,7 +31,8 @@ from enjoyln_cli.benchmark.timing import WARM_UP, Task, nothing
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.norm_probe import LayerNormForm, layer_norm_form
 from enjoyln_cli.runtime.dynamo_backend import enjoyln
-from enjoyln_cli.runtime.install import Folded, affine, locate
+from enjoyln_cli.runtime.install import locate
+from enjoyln_cli.runtime.modules import Folded, affine
 from enjoyln_cli.text import first_line
 
 LABELS = {

@@ -52,7 +52,7 @@ def interference(module: nn.Module) -> str | None:
         return f"its class replaces {own[0]}"
     if getattr(module, "_compiled_call_impl", None) is not None:
         return "it is compiled by itself"
-    if type(cls).__module__ != "enjoyln_cli.runtime.install" and type(cls) is not type:
+    if type(cls).__module__ != "enjoyln_cli.runtime.modules" and type(cls) is not type:
         return f"the class of its class is {type(cls).__name__}, so no other class can replace it"
     if not inspect.isfunction(inspect.getattr_static(cls, "forward", None)):
         return "its forward is no plain method"

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from enjoyln_cli import kernels
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.runtime.install import rms_norm
+from enjoyln_cli.runtime.modules import rms_norm
 
 NAME = "enjoyln"
 ADDITIONS = (operator.add, torch.add)

@@ -24,16 +24,17 @@ from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.plan.mean_units import intact, moved_on, room, set_units
 from enjoyln_cli.plan.plan import Plan, Scale, Writer
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import encoder_of, install, locate
-from enjoyln_cli.runtime.weight_watch import (
+from enjoyln_cli.runtime.hooks import encoder_of
+from enjoyln_cli.runtime.install import install, locate
+from enjoyln_cli.runtime.weight_check import (
     FLOATS,
     check_centred,
-    keep_centred,
     layers_of,
     require_unquantised,
     tensor_at,
-    watched,
+    watch_list_of,
 )
+from enjoyln_cli.runtime.weight_watch import keep_centred
 
 Model = TypeVar("Model", bound=nn.Module)
 Holder = TypeVar("Holder")
@@ -86,7 +87,7 @@ def optimize(model: Holder) -> Holder:
     """
     proven = [(inner, marker_of(inner)) for inner in models_in(model)]
     for inner, found in proven:
-        check_centred(inner, watched(inner, _weights(found), (), found.units))
+        check_centred(inner, watch_list_of(inner, _weights(found), (), found.units))
     for inner, found in proven:
         installed(inner, found)
     return model
@@ -120,7 +121,7 @@ def refold(model: Holder) -> Holder:
 
 def _refold(model: nn.Module) -> None:
     found = marker_of(model)
-    watch = watched(model, _weights(found), (), found.units)
+    watch = watch_list_of(model, _weights(found), (), found.units)
     require_unquantised(model, watch.tensors)
     for path in watch.tensors:
         if tensor_at(model, path).is_meta:

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from enjoyln_cli.models.norm_modules import PLAIN
-from enjoyln_cli.runtime.install import Folded
+from enjoyln_cli.runtime.modules import Folded
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ from enjoyln_cli.models.offload import Offload, reader_of
 from enjoyln_cli.models.outputs import returning
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import input_means, install
+from enjoyln_cli.runtime.hooks import input_means
+from enjoyln_cli.runtime.install import install
 from enjoyln_cli.text import first_line, size
 from enjoyln_cli.verification.missing_weights import require_weights
 from enjoyln_cli.verification.nonfinite import nonfinite_outputs

@@ -41,7 +41,7 @@ from enjoyln_cli.recipe.recipe_file import (
 from enjoyln_cli.report.notes import counts, notes, row
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import RMSNorm
+from enjoyln_cli.runtime.modules import RMSNorm
 from enjoyln_cli.verification.verify import verify
 
 AFFINE, BIAS = Options(merge="affine"), Options(merge="bias")

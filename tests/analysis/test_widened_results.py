@@ -41,7 +41,8 @@ from enjoyln_cli.recipe.recipe_file import (
 from enjoyln_cli.recipe.widening import WidenLine
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import RMSNorm, input_means
+from enjoyln_cli.runtime.hooks import input_means
+from enjoyln_cli.runtime.modules import RMSNorm
 from enjoyln_cli.verification.verify import verify
 
 SOURCE = CHECKPOINTS / "bert"

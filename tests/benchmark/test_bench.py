@@ -53,8 +53,8 @@ from enjoyln_cli.clock import Clock
 from enjoyln_cli.errors import ModelNotFound, OutputError, UnsupportedModel
 from enjoyln_cli.models.load import load
 from enjoyln_cli.publish import card, push
-from enjoyln_cli.runtime.install import Folded
 from enjoyln_cli.runtime.loading import optimize
+from enjoyln_cli.runtime.modules import Folded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -102,7 +102,7 @@ def test_a_folded_module_finds_the_kernels_by_itself() -> None:
     code = """
 import torch
 from enjoyln_cli.kernels import native
-from enjoyln_cli.runtime.install import RMSNorm
+from enjoyln_cli.runtime.modules import RMSNorm
 norm, x = RMSNorm(768).cuda().eval(), torch.ones(2, 768, device="cuda")
 with torch.no_grad():
     y = norm(x)  # ones are what LayerNorm would make zeros

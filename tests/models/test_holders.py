@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from enjoyln_cli import analyze, fold, from_pretrained, optimize, refold
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.runtime.install import Folded
+from enjoyln_cli.runtime.modules import Folded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUANTISED = r"q_proj: is quantised \(\w+\), which gives what it writes a mean again; load"

@@ -20,7 +20,8 @@ from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import Folded, install
+from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.modules import Folded
 
 D = 11
 Change = Callable[[Any], Any]

@@ -24,7 +24,8 @@ from enjoyln_cli.errors import EnjoyLNError, RecipeError
 from enjoyln_cli.plan.axis import Axis, as_numbers, blocks, centre, group_means
 from enjoyln_cli.recipe.templates import Span, concrete, symbolic, written
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import RMSNorm, install
+from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.modules import RMSNorm
 
 HEADS, D = 4, 8
 QUERIES, KEYS = Axis(0, 0, HEADS, D, 1, 3 * D), Axis(0, D, HEADS, D, 1, 3 * D)

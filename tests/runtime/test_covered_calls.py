@@ -29,7 +29,8 @@ from enjoyln_cli.plan.covered_calls import CallForm, Constant, Covered, Items, T
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.report.notes import notes, row
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import Folded, install
+from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.modules import Folded
 
 D = 12
 SLOW = pytest.mark.slow

@@ -22,7 +22,7 @@ from transformers import (
 
 from enjoyln_cli import EnjoyLNError, from_pretrained, kernels
 from enjoyln_cli.runtime.dynamo_backend import fuse, write_over
-from enjoyln_cli.runtime.install import Folded, rms_norm
+from enjoyln_cli.runtime.modules import Folded, rms_norm
 
 ADDITIONS = {"gpt2": 6, "opt": 9, "bloom": 8, "phi": 4, "vit": 6, "bert": 6}
 """By hand: two for each block before a norm (Phi's parallel blocks have one), the first norm's

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from enjoyln_cli import optimize
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
-from enjoyln_cli.runtime.install import Folded
+from enjoyln_cli.runtime.modules import Folded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,16 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.kernels import literally, native
+from enjoyln_cli.models.norm_modules import interference
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Centring
-from enjoyln_cli.runtime.install import (
-    Folded,
-    RMSNorm,
-    input_means,
-    install,
-    locate,
-    rms_norm,
-)
+from enjoyln_cli.runtime.hooks import input_means
+from enjoyln_cli.runtime.install import install, locate
+from enjoyln_cli.runtime.modules import Folded, RMSNorm, rms_norm
 
 D = 32
 NORMS = ["transformer.h.0.ln_1", "transformer.h.0.ln_2", "transformer.ln_f"]
@@ -360,7 +356,10 @@ def test_a_spelled_out_layer_norm() -> None:
     assert isinstance(norm, Folded) and isinstance(norm, CohereLayerNorm)
     assert torch.allclose(norm(centred), expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(norm(x + 3), shifted, rtol=1e-3)
-    assert torch.equal(pickle.loads(pickle.dumps(norm))(x), norm(x))
+    again = pickle.loads(pickle.dumps(norm))
+    assert torch.equal(again(x), norm(x))
+    assert type(install(again, [""], [])) is type(norm)
+    assert interference(again) is None, "its class is known to be one of ours"
 
 
 def test_a_layer_norm_per_head() -> None:

@@ -32,7 +32,8 @@ from transformers import (
 from enjoyln_cli import EnjoyLNConfig, fold, from_pretrained, optimize, refold
 from enjoyln_cli.checkpoint.marker import proof_of
 from enjoyln_cli.errors import BadCheckpoint, NotCentred, UnsupportedModel
-from enjoyln_cli.runtime.install import Folded, input_means
+from enjoyln_cli.runtime.hooks import input_means
+from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import is_nested
 
 CAUSAL = ("gpt2", "opt", "bloom", "phi")

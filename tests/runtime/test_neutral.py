@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from enjoyln_cli import fold, from_pretrained, optimize
 from enjoyln_cli.plan.plan import Options
-from enjoyln_cli.runtime.install import Folded, RMSNorm
+from enjoyln_cli.runtime.modules import Folded, RMSNorm
 from enjoyln_cli.runtime.scope import Fold, thread
 
 pytestmark = pytest.mark.usefixtures("one_thread")

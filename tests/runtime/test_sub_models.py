@@ -16,7 +16,8 @@ from torch.utils import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
-from enjoyln_cli.runtime.install import Folded, install
+from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import thread
 
 pytestmark = pytest.mark.usefixtures("one_thread")

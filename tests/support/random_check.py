@@ -28,7 +28,8 @@ from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.kernels import literally
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.install import Folded, install
+from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.modules import Folded
 
 FAILURES = ("wrong", "apart", "raised", "spoiled")
 REGISTRIES = frozenset(vars(nn.Module())) - {"_buffers"}

@@ -39,7 +39,7 @@ from live_models import ROOT
 
 import enjoyln_cli
 from enjoyln_cli.cli.main import main
-from enjoyln_cli.runtime.install import RMSNorm
+from enjoyln_cli.runtime.modules import RMSNorm
 
 CHECKPOINTS = ROOT / "tests" / "checkpoints"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

@@ -232,7 +232,7 @@ def test_a_push_can_be_loaded_by_stock_transformers(
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from enjoyln_cli import from_pretrained
-from enjoyln_cli.runtime.install import RMSNorm
+from enjoyln_cli.runtime.modules import RMSNorm
 ids = AutoTokenizer.from_pretrained("me/gpt2-rms")("of this License", return_tensors="pt")
 stock = AutoModelForCausalLM.from_pretrained("me/gpt2-rms")
 fast = from_pretrained("me/gpt2-rms")

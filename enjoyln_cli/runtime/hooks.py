@@ -1,0 +1,208 @@
+"""Hooks of a model that computes RMSNorm: where its calls begin and end, and what comes in.
+
+Inputs of the residual stream are centred on entry. A call that is given an input which no proof
+covers computes LayerNorm, or is refused where LayerNorm would not give back what it computed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.errors import UnprovenCall
+from enjoyln_cli.plan.axis import feature_axis
+from enjoyln_cli.plan.covered_calls import Covered, ProvenCalls
+from enjoyln_cli.runtime.modules import Folded, centre_value
+from enjoyln_cli.runtime.scope import Enter, Fold, Leave, compute_layer_norm, is_nested, thread
+
+
+def be_called(module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook that changes nothing, but makes a parent call the module's ``forward``.
+
+    Without one ``nn.TransformerEncoderLayer`` computes from its children's weights alone, in one
+    fused op and only where no gradient is wanted: no trace shows that.
+    """
+
+
+@dataclass(frozen=True)
+class CentreInputs:
+    """A forward pre-hook: centres the named inputs over their last dimension, where given."""
+
+    names: tuple[str, ...]
+    order: tuple[str, ...]
+    """Names of the inputs that come by position."""
+    alone: bool = False
+    """On an encoder: the model around it has looked after its inputs."""
+
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if thread.running.proven is None or (self.alone and is_nested()):
+            return None
+        if not _given(self.names, self.order, args, kwargs):
+            return None
+        values = [
+            _centre_last(value) if name in self.names else value
+            for name, value in zip(self.order, args, strict=False)
+        ]
+        changed = {n: _centre_last(v) if n in self.names else v for n, v in kwargs.items()}
+        return (*values, *args[len(values) :]), changed
+
+
+@dataclass(frozen=True)
+class GuardInputs:
+    """A forward pre-hook: a call that is given a named input computes LayerNorm everywhere.
+
+    Where norms are ``merged`` into what reads them, something else may read them in such a call,
+    and LayerNorm does not bring back what they have lost: it is refused with ``UnsupportedModel``.
+    So is every call that is not ``proven`` of code outside of transformers: a path that no trace
+    had may read a value whose mean is gone from the weights, which LayerNorm does not bring back.
+    """
+
+    names: tuple[str, ...]
+    order: tuple[str, ...]
+    merged: bool = False
+    alone: bool = False
+    proven: ProvenCalls | None = None
+    """Where it is known, it decides in place of ``names``."""
+
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
+        if (self.alone or self.proven is not None) and is_nested():
+            return
+        if self.proven is not None:
+            if found := self.proven.uncovered(args, kwargs):
+                raise UnprovenCall(_not_analysed(type(module).__name__, found))
+            return
+        found = _given(self.names, self.order, args, kwargs)
+        if found and self.merged:
+            raise UnprovenCall(
+                f"{type(module).__name__}: not proven for calls with {', '.join(found)}, and its "
+                "norms were merged, so LayerNorm cannot be used instead; leave that input out, or "
+                "fold without --merge"
+            )
+        if found:
+            compute_layer_norm()
+
+
+def _not_analysed(name: str, found: Sequence[str]) -> str:
+    return (
+        f"{name}: its proof covers no call with {', '.join(found)}; pass such a call in "
+        "example_calls to analyze() or fold(), or use the original model for it"
+    )
+
+
+def _given(
+    names: Sequence[str], order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[str]:
+    """Those of the inputs ``names`` that a call has, by name or by their place in ``order``."""
+    found = [name for name in names if kwargs.get(name) is not None]
+    if args:
+        by_place = zip(order, args, strict=False)
+        found += [name for name, x in by_place if x is not None and name in names]
+    return found
+
+
+def _centre_last(x: Any) -> Any:
+    return centre_value(x, feature_axis(tuple(x.shape))) if isinstance(x, torch.Tensor) else x
+
+
+def encoder_of(model: nn.Module) -> nn.Module | None:
+    """The encoder inside that ``generate`` calls by itself, with the inputs of the model."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    found = model.get_encoder() if hasattr(model, "get_encoder") else None  # type: ignore
+    return next((m for m in model.modules() if m is found and m is not model), None)
+
+
+def add_hooks(
+    model: nn.Module,
+    entry_inputs: tuple[str, ...],
+    unproven: tuple[str, ...],
+    merged: bool,
+    covered: Covered | None,
+) -> Fold:
+    """On the model, and on its base model and encoder, which may be called by themselves."""
+    models = {id(m): m for m in (model, getattr(model, "base_model", model))}
+    encoders = [encoder_of(module) for module in models.values()]
+    inner = {id(m): m for m in encoders if m is not None and id(m) not in models}
+    hooked = {**models, **inner}
+    present = [enter for module in hooked.values() if (enter := enter_of(module)) is not None]
+    fold = present[0].fold if present else Fold()
+    for module in hooked.values():
+        alone, order = id(module) in inner, tuple(inspect.signature(module.forward).parameters)
+        enter = Enter(fold)
+        if _once(module, enter, module.register_forward_pre_hook):
+            fold.entries.append(enter)
+            module.register_forward_hook(Leave(enter), always_call=True)
+        taken = set(unproven) & set(order)
+        if taken or covered is not None:
+            proven = None if covered is None else covered.calls_of(module)
+            guard = GuardInputs(tuple(sorted(taken)), order, merged, alone, proven)
+            _once(module, guard, module.register_forward_pre_hook, with_kwargs=True)
+        if entry_inputs:
+            centre = CentreInputs(entry_inputs, order, alone)
+            _once(module, centre, module.register_forward_pre_hook, with_kwargs=True)
+    return fold
+
+
+def enter_of(module: nn.Module) -> Enter | None:
+    """The hook with which a call of ``module`` begins, if one was installed."""
+    found = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter))
+    return next(found, None)
+
+
+def entries(model: nn.Module) -> list[tuple[nn.Module, Enter]]:
+    """Every hooked module in ``model``, with the hook that begins its calls."""
+    found = ((module, enter_of(module)) for module in model.modules())
+    return [(module, enter) for module, enter in found if enter is not None]
+
+
+def _once(module: nn.Module, hook: Any, register: Callable[..., Any], **how: bool) -> bool:
+    """Registers a hook unless there is one of its kind at the same place; whether it did."""
+    before = register == module.register_forward_pre_hook
+    present = module._forward_pre_hooks if before else module._forward_hooks
+    if type(hook) in map(type, present.values()):
+        return False
+    register(hook, **how)
+    return True
+
+
+@contextmanager
+def input_means(model: nn.Module) -> Iterator[dict[str, float]]:
+    """Within the block, collects what mean every RMSNorm sees, relative to its input's rms.
+
+    Yields a dict from module path to the root mean square over tokens of ``mean(x) / rms(x)``, the
+    worst call of each module; it is complete when the block ends. 0 is right, 1 a constant input.
+    """
+    seen: dict[str, float] = {}
+
+    def hook_for(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            x = (args or tuple(kwargs.values()))[0].detach().to(torch.float64)
+            dims = _normalised_dims(module)
+            rms = x.square().mean(dims).sqrt()
+            ratio = torch.where(rms > 0, x.mean(dims) / rms, torch.zeros_like(rms))
+            value = float(ratio[torch.isfinite(ratio)].square().mean().nan_to_num().sqrt())
+            seen[path] = max(seen.get(path, 0.0), value)
+
+        return hook
+
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(hook_for(path), with_kwargs=True)
+        for path, module in model.named_modules()
+        if isinstance(module, Folded)
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _normalised_dims(module: nn.Module) -> tuple[int, ...]:
+    dim = int(module.dim)  # type: ignore[arg-type]
+    return (dim,) if dim != -1 else tuple(range(-len(getattr(module, "normalized_shape", (1,))), 0))

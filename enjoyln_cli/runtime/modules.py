@@ -1,0 +1,249 @@
+"""Modules that compute RMSNorm in the place of LayerNorm, or subtract a mean.
+
+Nothing is added to a model: an instance gets another class, so that parameters, their names, tying,
+hooks, ``generate``, ``save_pretrained``, copies and pickles go on working.
+
+    RMSNorm     y = weight * x / sqrt(mean(x^2) + eps) + bias        (LayerNorm where mean(x) = 0)
+    centring    y = x - mean(x)            on what a module returns, or on its first input
+
+They do so within a proven call of the whole model (see ``scope``), and elsewhere compute what they
+were: in training mode, where dropout and updated weights break the zero mean, and where a part of
+the model is called by itself.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling, is_exporting
+
+from enjoyln_cli import kernels
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.graph.insertion_points import change_input, change_output
+from enjoyln_cli.models.norm_modules import (
+    first_input,
+    only_input,
+)
+from enjoyln_cli.models.norm_probe import LayerNormForm, per_feature
+from enjoyln_cli.plan.axis import Axis, centre, moved
+from enjoyln_cli.runtime.scope import (
+    NOT_INSTALLED,
+    computes_layer_norm,
+    thread,
+)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    dims: int = 1,
+) -> torch.Tensor:
+    """``weight * x / sqrt(mean(x^2) + eps) + bias`` over the last ``dims`` dimensions.
+
+    ``x`` is ``(..., *shape)`` of any floating dtype; ``weight`` and ``bias`` broadcast against it.
+    Computed in float32 or wider and rounded once to the dtype of ``x``, by a kernel where there is
+    one (see ``kernels``); where there is none, as LayerNorm, so the rows must have zero mean. In
+    float64, which is for checking, it is this formula on every machine. In an export it is torch's
+    own operator, which stays one.
+    """
+    if dims > 1:
+        weight, bias = (None if p is None else p.flatten() for p in (weight, bias))
+        return rms_norm(x.flatten(-dims), weight, bias, eps).reshape(x.shape)
+    if is_exporting():
+        return kernels.formula.exported_rms_norm(x, weight, bias, eps)
+    if x.dtype == torch.float64:
+        return kernels.formula.rms_norm(x, weight, bias, eps)
+    return kernels.rms_norm(x, weight, bias, eps)
+
+
+class Folded:
+    """Marks every module that computes RMSNorm in the place of LayerNorm."""
+
+    _enjoyln_fold = NOT_INSTALLED
+    """What it shares with the model that it was installed in."""
+    dim = -1
+    """What is normalised; 1 for channels before positions."""
+    trained = 0
+    """How often any folded norm has gone into training mode."""
+    weightless = biasless = False
+    """Whether its weight multiplies by one, and its bias adds zero (see ``neutral``)."""
+    weight_name, bias_name, unit = "weight", "bias", 1.0
+    """Its parameters, and the weight that multiplies by one."""
+
+    @property
+    def shifted(self) -> bool:
+        """Whether its input may have a mean, so that it computes LayerNorm.
+
+        In the call that runs in this thread; where none runs, since something was found to have
+        moved or been edited.
+        """
+        return computes_layer_norm(self._enjoyln_fold)
+
+    def train(self, mode: bool = True) -> Any:
+        """As any module; after training it computes LayerNorm until the weights are looked at."""
+        if mode:
+            Folded.trained += 1
+            for entry in self._enjoyln_fold.entries:
+                entry.moved = True
+        return super().train(mode)  # type: ignore[misc]
+
+
+def needs(parameter: Any, neutral: bool) -> bool:
+    """Whether a norm has to read its ``parameter``, which changes nothing now if it is ``neutral``.
+
+    It has to where a gradient is wanted of it, and in code that would not see it change: where the
+    call of the model was compiled with the code around it. What was exported does not change.
+    """
+    if not neutral or is_exporting():
+        return not neutral
+    return not thread.running.looked or (torch.is_grad_enabled() and parameter.requires_grad)
+
+
+class RMSNorm(Folded, nn.LayerNorm):
+    """A ``nn.LayerNorm`` whose input has zero mean: same parameters, names and options.
+
+    In eval mode ``weight * x / sqrt(mean(x^2) + eps) + bias``, in training mode LayerNorm.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not is_dynamo_compiling():
+            call = self, input, thread.running.proven, thread.running.looked
+            y = kernels.native.entry.module_rms_norm(*call)  # the same in one step
+            if y is NotImplemented and kernels.native.load(input.device.type):
+                y = kernels.native.entry.module_rms_norm(*call)
+            if y is not NotImplemented:
+                return y
+        here = thread.running.proven is self._enjoyln_fold
+        if self.training or not here or kernels.layer_norm_will_do():
+            return super().forward(input)
+        weight = self.weight if needs(self.weight, self.weightless) else None
+        bias = self.bias if needs(self.bias, self.biasless) else None
+        return rms_norm(input, weight, bias, self.eps, len(self.normalized_shape))
+
+
+class FactoryClass(type):
+    """The class of the classes made here: each is pickled as the call that makes it."""
+
+    made_by: tuple[Any, ...]
+
+
+copyreg.pickle(FactoryClass, lambda cls: (cls.made_by[0], cls.made_by[1:]))  # type: ignore
+
+
+def make_class(
+    name: str, bases: tuple[type, ...], factory: Callable[..., type], *given: Any, **body: Any
+) -> type:
+    """A class that ``factory(*given)`` returns, and that pickles as this call."""
+    members = {"__module__": __name__, "made_by": (factory, *given), **body}
+    return FactoryClass(name, bases, members)
+
+
+@cache
+def rms_subclass(base: type) -> type:
+    """``base`` has the ``forward`` of ``nn.LayerNorm``, and gets that of ``RMSNorm``."""
+    if base is nn.LayerNorm:
+        return RMSNorm
+    return make_class(f"RMS{base.__name__}", (RMSNorm, base), rms_subclass, base)
+
+
+@cache
+def rms_spelled_out(base: type, form: LayerNormForm) -> type:
+    """``base`` computes LayerNorm in a ``forward`` of its own, in the way of ``form``.
+
+    A call with more than its input, which no proof covers, computes what it did.
+    """
+    plain: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
+    name = first_input(plain)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        input = only_input(args, kwargs, name)
+        proven = thread.running.proven is self._enjoyln_fold and not self.training
+        if not proven or input is None or not form.holds_for(input.ndim):
+            return plain(self, *args, **kwargs)
+        if _wants_gradients(self, input):
+            return plain(self, *args, **kwargs)
+        gain, bias = affine(self, form)
+        if self.weightless and not needs(getattr(self, form.weight), True):
+            gain = None
+        if self.biasless and not needs(getattr(self, form.bias), True):
+            bias = None
+        y = rms_norm(input.movedim(form.dim, -1), gain, bias, form.eps)
+        return y.movedim(-1, form.dim)
+
+    forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
+    body: dict[str, Any] = {"forward": forward, "dim": form.dim}
+    body |= {"weight_name": form.weight, "bias_name": form.bias}
+    body["unit"] = 0.0 if form.gain == "1 + weight" else 1.0
+    return make_class(f"RMS{base.__name__}", (Folded, base), rms_spelled_out, base, form, **body)
+
+
+def affine(module: Any, form: LayerNormForm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What a norm multiplies by and what it adds, by feature."""
+    weight = getattr(module, form.weight, None) if form.gain != "1" else None
+    gain = None if weight is None else per_feature(weight)
+    bias = per_feature(getattr(module, form.bias)) if form.biased else None
+    return (1 + gain if form.gain == "1 + weight" and gain is not None else gain), bias
+
+
+def _wants_gradients(norm: Any, input: torch.Tensor) -> bool:
+    """Then LayerNorm is computed, as by ``kernels``: a backward pass may compute the call again.
+
+    There it runs outside of the proven call, and has to record what was recorded first.
+    """
+    if not torch.is_grad_enabled() or not kernels.layer_norm_will_do():
+        return False
+    return input.requires_grad or any(p.requires_grad for p in norm.parameters(recurse=False))
+
+
+@cache
+def centred_subclass(base: type) -> type:
+    """``base`` with ``self.centrings`` applied to its first input or its output in proven calls.
+
+    Which value that is, ``graph.insertion_points`` tells for the proof and here alike.
+    """
+    inner: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
+    first = first_input(inner)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if thread.running.proven is not self._enjoyln_fold:
+            return inner(self, *args, **kwargs)
+        for op in self.centrings:
+            if op.place == "input":
+                args, kwargs = _found(
+                    self, change_input(partial(centre_value, axis=op.axis), first, args, kwargs)
+                )
+        output = inner(self, *args, **kwargs)
+        for op in self.centrings:
+            if op.place == "output":
+                change = partial(centre_value, axis=op.axis)
+                output = _found(self, change_output(change, output))
+        return output
+
+    return make_class(f"Centred{base.__name__}", (base,), centred_subclass, base, forward=forward)
+
+
+def _found(module: nn.Module, changed: Any) -> Any:
+    if changed is None:
+        raise UnsupportedModel(
+            f"{type(module).__name__}: the plan subtracts a mean here, but this call gives no "
+            "tensor of real numbers; use the original model for such a call"
+        )
+    return changed
+
+
+def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """``x - mean(x)`` over ``axis``, in float32 or wider, rounded once to the dtype of ``x``."""
+    if x.is_nested:  # what torch's encoder makes of padded rows
+        return torch.nested.as_nested_tensor([centre_value(row, axis) for row in x.unbind()])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if axis.outer == axis.inner == 1 and axis.size == x.shape[axis.dim]:
+        return (x - x.mean(axis.dim, keepdim=True, dtype=wide)).to(x.dtype)
+    return centre(x.to(wide), moved(axis, axis.dim % x.ndim)).to(x.dtype)
