@@ -45,8 +45,8 @@ from enjoyln_cli.errors import (
 if TYPE_CHECKING:
     from enjoyln_cli.benchmark.bench import bench
     from enjoyln_cli.benchmark.cases import Asked as BenchOptions
-    from enjoyln_cli.conversion.fold import analyze
     from enjoyln_cli.conversion.fold import convert as fold
+    from enjoyln_cli.conversion.inspect import analyze
     from enjoyln_cli.conversion.unfold import unfold
     from enjoyln_cli.plan.plan import Options
     from enjoyln_cli.publish.push import push
@@ -94,7 +94,7 @@ _LAZY = {
     "BenchOptions": ("enjoyln_cli.benchmark.cases", "Asked"),
     "EnjoyLNConfig": ("enjoyln_cli.runtime.quantizer", "EnjoyLNConfig"),
     "Options": ("enjoyln_cli.plan.plan", "Options"),
-    "analyze": ("enjoyln_cli.conversion.fold", "analyze"),
+    "analyze": ("enjoyln_cli.conversion.inspect", "analyze"),
     "bench": ("enjoyln_cli.benchmark.bench", "bench"),
     "centre_parameters": ("enjoyln_cli.rewrite.in_memory", "centre_parameters"),
     "fold": ("enjoyln_cli.conversion.fold", "convert"),

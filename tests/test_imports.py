@@ -47,7 +47,16 @@ MOST_FILES = 12
 
 OWNERS = {
     "PIL": {"report.render"},
-    "click": {"cli.main", "cli.help", "cli.options"},
+    "click": {
+        "cli.convert_commands",
+        "cli.group",
+        "cli.help",
+        "cli.main",
+        "cli.measure_commands",
+        "cli.options",
+        "cli.push_command",
+        "cli.report_command",
+    },
     "grandalf": {"report.graph_layout"},
     "huggingface_hub": {"checkpoint.download", "publish.push", "publish.target"},
     "matplotlib": {"benchmark.plot"},

@@ -5,6 +5,8 @@ Suggestions for a mistyped option or command are Click's own.
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
@@ -109,6 +111,10 @@ class Command(click.Command):
             with formatter.section("Examples"):
                 for example in examples:
                     formatter.write(f"  {example}\n")
+
+
+command = partial(click.command, cls=Command)
+"""Decorates the function of a command."""
 
 
 def folders(

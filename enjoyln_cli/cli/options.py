@@ -1,6 +1,6 @@
 """What the commands take: options that several share, and how a text becomes a value.
 
-Torch and transformers are imported inside the functions, as in ``main``.
+Torch and transformers are imported inside the functions, as in the commands.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPENING = (
     "recipe",
     "stream",
 )
-"""How a model is opened: fields of ``conversion.fold.Opening``, beside ``access``."""
+"""How a model is opened: fields of ``conversion.inspect.Opening``, beside ``access``."""
 WRITING = (
     "dtype",
     "max_shard_size",

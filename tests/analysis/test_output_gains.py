@@ -21,7 +21,8 @@ from transformers import CLIPConfig, GPT2Config
 from enjoyln_cli import EnjoyLNError, RecipeError, analyze, fold, load_recipe, verify
 from enjoyln_cli.checkpoint.marker import proof_of, read_marker
 from enjoyln_cli.comparison.run import chosen, tensors
-from enjoyln_cli.conversion.fold import Opening, prepare, write
+from enjoyln_cli.conversion.fold import prepare, write
+from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.models.outputs import by_field, is_fed_back, named_by
 from enjoyln_cli.recipe.recipe_file import dump_recipe, parse_recipe

@@ -28,7 +28,8 @@ from enjoyln_cli.analysis.untying import apart
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.cli.main import main
-from enjoyln_cli.conversion.fold import Inspected, Opening, convert, prepare
+from enjoyln_cli.conversion.fold import convert, prepare
+from enjoyln_cli.conversion.inspect import Inspected, Opening
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, RecipeError, UnsupportedModel
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.recipe.recipe_file import differences, follow, recipe_of

@@ -16,7 +16,7 @@ from enjoyln_cli.checkpoint.access import (
     require_token,
 )
 from enjoyln_cli.checkpoint.download import Remote
-from enjoyln_cli.conversion.fold import Opening
+from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.errors import ModelNotFound
 
 

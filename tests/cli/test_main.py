@@ -20,7 +20,8 @@ from click.testing import CliRunner
 from commands import CHECKPOINTS, GPT2, enjoyln, good, refused, running
 
 import enjoyln_cli
-from enjoyln_cli.cli.main import explain, main
+from enjoyln_cli.cli.group import explain
+from enjoyln_cli.cli.main import main
 from enjoyln_cli.errors import EnjoyLNError
 
 BERT = str(CHECKPOINTS / "bert")

@@ -25,7 +25,8 @@ from transformers import (
 
 from enjoyln_cli.comparison import batches as inputs
 from enjoyln_cli.comparison.run import run
-from enjoyln_cli.conversion.fold import Opening, convert, prepare
+from enjoyln_cli.conversion.fold import convert, prepare
+from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models import load as compare
 from enjoyln_cli.models.load import elements, load

@@ -20,7 +20,7 @@ from live_models import CHECKPOINTS
 
 from enjoyln_cli.analysis.analyze import Analysis, analyze_config
 from enjoyln_cli.cli.main import main
-from enjoyln_cli.conversion.fold import Opening, inspect
+from enjoyln_cli.conversion.inspect import Opening, inspect
 from enjoyln_cli.errors import EnjoyLNError, OutputError
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.proof.explain import Tree

@@ -29,6 +29,7 @@ from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import read_tensor
 from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
 from enjoyln_cli.conversion import fold
+from enjoyln_cli.conversion.inspect import Opening, inspect
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.recipe.recipe_file import parse_recipe, to_plan
 
@@ -234,7 +235,7 @@ def test_configs(folder_of_cases: Path, config: Any) -> None:
     """One that has lost its number of layers is a whole model, of up to 24 layers by default."""
     (folder_of_cases / "config.json").write_text(json.dumps(config))
     seconds = SECONDS if config.keys() & {"num_hidden_layers", "n_layer"} else LONGEST
-    in_bounds(lambda: fold.inspect(str(folder_of_cases), fold.Opening()), seconds)
+    in_bounds(lambda: inspect(str(folder_of_cases), Opening()), seconds)
 
 
 MARKER = {
@@ -266,7 +267,7 @@ def test_markers(entry: Any) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def imported(one_thread: None) -> None:
     """What is imported once does not count for the first case, nor a thread that waits for one."""
-    fold.inspect(str(CHECKPOINTS / FAMILIES[0]), fold.Opening())
+    inspect(str(CHECKPOINTS / FAMILIES[0]), Opening())
 
 
 @pytest.fixture

@@ -1,0 +1,160 @@
+"""``enjoyln fold`` and ``enjoyln unfold``: to a converted checkpoint, and back."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enjoyln_cli.cli import help
+from enjoyln_cli.cli.group import show_transfers
+from enjoyln_cli.cli.options import (
+    DTYPES,
+    FILE,
+    FOLDER,
+    WRITING,
+    Options,
+    checking_options,
+    hub_options,
+    json_option,
+    model_class_option,
+    outputs_option,
+    parse_size,
+    plan_options,
+    push_options,
+    quiet_option,
+    refuse_push_options,
+)
+from enjoyln_cli.cli.push_command import push_after
+from enjoyln_cli.rewrite import processes
+
+
+@help.command()
+@click.argument("model", shell_complete=help.folders)
+@click.option("-o", "--out", type=FOLDER, help="New directory for the result.")
+@click.option(
+    "--recipe", type=FILE, help="Make only the edits of this recipe; refused if one is not proven."
+)
+@model_class_option
+@outputs_option
+@plan_options
+@click.option("--dtype", type=DTYPES, help="Also convert all floating-point weights to this dtype.")
+@click.option(
+    "--max-shard-size",
+    callback=parse_size,
+    metavar="SIZE",
+    help="Re-shard into files of at most this size, such as 5GB.",
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Parallel workers (default: number of cores)."
+)
+@click.option(
+    "--keep-means",
+    is_flag=True,
+    help="Save the data that `enjoyln unfold` needs to restore MODEL exactly.",
+)
+@click.option(
+    "--allow-nonfinite",
+    is_flag=True,
+    help="Accept weights with NaN or Inf; centring spreads them within a tensor.",
+)
+@click.option(
+    "--stream", is_flag=True, help="Download, convert and delete one file at a time; not verified."
+)
+@click.option("--dry-run", is_flag=True, help="Show the plan and the sizes; write nothing.")
+@click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
+@checking_options(60)
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run, if there is one.")
+@click.option(
+    "--push-to-hub", "repo_id", metavar="REPO_ID", help="Then upload OUT to this repository."
+)
+@push_options
+@quiet_option
+@json_option
+@hub_options
+def fold(
+    model: str, out: Path | None, dry_run: bool, quiet: bool, as_json: bool, **options: Any
+) -> None:
+    """Convert MODEL into the new directory OUT and verify the result."""
+    if out is None and not dry_run:
+        raise click.UsageError("Missing option '-o' / '--out'.")
+    if options["keep_means"] and options["dtype"]:
+        raise click.UsageError("--keep-means cannot be combined with --dtype.")
+    if not options["repo_id"]:
+        refuse_push_options(options)
+    if options["opening"]["stream"]:
+        if options["max_shard_size"]:
+            raise click.UsageError("--stream cannot be combined with --max-shard-size.")
+        options["verify"] = False
+    out = None if dry_run else out
+    helps = processes.present().rank > 0
+    chatty = not (quiet or as_json or helps)
+    if chatty:
+        show_transfers()
+    if not options["verify"] and (options["samples"] or options["seconds"]):
+        what = "--samples" if options["samples"] else "--seconds"
+        raise click.UsageError(f"{what} goes with the check; drop --no-verify and --stream.")
+    if options["seconds"] is None:
+        del options["seconds"]
+    push_it = push_after(options, dry_run, helps, chatty)
+    from enjoyln_cli.cli.progress import watching
+
+    with watching(not chatty) as watch, processes.joined(watch.event) as us:
+        from enjoyln_cli.conversion.fold import as_dtype, prepare, write
+        from enjoyln_cli.conversion.inspect import Opening
+        from enjoyln_cli.conversion.results import fold_row
+        from enjoyln_cli.rewrite.directory import WriteOptions  # takes seconds
+
+        opening = Opening(**options.pop("opening"))
+        how = {name: options.pop(name) for name in WRITING}
+        how["dtype"] = as_dtype(how["dtype"])
+        writing = WriteOptions(**how)
+        place = {"force": writing.force, "resume": writing.resume}
+        begin = partial(prepare, model, out, opening, **place, on_event=watch.event)
+        ready = processes.agree(us, begin)
+        told: Options = {"on_event": watch.event, "on_progress": watch.progress}
+        told |= {"on_check": watch.seconds, "team": us}
+        result = write(ready, out, writing, **told, **options) if out else None
+    if helps:
+        return
+    from enjoyln_cli.cli.console import write_fold, write_json
+
+    found = fold_row(model, ready, result, writing, watch.warnings) | push_it(out)
+    if as_json:
+        write_json(found)
+    elif not quiet:
+        write_fold(found)
+
+
+@help.command()
+@click.argument("folded", metavar="OUT", type=FOLDER)
+@click.option(
+    "-o", "--out", "back", type=FOLDER, required=True, metavar="BACK", help="New directory."
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Parallel workers (default: number of cores)."
+)
+@click.option("--force", is_flag=True, help="Replace BACK if it exists.")
+@quiet_option
+@json_option
+def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Restore the original of OUT, bit for bit if it was folded with --keep-means.
+
+    Otherwise BACK is a copy of OUT without its `enjoyln` entry: a LayerNorm checkpoint
+    that gives the same outputs.
+    """
+    from enjoyln_cli.cli.progress import watching
+
+    with watching(quiet or as_json) as watch:
+        from enjoyln_cli import unfold as restore
+        from enjoyln_cli.cli.console import write_json, write_unfold
+        from enjoyln_cli.conversion.results import unfold_row  # takes seconds
+
+        found = unfold_row(restore(folded, back, on_progress=watch.progress, **options))
+    if as_json:
+        write_json(found)
+    elif not quiet:
+        write_unfold(found)

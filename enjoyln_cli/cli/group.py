@@ -1,0 +1,102 @@
+"""The group of commands: what the user reads of an error, and the exit status.
+
+Every refusal is one line on standard error and exit status 1; usage errors are 2, Ctrl-C is 130.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enjoyln_cli.cli import help
+from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.rewrite import processes
+
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""The libraries' own chatter, off unless the user has set otherwise or ``ENJOYLN_DEBUG=1``."""
+BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
+
+
+def debugging() -> bool:
+    """Whether the user asked for tracebacks and the libraries' own messages."""
+    return os.environ.get("ENJOYLN_DEBUG", "") not in ("", "0")
+
+
+def complain(message: str) -> None:
+    """One line on standard error, red where colours are wanted."""
+    line = " ".join(message.split())
+    if rank := processes.present().rank:
+        line = f"process {rank}: {line}"
+    colour = False if os.environ.get("NO_COLOR") else None
+    click.secho(f"error: {line}", fg="red", err=True, color=colour)
+
+
+def open_streams() -> None:
+    """Streams that the caller has closed lead nowhere: no other file may get their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
+
+
+class Commands(click.Group):
+    """A group that turns every refusal into one line and an exit status."""
+
+    command_class = help.Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which they are used."""
+        return list(self.commands)
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """As Click has it, with something behind every standard stream."""
+        open_streams()
+        return super().main(*args, **options)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if debugging():
+            return super().invoke(ctx)
+        ctx.obj = {name for name in QUIET if name not in os.environ}
+        os.environ.update({name: QUIET[name] for name in ctx.obj})
+        warnings.simplefilter("ignore")
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            if not processes.present().rank:
+                complain(f"interrupted; {str(error) or 'nothing half-written was left behind'}")
+            ctx.exit(130)
+        except (click.exceptions.Exit, click.Abort, click.ClickException):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                raise
+            complain(explain(error))
+            ctx.exit(1)
+
+
+def explain(error: Exception) -> str:
+    """What the user reads of an exception."""
+    if isinstance(error, EnjoyLNError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}"
+    kind = type(error).__name__
+    return f"unexpected {kind}: {error} (ENJOYLN_DEBUG=1 shows where; please report it)"
+
+
+def show_transfers() -> None:
+    """Let ``huggingface_hub`` draw its bars on a terminal; to be called before it is imported."""
+    if sys.stderr.isatty() and BARS in (click.get_current_context().obj or ()):
+        os.environ.pop(BARS, None)

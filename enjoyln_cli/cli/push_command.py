@@ -1,0 +1,114 @@
+"""``enjoyln push``, and ``fold --push-to-hub``: what the user confirms before anything is sent."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enjoyln_cli.checkpoint.access import HubAccess
+from enjoyln_cli.cli import help
+from enjoyln_cli.cli.group import show_transfers
+from enjoyln_cli.cli.options import FOLDER, Options, json_option, push_options, quiet_option
+from enjoyln_cli.errors import EnjoyLNError
+
+
+def ask(what: str, yes: bool) -> None:
+    """Push where the user says so; without a terminal only with ``--yes``."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError(
+            f"would push {what}; pass --yes to confirm, since there is no terminal to ask on"
+        )
+    try:
+        click.confirm(f"Push {what}?", abort=True, err=True)
+    except click.Abort as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise
+
+
+def push_after(
+    options: Options, dry_run: bool, helps: bool, chatty: bool
+) -> Callable[[Path | None], Options]:
+    """What is to be done with a finished fold; asks the user and the Hub before it begins.
+
+    Of a dry run, which has no output, it tells where that would go.
+    """
+    names = ("repo_id", "private", "create_pr", "commit_message", "yes")
+    repo_id, private, create_pr, message, yes = (options.pop(name) for name in names)
+    if not repo_id:
+        return lambda out: {}
+    if not options["verify"]:
+        raise click.UsageError(
+            "--push-to-hub pushes verified results only; drop --no-verify and --stream."
+        )
+    if helps:
+        return lambda out: {}
+    from enjoyln_cli.cli.console import write_doubts
+    from enjoyln_cli.publish import push as hub
+
+    access: HubAccess = options["opening"]["access"]
+    to: Options = {"private": private, "create_pr": create_pr, "access": access}
+    target = hub.target(repo_id, **to)
+    where = f"{target.repo_id} ({target.kind})"
+    if not dry_run:
+        ask(f"the result to {where}", yes)
+
+    def push_it(out: Path | None) -> Options:
+        if out is None:
+            return {"would_push_to": where}
+        try:
+            upload = hub.prepare(out, repo_id, **to)
+            if chatty:
+                write_doubts(upload)
+            sent = hub.send(upload, commit_message=message, access=access)
+            return {"pushed": sent.to_json()}
+        except EnjoyLNError as error:
+            raise type(error)(f"{out} was written but not pushed: {error}") from error
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(
+                f"{out} was written; {str(error) or 'it was not pushed'}"
+            ) from None
+
+    return push_it
+
+
+@help.command()
+@click.argument("out", type=FOLDER)
+@click.argument("repo_id")
+@push_options
+@click.option("--revision", metavar="REV", help="Branch to push to; created if missing.")
+@click.option("--token", metavar="TOKEN", help="Hub token that may write.")
+@click.option("--dry-run", is_flag=True, help="List the files and what is new; send nothing.")
+@click.option(
+    "--force", is_flag=True, help="Push although OUT is not verified; the model card says so."
+)
+@quiet_option
+@json_option
+def push(
+    out: Path, repo_id: str, dry_run: bool, quiet: bool, as_json: bool, **options: Any
+) -> None:
+    """Upload a verified OUT to the Hub as REPO_ID. Continues an interrupted upload."""
+    chatty = not quiet and not as_json
+    if chatty:
+        show_transfers()
+    from enjoyln_cli.cli.console import upload_line, write_doubts, write_json, write_push
+    from enjoyln_cli.publish import push as hub
+
+    yes, message = options.pop("yes"), options.pop("commit_message")
+    access = HubAccess(token=options.pop("token"))
+    upload = hub.prepare(out, repo_id, access=access, look_only=dry_run, **options)
+    if chatty:
+        write_doubts(upload)
+    if not dry_run:
+        ask(upload_line(upload), yes or not upload.differs)
+        upload = hub.send(upload, commit_message=message, access=access)
+    if as_json:
+        write_json(upload.to_json())
+    elif not quiet:
+        write_push(upload)

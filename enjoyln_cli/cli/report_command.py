@@ -1,0 +1,130 @@
+"""``enjoyln report``: the plans of models as a table, a tree, a recipe or a picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enjoyln_cli.cli import help
+from enjoyln_cli.cli.group import complain
+from enjoyln_cli.cli.options import (
+    FORMATS,
+    NEW_FILE,
+    Names,
+    Options,
+    hub_options,
+    model_class_option,
+    outputs_option,
+    plan_options,
+)
+from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.fs.staging import check_file, write_file
+
+
+@help.command()
+@click.argument("models", nargs=-1, metavar="MODEL...", shell_complete=help.folders)
+@click.option(
+    "--why", metavar="NORM", help="Show why this norm becomes RMSNorm or stays LayerNorm."
+)
+@click.option("--paper", is_flag=True, help="Add the count of Algorithm 1 of the Enjoy-LN paper.")
+@click.option("--options", is_flag=True, help="Add the counts with --widen-mlp and with --untie.")
+@model_class_option
+@outputs_option
+@plan_options
+@click.option(
+    "--model-type",
+    "types",
+    multiple=True,
+    metavar="TYPE",
+    help="Use this type's default config instead of a MODEL.",
+)
+@click.option(
+    "--write-recipe", "save", type=NEW_FILE, metavar="FILE", help="Save the plan as YAML."
+)
+@click.option(
+    "--save",
+    "picture",
+    type=NEW_FILE,
+    metavar="FILE",
+    help="Draw the model, or the norm of --why: .svg, .html, .png.",
+)
+@click.option("--format", "form", type=FORMATS, default="table", show_default=True)
+@hub_options
+def report(
+    models: Names, types: Names, why: str | None, save: Path | None, opening: Options, **show: Any
+) -> None:
+    """Show which LayerNorms can become RMSNorm, and why others stay. Reads no weights."""
+    if bool(models) == bool(types):
+        raise click.UsageError("name at least one MODEL, or use --model-type instead.")
+    if why and len(models or types) > 1:
+        raise click.UsageError("--why takes one MODEL.")
+    if save and (why or show["picture"]):
+        raise click.UsageError(
+            f"--write-recipe cannot be combined with {'--why' if why else '--save'}."
+        )
+    if why and show["form"] != "table":
+        raise click.UsageError("--why cannot be combined with --format.")
+    if show["picture"]:
+        _check_picture(models or types, show["picture"])
+    if save:
+        check_file(save)
+    from enjoyln_cli.cli.progress import watching
+
+    with watching(not sys.stderr.isatty()) as watch:
+        from enjoyln_cli.cli.console import say, write_rows, write_tree
+        from enjoyln_cli.conversion.inspect import recipe_text  # takes seconds
+
+        found, failed = _inspected(models or types, bool(types), opening, watch.event)
+        if not (save or why or show["picture"]):
+            rows = [one.row(show["paper"], show["options"]) for one in found]
+    if show["picture"]:
+        _draw((models or types)[0], found[0].analysis, show["picture"], why)
+    elif why:
+        write_tree(found[0].analysis.why(why))
+    elif save and not failed:
+        write_file(save, recipe_text(found).encode())
+        say(f"wrote {save}")
+    elif not save:
+        write_rows(rows, show["form"])
+    if failed:
+        raise click.exceptions.Exit(1)
+
+
+def _check_picture(names: Names, file: Path) -> None:
+    """Refuse what cannot be drawn before anything is computed."""
+    if len(names) > 1:
+        raise click.UsageError("--save takes one MODEL.")
+    from enjoyln_cli.report import render
+
+    render.check(file)
+
+
+def _draw(name: str, analysis: Any, file: Path, norm: str | None) -> None:
+    from enjoyln_cli.cli.console import say
+    from enjoyln_cli.report import model_graph, render
+
+    render.save(model_graph.picture(name, analysis, norm), file)
+    say(f"drew {file}")
+
+
+def _inspected(
+    names: Names, are_types: bool, opening: Options, event: Callable[[str, str], None]
+) -> tuple[list[Any], bool]:
+    """Every model that could be analysed; one that could not is named and the others go on."""
+    from enjoyln_cli.conversion.inspect import Opening, inspect
+
+    found, failed = [], False
+    for name in names:
+        try:
+            how = Opening(**opening)
+            found.append(inspect(name, how, is_type=are_types, on_event=event))
+        except EnjoyLNError as error:
+            if len(names) == 1:
+                raise
+            complain(str(error) if name in str(error) else f"{name}: {error}")
+            failed = True
+    return found, failed

@@ -1,0 +1,221 @@
+"""What a model is, before anything is folded: how it is opened, and its plan as a report has it.
+
+Decides what ``analyze`` takes (a Hub id, a directory, a configuration, a live module), and what is
+analysed of it: the configuration alone, without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from enjoyln_cli.analysis.suggest import suggestions
+from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
+from enjoyln_cli.checkpoint.config import load_config, require_no_code_of, require_unfolded
+from enjoyln_cli.checkpoint.source import Source, open_source
+from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.events import Event, by_python
+from enjoyln_cli.models.holders import holds_a_model, models_in
+from enjoyln_cli.plan.plan import PLAIN, Options
+from enjoyln_cli.report.notes import Row, row
+from enjoyln_cli.text import did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import Pipeline, PretrainedConfig
+
+    from enjoyln_cli.analysis.analyze import Analysis
+    from enjoyln_cli.calls.calls import ExampleCalls
+    from enjoyln_cli.plan.plan import Plan
+
+OPTIONS: dict[str, dict[str, Any]] = {"widen-mlp": {"widen_mlp": True}, "untie": {"untie": True}}
+"""What a report can set beside the plan: the name of a column to what it allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """How a model is opened, and what is asked of its plan."""
+
+    revision: str | None = None
+    access: HubAccess = DEFAULT_ACCESS
+    trust_remote_code: bool = False
+    model_class: str | None = None
+    outputs: Sequence[str] = ()
+    options: Options = PLAIN
+    recipe: str | Path | None = None
+    stream: bool = False
+    """Fetch files of weights from the Hub one by one, and drop them when they are folded."""
+    example_calls: ExampleCalls = field(default=(), repr=False)
+    """Calls to prove beside those that the config tells."""
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What it takes to repeat a fold elsewhere: all but where the files come from, and how."""
+        private = ("access", "revision")
+        return {name: value for name, value in vars(self).items() if name not in private}
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """One model as ``enjoyln report`` knows it: from its configuration alone."""
+
+    name: str
+    config: PretrainedConfig
+    analysis: Analysis
+    options: Options = PLAIN
+
+    def row(self, paper: bool = False, options: bool = False) -> Row:
+        """The report's row; where asked for with the paper's criterion, or each option's plan."""
+        found = self.analysis
+        allowed = {
+            name: _allowing(found, replace(self.options, **setting))
+            for name, setting in (OPTIONS if options else {}).items()
+        }
+        return row(
+            self.name,
+            found.plan,
+            found.paper if paper else None,
+            found.gains(),
+            allowed,
+            () if options else suggestions(found, self.options),
+        )
+
+
+def _allowing(found: Analysis, options: Options) -> Plan:
+    """The plan with other options; as it is where the model does not allow them."""
+    try:
+        return found.under(options).plan
+    except UnsupportedModel:
+        return found.plan
+
+
+def analyze(
+    model: str | Path | PretrainedConfig | torch.nn.Module | Pipeline,
+    *example_inputs: Any,
+    model_class: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    trust_remote_code: bool = False,
+    outputs: str | Sequence[str] = (),
+    options: Options = PLAIN,
+    example_calls: ExampleCalls = (),
+    **example_keywords: Any,
+) -> Analysis:
+    """Which LayerNorms of ``model`` can become RMSNorm, and why the others cannot.
+
+    ``model`` is a Hub id, a directory, a configuration (weights are neither read nor downloaded),
+    or any live module together with the inputs of one call of it; of a pipeline or a model of
+    sentence-transformers the model inside. ``example_calls`` are further calls that have to be
+    proven, each as a pair ``(args, kwargs)``; code outside of transformers refuses calls of another
+    form than those that were analysed. ``outputs`` are the fields of
+    what it returns that have to stay the same, as names or patterns
+    (``vision_model_output.pooler_output``, ``logits_*``); all of them by default. ``options`` allow
+    more than centring. Raises ``EnjoyLNError``.
+    """
+    from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
+    from enjoyln_cli.models.outputs import as_names
+
+    outputs = as_names(outputs)
+    if holds_a_model(model):
+        model = _only_model_in(model)
+    if isinstance(model, torch.nn.Module):
+        return analyze_module(
+            model,
+            *example_inputs,
+            outputs=outputs,
+            options=options,
+            example_calls=example_calls,
+            **example_keywords,
+        )
+    if example_inputs or example_keywords:
+        raise EnjoyLNError(
+            "example inputs are for a torch.nn.Module in memory; pass example_calls for this"
+        )
+    config: Any = model
+    if isinstance(model, (str, Path)):
+        access = HubAccess(token=token, cache_dir=cache_dir)
+        source = open_source(str(model), revision=revision, access=access)
+        config = load_config(source, trust_remote_code)
+    elif not trust_remote_code:
+        require_no_code_of(config, f"this {type(config).__name__}")
+    return analyze_config(
+        config,
+        model_class=model_class,
+        outputs=outputs,
+        options=options,
+        example_calls=example_calls,
+    )
+
+
+def _only_model_in(holder: Any) -> torch.nn.Module:
+    models = models_in(holder)
+    if len(models) > 1:
+        names = ", ".join(type(one).__name__ for one in models)
+        raise UnsupportedModel(
+            f"{type(holder).__name__} holds {len(models)} models ({names}); pass one of them"
+        )
+    return models[0]
+
+
+def inspect(
+    name: str, opening: Opening, *, is_type: bool = False, on_event: Event | None = None
+) -> Inspected:
+    """Analyse the model ``name``, or with ``is_type`` that model type's default configuration."""
+    event = on_event or by_python
+    if is_type:
+        config = default_config(name)
+    else:
+        source = open_named(name, opening)
+        config = load_config(source, opening.trust_remote_code)
+        require_unfolded(config, source.model)
+    event("stage", f"analysing {name}")
+    found = analyze(
+        config,
+        model_class=opening.model_class,
+        outputs=opening.outputs,
+        options=opening.options,
+    )
+    return Inspected(name, config, found, opening.options)
+
+
+def default_config(model_type: str) -> PretrainedConfig:
+    """The configuration that transformers gives ``model_type`` when nothing is set.
+
+    Raises ``UnsupportedModel``, with the nearest names.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        hint = did_you_mean(model_type, CONFIG_MAPPING.keys())
+        unknown = f"transformers has no model type {model_type!r}"
+        raise UnsupportedModel(f"{unknown}; {hint}" if hint else unknown)
+    return CONFIG_MAPPING[model_type]()
+
+
+def open_named(name: str, opening: Opening, weights: bool = False) -> Source:
+    """Where the model ``name`` comes from, with its weights if they are wanted."""
+    return open_source(
+        name,
+        revision=opening.revision,
+        access=opening.access,
+        weights=weights,
+        stream=weights and opening.stream,
+    )
+
+
+def recipe_text(found: Sequence[Inspected]) -> str:
+    """The plans as one recipe, as it stands in a file: a variant for each that differs.
+
+    Raises ``RecipeError`` where the models are not of one family.
+    """
+    from enjoyln_cli.recipe.recipe_file import dump_recipe, merged, options_data, recipe_of
+
+    recipes = [
+        recipe_of(one.analysis.plan, config=one.config, options=options_data(one.options))
+        for one in found
+    ]
+    return dump_recipe(recipes[0] if len(recipes) == 1 else merged(recipes))
