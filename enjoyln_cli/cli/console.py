@@ -26,7 +26,7 @@ from enjoyln_cli.report.notes import (
     notes,
     number,
 )
-from enjoyln_cli.report.verification_table import HEADS, inputs_run, verification_rows
+from enjoyln_cli.report.verification_table import HEADS, count_inputs, verification_rows
 from enjoyln_cli.text import size
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def write_fold(found: Row) -> None:
     wrote = f"wrote {size(found['bytes_written'])} to {found['out']}{kept}"
     wrote += f" in {found['seconds']:.1f} s"
     if checked:
-        wrote += f", checked on {inputs_run(checked)} in {found['check_seconds']:.1f} s"
+        wrote += f", checked on {count_inputs(checked)} in {found['check_seconds']:.1f} s"
     say(wrote)
     if found["resumed"]:
         done = counted(found["resumed"], "weight file")

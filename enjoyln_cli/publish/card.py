@@ -34,7 +34,7 @@ from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.report.notes import UNTIED, counts, notes, row
-from enjoyln_cli.report.verification_table import HEADS, NONE, inputs_run, verification_rows
+from enjoyln_cli.report.verification_table import HEADS, NONE, count_inputs, verification_rows
 
 BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
 END = "<!-- enjoyln: end of the section -->"
@@ -188,7 +188,7 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
         "heads": HEADS,
         "checks": [row for row in rows if row[1] != NONE],
         "summary": str(checked.get("summary", ""))[:1].upper() + str(checked.get("summary"))[1:],
-        "inputs": inputs_run(checked),
+        "inputs": count_inputs(checked),
         "verify": VERIFY_FILE,
         "speeds": _speeds(measured.get("rows")),
         "conditions": _conditions(measured),

@@ -70,7 +70,7 @@ def _value(found: Mapping[str, Any], key: str) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def inputs_run(found: Mapping[str, Any]) -> str:
+def count_inputs(found: Mapping[str, Any]) -> str:
     """How many inputs were run: ``16 inputs``, or ``8 of 128 images``."""
     rows, full = found.get("rows"), found.get("full_rows")
     kind = str(found.get("inputs_are", "inputs"))[:20]

@@ -74,7 +74,7 @@ def watch_list_of(
     weights, ops, units = tuple(weights), tuple(ops), tuple(units)
     names = (*(one.parameter for one in weights), *ops)
     try:
-        return renamed(
+        return rename(
             WatchList(weights, ops, units, tuple(weightless), tuple(biasless)),
             lambda name: locate(model, name, names, tensor_at),
             lambda name: locate(model, name, names),
@@ -96,7 +96,7 @@ def _about_missing(model: nn.Module, names: tuple[str, ...]) -> str:
     return ""
 
 
-def renamed(watch: WatchList, tensor: Naming, module: Naming) -> WatchList:
+def rename(watch: WatchList, tensor: Naming, module: Naming) -> WatchList:
     """``watch`` by other names of tensors and modules, without what has none."""
     weights, units = [], []
     for one in watch.weights:

@@ -28,7 +28,7 @@ from enjoyln_cli.runtime.structure import KeepStructure, Snapshot, set_trouble, 
 from enjoyln_cli.runtime.weight_check import (
     WatchList,
     check_centred,
-    renamed,
+    rename,
     tensor_at,
     watch_list_of,
 )
@@ -190,7 +190,7 @@ def _part_in(inner: nn.Module, model: nn.Module, watch: WatchList) -> WatchList:
     """What of ``watch`` is in ``inner``, under whatever names: it may share with the rest."""
     tensors = {id(t): name for name, t in _held(inner)}
     modules = {id(m): name for name, m in inner.named_modules(remove_duplicate=False)}
-    return renamed(
+    return rename(
         watch,
         lambda name: tensors.get(id(tensor_at(model, name))),
         lambda path: modules.get(id(model.get_submodule(path))),

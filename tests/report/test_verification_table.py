@@ -14,7 +14,7 @@ from report_cases import CHECKED
 from enjoyln_cli.checkpoint.result_files import VERIFY_FILE
 from enjoyln_cli.cli import console
 from enjoyln_cli.publish import card
-from enjoyln_cli.report.verification_table import HEADS, NONE, inputs_run, verification_rows
+from enjoyln_cli.report.verification_table import HEADS, NONE, count_inputs, verification_rows
 
 WHOLE = replace(
     CHECKED, worst_position_error=3e-7, worst_position_original=2e-7, max_position_ratio=10.0
@@ -69,6 +69,6 @@ def test_a_file_that_somebody_has_written_to_is_shown_as_far_as_it_goes(value: A
 
 
 def test_how_many_inputs_were_run() -> None:
-    assert inputs_run({"rows": 16, "full_rows": 16, "inputs_are": "inputs"}) == "16 inputs"
-    assert inputs_run({"rows": 8, "full_rows": 128, "inputs_are": "images"}) == "8 of 128 images"
-    assert inputs_run({"rows": 8}) == "8 inputs"
+    assert count_inputs({"rows": 16, "full_rows": 16, "inputs_are": "inputs"}) == "16 inputs"
+    assert count_inputs({"rows": 8, "full_rows": 128, "inputs_are": "images"}) == "8 of 128 images"
+    assert count_inputs({"rows": 8}) == "8 inputs"
