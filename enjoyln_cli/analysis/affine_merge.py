@@ -14,12 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch.fx import Node
 
 from enjoyln_cli.graph.nodes import (
-    argument,
     aten,
     is_part,
     is_whole,
@@ -30,32 +28,42 @@ from enjoyln_cli.graph.nodes import (
     shape_of,
 )
 from enjoyln_cli.models.norm_probe import LayerNormForm
-from enjoyln_cli.plan.axis import Axis, feature_axis
+from enjoyln_cli.plan.axis import feature_axis
 from enjoyln_cli.plan.plan import Merge, Named, Reader, Unmerged
 from enjoyln_cli.proof.flow import LIKE, Flow, Value, candidates, consumers, readers_of
-from enjoyln_cli.proof.layer_scale import MOVES, origin
+from enjoyln_cli.proof.linear_layers import (
+    WHOLE_FEATURE_OPS,
+    LinearLayer,
+    linear_layer,
+    parameter_names,
+    with_added_bias,
+)
 from enjoyln_cli.proof.pullback import pull
 from enjoyln_cli.trace.capture import Trace, uncast
 
-_TRANSPARENT = MOVES | {
+_TRANSPARENT = WHOLE_FEATURE_OPS | {
     aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.broadcast_to, aten.expand,
     aten.expand_as, aten.flip, aten.gather, aten.index, aten.index_select, aten.mean, aten.movedim,
     aten.repeat, aten.repeat_interleave, aten.roll, aten.select, aten.slice, aten.swapaxes,
     aten.tile, aten.type_as,
 }  # fmt: skip
 """Ops of one operand that give out its elements, or averages of them, each under its feature."""
+_KINDS = {"matrix", "product"}
+"""Layers that can take over what a norm multiplies by and adds."""
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """One call of a linear layer on what a norm gives."""
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """A call of a linear layer on what a norm gives, in the trace at this position."""
 
     trace: int
-    weight: str
-    dim: int
-    bias: str | None
-    reading: frozenset[tuple[str, Node]]
-    """Its parameters with the nodes that read them, all by the first of their tied names."""
+    layer: LinearLayer
+
+    @property
+    def to_edit(self) -> tuple[str, int, str | None]:
+        """The weight, the dimension of its inputs, and the bias; parameters by name."""
+        bias = self.layer.bias
+        return self.layer.weight.name, self.layer.input_dim, bias.name if bias else None
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ def find_merges(
     values that an explicit operation acts on. With ``affine`` the weights move too, else the biases
     alone.
     """
-    named = [{n: groups[names[0]] for n, names in t.parameters.items()} for t in flow.traces]
+    named = [parameter_names(trace, groups) for trace in flow.traces]
     readers: dict[str, set[tuple[int, Node]]] = {}
     for position, nodes in enumerate(named):
         for node, name in nodes.items():
@@ -109,11 +117,11 @@ def find_merges(
             reason = "its parameters have other names than weight and bias"
             unmerged.append(Unmerged(norm, reason, norm))
             continue
-        found = _own_obstacle(search, norm, moving) or _linears(search, norm, form)
+        found = _own_obstacle(search, norm, moving) or _uses(search, norm, form)
         if isinstance(found, _Obstacle):
             unmerged.append(Unmerged(norm, found.reason, found.culprit))
             continue
-        layers = dict.fromkeys((one.weight, one.dim, one.bias) for one in found)
+        layers = dict.fromkeys(use.to_edit for use in found)
         made = tuple(
             Reader(Named(w, stored[w]), dim, Named(b, stored[b]) if b else None)
             for w, dim, b in layers
@@ -174,9 +182,9 @@ def _own_obstacle(search: _Search, norm: str, moving: Iterable[str]) -> _Obstacl
     return None
 
 
-def _linears(search: _Search, norm: str, form: LayerNormForm) -> list[_Linear] | _Obstacle:
+def _uses(search: _Search, norm: str, form: LayerNormForm) -> list[_Use] | _Obstacle:
     """The linear layers that read a norm, in every call; or who reads it otherwise."""
-    linears: list[_Linear] = []
+    uses: list[_Use] = []
     sizes = set()
     for position, results in search.results.get(norm, ()):
         if len(results) > 1:
@@ -189,19 +197,24 @@ def _linears(search: _Search, norm: str, form: LayerNormForm) -> list[_Linear] |
             found = _read(search, Value(position, node, feature_axis(shape, form.dim)))
             if isinstance(found, _Obstacle):
                 return found
-            linears += found if form.biased else [replace(one, bias=None) for one in found]
-    if not linears:
+            uses += found if form.biased else map(_without_bias, found)
+    if not uses:
         return _Obstacle("no traced call reads its result", norm)
     for named in search.named:
         for node, name in named.items():
             if name in (f"{norm}.weight", f"{norm}.bias") and {shape_of(node)} != sizes:
                 return _Obstacle("its parameters are not one number for each feature", norm)
-    return _layers_obstacle(search, linears, form.biased) or linears
+    return _layers_obstacle(search, uses, form.biased) or uses
 
 
-def _read(search: _Search, value: Value) -> list[_Linear] | _Obstacle:
+def _without_bias(use: _Use) -> _Use:
+    """For a norm that adds nothing: its layers keep their biases as they are."""
+    return replace(use, layer=replace(use.layer, bias=None))
+
+
+def _read(search: _Search, value: Value) -> list[_Use] | _Obstacle:
     """The linear layers that read a value, also through ops that leave each feature as it is."""
-    linears: list[_Linear] = []
+    uses: list[_Use] = []
     trace, waiting = search.flow.traces[value.trace], [value]
     while waiting:
         current = waiting.pop()
@@ -220,15 +233,15 @@ def _read(search: _Search, value: Value) -> list[_Linear] | _Obstacle:
             if found is not None:
                 waiting.append(found)
                 continue
-            linear = _linear(search, reader, current)
-            if linear is None:
+            layer = _linear(search.named[value.trace], reader, current)
+            if layer is None:
                 name = op_name(whole if isinstance(whole, Node) else reader)
                 where = trace.module_of(reader)
                 return _Obstacle(
                     f"its result is read by {name}, which is not a linear layer", where
                 )
-            linears.append(linear)
-    return linears
+            uses.append(_Use(value.trace, layer))
+    return uses
 
 
 def _passed(reader: Node, value: Value) -> Value | None:
@@ -242,79 +255,40 @@ def _passed(reader: Node, value: Value) -> Value | None:
     return None
 
 
-def _linear(search: _Search, node: Node, value: Value) -> _Linear | None:
+def _linear(named: Mapping[Node, str], node: Node, value: Value) -> LinearLayer | None:
     """The node as a linear layer of parameters that reads ``value``, if it is one."""
-    rank, op = rank_of(value.node), packet(node)
+    rank = rank_of(value.node)
     if occurrences(node, value.node) != 1 or value.axis.dim != rank - 1 or rank < 2:
         return None
-    bias: Any = None
-    if op is aten.linear:
-        read, weight, dim, bias = node.args[0], node.args[1], 1, argument(node, 2, "bias")
-    elif op is aten.addmm and not node.kwargs:
-        (bias, read, weight), dim = node.args[:3], 0
-    elif op in (aten.matmul, aten.mm):
-        (read, weight), dim = node.args[:2], 0
-    else:
+    layer = linear_layer(node, named)
+    if layer is None or layer.kind not in _KINDS or layer.scaled or layer.x is not value.node:
         return None
-    if read is not value.node or rank_of(weight) != 2:
+    layer = with_added_bias(layer, _reads(node), named)
+    if any(parameter.node.meta.get("written") for parameter in layer.parameters):
         return None
-    named, reader = search.named[value.trace], node
-    if bias is None:
-        bias, reader = _added(named, node)
-    matrix = _parameter(named, weight, feature_axis(shape_of(weight) or (), dim), node)
-    if matrix is None:
-        return None
-    added = None
-    if bias is not None:
-        into = (shape_of(weight) or ())[1 - dim]
-        added = _parameter(named, bias, feature_axis(shape_of(bias) or (0,)), reader)
-        if added is None or shape_of(bias) != (into,):
-            return None
-    reading = frozenset((name, first) for name, _, first in (matrix, added or matrix))
-    return _Linear(value.trace, matrix[0], matrix[1].dim, added[0] if added else None, reading)
+    vector = layer.bias is None or shape_of(layer.bias.node) == (layer.out_features,)
+    return layer if vector else None
 
 
-def _added(named: Mapping[Node, str], node: Node) -> tuple[Node | None, Node]:
-    """A parameter that is added to a product, if that is all that reads it, and the sum."""
-    sums = list(_reads(node))
-    if len(sums) != 1 or packet(sums[0]) is not aten.add or sums[0].kwargs:
-        return None, node
-    terms = [term for term in sums[0].args if term is not node]
-    written = node.meta.get("written") or len(sums[0].args) != 2
-    if written or len(terms) != 1 or rank_of(terms[0]) != 1 or terms[0] not in named:
-        return None, node
-    return terms[0], sums[0]  # type: ignore[return-value]
-
-
-def _parameter(
-    named: Mapping[Node, str], operand: Any, axis: Axis, reader: Node
-) -> tuple[str, Axis, Node] | None:
-    """The parameter behind an operand, its axis, and the first node that reads it."""
-    found = origin(operand, axis, reader)
-    if found is None or found[0] not in named or found[0].meta.get("written"):
-        return None
-    node, below, first = found
-    return (named[node], below, first) if rank_of(node) == rank_of(operand) else None
-
-
-def _layers_obstacle(search: _Search, linears: list[_Linear], biased: bool) -> _Obstacle | None:
+def _layers_obstacle(search: _Search, uses: list[_Use], biased: bool) -> _Obstacle | None:
     """Why the parameters of linear layers cannot change, where they cannot."""
     own: dict[str, set[tuple[int, Node]]] = {}
-    for one in linears:
-        for name, node in one.reading:
-            own.setdefault(name, set()).add((one.trace, node))
-    for one in linears:
-        if biased and one.bias is None:
+    for use in uses:
+        for parameter in use.layer.parameters:
+            own.setdefault(parameter.name, set()).add((use.trace, parameter.reader))
+    for use in uses:
+        weight, _, bias = use.to_edit
+        if biased and bias is None:
             reason = "a linear layer that reads it has no bias for what it adds"
-            return _Obstacle(reason, one.weight)
-        for name in filter(None, (one.weight, one.bias)):
+            return _Obstacle(reason, weight)
+        for name in filter(None, (weight, bias)):
             if not search.readers[name] <= own[name]:
                 reason = "a linear layer that reads it has a parameter that is used elsewhere, too"
                 return _Obstacle(reason, name)
             if not search.single(name):
                 reason = "a linear layer that reads it is tied, or stored in another layout"
                 return _Obstacle(reason, name)
-    layers = {(one.weight, one.dim, one.bias) for one in linears}
+    layers = {use.to_edit for use in uses}
     names = [name for weight, _, bias in layers for name in (weight, bias) if name]
     if twice := sorted(name for name in names if names.count(name) > 1):
         return _Obstacle("linear layers that read it share a parameter", twice[0])

@@ -10,30 +10,22 @@ only ops that move whole features, so that scaling before or after them is the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Node
 
-from enjoyln_cli.graph.nodes import aten, broadcast, is_whole, occurrences, packet, shape_of
+from enjoyln_cli.graph.nodes import aten, broadcast, is_whole, packet, shape_of
 from enjoyln_cli.plan.axis import Axis, feature_axis
-from enjoyln_cli.proof import rules
 from enjoyln_cli.proof.flow import readers_of
+from enjoyln_cli.proof.linear_layers import follow_back, linear_layer, parameter_names
 from enjoyln_cli.proof.pullback import Opaque, pull
 from enjoyln_cli.trace.capture import Trace
 
 _PRODUCTS = {aten.mul, aten.multiply}
-MOVES = rules.VIEWS | {
-    aten.alias, aten.clone, aten.contiguous, aten.detach, aten.dropout, aten.permute,
-    aten.numpy_T, aten.t, aten.transpose, aten.to, aten._to_copy,
-}  # fmt: skip
-"""Ops that keep every feature's values together, and do not tell features apart."""
-_LINEAR = {
-    aten.linear, aten.addmm, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution,
-    aten.embedding,
-}  # fmt: skip
-"""Ops whose every output feature is linear in its own slice of the parameters."""
+_KINDS = {"matrix", "convolution", "embedding"}
+"""Layers that a scale is merged into."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,7 @@ def find_scales(
     readers: dict[str, set[Node]] = {}
     found: dict[str, list[_Product]] = {}
     for trace in traces:
-        named = {node: groups[names[0]] for node, names in trace.parameters.items()}
+        named = parameter_names(trace, groups)
         for node, name in named.items():
             readers.setdefault(name, set()).update(readers_of(node))
         for node in trace.graph.nodes:
@@ -110,7 +102,7 @@ def _obstacle(
     return None
 
 
-def _product(node: Node, named: dict[Node, str]) -> _Product | None:
+def _product(node: Node, named: Mapping[Node, str]) -> _Product | None:
     """The node as a product of a scale with what a linear op writes, if it is one."""
     shape = shape_of(node)
     if packet(node) not in _PRODUCTS or shape is None or len(node.args) != 2:
@@ -123,8 +115,8 @@ def _product(node: Node, named: dict[Node, str]) -> _Product | None:
         axis = _scaled_axis(factor, shape)
         if axis is None or shape_of(rest) != shape:
             continue
-        given = origin(factor, broadcast(factor, axis, len(shape)), node)
-        written = origin(rest, axis, node)
+        given = follow_back(factor, broadcast(factor, axis, len(shape)), node)
+        written = follow_back(rest, axis, node)
         if given is None or given[0] not in named or written is None:
             continue
         writers = _writers(written[0], written[1], named)
@@ -142,25 +134,14 @@ def _scaled_axis(factor: Any, shape: tuple[int, ...]) -> Axis | None:
     return feature_axis(shape, varying[0])
 
 
-def origin(node: Any, axis: Axis, reader: Node) -> tuple[Node, Axis, Node] | None:
-    """Back over ops that move whole features and have one reader: the value, and who reads it."""
-    while packet(node) in MOVES:
-        pairs = pull(node, axis)
-        if isinstance(pairs, Opaque) or len(pairs) != 1 or readers_of(node) != {reader}:
-            return None
-        reader, (node, axis) = node, pairs[0]
-        if not is_whole(axis, shape_of(node) or ()):
-            return None
-    return node, axis, reader
-
-
-def _writers(linear: Node, axis: Axis, named: dict[Node, str]) -> frozenset[str] | None:
-    """The parameters, one feature a slice, that write the value of a linear op."""
-    pairs = pull(linear, axis) if packet(linear) in _LINEAR else ()
+def _writers(node: Node, axis: Axis, named: Mapping[Node, str]) -> frozenset[str] | None:
+    """The parameters, one feature a slice, that write the value of a linear layer."""
+    layer = linear_layer(node, named)
+    if layer is None or layer.kind not in _KINDS or not layer.reads_directly:
+        return None
+    pairs, own = pull(node, axis), {parameter.node for parameter in layer.parameters}
     if isinstance(pairs, Opaque):
         return None
-    for operand, below in pairs:
-        whole = is_whole(below, shape_of(operand) or ())
-        if operand not in named or not whole or occurrences(linear, operand) != 1:
-            return None
+    if not all(at in own and is_whole(below, shape_of(at) or ()) for at, below in pairs):
+        return None
     return frozenset(named[operand] for operand, _ in pairs)

@@ -31,6 +31,7 @@ from enjoyln_cli.graph.nodes import (
 )
 from enjoyln_cli.plan.axis import feature_axis
 from enjoyln_cli.proof.flow import Flow, Value, readers_of
+from enjoyln_cli.proof.linear_layers import LinearLayer, linear_layer, parameter_names
 from enjoyln_cli.proof.rules import VIEWS
 from enjoyln_cli.trace.capture import Trace
 
@@ -110,18 +111,6 @@ class _Call:
     trace: int
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """``x W + b`` with parameters as they are."""
-
-    x: Node
-    weight: str
-    bias: str | None
-    inputs: int
-    """The dimension of the weight that the input has."""
-    shape: tuple[int, ...]
-
-
 def find_widenings(
     flow: Flow, groups: Mapping[str, str], single: Callable[[str], bool], resizing: Resizing
 ) -> Widenings:
@@ -134,7 +123,7 @@ def find_widenings(
     refused: dict[Edge, str] = {}
     readers: dict[str, set[Node]] = {}
     for position, trace in enumerate(flow.traces):
-        named = {node: groups[names[0]] for node, names in trace.parameters.items()}
+        named = parameter_names(trace, groups)
         for node, name in named.items():
             readers.setdefault(name, set()).update(readers_of(node))
         for call in _calls(position, trace, named):
@@ -251,28 +240,22 @@ def _calls(trace: int, graph: Trace, named: Mapping[Node, str]) -> Iterator[_Cal
             yield _Call(mlp, roots[0], between, node, edge, trace)
 
 
-def _mlp(first: _Linear, second: _Linear) -> Mlp | None:
-    size, features = second.shape[second.inputs], second.shape[1 - second.inputs]
-    if first.shape[1 - first.inputs] != size or first.inputs != second.inputs:
+def _mlp(first: LinearLayer, second: LinearLayer) -> Mlp | None:
+    size, features, dim = second.in_features, second.out_features, second.input_dim
+    if first.out_features != size or first.input_dim != dim:
         return None
-    if first.weight == second.weight:
+    if first.weight.name == second.weight.name:
         return None
-    return Mlp(first.weight, first.bias, second.weight, second.inputs, size, features)
+    bias = first.bias.name if first.bias else None
+    return Mlp(first.weight.name, bias, second.weight.name, dim, size, features)
 
 
-def _linear(node: Any, named: Mapping[Node, str]) -> _Linear | None:
-    """The node as a layer whose weight and bias are parameters, if it is one."""
-    if packet(node) is aten.linear:
-        (x, weight), bias, inputs = node.args[:2], argument(node, 2, "bias"), 1
-    elif packet(node) is aten.addmm and not node.kwargs:
-        (bias, x, weight), inputs = node.args, 0
-    else:
+def _linear(node: Any, named: Mapping[Node, str]) -> LinearLayer | None:
+    """The node as a layer whose weight and bias are parameters as they are, if it is one."""
+    layer = linear_layer(node, named)
+    if layer is None or layer.kind != "matrix" or layer.scaled or not layer.reads_directly:
         return None
-    if weight not in named or (bias is not None and bias not in named):
-        return None
-    if node.meta.get("written") or len(shape_of(weight) or ()) != 2 or shape_of(node) is None:
-        return None
-    return _Linear(x, named[weight], bias and named[bias], inputs, shape_of(weight) or ())
+    return None if node.meta.get("written") or shape_of(node) is None else layer
 
 
 def _elementwise(node: Node) -> tuple[list[Node], tuple[Node, ...]]:
