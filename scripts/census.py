@@ -117,9 +117,10 @@ def proof_runs(model: Any, dtype: Any) -> list[Run]:
     import torch
     from torch.utils import _pytree as pytree
 
-    from enjoyln_cli.analysis.analyze import accepted_calls
     from enjoyln_cli.effects.isolated_run import Steps
     from enjoyln_cli.models.meta_device import without_weights
+    from enjoyln_cli.trace.capture import Captures
+    from enjoyln_cli.trace.traced_calls import accepted_calls
 
     generator, runs = torch.Generator().manual_seed(7), []
 
@@ -128,7 +129,7 @@ def proof_runs(model: Any, dtype: Any) -> list[Run]:
             return value
         return torch.randn(value.shape, generator=generator).to(dtype)
 
-    for call in accepted_calls(without_weights(model)) or []:
+    for call in accepted_calls(Captures(without_weights(model))) or []:
         steps = pytree.tree_map_only(torch.Tensor, filled, call.steps)
 
         def run(model: Any, call: Any = call, steps: Any = steps) -> Any:

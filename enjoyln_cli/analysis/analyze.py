@@ -7,10 +7,9 @@ is listed.
 from __future__ import annotations
 
 import difflib
-import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,66 +20,39 @@ import torch
 from torch import nn
 
 from enjoyln_cli.analysis import stored_names, untying
-from enjoyln_cli.analysis import verdicts as outcome
-from enjoyln_cli.analysis.affine_merge import find_merges
-from enjoyln_cli.analysis.config_size import Built, resizing, widenings_for
 from enjoyln_cli.analysis.output_gains import Gain, gains
 from enjoyln_cli.analysis.paper import algorithm_1
+from enjoyln_cli.analysis.problem import Subject, state_problem
 from enjoyln_cli.analysis.same_ops import require_same
 from enjoyln_cli.analysis.stored_names import Candidate
 from enjoyln_cli.analysis.untying import Apart
-from enjoyln_cli.calls.argument_trials import further_calls
-from enjoyln_cli.calls.calls import Call, ExampleCalls, calls_like, optional_inputs, ways_to_call
-from enjoyln_cli.calls.generation import generated_calls
+from enjoyln_cli.analysis.verdicts import plan_of
+from enjoyln_cli.calls.calls import Call, ExampleCalls, calls_like
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.effects.reachable import Remembered
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, UnsupportedModel
 from enjoyln_cli.models import classes
 from enjoyln_cli.models.meta_device import without_weights
-from enjoyln_cli.models.norm_probe import LayerNormForm
-from enjoyln_cli.models.outputs import named_by, require_named, returning
-from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CallForm, Covered, attributes_of, is_stock
-from enjoyln_cli.plan.plan import (
-    PLAIN,
-    Merge,
-    Options,
-    Plan,
-    Setting,
-    Unmerged,
-    sized,
-)
+from enjoyln_cli.models.outputs import returning
+from enjoyln_cli.plan.covered_calls import is_stock
+from enjoyln_cli.plan.plan import PLAIN, Options, Plan
 from enjoyln_cli.proof import explain
-from enjoyln_cli.proof import min_cut as cuts
 from enjoyln_cli.proof.explain import Tree
-from enjoyln_cli.proof.flow import Flow
-from enjoyln_cli.proof.layer_norms import layer_norms, norm_calls, rms_norms
-from enjoyln_cli.proof.layer_scale import find_scales
-from enjoyln_cli.proof.min_cut import Cut, Parameter, Problem
-from enjoyln_cli.proof.pullback import Opaque
-from enjoyln_cli.proof.widening import Widenings, find_widenings
-from enjoyln_cli.trace.capture import Captures, Trace
+from enjoyln_cli.proof.layer_norms import layer_norms
+from enjoyln_cli.proof.min_cut import Cut, Problem, solve
+from enjoyln_cli.trace.capture import Captures
 from enjoyln_cli.trace.failure_reasons import say_why
-from enjoyln_cli.trace.size_range import in_one_row, in_two_rows, traced_forms
+from enjoyln_cli.trace.size_range import in_two_rows
+from enjoyln_cli.trace.traced_calls import (
+    TracedModel,
+    coverage_is_known,
+    likely_calls,
+    trace_calls,
+    with_forms,
+)
 
 
-@dataclass(frozen=True, eq=False)
-class Read:
-    """What the traces of one model were given."""
-
-    captures: Captures
-    inputs: frozenset[str] = frozenset()
-    """Names of the inputs that were given in any call."""
-    traces: tuple[Trace, ...] = ()
-    forms: tuple[CallForm, ...] | None = None
-    """The calls that are covered, where the traces are all that is known; ``None`` until they are
-    asked for, which takes longer than the traces."""
-
-    @property
-    def model(self) -> nn.Module:
-        return self.captures.model
-
-
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Analysis:
     """A plan and the proof behind it."""
 
@@ -149,7 +121,8 @@ def analyze_config(
         shapes = stored_names.saved_shapes(reference)
     first = stored_names.candidate(reference, shapes, checkpoint)
     if not any(layer_norms(reference)):
-        return _analysis(first, [], (first.name,), config.model_type, [], (), options)
+        untraced = Subject(reference=first, model_type=config.model_type, classes=(first.name,))
+        return _analysis(untraced, options)
     siblings = (_loading(other, config, shapes, checkpoint) for other in listed[1:])
     loading = chain([first], (found for found in siblings if found))
     more = calls_like(example_calls)
@@ -199,22 +172,20 @@ def _analysis_of_classes(
     inner = classes.base_path(first.model)
     within = inner and is_stock(first.model)  # other code may call its base in ways of its own
     held = [o for o in others if within and type(o.model) is _type_at(first.model, inner)]
-    traces, given = _traces(first, first, inner if held else None, apart, more)
-    read = [given]
+    traced = [_trace_class(first, first, inner if held else None, apart, more)]
     proven = [first.name, *(other.name for other in held)]
-    beside: list[Built] = []
     for other in others:
         if other in held:
             continue
         try:
-            others_traces, given = _traces(other, first, None, apart, _not_required(more))
+            traced.append(_trace_class(other, first, None, apart, _not_required(more)))
         except (TraceFailed, UnsupportedModel):
             continue
-        traces = traces + others_traces
-        read.append(given)
         proven.append(other.name)
-        beside.append((other.model, classes.naming_between(other.model, first.model)))
-    return _analysis(first, traces, tuple(proven), model_type, read, (), options, beside)
+    subject = Subject(
+        reference=first, model_type=model_type, classes=tuple(proven), traced=tuple(traced)
+    )
+    return _analysis(subject, options)
 
 
 def _analysis_of_outputs(
@@ -233,8 +204,14 @@ def _analysis_of_outputs(
     refused: EnjoyLNError | None = None
     for found in candidates:
         try:
-            traces, given = _traces(found, found, None, apart, more)
-            return _analysis(found, traces, (found.name,), model_type, [given], outputs, options)
+            subject = Subject(
+                reference=found,
+                model_type=model_type,
+                classes=(found.name,),
+                traced=(_trace_class(found, found, None, apart, more),),
+                outputs=outputs,
+            )
+            return _analysis(subject, options)
         except EnjoyLNError as error:
             refused = refused or error
     raise refused or UnsupportedModel(f"no class is known for the model type {model_type}")
@@ -288,7 +265,7 @@ def analyze_module(
         if args or kwargs or not (further or hasattr(model, "config")):
             calls = [Call("example inputs", ((args, kwargs),))]
         elif hasattr(model, "config"):
-            calls = _likely_calls(Captures(without_weights(model)))
+            calls = likely_calls(Captures(without_weights(model)))
         else:
             calls = []
         calls += further
@@ -313,8 +290,14 @@ def analyze_calls(
         tensors = dict(model.named_parameters(remove_duplicate=False))
         own = Candidate(model, {name: (name,) for name in tensors}, {}, ())
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        traces, given = _captured(Captures(model), calls)
-        return _analysis(own, traces, (own.name,), kind, [given], tuple(outputs), options)
+        subject = Subject(
+            reference=own,
+            model_type=kind,
+            classes=(own.name,),
+            traced=(trace_calls(Captures(model), calls),),
+            outputs=tuple(outputs),
+        )
+        return _analysis(subject, options)
 
 
 def _loading(
@@ -342,268 +325,41 @@ def _not_required(calls: Iterable[Call]) -> list[Call]:
     return [replace(call, required=False) for call in calls]
 
 
-def _traces(
+def _trace_class(
     found: Candidate,
     reference: Candidate,
     inner: str | None,
     apart: Apart | None,
     more: Sequence[Call],
-) -> tuple[list[Trace], Read]:
-    """All graphs of one class, and what they are given.
+) -> TracedModel:
+    """All graphs of one class.
 
     Raises ``UnsupportedModel`` where it computes something else since it was set ``apart``.
     """
     model = found.model
     captures = Captures(model, classes.naming_between(model, reference.model), inner)
-    calls = _likely_calls(captures)
+    calls = likely_calls(captures)
     doubled = [two for call in more for two in in_two_rows(model, call)]
-    traces, given = _captured(captures, [*calls, *more, *doubled])
+    traced = trace_calls(captures, [*calls, *more, *doubled])
     if apart is not None:
         require_same(apart.before[found.name].model, model, calls[0])
-    return traces, given
+    return traced
 
 
-def _likely_calls(captures: Captures) -> list[Call]:
-    """The calls to trace: in a form that the model accepts, or the likeliest if it accepts none."""
-    model = captures.model
-    calls = _accepted_calls(captures) or next(iter(ways_to_call(model)), None)
-    if calls is None:
-        raise UnsupportedModel(f"no inputs can be made up for {type(model).__name__}")
-    return [*calls, *further_calls(model, calls[0]), *generated_calls(model)]
+def _analysis(subject: Subject, options: Options) -> Analysis:
+    """State the problem, solve it, describe the result.
 
-
-def accepted_calls(model: nn.Module) -> list[Call] | None:
-    """The calls in the first form that the model accepts; ``None`` if it accepts none."""
-    return _accepted_calls(Captures(model))
-
-
-def _accepted_calls(captures: Captures) -> list[Call] | None:
-    ways = ways_to_call(captures.model)
-    return next((calls for calls in ways if captures.accepts(calls[0])), None)
-
-
-def _unproven(read: Sequence[Read]) -> list[str]:
-    """Optional inputs that no trace covers, of classes with what their traces were given.
-
-    A class hands keywords that it does not know on to its base model. What that makes of them is
-    proven where any class has been given them.
+    Which calls are covered is asked only where a norm changes; it may take traces of more calls,
+    and what follows has to hold in these, too.
     """
-    if not _are_stock(read):
-        return [OTHER_CALLS] if _have_forms(read) else []
-    left: set[str] = set()
-    reached: set[str] = set()
-    for one in read:
-        left |= set(optional_inputs(one.model)) - one.inputs
-        if inner := classes.base_path(one.model):
-            reached |= set(optional_inputs(one.model.get_submodule(inner)))
-    return sorted(left | reached.difference(*(one.inputs for one in read)))
-
-
-def _are_stock(read: Sequence[Read]) -> bool:
-    return all(is_stock(one.model) for one in read)
-
-
-def _have_forms(read: Sequence[Read]) -> bool:
-    return all(one.forms is not None for one in read)
-
-
-def _covered(read: Sequence[Read], settings: Iterable[Setting] = ()) -> Covered | None:
-    """The calls that were traced; ``None`` where the conventions of transformers say it.
-
-    So it is where no norm changes. What ``settings`` of the config change is no longer as it was
-    traced.
-    """
-    if _are_stock(read) or not _have_forms(read):
-        return None
-    changed = {setting.name.rpartition(".")[2] for setting in settings}
-    attributes = (entry for one in read for entry in attributes_of(one.model))
-    return Covered(
-        tuple(dict.fromkeys(form for one in read for form in one.forms or ())),
-        tuple(
-            (owner, name, value)
-            for owner, name, value in attributes
-            if not changed or (name.rpartition(".")[2] not in changed and type(value) is not int)
-        ),
+    statement = state_problem(subject, options)
+    cut = solve(statement.problem)
+    if cut.folded and not coverage_is_known(subject.traced):
+        return _analysis(replace(subject, traced=tuple(map(with_forms, subject.traced))), options)
+    return Analysis(
+        plan=plan_of(subject, statement, cut, options),
+        problem=statement.problem,
+        cut=cut,
+        paper=algorithm_1(subject.traces[0]) if subject.traces else (),
+        under=partial(_analysis, subject),
     )
-
-
-def _captured(captures: Captures, calls: Iterable[Call]) -> tuple[list[Trace], Read]:
-    """The graphs of the calls that can be traced, and what these give.
-
-    A call of several steps that keeps its cache gives it to the next one. Of those with one label
-    that are not required, the first that the model accepts is traced.
-    """
-    traces, given, traced = [], set(), set()
-    accepted = inspect.signature(captures.model.forward).parameters
-    for call in calls:
-        if not call.required and (call.label in traced or not captures.accepts(call)):
-            continue
-        try:
-            traces.append(captures.capture(call))
-        except TraceFailed:
-            if call.required:
-                raise
-            continue
-        traced.add(call.label)
-        for args, inputs in call.steps:
-            named = {**dict(zip(accepted, args, strict=False)), **inputs}
-            given |= {name for name, value in named.items() if value is not None}
-        if len(call.steps) > 1 and (call.cache is not None or call.flags.get("use_cache")):
-            given.add("past_key_values")
-    return traces, Read(captures, frozenset(given), tuple(traces))
-
-
-def _with_forms(read: Read) -> Read:
-    """``read`` with the forms of its calls, and traces of a single row where these do not hold."""
-    traces = list(read.traces)
-    forms: list[CallForm] = []
-    for trace in read.traces:
-        found = traced_forms(read.model, trace)
-        forms += found
-        if not trace.by_example:
-            alone = in_one_row(read.model, trace.call, found)
-            more, _ = _captured(read.captures, alone)
-            traces += more
-            forms += [form for one in more for form in traced_forms(read.model, one)]
-    return replace(read, traces=tuple(traces), forms=tuple(forms))
-
-
-def _analysis(
-    found: Candidate,
-    traces: Iterable[Trace],
-    proven: tuple[str, ...],
-    model_type: str,
-    read: Sequence[Read],
-    outputs: tuple[str, ...] = (),
-    options: Options = PLAIN,
-    beside: Sequence[Built] = (),
-) -> Analysis:
-    traces = tuple(traces)
-    groups = _groups(found.model, traces)
-    fixed = _fixed(groups, traces)
-    single = _single(found, groups, fixed)
-    scales = find_scales(traces, groups, single)
-    required = _required(traces, found.name, outputs) if outputs else None
-    flow = Flow(traces, required, scales.products, scales.refused)
-    forms, other_forms = layer_norms(found.model)
-    norms, refused = norm_calls(flow, forms, other_forms)
-    widenings = Widenings()
-    if options.widen_mlp:
-        calls = {trace.model_class: trace.call for trace in reversed(traces)}
-        search = resizing([(found.model, str), *beside], calls, groups, options.widen_to)
-        widenings = find_widenings(flow, groups, single, search)
-    problem = Problem(flow, norms, _locked(found, groups, fixed), groups, scales.into, widenings)
-    cut = cuts.solve(problem)
-    places = [path for path, _ in found.model.named_modules() if path in norms or path in refused]
-    verdicts = [outcome.verdict_on(problem, cut, path, refused) for path in places]
-    changes = any(verdict.status != "kept" for verdict in verdicts)
-    if changes and not (_are_stock(read) or _have_forms(read)):
-        read = [_with_forms(one) for one in read]
-        traces = tuple(trace for one in read for trace in one.traces)
-        return _analysis(found, traces, proven, model_type, read, outputs, options, beside)
-    used = (names for t in flow.traces for node, names in t.parameters.items() if node.users)
-    reached = {name for names in used for name in names}
-    held = [name for name in (*found.stored, *found.converted) if name in groups]
-    unread = [name for name in held if flow.traces and name not in reached]
-    subtracting = {mlp for support in cut.folded.values() for mlp in support.mlps}
-    widened = widenings_for(subtracting, widenings.resizes, found.stored)
-    merged, unmerged = _merges(problem, cut, found, forms, single, options)
-    plan = Plan(
-        model_type=model_type,
-        model_class=found.name,
-        classes=proven,
-        norms=tuple(verdicts),
-        writers=outcome.writers_of(problem, cut, found),
-        ops=outcome.ops_of(problem, cut),
-        entry_inputs=tuple(dict.fromkeys(e for s in cut.folded.values() for e in s.entries)),
-        unproven=(*_unproven(read), *unread),
-        other_norms=rms_norms(found.model),
-        outputs=outputs,
-        by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_example)),
-        widened=widened,
-        merged=merged,
-        unmerged=unmerged,
-        settings=sized(widened),
-        covered=_covered(read, sized(widened)),
-    )
-    paper = algorithm_1(flow.traces[0]) if flow.traces else ()
-    under = partial(_analysis, found, traces, proven, model_type, read, outputs, beside=beside)
-    return Analysis(plan, problem, cut, paper, lambda other: under(options=other))
-
-
-def _merges(
-    problem: Problem,
-    cut: Cut,
-    found: Candidate,
-    forms: Mapping[str, LayerNormForm],
-    single: Callable[[str], bool],
-    options: Options,
-) -> tuple[tuple[Merge, ...], tuple[Unmerged, ...]]:
-    if options.merge is None:
-        return (), ()
-    folded = {norm: form for norm, form in forms.items() if norm in cut.folded}
-    stored = {name: tensors[0] for name, tensors in found.stored.items() if single(name)}
-    ops = {op for support in cut.folded.values() for op in support.ops if op.place != "entry"}
-    centred = {node for op in ops for _, node in problem.carried(op)}
-    affine = options.merge == "affine"
-    return find_merges(problem.flow, folded, problem.groups, stored, centred, affine)
-
-
-def _required(
-    traces: Iterable[Trace], model_class: str, outputs: tuple[str, ...]
-) -> frozenset[str]:
-    """The fields that ``outputs`` name, and those that a later call may be given."""
-    fields = frozenset(f for t in traces for names in t.returned.values() for f in names)
-    require_named(outputs, fields, model_class)
-    return named_by(outputs, fields).union(*(trace.fed_back for trace in traces))
-
-
-def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
-    """Parameter names to the first name of everything tied to them, in any of the traces."""
-    order = {name: i for i, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
-    together: dict[str, set[str]] = {}
-    for trace in traces:
-        for names in trace.parameters.values():
-            group = set(names).union(*(together.get(name, ()) for name in names))
-            together.update(dict.fromkeys(group, group))
-    for name in order:
-        together.setdefault(name, {name})
-    return {n: min(g, key=lambda m: (order.get(m, len(order)), m)) for n, g in together.items()}
-
-
-def _fixed(groups: dict[str, str], traces: Iterable[Trace]) -> dict[str, str]:
-    """The first name of each tied group that may not be edited at all, and why."""
-    return {groups.get(n, n): reason for trace in traces for n, reason in trace.locked.items()}
-
-
-def _locked(
-    found: Candidate, groups: dict[str, str], fixed: Mapping[str, str]
-) -> Callable[[Parameter], str | None]:
-    """Tells why the stored tensors behind a parameter cannot be centred, where they cannot."""
-    names = outcome.stored_names(found, groups)
-
-    def locked(parameter: Parameter) -> str | None:
-        if parameter.name in fixed:
-            return fixed[parameter.name]
-        if parameter.name not in names:
-            return "it is not stored"
-        for name in names[parameter.name]:
-            if name in found.converted:
-                where = found.converted[name].stored(name, parameter.axis)
-                if isinstance(where, Opaque):
-                    return where.reason
-        return None
-
-    return locked
-
-
-def _single(
-    found: Candidate, groups: dict[str, str], fixed: Mapping[str, str]
-) -> Callable[[str], bool]:
-    """Tells whether a parameter is tied to no other, and is one stored tensor of its own layout."""
-    tied = Counter(groups.values())
-
-    def single(name: str) -> bool:
-        return tied[name] == 1 and len(found.stored.get(name, ())) == 1 and name not in fixed
-
-    return single

@@ -39,6 +39,15 @@ class Candidate:
         return type(self.model).__name__
 
 
+def stored_in_groups(found: Candidate, groups: Mapping[str, str]) -> dict[str, list[str]]:
+    """The first name of each tied group to those of its names that the checkpoint stores."""
+    names: dict[str, list[str]] = {}
+    for name, group in groups.items():
+        if name in found.stored or name in found.converted:
+            names.setdefault(group, []).append(name)
+    return names
+
+
 def saved_shapes(model: Any) -> dict[str, Shape]:
     """The tensors that ``save_pretrained`` would write for this class, by name.
 

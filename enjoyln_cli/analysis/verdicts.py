@@ -1,4 +1,4 @@
-"""What a cut says of a model's parts: each norm's verdict, the stored tensors to centre, the ops.
+"""From a cut to a plan: each norm's verdict, the stored tensors to centre, the ops.
 
 A tensor is stored under one name, or under several where the file repeats what the model ties, or
 in another layout; a writer is one stored tensor and the axis its mean lies along.
@@ -6,22 +6,82 @@ in another layout; a writer is one stored tensor and the axis its mean lies alon
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from enjoyln_cli.analysis.affine_merge import find_merges
+from enjoyln_cli.analysis.config_size import widenings_for
+from enjoyln_cli.analysis.problem import Statement, Subject
 from enjoyln_cli.analysis.stored_layout import Conversion
-from enjoyln_cli.analysis.stored_names import Candidate
+from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import Centring, Scale, Verdict, Writer
+from enjoyln_cli.plan.plan import (
+    Centring,
+    Merge,
+    Options,
+    Plan,
+    Scale,
+    Unmerged,
+    Verdict,
+    Writer,
+    sized,
+)
 from enjoyln_cli.proof import explain
+from enjoyln_cli.proof.layer_norms import rms_norms
 from enjoyln_cli.proof.min_cut import Cut, Problem
 from enjoyln_cli.proof.pullback import Opaque
+from enjoyln_cli.trace.capture import Trace
+from enjoyln_cli.trace.traced_calls import covered_calls, unproven_inputs
 
 
-def stored_names(found: Candidate, groups: dict[str, str]) -> dict[str, list[str]]:
-    """The first name of each tied group to those of its names that the checkpoint stores."""
-    names: dict[str, list[str]] = {}
-    for name, group in groups.items():
-        if name in found.stored or name in found.converted:
-            names.setdefault(group, []).append(name)
-    return names
+def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) -> Plan:
+    """The plan that a cut of the stated problem stands for."""
+    problem, found, traces = statement.problem, subject.reference, subject.traces
+    norms = problem.norms.keys() | statement.refused.keys()
+    paths = [path for path, _ in found.model.named_modules() if path in norms]
+    supports = cut.folded.values()
+    subtracting = {mlp for support in supports for mlp in support.mlps}
+    widened = widenings_for(subtracting, problem.widenings.resizes, found.stored)
+    merged, unmerged = _merges(statement, cut, found, options)
+    return Plan(
+        model_type=subject.model_type,
+        model_class=found.name,
+        classes=subject.classes,
+        norms=tuple(verdict_on(problem, cut, path, statement.refused) for path in paths),
+        writers=writers_of(problem, cut, found),
+        ops=ops_of(problem, cut),
+        entry_inputs=tuple(dict.fromkeys(e for support in supports for e in support.entries)),
+        unproven=(*unproven_inputs(subject.traced), *_unread(found, problem.groups, traces)),
+        other_norms=rms_norms(found.model),
+        outputs=subject.outputs,
+        by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_example)),
+        widened=widened,
+        merged=merged,
+        unmerged=unmerged,
+        settings=sized(widened),
+        covered=covered_calls(subject.traced, sized(widened)),
+    )
+
+
+def _unread(found: Candidate, groups: Mapping[str, str], traces: Sequence[Trace]) -> list[str]:
+    """The stored parameters that no trace has read; none where nothing was traced."""
+    used = (names for t in traces for node, names in t.parameters.items() if node.users)
+    reached = {name for names in used for name in names}
+    held = [name for name in (*found.stored, *found.converted) if name in groups]
+    return [name for name in held if traces and name not in reached]
+
+
+def _merges(
+    statement: Statement, cut: Cut, found: Candidate, options: Options
+) -> tuple[tuple[Merge, ...], tuple[Unmerged, ...]]:
+    if options.merge is None:
+        return (), ()
+    problem = statement.problem
+    folded = {norm: form for norm, form in statement.forms.items() if norm in cut.folded}
+    stored = {name: tensors[0] for name, tensors in found.stored.items() if statement.single(name)}
+    ops = {op for support in cut.folded.values() for op in support.ops if op.place != "entry"}
+    centred = {node for op in ops for _, node in problem.carried(op)}
+    affine = options.merge == "affine"
+    return find_merges(problem.flow, folded, problem.groups, stored, centred, affine)
 
 
 def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -> Verdict:
@@ -42,7 +102,7 @@ def writers_of(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ..
     """One writer for each stored tensor behind each centred parameter, in the model's order."""
     wanted = {p for support in cut.folded.values() for p in support.writers}
     shapes = dict(found.model.named_parameters(remove_duplicate=False))
-    names = stored_names(found, problem.groups)
+    names = stored_in_groups(found, problem.groups)
     made: list[Writer] = []
     for parameter, name in ((p, name) for p in wanted for name in names[p.name]):
         axis, shape = parameter.axis, tuple(shapes[name].shape)

@@ -10,12 +10,14 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from enjoyln_cli.analysis.analyze import accepted_calls, analyze_calls, analyze_config
+from enjoyln_cli.analysis.analyze import analyze_calls, analyze_config
 from enjoyln_cli.calls.calls import BATCH, TOKENS, Call, forms, optional_inputs, ways_to_call
 from enjoyln_cli.calls.input_forms import main_inputs
 from enjoyln_cli.calls.input_spec import MAKERS, Spec, ones, whole_numbers
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import build
+from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.traced_calls import accepted_calls
 
 
 def model_of(model_class: str, model_type: str, **settings: Any) -> Any:
@@ -53,7 +55,7 @@ def test_text_comes_with_the_images_that_its_own_config_describes() -> None:
     """ViLT has no config for its images apart: its own has the size of a patch."""
     vilt = model_of("ViltModel", "vilt", num_hidden_layers=1, image_size=64, patch_size=16)
     assert first(vilt).keys() == {"input_ids", "pixel_values"}
-    calls = accepted_calls(vilt)
+    calls = accepted_calls(Captures(vilt))
     assert calls is not None and calls[0].steps[0][1]["pixel_values"].shape == (BATCH, 3, 64, 64)
     gpt2 = model_of("GPT2Model", "gpt2", n_layer=1)
     assert all(form.keys() == {"input_ids"} for form in main_inputs(gpt2, 1, 3))
@@ -73,7 +75,7 @@ def test_entities_and_the_future_are_given_where_a_model_reads_them() -> None:
     assert first(luke)["entity_ids"].below == 11 and "entity_position_ids" in first(luke)
     series = model_of("AutoformerModel", "autoformer", prediction_length=6, context_length=12)
     assert first(series)["future_values"].shape == (2, 6)
-    calls = accepted_calls(series)
+    calls = accepted_calls(Captures(series))
     assert calls is not None and "future_values" in calls[0].steps[0][1]
 
 
@@ -101,7 +103,7 @@ def test_placeholders_of_a_model_without_a_method_that_counts_them() -> None:
     vision, audio = config.vision_config, config.audio_config
     vision.num_hidden_layers, vision.image_size, vision.image_token_id = 2, 56, 8
     audio.num_blocks, audio.audio_token_id = 1, 9
-    calls = accepted_calls(build(transformers.Phi4MultimodalModel, config)) or []
+    calls = accepted_calls(Captures(build(transformers.Phi4MultimodalModel, config))) or []
     given = {call.label: call.steps[0][1] for call in calls}
     # 2 x 2 patches of the whole and of its crop, a newline behind each row, and one between them
     both, seen, heard = 2 * (4 + 2) + 1, (BATCH, 2, 3, 56, 56), (BATCH, 32, 80)
@@ -121,7 +123,7 @@ def test_each_switch_is_also_called_the_other_way() -> None:
         "frames_per_clip": 4,
     }  # fmt: skip
     model = model_of("VJEPA2Model", "vjepa2", **settings)
-    calls = {call.label: call.flags for call in accepted_calls(model) or []}
+    calls = {call.label: call.flags for call in accepted_calls(Captures(model)) or []}
     assert calls["skip_predictor=True"] == {"skip_predictor": True}
     unproven = analyze_config(model.config, model_class="VJEPA2Model").plan.unproven
     assert "skip_predictor" in unproven  # with other inputs than those of that call
@@ -144,13 +146,15 @@ def test_a_film_takes_the_place_of_the_images_in_a_call_of_its_own() -> None:
     vision = {"num_hidden_layers": 1, "image_size": 56, "patch_size": 28}
     settings = {"vision_config": vision, "text_config": {"num_hidden_layers": 1}}
     model = model_of("VideoLlavaModel", "video_llava", video_token_index=8, **settings)
-    calls = accepted_calls(model) or []
+    calls = accepted_calls(Captures(model)) or []
     (film,) = [call for call in calls if call.label == "with pixel_values_videos"]
     given = film.steps[0][1]
     assert not film.required and "pixel_values" not in given
     frames = given["pixel_values_videos"].shape[1]
     assert (given["input_ids"] == 8).sum(1).tolist() == [frames * 5] * BATCH  # 4 patches, 1 class
-    assert all(call.label != film.label for call in accepted_calls(model_of("CLIPModel", "clip")))
+    assert all(
+        call.label != film.label for call in accepted_calls(Captures(model_of("CLIPModel", "clip")))
+    )
 
 
 def test_prompts_of_a_segmentation_are_given_beside_the_image() -> None:
@@ -159,7 +163,10 @@ def test_prompts_of_a_segmentation_are_given_beside_the_image() -> None:
     sam.vision_config.global_attn_indexes = [0]
     sam.prompt_encoder_config.image_size = 64
     sam.prompt_encoder_config.image_embedding_size = 4
-    calls = {call.label: call for call in accepted_calls(build(transformers.SamModel, sam)) or []}
+    calls = {
+        call.label: call
+        for call in accepted_calls(Captures(build(transformers.SamModel, sam))) or []
+    }
     given = calls["with input_masks"].steps[0][1]
     assert given["input_masks"].shape == (BATCH, 1, 16, 16) and "pixel_values" in given
     assert calls["with input_boxes"].steps[0][1]["input_boxes"].shape[-1] == 4
@@ -169,7 +176,7 @@ def test_inputs_that_belong_to_others() -> None:
     times = model_of("TimesFmModel", "timesfm", num_hidden_layers=1, patch_length=8)
     assert first(times).keys() == {"past_values", "past_values_padding", "freq"}
     assert first(times)["past_values"].shape[1] % 8 == 0
-    assert accepted_calls(times) is not None
+    assert accepted_calls(Captures(times)) is not None
     painted = model_of("SegGptModel", "seggpt", num_hidden_layers=2, image_size=[64, 32])
     half = Spec((2, 3, 32, 32))
     assert first(painted) == dict.fromkeys(
@@ -177,7 +184,7 @@ def test_inputs_that_belong_to_others() -> None:
     )
     decoder = model_of("MimiDecoderModel", "mimi_decoder", num_hidden_layers=1)
     assert first(decoder) == {"latents": Spec((2, decoder.config.hidden_size, 7))}
-    assert accepted_calls(decoder) is not None
+    assert accepted_calls(Captures(decoder)) is not None
 
 
 def test_a_mask_can_be_of_truth_values() -> None:
@@ -187,7 +194,7 @@ def test_a_mask_can_be_of_truth_values() -> None:
 
 def test_speech_can_take_the_place_of_text() -> None:
     config = {"encoder_layers": 1, "speech_encoder_layers": 1, "decoder_layers": 1}
-    calls = accepted_calls(model_of("SeamlessM4TModel", "seamless_m4t", **config)) or []
+    calls = accepted_calls(Captures(model_of("SeamlessM4TModel", "seamless_m4t", **config))) or []
     speech = [call for call in calls if call.label == "input_features alone"]
     assert speech and not any(call.required for call in speech)
     assert all("input_ids" not in step for call in speech for _, step in call.steps)
@@ -208,7 +215,7 @@ def test_of_the_forms_of_one_optional_call_the_first_that_fits_is_traced() -> No
 def test_a_list_of_modules_may_have_gaps() -> None:
     model = model_of("InformerModel", "informer", prediction_length=6, context_length=12)
     assert None in list(model.encoder.conv_layers)
-    assert accepted_calls(model) is not None
+    assert accepted_calls(Captures(model)) is not None
 
 
 def test_a_text_part_that_names_the_input_of_the_whole_is_given_text() -> None:
@@ -219,7 +226,7 @@ def test_a_text_part_that_names_the_input_of_the_whole_is_given_text() -> None:
 def test_codes_come_in_a_row_for_each_book_under_one_mask() -> None:
     config = CONFIG_MAPPING["musicgen"]().decoder
     config.num_hidden_layers, config.num_codebooks = 1, 3
-    calls = accepted_calls(build(transformers.MusicgenForCausalLM, config))
+    calls = accepted_calls(Captures(build(transformers.MusicgenForCausalLM, config)))
     assert calls is not None
     given = calls[0].steps[0][1]
     assert given["input_ids"].shape == (3 * BATCH, TOKENS)
@@ -263,7 +270,7 @@ def test_a_classifier_that_takes_one_row_comes_to_it_last() -> None:
     model = model_of("GPT2ForSequenceClassification", "gpt2", n_layer=1)
     rows = [next(iter(calls[0].steps[0][1].values())).shape[0] for calls in ways_to_call(model)]
     assert rows == sorted(rows, reverse=True) and set(rows) == {BATCH, 1}
-    accepted = accepted_calls(model)
+    accepted = accepted_calls(Captures(model))
     assert accepted is not None and accepted[0].steps[0][1]["input_ids"].shape[0] == 1
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, LlavaConfig, LlavaForConditionalGeneration
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
-from enjoyln_cli.analysis.analyze import accepted_calls, analyze_module
+from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.calls.calls import Call, forms
 from enjoyln_cli.comparison.batches import seeded
 from enjoyln_cli.errors import TraceFailed
@@ -24,7 +24,8 @@ from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
-from enjoyln_cli.trace.capture import accepts
+from enjoyln_cli.trace.capture import Captures, accepts
+from enjoyln_cli.trace.traced_calls import accepted_calls
 
 WIDTH = 12
 
@@ -440,7 +441,7 @@ def test_images_in_a_text_get_as_many_tokens_as_they_have_features() -> None:
         form for form in forms(model, 2, 7) if form.keys() == {"input_ids", "pixel_values"}
     )
     assert given["input_ids"].leading == (40,) * 16 and given["input_ids"].shape == (2, 23)
-    main = (accepted_calls(without_weights(model)) or [])[0]
+    main = (accepted_calls(Captures(without_weights(model))) or [])[0]
     assert main.label == "prefill and decode" and "pixel_values" in main.steps[0][1]
     (batch,) = seeded(model, 2, 0, torch.float32)
     assert [int(row.sum()) for row in batch["input_ids"] == 40] == [16, 16]

@@ -11,13 +11,15 @@ import transformers
 from torch import nn
 from torch.fx import Graph, Node
 
-from enjoyln_cli.analysis.analyze import accepted_calls, analyze_module
+from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.effects.isolated_run import Steps, ready
 from enjoyln_cli.models import classes
 from enjoyln_cli.trace import capture as trace
+from enjoyln_cli.trace.capture import Captures
 from enjoyln_cli.trace.recorder import NotRecorded, is_recordable, record
 from enjoyln_cli.trace.shared_storage import shared_otherwise, ties
+from enjoyln_cli.trace.traced_calls import accepted_calls
 
 TEXT = {"vocab_size": 30, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8}
 DECODER = {"intermediate_size": 16, "num_key_value_heads": 2}
@@ -41,7 +43,7 @@ FROM_EXPORT_ALONE = {"aten._assert_tensor_metadata.default", "aten.detach_.defau
 def stock(model_type: str) -> tuple[nn.Module, list[Call]]:
     config = transformers.CONFIG_MAPPING[model_type](**CONFIGS[model_type])
     model = classes.build(classes.classes_for(config)[0], config)
-    calls = accepted_calls(model)
+    calls = accepted_calls(Captures(model))
     assert calls
     return model, [call for call in calls if call.required or trace.accepts(model, call)]
 

@@ -1,0 +1,140 @@
+"""From traced classes to the problem that the minimum cut solves.
+
+A problem says which norms could be swapped, what flows into them, what may be edited, and why the
+rest may not. Parameters that are tied in any graph are one; a tensor that the checkpoint stores in
+another layout can be centred where that layout allows it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from enjoyln_cli.analysis.config_size import resizing
+from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
+from enjoyln_cli.models.norm_probe import LayerNormForm
+from enjoyln_cli.models.outputs import named_by, require_named
+from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.proof.flow import Flow
+from enjoyln_cli.proof.layer_norms import layer_norms, norm_calls
+from enjoyln_cli.proof.layer_scale import find_scales
+from enjoyln_cli.proof.min_cut import Parameter, Problem
+from enjoyln_cli.proof.pullback import Opaque
+from enjoyln_cli.proof.widening import Widenings, find_widenings
+from enjoyln_cli.trace.capture import Trace
+from enjoyln_cli.trace.traced_calls import TracedModel
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Subject:
+    """What a plan is made for: classes that load one checkpoint, traced."""
+
+    reference: Candidate
+    """The class whose names the plan has."""
+    model_type: str
+    classes: tuple[str, ...]
+    """Those that the plan is proven for, the reference first."""
+    traced: tuple[TracedModel, ...] = ()
+    """The reference, and the others that do not stand inside of it."""
+    outputs: tuple[str, ...] = ()
+    """Fields of the reference's output that have to stay the same; all, where there are none."""
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        return tuple(trace for one in self.traced for trace in one.traces)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Statement:
+    """A problem, with what was found out on the way to it."""
+
+    problem: Problem
+    forms: Mapping[str, LayerNormForm]
+    """How each norm of the reference normalises."""
+    refused: dict[str, str]
+    """The norms that cannot be swapped, whatever flows into them, and why."""
+    single: Callable[[str], bool]
+    """Whether a parameter is tied to no other, and is one stored tensor of its own layout."""
+
+
+def state_problem(subject: Subject, options: Options) -> Statement:
+    """The problem of a subject. Raises ``EnjoyLNError`` where it has no output of a given name."""
+    reference, traces = subject.reference, subject.traces
+    groups = _groups(reference.model, traces)
+    fixed = {groups.get(n, n): reason for trace in traces for n, reason in trace.locked.items()}
+    single = _single(reference, groups, fixed)
+    scales = find_scales(traces, groups, single)
+    required = _required(traces, reference.name, subject.outputs) if subject.outputs else None
+    flow = Flow(traces, required, scales.products, scales.refused)
+    forms, other_forms = layer_norms(reference.model)
+    norms, refused = norm_calls(flow, forms, other_forms)
+    widenings = Widenings()
+    if options.widen_mlp:
+        calls = {trace.model_class: trace.call for trace in reversed(traces)}
+        others = ((one.model, one.captures.naming) for one in subject.traced[1:])
+        search = resizing([(reference.model, str), *others], calls, groups, options.widen_to)
+        widenings = find_widenings(flow, groups, single, search)
+    locked = _locked(reference, groups, fixed)
+    problem = Problem(flow, norms, locked, groups, scales.into, widenings)
+    return Statement(problem=problem, forms=forms, refused=refused, single=single)
+
+
+def _required(
+    traces: Iterable[Trace], model_class: str, outputs: tuple[str, ...]
+) -> frozenset[str]:
+    """The fields that ``outputs`` name, and those that a later call may be given."""
+    fields = frozenset(f for t in traces for names in t.returned.values() for f in names)
+    require_named(outputs, fields, model_class)
+    return named_by(outputs, fields).union(*(trace.fed_back for trace in traces))
+
+
+def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
+    """Parameter names to the first name of everything tied to them, in any of the traces."""
+    order = {name: i for i, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    together: dict[str, set[str]] = {}
+    for trace in traces:
+        for names in trace.parameters.values():
+            group = set(names).union(*(together.get(name, ()) for name in names))
+            together.update(dict.fromkeys(group, group))
+    for name in order:
+        together.setdefault(name, {name})
+    return {n: min(g, key=lambda m: (order.get(m, len(order)), m)) for n, g in together.items()}
+
+
+def _locked(
+    reference: Candidate, groups: Mapping[str, str], fixed: Mapping[str, str]
+) -> Callable[[Parameter], str | None]:
+    """Tells why the stored tensors behind a parameter cannot be centred, where they cannot.
+
+    ``fixed`` are the groups that may not be edited at all, and why.
+    """
+    names = stored_in_groups(reference, groups)
+
+    def locked(parameter: Parameter) -> str | None:
+        if parameter.name in fixed:
+            return fixed[parameter.name]
+        if parameter.name not in names:
+            return "it is not stored"
+        for name in names[parameter.name]:
+            if name in reference.converted:
+                where = reference.converted[name].stored(name, parameter.axis)
+                if isinstance(where, Opaque):
+                    return where.reason
+        return None
+
+    return locked
+
+
+def _single(
+    reference: Candidate, groups: Mapping[str, str], fixed: Mapping[str, str]
+) -> Callable[[str], bool]:
+    """Tells whether a parameter is tied to no other, and is one stored tensor of its own layout."""
+    tied = Counter(groups.values())
+
+    def single(name: str) -> bool:
+        return tied[name] == 1 and len(reference.stored.get(name, ())) == 1 and name not in fixed
+
+    return single
