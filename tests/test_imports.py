@@ -62,7 +62,7 @@ OWNERS = {
     "matplotlib": {"benchmark.plot"},
     "networkx": {"proof.min_cut"},
     "rich": {"cli.console", "cli.progress", "cli.streams"},
-    "torch.export": {"trace.capture", "trace.size_range"},
+    "torch.export": {"trace.export", "trace.size_range"},
     "xxhash": {"fs.digests"},
     "yaml": {"recipe.recipe_file"},
 }

@@ -39,7 +39,7 @@ from enjoyln_cli.proof.linear_layers import (
     with_added_bias,
 )
 from enjoyln_cli.proof.pullback import pull
-from enjoyln_cli.trace.capture import Trace, uncast
+from enjoyln_cli.trace.trace import Trace, uncast
 
 _TRANSPARENT = WHOLE_FEATURE_OPS | {
     aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.broadcast_to, aten.expand,

@@ -23,7 +23,7 @@ from enjoyln_cli.models.classes import build
 from enjoyln_cli.plan.mean_units import UNITS
 from enjoyln_cli.plan.plan import Grown, Widening
 from enjoyln_cli.proof.widening import Mlp, Resize, Resizing
-from enjoyln_cli.trace.capture import Naming
+from enjoyln_cli.trace.trace import Naming
 
 Built = tuple[nn.Module, Naming]
 """A model of one class, and how its names read in the plan's."""

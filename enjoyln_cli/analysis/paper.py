@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from enjoyln_cli.graph.nodes import SPLITS, aten, is_part, packet, shape_of
 from enjoyln_cli.proof.rules import VIEWS
-from enjoyln_cli.trace.capture import Trace
+from enjoyln_cli.trace.trace import Trace
 
 _LINEAR = {
     aten.linear, aten.addmm, aten.mm, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution,

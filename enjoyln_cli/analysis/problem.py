@@ -24,7 +24,7 @@ from enjoyln_cli.proof.layer_scale import find_scales
 from enjoyln_cli.proof.min_cut import Parameter, Problem
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Widenings, find_widenings
-from enjoyln_cli.trace.capture import Trace
+from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import TracedModel
 
 

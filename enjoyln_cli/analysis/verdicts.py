@@ -29,7 +29,7 @@ from enjoyln_cli.proof import explain
 from enjoyln_cli.proof.layer_norms import rms_norms
 from enjoyln_cli.proof.min_cut import Cut, Problem
 from enjoyln_cli.proof.pullback import Opaque
-from enjoyln_cli.trace.capture import Trace
+from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import covered_calls, unproven_inputs
 
 

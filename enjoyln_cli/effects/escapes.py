@@ -205,19 +205,21 @@ def changed(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[tuple[s
     return [name for name in names if before.get(name) != after.get(name)]
 
 
-_PLAIN_VALUES = {bool, int, str, bytes, type(None), torch.dtype}
+_EQUAL_BY_VALUE = {bool, int, str, bytes, type(None), torch.dtype}
+_PLAIN = (*_EQUAL_BY_VALUE, float, complex)
+"""Numbers with a point, and subclasses, are compared by their text: NaN does not equal itself."""
 _CONTAINERS = {dict, OrderedDict, list, tuple, set}
 
 
 def _described(value: Any, depth: int, around: set[int]) -> Any:
     exactly = type(value)
-    if exactly in _PLAIN_VALUES:
+    if exactly in _EQUAL_BY_VALUE:
         return (exactly, value)
     if exactly in _CONTAINERS and not value:
         return exactly
     if isinstance(value, torch.Tensor):
         return ("tensor", value.dim(), value.dtype)
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype)):
+    if isinstance(value, _PLAIN):
         return (exactly, repr(value))
     if isinstance(value, nn.Module):
         return ("module", id(value))

@@ -32,7 +32,7 @@ from enjoyln_cli.plan.axis import Axis, moved, through_view
 from enjoyln_cli.proof import index_rules, rules, weight_rules  # noqa: F401  (they fill pull's table)
 from enjoyln_cli.proof.pullback import WRITTEN, Opaque, Pull, pull
 from enjoyln_cli.proof.views import MOVES, picked, pushed, source_of
-from enjoyln_cli.trace.capture import Trace
+from enjoyln_cli.trace.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from enjoyln_cli.plan.axis import Axis, feature_axis
 from enjoyln_cli.proof.flow import readers_of
 from enjoyln_cli.proof.linear_layers import follow_back, linear_layer, parameter_names
 from enjoyln_cli.proof.pullback import Opaque, pull
-from enjoyln_cli.trace.capture import Trace
+from enjoyln_cli.trace.trace import Trace
 
 _PRODUCTS = {aten.mul, aten.multiply}
 _KINDS = {"matrix", "convolution", "embedding"}

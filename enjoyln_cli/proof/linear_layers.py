@@ -20,7 +20,7 @@ from enjoyln_cli.plan.axis import Axis, feature_axis
 from enjoyln_cli.proof.flow import readers_of
 from enjoyln_cli.proof.pullback import Opaque, pull
 from enjoyln_cli.proof.views import VIEWS
-from enjoyln_cli.trace.capture import Trace
+from enjoyln_cli.trace.trace import Trace
 
 Kind = Literal["matrix", "product", "convolution", "embedding"]
 """A ``product`` is a matrix in an op that adds no bias. An ``embedding`` looks up rows of a table,

@@ -33,7 +33,7 @@ from enjoyln_cli.plan.axis import feature_axis
 from enjoyln_cli.proof.flow import Flow, Value, readers_of
 from enjoyln_cli.proof.linear_layers import LinearLayer, linear_layer, parameter_names
 from enjoyln_cli.proof.rules import VIEWS
-from enjoyln_cli.trace.capture import Trace
+from enjoyln_cli.trace.trace import Trace
 
 PROBES = 600
 """Magnitudes from 1e-6 to 1e5 at which an activation is tried."""

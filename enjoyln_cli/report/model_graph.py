@@ -27,7 +27,7 @@ from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.report.graph_layout import LONGEST, Box, Graph, Link, Picture, Tone, wrapped
 from enjoyln_cli.report.layer_groups import Part, collapsed
 from enjoyln_cli.report.notes import compact, counts, layers_in, row
-from enjoyln_cli.trace.capture import Trace
+from enjoyln_cli.trace.trace import Trace
 
 VERDICTS: dict[str, tuple[Tone, str]] = {
     "static": ("static", "becomes RMSNorm"),

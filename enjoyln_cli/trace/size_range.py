@@ -42,7 +42,7 @@ from enjoyln_cli.plan.covered_calls import (
     is_stock,
     value_of,
 )
-from enjoyln_cli.trace.capture import Trace
+from enjoyln_cli.trace.trace import Trace
 
 
 def traced_forms(model: nn.Module, trace: Trace) -> tuple[CallForm, ...]:

@@ -20,8 +20,9 @@ from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.models.classes import base_path
 from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CallForm, Covered, attributes_of, is_stock
 from enjoyln_cli.plan.plan import Setting
-from enjoyln_cli.trace.capture import Captures, Trace
+from enjoyln_cli.trace.capture import Captures
 from enjoyln_cli.trace.size_range import in_one_row, traced_forms
+from enjoyln_cli.trace.trace import Trace
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

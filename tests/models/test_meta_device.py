@@ -24,7 +24,8 @@ from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
-from enjoyln_cli.trace.capture import Captures, accepts
+from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.dry_run import accepts
 from enjoyln_cli.trace.traced_calls import accepted_calls
 
 WIDTH = 12

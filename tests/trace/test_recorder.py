@@ -15,10 +15,13 @@ from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.effects.isolated_run import Steps, ready
 from enjoyln_cli.models import classes
-from enjoyln_cli.trace import capture as trace
-from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.annotate import CallToTrace, Weights
+from enjoyln_cli.trace.capture import Captures, record_call
+from enjoyln_cli.trace.dry_run import accepts
+from enjoyln_cli.trace.export import export_call
 from enjoyln_cli.trace.recorder import NotRecorded, is_recordable, record
 from enjoyln_cli.trace.shared_storage import shared_otherwise, ties
+from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import accepted_calls
 
 TEXT = {"vocab_size": 30, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8}
@@ -45,16 +48,19 @@ def stock(model_type: str) -> tuple[nn.Module, list[Call]]:
     model = classes.build(classes.classes_for(config)[0], config)
     calls = accepted_calls(Captures(model))
     assert calls
-    return model, [call for call in calls if call.required or trace.accepts(model, call)]
+    return model, [call for call in calls if call.required or accepts(model, call)]
 
 
-def traced(how: Callable[..., trace.Trace], model: nn.Module, call: Call) -> trace.Trace:
-    weights = trace._Weights(model, ties(model), shared_otherwise(model))
+def traced(how: Callable[[CallToTrace], Trace], model: nn.Module, call: Call) -> Trace:
+    weights = Weights(model, ties(model), shared_otherwise(model))
     with ready(model) as watchers:
-        return how(trace._Capture(model, call, str, None, weights, watchers))
+        this = CallToTrace(
+            model=model, call=call, naming=str, inner=None, weights=weights, watchers=watchers
+        )
+        return how(this)
 
 
-def written(graph: Graph, trace: trace.Trace) -> list[Any]:
+def written(graph: Graph, trace: Trace) -> list[Any]:
     """Every operation in turn: on which values, of which module, with which result."""
     numbers: dict[Node, Any] = {}
     found = []
@@ -77,7 +83,7 @@ def written(graph: Graph, trace: trace.Trace) -> list[Any]:
 def test_a_recording_is_the_graph_of_export(model_type: str) -> None:
     model, calls = stock(model_type)
     for call in calls:
-        recorded, exported = (traced(how, model, call) for how in (trace._drawn, trace._exported))
+        recorded, exported = (traced(how, model, call) for how in (record_call, export_call))
         assert written(recorded.graph, recorded) == written(exported.graph, exported)
         for name in ("lost", "locked", "unseen", "hidden", "fed_back", "by_example"):
             assert getattr(recorded, name) == getattr(exported, name)
@@ -179,7 +185,7 @@ REFUSED = [
 def test_what_a_recording_cannot_tell_is_refused(change: Any) -> None:
     model = Code(change).to("meta").eval()
     with pytest.raises(Exception):  # noqa: B017
-        traced(trace._drawn, model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
+        traced(record_call, model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
     assert float(CONSTANT) == 0.0
 
 
@@ -216,7 +222,7 @@ def test_numbers_that_stand_in_the_code_are_recorded(change: Any) -> None:
 
 def test_a_write_that_nobody_else_sees_is_recorded() -> None:
     model = Code(write).to("meta").eval()
-    found = traced(trace._drawn, model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
+    found = traced(record_call, model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
     targets = {node.target for node in found.graph.nodes}
     assert torch.ops.aten.mul.Tensor in targets and torch.ops.aten.mul_.Tensor not in targets
 

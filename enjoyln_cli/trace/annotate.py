@@ -1,0 +1,169 @@
+"""From a bare graph to a trace: what its placeholders, its outputs and its memory are.
+
+A graph is drawn in three ways: recorded, exported, or written down in a dry run. Whichever it was,
+parameters get all their names here, inputs and outputs those of the class, and what is known of
+shared memory, of norms and of places for operations is added.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from enjoyln_cli.calls.calls import Call
+from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.effects.isolated_run import Steps, Watchers
+from enjoyln_cli.graph.insertion_points import lost_places, places_of
+from enjoyln_cli.graph.subgraphs import has_closed, read_by_closed
+from enjoyln_cli.models.outputs import is_fed_back
+from enjoyln_cli.trace.shared_storage import kept_outside
+from enjoyln_cli.trace.trace import Naming, Trace
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters of a model that is traced, by its own names."""
+
+    model: nn.Module
+    ties: Mapping[str, tuple[str, ...]]
+    """All names of each parameter, by each of them."""
+    locked: Mapping[str, str]
+    """Parameters that must not be edited, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallToTrace:
+    """A call of a model that is about to be traced; the model may have no weights."""
+
+    model: nn.Module
+    call: Call
+    naming: Naming
+    inner: str | None
+    """Path of the submodule whose results count as returned, too."""
+    weights: Weights
+    watchers: Watchers
+
+    def runner(self) -> Steps:
+        return Steps(self.model, self.call.flags, self.inner, self.watchers, self.call.cache)
+
+
+def annotate(
+    this: CallToTrace,
+    graph: Graph,
+    *,
+    parameters: Mapping[Node, torch.Tensor],
+    inputs: Iterable[Node | None],
+    returned: dict[Node, tuple[str, ...]],
+    replaced: Iterable[str],
+    outside: Iterable[Any],
+) -> Trace:
+    """The trace of a graph.
+
+    ``inputs`` are the nodes of the flattened steps, in their order, ``returned`` has the fields of
+    each value that the call returns. ``replaced`` are parameters that the call changes, ``outside``
+    the tensors that the graph reads though they are no parameter, buffer or input.
+    """
+    model, naming = this.model, this.naming
+    order = inspect.signature(model.forward).parameters
+    steps = pytree.tree_flatten_with_path(this.call.steps)[0]
+    names = [_input_name(path, order) for path, _ in steps]
+    accepted = accepted_by(model)
+    leaves = {naming(path) for path, module in model.named_modules() if not any(module.children())}
+    named = _named(this, parameters)
+    by_call = _locked_by_call(this, replaced, outside)
+    lost, hidden = this.watchers.places.lost | lost_places(graph), set()
+    if has_closed(graph):
+        read = {naming(name) for name in by_call}.union(
+            *(names for node, names in named.items() if read_by_closed(node))
+        )
+        hidden = _may_call(model, naming, read)
+        lost |= {(path, at) for path in hidden for at in ("input", "output")}
+    locked = {**by_call, **this.weights.locked}
+    return Trace(
+        label=this.call.label,
+        graph=graph,
+        parameters=named,
+        inputs={node: name for node, name in zip(inputs, names, strict=True) if node is not None},
+        naming=naming,
+        required=this.call.required,
+        leaves=frozenset(leaves),
+        model_class=type(model).__name__,
+        returned=returned,
+        fed_back=frozenset(
+            f for fields in returned.values() for f in fields if is_fed_back(f, accepted)
+        ),
+        call=this.call,
+        unseen={naming(path): why for path, why in this.watchers.norms.unseen.items()},
+        locked={naming(name): reason for name, reason in locked.items()},
+        places={node: (naming(path), at) for node, (path, at) in places_of(graph).items()},
+        lost=frozenset((naming(path), at) for path, at in lost),
+        hidden=frozenset(map(naming, hidden)),
+    )
+
+
+def _named(
+    this: CallToTrace, parameters: Mapping[Node, torch.Tensor]
+) -> dict[Node, tuple[str, ...]]:
+    """All names of the parameter behind each node."""
+    aliases: dict[int, dict[str, None]] = {}
+    for name, tensor in this.model.named_parameters(remove_duplicate=False):
+        tied = (this.naming(other) for other in this.weights.ties[name])
+        aliases.setdefault(id(tensor), {}).update(dict.fromkeys(tied))
+    return {node: tuple(aliases[id(tensor)]) for node, tensor in parameters.items()}
+
+
+def _locked_by_call(
+    this: CallToTrace, replaced: Iterable[str], outside: Iterable[Any]
+) -> dict[str, str]:
+    """The parameters that the call changes, or sees under no name of theirs, and the reason."""
+    tensors = [value for value in pytree.tree_leaves(list(outside)) if torch.is_tensor(value)]
+    changed = dict.fromkeys(replaced, "a call of the model changes it")
+    return changed | kept_outside(this.weights.model, tensors)
+
+
+def _may_call(model: nn.Module, naming: Naming, read: Container[str]) -> set[str]:
+    """The modules that a control flow operator may call, whose graph is not this one.
+
+    It may call those with a parameter that it has ``read``, and those without parameters.
+    """
+    found = set()
+    for path, module in model.named_modules():
+        own = [naming(f"{path}.{name}" if path else name) for name, _ in module.named_parameters()]
+        if not own or any(name in read for name in own):
+            found.add(path)
+    return found
+
+
+def fields_of(returned: list[Node], layout: pytree.TreeSpec) -> dict[Node, tuple[str, ...]]:
+    """The fields of each value that ``Steps`` returned; none for what ``inner`` alone returned.
+
+    ``layout`` is that of what ``Steps`` returned. What leaves a call in another way than by being
+    returned, which comes last, is not among them.
+    """
+    fields: dict[Node, dict[str, None]] = {node: {} for node in returned}
+    *steps, (_, others) = pytree.tree_unflatten(returned, layout)
+    for by_name, _ in steps:
+        for name, nodes in by_name.items():
+            for node in nodes:
+                fields[node][name] = None
+    return {node: tuple(names) for node, names in fields.items() if node not in others}
+
+
+def _input_name(path: Any, order: Mapping[str, inspect.Parameter]) -> str:
+    """The argument of ``forward`` that is a value in ``steps``; ``extra.add`` for one inside of it.
+
+    One of ``*args`` has no name: ``*2``.
+    """
+    _, kind, *places = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+    if kind == "0":  # by position
+        named = [name for name, p in order.items() if p.kind <= p.POSITIONAL_OR_KEYWORD]
+        place = int(places[0])
+        places[0] = named[place] if place < len(named) else f"*{place}"
+    return ".".join(places)

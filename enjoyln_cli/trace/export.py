@@ -1,0 +1,68 @@
+"""Captures a call with ``torch.export``, which reads the code of a model as a compiler does.
+
+It tells what a recording cannot: writes in place, operators that hold graphs, state that a call
+changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.graph.in_place import hides_sharing, mutating, replace_private_writes
+from enjoyln_cli.graph.insertion_points import settle
+from enjoyln_cli.graph.subgraphs import closed, put_back_regions, read_inside
+from enjoyln_cli.models.meta_device import beside
+from enjoyln_cli.trace.annotate import CallToTrace, annotate, fields_of
+from enjoyln_cli.trace.trace import Trace, path_in_model
+
+
+def export_call(this: CallToTrace) -> Trace:
+    """The graph of a call as it is exported. Raises what ``torch.export`` raises, of any class."""
+    runner = this.runner()
+    program = torch.export.export(runner, beside(this.model, this.call.steps), strict=False)
+    put_back_regions(program.graph_module)
+    settle(program.graph)
+    if any(mutating(inside.graph) for inside in closed(program.graph_module)):
+        raise TraceFailed("a control flow operator writes in place, which cannot be analysed")
+    replace_private_writes(program.graph)
+    if mutating(program.graph):
+        if hides_sharing(program.graph):
+            raise TraceFailed("a write in place may be seen where no schema says so")
+        program = program.run_decompositions({})
+    if left := mutating(program.graph):
+        raise TraceFailed(f"{left[0].target} writes in place, so the graph cannot be analysed")
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    named = dict(this.model.named_parameters(remove_duplicate=False))
+    parameters: dict[Node, torch.Tensor] = {}
+    inputs: list[Node | None] = []
+    constants: list[Any] = []
+    for spec in program.graph_signature.input_specs:
+        node = nodes.get(getattr(spec.arg, "name", ""))
+        if spec.kind.name == "USER_INPUT":
+            inputs.append(node)
+        elif spec.kind.name == "PARAMETER" and node is not None:
+            parameters[node] = named[path_in_model(spec.target)]
+        elif spec.kind.name == "CONSTANT_TENSOR":
+            constants.append(program.constants.get(spec.target))
+    given_out = program.graph.output_node().args[0]
+    outputs = list(zip(program.graph_signature.output_specs, given_out, strict=True))
+    returned = fields_of(
+        [node for spec, node in outputs if spec.kind.name == "USER_OUTPUT"],
+        program.call_spec.out_spec,
+    )
+    for spec, node in outputs:
+        if spec.kind.name != "USER_OUTPUT":
+            returned.pop(node, None)  # it is written into a buffer too
+    return annotate(
+        this,
+        program.graph,
+        parameters=parameters,
+        inputs=inputs,
+        returned=returned,
+        replaced=runner.replaced,
+        outside=[*constants, *read_inside(program.graph_module)],
+    )
