@@ -72,7 +72,7 @@ class _Obstacle:
     culprit: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Search:
     flow: Flow
     named: tuple[Mapping[Node, str], ...]
@@ -105,8 +105,14 @@ def find_merges(
     for position, nodes in enumerate(named):
         for node, name in nodes.items():
             readers.setdefault(name, set()).update((position, user) for user in _reads(node))
-    results = _results(flow.traces, norms.keys())
-    search = _Search(flow, tuple(named), readers, stored.__contains__, centred, results)
+    search = _Search(
+        flow=flow,
+        named=tuple(named),
+        readers=readers,
+        single=stored.__contains__,
+        centred=centred,
+        results=_results(flow.traces, norms.keys()),
+    )
     merged, unmerged = [], []
     for norm, form in norms.items():
         own = f"{norm}.weight", f"{norm}.bias"

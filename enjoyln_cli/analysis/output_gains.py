@@ -60,7 +60,14 @@ def _narrowed(problem: Problem, traces: int, required: frozenset[str]) -> Proble
         for norm, calls in problem.norms.items()
     }
     flow = problem.flow.narrowed(traces, required)
-    return Problem(flow, norms, problem.locked, problem.groups, problem.scales, problem.widenings)
+    return Problem(
+        flow=flow,
+        norms=norms,
+        locked=problem.locked,
+        groups=problem.groups,
+        scales=problem.scales,
+        widenings=problem.widenings,
+    )
 
 
 def _held(fields: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ def state_problem(subject: Subject, options: Options) -> Statement:
     single = _single(reference, groups, fixed)
     scales = find_scales(traces, groups, single)
     required = _required(traces, reference.name, subject.outputs) if subject.outputs else None
-    flow = Flow(traces, required, scales.products, scales.refused)
+    flow = Flow(traces=traces, required=required, products=scales.products, refused=scales.refused)
     forms, other_forms = layer_norms(reference.model)
     norms, refused = norm_calls(flow, forms, other_forms)
     widenings = Widenings()
@@ -77,8 +77,14 @@ def state_problem(subject: Subject, options: Options) -> Statement:
         others = ((one.model, one.captures.naming) for one in subject.traced[1:])
         search = resizing([(reference.model, str), *others], calls, groups, options.widen_to)
         widenings = find_widenings(flow, groups, single, search)
-    locked = _locked(reference, groups, fixed)
-    problem = Problem(flow, norms, locked, groups, scales.into, widenings)
+    problem = Problem(
+        flow=flow,
+        norms=norms,
+        locked=_locked(reference, groups, fixed),
+        groups=groups,
+        scales=scales.into,
+        widenings=widenings,
+    )
     return Statement(problem=problem, forms=forms, refused=refused, single=single)
 
 

@@ -58,7 +58,7 @@ class Observer:
     reason: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Flow:
     """All traces of one model, with the answers found so far."""
 
@@ -137,7 +137,7 @@ class Flow:
 
     def narrowed(self, traces: int, required: frozenset[str]) -> Flow:
         """The same questions about the first ``traces`` alone, for ``required`` outputs."""
-        return Flow(self.traces[:traces], required, self.products, self.refused, self._pulls)
+        return replace(self, traces=self.traces[:traces], required=required, _observers={})
 
     def reached(self) -> Iterator[tuple[str, ...]]:
         """For every value asked about so far that the model returns: the fields that hold it."""

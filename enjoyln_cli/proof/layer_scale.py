@@ -40,7 +40,7 @@ class Scales:
     """Products with a scale that cannot be merged, and why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Product:
     """``scale * moved(linear(...))``."""
 
@@ -121,7 +121,14 @@ def _product(node: Node, named: Mapping[Node, str]) -> _Product | None:
             continue
         writers = _writers(written[0], written[1], named)
         if writers and readers_of(written[0]) == {written[2]}:
-            return _Product(node, rest, named[given[0]], writers, given[2], written[0])
+            return _Product(
+                node=node,
+                rest=rest,
+                scale=named[given[0]],
+                writers=writers,
+                reader=given[2],
+                linear=written[0],
+            )
     return None
 
 

@@ -51,7 +51,7 @@ class Carrier:
 Item = Value | Parameter
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Problem:
     """Norms, the values behind them, and what may be edited."""
 

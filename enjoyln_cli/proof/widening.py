@@ -46,7 +46,7 @@ _SAME = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mlp:
     """``second(act(first(x)))``; each parameter by the first name of all that is tied to it."""
 
@@ -97,7 +97,7 @@ class Widenings:
     resizes: tuple[Resize, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Call:
     """One call of an MLP."""
 
@@ -237,7 +237,9 @@ def _calls(trace: int, graph: Trace, named: Mapping[Node, str]) -> Iterator[_Cal
             continue
         mlp = _mlp(first, second)
         if mlp is not None:
-            yield _Call(mlp, roots[0], between, node, edge, trace)
+            yield _Call(
+                mlp=mlp, first=roots[0], between=between, second=node, edge=edge, trace=trace
+            )
 
 
 def _mlp(first: LinearLayer, second: LinearLayer) -> Mlp | None:
@@ -246,8 +248,14 @@ def _mlp(first: LinearLayer, second: LinearLayer) -> Mlp | None:
         return None
     if first.weight.name == second.weight.name:
         return None
-    bias = first.bias.name if first.bias else None
-    return Mlp(first.weight.name, bias, second.weight.name, dim, size, features)
+    return Mlp(
+        first=first.weight.name,
+        bias=first.bias.name if first.bias else None,
+        second=second.weight.name,
+        dim=dim,
+        size=size,
+        features=features,
+    )
 
 
 def _linear(node: Any, named: Mapping[Node, str]) -> LinearLayer | None:

@@ -51,7 +51,7 @@ class NotRecorded(Exception):
     """A call is not as simple as a recording needs it to be."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Recording:
     """The graph of one run."""
 
@@ -103,7 +103,12 @@ def record(runner: Steps, steps: Any) -> Recording:
     nodes = [tracer.node_of(tensor) for tensor in results]
     tracer.graph.output(nodes)
     return Recording(
-        tracer.graph, parameters, inputs, list(tracer.constants.values()), nodes, results_layout
+        graph=tracer.graph,
+        parameters=parameters,
+        inputs=inputs,
+        constants=list(tracer.constants.values()),
+        returned=nodes,
+        layout=results_layout,
     )
 
 
