@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.conversion.unfold import unfold
     from enjoyln_cli.plan.plan import Options
     from enjoyln_cli.publish.push import push
-    from enjoyln_cli.recipe.recipe_file import load_recipe
+    from enjoyln_cli.recipe.read import load_recipe
     from enjoyln_cli.rewrite.in_memory import centre_parameters
     from enjoyln_cli.runtime.install import install
     from enjoyln_cli.runtime.loading import from_pretrained, optimize, refold
@@ -100,7 +100,7 @@ _LAZY = {
     "fold": ("enjoyln_cli.conversion.fold", "convert"),
     "from_pretrained": ("enjoyln_cli.runtime.loading", "from_pretrained"),
     "install": ("enjoyln_cli.runtime.install", "install"),
-    "load_recipe": ("enjoyln_cli.recipe.recipe_file", "load_recipe"),
+    "load_recipe": ("enjoyln_cli.recipe.read", "load_recipe"),
     "optimize": ("enjoyln_cli.runtime.loading", "optimize"),
     "push": ("enjoyln_cli.publish.push", "push"),
     "refold": ("enjoyln_cli.runtime.loading", "refold"),

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.recipe.from_plan import DEPENDS, merged, recipe_of
-from enjoyln_cli.recipe.recipe_file import dump_recipe
+from enjoyln_cli.recipe.write import dump_recipe
 
 
 @dataclass(frozen=True)

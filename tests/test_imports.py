@@ -64,7 +64,7 @@ OWNERS = {
     "rich": {"cli.console", "cli.progress", "cli.streams"},
     "torch.export": {"trace.export", "trace.size_range"},
     "xxhash": {"fs.digests"},
-    "yaml": {"recipe.recipe_file"},
+    "yaml": {"recipe.yaml_text"},
 }
 """Each library, and the modules that may import it."""
 

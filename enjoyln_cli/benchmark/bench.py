@@ -32,7 +32,9 @@ from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.events import Event, by_python, keep
 from enjoyln_cli.models.load import load
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.recipe.recipe_file import load_recipe, options_asked, to_plan
+from enjoyln_cli.recipe.model import options_asked
+from enjoyln_cli.recipe.read import load_recipe
+from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.text import first_line

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.analysis.analyze import Analysis
     from enjoyln_cli.calls.calls import ExampleCalls
     from enjoyln_cli.plan.plan import Plan
-    from enjoyln_cli.recipe.recipe_file import Recipe
+    from enjoyln_cli.recipe.model import Recipe
     from enjoyln_cli.verification.verify import Verification
 
 CHECK_SECONDS = 60.0
@@ -94,7 +94,8 @@ def prepare(
     default the recipe's. Raises ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis.analyze import analyze_config
-    from enjoyln_cli.recipe.recipe_file import load_recipe, options_asked, outputs_asked
+    from enjoyln_cli.recipe.model import options_asked, outputs_asked
+    from enjoyln_cli.recipe.read import load_recipe
 
     event = on_event or by_python
     event("stage" if Path(model).is_dir() else "download", f"opening {model}")
@@ -296,7 +297,9 @@ def _settled(
     options: Options,
     event: Event,
 ) -> Plan:
-    from enjoyln_cli.recipe.recipe_file import differences, follow, shipped_recipe
+    from enjoyln_cli.recipe.compare import differences
+    from enjoyln_cli.recipe.follow import follow
+    from enjoyln_cli.recipe.read import shipped_recipe
 
     if recipe is not None:
         return follow(recipe, plan, config=config)

@@ -212,7 +212,9 @@ def recipe_text(found: Sequence[Inspected]) -> str:
 
     Raises ``RecipeError`` where the models are not of one family.
     """
-    from enjoyln_cli.recipe.recipe_file import dump_recipe, merged, options_data, recipe_of
+    from enjoyln_cli.recipe.from_plan import merged, recipe_of
+    from enjoyln_cli.recipe.model import options_data
+    from enjoyln_cli.recipe.write import dump_recipe
 
     recipes = [
         recipe_of(one.analysis.plan, config=one.config, options=options_data(one.options))

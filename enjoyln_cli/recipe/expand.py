@@ -1,121 +1,104 @@
-"""A recipe's variant with every layer named: what it asks of each norm, parameter and module.
+"""A recipe's variant with every layer named: what it says of each norm, parameter and module.
 
 Of several lines that cover a name those with the fewest placeholders decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TypeVar
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan.plan import Place, Scale
-from enjoyln_cli.recipe.from_plan import Line, NormLine, Variant, WidenLine, WriterLine
-from enjoyln_cli.recipe.merges import MergeLine
-from enjoyln_cli.recipe.templates import Span, expanded, filled, placeholders
+from enjoyln_cli.plan.plan import Merge, Place, Unmerged, Untied, Verdict, Widening
+from enjoyln_cli.recipe.model import CentredTensor, CentredValue, Line, Variant, name_of
+from enjoyln_cli.recipe.templates import expanded, filled, placeholders, renamed
 
-MOST_NAMES = 300_000
+MAX_NAMES = 300_000
 """No recipe may stand for more names than this."""
 
 PLACES: tuple[Place, ...] = ("output", "input")
 
-
-@dataclass(frozen=True)
-class Edit:
-    """What a recipe asks of one parameter over one axis. See ``plan.Writer``."""
-
-    tensors: tuple[str, ...]
-    span: Span
-    held: Span | None
-    scale: Scale | None
+L = TypeVar("L", bound=Line)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """All that a recipe asks for."""
+@dataclass(frozen=True, kw_only=True)
+class ExpandedVariant:
+    """Every line, repeated for each layer that it stands for."""
 
-    norms: Mapping[str, NormLine]
-    writers: Mapping[str, tuple[Edit, ...]]
-    """By parameter; several where different parts of it are centred."""
-    left: frozenset[str]
-    """Parameters that the recipe leaves by name."""
-    ops: Mapping[tuple[str, Place], tuple[Span, str]]
-    widened: Mapping[str, WidenLine]
-    """By ``WidenLine.name``."""
-    merged: Mapping[str, MergeLine]
-    """By norm."""
+    norms: Mapping[str, Verdict]
+    writers: Mapping[str, tuple[CentredTensor, ...]]
+    """By parameter; several where it has several parts or tensors, none where it is left."""
+    ops: Mapping[tuple[str, Place], CentredValue]
+    widened: Mapping[str, Widening]
+    """By the parameter that reads the hidden units."""
+    merged: Mapping[str, Merge | Unmerged]
+    untied: tuple[Untied, ...]
+    settings: Mapping[str, bool | int]
 
 
-def asked_for(variant: Variant, layers: Mapping[str, int], where: str) -> Asked:
+def expand(variant: Variant, layers: Mapping[str, int]) -> ExpandedVariant:
     """Every name that a variant stands for. Raises ``RecipeError`` for a line without any."""
-    norms: dict[str, NormLine] = {}
-    for name, found in _deciding(variant.norms, lambda line: line.name, layers, where).items():
-        line, numbers = _only(found, name, where)
-        ops = tuple(filled(op, numbers) for op in line.ops)
-        reason, culprit = filled(line.reason, numbers), filled(line.culprit, numbers)
-        norms[name] = NormLine(name, line.fold, ops, reason, culprit)
-    writers, left = _edits(variant, layers, where)
-    ops_asked: dict[tuple[str, Place], tuple[Span, str]] = {}
-    for place in PLACES:
-        lines_here = [line for line in variant.ops if line.place == place]
-        for name, at in _deciding(lines_here, lambda op: op.module, layers, where).items():
-            op, numbers = _only(at, name, where)
-            ops_asked[name, place] = op.span, filled(op.reason, numbers)
-    widened: dict[str, WidenLine] = {}
-    for name, lines in _deciding(variant.widened, lambda line: line.name, layers, where).items():
-        mlp, numbers = _only(lines, name, where)
-        widened[name] = mlp.renamed(partial(filled, numbers=numbers))
-    merged: dict[str, MergeLine] = {}
-    total = 0
-    for name, some in _deciding(variant.merged, lambda line: line.norm, layers, where).items():
-        norm, numbers = _only(some, name, where)
-        total += len(norm.names)
-        if total > MOST_NAMES:
-            raise RecipeError(f"{where}: merges into more than {MOST_NAMES} names; leave some out")
-        merged[name] = norm.renamed(partial(filled, numbers=numbers))
-    return Asked(norms, writers, left, ops_asked, widened, merged)
+    return ExpandedVariant(
+        norms=_one_each(variant.norms, layers),
+        writers=_writers(variant, layers),
+        ops={
+            (module, place): line
+            for place in PLACES
+            for module, line in _one_each(
+                (op for op in variant.ops if op.place == place), layers
+            ).items()
+        },
+        widened=_one_each(variant.widened, layers),
+        merged=_one_each(variant.merged, layers),
+        untied=variant.untied,
+        settings=variant.settings,
+    )
 
 
-def _edits(
-    variant: Variant, layers: Mapping[str, int], where: str
-) -> tuple[dict[str, tuple[Edit, ...]], frozenset[str]]:
-    """By parameter, what is centred; and the parameters that are left as they are."""
-    edits: dict[str, tuple[Edit, ...]] = {}
-    left: set[str] = set()
+def _one_each(lines: Iterable[L], layers: Mapping[str, int]) -> dict[str, L]:
+    """By name, the one line for it, with the numbers of its layer."""
+    found: dict[str, L] = {}
+    for name, deciding in _deciding(lines, layers).items():
+        if len(deciding) > 1:
+            raise RecipeError(f"two lines name {name}; leave one of them")
+        line, numbers = deciding[0]
+        found[name] = _filled(line, numbers)
+    return found
+
+
+def _writers(variant: Variant, layers: Mapping[str, int]) -> dict[str, tuple[CentredTensor, ...]]:
+    found: dict[str, tuple[CentredTensor, ...]] = {}
     total = 0
-    for name, lines in _deciding(variant.writers, lambda w: w.parameter, layers, where).items():
-        ways: dict[tuple[Span, Span | None, Scale | None], list[str]] = {}
-        for line, numbers in lines:
-            if line.span is None:
-                left.add(name)
-                continue
-            way = line.span, line.held, _filled_scale(line.scale, numbers)
-            tensors = _tensors(line, numbers, layers, where)
-            total += len(tensors)
-            ways.setdefault(way, []).extend(tensors)
-        if name in left and ways or total > MOST_NAMES:
-            problem = f"{name} is both centred and left out" if name in left else "too many tensors"
-            raise RecipeError(f"{where}: {problem}; leave one of the lines out")
-        if ways:
-            edits[name] = tuple(Edit(tuple(found), *way) for way, found in ways.items())
-    return edits, frozenset(left)
+    for name, deciding in _deciding(variant.writers, layers).items():
+        left = [line for line, _ in deciding if line.axis is None]
+        if left and len(left) < len(deciding):
+            raise RecipeError(f"{name} is both centred and left out; leave one line out")
+        lines: list[CentredTensor] = []
+        for line, numbers in deciding if not left else ():
+            tensors = _tensors(line, numbers, layers)
+            lines += [replace(_filled(line, numbers), tensor=tensor) for tensor in tensors]
+        total += len(lines)
+        if total > MAX_NAMES:
+            raise RecipeError(f"centres more than {MAX_NAMES} tensors; leave some out")
+        found[name] = tuple(lines)
+    return found
 
 
 def _deciding(
-    lines: Iterable[Line], name_of: Callable[[Line], str], layers: Mapping[str, int], where: str
-) -> dict[str, list[tuple[Line, dict[str, int]]]]:
+    lines: Iterable[L], layers: Mapping[str, int]
+) -> dict[str, list[tuple[L, dict[str, int]]]]:
     """For every name the lines with the fewest placeholders that cover it, in order of the file."""
-    found: dict[str, list[tuple[Line, dict[str, int]]]] = {}
+    found: dict[str, list[tuple[L, dict[str, int]]]] = {}
     count = 0
     for line in lines:
-        template = name_of(line)
-        before = count
+        template, before = name_of(line), count
+        beside = sum(len(part) for part in vars(line).values() if isinstance(part, tuple))
         for name, numbers in expanded(template, layers):
-            count += 1
-            if count > MOST_NAMES:
-                raise RecipeError(f"{where}: stands for more than {MOST_NAMES} names")
+            count += 1 + beside
+            if count > MAX_NAMES:
+                raise RecipeError(f"stands for more than {MAX_NAMES} names; leave some out")
             others = found.setdefault(name, [])
             fewest = placeholders(name_of(others[0][0])) if others else len(numbers)
             if len(numbers) < fewest:
@@ -123,28 +106,20 @@ def _deciding(
             if len(numbers) <= fewest:
                 others.append((line, numbers))
         if count == before:
-            raise RecipeError(f"{where}: {template} matches nothing; the model has no such layers")
+            raise RecipeError(f"{template} matches nothing; the model has no such layers")
     return found
 
 
-def _filled_scale(scale: Scale | None, numbers: Mapping[str, int]) -> Scale | None:
-    return scale and Scale(filled(scale.parameter, numbers), filled(scale.tensor, numbers))
-
-
 def _tensors(
-    line: WriterLine, numbers: Mapping[str, int], layers: Mapping[str, int], where: str
+    line: CentredTensor, numbers: Mapping[str, int], layers: Mapping[str, int]
 ) -> list[str]:
     """The stored tensors of one parameter; several where a placeholder is left, as for experts."""
-    names = [n for n, _ in islice(expanded(filled(line.tensor, numbers), layers), MOST_NAMES)]
-    if not names or len(names) == MOST_NAMES:
+    names = [n for n, _ in islice(expanded(filled(line.tensor, numbers), layers), MAX_NAMES)]
+    if not names or len(names) == MAX_NAMES:
         few = "nothing" if not names else "too many names"
-        raise RecipeError(f"{where}: {line.tensor} matches {few}; the model has no such layers")
+        raise RecipeError(f"{line.tensor} matches {few}; the model has no such layers")
     return names
 
 
-def _only(
-    found: list[tuple[Line, dict[str, int]]], name: str, where: str
-) -> tuple[Line, dict[str, int]]:
-    if len(found) > 1:
-        raise RecipeError(f"{where}: two lines name {name}; leave one of them")
-    return found[0]
+def _filled(line: L, numbers: Mapping[str, int]) -> L:
+    return renamed(line, lambda _, text: filled(text, numbers)) if numbers else line

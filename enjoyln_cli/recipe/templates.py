@@ -7,14 +7,17 @@ away: ``h.{i-1}.ln_2``.
 
 A size becomes the attribute of the config that has this value, or the quotient of two
 (``hidden_size // num_attention_heads``); a whole dimension needs no size at all.
+
+The edits of a plan are dataclasses. ``renamed`` changes the names in any of them, so that one
+function writes an edit of one layer for every layer, and one fills in the number of a layer again.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
@@ -29,8 +32,13 @@ _PLACEHOLDER = re.compile(r"\{([ijkl])([+-]1)?\}")
 _PART = re.compile(r"([1-9]\d{0,5}) of ([1-9]\d{0,5})")
 _SIZE = re.compile(r"[A-Za-z_][\w.]*( // [A-Za-z_][\w.]*)?")
 
+NAMES = frozenset({"norm", "module", "parameter", "tensor", "weight", "bias"})
+"""Fields of a plan's edits that hold the name of what is edited."""
+
 Number = int | str
 """A number, or the config attributes that give it."""
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,11 @@ def relative(name: str, to: str, layers: Mapping[str, int]) -> str:
     return ".".join(words)
 
 
+def relative_text(text: str, to: str, layers: Mapping[str, int]) -> str:
+    """A sentence with every dotted name in it made ``relative``."""
+    return re.sub(r"[\w-]+(\.[\w-]+)+", lambda match: relative(match[0], to, layers), text)
+
+
 def filled(text: str, numbers: Mapping[str, int]) -> str:
     """``text`` with the numbers of its placeholders; a placeholder without a number stays."""
 
@@ -114,6 +127,39 @@ def expanded(template: str, layers: Mapping[str, int]) -> Iterator[tuple[str, di
         rest = template[: match.start()] + str(number) + template[match.end() :]
         for name, numbers in expanded(rest, layers):
             yield name, {match[1]: number} | numbers
+
+
+# Edits, which are dataclasses with strings, numbers, tuples and further dataclasses in them.
+
+
+def texts_in(value: object, field: str = "") -> Iterator[tuple[str, str]]:
+    """Every string in an edit, with the name of the field that it stands in."""
+    if isinstance(value, str):
+        yield field, value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from texts_in(item, field)
+    elif is_dataclass(value):
+        for part in fields(value):
+            yield from texts_in(getattr(value, part.name), part.name)
+
+
+def names_in(value: object) -> Iterator[str]:
+    """Every name of something that an edit changes or reads."""
+    return (text for field, text in texts_in(value) if field in NAMES and text)
+
+
+def renamed(value: Value, rename: Callable[[str, str], str], field: str = "") -> Value:
+    """The same edit with ``rename(field, text)`` in place of every string."""
+    found: Any = value
+    if isinstance(value, str):
+        found = rename(field, value)
+    elif isinstance(value, tuple):
+        found = tuple(renamed(item, rename, field) for item in value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = {part.name: getattr(value, part.name) for part in fields(value)}
+        found = replace(value, **{key: renamed(part, rename, key) for key, part in parts.items()})
+    return found  # type: ignore[no-any-return]
 
 
 def problem_with(name: object, *, near: bool = False) -> str | None:

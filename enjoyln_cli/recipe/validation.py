@@ -1,13 +1,13 @@
-"""The smallest checks of a recipe's values.
+"""Checks of a recipe's values, from which the sections of a recipe are put together.
 
-Each returns its value, or raises ``RecipeError`` with the key (``at``), what arrived there and what
-belongs there, in one line.
+A check takes a value and its place in the file (``variants[0].norms``). It returns the value, or
+raises ``RecipeError`` with that place, what arrived there and what belongs there, in one line.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from enjoyln_cli.errors import RecipeError
@@ -15,76 +15,108 @@ from enjoyln_cli.recipe.templates import is_size, problem_with
 from enjoyln_cli.text import did_you_mean
 
 Value = TypeVar("Value")
+Check = Callable[[Any, str], Value]
+NOTHING: Mapping[str, Check[Any]] = {}
 
 
-def mapping(
-    value: Any, at: str, required: Sequence[str], optional: Sequence[str] = ()
-) -> Mapping[str, Any]:
-    """A mapping with all of the required keys and none that is unknown."""
-    known = (*required, *optional)
+def fields(
+    value: Any,
+    at: str,
+    required: Mapping[str, Check[Any]],
+    optional: Mapping[str, Check[Any]] = NOTHING,
+) -> dict[str, Any]:
+    """The checked values of a mapping that has all required keys and none that is unknown."""
+    checks = {**required, **optional}
+    known = ", ".join(checks)
     if not isinstance(value, Mapping):
-        raise RecipeError(f"{at}: {_kind(value)} where a mapping with {_or(known)} belongs")
+        raise refusal(at, f"{_kind(value)} where a mapping with {known} belongs")
     for key in value:
-        if key not in known:
-            hint = did_you_mean(str(key), known, 1) or f"known are {_or(known)}"
-            raise RecipeError(f"{at}: unknown key {shown(key)}; {hint}")
+        if key not in checks:
+            hint = did_you_mean(str(key), checks, 1) or f"known are {known}"
+            raise refusal(at, f"unknown key {shown(key)}; {hint}")
     for key in required:
         if key not in value:
-            raise RecipeError(f"{at}: the key {key} is missing; add it")
-    return value
+            raise refusal(at, f"the key {key} is missing; add it")
+    return {
+        key: check(value[key], inside(at, key)) for key, check in checks.items() if key in value
+    }
 
 
-def entries(value: Any, at: str, of: Callable[[str, Any, str], Value]) -> dict[str, Value]:
-    """A mapping whose keys are text; ``of`` checks key and value."""
-    if not isinstance(value, Mapping):
-        raise RecipeError(f"{at}: {_kind(value)} where a mapping of names belongs")
-    for key in value:
-        text(key, at)
-    return {key: of(key, item, f"{at}.{key:.120}") for key, item in value.items()}
+def items(check: Check[Value]) -> Check[tuple[Value, ...]]:
+    """A list, each of whose items passes ``check``."""
+
+    def of(value: Any, at: str) -> tuple[Value, ...]:
+        if not isinstance(value, list):
+            raise refusal(at, f"{_kind(value)} where a list belongs; write [...]")
+        return tuple(check(item, f"{at}[{index}]") for index, item in enumerate(value))
+
+    return of
 
 
-def items(value: Any, at: str, of: Callable[[Any, str], Value]) -> tuple[Value, ...]:
-    """A list; ``of`` checks each item."""
-    if not isinstance(value, list):
-        raise RecipeError(f"{at}: {_kind(value)} where a list belongs; write [...]")
-    return tuple(of(item, f"{at}[{index}]") for index, item in enumerate(value))
+def entries(check: Check[Value]) -> Check[dict[str, Value]]:
+    """A mapping whose keys are text, and each of whose values passes ``check``."""
+
+    def of(value: Any, at: str) -> dict[str, Value]:
+        if not isinstance(value, Mapping):
+            raise refusal(at, f"{_kind(value)} where a mapping of names belongs")
+        for key in value:
+            text(key, at)
+        return {key: check(item, inside(at, key)) for key, item in value.items()}
+
+    return of
+
+
+def named(read: Callable[[str, Any, str], Value]) -> Check[dict[str, Value]]:
+    """A mapping whose keys are names of tensors or modules, which ``read`` gets with each value."""
+
+    def of(value: Any, at: str) -> dict[str, Value]:
+        found = entries(lambda item, _: item)(value, at)
+        places = {key: inside(at, key) for key in found}
+        return {key: read(name(key, places[key]), found[key], places[key]) for key in found}
+
+    return of
 
 
 def text(value: Any, at: str) -> str:
     """One line of at most 1000 printable characters."""
     if not isinstance(value, str) or len(value) > 1000 or not value.isprintable():
-        raise RecipeError(f"{at}: {shown(value)} where one line of text belongs")
+        raise refusal(at, f"{shown(value)} where one line of text belongs")
     return value
 
 
 def word(value: Any, at: str) -> str:
     """A class or an argument: letters, digits, ``_`` and ``-``."""
     if not isinstance(value, str) or not re.fullmatch(r"[\w-]{1,200}", value, re.ASCII):
-        raise RecipeError(f"{at}: {shown(value)} is not a name of letters, digits, _ and -")
+        raise refusal(at, f"{shown(value)} is not a name of letters, digits, _ and -")
     return value
 
 
 def name(value: Any, at: str) -> str:
     """A dotted name that may hold for every layer: ``h.{i}.ln_1``."""
-    problem = problem_with(value)
-    if problem:
-        raise RecipeError(f"{at}: {problem}")
-    return str(value)
+    return _without(problem_with(value), value, at)
 
 
 def near_name(value: Any, at: str) -> str:
     """A name that may lie one layer away from another: ``h.{i-1}.ln_2``."""
-    problem = problem_with(value, near=True)
+    return _without(problem_with(value, near=True), value, at)
+
+
+def _without(problem: str | None, value: Any, at: str) -> str:
     if problem:
-        raise RecipeError(f"{at}: {problem}")
+        raise refusal(at, problem)
     return str(value)
 
 
-def number(value: Any, at: str, lowest: int, highest: int = 2**40) -> int:
+def number(lowest: int, highest: int = 2**40) -> Check[int]:
     """A whole number in a range."""
-    if type(value) is not int or not lowest <= value <= highest:
-        raise RecipeError(f"{at}: {shown(value)} where a number from {lowest} to {highest} belongs")
-    return value
+
+    def of(value: Any, at: str) -> int:
+        if type(value) is not int or not lowest <= value <= highest:
+            belongs = f"a number from {lowest} to {highest}"
+            raise refusal(at, f"{shown(value)} where {belongs} belongs")
+        return value
+
+    return of
 
 
 def size(value: Any, at: str) -> int | str:
@@ -93,16 +125,30 @@ def size(value: Any, at: str) -> int | str:
         return value
     if type(value) is int and 0 < value < 2**40:
         return value
-    raise RecipeError(
-        f"{at}: {shown(value)} is no size; write a number, a config attribute, or one // another"
-    )
+    known = "a number, a config attribute, or one // another"
+    raise refusal(at, f"{shown(value)} is no size; write {known}")
 
 
-def plain(name: str, value: Any, at: str) -> Any:
+def plain(value: Any, at: str) -> Any:
     """A number, a truth value, text, or nothing."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    return text(value, at)
+    return value if value is None or isinstance(value, (bool, int, float)) else text(value, at)
+
+
+def only_true(value: Any, at: str) -> bool:
+    """A key that says all by being there."""
+    if value is not True:
+        raise refusal(at, f"{shown(value)}; only true has a meaning here")
+    return True
+
+
+def refusal(at: str, problem: str) -> RecipeError:
+    """An error at a place in the file; without a place, of the whole file."""
+    return RecipeError(f"{at}: {problem}" if at else problem)
+
+
+def inside(at: str, key: str) -> str:
+    """The place of a key of a mapping."""
+    return f"{at}.{key:.120}" if at else key
 
 
 def shown(value: Any) -> str:
@@ -117,12 +163,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
     return "nothing" if value is None else shown(value)
-
-
-def _or(names: Sequence[str]) -> str:
-    return ", ".join(names)
-
-
-def one_line(error: Exception) -> str:
-    """An exception's text without its line breaks."""
-    return " ".join(str(error).split())[:200]

@@ -302,7 +302,8 @@ def original_of(
 
 
 def _plan_of(folded: Checkpoint, trust_remote_code: bool) -> Plan:
-    from enjoyln_cli.recipe.recipe_file import load_recipe, to_plan
+    from enjoyln_cli.recipe.read import load_recipe
+    from enjoyln_cli.recipe.to_plan import to_plan
 
     shapes = {name: stored.shape for name, stored in folded.tensors.items()}
     config = load_config(folded.source, trust_remote_code)

@@ -30,14 +30,11 @@ from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.cli.main import main
 from enjoyln_cli.errors import BadCheckpoint, RecipeError, VerificationFailed
 from enjoyln_cli.plan.plan import Options, Plan
-from enjoyln_cli.recipe.merges import in_words, lines_of
-from enjoyln_cli.recipe.recipe_file import (
-    dump_recipe,
-    load_recipe,
-    parse_recipe,
-    recipe_of,
-    to_plan,
-)
+from enjoyln_cli.recipe.compare import differences
+from enjoyln_cli.recipe.from_plan import recipe_of
+from enjoyln_cli.recipe.read import load_recipe, parse_recipe
+from enjoyln_cli.recipe.to_plan import to_plan
+from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.report.notes import counts, notes, row
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -384,7 +381,9 @@ def test_a_recipe_chooses_and_is_followed_or_refused(
     fewer = text.replace(
         "      - {weight: lm_head.weight, dim: 1", "      - {weight: lm_head.weight, dim: 0"
     )
-    with pytest.raises(RecipeError, match=r"merges its weight.*\(dimension 0\).*and the proof"):
+    with pytest.raises(
+        RecipeError, match="merges it: .*weight: lm_head.weight, dim: 0.*the proof .*dim: 1"
+    ):
         follow(fewer)
     not_folded = text.replace("  norms:\n", "  norms:\n    model.layers.0.input_layernorm: keep\n")
     with pytest.raises(
@@ -436,7 +435,7 @@ def test_endless_lines_are_refused() -> None:
         f"    h.{{i}}.n: {{weight: 'h.{{i}}.n.weight', into: [{readers}]}}\n"
         "record: {layers: {h: 250000}}\n"
     )
-    with pytest.raises(RecipeError, match="merges into more than"):
+    with pytest.raises(RecipeError, match="stands for more than"):
         to_plan(parse_recipe(text, where="here"), {})
 
 
@@ -485,8 +484,11 @@ def test_a_line_for_every_layer_with_other_names_on_disk() -> None:
     shapes.pop("classifier.bias")
     with pytest.raises(RecipeError, match="no stored tensor is named classifier.bias"):
         to_plan(parsed, shapes, config=config)
-    assert in_words(lines_of(plan.merged, ())[-1]).startswith(
-        "merges its weight and its bias into c"
+    found = differences(recipe, replace(plan, merged=plan.merged[:-1]), config=config)
+    assert found == (
+        "vit.layernorm: the recipe merges it: {weight: vit.layernorm.weight, bias: "
+        "vit.layernorm.bias, into: [{weight: classifier.weight, dim: 1, bias: classifier.bias}]}, "
+        "the proof does not merge it",
     )
 
 

@@ -25,7 +25,8 @@ from enjoyln_cli.conversion.fold import prepare, write
 from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
 from enjoyln_cli.models.outputs import by_field, is_fed_back, named_by
-from enjoyln_cli.recipe.recipe_file import dump_recipe, parse_recipe
+from enjoyln_cli.recipe.read import parse_recipe
+from enjoyln_cli.recipe.write import dump_recipe
 
 TOWER = {
     "hidden_size": 21,

@@ -28,7 +28,7 @@ from enjoyln_cli.comparison.run import Float64
 from enjoyln_cli.models.classes import apply_experts, build, classes_for
 from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.proof.pullback import Opaque
-from enjoyln_cli.recipe.recipe_file import load_recipe
+from enjoyln_cli.recipe.read import load_recipe
 
 EXPERTS = {f"e.{i}.w": (12, 8) for i in range(11)}
 GATED = EXPERTS | {f"e.{i}.v": (12, 8) for i in range(11)}

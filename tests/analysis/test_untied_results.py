@@ -32,7 +32,9 @@ from enjoyln_cli.conversion.fold import convert, prepare
 from enjoyln_cli.conversion.inspect import Inspected, Opening
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, RecipeError, UnsupportedModel
 from enjoyln_cli.plan.plan import Options, Plan
-from enjoyln_cli.recipe.recipe_file import differences, follow, recipe_of
+from enjoyln_cli.recipe.compare import differences
+from enjoyln_cli.recipe.follow import follow
+from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.report.notes import UNTIED, row
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
@@ -452,13 +454,18 @@ def test_a_recipe_is_followed_or_refused() -> None:
     recipe = recipe_of(plan, config=GPT2)
     assert follow(recipe, plan, config=GPT2) == plan
     assert differences(recipe, plan, config=GPT2) == ()
-    with pytest.raises(RecipeError, match="unties lm_head.weight from transformer.wte.weight, and"):
+    with pytest.raises(
+        RecipeError,
+        match="the recipe unties it: {copy_of: transformer.wte.weight}, the proof does not",
+    ):
         follow(recipe, tied, config=GPT2)
-    with pytest.raises(RecipeError, match="unties nothing, and the proof lm_head.weight"):
+    with pytest.raises(
+        RecipeError, match="lm_head.weight: the recipe does not untie it, the proof unties it"
+    ):
         follow(recipe_of(tied, config=GPT2), plan, config=GPT2)
     found = differences(recipe, tied, config=GPT2)
-    assert any("unties: the recipe has lm_head.weight" in line for line in found)
-    assert any("sets: the recipe has tie_word_embeddings: False" in line for line in found)
+    assert any("lm_head.weight: the recipe unties it" in line for line in found)
+    assert any("tie_word_embeddings: the recipe sets it to False" in line for line in found)
 
 
 def test_the_recipe_of_a_result_repeats_it(tmp_path: Path) -> None:
@@ -472,7 +479,9 @@ def test_the_recipe_of_a_result_repeats_it(tmp_path: Path) -> None:
     assert "  untie:\n    lm_head.weight: {copy_of: transformer.wte.weight}\n" in text
     edited = tmp_path / "mine.yaml"
     edited.write_text(text.replace("copy_of: transformer.wte", "copy_of: transformer.wpe"))
-    with pytest.raises(RecipeError, match="unties lm_head.weight from transformer.wpe.weight"):
+    with pytest.raises(
+        RecipeError, match="lm_head.weight: the recipe unties it: {copy_of: transformer.wpe.weight}"
+    ):
         convert(CHECKPOINTS / "gpt2", tmp_path / "c", recipe=edited)
 
 

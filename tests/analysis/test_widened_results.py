@@ -31,14 +31,12 @@ from enjoyln_cli.comparison.run import Float64
 from enjoyln_cli.errors import BadCheckpoint, NotCentred, RecipeError, VerificationFailed
 from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.mean_units import UNITS
-from enjoyln_cli.recipe.recipe_file import (
-    dump_recipe,
-    load_recipe,
-    parse_recipe,
-    recipe_of,
-    to_plan,
-)
-from enjoyln_cli.recipe.widening import WidenLine
+from enjoyln_cli.plan.plan import Widening
+from enjoyln_cli.recipe.from_plan import recipe_of
+from enjoyln_cli.recipe.read import load_recipe, parse_recipe
+from enjoyln_cli.recipe.templates import renamed
+from enjoyln_cli.recipe.to_plan import to_plan
+from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.hooks import input_means
@@ -249,7 +247,7 @@ def test_the_recipe_says_it_all(outs: dict[str, Path]) -> None:
     recipe = load_recipe(outs["float32"] / "enjoyln_recipe.yaml")
     assert recipe.options == {"widen_mlp": True}
     (line,) = recipe.variants[0].widened
-    assert line.name == "bert.encoder.layer.{i}.output.dense.weight"
+    assert line.second.parameter == "bert.encoder.layer.{i}.output.dense.weight"
     tensors = load_file(outs["float32"] / "model.safetensors")
     plan = to_plan(recipe, {name: tensor.shape for name, tensor in tensors.items()})
     proven = analyze_config(BertConfig.from_pretrained(SOURCE), options=WIDEN).plan
@@ -264,7 +262,7 @@ def test_a_recipe_is_followed(outs: dict[str, Path], tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (outs["float32"] / name).read_bytes()
 
 
-def asking(out: Path, into: Path, edit: Callable[[WidenLine], tuple[WidenLine, ...]]) -> Path:
+def asking(out: Path, into: Path, edit: Callable[[Widening], tuple[Widening, ...]]) -> Path:
     """The recipe of ``out`` with another line for the MLPs."""
     recipe = load_recipe(out / "enjoyln_recipe.yaml")
     (variant,) = recipe.variants
@@ -273,21 +271,24 @@ def asking(out: Path, into: Path, edit: Callable[[WidenLine], tuple[WidenLine, .
     return into
 
 
-def with_second(line: WidenLine, name: str) -> WidenLine:
+def with_second(line: Widening, name: str) -> Widening:
     return replace(line, second=replace(line.second, parameter=name, tensor=name))
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda line: (replace(line, to=336),), "from 320 to 336.*and the proof.* to 328"),
-        (lambda line: (replace(line, size=312),), "from 312 to 328.*and the proof"),
-        (lambda line: (replace(line, subtracts=False),), "by zeros.*and the proof"),
-        (lambda line: (replace(line, attribute="hidden_size"),), "as hidden_size says"),
-        (lambda line: (replace(line, bias=None),), "and the proof widens.*dense.bias"),
+        (lambda line: (replace(line, to=336),), "from: 320, to: 336.*the proof.*to: 328"),
+        (lambda line: (replace(line, size=312),), "from: 312, to: 328.*the proof.*from: 320"),
+        (lambda line: (replace(line, subtracts=False),), "zeros: true.*the proof"),
+        (
+            lambda line: (replace(line, attribute="hidden_size"),),
+            "attribute: hidden_size.*the proof.*attribute: intermediate_size",
+        ),
+        (lambda line: (replace(line, bias=None),), "the proof widens.*dense.bias"),
         (lambda line: (with_second(line, FIRST.format("{i}", "weight")),), "not part of the proof"),
         (
-            lambda line: (line.renamed(lambda name: name.replace("{i}", "1")),),
+            lambda line: (renamed(line, lambda _, name: name.replace("{i}", "1")),),
             "counts the hidden units of bert.encoder.layer.0.output.dense.weight, too",
         ),
         (lambda line: (), "needs the MLP of bert.encoder.layer.0.output.dense.weight"),
@@ -296,7 +297,7 @@ def with_second(line: WidenLine, name: str) -> WidenLine:
 )
 def test_a_recipe_that_asks_for_something_else(
     outs: dict[str, Path],
-    edit: Callable[[WidenLine], tuple[WidenLine, ...]],
+    edit: Callable[[Widening], tuple[Widening, ...]],
     message: str,
     tmp_path: Path,
 ) -> None:

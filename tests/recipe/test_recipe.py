@@ -11,20 +11,13 @@ import pytest
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import PLAIN, Centring, Options, Plan, Verdict, Writer
-from enjoyln_cli.recipe.recipe_file import (
-    Recipe,
-    differences,
-    dump_recipe,
-    follow,
-    load_recipe,
-    merged,
-    options_asked,
-    options_data,
-    parse_recipe,
-    recipe_of,
-    shipped_recipe,
-    to_plan,
-)
+from enjoyln_cli.recipe.compare import differences
+from enjoyln_cli.recipe.follow import follow
+from enjoyln_cli.recipe.from_plan import merged, recipe_of
+from enjoyln_cli.recipe.model import Recipe, options_asked, options_data
+from enjoyln_cli.recipe.read import load_recipe, parse_recipe, shipped_recipe
+from enjoyln_cli.recipe.to_plan import to_plan
+from enjoyln_cli.recipe.write import dump_recipe
 
 AFFINE = "its input holds the output of a LayerNorm with weight and bias, whose mean is not zero"
 
@@ -255,7 +248,7 @@ def test_nested_layers() -> None:
     )
     plan = Plan("toy", "Toy", ("Toy",), norms, (), ())
     recipe = through_text(recipe_of(plan))
-    assert [line.name for line in recipe.variants[0].norms] == ["stages.{i}.blocks.{j}.norm"]
+    assert [line.norm for line in recipe.variants[0].norms] == ["stages.{i}.blocks.{j}.norm"]
     assert follow(recipe, plan) == plan
     assert to_plan(recipe, {}).norms == norms
 
@@ -295,7 +288,10 @@ def test_several_parts_of_one_tensor_are_a_list() -> None:
         assert to_plan(recipe, {w.tensor: w.shape for w in writers}).writers == writers
         assert not differences(recipe, plan)
         one = replace(recipe.variants[0], writers=recipe.variants[0].writers[:1])
-        with pytest.raises(RecipeError, match="qkv.weight is centred over 2 groups.* proven over"):
+        with pytest.raises(
+            RecipeError,
+            match=r"qkv.weight: the recipe .* over 2 groups.*, the proof .* and centres it",
+        ):
             follow(replace(recipe, variants=(one,)), plan)
 
 
@@ -362,11 +358,11 @@ Q = "model.layers.{i}.q_proj.weight: {dim: 0, size: hidden_size // num_attention
 REFUSED = {
     "an op left out of the line": (
         _gpt2((LN_F, "transformer.ln_f: fold")),
-        "transformer.ln_f with",
+        "transformer.ln_f: the recipe folds it in the weights, the proof folds it with the",
     ),
     "another op": (
         _gpt2((LN_F, "transformer.ln_f: {fold_with: [transformer.wpe]}")),
-        "centring of transformer.wpe, and it is proven with that of transformer.wte",
+        "the centring of transformer.wpe, the proof folds it with the centring of transformer.wte",
     ),
     "an op that is not proven": (
         _gpt2(("- module: transformer.wte", "- module: transformer.drop")),
@@ -378,7 +374,8 @@ REFUSED = {
     ),
     "an op over another axis": (
         _gpt2(("size: n_embd", "size: n_positions")),
-        "transformer.wte is centred over the 32 elements of dimension -1, and proven over the 48",
+        "transformer.wte: the recipe centres its output over the 32 elements of dimension -1, "
+        "the proof centres its output over the 48",
     ),
     "a writer that a norm needs": (
         _gpt2((WPE, "")),
@@ -398,7 +395,7 @@ REFUSED = {
     ),
     "a writer over another dimension": (
         _gpt2((WPE, WPE.replace("1", "0"))),
-        "transformer.wpe.weight is centred over the 32 elements of dimension 0",
+        "transformer.wpe.weight: the recipe centres it over the 32 elements of dimension 0",
     ),
     "a tensor left that nobody centres": (
         _gpt2((WPE, WPE + "    transformer.h.1.mlp.c_fc.bias: leave\n")),
@@ -406,8 +403,8 @@ REFUSED = {
     ),
     "all heads at once": (
         _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0}")),
-        "model.layers.0.q_proj.weight is centred over the 32 elements of dimension 0, and proven "
-        "over 4 groups of 8",
+        "model.layers.0.q_proj.weight: the recipe centres it over the 32 elements of dimension 0, "
+        "the proof centres it over 4 groups of 8",
     ),
     "an attribute that the config lacks": (
         _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0, size: head_dim}")),
@@ -496,8 +493,10 @@ def test_differences_name_every_edit() -> None:
         "transformer.wte, the proof folds it in the weights",
         "transformer.ln_f: the recipe folds it with the centring of transformer.wte, the proof "
         "folds it in the weights",
-        "transformer.wte.weight: the recipe does not centre it, the proof centres it",
-        "transformer.wte: the recipe centres its output, the proof does not centre its output",
+        "transformer.wte.weight: the recipe does not centre it, the proof centres it over the 48 "
+        "elements of dimension 1",
+        "transformer.wte: the recipe centres its output over the 48 elements of dimension -1, "
+        "the proof does not centre its output",
     )
 
 
@@ -512,8 +511,8 @@ def test_differences_see_axes_classes_and_inputs() -> None:
     )
     found = differences(recipe_of(plan, config=config), changed, config=config)
     assert found == (
-        "model.layers.0.q_proj.weight is centred over 4 groups of 8 elements (1 apart) of "
-        "dimension 0 from element 0, and proven over the 32 elements of dimension 0",
+        "model.layers.0.q_proj.weight: the recipe centres it over 4 groups of 8 elements (1 apart) "
+        "of dimension 0 from element 0, the proof centres it over the 32 elements of dimension 0",
         "classes: the recipe has PhiForCausalLM, the proof PhiForCausalLM, PhiModel",
         "unproven: the recipe has nothing, the proof mask",
     )

@@ -31,7 +31,8 @@ from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
 from enjoyln_cli.conversion import fold
 from enjoyln_cli.conversion.inspect import Opening, inspect
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.recipe.recipe_file import parse_recipe, to_plan
+from enjoyln_cli.recipe.read import parse_recipe
+from enjoyln_cli.recipe.to_plan import to_plan
 
 TIMES = int(os.environ.get("ENJOYLN_FUZZ", "1"))
 LONGEST = 30

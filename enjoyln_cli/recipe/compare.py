@@ -1,0 +1,173 @@
+"""A recipe beside a proven plan, which is read as a recipe too: where their edits differ, in words.
+
+Two edits are the same if their words are. An axis stands in them by the elements that it covers in
+this model, so that ``{dim: 1}`` and ``{dim: 1, size: n_embd}`` may be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from enjoyln_cli.errors import RecipeError
+from enjoyln_cli.plan import call_text
+from enjoyln_cli.plan.plan import Merge, Plan, Verdict
+from enjoyln_cli.recipe.expand import ExpandedVariant, expand
+from enjoyln_cli.recipe.from_plan import plan_layers, recipe_of
+from enjoyln_cli.recipe.model import CentredTensor, Recipe, sizes_by_name, variant_for
+from enjoyln_cli.recipe.templates import Span, concrete, templated
+from enjoyln_cli.recipe.write import merge_data, untied_data, widening_data
+from enjoyln_cli.recipe.yaml_text import dump_inline
+
+Kind = Literal["untied", "settings", "norms", "writers", "output", "input", "widened", "merged"]
+"""Of an edit: a field of the plan, or where an operation is added."""
+KEEPS = "keeps it"
+"""What a recipe and a proof say of a norm that stays LayerNorm."""
+
+_ABSENT: dict[Kind, tuple[str, str]] = {
+    "untied": ("does not untie it", "does not untie it"),
+    "settings": ("does not set it", "does not set it"),
+    "norms": ("does not name it", "has no such norm"),
+    "writers": ("does not centre it", "does not centre it"),
+    "output": ("does not centre its output", "does not centre its output"),
+    "input": ("does not centre its input", "does not centre its input"),
+    "widened": ("does not widen its MLP", "does not widen its MLP"),
+    "merged": ("does not merge it", "does not merge it"),
+}
+"""What a recipe, and what a proof says of a name that it does not have."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a recipe and a proof say of every name that one of them has, for one kind of edit."""
+
+    kind: Kind
+    recipe: Mapping[str, str]
+    proof: Mapping[str, str]
+
+    def differences(self) -> Iterator[tuple[str, str]]:
+        """Every name of which they say different things."""
+        unnamed, unknown = _ABSENT[self.kind]
+        for name in dict.fromkeys([*self.proof, *self.recipe]):
+            ours, theirs = self.recipe.get(name, unnamed), self.proof.get(name, unknown)
+            if ours != theirs:
+                yield name, f"the recipe {ours}, the proof {theirs}"
+
+
+def compare(recipe: ExpandedVariant, plan: Plan, sizes: Mapping[str, Any]) -> list[Comparison]:
+    """Each kind of edit; ``sizes`` has those that the recipe names."""
+    proof = expand(recipe_of(plan).variants[0], plan_layers(plan))
+    shapes = {writer.parameter: writer.shape for writer in plan.writers}
+    ours, theirs = (_in_words(edits, shapes, sizes) for edits in (recipe, proof))
+    return [Comparison(kind, ours[kind], theirs[kind]) for kind in _ABSENT]
+
+
+def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str, ...]:
+    """Where the edits of a recipe and those of a proven plan differ, by name; empty if nowhere.
+
+    Reasons and culprits of kept norms are not edits. Lines that hold for several layers are one.
+    """
+    layers = plan_layers(plan)
+    try:
+        variant = variant_for(recipe, plan.model_type, plan.model_class, config)
+        expanded = expand(variant, layers)
+    except RecipeError as error:
+        return (f"{recipe.where}: {error}",)
+    found = compare(expanded, plan, sizes_by_name(recipe, config))
+    lines = _by_layer((one for kind in found for one in kind.differences()), layers)
+    proof = recipe_of(plan).variants[0]
+    for what, ours, theirs in (
+        ("classes", variant.classes, proof.classes),
+        ("outputs", variant.outputs, proof.outputs),
+        ("entry_inputs", variant.entry_inputs, proof.entry_inputs),
+        ("unproven", variant.unproven, proof.unproven),
+        ("calls", map(call_text.written, variant.calls), map(call_text.written, proof.calls)),
+    ):
+        if (here := set(ours)) != (there := set(theirs)):
+            lines.append(f"{what}: the recipe has {listed(here)}, the proof {listed(there)}")
+    return tuple(lines)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in alphabetical order, or ``nothing``."""
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _by_layer(found: Iterable[tuple[str, str]], layers: Mapping[str, int]) -> list[str]:
+    """One line for names that differ only in the layer."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for name, text in found:
+        grouped.setdefault((templated(name, layers)[0], text), []).append(name)
+    return [
+        f"{names[0]}: {text}" if len(names) == 1 else f"{template} ({len(names)} layers): {text}"
+        for (template, text), names in grouped.items()
+    ]
+
+
+# Edits in words.
+
+
+def _in_words(
+    edits: ExpandedVariant, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, Any]
+) -> dict[Kind, dict[str, str]]:
+    """What is done to each name; ``shapes`` are those of the parameters of the model."""
+    values: dict[Kind, dict[str, str]] = {"output": {}, "input": {}}
+    for (module, place), op in edits.ops.items():
+        values[place][module] = f"centres its {place} over {_elements(op.axis, None, sizes)}"
+    centred = {
+        name: {_centred_in_words(line, shapes.get(name), sizes) for line in lines}
+        for name, lines in edits.writers.items()
+        if lines
+    }
+    return values | {
+        "untied": {
+            one.tensor: f"unties it: {dump_inline(untied_data(one))}" for one in edits.untied
+        },
+        "settings": {name: f"sets it to {value}" for name, value in edits.settings.items()},
+        "norms": {name: _fate(line) for name, line in edits.norms.items()},
+        "writers": {name: " and ".join(sorted(texts)) for name, texts in centred.items()},
+        "widened": {
+            name: f"widens its MLP: {dump_inline({one.second.tensor: widening_data(one)})}"
+            for name, one in edits.widened.items()
+        },
+        "merged": {
+            name: f"merges it: {dump_inline(merge_data(one))}"
+            for name, one in edits.merged.items()
+            if isinstance(one, Merge)
+        },
+    }
+
+
+def _fate(verdict: Verdict) -> str:
+    if verdict.status == "kept":
+        return KEEPS
+    with_ops = f"with the centring of {listed(set(verdict.ops))}"
+    return f"folds it {with_ops if verdict.ops else 'in the weights'}"
+
+
+def _centred_in_words(
+    line: CentredTensor, shape: tuple[int, ...] | None, sizes: Mapping[str, Any]
+) -> str:
+    scale, text = line.scale, "centres it"
+    if line.axis and shape is not None:
+        extent = shape[line.axis.dim] if line.axis.dim < len(shape) else 0
+        text += f" over {_elements(line.axis, extent, sizes)}"
+    if scale is None:
+        return text
+    stored = "" if scale.tensor == scale.parameter else f" (stored as {scale.tensor})"
+    return f"merges {scale.parameter}{stored} into it and {text}"
+
+
+def _elements(span: Span, extent: int | None, sizes: Mapping[str, Any]) -> str:
+    try:
+        axis = concrete(span, extent, sizes)
+    except RecipeError as error:
+        return f"what is not there ({error})"
+    if (axis.start, axis.outer, axis.inner) == (0, 1, 1):
+        return f"the {axis.size} elements of dimension {axis.dim}"
+    step = f", one every {axis.step}" if axis.step else ""
+    return (
+        f"{axis.outer} groups of {axis.size} elements ({axis.inner} apart) "
+        f"of dimension {axis.dim} from element {axis.start}{step}"
+    )

@@ -1,0 +1,216 @@
+"""What a recipe holds: the edits of a plan, written so that they hold for a whole family.
+
+Most edits are the plan's own dataclasses with placeholders in their names, and without what only a
+proof or the tensors of one model say: ``needs``, ``mlps`` and ``path`` of a verdict, ``features``
+of a widening, ``shape`` of a copy. Two have a class here, since sizes stand in them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from enjoyln_cli.errors import RecipeError
+from enjoyln_cli.plan.covered_calls import CallForm
+from enjoyln_cli.plan.plan import (
+    PLAIN,
+    Merge,
+    Options,
+    Place,
+    Scale,
+    Unmerged,
+    Untied,
+    Verdict,
+    Widening,
+)
+from enjoyln_cli.recipe.templates import Span
+from enjoyln_cli.text import did_you_mean
+
+VERSION = 1
+"""Of the format."""
+KEPT_BY_RECIPE = "the recipe keeps it"
+"""The reason for a norm that a person keeps without giving one."""
+
+
+@dataclass(frozen=True)
+class CentredTensor:
+    """A ``plan.Writer`` of any size; one without an axis is left as it is."""
+
+    parameter: str
+    tensor: str
+    """May have more placeholders than ``parameter``, which is then made of several tensors."""
+    axis: Span | None = None
+    held: Span | None = None
+    scale: Scale | None = None
+
+
+@dataclass(frozen=True)
+class CentredValue:
+    """A ``plan.Centring`` of any size."""
+
+    module: str
+    place: Place
+    axis: Span
+    reason: str = ""
+
+
+Line = Verdict | CentredTensor | CentredValue | Widening | Merge | Unmerged
+"""What a recipe says of one name, or of the same name in every layer."""
+
+
+def name_of(line: Line) -> str:
+    """The norm, parameter or module that a line is about."""
+    if isinstance(line, CentredTensor):
+        return line.parameter
+    if isinstance(line, CentredValue):
+        return line.module
+    return line.second.parameter if isinstance(line, Widening) else line.norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """The edits for one model class under some config attributes. See ``plan.Plan``."""
+
+    model_class: str
+    classes: tuple[str, ...]
+    when: Mapping[str, Any] = field(default_factory=dict)
+    norms: tuple[Verdict, ...]
+    writers: tuple[CentredTensor, ...] = ()
+    ops: tuple[CentredValue, ...] = ()
+    widened: tuple[Widening, ...] = ()
+    merged: tuple[Merge | Unmerged, ...] = ()
+    untied: tuple[Untied, ...] = ()
+    settings: Mapping[str, bool | int] = field(default_factory=dict)
+    """Entries of ``config.json`` that change, by name."""
+    outputs: tuple[str, ...] = ()
+    entry_inputs: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
+    calls: tuple[CallForm, ...] = ()
+    """Those that are proven, where any other is not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What belongs to the one model that was folded."""
+
+    layers: Mapping[str, int] = field(default_factory=dict)
+    config: Mapping[str, int] = field(default_factory=dict)
+    other_norms: Mapping[str, int] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A family's recipe has several variants and no record; that of a fold one, and a record."""
+
+    model_type: str
+    variants: tuple[Variant, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    record: Record | None = None
+    where: str = field(default="the recipe", compare=False)
+    """For messages."""
+
+
+@contextmanager
+def errors_of(where: str) -> Iterator[None]:
+    """Every ``RecipeError`` that is raised inside begins with ``where``."""
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def as_mapping(config: Any) -> Mapping[str, Any]:
+    """The attributes of a transformers config, a mapping, or nothing."""
+    if config is None or isinstance(config, Mapping):
+        return config or {}
+    return config.to_dict()
+
+
+def sizes_by_name(recipe: Recipe, config: Any) -> Mapping[str, Any]:
+    """Where sizes by name come from: the config of a call, else the one recorded."""
+    if config is not None:
+        return as_mapping(config)
+    return recipe.record.config if recipe.record else {}
+
+
+def variant_for(recipe: Recipe, model_type: str, model_class: str, config: Any = None) -> Variant:
+    """The variant for a class whose conditions hold; they are not looked at without a config.
+
+    Raises ``RecipeError`` that names what does not match.
+    """
+    if recipe.model_type != model_type:
+        raise RecipeError(
+            f"made for {recipe.model_type}, and the model is {model_type}; "
+            f"pass a recipe for {model_type}"
+        )
+    found = [variant for variant in recipe.variants if variant.model_class == model_class]
+    if not found:
+        classes = ", ".join(dict.fromkeys(variant.model_class for variant in recipe.variants))
+        raise RecipeError(
+            f"made for {classes}, and the plan is for {model_class}; "
+            "choose the class with --model-class"
+        )
+    values = as_mapping(config)
+    for variant in found:
+        if not values or _holds(variant, values):
+            return variant
+    misses = [f"{key}: {value}" for key, value in found[0].when.items() if values.get(key) != value]
+    raise RecipeError(
+        f"made for models with {', '.join(misses)}, which the config of this one "
+        "does not have; pass a recipe that was written for such a model"
+    )
+
+
+def outputs_asked(recipe: Recipe, model_class: str | None, config: Any) -> tuple[str, ...]:
+    """The outputs that a recipe keeps the same, for ``model_class`` or whichever class it is for.
+
+    Raises ``RecipeError`` where its classes keep different ones.
+    """
+    values = as_mapping(config)
+    found = {
+        variant.outputs
+        for variant in recipe.variants
+        if model_class in (None, variant.model_class)
+        and recipe.model_type == values.get("model_type")
+        and _holds(variant, values)
+    }
+    if len(found) > 1:
+        raise RecipeError(
+            f"{recipe.where}: its classes keep different outputs the same; choose one with "
+            "--model-class"
+        )
+    return found.pop() if found else ()
+
+
+def _holds(variant: Variant, config: Mapping[str, Any]) -> bool:
+    return all(config.get(key) == value for key, value in variant.when.items())
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """What to do about a name that is not known."""
+    return did_you_mean(name, known, 1) or "take it out, or trace the model it is for"
+
+
+def options_data(options: Options) -> dict[str, Any]:
+    """The options that differ from the default, as a recipe has them."""
+    return {name: value for name, value in vars(options).items() if value != vars(PLAIN)[name]}
+
+
+def options_asked(recipe: Recipe) -> Options:
+    """The options that a recipe was made with. Raises ``RecipeError`` for one that is not known."""
+    known: dict[str, Callable[[Any], bool]] = {
+        "widen_mlp": lambda value: isinstance(value, bool),
+        "widen_to": lambda value: type(value) is int and value > 0,
+        "merge": lambda value: value in ("bias", "affine"),
+        "untie": lambda value: isinstance(value, bool),
+    }
+    for name, value in recipe.options.items():
+        if name not in known or not known[name](value):
+            raise RecipeError(
+                f"{recipe.where}: options: {name}: {value!r:.60} is not something that "
+                "this option can be; take it out"
+            )
+    return replace(PLAIN, **recipe.options)

@@ -1,0 +1,145 @@
+"""The plan that a fold carried out, from the recipe that it wrote and the tensors of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from enjoyln_cli.errors import RecipeError
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.covered_calls import OTHER_CALLS, Covered
+from enjoyln_cli.plan.plan import (
+    Centring,
+    Merge,
+    Plan,
+    Setting,
+    Unmerged,
+    Verdict,
+    Widening,
+    Writer,
+    sized,
+)
+from enjoyln_cli.recipe.expand import expand
+from enjoyln_cli.recipe.model import (
+    KEPT_BY_RECIPE,
+    CentredTensor,
+    Recipe,
+    errors_of,
+    hint,
+    sizes_by_name,
+)
+from enjoyln_cli.recipe.templates import Span, concrete, texts_in
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+def to_plan(recipe: Recipe, shapes: Shapes, *, config: Any = None) -> Plan:
+    """The plan that a fold carried out, from the recipe written beside its result.
+
+    ``shapes``: the stored tensors by name. The verdicts carry no ``needs`` and no ``path``. Raises
+    ``RecipeError`` where the recipe has no record, or names tensors that are not stored.
+    """
+    with errors_of(recipe.where):
+        return _plan(recipe, shapes, sizes_by_name(recipe, config))
+
+
+def _plan(recipe: Recipe, shapes: Shapes, sizes: Mapping[str, Any]) -> Plan:
+    if recipe.record is None or len(recipe.variants) != 1:
+        raise RecipeError("has no record of one fold; pass the one written beside it")
+    variant = recipe.variants[0]
+    found = expand(variant, recipe.record.layers)
+    _require_stored((*found.widened.values(), *found.merged.values(), *variant.untied), shapes)
+    widened = tuple(_widening(one, shapes) for one in found.widened.values())
+    lines = [line for lines in found.writers.values() for line in lines]
+    shapes = {**shapes, **dict(_narrower(widened, shapes))}
+    merged = tuple(one for one in found.merged.values() if isinstance(one, Merge))
+    for one in merged:
+        _require_fit(one, shapes)
+    return Plan(
+        model_type=recipe.model_type,
+        model_class=variant.model_class,
+        classes=variant.classes,
+        norms=tuple(map(_verdict, found.norms.values())),
+        writers=tuple(_writer(line, shapes, sizes) for line in lines),
+        ops=tuple(
+            Centring(op.module, op.place, _axis(op.module, op.axis, None, sizes), op.reason)
+            for op in found.ops.values()
+        ),
+        entry_inputs=variant.entry_inputs,
+        unproven=variant.unproven,
+        other_norms=tuple(recipe.record.other_norms.items()),
+        outputs=variant.outputs,
+        widened=widened,
+        merged=merged,
+        unmerged=tuple(one for one in found.merged.values() if isinstance(one, Unmerged)),
+        untied=tuple(replace(one, shape=_shape(one.stored, shapes)) for one in variant.untied),
+        settings=(*sized(widened), *(Setting(n, v) for n, v in variant.settings.items())),
+        covered=Covered(variant.calls) if OTHER_CALLS in variant.unproven else None,
+    )
+
+
+def _verdict(line: Verdict) -> Verdict:
+    kept_silently = line.status == "kept" and not line.reason
+    return replace(line, reason=KEPT_BY_RECIPE) if kept_silently else line
+
+
+def _writer(line: CentredTensor, shapes: Shapes, sizes: Mapping[str, Any]) -> Writer:
+    _require_stored(line, shapes)
+    tensor, axis, shape = line.tensor, line.axis, _shape(line.tensor, shapes)
+    if axis is None or not 0 <= axis.dim < len(shape):
+        raise RecipeError(f"{tensor} has shape {shape}, and no dimension {axis and axis.dim}")
+    over = _axis(tensor, axis, shape[axis.dim], sizes)
+    held = _axis(line.parameter, line.held, None, sizes) if line.held else None
+    return Writer(line.parameter, tensor, over, shape, held, line.scale)
+
+
+def _axis(name: str, axis: Span, extent: int | None, sizes: Mapping[str, Any]) -> Axis:
+    with errors_of(name):
+        return concrete(axis, extent, sizes)
+
+
+def _widening(line: Widening, shapes: Shapes) -> Widening:
+    for part in line.parts:
+        shape = shapes[part.tensor]
+        if len(shape) <= part.dim or shape[part.dim] != line.to:
+            raise RecipeError(
+                f"{part.tensor} has shape {list(shape)}, and not {line.to} elements "
+                f"along dimension {part.dim}; it belongs to another result"
+            )
+    return replace(line, features=_shape(line.second.tensor, shapes)[1 - line.second.dim])
+
+
+def _narrower(widened: Iterable[Widening], shapes: Shapes) -> Iterator[tuple[str, Sequence[int]]]:
+    """The shapes that the tensors of wider MLPs had."""
+    for one in widened:
+        for part in one.parts:
+            shape = list(_shape(part.tensor, shapes))
+            shape[part.dim] = one.size
+            yield part.tensor, tuple(shape)
+
+
+def _require_fit(one: Merge, shapes: Shapes) -> None:
+    """What moves out of a norm is as long as the dimension of each layer that takes it."""
+    size = _shape(one.weight or one.bias, shapes)
+    for reader in one.readers:
+        matrix = _shape(reader.weight.tensor, shapes)
+        bias = _shape(reader.bias.tensor, shapes) if reader.bias else None
+        fits = len(matrix) == 2 and size == (matrix[reader.dim],)
+        if not fits or (bias is not None and bias != (matrix[1 - reader.dim],)):
+            raise RecipeError(
+                f"{one.norm} of shape {list(size)} is not read along dimension {reader.dim} "
+                f"of {reader.weight.tensor}, of shape {list(matrix)}"
+                + (f", with a bias of shape {list(bias)}" if bias is not None else "")
+            )
+
+
+def _require_stored(edits: object, shapes: Shapes) -> None:
+    fields = ("tensor", "stored", "weight", "bias")
+    for name in (text for field, text in texts_in(edits) if field in fields and text):
+        if name not in shapes:
+            raise RecipeError(f"no stored tensor is named {name}; {hint(name, shapes)}")
+
+
+def _shape(tensor: str, shapes: Shapes) -> tuple[int, ...]:
+    return tuple(int(size) for size in shapes[tensor])

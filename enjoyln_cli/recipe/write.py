@@ -1,0 +1,131 @@
+"""A recipe as YAML text; ``read`` says what stands where."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from enjoyln_cli.plan import call_text
+from enjoyln_cli.plan.plan import (
+    Grown,
+    Merge,
+    Named,
+    Reader,
+    Scale,
+    Unmerged,
+    Untied,
+    Verdict,
+    Widening,
+)
+from enjoyln_cli.recipe.model import VERSION, CentredTensor, Recipe, Variant
+from enjoyln_cli.recipe.templates import written
+from enjoyln_cli.recipe.yaml_text import Inline, Row, dump
+
+_HEAD = """\
+# The LayerNorms of {model_type} that become RMSNorm, and the edits that keep the function the same.
+# {{i}} stands for every layer; a line with the number of a layer overrides it.
+# fold: in the weights alone; fold_with: with the named mean subtractions; keep: stays LayerNorm.
+# To leave a norm as it is, write keep for it and pass this file with --recipe.
+"""
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The canonical text: the same recipe always gives the same bytes."""
+    data: dict[str, Any] = {"version": VERSION, "model_type": recipe.model_type}
+    data["variants"] = [_variant(variant) for variant in recipe.variants]
+    if recipe.options:
+        data["options"] = dict(sorted(recipe.options.items()))
+    if recipe.record:
+        sections = vars(recipe.record).items()
+        data["record"] = {key: Inline(sorted(value.items())) for key, value in sections if value}
+    return _HEAD.format(model_type=recipe.model_type) + dump(data)
+
+
+def _variant(variant: Variant) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "model_class": variant.model_class,
+        "classes": Row(variant.classes),
+        "outputs": Row(variant.outputs),
+        "when": Inline(sorted(variant.when.items())),
+        "norms": {line.norm: _norm(line) for line in variant.norms},
+        "centre": _writers(variant.writers),
+        "centring_ops": [
+            {"module": op.module, "place": op.place, **written(op.axis), "reason": op.reason}
+            for op in variant.ops
+        ],
+        "merge": {
+            line.norm: _kept(line) if isinstance(line, Unmerged) else merge_data(line)
+            for line in variant.merged
+        },
+        "widen": {line.second.tensor: Inline(widening_data(line)) for line in variant.widened},
+        "untie": {line.tensor: Inline(untied_data(line)) for line in variant.untied},
+        "config": Inline(sorted(variant.settings.items())),
+        "entry_inputs": Row(variant.entry_inputs),
+        "unproven": Row(variant.unproven),
+        "calls": [call_text.written(form) for form in variant.calls],
+    }
+    return {key: value for key, value in data.items() if value or key == "norms"}
+
+
+def _norm(line: Verdict) -> Any:
+    if line.status == "kept":
+        return _kept(line)
+    return Inline({"fold_with": Row(line.ops)}) if line.ops else "fold"
+
+
+def _kept(line: Verdict | Unmerged) -> Any:
+    if not line.reason:
+        return "keep"
+    return {"keep": line.reason} | ({"culprit": line.culprit} if line.culprit else {})
+
+
+def _writers(lines: tuple[CentredTensor, ...]) -> dict[str, Any]:
+    """One entry for each tensor: its axis, or a list where several parts of it are centred."""
+    found: defaultdict[str, list[Any]] = defaultdict(list)
+    for line in lines:
+        found[line.tensor].append(_writer(line))
+    return {name: data[0] if len(data) == 1 else data for name, data in found.items()}
+
+
+def _writer(line: CentredTensor) -> Any:
+    parameter = _parameter("parameter", line)
+    if line.axis is None:
+        return Inline({"leave": True} | parameter) if parameter else "leave"
+    held = {"held": Inline(written(line.held))} if line.held else {}
+    return Inline(written(line.axis) | parameter | held | _named("scale", line.scale))
+
+
+def merge_data(line: Merge) -> dict[str, Any]:
+    """What moves out of a norm, and into which layers."""
+    data: dict[str, Any] = {"weight": line.weight} if line.weight else {}
+    data |= {"one_plus": True} if line.offset else {}
+    data |= {"bias": line.bias} if line.bias else {}
+    return data | {"into": [_reader(reader) for reader in line.readers]}
+
+
+def _reader(reader: Reader) -> Any:
+    weight = _named("weight", reader.weight)
+    return Inline(weight | {"dim": reader.dim} | _named("bias", reader.bias))
+
+
+def widening_data(line: Widening) -> dict[str, Any]:
+    """How an MLP grows, under the name of the tensor that reads its hidden units."""
+    data: dict[str, Any] = {"dim": line.second.dim} | _parameter("parameter", line.second)
+    data |= _named("first", line.first) | _named("bias", line.bias)
+    data |= {"attribute": line.attribute, "from": line.size, "to": line.to}
+    return data if line.subtracts else data | {"zeros": True}
+
+
+def untied_data(line: Untied) -> dict[str, Any]:
+    """What a tensor becomes a copy of."""
+    source = {} if line.source == line.stored else {"source": line.source}
+    return {"copy_of": line.stored} | _parameter("parameter", line) | source
+
+
+def _named(key: str, one: Named | Grown | Scale | None) -> dict[str, Any]:
+    """A stored tensor, and its name in the class where that is another."""
+    return {key: one.tensor} | _parameter(f"{key}_parameter", one) if one else {}
+
+
+def _parameter(key: str, one: Named | Grown | Scale | Untied | CentredTensor) -> dict[str, Any]:
+    return {} if one.parameter == one.tensor else {key: one.parameter}

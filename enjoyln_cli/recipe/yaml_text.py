@@ -1,0 +1,109 @@
+"""YAML as recipes use it: plain data, small, without anything that a reader cannot see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from enjoyln_cli.errors import RecipeError
+from enjoyln_cli.text import first_line
+
+MAX_CHARS = 1_000_000
+"""Characters of a recipe. Those of real models have a few thousand."""
+MAX_DEPTH = 12
+"""Levels of nesting. A recipe has five."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The safe loader, in C where that was built: a megabyte takes half a minute without."""
+
+
+class Inline(dict[str, Any]):
+    """A mapping on one line."""
+
+
+class Row(list[Any]):
+    """A list on one line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Plain YAML without anchors, over several lines but for ``Inline`` and ``Row``."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _inline(dumper: yaml.SafeDumper, data: Inline) -> yaml.Node:
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True)
+
+
+def _row(dumper: yaml.SafeDumper, data: Row) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+
+_Dumper.add_representer(Inline, _inline)
+_Dumper.add_representer(Row, _row)
+
+
+def dump(data: Any) -> str:
+    """The same data always gives the same text."""
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
+    return str(text)
+
+
+def dump_inline(data: Any) -> str:
+    """A mapping or a list on one line, however long that is."""
+    options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True}
+    text = yaml.dump(data, Dumper=_Dumper, default_flow_style=True, width=10**6, **options)
+    return str(text).strip()
+
+
+def load(text: str) -> Any:
+    """The data in a text. Raises ``RecipeError``."""
+    if len(text) > MAX_CHARS:
+        raise RecipeError(f"longer than {MAX_CHARS} characters, which no recipe is")
+    try:
+        _require_tame(text)
+        return yaml.load(text, Loader=_LOADER)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise RecipeError(f"{line}not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise RecipeError(f"not YAML: {one_line(error)}") from None
+
+
+def one_line(error: Exception) -> str:
+    """An exception's text without its line breaks."""
+    return first_line(" ".join(str(error).split()))
+
+
+def _require_tame(text: str) -> None:
+    """No anchors, tags, deep nesting or repeated keys: a recipe needs none, and YAML hides them."""
+    keys: list[set[str] | None] = []
+    at_key: list[bool] = []
+    event: Any
+    for event in yaml.parse(text, Loader=_LOADER):
+        line = f"line {event.start_mark.line + 1}"
+        if getattr(event, "anchor", None) or isinstance(event, yaml.AliasEvent):
+            raise RecipeError(f"{line}: anchors and aliases are not allowed; write the value out")
+        if getattr(event, "tag", None):
+            raise RecipeError(f"{line}: tags are not allowed; write the value without {event.tag}")
+        if isinstance(event, yaml.CollectionEndEvent):
+            keys.pop()
+            at_key.pop()
+            continue
+        if isinstance(event, yaml.ScalarEvent) and keys and at_key[-1]:
+            seen = keys[-1]
+            if seen is not None and event.value in seen:
+                raise RecipeError(f"{line}: the key {event.value!r:.80} is there twice; keep one")
+            if event.value == "<<":
+                raise RecipeError(f"{line}: merging with << is not allowed; write the keys out")
+            if seen is not None:
+                seen.add(event.value)
+        if keys and isinstance(event, yaml.NodeEvent):
+            at_key[-1] = keys[-1] is not None and not at_key[-1]
+        if isinstance(event, yaml.CollectionStartEvent):
+            is_map = isinstance(event, yaml.MappingStartEvent)
+            keys.append(set() if is_map else None)
+            at_key.append(is_map)
+            if len(keys) > MAX_DEPTH:
+                raise RecipeError(f"{line}: nested more than {MAX_DEPTH} levels deep")
