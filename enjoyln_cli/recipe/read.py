@@ -132,7 +132,7 @@ def _shipped() -> Traversable:
     try:
         return resources.files("enjoyln_cli.recipes")
     except ModuleNotFoundError:
-        return Path(__file__).parent.parent / "recipes"
+        return Path(__file__).parents[2] / "recipes"
 
 
 def parse_recipe(text: str, *, where: str) -> Recipe:
