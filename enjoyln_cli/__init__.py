@@ -44,7 +44,7 @@ from enjoyln_cli.errors import (
 
 if TYPE_CHECKING:
     from enjoyln_cli.benchmark.bench import bench
-    from enjoyln_cli.benchmark.cases import Asked as BenchOptions
+    from enjoyln_cli.benchmark.cases import BenchOptions
     from enjoyln_cli.conversion.fold import convert as fold
     from enjoyln_cli.conversion.inspect import analyze
     from enjoyln_cli.conversion.unfold import unfold
@@ -91,7 +91,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "BenchOptions": ("enjoyln_cli.benchmark.cases", "Asked"),
+    "BenchOptions": ("enjoyln_cli.benchmark.cases", "BenchOptions"),
     "EnjoyLNConfig": ("enjoyln_cli.runtime.quantizer", "EnjoyLNConfig"),
     "Options": ("enjoyln_cli.plan.plan", "Options"),
     "analyze": ("enjoyln_cli.conversion.inspect", "analyze"),

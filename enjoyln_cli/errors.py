@@ -19,7 +19,7 @@ line. Library callers get the same exceptions.
 
 import re
 
-LONGEST = 2000
+MAX_MESSAGE_CHARS = 2000
 """Characters of a message."""
 
 
@@ -29,8 +29,10 @@ class EnjoyLNError(Exception):
     def __str__(self) -> str:
         """The message in one line: what a file puts into it can neither steer nor fill a screen."""
         message = without_credentials(super().__str__())
-        if len(message) > LONGEST:
-            message = f"{message[: LONGEST // 2]} [...] {message[-LONGEST // 4 :]}"
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = (
+                f"{message[: MAX_MESSAGE_CHARS // 2]} [...] {message[-MAX_MESSAGE_CHARS // 4 :]}"
+            )
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
 
 

@@ -14,13 +14,13 @@ draws its own bars; ``("warning", text)``; and ``("failure", text)`` for a file 
 written and is not the job's result."""
 
 
-def by_python(level: str, text: str) -> None:
+def default_listener(level: str, text: str) -> None:
     """Issue warnings and failures with ``warnings.warn``; ignore stages."""
     if level in ("warning", "failure"):
         warnings.warn(text, stacklevel=3)
 
 
-def keep(path: Path, text: str, event: Event) -> None:
+def write_or_warn(path: Path, text: str, event: Event) -> None:
     """Write what was measured; where that fails, say so, since it can still be printed."""
     try:
         write_whole(path, text)

@@ -26,11 +26,11 @@ import transformers
 from torch import nn
 
 from enjoyln_cli import analyze, kernels, optimize
-from enjoyln_cli.benchmark.baselines import shared
-from enjoyln_cli.benchmark.bench import Asked, compared
+from enjoyln_cli.benchmark.baselines import share_weights
+from enjoyln_cli.benchmark.cases import BenchOptions, compare_speeds
 from enjoyln_cli.benchmark.results import hardware
-from enjoyln_cli.benchmark.timing import Task, quartiles, time_rounds, waiting_for
-from enjoyln_cli.benchmark.workload import moved, sizes
+from enjoyln_cli.benchmark.timing import Task, quartiles, time_rounds, waiter_for
+from enjoyln_cli.benchmark.workload import sizes, to_device
 from enjoyln_cli.checkpoint.config import MARKER
 from enjoyln_cli.checkpoint.marker import marker
 from enjoyln_cli.plan.plan import Plan
@@ -71,7 +71,7 @@ def plan_of(kind: str, cls: str, settings: dict[str, Any]) -> Plan:
 def folded_of(original: Any, plan: Plan) -> Any:
     """Centres ``original`` in place, and makes a model of the same weights that runs RMSNorm."""
     centre_parameters(original, plan)
-    folded = shared(original)
+    folded = share_weights(original)
     setattr(folded.config, MARKER, marker(plan, SimpleNamespace(model="random", revision=None)))
     return optimize(folded) if plan.folded else folded
 
@@ -98,7 +98,7 @@ def norms_alone(
 
     ``pair`` is the batch size and the length of the prompt.
     """
-    (size,) = moved(sizes(original, [pair])[0], device)
+    (size,) = to_device(sizes(original, [pair])[0], device)
     shapes: list[tuple[Any, tuple[int, ...]]] = []
     modules = [original.get_submodule(path) for path in norms]
     hooks = [m.register_forward_hook(lambda m, a, _: shapes.append((m, tuple(a[0].shape))))
@@ -126,7 +126,7 @@ def norms_alone(
             lambda m, x, r: kernels.sum_layer_norm_over(x, r, m.weight, m.bias, m.eps)
         ),
     }
-    times = time_rounds(tasks, repeats, waiting_for(device))
+    times = time_rounds(tasks, repeats, waiter_for(device))
     return {"count": len(given)} | {
         name: quartiles(values).times(1e3).rounded(6) for name, values in times.items()
     }
@@ -149,7 +149,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     device, modes = torch.device(args.device), tuple(args.mode.split(","))
     pairs = tuple(product(args.batch_size, args.seq_len))
-    asked = Asked(pairs, modes, repeats=args.repeats, seconds=math.inf)
+    asked = BenchOptions(pairs, modes, repeats=args.repeats, seconds=math.inf)
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
@@ -169,7 +169,7 @@ def main() -> None:
             cases = [(pair, phase, {"seq_len": pair[1]}) for pair in pairs for phase in phases]
             left_out: list[str] = []
         else:
-            rows, left_out = compared(original, folded, norms, asked, device)
+            rows, left_out = compare_speeds(original, folded, norms, asked, device)
             cases = [((r.batch_size, r.seq_len or 1), r.phase, r.to_json()) for r in rows]
         alone, found = {}, []
         for given, phase, row in cases:

@@ -74,19 +74,19 @@ def bloom() -> tuple[Any, dict[str, tuple[int, ...]], dict[str, str]]:
 def planned(config: Any, shapes: dict[str, tuple[int, ...]], places: dict[str, str]) -> Any:
     """The edits of the plan for the whole model, by stored tensor: of headers alone."""
     from enjoyln_cli.analysis.analyze import analyze_config
-    from enjoyln_cli.checkpoint.headers import Stored
+    from enjoyln_cli.checkpoint.headers import StoredTensor
     from enjoyln_cli.checkpoint.reader import Checkpoint
     from enjoyln_cli.checkpoint.source import Source
-    from enjoyln_cli.rewrite.checked_edits import checked_edits
+    from enjoyln_cli.rewrite.stored_tensors import check_edits
 
     tensors = {
-        name: Stored(name, places[name], "BF16", shape, 8, 2 * prod(shape))
+        name: StoredTensor(name, places[name], "BF16", shape, 8, 2 * prod(shape))
         for name, shape in shapes.items()
     }
     source = Source("bloom-176b", Path(), None)
     files = tuple(sorted(set(places.values())))
     whole = Checkpoint(source, "safetensors", files, tensors, {}, "model.safetensors.index.json")
-    return checked_edits(analyze_config(config, checkpoint=whole).plan, whole)
+    return check_edits(analyze_config(config, checkpoint=whole).plan, whole)
 
 
 def shrunken(shape: tuple[int, ...], centred: set[int]) -> tuple[int, ...]:

@@ -101,10 +101,10 @@ Run = Callable[[Any], Any]
 def seeded_runs(model: Any, dtype: Any) -> dict[Run, list[Any]]:
     """One for each seed and batch, and what it returns; of text, two rows with padding in one."""
     from enjoyln_cli.calls.input_forms import accepted_by
-    from enjoyln_cli.comparison.batches import seeded
+    from enjoyln_cli.comparison.batches import seeded_batches
 
     rows = 2 if "input_ids" in accepted_by(model) else 1
-    batches = (batch for seed in SEEDS for batch in seeded(model, rows, seed, dtype))
+    batches = (batch for seed in SEEDS for batch in seeded_batches(model, rows, seed, dtype))
     runs: list[Run] = [lambda m, b=batch: m(**b) for batch in batches]
     return {run: outputs_of(run, model, dtype) for run in runs}
 

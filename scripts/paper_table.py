@@ -22,9 +22,9 @@ from torch import nn
 
 from enjoyln_cli import analyze
 from enjoyln_cli.analysis.analyze import Analysis
-from enjoyln_cli.comparison.batches import seeded
+from enjoyln_cli.comparison.batches import seeded_batches
+from enjoyln_cli.comparison.metrics import distances, relative
 from enjoyln_cli.comparison.run import run
-from enjoyln_cli.models.load import relative_errors
 from enjoyln_cli.plan.plan import Plan, Verdict, Writer
 from enjoyln_cli.proof.min_cut import Item, Parameter
 from enjoyln_cli.proof.pullback import Opaque
@@ -81,20 +81,21 @@ def printed_error(model: nn.Module, found: Analysis, batches: list[Any]) -> floa
     plan = printed_plan(model, found)
     centre_parameters(model, plan)
     install(model, found.paper, ())
-    return max(relative_errors(run(model, batches), exact).values())
+    return max(relative(distances(run(model, batches), exact)).values())
 
 
 def checkpoint_error(folder: Path, model_class: str) -> float:
     load = getattr(transformers, model_class).from_pretrained
     model = load(folder, dtype=torch.float64).eval()
     found = analyze(model.config, model_class=model_class)
-    return printed_error(model, found, seeded(model, 16, 0, torch.float64))
+    return printed_error(model, found, seeded_batches(model, 16, 0, torch.float64))
 
 
 def vision_row() -> str:
     """The network after VMamba of the tests, with random weights."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from test_outside import StateSpaceVision, moved
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from live_models import moved
+    from state_space import StateSpaceVision
 
     model, x = moved(StateSpaceVision()), torch.randn(2, 3, 32, 24, dtype=torch.float64)
     found = analyze(model, x)

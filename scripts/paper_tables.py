@@ -45,9 +45,9 @@ from paper_figures import (
 )
 
 from enjoyln_cli import __version__, analyze, kernels
-from enjoyln_cli.benchmark.bench import Asked, compared
+from enjoyln_cli.benchmark.cases import BenchOptions, compare_speeds
 from enjoyln_cli.benchmark.results import Row, hardware
-from enjoyln_cli.benchmark.timing import NO_GAIN, waiting_for
+from enjoyln_cli.benchmark.timing import NO_GAIN, waiter_for
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -168,7 +168,7 @@ def measure(
             log(f"ViT {size} {kind or dtype}")
             original = random_model(*vit, getattr(torch, kind or dtype), str(device))
             folded = folded_of(original, plan)
-            asked = Asked(tuple((rows, 1) for rows in batches), phases=("prefill",),
+            asked = BenchOptions(tuple((rows, 1) for rows in batches), phases=("prefill",),
                           repeats=scale.repeats, seconds=math.inf,
                           case_seconds=scale.seconds)  # fmt: skip
             rows, left_out = _compared(original, folded, plan, asked, device)
@@ -188,7 +188,7 @@ def _measure_model(
     device: torch.device,
 ) -> None:
     log(name)
-    wait = waiting_for(device)
+    wait = waiter_for(device)
     begin = time.perf_counter()
     original = random_model(*PAPER_MODELS[name], dtype, str(device))
     wait()
@@ -202,7 +202,7 @@ def _measure_model(
     found.folded[name] = f"{len(plan.folded)} of {len(plan.norms)}"
     for mode, asked_for in (("eager", pairs), ("fused", [p for p in pairs if p in scale.fused])):
         if asked_for:
-            asked = Asked(
+            asked = BenchOptions(
                 tuple(asked_for), (mode,), ("prefill",), scale.repeats, math.inf, scale.seconds
             )
             rows, left_out = _compared(original, folded, plan, asked, device)
@@ -212,12 +212,12 @@ def _measure_model(
 
 
 def _compared(
-    original: Any, folded: Any, plan: Plan, asked: Asked, device: torch.device
+    original: Any, folded: Any, plan: Plan, asked: BenchOptions, device: torch.device
 ) -> tuple[list[Row], list[str]]:
-    """As ``compared``, where one mode that fails leaves the others."""
+    """As ``compare_speeds``, where one mode that fails leaves the others."""
     try:
         event = lambda level, text: log(text)  # noqa: E731
-        return compared(original, folded, norms_of(plan), asked, device, event)
+        return compare_speeds(original, folded, norms_of(plan), asked, device, event)
     except UnsupportedModel as error:
         return [], [str(error)]
 

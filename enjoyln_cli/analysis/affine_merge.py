@@ -29,7 +29,7 @@ from enjoyln_cli.graph.nodes import (
 )
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import feature_axis
-from enjoyln_cli.plan.plan import Merge, Named, Reader, Unmerged
+from enjoyln_cli.plan.plan import Merge, NamedParameter, Reader, UnmergedNorm
 from enjoyln_cli.proof.flow import LIKE, Flow, Value, candidates, consumers, readers_of
 from enjoyln_cli.proof.linear_layers import (
     WHOLE_FEATURE_OPS,
@@ -92,7 +92,7 @@ def find_merges(
     stored: Mapping[str, str],
     centred: AbstractSet[Node],
     affine: bool,
-) -> tuple[tuple[Merge, ...], tuple[Unmerged, ...]]:
+) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
     """What becomes of each of ``norms`` that has something to hand on.
 
     ``groups`` names the first of all names tied to a parameter, ``stored`` the tensor of each
@@ -121,15 +121,15 @@ def find_merges(
             continue
         if (form.weight, form.bias) != ("weight", "bias"):
             reason = "its parameters have other names than weight and bias"
-            unmerged.append(Unmerged(norm, reason, norm))
+            unmerged.append(UnmergedNorm(norm, reason, norm))
             continue
         found = _own_obstacle(search, norm, moving) or _uses(search, norm, form)
         if isinstance(found, _Obstacle):
-            unmerged.append(Unmerged(norm, found.reason, found.culprit))
+            unmerged.append(UnmergedNorm(norm, found.reason, found.culprit))
             continue
         layers = dict.fromkeys(use.to_edit for use in found)
         made = tuple(
-            Reader(Named(w, stored[w]), dim, Named(b, stored[b]) if b else None)
+            Reader(NamedParameter(w, stored[w]), dim, NamedParameter(b, stored[b]) if b else None)
             for w, dim, b in layers
         )
         weight, bias = (stored[name] if name in moving else "" for name in own)

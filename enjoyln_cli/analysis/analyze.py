@@ -29,11 +29,11 @@ from enjoyln_cli.analysis.untying import Apart
 from enjoyln_cli.analysis.verdicts import plan_of
 from enjoyln_cli.calls.calls import Call, ExampleCalls, calls_like
 from enjoyln_cli.checkpoint.reader import Checkpoint
-from enjoyln_cli.effects.reachable import Remembered
+from enjoyln_cli.effects.reachable import Snapshot
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, UnsupportedModel
 from enjoyln_cli.models import classes
 from enjoyln_cli.models.meta_device import without_weights
-from enjoyln_cli.models.outputs import returning
+from enjoyln_cli.models.outputs import config_returning
 from enjoyln_cli.plan.covered_calls import is_stock
 from enjoyln_cli.plan.plan import PLAIN, Options, Plan
 from enjoyln_cli.proof import explain
@@ -85,7 +85,7 @@ class Analysis:
         if norm not in self.problem.norms:
             return Tree(f"{norm} stays LayerNorm: {verdict.reason}", False)
         found = explain.tree(self.problem, self.cut, norm)
-        handed_on = explain.handed_on(self.plan, norm)
+        handed_on = explain.merge_in_words(self.plan, norm)
         return replace(found, children=(*found.children, handed_on)) if handed_on else found
 
     def gains(self) -> tuple[Gain, ...]:
@@ -112,7 +112,7 @@ def analyze_config(
     Raises ``UnsupportedModel``, ``TraceFailed``, ``BadCheckpoint``, or ``EnjoyLNError`` where an
     output is not known.
     """
-    config = returning(config, outputs)
+    config = config_returning(config, outputs)
     listed = [classes.class_named(model_class)] if model_class else classes.classes_for(config)
     reference = classes.build(listed[0], config)
     if checkpoint:
@@ -151,7 +151,7 @@ def _untied(found: Analysis, apart: Apart) -> Analysis:
     def under(options: Options) -> Analysis:
         return _untied(found.under(options), apart)
 
-    return replace(found, plan=untying.untied(found.plan, apart), under=under)
+    return replace(found, plan=untying.untie(found.plan, apart), under=under)
 
 
 def _analysis_of_classes(
@@ -225,7 +225,7 @@ def _foreign_code(model: nn.Module) -> Iterator[None]:
     reach is afterwards what it was. What torch has compiled meanwhile, as for ``torch.cond``, is
     dropped, since a function may have only a few compiled forms; the next call compiles it again.
     """
-    remembered, compiled = Remembered(model), _graphs_compiled()
+    remembered, compiled = Snapshot(model), _graphs_compiled()
     try:
         yield
     except EnjoyLNError:

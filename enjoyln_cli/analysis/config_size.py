@@ -21,7 +21,7 @@ from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import build
 from enjoyln_cli.plan.mean_units import UNITS
-from enjoyln_cli.plan.plan import Grown, Widening
+from enjoyln_cli.plan.plan import GrownParameter, Widening
 from enjoyln_cli.proof.widening import Mlp, Resize, Resizing
 from enjoyln_cli.trace.trace import Naming
 
@@ -29,7 +29,7 @@ Built = tuple[nn.Module, Naming]
 """A model of one class, and how its names read in the plan's."""
 
 
-def resizing(
+def resize_search(
     models: Sequence[Built], calls: Mapping[str, Call], groups: Mapping[str, str], multiple: int
 ) -> Resizing:
     """The search in the config of ``models``, to sizes that are multiples of ``multiple``.
@@ -42,7 +42,7 @@ def resizing(
     def resizes(wanted: tuple[Mlp, ...], able: tuple[Mlp, ...]) -> tuple[Resize, ...]:
         found: list[Resize] = []
         for size in dict.fromkeys(mlp.size for mlp in wanted):
-            to = wider(size, multiple)
+            to = next_multiple(size, multiple)
             for name in _equal(_numbers(config), size):
                 left = {mlp for mlp in wanted if mlp.size == size}
                 left -= {mlp for resize in found for mlp in resize.mlps}
@@ -70,7 +70,7 @@ def widenings_for(
 def _widening(
     mlp: Mlp, resize: Resize, stored: Mapping[str, Sequence[str]], subtracts: bool
 ) -> Widening:
-    parts = {name: Grown(name, stored[name][0], dim) for name, dim in mlp.parts.items()}
+    parts = {name: GrownParameter(name, stored[name][0], dim) for name, dim in mlp.parts.items()}
     return Widening(
         first=parts[mlp.first],
         bias=parts[mlp.bias] if mlp.bias else None,
@@ -83,7 +83,7 @@ def _widening(
     )
 
 
-def wider(size: int, multiple: int) -> int:
+def next_multiple(size: int, multiple: int) -> int:
     """The next multiple that has room for the units besides ``size`` others."""
     return -(-(size + UNITS) // multiple) * multiple
 

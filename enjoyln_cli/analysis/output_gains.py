@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enjoyln_cli.proof import min_cut as cuts
 from enjoyln_cli.proof.min_cut import Problem
 
-MOST = 8
+MAX_OUTPUTS = 8
 """Outputs that are tried; each takes one minimum cut on the graphs that are there."""
 
 
@@ -45,7 +45,7 @@ def gains(problem: Problem, model_class: str) -> tuple[Gain, ...]:
         if fed_back.isdisjoint(names)
     )
     found = []
-    for without in list(standing)[:MOST]:
+    for without in list(standing)[:MAX_OUTPUTS]:
         kept = required - set(without)
         more = len(cuts.solve(_narrowed(problem, len(traces), kept)).folded) - folded
         if without and more > 0:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from enjoyln_cli.analysis.config_size import resizing
+from enjoyln_cli.analysis.config_size import resize_search
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.models.norm_probe import LayerNormForm
-from enjoyln_cli.models.outputs import named_by, require_named
+from enjoyln_cli.models.outputs import match_names, require_named
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.proof.flow import Flow
 from enjoyln_cli.proof.layer_norms import layer_norms, norm_calls
@@ -75,7 +75,7 @@ def state_problem(subject: Subject, options: Options) -> Statement:
     if options.widen_mlp:
         calls = {trace.model_class: trace.call for trace in reversed(traces)}
         others = ((one.model, one.captures.naming) for one in subject.traced[1:])
-        search = resizing([(reference.model, str), *others], calls, groups, options.widen_to)
+        search = resize_search([(reference.model, str), *others], calls, groups, options.widen_to)
         widenings = find_widenings(flow, groups, single, search)
     problem = Problem(
         flow=flow,
@@ -94,7 +94,7 @@ def _required(
     """The fields that ``outputs`` name, and those that a later call may be given."""
     fields = frozenset(f for t in traces for names in t.returned.values() for f in names)
     require_named(outputs, fields, model_class)
-    return named_by(outputs, fields).union(*(trace.fed_back for trace in traces))
+    return match_names(outputs, fields).union(*(trace.fed_back for trace in traces))
 
 
 def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:

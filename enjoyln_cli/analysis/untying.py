@@ -16,11 +16,11 @@ from typing import Any
 
 from enjoyln_cli.analysis import stored_names
 from enjoyln_cli.analysis.stored_names import Candidate, Shape
-from enjoyln_cli.checkpoint.config import changed, raw_config, set_entry
+from enjoyln_cli.checkpoint.config import raw_config, set_entry, with_entries
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models import classes
-from enjoyln_cli.plan.plan import Plan, Setting, Untied
+from enjoyln_cli.plan.plan import Plan, Setting, UntiedParameter
 
 FLAG = "tie_word_embeddings"
 
@@ -32,7 +32,7 @@ class Apart:
     before: dict[str, Candidate]
     after: dict[str, Candidate]
     """By name, the plan's own class first."""
-    untied: tuple[Untied, ...]
+    untied: tuple[UntiedParameter, ...]
     """With the names of the first class."""
     settings: tuple[Setting, ...]
 
@@ -112,7 +112,7 @@ def _built(config: Any, names: Iterable[str], tied: Sequence[Candidate]) -> list
 def _comes_back(config: Any, names: Iterable[str], checkpoint: Checkpoint | None) -> str:
     """The first of these entries that is true when a ``config.json`` with false is loaded."""
     raw = raw_config(checkpoint.source) if checkpoint else config.to_dict()
-    loaded = type(config).from_dict(changed(raw, dict.fromkeys(names, False)))
+    loaded = type(config).from_dict(with_entries(raw, dict.fromkeys(names, False)))
     on = [name for name, part in _parts(loaded) if getattr(part, FLAG, None)]
     return next((name for name in names if name in on), "")
 
@@ -153,9 +153,9 @@ def _names(found: Candidate, model: Any) -> dict[str, str]:
 
 def _copies(
     tied: Sequence[Candidate], wanted: Sequence[dict[str, str]], *, own: bool
-) -> tuple[Untied, ...]:
+) -> tuple[UntiedParameter, ...]:
     """A copy for each name, stored under the name in the first class or in its own class."""
-    copies: dict[str, Untied] = {}
+    copies: dict[str, UntiedParameter] = {}
     for found, names in zip(tied, wanted, strict=True):
         naming = classes.naming_between(found.model, tied[0].model)
         for name, source in names.items():
@@ -163,11 +163,13 @@ def _copies(
             tensor = next(iter(held), name if own else parameter)
             stored = tensor if held else found.stored[source][0]
             shape = tuple(found.model.get_parameter(source).shape)
-            copies.setdefault(tensor, Untied(parameter, tensor, naming(source), stored, shape))
+            copies.setdefault(
+                tensor, UntiedParameter(parameter, tensor, naming(source), stored, shape)
+            )
     return tuple(copies.values())
 
 
-def _with_copies(checkpoint: Checkpoint, untied: Iterable[Untied]) -> Checkpoint:
+def _with_copies(checkpoint: Checkpoint, untied: Iterable[UntiedParameter]) -> Checkpoint:
     copies = {one.tensor: checkpoint.tensors[one.stored] for one in untied}
     return replace(checkpoint, tensors=copies | checkpoint.tensors)
 
@@ -177,7 +179,7 @@ def _loads(before: Candidate, after: Candidate, names: Iterable[str]) -> bool:
     return {*after.missing} <= {*before.missing} and all(name in after.stored for name in names)
 
 
-def untied(plan: Plan, apart: Apart) -> Plan:
+def untie(plan: Plan, apart: Apart) -> Plan:
     """The plan with its copies; without any where it changes nothing that was tied.
 
     A name that nobody reads any more, since all read the other one, is nothing that is unproven.

@@ -20,10 +20,10 @@ from enjoyln_cli.plan.plan import (
     Options,
     Plan,
     Scale,
-    Unmerged,
+    UnmergedNorm,
     Verdict,
     Writer,
-    sized,
+    size_settings,
 )
 from enjoyln_cli.proof import explain
 from enjoyln_cli.proof.layer_norms import rms_norms
@@ -57,8 +57,8 @@ def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) 
         widened=widened,
         merged=merged,
         unmerged=unmerged,
-        settings=sized(widened),
-        covered=covered_calls(subject.traced, sized(widened)),
+        settings=size_settings(widened),
+        covered=covered_calls(subject.traced, size_settings(widened)),
     )
 
 
@@ -72,7 +72,7 @@ def _unread(found: Candidate, groups: Mapping[str, str], traces: Sequence[Trace]
 
 def _merges(
     statement: Statement, cut: Cut, found: Candidate, options: Options
-) -> tuple[tuple[Merge, ...], tuple[Unmerged, ...]]:
+) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
     if options.merge is None:
         return (), ()
     problem = statement.problem

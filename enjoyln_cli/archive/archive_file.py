@@ -36,7 +36,7 @@ import torch
 
 from enjoyln_cli.archive.prediction import Undo, fits
 from enjoyln_cli.archive.residuals import Corrections
-from enjoyln_cli.checkpoint.headers import DTYPES, Stored, bytes_of, read_safetensors_header
+from enjoyln_cli.checkpoint.headers import DTYPES, StoredTensor, bytes_of, read_safetensors_header
 from enjoyln_cli.checkpoint.result_files import FILE
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import digest_of, digest_of_piece
@@ -55,7 +55,7 @@ _ADVICE = "fetch the result again, or fold the source anew"
 
 
 @dataclass(frozen=True)
-class Keeper:
+class Recorder:
     """Collects pieces from any thread, in whatever order, on the disk."""
 
     undo: Mapping[str, Undo]
@@ -79,21 +79,23 @@ class Keeper:
 
 
 @dataclass(frozen=True)
-class Keeping:
+class TensorRecorder:
     """One tensor of the original, while it is on its way."""
 
-    keeper: Keeper
+    keeper: Recorder
     name: str
     undo: Undo
 
 
-def keeping(keeper: Keeper, written: str) -> Keeping | None:
+def tensor_recorder(keeper: Recorder, written: str) -> TensorRecorder | None:
     """The tensor of the original that is told from the written one, if there is one."""
     name = keeper.told.get(written)
-    return None if name is None else Keeping(keeper, name, keeper.undo[name])
+    return None if name is None else TensorRecorder(keeper, name, keeper.undo[name])
 
 
-def keep(kept: Keeping, start: int, data: memoryview, found: Corrections | None = None) -> None:
+def record_piece(
+    kept: TensorRecorder, start: int, data: memoryview, found: Corrections | None = None
+) -> None:
     """One piece of the original: the bytes from ``start`` on, and what its prediction misses.
 
     Without ``found`` it is written as it is.
@@ -110,8 +112,8 @@ def keep(kept: Keeping, start: int, data: memoryview, found: Corrections | None 
         at += os.pwrite(keeper.spool, run.view(np.uint8).data, at)
 
 
-def save(
-    keeper: Keeper,
+def save_archive(
+    keeper: Recorder,
     folder: Path,
     marker: Any,
     headers: Mapping[str, bytes],
@@ -146,7 +148,7 @@ def save(
         file.write(_header(small, sizes, {**metadata, "sha256": digest.hexdigest()}))
 
 
-def _described(keeper: Keeper) -> dict[str, Any]:
+def _described(keeper: Recorder) -> dict[str, Any]:
     return {
         name: {
             "dtype": _CODES[undo.dtype],
@@ -179,7 +181,7 @@ def _blocks_of(small: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
         yield bytes(bytes_of(tensor))
 
 
-def _corrections_of(keeper: Keeper, pieces: Any) -> Iterator[bytes]:
+def _corrections_of(keeper: Recorder, pieces: Any) -> Iterator[bytes]:
     """All gaps in the order of the pieces, then all steps, then all exact elements."""
     for run in range(3):
         starts = pieces[:, 7] + pieces[:, 4 : 4 + run].sum(1)
@@ -205,7 +207,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Archive:
     """What was kept of one original."""
 
     path: Path
@@ -216,13 +218,13 @@ class Kept:
     headers: dict[str, bytes]
     files: dict[str, bytes]
     unread: dict[str, str]
-    """Digests of written tensors, as in ``Keeper``."""
+    """Digests of written tensors, as in ``Recorder``."""
 
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
-def open_kept(folder: Path, marker: Any) -> Kept:
+def open_archive(folder: Path, marker: Any) -> Archive:
     """What lies in ``folder`` for the result that carries ``marker``.
 
     Raises ``BadCheckpoint`` where it is damaged, contradicts itself or belongs to another result.
@@ -254,7 +256,7 @@ def _mapping(value: Any) -> dict[str, Any]:
     return value
 
 
-def _digest(path: Path, found: list[Stored], metadata: dict[str, Any]) -> str:
+def _digest(path: Path, found: list[StoredTensor], metadata: dict[str, Any]) -> str:
     """Of what ``save`` took it of: the metadata, then all tensors as they lie in the file."""
     digest = hashlib.sha256(json.dumps(metadata).encode())
     with path.open("rb") as file:
@@ -265,8 +267,8 @@ def _digest(path: Path, found: list[Stored], metadata: dict[str, Any]) -> str:
 
 
 def _kept(
-    path: Path, stored: dict[str, Stored], tensors: dict[str, Any], unread: dict[str, Any]
-) -> Kept:
+    path: Path, stored: dict[str, StoredTensor], tensors: dict[str, Any], unread: dict[str, Any]
+) -> Archive:
     def read(name: str) -> torch.Tensor:
         one = stored[name]
         with path.open("rb") as file:
@@ -292,7 +294,7 @@ def _kept(
     if at != [stored[run].offset + stored[run].nbytes for run in _RUNS]:
         raise ValueError("pieces")
     _check_pieces(undo, pieces)
-    return Kept(path, undo, written, pieces, texts("header"), texts("file"), unread)
+    return Archive(path, undo, written, pieces, texts("header"), texts("file"), unread)
 
 
 def _undo(name: str, entry: dict[str, Any], read: Callable[[str], torch.Tensor]) -> Undo:

@@ -15,8 +15,8 @@ from math import prod
 
 import torch
 
-from enjoyln_cli.plan.axis import Axis, centre, group_means, scaled
-from enjoyln_cli.plan.edits import Edit, Given
+from enjoyln_cli.plan.axis import Axis, centre, group_means, scale_along
+from enjoyln_cli.plan.edits import Edit, EditInputs
 
 Heads = tuple[torch.Tensor, torch.Tensor]
 
@@ -43,7 +43,7 @@ def kind_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 2 else torch.float64
 
 
-def undo_of(edit: Edit, values: Given, dtype: torch.dtype, shape: tuple[int, ...]) -> Undo:
+def undo_of(edit: Edit, values: EditInputs, dtype: torch.dtype, shape: tuple[int, ...]) -> Undo:
     """For a tensor of ``dtype`` and ``shape`` that becomes another; its means are not known yet.
 
     What is added to it or put in its place is left to the corrections: these are vectors.
@@ -92,7 +92,7 @@ def fits(undo: Undo) -> bool:
     )
 
 
-def predicted(
+def predict(
     undo: Undo, written: torch.Tensor, start: int, room: torch.Tensor
 ) -> Iterator[torch.Tensor]:
     """The original's elements from ``start``, a block after the other, in the wider dtype.
@@ -173,7 +173,7 @@ def heads(undo: Undo, block: torch.Tensor, start: int) -> Iterator[Heads]:
 def learn(undo: Undo, x: torch.Tensor) -> None:
     """The means of ``x``, a whole tensor in float64, one axis after the other."""
     for dim, factor in zip(undo.dims, undo.factors, strict=True):
-        x = scaled(x, factor.double(), dim)
+        x = scale_along(x, factor.double(), dim)
     for axis, means in zip(undo.axes, undo.means, strict=True):
         means.copy_(group_means(x, axis).reshape(means.shape))
         x = centre(x, axis)

@@ -8,12 +8,12 @@ from math import prod
 
 import torch
 
-from enjoyln_cli.archive.archive_file import TRANSFER, Keeper
-from enjoyln_cli.archive.prediction import Undo, learn, predicted, undo_of
+from enjoyln_cli.archive.archive_file import TRANSFER, Recorder
+from enjoyln_cli.archive.prediction import Undo, learn, predict, undo_of
 from enjoyln_cli.archive.residuals import corrections
 from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_part, read_tensor
-from enjoyln_cli.plan.edits import Edit, Vector, edited, given
+from enjoyln_cli.plan.edits import Edit, Vector, apply_edit, read_edit_inputs
 
 SAMPLE = 1 << 16
 """Elements of a tensor that an estimate is made from."""
@@ -21,7 +21,7 @@ ENTRY, PIECE = 340, 80
 """About how many bytes describe a tensor, and a piece of it."""
 
 
-def keeper_of(checkpoint: Checkpoint, edits: Mapping[str, Edit], spool: int) -> Keeper:
+def start_recording(checkpoint: Checkpoint, edits: Mapping[str, Edit], spool: int) -> Recorder:
     """Ready to keep every tensor of ``checkpoint``; ``spool`` is an open file for its use.
 
     A tensor that is copied to another name, as it is, is told from that copy.
@@ -33,12 +33,14 @@ def keeper_of(checkpoint: Checkpoint, edits: Mapping[str, Edit], spool: int) -> 
         if edit is None or name in copies or stored.dtype not in FLOATS:
             undo[name] = Undo(DTYPES[stored.dtype], stored.shape)
         else:
-            values = given(replace(edit, plus=None), lambda other: read_tensor(checkpoint, other))
+            values = read_edit_inputs(
+                replace(edit, plus=None), lambda other: read_tensor(checkpoint, other)
+            )
             undo[name] = undo_of(edit, values, FLOATS[stored.dtype], stored.shape)
-    return Keeper(undo, copies, spool)
+    return Recorder(undo, copies, spool)
 
 
-def unread(keeper: Keeper, edits: Mapping[str, Edit]) -> list[str]:
+def outputs_to_digest(keeper: Recorder, edits: Mapping[str, Edit]) -> list[str]:
     """The written tensors of which something is lost when the original is told from the others.
 
     What was filled is told without it, what was appended is left out, and from the centred one of
@@ -53,7 +55,7 @@ def unread(keeper: Keeper, edits: Mapping[str, Edit]) -> list[str]:
 
 def bytes_to_keep(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> int:
     """About how many bytes would be kept: every edited tensor is tried on some of its elements."""
-    keeper = keeper_of(checkpoint, edits, -1)
+    keeper = start_recording(checkpoint, edits, -1)
     total = 0.0
     for name, undo in keeper.undo.items():
         stored = checkpoint.tensors[name]
@@ -67,7 +69,7 @@ def bytes_to_keep(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> int:
 def _bytes_each(checkpoint: Checkpoint, name: str, edit: Edit) -> float:
     """Bytes of corrections for each element, on a part of the tensor that holds whole groups."""
     shape = checkpoint.tensors[name].shape
-    values = given(edit, lambda other: read_tensor(checkpoint, other))
+    values = read_edit_inputs(edit, lambda other: read_tensor(checkpoint, other))
     free = [d for d in range(len(shape)) if d not in {axis.dim for axis in edit.axes}]
     if prod(shape) <= SAMPLE or not free or edit.plus:
         x = read_tensor(checkpoint, name)
@@ -84,9 +86,9 @@ def _bytes_each(checkpoint: Checkpoint, name: str, edit: Edit) -> float:
     edit = replace(edit, append=None)
     undo = undo_of(edit, values, x.dtype, tuple(x.shape))
     learn(undo, x.double())
-    written = edited(x.double(), edit, values).to(x.dtype).flatten()
+    written = apply_edit(x.double(), edit, values).to(x.dtype).flatten()
     room = torch.empty(written.numel(), dtype=torch.float64)
-    found = corrections(x.flatten(), predicted(undo, written, 0, room))
+    found = corrections(x.flatten(), predict(undo, written, 0, room))
     return found.nbytes / max(x.numel(), 1)
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from enjoyln_cli.benchmark.choices import MODES
-from enjoyln_cli.benchmark.timing import WARM_UP, Task, nothing
+from enjoyln_cli.benchmark.timing import WARM_UP, Task, prepare_nothing
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.norm_probe import LayerNormForm, layer_norm_form
 from enjoyln_cli.runtime.dynamo_backend import enjoyln
@@ -47,7 +47,7 @@ RECOMPILED = 64
 """Times that one function may be compiled: once for each model, phase and size."""
 
 
-def shared(model: Any) -> Any:
+def share_weights(model: Any) -> Any:
     """A copy of a model that has modules of its own and shares all weights."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
@@ -58,7 +58,7 @@ def variants(original: Any, folded: Any, norms: Iterable[str]) -> dict[str, nn.M
 
     Paths may be those of a class around the model's, as ``install.locate`` has them.
     """
-    no_norm, with_torch, names = shared(original), shared(folded), tuple(norms)
+    no_norm, with_torch, names = share_weights(original), share_weights(folded), tuple(norms)
     for path in (locate(original, name, names) for name in names):
         form = None if path is None else layer_norm_form(original.get_submodule(path))
         if path is None or form is None:
@@ -103,10 +103,10 @@ def in_mode(models: Mapping[str, Any], mode: str) -> dict[str, Any]:
     ways = dict.fromkeys(models, plain)
     if mode != "compile":
         ways["folded"] = enjoyln
-    return {name: torch.compile(shared(m), backend=ways[name]) for name, m in models.items()}
+    return {name: torch.compile(share_weights(m), backend=ways[name]) for name, m in models.items()}
 
 
-def recorded(task: Task, device: torch.device) -> Task:
+def record_graphs(task: Task, device: torch.device) -> Task:
     """``task`` recorded as CUDA graphs, which use the same memory whenever they are replayed.
 
     What it prepares is a graph of its own, so that a cache begins anew each time. (Torch's backend
@@ -117,7 +117,7 @@ def recorded(task: Task, device: torch.device) -> Task:
     Raises ``UnsupportedModel`` where something is done that cannot be recorded.
     """
     before, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    prepares = task.prepare is not nothing
+    prepares = task.prepare is not prepare_nothing
     stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
     waiting = torch.cuda.get_sync_debug_mode()
@@ -146,13 +146,13 @@ def recorded(task: Task, device: torch.device) -> Task:
     # The graphs read what ``task`` holds, so each replay holds it too.
     return Task(
         lambda _, held=task: graph.replay(),  # type: ignore[misc]
-        before.replay if prepares else nothing,
+        before.replay if prepares else prepare_nothing,
         task.steps,
     )
 
 
 @contextmanager
-def compiling(mode: str) -> Iterator[None]:
+def compile_anew(mode: str) -> Iterator[None]:
     """Within the block models are compiled anew; a compiler's failure is one line.
 
     Raises ``UnsupportedModel``.

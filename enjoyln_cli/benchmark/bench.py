@@ -19,7 +19,7 @@ from torch import nn
 from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.benchmark import machine
 from enjoyln_cli.benchmark.baselines import require
-from enjoyln_cli.benchmark.cases import Asked, compared
+from enjoyln_cli.benchmark.cases import BenchOptions, compare_speeds
 from enjoyln_cli.benchmark.results import Bench
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.config import load_config, raw_config
@@ -29,7 +29,7 @@ from enjoyln_cli.checkpoint.result_files import BENCH_FILE, RECIPE_FILE
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.clock import Clock, Progress
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
-from enjoyln_cli.events import Event, by_python, keep
+from enjoyln_cli.events import Event, default_listener, write_or_warn
 from enjoyln_cli.models.load import load
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.model import options_asked
@@ -41,7 +41,7 @@ from enjoyln_cli.text import first_line
 from enjoyln_cli.verification.verify import compute_dtype, dtype_name, original_of
 
 DEVICES = ("cpu", "cuda", "mps")
-"""Those that ``timing.waiting_for`` knows how to wait for."""
+"""Those that ``timing.waiter_for`` knows how to wait for."""
 CENTRED = 100e6
 """Bytes of weights that are centred in a second, at least."""
 
@@ -50,7 +50,7 @@ def bench(
     out: str | Path,
     *,
     against: str | Path | None = None,
-    asked: Asked = Asked(),  # noqa: B008  (frozen)
+    asked: BenchOptions = BenchOptions(),  # noqa: B008  (frozen)
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
     revision: str | None = None,
@@ -81,7 +81,7 @@ def bench(
     def event(level: str, text: str) -> None:
         if level == "warning":
             told.append(text)
-        (on_event or by_python)(level, text)
+        (on_event or default_listener)(level, text)
 
     stage = partial(event, "stage")
     place = device_named(device)
@@ -109,7 +109,7 @@ def bench(
     plan, plan_seconds = _planned(original, folded, marker, trust_remote_code)
     clock.after = 0.0 if plan is None else weights["original"] / CENTRED
     norms = (*marker.rmsnorm, *marker.layernorm)
-    rows, left_out = compared(before, after, norms, asked, place, event, clock)
+    rows, left_out = compare_speeds(before, after, norms, asked, place, event, clock)
     if not busy:
         busy = machine.busy(machine.load_average(), threads, threads, machine.cores())
         if busy:
@@ -130,7 +130,7 @@ def bench(
     )
     if write and not folded.source.cached:
         text = json.dumps(result.to_json(), indent=2)
-        keep(folded.source.path / BENCH_FILE, text + "\n", event)
+        write_or_warn(folded.source.path / BENCH_FILE, text + "\n", event)
     return result
 
 

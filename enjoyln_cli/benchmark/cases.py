@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.benchmark import machine
-from enjoyln_cli.benchmark.baselines import COLUMNS, compiling, in_mode, recorded, variants
+from enjoyln_cli.benchmark.baselines import COLUMNS, compile_anew, in_mode, record_graphs, variants
 from enjoyln_cli.benchmark.budget import (
     Calls,
     Case,
@@ -32,22 +32,22 @@ from enjoyln_cli.benchmark.budget import (
 )
 from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS
 from enjoyln_cli.benchmark.results import Row
-from enjoyln_cli.benchmark.timing import ENOUGH, FEWEST, Limit, Task, time_rounds, waiting_for
+from enjoyln_cli.benchmark.timing import ENOUGH, FEWEST, Limit, Task, time_rounds, waiter_for
 from enjoyln_cli.benchmark.workload import (
     PHASES,
     Size,
     decode,
     decode_steps,
-    moved,
     prefill,
     prompt,
     sizes,
+    to_device,
 )
 from enjoyln_cli.calls.calls import keeps_cache
-from enjoyln_cli.checkpoint.marker import believed
+from enjoyln_cli.checkpoint.marker import blame_marker
 from enjoyln_cli.clock import Clock, duration
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.events import Event, by_python
+from enjoyln_cli.events import Event, default_listener
 
 SECONDS = 120.0
 """In which a run should end if nothing else is asked for."""
@@ -55,9 +55,9 @@ GRID = tuple(product(GRID_ROWS, GRID_LENGTHS))
 """Rows and tokens that are measured as far as there is time, and all of them with ``--full``."""
 SHORT = ((1, 8), (1, 32), (8, 32))
 """For models that are too slow for the grid, or have no positions for it."""
-ALLOWED = 0.02
+TRIAL_SHARE = 0.02
 """Share of the time that is left, within which one call may be tried."""
-TRIED = 2.0
+TRIAL_SECONDS = 2.0
 """Seconds that trying one call may take."""
 SAME = 5
 """Calls of the smallest size, to see whether the machine is steady."""
@@ -66,7 +66,7 @@ COMPILING = {"eager": 0.0, "fused": 10.0, "compile": 60.0, "cudagraphs": 15.0}
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchOptions:
     """What is to be measured."""
 
     pairs: tuple[tuple[int, int], ...] | None = None
@@ -92,13 +92,13 @@ class Asked:
         return self.pairs is not None and self.seconds is None
 
 
-def compared(
+def compare_speeds(
     original: Any,
     folded: Any,
     norms: Sequence[str],
-    asked: Asked,
+    asked: BenchOptions,
     device: torch.device,
-    event: Event = by_python,
+    event: Event = default_listener,
     clock: Clock | None = None,
 ) -> tuple[list[Row], list[str]]:
     """Both models, in memory and on the CPU, timed on ``device`` with the two for comparison.
@@ -146,7 +146,7 @@ def _first_calls(
     event: Event,
 ) -> Calls:
     """Calls of the original, from the smallest size on as far as they are short."""
-    wait, measured = waiting_for(device), {}
+    wait, measured = waiter_for(device), {}
     ordered = sorted(found, key=lambda size: size.items)
 
     def seconds(task: Task) -> float:
@@ -156,28 +156,28 @@ def _first_calls(
         wait()
         return time.perf_counter() - begin
 
-    (smallest,) = moved(ordered[:1], device)
+    (smallest,) = to_device(ordered[:1], device)
     with suppress(torch.OutOfMemoryError):
         prefill(models["original"], smallest.given).run(None)
-        with believed(type(models["folded"]).__name__):
+        with blame_marker(type(models["folded"]).__name__):
             prefill(models["folded"], smallest.given).run(None)
         same: list[float] = []
-        while len(same) < SAME and sum(same) < TRIED / 2:
+        while len(same) < SAME and sum(same) < TRIAL_SECONDS / 2:
             same.append(seconds(prefill(models["original"], smallest.given)))
         if strange := machine.unsteady(same):
             event("warning", strange)
         measured[smallest.items] = sorted(same)[len(same) // 2]
-        for size in moved(ordered[1:], device):
+        for size in to_device(ordered[1:], device):
             if size.items in measured:
                 continue
-            if Calls(measured).seconds(size.items) > min(TRIED, ALLOWED * clock.left):
+            if Calls(measured).seconds(size.items) > min(TRIAL_SECONDS, TRIAL_SHARE * clock.left):
                 break
             seconds(prefill(models["original"], size.given))
             measured[size.items] = seconds(prefill(models["original"], size.given))
     return Calls(measured or {smallest.items: 1.0})
 
 
-def choose_cases(costs: dict[Case, Cost], asked: Asked, clock: Clock) -> Choice:
+def choose_cases(costs: dict[Case, Cost], asked: BenchOptions, clock: Clock) -> Choice:
     """What to time of these cases.
 
     Raises ``UnsupportedModel`` where nothing fits into a time that was asked for.
@@ -212,7 +212,7 @@ def run_each(
     run: Run,
     choice: Choice,
     costs: dict[Case, Cost],
-    asked: Asked,
+    asked: BenchOptions,
     clock: Clock,
     event: Event,
 ) -> tuple[dict[Case, Row], list[str]]:
@@ -312,9 +312,9 @@ def _row(
     device: torch.device,
     clock: Clock,
 ) -> Row | str:
-    wait, mode = waiting_for(device), case.mode
-    (size,) = moved([case.size], device)
-    with compiling(mode):
+    wait, mode = waiter_for(device), case.mode
+    (size,) = to_device([case.size], device)
+    with compile_anew(mode):
         if case.phase == "decode":
             text = prompt(models["original"], size, case.steps)
             if text is None:
@@ -325,7 +325,7 @@ def _row(
         timed = tasks
         if mode == "cudagraphs":
             try:
-                timed = {n: recorded(task, device) for n, task in tasks.items()}
+                timed = {n: record_graphs(task, device) for n, task in tasks.items()}
             except UnsupportedModel as error:
                 return f"{case}: {error}"
         limit = Limit(until - clock.now(), max(clock.left, until - clock.now()))

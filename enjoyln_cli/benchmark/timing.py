@@ -38,7 +38,7 @@ DOUBT = 0.05
 """How often the true median may lie outside of its interval."""
 
 
-def nothing() -> None:
+def prepare_nothing() -> None:
     """What is prepared for a call that needs nothing."""
 
 
@@ -47,7 +47,7 @@ class Task:
     """A call to be timed: ``run`` takes what ``prepare`` returns, which is not timed."""
 
     run: Callable[[Any], Any]
-    prepare: Callable[[], Any] = nothing
+    prepare: Callable[[], Any] = prepare_nothing
     steps: int = 1
     """How many times the thing that is wanted happens in ``run``."""
 
@@ -91,11 +91,11 @@ def ratios(times: Mapping[str, Sequence[float]], slow: str, fast: str) -> list[f
     return [a / b for a, b in zip(times[slow], times[fast], strict=True)]
 
 
-def waiting_for(device: torch.device) -> Callable[[], None]:
+def waiter_for(device: torch.device) -> Callable[[], None]:
     """What makes the clock wait for a device that works on its own."""
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
-    return torch.mps.synchronize if device.type == "mps" else nothing
+    return torch.mps.synchronize if device.type == "mps" else prepare_nothing
 
 
 def runs_per_round(seconds: float) -> int:
@@ -116,7 +116,7 @@ class Limit:
 def time_rounds(
     tasks: Mapping[str, Task],
     repeats: int,
-    wait: Callable[[], None] = nothing,
+    wait: Callable[[], None] = prepare_nothing,
     limit: Limit = Limit(),  # noqa: B008  (frozen)
     on_round: Callable[[int], None] = lambda done: None,
     now: Callable[[], float] = time.perf_counter,

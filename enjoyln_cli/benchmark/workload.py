@@ -20,7 +20,7 @@ import torch
 
 from enjoyln_cli.benchmark.timing import Task
 from enjoyln_cli.calls.calls import keeps_cache
-from enjoyln_cli.comparison.batches import Batch, most_tokens, unpadded
+from enjoyln_cli.comparison.batches import Batch, most_tokens, unpadded_batch
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import dtype_of
 
@@ -64,7 +64,7 @@ def sizes(model: Any, pairs: Sequence[tuple[int, int]]) -> tuple[list[Size], lis
     left_out: dict[str, None] = {}
     for rows, tokens in pairs:
         fits = limit is None or tokens <= limit
-        given = unpadded(model, rows, tokens if fits else 1, dtype_of(model))
+        given = unpadded_batch(model, rows, tokens if fits else 1, dtype_of(model))
         read = next((given[name] for name in TEXT if name in given), None)
         if read is None or fits:
             size = Size(given, rows, None if read is None else read.shape[1])
@@ -137,7 +137,7 @@ def decode(model: Any, text: Prompt) -> Task:
     return Task(run, lambda: copy.deepcopy(text.cache), text.steps)
 
 
-def moved(found: Sequence[Size], device: torch.device) -> Iterator[Size]:
+def to_device(found: Sequence[Size], device: torch.device) -> Iterator[Size]:
     """The same inputs on another device."""
     for size in found:
         given = {name: value.to(device) for name, value in size.given.items()}

@@ -204,7 +204,7 @@ def require_unfolded(
 def set_entry(config: Any, name: str, value: Any) -> None:
     """Set an entry of a configuration in memory, where the part that ``name`` lies in is there.
 
-    A name has dots where the entry lies in a nested config, as in ``changed``.
+    A name has dots where the entry lies in a nested config, as in ``with_entries``.
     """
     *path, last = name.split(".")
     for part in path:
@@ -215,7 +215,7 @@ def set_entry(config: Any, name: str, value: Any) -> None:
         setattr(config, last, value)
 
 
-def changed(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+def with_entries(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a parsed ``config.json`` with other ``entries``, by name.
 
     A name has dots where the entry lies in a nested config: ``text_config.hidden_size``.
@@ -224,5 +224,5 @@ def changed(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, 
     for name, value in entries.items():
         first, _, rest = name.partition(".")
         inner = found.get(first)
-        found[first] = changed(inner or {}, {rest: value}) if rest else value
+        found[first] = with_entries(inner or {}, {rest: value}) if rest else value
     return found

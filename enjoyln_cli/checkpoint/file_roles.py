@@ -100,7 +100,7 @@ def is_file_name(name: str, *ends: str) -> bool:
     return fits and not {"/", "\\"} & {*name} and name.endswith(ends)
 
 
-def housekeeping(name: str) -> bool:
+def is_housekeeping(name: str) -> bool:
     """Whether a file is a tool's own and no part of a model: of git, of a cache."""
     return any(fnmatchcase(name, pattern) for pattern in _HOUSEKEEPING)
 

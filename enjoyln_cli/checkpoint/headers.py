@@ -27,10 +27,10 @@ from enjoyln_cli.text import first_line
 MAX_HEADER = 100_000_000
 """Bytes. The safetensors format forbids longer headers."""
 
-LONGEST = (1 << 63) - 1
+MAX_ELEMENTS = (1 << 63) - 1
 """Elements that torch can count, also along the other dimensions of a tensor that is empty."""
 
-FIRST = 1 << 17
+FIRST_READ_BYTES = 1 << 17
 """Bytes read of a file at first: most headers are shorter."""
 
 DTYPES = {
@@ -58,7 +58,7 @@ _PACKED = ("I8", "U8", "I16", "U16", "I32", "U32")
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor in a file."""
 
     name: str
@@ -72,7 +72,7 @@ class Stored:
     nbytes: int
 
 
-def read_safetensors_header(path: Path) -> tuple[list[Stored], dict[str, str]]:
+def read_safetensors_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     """The tensors of a file in the order of their offsets, and its ``__metadata__``.
 
     Raises ``BadCheckpoint`` for a header that contradicts itself or the file, ``UnsupportedModel``
@@ -95,7 +95,7 @@ def header_bytes(file: str, size: int, read: Callable[[int, int], bytes]) -> byt
     ``read`` gives so many bytes from a position on. Raises ``BadCheckpoint`` for a length that
     cannot be.
     """
-    first = read(0, FIRST)
+    first = read(0, FIRST_READ_BYTES)
     prefix = first[:8]
     if prefix == b"version ":
         raise _pointer(file)
@@ -110,7 +110,7 @@ def header_bytes(file: str, size: int, read: Callable[[int, int], bytes]) -> byt
     return first[: 8 + length]
 
 
-def tensors_in(file: str, header: bytes, size: int) -> tuple[list[Stored], dict[str, str]]:
+def tensors_in(file: str, header: bytes, size: int) -> tuple[list[StoredTensor], dict[str, str]]:
     """As ``read_safetensors_header``, from the first bytes of a file of ``size`` bytes."""
     found, metadata, end = _listed(file, header[8:])
     if end != size:
@@ -118,7 +118,7 @@ def tensors_in(file: str, header: bytes, size: int) -> tuple[list[Stored], dict[
     return found, metadata
 
 
-def tensors_of_header(file: str, header: bytes) -> list[Stored]:
+def tensors_of_header(file: str, header: bytes) -> list[StoredTensor]:
     """The tensors of ``file`` in the order of their offsets, from its first bytes alone.
 
     Raises as ``read_safetensors_header`` does.
@@ -129,7 +129,7 @@ def tensors_of_header(file: str, header: bytes) -> list[Stored]:
     return _listed(file, header[8:])[0]
 
 
-def _listed(file: str, text: bytes) -> tuple[list[Stored], dict[str, str], int]:
+def _listed(file: str, text: bytes) -> tuple[list[StoredTensor], dict[str, str], int]:
     """Tensors and metadata of a header, and the size that its file has to have."""
     header = _parsed_header(file, text)
     metadata = _metadata(file, header.pop("__metadata__", None))
@@ -167,7 +167,7 @@ def _metadata(file: str, value: Any) -> dict[str, str]:
     return value
 
 
-def _entry(file: str, name: str, value: Any, start: int) -> Stored:
+def _entry(file: str, name: str, value: Any, start: int) -> StoredTensor:
     fields = value if isinstance(value, dict) else {}
     dtype, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (isinstance(dtype, str) and _naturals(shape) and _naturals(span) and len(span) == 2):
@@ -178,7 +178,7 @@ def _entry(file: str, name: str, value: Any, start: int) -> Stored:
         raise _quantised(name, file, dtype)
     if dtype not in DTYPES:
         raise BadCheckpoint(f"{name} in {file} has the unknown dtype {dtype!r:.40}")
-    if prod(size for size in shape if size) > LONGEST:
+    if prod(size for size in shape if size) > MAX_ELEMENTS:
         raise BadCheckpoint(
             f"{name} in {file} has the impossible shape {str(shape):.100}; fetch it again"
         )
@@ -188,10 +188,10 @@ def _entry(file: str, name: str, value: Any, start: int) -> Stored:
             f"{name} in {file}: {dtype} of shape {shape} takes {need} bytes, but its offsets "
             f"{span} hold {held}; fetch the file again"
         )
-    return Stored(name, file, dtype, tuple(shape), start + span[0], held)
+    return StoredTensor(name, file, dtype, tuple(shape), start + span[0], held)
 
 
-def read_at(file: int, data: memoryview, stored: Stored, start: int) -> None:
+def read_at(file: int, data: memoryview, stored: StoredTensor, start: int) -> None:
     """Fill ``data`` from byte ``start`` of a tensor in an open safetensors file.
 
     Raises ``BadCheckpoint`` where the file ends before.
@@ -213,7 +213,7 @@ def _naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-def _end(file: str, found: list[Stored], start: int) -> int:
+def _end(file: str, found: list[StoredTensor], start: int) -> int:
     """Where the last tensor ends; they follow each other in the order of their offsets."""
     end, before = start, "the header"
     for stored in found:
@@ -242,7 +242,7 @@ def _require_printable(names: Iterable[str], file: str) -> None:
             raise BadCheckpoint(f"{file} names a tensor {name!r:.100}; fetch it again")
 
 
-def read_bin_header(path: Path) -> list[Stored]:
+def read_bin_header(path: Path) -> list[StoredTensor]:
     """The tensors of a pickled state dict, in its order. Raises as ``load_bin`` does."""
     found = []
     for name, tensor in load_bin(path).items():
@@ -270,7 +270,7 @@ def read_bin_header(path: Path) -> list[Stored]:
                 f"{name} in {path.name} says the same numbers again and again, and would take "
                 f"{nbytes} bytes; save the model anew"
             )
-        found.append(Stored(name, path.name, dtype, tuple(tensor.shape), -1, nbytes))
+        found.append(StoredTensor(name, path.name, dtype, tuple(tensor.shape), -1, nbytes))
     return found
 
 
@@ -336,7 +336,7 @@ def _pointer(file: str) -> BadCheckpoint:
     return BadCheckpoint(f"{file} is a Git LFS pointer, not the file; run `git lfs pull`")
 
 
-def require_unpacked(tensors: dict[str, Stored]) -> None:
+def require_unpacked(tensors: dict[str, StoredTensor]) -> None:
     """Raises ``UnsupportedModel`` where a weight matrix is stored as (packed) integers."""
     for stored in tensors.values():
         last = stored.name.rsplit(".", 1)[-1]

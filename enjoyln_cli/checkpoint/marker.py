@@ -54,12 +54,12 @@ import torch
 
 from enjoyln_cli import __version__
 from enjoyln_cli.checkpoint.config import MARKER
-from enjoyln_cli.checkpoint.headers import LONGEST
+from enjoyln_cli.checkpoint.headers import MAX_ELEMENTS
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.errors import BadCheckpoint, UnprovenCall, UnsupportedModel
 from enjoyln_cli.plan import call_text
 from enjoyln_cli.plan.axis import Axis, as_numbers
-from enjoyln_cli.plan.covered_calls import PLAIN_TYPES, Covered, Plain
+from enjoyln_cli.plan.covered_calls import PLAIN_TYPES, CoveredCalls, Plain
 from enjoyln_cli.plan.mean_units import Units
 from enjoyln_cli.plan.plan import Centring, Place, Plan
 from enjoyln_cli.text import first_line
@@ -72,7 +72,7 @@ _NOT_PROVEN = ("source", "revision", "proof", "tool")
 
 
 @dataclass(frozen=True)
-class Centred:
+class CentredTensor:
     """A parameter whose values have zero mean, times ``scale`` where there is one."""
 
     parameter: str
@@ -97,7 +97,7 @@ class Marker:
     unproven: tuple[str, ...]
     tool: str
     outputs: tuple[str, ...] = ()
-    centred: tuple[Centred, ...] | None = None
+    centred: tuple[CentredTensor, ...] | None = None
     """``None`` for a result of version 1, which does not say."""
     units: tuple[Units, ...] = ()
     weightless: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class Marker:
     """Parameters that have to be two, and would be one in the original."""
     nonfinite: bool = False
     """Whether the user has said that weights may hold NaN and infinity."""
-    covered: Covered | None = None
+    covered: CoveredCalls | None = None
     """The calls that are proven; ``None``: those without an input of ``unproven``."""
 
 
@@ -154,13 +154,13 @@ def marker(plan: Plan, source: Source, nonfinite: bool = False) -> dict[str, Any
     return {**entry, "proof": proof_of(entry), "tool": f"enjoyln {__version__}"}
 
 
-def _calls(covered: Covered | None) -> dict[str, Any] | None:
+def _calls(covered: CoveredCalls | None) -> dict[str, Any] | None:
     if covered is None:
         return None
     attributes: dict[str, dict[str, Plain]] = {}
     for owner, name, value in covered.attributes:
         attributes.setdefault(owner, {})[name] = value
-    return {"proven": [call_text.written(one) for one in covered.forms], "attributes": attributes}
+    return {"proven": [call_text.to_text(one) for one in covered.forms], "attributes": attributes}
 
 
 def _by_axis(plan: Plan) -> list[dict[str, Any]]:
@@ -224,7 +224,7 @@ def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
 
 
 @contextmanager
-def believed(what: str) -> Iterator[None]:
+def blame_marker(what: str) -> Iterator[None]:
     """Within it a model runs as a marker says: where it cannot, the marker is not to be believed.
 
     Raises ``BadCheckpoint`` for what a module makes of a centring that does not fit it.
@@ -248,7 +248,7 @@ def believed(what: str) -> Iterator[None]:
         ) from error
 
 
-def _centred(entry: dict[str, Any]) -> tuple[Centred, ...]:
+def _centred(entry: dict[str, Any]) -> tuple[CentredTensor, ...]:
     scales = _names(entry, "scales")
     found = []
     for group in _list(entry, "centered"):
@@ -257,11 +257,13 @@ def _centred(entry: dict[str, Any]) -> tuple[Centred, ...]:
         axis = _axis(group)
         if axis.dim < 0:
             raise _malformed("axis", group["axis"])
-        found += [Centred(name, axis, scales.get(name)) for name in _texts(group, "parameters")]
+        found += [
+            CentredTensor(name, axis, scales.get(name)) for name in _texts(group, "parameters")
+        ]
     return tuple(found)
 
 
-def _covered(entry: Any) -> Covered | None:
+def _covered(entry: Any) -> CoveredCalls | None:
     if entry is None:
         return None
     by_owner = entry.get("attributes") if isinstance(entry, dict) else None
@@ -271,7 +273,7 @@ def _covered(entry: Any) -> Covered | None:
     if not all(type(value) in PLAIN_TYPES for _, _, value in found):
         raise _malformed("attributes", by_owner)
     try:
-        return Covered(tuple(map(call_text.read, _texts(entry, "proven"))), found)
+        return CoveredCalls(tuple(map(call_text.from_text, _texts(entry, "proven"))), found)
     except ValueError as error:
         raise _malformed("calls", str(error)) from error
 
@@ -313,7 +315,7 @@ def _axis(entry: dict[str, Any]) -> Axis:
     axis = Axis(*numbers)
     counted = min(axis.outer, axis.size, axis.inner) > 0 and axis.start >= 0
     counted = counted and (not axis.step or axis.step > axis.size * axis.inner)
-    if not counted or abs(axis.dim) > MOST_DIMS or axis.stop > LONGEST:
+    if not counted or abs(axis.dim) > MOST_DIMS or axis.stop > MAX_ELEMENTS:
         raise _malformed("axis", numbers)
     return axis
 

@@ -20,7 +20,7 @@ from enjoyln_cli.checkpoint.config import raw_config, require_unquantised
 from enjoyln_cli.checkpoint.file_roles import CONFIG, shards_in_index, weights_among
 from enjoyln_cli.checkpoint.headers import (
     DTYPES,
-    Stored,
+    StoredTensor,
     bytes_of,
     load_bin,
     read_at,
@@ -29,7 +29,7 @@ from enjoyln_cli.checkpoint.headers import (
     require_unpacked,
     tensors_in,
 )
-from enjoyln_cli.checkpoint.source import Source, State, carried_files, located, states_of
+from enjoyln_cli.checkpoint.source import Source, State, carried_files, locate, states_of
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 
 BLOCK = 1 << 22
@@ -43,7 +43,7 @@ class Checkpoint:
     source: Source
     format: Literal["safetensors", "bin"]
     shards: tuple[str, ...]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     metadata: dict[str, dict[str, str]]
     """Shard to the ``__metadata__`` of its header."""
     index: str | None
@@ -71,18 +71,18 @@ def open_checkpoint(source: Source) -> Checkpoint:
     first = weights_among(sorted(names.union(remote.headers if remote else ())), source.model)
     states |= states_of(source.path, (first,))
     index = first if first.endswith(".json") else None
-    shards, promised = shards_in_index(located(source, first)) if index else ((first,), {})
+    shards, promised = shards_in_index(locate(source, first)) if index else ((first,), {})
     safetensors = ".safetensors" in first
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, dict[str, str]] = {}
     for shard in shards:
         states |= states_of(source.path, (shard,))
         if remote:
             found, metadata[shard] = tensors_in(shard, remote.headers[shard], remote.sizes[shard])
         elif safetensors:
-            found, metadata[shard] = read_safetensors_header(located(source, shard))
+            found, metadata[shard] = read_safetensors_header(locate(source, shard))
         else:
-            found = read_bin_header(located(source, shard))
+            found = read_bin_header(locate(source, shard))
         for stored in found:
             if stored.name in tensors:
                 other = tensors[stored.name].file
@@ -166,7 +166,7 @@ def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
     return all(left == right for left, right in pairs)
 
 
-def _stored(checkpoint: Checkpoint, name: str) -> Stored:
+def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
     if name not in checkpoint.tensors:
         raise BadCheckpoint(f"{checkpoint.source.model} stores no tensor {name}")
     return checkpoint.tensors[name]
@@ -192,7 +192,7 @@ def blocks_of(
         yield bytes(_bytes(checkpoint, stored, start, min(BLOCK, end - start)))
 
 
-def _bytes(checkpoint: Checkpoint, stored: Stored, start: int, count: int) -> bytearray:
+def _bytes(checkpoint: Checkpoint, stored: StoredTensor, start: int, count: int) -> bytearray:
     """``count`` bytes of a tensor from its byte ``start`` on."""
     data = bytearray(count)
     with _reading(checkpoint, stored) as read:
@@ -201,7 +201,9 @@ def _bytes(checkpoint: Checkpoint, stored: Stored, start: int, count: int) -> by
 
 
 @contextmanager
-def _reading(checkpoint: Checkpoint, stored: Stored) -> Iterator[Callable[[memoryview, int], None]]:
+def _reading(
+    checkpoint: Checkpoint, stored: StoredTensor
+) -> Iterator[Callable[[memoryview, int], None]]:
     """What fills memory from a byte of the tensor on."""
     if remote := checkpoint.source.remote:
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enjoyln_cli.checkpoint.file_roles import CONFIG, housekeeping
+from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.source import Source
 
 RECIPE_FILE = "enjoyln_recipe.yaml"
@@ -25,7 +25,7 @@ def verified_files(result: Source) -> list[str]:
     found = (path for path in result.root.rglob("*") if path.is_file())
     names = [path.relative_to(result.root).as_posix() for path in found]
     reports = {*REPORTS, *(f"{result.folder}/{name}" for name in REPORTS)}
-    return sorted(name for name in names if not housekeeping(name) and name not in reports)
+    return sorted(name for name in names if not is_housekeeping(name) and name not in reports)
 
 
 def is_own(name: str) -> bool:

@@ -104,7 +104,7 @@ def require_unchanged(folder: Path, before: Mapping[str, State]) -> None:
             )
 
 
-def located(source: Source, name: str) -> Path:
+def locate(source: Source, name: str) -> Path:
     """The file, which has to lie in the directory, or in the Hub cache that it is part of."""
     root = source.path.resolve()
     allowed = [root] + ([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])
@@ -133,4 +133,4 @@ def carried_files(source: Source, leaving: str = "") -> tuple[str, ...]:
         linked = [name for name in folders if Path(folder, name).is_symlink()]
         names = [(inside / name).as_posix() for name in files + linked]
         found += [name for name in names if comes_along(name)]
-    return tuple(name for name in sorted(found) if located(source, name))
+    return tuple(name for name in sorted(found) if locate(source, name))

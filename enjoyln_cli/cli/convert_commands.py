@@ -100,9 +100,9 @@ def fold(
     if options["seconds"] is None:
         del options["seconds"]
     push_it = push_after(options, dry_run, helps, chatty)
-    from enjoyln_cli.cli.progress import watching
+    from enjoyln_cli.cli.progress import watch_job
 
-    with watching(not chatty) as watch, processes.joined(watch.event) as us:
+    with watch_job(not chatty) as watch, processes.join_group(watch.event) as us:
         from enjoyln_cli.conversion.fold import as_dtype, prepare, write
         from enjoyln_cli.conversion.inspect import Opening
         from enjoyln_cli.conversion.results import fold_row
@@ -146,9 +146,9 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
     Otherwise BACK is a copy of OUT without its `enjoyln` entry: a LayerNorm checkpoint
     that gives the same outputs.
     """
-    from enjoyln_cli.cli.progress import watching
+    from enjoyln_cli.cli.progress import watch_job
 
-    with watching(quiet or as_json) as watch:
+    with watch_job(quiet or as_json) as watch:
         from enjoyln_cli import unfold as restore
         from enjoyln_cli.cli.console import write_json, write_unfold
         from enjoyln_cli.conversion.results import unfold_row  # takes seconds

@@ -61,9 +61,9 @@ def verify(out: Path, quiet: bool, as_json: bool, opening: Options, **options: A
     given = [name for name, value in own.items() if value]
     if len(given) > 1:
         raise click.UsageError(f"{given[0]} and {given[1]} cannot be combined.")
-    from enjoyln_cli.cli.progress import watching
+    from enjoyln_cli.cli.progress import watch_job
 
-    with watching(quiet or as_json) as watch:
+    with watch_job(quiet or as_json) as watch:
         watch.event("stage", f"verifying {out}")
         from enjoyln_cli import verify as check  # takes seconds
 
@@ -118,20 +118,20 @@ def bench(
 
     Takes about two minutes: a first short measurement decides which sizes fit, and how many rounds.
     """
-    from enjoyln_cli.cli.progress import watching
+    from enjoyln_cli.cli.progress import watch_job
 
     if picture:
         from enjoyln_cli.benchmark import plot
 
         plot.check(picture)
-    with watching(quiet or as_json) as watch:
-        from enjoyln_cli.benchmark.bench import Asked  # takes seconds
+    with watch_job(quiet or as_json) as watch:
         from enjoyln_cli.benchmark.bench import bench as measure
+        from enjoyln_cli.benchmark.cases import BenchOptions
         from enjoyln_cli.cli.console import write_bench, write_json
 
         told: Options = {"on_event": watch.event, "on_progress": watch.seconds}
         hub = access_keywords(opening.pop("access"))
-        sizes = Asked(**asked)
+        sizes = BenchOptions(**asked)
         found = measure(out, asked=sizes, dtype=run_dtype, **told, **options, **opening, **hub)
     if as_json:
         write_json(found.to_json())

@@ -34,7 +34,7 @@ DTYPES = click.Choice(["float32", "float16", "bfloat16"])
 COMPUTE_DTYPES = click.Choice(["float64", "float32", "float16", "bfloat16"])
 FORMATS = click.Choice(["table", "json", "markdown", "csv"])
 
-OPENING = (
+OPENING_FIELDS = (
     "revision",
     "trust_remote_code",
     "model_class",
@@ -53,9 +53,9 @@ WRITING = (
     "allow_nonfinite",
 )
 """How a fold is written: the fields of ``rewrite.directory.WriteOptions``."""
-ASKING = ("modes", "repeats", "seconds")
-"""What ``bench`` is to measure, the sizes apart: fields of ``cases.Asked``."""
-ALLOWING = ("widen_mlp", "widen_to", "merge", "untie")
+BENCH_FIELDS = ("modes", "repeats", "seconds")
+"""What ``bench`` is to measure, the sizes apart: fields of ``cases.BenchOptions``."""
+PLAN_FIELDS = ("widen_mlp", "widen_to", "merge", "untie")
 """What a plan may change besides centring: the fields of ``plan.Options``."""
 
 
@@ -96,10 +96,10 @@ def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def gathered(**options: Any) -> Any:
-        opening = {name: options.pop(name) for name in OPENING if name in options}
+        opening = {name: options.pop(name) for name in OPENING_FIELDS if name in options}
         token, cache_dir = options.pop("token"), options.pop("cache_dir")
         opening["access"] = HubAccess(token=token, cache_dir=cache_dir)
-        allowed = {name: options.pop(name) for name in ALLOWING if name in options}
+        allowed = {name: options.pop(name) for name in PLAN_FIELDS if name in options}
         if allowed:
             opening["options"] = allowing(**allowed)
         return command(opening=opening, **options)
@@ -180,11 +180,11 @@ def parse_modes(ctx: click.Context, parameter: click.Parameter, value: str) -> N
 
 
 def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What is measured; all of it arrives as one ``asked`` argument, the fields of ``Asked``."""
+    """What is measured; it arrives as one ``asked`` argument, the fields of ``BenchOptions``."""
 
     @functools.wraps(command)
     def gathered(**options: Any) -> Any:
-        asked = {name: options.pop(name) for name in ASKING}
+        asked = {name: options.pop(name) for name in BENCH_FIELDS}
         rows, lengths, full = (options.pop(n) for n in ("batch_sizes", "seq_lens", "full"))
         if full and (rows or lengths):
             raise click.UsageError("--full sets the sizes; drop --batch-size and --seq-len.")

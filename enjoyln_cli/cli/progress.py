@@ -47,7 +47,7 @@ class Watch:
 
 
 @contextmanager
-def watching(quiet: bool) -> Iterator[Watch]:
+def watch_job(quiet: bool) -> Iterator[Watch]:
     """Show the messages of a job, and on a terminal that it goes on."""
     warnings: list[str] = []
 

@@ -72,9 +72,9 @@ def report(
         _check_picture(models or types, show["picture"])
     if save:
         check_file(save)
-    from enjoyln_cli.cli.progress import watching
+    from enjoyln_cli.cli.progress import watch_job
 
-    with watching(not sys.stderr.isatty()) as watch:
+    with watch_job(not sys.stderr.isatty()) as watch:
         from enjoyln_cli.cli.console import say, write_rows, write_tree
         from enjoyln_cli.conversion.inspect import recipe_text  # takes seconds
 

@@ -39,7 +39,7 @@ WINDOW = 256
 ROWS_AT_ONCE = 8
 
 
-def seeded(
+def seeded_batches(
     model: nn.Module, rows: int, seed: int, dtype: torch.dtype, at_once: int = ROWS_AT_ONCE
 ) -> list[Batch]:
     """``rows`` examples for a transformers model, in batches, the same for the same seed.
@@ -101,10 +101,10 @@ def _has_position_table(model: Any, limit: int) -> bool:
     )
 
 
-def unpadded(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
+def unpadded_batch(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
     """One seeded example of ``rows`` rows with ``tokens`` tokens of text each, and no mask.
 
-    Inputs other than text have the size that the config says. Raises as ``seeded`` does.
+    Inputs other than text have the size that the config says. Raises as ``seeded_batches`` does.
     """
     bare, generator = without_weights(model), torch.Generator().manual_seed(0)
     _, chosen = _accepted_form(model, bare, rows)
@@ -204,7 +204,7 @@ def most_tokens(config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def completed(model: Any, own: Batch, dtype: torch.dtype) -> Batch:
+def complete_batch(model: Any, own: Batch, dtype: torch.dtype) -> Batch:
     """``own``, with made-up values for what the model needs besides: images for a text, say."""
     rows = len(next(iter(own.values())))
     tokens = own["input_ids"].shape[1] if "input_ids" in own else _length(model)
@@ -232,7 +232,7 @@ def with_masked_patches(model: Any, batch: Batch, seed: int) -> Batch | None:
     return {**batch, "bool_masked_pos": masked}
 
 
-def masked(batch: Batch, mask_token: int, seed: int) -> tuple[Batch, torch.Tensor]:
+def mask_tokens(batch: Batch, mask_token: int, seed: int) -> tuple[Batch, torch.Tensor]:
     """15 % of the tokens replaced by the mask token, at least one per row, and where they are.
 
     The mask is bool, shaped as ``input_ids``. Source: Devlin et al. 2019, section 3.1.

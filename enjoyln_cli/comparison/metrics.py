@@ -88,7 +88,7 @@ def distances(
     Entries that are the same infinity or NaN in both count as equal; one that is finite in one
     alone makes the output incomparable.
     """
-    return pooled([distances_of(a, b) for a, b in zip(got, exact, strict=True)])
+    return pool_distances([distances_of(a, b) for a, b in zip(got, exact, strict=True)])
 
 
 def distances_of(
@@ -100,7 +100,7 @@ def distances_of(
     return {name: _distance(got[name], value) for name, value in exact.items()}
 
 
-def pooled(batches: Sequence[Mapping[str, Distance]]) -> dict[str, Distance]:
+def pool_distances(batches: Sequence[Mapping[str, Distance]]) -> dict[str, Distance]:
     """The distances of several batches as one, by output."""
     found = {}
     for name in dict.fromkeys(name for batch in batches for name in batch):

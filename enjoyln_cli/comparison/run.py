@@ -21,7 +21,7 @@ from enjoyln_cli.kernels import literally
 from enjoyln_cli.models.classes import dtype_of
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.models.offload import on_disk
-from enjoyln_cli.models.outputs import CACHE, by_field, named_by
+from enjoyln_cli.models.outputs import CACHE, by_field, match_names
 
 Outputs = list[dict[str, torch.Tensor]]
 """One dict per batch: the name of an output to its values, on the CPU or mapped from the disk."""
@@ -81,7 +81,7 @@ def tensors(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, value
 
 
-def chosen(outputs: Outputs, names: Sequence[str]) -> Outputs:
+def choose_outputs(outputs: Outputs, names: Sequence[str]) -> Outputs:
     """The outputs that ``names`` (or patterns) choose; all of them where there are no names.
 
     Raises ``UnsupportedModel`` where a batch then has nothing to compare.
@@ -89,7 +89,7 @@ def chosen(outputs: Outputs, names: Sequence[str]) -> Outputs:
     if not names:
         return outputs
     kept = [
-        {name: value for name, value in batch.items() if name in named_by(names, batch)}
+        {name: value for name, value in batch.items() if name in match_names(names, batch)}
         for batch in outputs
     ]
     if not all(kept):

@@ -75,7 +75,7 @@ def choose(runner: Runner, data: UserData, seed: int, pace: Pace) -> Examples:
     if is_scored:
         pace.plan_run()
         pace.plan_run()
-    first = own or inputs.seeded(runner.model, 2, seed, runner.dtype)
+    first = own or inputs.seeded_batches(runner.model, 2, seed, runner.dtype)
     two = {name: value[:2] for name, value in first[0].items()}
     begin = pace.clock.now()
     found = runner.run(two)
@@ -132,7 +132,7 @@ def _made(runner: Runner, rows: int, seed: int, is_cut: bool) -> tuple[list[Batc
     at_once = inputs.ROWS_AT_ONCE
     if is_cut:
         at_once = min(at_once, max(2, rows // FEWEST_BATCHES))
-    plain = inputs.seeded(model, rows, seed, dtype, at_once)
+    plain = inputs.seeded_batches(model, rows, seed, dtype, at_once)
     late = _late(runner, plain[-1], seed) if len(plain) > 1 else None
     masked = _masked(model, plain[0], seed)
     if not is_cut:

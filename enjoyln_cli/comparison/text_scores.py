@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from enjoyln_cli.comparison.batches import Batch, masked
+from enjoyln_cli.comparison.batches import Batch, mask_tokens
 from enjoyln_cli.comparison.run import Outputs, run
 from enjoyln_cli.errors import UnsupportedModel
 
@@ -60,7 +60,7 @@ def perplexity(
         ids = batch["input_ids"]
         chosen = torch.ones_like(ids[:, 1:], dtype=torch.bool)
         if kind == "masked":
-            batch, chosen = masked(batch, int(mask_token or 0), seed + index)
+            batch, chosen = mask_tokens(batch, int(mask_token or 0), seed + index)
         (output,) = run(model, [batch])
         for row, (logits, target, use) in enumerate(
             zip(output["logits"], ids if kind == "masked" else ids[:, 1:], chosen, strict=True)

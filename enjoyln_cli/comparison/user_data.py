@@ -2,7 +2,7 @@
 
 A running text (``--text``) is cut into windows, and a language model's perplexity is taken on it. A
 file of texts (``--samples FILE``) holds one on each line; each becomes one input as the tokenizer
-prepares it, with its special tokens. What a model needs besides is made up (``batches.completed``).
+prepares it, with its special tokens. What a model needs besides is made up (``complete_batch``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from enjoyln_cli.comparison.batches import (
     ROWS_AT_ONCE,
     WINDOW,
     Batch,
-    completed,
+    complete_batch,
     positions,
     rows_at_once,
 )
@@ -182,7 +182,7 @@ def runnable(
     errors = []
     for complete in (False, True):
         try:
-            made = [completed(model, one, dtype) for one in batches] if complete else batches
+            made = [complete_batch(model, one, dtype) for one in batches] if complete else batches
             try_run({name: value[:1] for name, value in made[0].items()})
         except (EnjoyLNError, MemoryError):
             raise

@@ -21,18 +21,18 @@ from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Progress
-from enjoyln_cli.conversion.inspect import Inspected, Opening, open_named, recipe_text
+from enjoyln_cli.conversion.inspect import Inspection, Opening, open_named, recipe_text
 from enjoyln_cli.errors import NothingToFold
-from enjoyln_cli.events import Event, by_python
-from enjoyln_cli.fs.staging import check_place, finished, work_of
+from enjoyln_cli.events import Event, default_listener
+from enjoyln_cli.fs.staging import check_place, count_finished, work_of
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.notes import suggestion
-from enjoyln_cli.rewrite.checked_edits import why_nothing_folds
 from enjoyln_cli.rewrite.directory import WRITE_DEFAULTS, FoldResult, WriteOptions, fold_checkpoint
-from enjoyln_cli.rewrite.processes import ALONE, Team
+from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
-from enjoyln_cli.rewrite.writer import summed
+from enjoyln_cli.rewrite.stored_tensors import why_nothing_folds
+from enjoyln_cli.rewrite.writer import total_progress
 from enjoyln_cli.text import counted
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ CHECK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedFold:
     """Everything known before the first byte is written."""
 
     source: Source
@@ -85,7 +85,7 @@ def prepare(
     force: bool = False,
     resume: bool = False,
     on_event: Event | None = None,
-) -> Prepared:
+) -> PreparedFold:
     """Open and analyse ``model``, and settle which proven edits will be made.
 
     Where ``out`` is given, it is refused before any work if ``write`` could not place it there.
@@ -97,7 +97,7 @@ def prepare(
     from enjoyln_cli.recipe.model import options_asked, outputs_asked
     from enjoyln_cli.recipe.read import load_recipe
 
-    event = on_event or by_python
+    event = on_event or default_listener
     event("stage" if Path(model).is_dir() else "download", f"opening {model}")
     source = open_named(str(model), opening)
     config = load_config(source, opening.trust_remote_code)
@@ -141,12 +141,12 @@ def prepare(
         raise NothingToFold(why_nothing_folds(plan, str(model), ways))
     if plan.covered is not None:
         plan.covered.require_any(plan.model_class)
-    text = recipe_text([Inspected(str(model), config, replace(found, plan=plan), options)])
-    return Prepared(source, config, checkpoint, plan, text, opening)
+    text = recipe_text([Inspection(str(model), config, replace(found, plan=plan), options)])
+    return PreparedFold(source, config, checkpoint, plan, text, opening)
 
 
 def write(
-    ready: Prepared,
+    ready: PreparedFold,
     out: str | Path,
     options: WriteOptions = WRITE_DEFAULTS,
     *,
@@ -156,12 +156,12 @@ def write(
     on_event: Event | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_check: Progress = lambda done, total: None,
-    team: Team = ALONE,
+    team: ProcessGroup = ALONE,
 ) -> FoldResult:
     """Carry out what ``prepare`` settled. See ``convert``; of a ``team`` all call this."""
     from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
 
-    event = on_event or by_python
+    event = on_event or default_listener
     verify = verify and not ready.opening.stream
     read_user_data(samples=samples)  # before anything is written
     seconds_of(seconds)
@@ -189,7 +189,7 @@ def write(
         final = Path(out).expanduser().absolute()
         write_card(folded, ready.plan, ready.source, {**ready.opening.asked, **own}, final)
 
-    left = finished(work_of(Path(out))) if options.resume else 0
+    left = count_finished(work_of(Path(out))) if options.resume else 0
     before = f", {counted(left, 'file')} finished by an earlier run" if left else ""
     event("stage", f"writing {out}{before}")
     return fold_checkpoint(
@@ -198,7 +198,7 @@ def write(
         Path(out),
         recipe_text=ready.recipe_text,
         options=options,
-        progress=summed(ready.bytes_to_write(options.dtype), on_progress),
+        progress=total_progress(ready.bytes_to_write(options.dtype), on_progress),
         check=check if verify else None,
         finish=finish,
         team=team,

@@ -18,7 +18,7 @@ from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.config import load_config, require_no_code_of, require_unfolded
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
-from enjoyln_cli.events import Event, by_python
+from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.holders import holds_a_model, models_in
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.notes import Row, row
@@ -59,7 +59,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Inspected:
+class Inspection:
     """One model as ``enjoyln report`` knows it: from its configuration alone."""
 
     name: str
@@ -163,9 +163,9 @@ def _only_model_in(holder: Any) -> torch.nn.Module:
 
 def inspect(
     name: str, opening: Opening, *, is_type: bool = False, on_event: Event | None = None
-) -> Inspected:
+) -> Inspection:
     """Analyse the model ``name``, or with ``is_type`` that model type's default configuration."""
-    event = on_event or by_python
+    event = on_event or default_listener
     if is_type:
         config = default_config(name)
     else:
@@ -179,7 +179,7 @@ def inspect(
         outputs=opening.outputs,
         options=opening.options,
     )
-    return Inspected(name, config, found, opening.options)
+    return Inspection(name, config, found, opening.options)
 
 
 def default_config(model_type: str) -> PretrainedConfig:
@@ -207,7 +207,7 @@ def open_named(name: str, opening: Opening, weights: bool = False) -> Source:
     )
 
 
-def recipe_text(found: Sequence[Inspected]) -> str:
+def recipe_text(found: Sequence[Inspection]) -> str:
     """The plans as one recipe, as it stands in a file: a variant for each that differs.
 
     Raises ``RecipeError`` where the models are not of one family.

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from enjoyln_cli.report.notes import Row, row
 
 if TYPE_CHECKING:
-    from enjoyln_cli.conversion.fold import Prepared
-    from enjoyln_cli.conversion.unfold import Unfolded
+    from enjoyln_cli.conversion.fold import PreparedFold
+    from enjoyln_cli.conversion.unfold import UnfoldResult
     from enjoyln_cli.rewrite.directory import FoldResult, WriteOptions
 
 
 def fold_row(
     model: str,
-    ready: Prepared,
+    ready: PreparedFold,
     result: FoldResult | None,
     options: WriteOptions,
     warnings: Sequence[str] = (),
@@ -42,6 +42,6 @@ def fold_row(
     return found | {"verification": checked}
 
 
-def unfold_row(result: Unfolded) -> Row:
+def unfold_row(result: UnfoldResult) -> Row:
     """What ``enjoyln unfold --json`` prints."""
     return {**vars(result), "back": str(result.back)}

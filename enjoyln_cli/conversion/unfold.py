@@ -23,12 +23,12 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from enjoyln_cli.archive.archive_file import Kept, Piece, open_kept, read_corrections
-from enjoyln_cli.archive.prediction import Undo, predicted
+from enjoyln_cli.archive.archive_file import Archive, Piece, open_archive, read_corrections
+from enjoyln_cli.archive.prediction import Undo, predict
 from enjoyln_cli.archive.residuals import correct
 from enjoyln_cli.checkpoint.config import MARKER, raw_config
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_file_name
-from enjoyln_cli.checkpoint.headers import DTYPES, Stored, tensors_of_header
+from enjoyln_cli.checkpoint.headers import DTYPES, StoredTensor, tensors_of_header
 from enjoyln_cli.checkpoint.reader import (
     Checkpoint,
     blocks_of,
@@ -42,17 +42,17 @@ from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import digest_of_piece, digest_of_tensor
 from enjoyln_cli.fs.staging import staged_output
 from enjoyln_cli.publish.card import is_card
-from enjoyln_cli.rewrite.blocks import Ends, Lane, outgoing, read, room, write
+from enjoyln_cli.rewrite.blocks import Ends, Lane, output_buffer, read, room, write
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.shard_layout import Shard
 from enjoyln_cli.rewrite.steps import Slot
-from enjoyln_cli.rewrite.writer import Task, summed, write_tensors
+from enjoyln_cli.rewrite.writer import Task, total_progress, write_tensors
 
 WITHOUT = f"delete its folder {FOLDER} to get a copy that is not bit for bit the original"
 
 
 @dataclass(frozen=True)
-class Unfolded:
+class UnfoldResult:
     """What an unfold has written."""
 
     back: Path
@@ -70,7 +70,7 @@ def unfold(
     jobs: int | None = None,
     force: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Unfolded:
+) -> UnfoldResult:
     """Write what the converted directory ``out`` was made from to the new directory ``back``.
 
     It is the original bit for bit, in its files and their layout, where ``out`` was folded with
@@ -88,7 +88,7 @@ def unfold(
     folded = open_checkpoint(source)
     kept = None
     if (source.path / FOLDER).exists():
-        kept = open_kept(source.path / FOLDER, config[MARKER])
+        kept = open_archive(source.path / FOLDER, config[MARKER])
     with staged_output(Path(back), source=source.root, force=force) as staged:
         inner = staged / source.folder
         inner.mkdir(parents=True, exist_ok=True)
@@ -115,12 +115,12 @@ def unfold(
         require_unchanged(source.root, others[1])
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
     tensors = kept.undo if kept else folded.tensors
-    return Unfolded(Path(back), kept is not None, len(tensors), size, perf_counter() - begin)
+    return UnfoldResult(Path(back), kept is not None, len(tensors), size, perf_counter() - begin)
 
 
 def restore(
     folded: Checkpoint,
-    kept: Kept,
+    kept: Archive,
     into: Path,
     jobs: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -136,11 +136,11 @@ def restore(
             undo = kept.undo[slot.name]
             return (partial(_restore, file, undo, piece) for piece in kept.pieces[slot.name])
 
-        progress = summed(total, on_progress)
+        progress = total_progress(total, on_progress)
         write_tensors(folded, tasks, shards, into, jobs=jobs, progress=progress)
 
 
-def _shards(folded: Checkpoint, kept: Kept) -> list[Shard]:
+def _shards(folded: Checkpoint, kept: Archive) -> list[Shard]:
     """The original's files, each tensor with the written one that it is told from.
 
     Raises ``BadCheckpoint`` where they are not those that the fold wrote.
@@ -161,7 +161,7 @@ def _shards(folded: Checkpoint, kept: Kept) -> list[Shard]:
     return shards
 
 
-def _slot(folded: Checkpoint, kept: Kept, one: Stored) -> Slot:
+def _slot(folded: Checkpoint, kept: Archive, one: StoredTensor) -> Slot:
     undo = kept.undo.get(one.name)
     if undo is None or (undo.dtype, undo.shape) != (DTYPES[one.dtype], one.shape):
         raise BadCheckpoint(f"{kept.path} contradicts itself about {one.name}")
@@ -195,12 +195,12 @@ def _plain_name(name: str, *ends: str) -> str:
 
 def _restore(file: int, undo: Undo, piece: Piece, lane: Lane, ends: Ends) -> Iterator[None]:
     """Tell a piece from what was written, correct it, check it, write it."""
-    data = outgoing(lane, ends, piece.start, piece.nbytes)
+    data = output_buffer(lane, ends, piece.start, piece.nbytes)
     _read_cut(ends, piece.start, data)
     if piece.told:
         try:
             x, at = torch.frombuffer(data, dtype=undo.dtype), 0
-            for block in predicted(undo, x, piece.start // undo.dtype.itemsize, room(lane)):
+            for block in predict(undo, x, piece.start // undo.dtype.itemsize, room(lane)):
                 x[at : at + block.numel()].copy_(block)
                 at += block.numel()
             correct(x, read_corrections(file, piece, undo.dtype))

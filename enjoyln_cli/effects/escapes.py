@@ -187,7 +187,7 @@ _OWNERS: int = torch.empty(1)._use_count()  # type: ignore[attr-defined]
 _UNHELD = _references_of_unheld()
 
 
-def kept_state(model: nn.Module) -> dict[tuple[str, str], Any]:
+def module_state(model: nn.Module) -> dict[tuple[str, str], Any]:
     """What each module keeps, by module and attribute: numbers, and the kinds of everything else.
 
     Of a tensor the dtype and the number of dimensions count, not the values.
@@ -199,7 +199,9 @@ def kept_state(model: nn.Module) -> dict[tuple[str, str], Any]:
     return found
 
 
-def changed(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[tuple[str, str]]:
+def changed_attributes(
+    before: Mapping[Any, Any], after: Mapping[Any, Any]
+) -> list[tuple[str, str]]:
     """The attributes that differ."""
     names = dict.fromkeys((*before, *after))
     return [name for name in names if before.get(name) != after.get(name)]

@@ -23,19 +23,19 @@ from torch.fx import config as fx_config
 
 from enjoyln_cli.effects.escapes import (
     WatchPython,
-    changed,
-    kept_state,
+    changed_attributes,
+    module_state,
     require_finished,
     still_alive,
     version,
     versions,
     what_holds,
 )
-from enjoyln_cli.effects.mode_queries import watched_questions
-from enjoyln_cli.effects.reachable import Remembered
+from enjoyln_cli.effects.mode_queries import watch_mode_queries
+from enjoyln_cli.effects.reachable import Snapshot
 from enjoyln_cli.errors import TraceFailed
-from enjoyln_cli.graph.insertion_points import Places, marked
-from enjoyln_cli.models.norm_modules import NormRuns, watched_norms
+from enjoyln_cli.graph.insertion_points import Places, mark_insertion_points
+from enjoyln_cli.models.norm_modules import NormRuns, watch_norms
 from enjoyln_cli.models.outputs import by_field, tensors_in
 
 
@@ -80,19 +80,19 @@ class Steps(nn.Module):
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         own = [*weights.values(), *self.model.buffers(), *tensors_in(steps)]
         given = versions(own)
-        state = kept_state(self.model)
+        state = module_state(self.model)
         asking: AbstractContextManager[dict[str, None]] = nullcontext({})
         if self.watchers:
-            asking = watched_questions(self.model)
+            asking = watch_mode_queries(self.model)
         with WatchPython() as watch, asking as questions:
             returned, results = self._run(steps)
             left = still_alive([*tensors_in(returned), *watch.read], given)
-            after = kept_state(self.model)
-            if left or changed(state, after):
+            after = module_state(self.model)
+            if left or changed_attributes(state, after):
                 more, again = self._run(steps)
                 returned, results = returned + more, [*results, again]
                 left = still_alive([*tensors_in(returned), *watch.read], given)
-                if moving := changed(after, kept_state(self.model)):
+                if moving := changed_attributes(after, module_state(self.model)):
                     where = ".".join(filter(None, moving[0]))
                     raise TraceFailed(
                         f"each call changes {where}, so that no call tells what the next one does"
@@ -164,11 +164,11 @@ def ready(model: nn.Module) -> Iterator[Watchers]:
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
-    remembered = Remembered(model)
+    remembered = Snapshot(model)
     try:
         with warnings.catch_warnings(), torch.no_grad(), _brief_export():
             warnings.simplefilter("ignore")
-            with watched_norms(model) as norms, marked(model) as places:
+            with watch_norms(model) as norms, mark_insertion_points(model) as places:
                 watchers = Watchers(norms, places)
                 yield watchers
     finally:

@@ -47,7 +47,7 @@ def _is_home(module: Any) -> bool:
 
 
 @contextmanager
-def watched_questions(model: nn.Module) -> Iterator[dict[str, None]]:
+def watch_mode_queries(model: nn.Module) -> Iterator[dict[str, None]]:
     """Within it, the names of the functions that code from outside of ``HOMES`` asks are collected.
 
     They are watched where they are called, however that code has come by them. A model that

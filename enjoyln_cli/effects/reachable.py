@@ -52,7 +52,7 @@ _STATES: list[tuple[type, Any, Any]] = [
 Look = Callable[[Any], None]
 
 
-class Remembered:
+class Snapshot:
     """What the code of ``model`` can reach, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -83,7 +83,7 @@ def staged_output(out: Path, *, source: Path, force: bool, resume: bool = False)
         yield staged
         _publish(staged, out, work / _REPLACED, force)
     except BaseException as error:
-        kept = isinstance(error, _STOPPED) and finished(work) > 0
+        kept = isinstance(error, _STOPPED) and count_finished(work) > 0
         if not kept:
             shutil.rmtree(work, ignore_errors=True)
             with suppress(OSError):  # somebody else may have put something there
@@ -115,11 +115,11 @@ def _told(error: BaseException, out: Path, kept: Path | None) -> BaseException:
 
 
 def _left(work: Path) -> str:
-    done = finished(work)
+    done = count_finished(work)
     return f"{done} finished file{'s' * (done != 1)} kept in {work}"
 
 
-def finished(work: Path) -> int:
+def count_finished(work: Path) -> int:
     """How many files of an unfinished result need not be written again."""
     try:
         return sum(entry.name.endswith(".json") for entry in os.scandir(work / FINISHED))
@@ -151,7 +151,7 @@ def check_place(out: Path, *, source: Path, force: bool, resume: bool = False) -
     if not os.access(above, os.W_OK | os.X_OK):
         raise OutputError(f"{above} cannot be written to; choose another place")
     work = work_of(out)
-    if finished(work) and not (force or resume):
+    if count_finished(work) and not (force or resume):
         if _busy(work):
             raise _taken(out)
         raise OutputError(

@@ -17,7 +17,7 @@ from enjoyln_cli.graph.nodes import argument, packet
 aten = torch.ops.aten
 
 
-def mutating(graph: Graph) -> list[Node]:
+def mutating_ops(graph: Graph) -> list[Node]:
     harmless = {torch.ops.aten.detach_.default}
     return [
         node
@@ -49,7 +49,7 @@ def replace_private_writes(graph: Graph) -> None:
     spares a model with a residual ``+=`` the full functionalisation, ten times as slow. A graph has
     those who read ``x`` after the write read its result.
     """
-    writes = mutating(graph)
+    writes = mutating_ops(graph)
     if writes:
         _drop_idle_dropout(graph)
     position = {node: i for i, node in enumerate(graph.nodes)}
@@ -128,5 +128,5 @@ def _written(graph: Graph, together: Sequence[Node] = ()) -> list[Node]:
         if node.op == "call_function" and not _is_fresh(node):
             for operand in node.all_input_nodes:
                 group[first(operand)] = first(node)
-    written = {first(node) for node in mutating(graph)}
+    written = {first(node) for node in mutating_ops(graph)}
     return [node for node in graph.nodes if first(node) in written]

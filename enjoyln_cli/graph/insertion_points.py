@@ -27,7 +27,7 @@ from enjoyln_cli.models.norm_modules import (
     first_input,
     foreign_hooks,
     forward_hooks,
-    replaced_forward,
+    has_replaced_forward,
 )
 
 Where = Literal["output", "input", "entry"]
@@ -84,7 +84,7 @@ class Places:
 
 
 @contextmanager
-def marked(model: nn.Module) -> Iterator[Places]:
+def mark_insertion_points(model: nn.Module) -> Iterator[Places]:
     """Within it, graphs of ``model`` are captured with their places marked."""
     places = Places()
     blocks = {
@@ -97,7 +97,7 @@ def marked(model: nn.Module) -> Iterator[Places]:
     patched: list[tuple[nn.Module, Any]] = []
     for path, module in model.named_modules():
         leaf = not any(module.children())
-        if replaced_forward(module) or foreign_hooks(forward_hooks(module)):
+        if has_replaced_forward(module) or foreign_hooks(forward_hooks(module)):
             places.lost.add((path, "output"))
         if (leaf or id(module) in blocks) and inspect.isfunction(type(module).forward):
             patched.append((module, module.__dict__.get("forward")))

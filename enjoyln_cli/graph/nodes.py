@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from enjoyln_cli.plan.axis import Axis, moved
+from enjoyln_cli.plan.axis import Axis, on_dimension
 
 aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ def constant_along(value: Any, axis: Axis, rank: int) -> bool:
 
 def broadcast(operand: Node, axis: Axis, rank: int) -> Axis:
     """``axis`` of a result of ``rank`` dimensions, on an operand that is broadcast to it."""
-    return moved(axis, axis.dim - (rank - rank_of(operand)))
+    return on_dimension(axis, axis.dim - (rank - rank_of(operand)))
 
 
 def is_whole(axis: Axis, shape: tuple[int, ...]) -> bool:
@@ -90,7 +90,7 @@ def is_whole(axis: Axis, shape: tuple[int, ...]) -> bool:
 SPLITS = {aten.split, aten.split_with_sizes, aten.chunk}
 
 
-def taken(node: Node) -> tuple[int, int, int] | None:
+def slice_bounds(node: Node) -> tuple[int, int, int] | None:
     """``(dim, start, stop)`` of the elements that a slice or one part of a split, takes."""
     source: Any = node.args[0] if node.args else None
     if packet(node) is aten.narrow:

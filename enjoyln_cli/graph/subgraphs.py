@@ -57,20 +57,20 @@ def _put_back(module: GraphModule, node: Node, inside: GraphModule, operands: An
     graph.erase_node(node)
 
 
-def closed(module: GraphModule) -> Iterator[GraphModule]:
+def graphs_of_higher_order_ops(module: GraphModule) -> Iterator[GraphModule]:
     """Every graph that a higher-order op of ``module`` runs, and those inside of them."""
     for node in module.graph.nodes:
         found = _attribute(module, str(node.target)) if node.op == "get_attr" else None
         if isinstance(found, GraphModule):
             yield found
-            yield from closed(found)
+            yield from graphs_of_higher_order_ops(found)
 
 
 def read_inside(module: GraphModule) -> list[torch.Tensor]:
     """Tensors that the graphs of higher-order ops name, past their operands."""
     found = [
         _attribute(inside, str(node.target))
-        for inside in closed(module)
+        for inside in graphs_of_higher_order_ops(module)
         for node in inside.graph.nodes
         if node.op == "get_attr"
     ]

@@ -100,10 +100,10 @@ def library(target: Target, retry: bool = False) -> Path:
     reasons = []
     for folder in cache_folders():
         try:
-            if trusted(folder) and (folder / name).exists():
+            if is_trusted(folder) and (folder / name).exists():
                 return folder / name
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not trusted(folder):
+            if not is_trusted(folder):
                 raise OSError(f"{folder} can be written by other users")
             with tempfile.TemporaryFile(dir=folder):
                 pass
@@ -124,7 +124,7 @@ def _user() -> int:
     return os.getuid() if hasattr(os, "getuid") else 0  # not on Windows, which has no kernels
 
 
-def trusted(folder: Path) -> bool:
+def is_trusted(folder: Path) -> bool:
     """Whether nobody else can have put a library there."""
     try:
         found = folder.stat()

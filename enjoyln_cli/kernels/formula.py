@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def wider(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that is computed in: float32, or ``dtype`` where that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
 
     The result is contiguous, whatever ``x`` is, as that of a LayerNorm: models make views of it.
     """
-    wide = x.to(wider(x.dtype)).contiguous()
+    wide = x.to(compute_dtype(x.dtype)).contiguous()
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight
@@ -42,7 +42,7 @@ def exported_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps
     The operator of ONNX wants a weight; where torch's exporter has none, it makes one as large as
     ``x``.
     """
-    dtype = x.dtype if bias is None else wider(x.dtype)
+    dtype = x.dtype if bias is None else compute_dtype(x.dtype)
     weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
     if weight is None and torch.onnx.is_in_onnx_export():
         weight = x.new_ones(x.shape[-1:], dtype=dtype)
@@ -58,7 +58,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     """
     if all(p is None or p.dtype == x.dtype for p in (weight, bias)):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    wide = wider(x.dtype)
+    wide = compute_dtype(x.dtype)
     weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
@@ -67,7 +67,7 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``x`` (its shape and dtype), ``weight`` and ``bias`` (both ``(d,)``, wide)."""
-    dtype = wider(x.dtype)
+    dtype = compute_dtype(x.dtype)
     wide, dy = x.to(dtype), grad.to(dtype)
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     h = wide * r
@@ -80,7 +80,7 @@ def layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``rms_norm_backward``: LayerNorm is RMSNorm after a centring, which is its own adjoint."""
-    wide = x.to(wider(x.dtype))
+    wide = x.to(compute_dtype(x.dtype))
     centred = wide - wide.mean(-1, keepdim=True)
     dx, dweight, dbias = rms_norm_backward(grad, centred, weight, eps)
     return (dx - dx.mean(-1, keepdim=True)).to(x.dtype), dweight, dbias

@@ -319,7 +319,7 @@ def _register_fakes(norm: str) -> None:
     def _(
         grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = formula.wider(x.dtype)
+        wide = formula.compute_dtype(x.dtype)
         dweight, dbias = (x.new_empty(x.shape[-1], dtype=wide) for _ in range(2))
         return like(x), dweight, dbias
 

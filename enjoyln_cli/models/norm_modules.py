@@ -44,7 +44,7 @@ def interference(module: nn.Module) -> str | None:
     before = (*module._forward_pre_hooks.values(), *hooks_of_all._global_forward_pre_hooks.values())
     if foreign_hooks((*before, *forward_hooks(module))):
         return "a forward hook may change what it reads or returns"
-    if replaced_forward(module):
+    if has_replaced_forward(module):
         return "its forward was replaced on the instance"
     own = [name for name in METHODS if getattr(cls, name) is not getattr(nn.Module, name)]
     own += [name for name in METHODS if name in vars(module)]
@@ -89,7 +89,7 @@ def foreign_hooks(hooks: Iterable[Any]) -> bool:
     return False
 
 
-def replaced_forward(module: nn.Module) -> bool:
+def has_replaced_forward(module: nn.Module) -> bool:
     """Whether another ``forward`` than that of the class is called.
 
     Accelerate keeps the forward it wraps in ``_old_forward``; other patches hide the class.
@@ -193,7 +193,7 @@ def _tracer() -> Any:
 
 
 @contextmanager
-def watched_norms(model: nn.Module) -> Iterator[NormRuns]:
+def watch_norms(model: nn.Module) -> Iterator[NormRuns]:
     """Within it, every run of a norm of ``model`` is watched."""
     runs = NormRuns()
     watched: list[tuple[nn.Module, type]] = []

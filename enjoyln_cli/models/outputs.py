@@ -28,7 +28,7 @@ def as_names(outputs: str | Iterable[str]) -> tuple[str, ...]:
     return (outputs,) if isinstance(outputs, str) else tuple(outputs)
 
 
-def returning(config: Any, outputs: Iterable[str]) -> Any:
+def config_returning(config: Any, outputs: Iterable[str]) -> Any:
     """A transformers config with which a model returns ``outputs``: hidden states, if asked for."""
     if not any(STATES in pattern for pattern in outputs):
         return config
@@ -84,7 +84,7 @@ def is_fed_back(field: str, accepted: Collection[str]) -> bool:
     return any(part == CACHE or part in accepted for part in field.split("."))
 
 
-def named_by(patterns: Iterable[str], fields: Iterable[str]) -> frozenset[str]:
+def match_names(patterns: Iterable[str], fields: Iterable[str]) -> frozenset[str]:
     """The fields that a pattern names: the field itself or one that holds it, or a wildcard.
 
     ``vision_model_output`` names all that is in it, ``*.pooler_output`` that of every output.
@@ -100,7 +100,7 @@ def _names(pattern: str, field: str) -> bool:
 def require_named(patterns: Iterable[str], fields: Collection[str], model_class: str) -> None:
     """Raises ``EnjoyLNError`` for the first pattern that names none of the fields."""
     for pattern in patterns:
-        if not named_by((pattern,), fields):
+        if not match_names((pattern,), fields):
             known = sorted(field for field in fields if CACHE not in field.split("."))
             hint = did_you_mean(pattern, known) or f"it has {', '.join(known)}"
             raise EnjoyLNError(f"no output of {model_class} is called {pattern}; {hint}")

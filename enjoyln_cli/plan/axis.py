@@ -88,12 +88,12 @@ def centre(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def scaled(x: torch.Tensor, by: torch.Tensor, dim: int) -> torch.Tensor:
+def scale_along(x: torch.Tensor, by: torch.Tensor, dim: int) -> torch.Tensor:
     """``diag(by) x``: each slice of ``x`` along ``dim`` times the element of ``by`` for it."""
     return x * by.reshape(-1, *(1,) * (x.ndim - 1 - dim))
 
 
-def moved(axis: Axis, dim: int) -> Axis:
+def on_dimension(axis: Axis, dim: int) -> Axis:
     """The same group structure on another dimension."""
     return replace(axis, dim=dim)
 

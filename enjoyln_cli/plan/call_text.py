@@ -22,7 +22,7 @@ from enjoyln_cli.plan.covered_calls import (
     TensorForm,
 )
 
-LONGEST = 200_000
+MAX_TEXT_CHARS = 200_000
 """Characters of one form."""
 KINDS = ("float", "int", "bool", "complex")
 
@@ -32,7 +32,7 @@ _COMPARED = {
 }  # fmt: skip
 
 
-def written(form: CallForm) -> str:
+def to_text(form: CallForm) -> str:
     """One form as text."""
     inside = [
         _shown(one) if name.startswith("*") else f"{name}={_shown(one)}"
@@ -85,7 +85,7 @@ def _shown_condition(condition: Expression) -> str:
 
 def summary(text: str) -> str:
     """The arguments of a form: names of tensors, plain values with theirs."""
-    form = read(text)
+    form = from_text(text)
     places = sum(name.startswith("*") for name, _ in form.arguments)
     named = [f"{places} by position"] if places else []
     named += [
@@ -96,9 +96,9 @@ def summary(text: str) -> str:
     return " and ".join(filter(None, (", ".join(named[:-1]), named[-1]))) if named else "nothing"
 
 
-def read(text: str) -> CallForm:
+def from_text(text: str) -> CallForm:
     """The form that ``written`` has written."""
-    if len(text) > LONGEST:
+    if len(text) > MAX_TEXT_CHARS:
         raise ValueError(f"a call of {len(text)} characters")
     try:
         tree = ast.parse(text, mode="eval").body

@@ -100,7 +100,7 @@ class CallForm:
 
 
 @dataclass(frozen=True)
-class Covered:
+class CoveredCalls:
     """The calls that a proof covers, and the state of the model in which it does."""
 
     forms: tuple[CallForm, ...]
@@ -137,7 +137,7 @@ class Covered:
 
 @dataclass(frozen=True)
 class ProvenCalls:
-    """``Covered`` for one module, with the signature of its ``forward``."""
+    """``CoveredCalls`` for one module, with the signature of its ``forward``."""
 
     forms: tuple[CallForm, ...]
     order: tuple[str, ...]
@@ -146,7 +146,7 @@ class ProvenCalls:
 
     def uncovered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
         """Names of the arguments for which a call is not covered; empty where it is."""
-        given = given_arguments(self.order, dict(self.defaults), args, kwargs)
+        given = call_arguments(self.order, dict(self.defaults), args, kwargs)
         for form in self.forms:
             if len(form.arguments) == len(given) and not _differing(form, given):
                 return []
@@ -179,7 +179,7 @@ def signature_of(module: nn.Module) -> tuple[tuple[str, ...], tuple[tuple[str, P
     return order, tuple((p.name, p.default) for p in parameters if type(p.default) in PLAIN_TYPES)
 
 
-def given_arguments(
+def call_arguments(
     order: Sequence[str],
     defaults: Mapping[str, Plain],
     args: Sequence[Any],
@@ -211,7 +211,7 @@ def form_of(value: Any) -> Form | None:
     if isinstance(value, torch.SymInt):
         return Length(value)  # type: ignore[arg-type]
     if _is_object(value):
-        kept = kept_by(value)
+        kept = attribute_values(value)
         forms = tuple(map(form_of, kept.values()))
         return None if None in forms else Items(type(value).__name__, forms, tuple(kept))
     if type(value) in (list, tuple, dict):
@@ -230,7 +230,7 @@ def _is_object(value: Any) -> bool:
     return cls.__module__.partition(".")[0] == "transformers" and hasattr(value, "__dict__")
 
 
-def kept_by(value: Any) -> dict[str, Any]:
+def attribute_values(value: Any) -> dict[str, Any]:
     """What an object keeps by name: classes by theirs, without what dtype and device it is on."""
     return {
         name: kept.__name__ if isinstance(kept, type) else kept
@@ -247,7 +247,7 @@ def call_form(
 ) -> CallForm | None:
     """The form of one call; ``None`` where an argument cannot be described, as a cache."""
     order, defaults = signature_of(module)
-    given = given_arguments(order, dict(defaults), args, kwargs)
+    given = call_arguments(order, dict(defaults), args, kwargs)
     found = [(name, form_of(value)) for name, value in given.items()]
     described = [(name, form) for name, form in found if form is not None]
     if len(described) < len(found):
@@ -301,7 +301,7 @@ def _fits(form: Form, value: Any, sizes: dict[str, int]) -> bool:
     if type(value) not in (list, tuple, dict):
         if not _is_object(value):
             return False
-        kept = kept_by(value)
+        kept = attribute_values(value)
         names = zip(form.keys, form.values, strict=True)
         return len(kept) == len(form.keys) and all(
             name in kept and _fits(one, kept[name], sizes) for name, one in names

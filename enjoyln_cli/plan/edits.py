@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from enjoyln_cli.plan.axis import Axis, blocks, centre, scaled
+from enjoyln_cli.plan.axis import Axis, blocks, centre, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, read_by_units, written_by_units
-from enjoyln_cli.plan.plan import Grown, Merge, Named, Plan, Widening
+from enjoyln_cli.plan.plan import GrownParameter, Merge, NamedParameter, Plan, Widening
 
 ROWS = 1 << 15
 """Elements of a matrix that are held in float64 at once, by each worker."""
@@ -93,7 +93,7 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Given:
+class EditInputs:
     """The values that an edit takes from other tensors: float64, in memory."""
 
     times: torch.Tensor | None = None
@@ -103,11 +103,11 @@ class Given:
     scale: torch.Tensor | None = None
 
 
-def given(
+def read_edit_inputs(
     edit: Edit,
     read: Callable[[str], torch.Tensor],
     rows: Callable[[str], Iterable[torch.Tensor]] | None = None,
-) -> Given:
+) -> EditInputs:
     """What ``edit`` takes from the tensors that ``read`` returns by name, all unedited.
 
     ``rows`` gives the same tensors in slices along their first dimension, for large ones.
@@ -121,7 +121,7 @@ def given(
         by = read(edit.plus.by).double().flatten()
         parts = in_rows(read(edit.plus.matrix)) if rows is None else rows(edit.plus.matrix)
         plus = _product(parts, edit.plus.dim, by)
-    return Given(vector(edit.times), plus, vector(edit.scale))
+    return EditInputs(vector(edit.times), plus, vector(edit.scale))
 
 
 def in_rows(x: torch.Tensor) -> Iterable[torch.Tensor]:
@@ -140,7 +140,7 @@ def _product(parts: Iterable[torch.Tensor], dim: int, by: torch.Tensor) -> torch
     for part in parts:
         if room.numel() < part.numel():
             room = torch.empty_like(part, dtype=torch.float64)
-        wide = widened(part, room[: len(part)])
+        wide = to_float64(part, room[: len(part)])
         if dim == 0:
             total = total + by[at : at + len(part)] @ wide.flatten(1)
         else:
@@ -149,34 +149,34 @@ def _product(parts: Iterable[torch.Tensor], dim: int, by: torch.Tensor) -> torch
     return torch.cat(rows) if rows else total
 
 
-def widened(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+def to_float64(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """``x`` as float64, in the memory of ``into``. Float16 gets there faster through float32."""
     return into.copy_(x.float() if x.dtype == torch.float16 else x)
 
 
-def edited(x: torch.Tensor, edit: Edit, values: Given) -> torch.Tensor:
+def apply_edit(x: torch.Tensor, edit: Edit, values: EditInputs) -> torch.Tensor:
     """The whole tensor ``x``, float64, edited; still float64."""
     if edit.fill is not None:
         return torch.full_like(x, edit.fill)
     if edit.times is not None and values.times is not None:
-        x = scaled(x, values.times, edit.times.dim)
+        x = scale_along(x, values.times, edit.times.dim)
     if values.plus is not None:
         x = x + values.plus.view_as(x)
     if edit.scale is not None and values.scale is not None:
-        x = scaled(x, values.scale, edit.scale.dim)
+        x = scale_along(x, values.scale, edit.scale.dim)
     for axis in edit.axes:
         x = centre(x, axis)
     if edit.append is not None:
-        x = torch.cat([x, appended(x, edit.append)], edit.append.dim)
+        x = torch.cat([x, appended_slices(x, edit.append)], edit.append.dim)
     return x
 
 
-def appended(x: torch.Tensor, append: Append) -> torch.Tensor:
+def appended_slices(x: torch.Tensor, append: Append) -> torch.Tensor:
     """The new slices alone."""
     values = torch.tensor(append.values, dtype=x.dtype)
     shape = list(x.shape)
     shape[append.dim] = len(append.values)
-    return scaled(torch.ones(shape, dtype=x.dtype), values, append.dim)
+    return scale_along(torch.ones(shape, dtype=x.dtype), values, append.dim)
 
 
 # From a plan.
@@ -223,7 +223,7 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
 def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:
     """Add what one norm hands on to the edits of its readers."""
 
-    def known(named: Named) -> str:
+    def known(named: NamedParameter) -> str:
         return named.parameter if held else named.tensor
 
     weight = f"{norm.norm}.weight" if held else norm.weight
@@ -244,7 +244,7 @@ def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:
             found[added] = replace(found.get(added, Edit()), plus=plus)
 
 
-def _new_units(one: Widening) -> Iterator[tuple[Grown, tuple[float, ...]]]:
+def _new_units(one: Widening) -> Iterator[tuple[GrownParameter, tuple[float, ...]]]:
     """What each new hidden unit has for every feature, in each parameter of an MLP."""
     zeros = (0.0,) * (one.to - one.size)
     rest = zeros[UNITS:] if one.subtracts else zeros

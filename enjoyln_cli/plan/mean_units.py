@@ -98,7 +98,7 @@ def room(layers: Layers, units: Units) -> int | None:
     return next((at for at in places if not rows(layers, units, at).second.any()), None)
 
 
-def moved_on(layers: Layers, units: Units, after: int) -> None:
+def copy_units(layers: Layers, units: Units, after: int) -> None:
     """Copy what the units have become to those that begin so far behind them."""
     held, free = rows(layers, units), rows(layers, units, after)
     free.first.copy_(held.first)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.covered_calls import Covered
+from enjoyln_cli.plan.covered_calls import CoveredCalls
 
 Status = Literal["static", "centred", "kept"]
 Place = Literal["output", "input"]
@@ -101,7 +101,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Grown:
+class GrownParameter:
     """A parameter with an entry for each hidden unit, which gets more of them at its end."""
 
     parameter: str
@@ -116,11 +116,11 @@ class Grown:
 class Widening:
     """An MLP that gets more hidden units: those of ``units``, and then units of zeros."""
 
-    first: Grown
+    first: GrownParameter
     """The weight of the layer that computes the hidden units."""
-    bias: Grown | None
+    bias: GrownParameter | None
     """Of that layer."""
-    second: Grown
+    second: GrownParameter
     """The weight of the layer that reads them."""
     size: int
     """How many hidden units there were, which is the index of the first new one."""
@@ -134,13 +134,13 @@ class Widening:
     """Whether the new units subtract the mean of what is read; otherwise all of them are zeros."""
 
     @property
-    def parts(self) -> tuple[Grown, ...]:
+    def parts(self) -> tuple[GrownParameter, ...]:
         """All parameters that grow."""
         return tuple(part for part in (self.first, self.bias, self.second) if part)
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedParameter:
     """A parameter that is one stored tensor of its own layout."""
 
     parameter: str
@@ -153,10 +153,10 @@ class Named:
 class Reader:
     """A linear layer that reads a norm: ``W <- W diag(g)``, ``b <- b + W v``."""
 
-    weight: Named
+    weight: NamedParameter
     dim: int
     """Of the inputs in the weight: 0 for a Conv1D."""
-    bias: Named | None = None
+    bias: NamedParameter | None = None
     """Where the norm adds something that moves."""
 
 
@@ -175,10 +175,10 @@ class Merge:
     """1 where the class multiplies by ``1 + weight``: the weight then becomes zeros, else ones."""
 
     @property
-    def names(self) -> tuple[Named, ...]:
+    def names(self) -> tuple[NamedParameter, ...]:
         """All parameters that change."""
         own = (("weight", self.weight), ("bias", self.bias))
-        found = [Named(f"{self.norm}.{name}", tensor) for name, tensor in own if tensor]
+        found = [NamedParameter(f"{self.norm}.{name}", tensor) for name, tensor in own if tensor]
         for reader in self.readers:
             found += [reader.weight] if self.weight else []
             found += [reader.bias] if reader.bias else []
@@ -186,7 +186,7 @@ class Merge:
 
 
 @dataclass(frozen=True)
-class Unmerged:
+class UnmergedNorm:
     """A folded norm that keeps what was to move into its readers."""
 
     norm: str
@@ -197,7 +197,7 @@ class Unmerged:
 
 
 @dataclass(frozen=True)
-class Untied:
+class UntiedParameter:
     """A parameter that gets its own copy of the values that it shared with another."""
 
     parameter: str
@@ -221,7 +221,7 @@ class Setting:
     value: bool | int
 
 
-def sized(widened: Iterable[Widening]) -> tuple[Setting, ...]:
+def size_settings(widened: Iterable[Widening]) -> tuple[Setting, ...]:
     """The entries that wider MLPs change."""
     return tuple(dict.fromkeys(Setting(one.attribute, one.to) for one in widened))
 
@@ -250,10 +250,10 @@ class Plan:
     """The calls whose shapes depend on values, so that they are proven for inputs of this kind."""
     widened: tuple[Widening, ...] = ()
     merged: tuple[Merge, ...] = ()
-    unmerged: tuple[Unmerged, ...] = ()
-    untied: tuple[Untied, ...] = ()
+    unmerged: tuple[UnmergedNorm, ...] = ()
+    untied: tuple[UntiedParameter, ...] = ()
     settings: tuple[Setting, ...] = ()
-    covered: Covered | None = None
+    covered: CoveredCalls | None = None
     """The calls that are proven; ``None`` for transformers' classes: all without ``unproven``."""
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from enjoyln_cli.graph.nodes import aten, op_name, packet, rank_of
-from enjoyln_cli.plan.axis import moved
+from enjoyln_cli.plan.axis import on_dimension
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.proof.flow import Value
 from enjoyln_cli.proof.min_cut import Carrier, Cut, Item, Parameter, Problem
@@ -117,7 +117,7 @@ def label(problem: Problem, item: Item) -> str:
 def own_mean(problem: Problem, carrier: Carrier) -> str:
     """Why the value that an operation is put on keeps a mean of its own."""
     trace, node = problem.carried(carrier)[0]
-    axis = moved(carrier.axis, carrier.axis.dim + rank_of(node))
+    axis = on_dimension(carrier.axis, carrier.axis.dim + rank_of(node))
     waiting = [problem.item(Value(trace, node, axis))]
     while waiting:
         current = waiting.pop()
@@ -145,7 +145,7 @@ def tree(problem: Problem, cut: Cut, norm: str) -> Tree:
     return Tree(f"{norm} {verdict}", folded, tuple(calls))
 
 
-def handed_on(plan: Plan, norm: str) -> Tree | None:
+def merge_in_words(plan: Plan, norm: str) -> Tree | None:
     """What moves out of a folded norm, or why not; ``None`` where nobody asked for that."""
     for one in plan.merged:
         if one.norm == norm:

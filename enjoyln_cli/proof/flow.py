@@ -26,12 +26,12 @@ from enjoyln_cli.graph.nodes import (
     op_name,
     packet,
     shape_of,
-    taken,
+    slice_bounds,
 )
-from enjoyln_cli.plan.axis import Axis, moved, through_view
+from enjoyln_cli.plan.axis import Axis, on_dimension, through_view
 from enjoyln_cli.proof import index_rules, rules, weight_rules  # noqa: F401  (they fill pull's table)
 from enjoyln_cli.proof.pullback import WRITTEN, Opaque, Pull, pull
-from enjoyln_cli.proof.views import MOVES, picked, pushed, source_of
+from enjoyln_cli.proof.views import MOVES, pull_through_view, push_through_view, source_of
 from enjoyln_cli.trace.trace import Trace
 
 
@@ -161,7 +161,7 @@ def origin(node: Node, axis: Axis) -> Pull:
     There the mean is over the picked elements alone, of all that ``pull`` asks to be zero-mean.
     """
     found = pull(node, axis)
-    pick = None if isinstance(found, Opaque) else picked(node, axis)
+    pick = None if isinstance(found, Opaque) else pull_through_view(node, axis)
     return found if pick is None else (pick,)
 
 
@@ -208,7 +208,7 @@ def outcomes(
             if packet(reader) in SHAPE_ONLY or reader.meta.get("unread"):
                 continue
             moves = source_of(reader) is read
-            below = pushed(reader, operand, axis) if moves else None
+            below = push_through_view(reader, operand, axis) if moves else None
             if below is None and moves:
                 waiting.append(reader)
             elif below is None:
@@ -271,7 +271,7 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
         return bool(node.users) and all(centred_operand(u) == (operand, axis) for u in node.users)
     if op is aten.sub:
         return node.args[0] is operand and centred_operand(node) == (operand, axis)
-    part = taken(node)
+    part = slice_bounds(node)
     elsewhere = part is not None and (part[2] <= axis.start or part[1] >= axis.stop)
     return elsewhere and part is not None and part[0] == axis.dim
 
@@ -303,8 +303,10 @@ def candidates(node: Node, operand: Node, axis: Axis) -> list[Axis]:
     if packet(node) in rules.VIEWS:
         found = through_view(axis, into, shape)
         return [found] if found else []
-    found_axes = [moved(axis, dim) for dim, size in enumerate(shape) if size == into[axis.dim]]
-    if (part := taken(node)) is not None and part[0] == axis.dim:
+    found_axes = [
+        on_dimension(axis, dim) for dim, size in enumerate(shape) if size == into[axis.dim]
+    ]
+    if (part := slice_bounds(node)) is not None and part[0] == axis.dim:
         found_axes.append(replace(axis, start=axis.start - part[1]))
     if packet(node) is aten.cat:
         found_axes += [replace(axis, start=axis.start + at) for at in offsets(node, operand)]

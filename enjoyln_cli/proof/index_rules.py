@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from enjoyln_cli.graph.nodes import argument, aten, op_name, packet, rank_of, shape_of
-from enjoyln_cli.plan.axis import Axis, moved
+from enjoyln_cli.plan.axis import Axis, on_dimension
 from enjoyln_cli.proof.pullback import Opaque, Pull, rule
 
 REPEATS = {
@@ -47,7 +47,7 @@ def _index(node: Node, axis: Axis) -> Pull:
     side_by_side = used == list(range(used[0], used[-1] + 1)) if used else False
     if not side_by_side or axis.dim < rank_of(node) - trailing:
         return Opaque("an index along the features")
-    return ((source, moved(axis, axis.dim - rank_of(node) + rank)),)
+    return ((source, on_dimension(axis, axis.dim - rank_of(node) + rank)),)
 
 
 @rule(aten.index_put)
@@ -59,7 +59,7 @@ def _index_put(node: Node, axis: Axis) -> Pull:
         return Opaque("an index along the features")
     if dim < 0 or shape_of(values)[dim] != shape_of(node)[axis.dim]:
         return Opaque("one value in the place of many")
-    return ((source, axis), (values, moved(axis, dim)))
+    return ((source, axis), (values, on_dimension(axis, dim)))
 
 
 @rule(aten.index_add, aten.index_copy)
@@ -115,7 +115,7 @@ def _masked_scatter(node: Node, axis: Axis) -> Pull:
         return Opaque("a mask that is not the same for all features")
     if not rows or rows[-1] != shape[-1]:
         return Opaque("rows that are scattered across the features")
-    return ((source, axis), (values, moved(axis, len(rows) - 1)))
+    return ((source, axis), (values, on_dimension(axis, len(rows) - 1)))
 
 
 def _is_repeated(value: Any, dim: int) -> bool:

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from enjoyln_cli.graph.insertion_points import Spot, Where
 from enjoyln_cli.graph.nodes import rank_of, shape_of
-from enjoyln_cli.plan.axis import Axis, feature_axis, moved
+from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
 from enjoyln_cli.proof.flow import Flow, Observer, Value
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Edge, Mlp, Widenings
@@ -152,7 +152,7 @@ class Problem:
         return self._carriers[item]
 
     def _find_carrier(self, item: Value) -> Carrier | None:
-        from_end = moved(item.axis, item.axis.dim - rank_of(item.node))
+        from_end = on_dimension(item.axis, item.axis.dim - rank_of(item.node))
         name = self.flow.traces[item.trace].inputs.get(item.node)
         if name is not None:
             argument = name.isidentifier()  # else a part of one, which nobody centres on entry
@@ -162,7 +162,7 @@ class Problem:
         if spot is None:
             return None
         for trace, node in self._carried[spot]:
-            axis = moved(from_end, from_end.dim + rank_of(node))
+            axis = on_dimension(from_end, from_end.dim + rank_of(node))
             if axis.dim < 0 or self.flow.observer(Value(trace, node, axis)) is not None:
                 return None
         return Carrier(*spot, from_end)

@@ -32,11 +32,11 @@ from enjoyln_cli.graph.nodes import (
     packet,
     rank_of,
     shape_of,
-    taken,
+    slice_bounds,
 )
-from enjoyln_cli.plan.axis import Axis, moved, through_view
+from enjoyln_cli.plan.axis import Axis, on_dimension, through_view
 from enjoyln_cli.proof.pullback import Opaque, Pull, rule
-from enjoyln_cli.proof.views import VIEWS, carried
+from enjoyln_cli.proof.views import VIEWS, axis_on_source
 
 
 @rule(*VIEWS)
@@ -48,7 +48,7 @@ def _view(node: Node, axis: Axis) -> Pull:
         return Opaque("a view of something that is no tensor")
     if source.meta["val"].dtype != node.meta["val"].dtype:
         return Opaque("a view of the bits as another dtype")
-    found = through_view(axis, shape, into) or carried([node], source, axis)
+    found = through_view(axis, shape, into) or axis_on_source([node], source, axis)
     if found is None:
         return Opaque(
             f"{op_name(node)} from {into} to {shape} mixes the features with other dimensions"
@@ -91,7 +91,7 @@ def _permute(node: Node, axis: Axis) -> Pull:
     source, rank = node.args[0], rank_of(node)
     probe = torch.empty(tuple(range(2, 2 + rank)), device="meta")
     order = [size - 2 for size in node.target(probe, *node.args[1:], **node.kwargs).shape]
-    return ((source, moved(axis, order[axis.dim])),)
+    return ((source, on_dimension(axis, order[axis.dim])),)
 
 
 def _terms(terms: Iterable[Any], node: Node, axis: Axis, constant: str, same: str) -> Pull:
@@ -193,7 +193,7 @@ def _repeat(node: Node, axis: Axis) -> Pull:
 @rule(aten.slice, aten.narrow)
 def _slice(node: Node, axis: Axis) -> Pull:
     """Taking some elements: along another dimension nothing changes, along this one the start."""
-    source, found = node.args[0], taken(node)
+    source, found = node.args[0], slice_bounds(node)
     if argument(node, 1, "dim", 0) % rank_of(node) != axis.dim:
         return ((source, axis),)
     if found is None:
@@ -204,13 +204,13 @@ def _slice(node: Node, axis: Axis) -> Pull:
 @rule(operator.getitem)
 def _part(node: Node, axis: Axis) -> Pull:
     """One part of a split is a slice; one of an unbind is a select."""
-    whole, found = node.args[0], taken(node)
+    whole, found = node.args[0], slice_bounds(node)
     if found is not None:
         start = axis.start + (found[1] if found[0] == axis.dim else 0)
         return ((whole.args[0], replace(axis, start=start)),)
     if packet(whole) is aten.unbind:
         dim = argument(whole, 1, "dim", 0) % (rank_of(node) + 1)
-        return ((whole.args[0], moved(axis, axis.dim + (axis.dim >= dim))),)
+        return ((whole.args[0], on_dimension(axis, axis.dim + (axis.dim >= dim))),)
     if packet(whole) is aten.embedding_bag:
         return _bag(whole, node.args[1], axis)
     return Opaque(f"{op_name(whole)} does not keep a zero mean")
@@ -228,7 +228,7 @@ def _select(node: Node, axis: Axis) -> Pull:
     """One index of another dimension is taken."""
     source = node.args[0]
     dim = node.args[1] % (rank_of(node) + 1)
-    return ((source, moved(axis, axis.dim + (axis.dim >= dim))),)
+    return ((source, on_dimension(axis, axis.dim + (axis.dim >= dim))),)
 
 
 @rule(aten.cat, aten.concat, aten.concatenate)
@@ -251,7 +251,7 @@ def _stack(node: Node, axis: Axis) -> Pull:
     dim = argument(node, 1, "dim", 0) % rank_of(node)
     if dim == axis.dim:
         return Opaque("a stack along the features")
-    below = moved(axis, axis.dim - (axis.dim > dim))
+    below = on_dimension(axis, axis.dim - (axis.dim > dim))
     return tuple((part, below) for part in node.args[0])
 
 
@@ -299,7 +299,7 @@ def _reduce(node: Node, axis: Axis) -> Pull:
         dim = [d for d in range(rank) if d not in gone][axis.dim]
     if dim in gone or not is_floating(source):
         return Opaque(f"{op_name(node)} along the features")
-    return ((source, moved(axis, dim)),)
+    return ((source, on_dimension(axis, dim)),)
 
 
 @rule(aten.cumsum)

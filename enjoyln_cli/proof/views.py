@@ -68,7 +68,7 @@ def source_of(node: Node) -> Node | None:
     return source if same else None
 
 
-def picked(node: Node, axis: Axis) -> tuple[Node, Axis] | None:
+def pull_through_view(node: Node, axis: Axis) -> tuple[Node, Axis] | None:
     """The value that ``node`` was taken from by way of a view, and the same mean over it.
 
     ``None`` where no value up the chain has a single dimension that holds the mean.
@@ -76,14 +76,14 @@ def picked(node: Node, axis: Axis) -> tuple[Node, Axis] | None:
     chain = [node]
     while (source := source_of(chain[-1])) is not None:
         if len(chain) > 1 and packet(chain[-1]) in VIEWS:
-            found = carried(chain, source, axis)
+            found = axis_on_source(chain, source, axis)
             if found is not None:
                 return source, found
         chain.append(source)
     return None
 
 
-def pushed(node: Node, source: Node, axis: Axis) -> tuple[Axis, ...] | None:
+def push_through_view(node: Node, source: Node, axis: Axis) -> tuple[Axis, ...] | None:
     """What a shift of ``source`` shifts in ``node``, which is taken from it; empty for nothing.
 
     ``None`` where no axis of ``node`` says so.
@@ -95,7 +95,7 @@ def pushed(node: Node, source: Node, axis: Axis) -> tuple[Axis, ...] | None:
     if _is_apart(places[axis.dim], axis):
         return ()
     axes = _axes(shape_of(node), axis)
-    return next(((a,) for a in axes if carried(chain, source, a) == axis), None)
+    return next(((a,) for a in axes if axis_on_source(chain, source, a) == axis), None)
 
 
 def _taken_from(node: Node, source: Node) -> tuple[list[Node], list[Place]] | None:
@@ -120,7 +120,7 @@ def _found_in(node: Node, source: Node) -> tuple[list[Node], list[Place]] | None
     return None if places is None else (chain, places)
 
 
-def carried(chain: list[Node], source: Node, axis: Axis) -> Axis | None:
+def axis_on_source(chain: list[Node], source: Node, axis: Axis) -> Axis | None:
     """``axis`` of ``chain[0]``, on ``source``, of which the chain takes something."""
     found, shape = _places(chain, source, axis), shape_of(source)
     if found is None or shape is None:

@@ -25,12 +25,12 @@ from enjoyln_cli.graph.nodes import (
     rank_of,
     shape_of,
 )
-from enjoyln_cli.plan.axis import Axis, moved
+from enjoyln_cli.plan.axis import Axis, on_dimension
 from enjoyln_cli.proof.pullback import Opaque, Pull, rule
 
 
 def _weight_and_bias(node: Node, axis: Axis) -> Pull:
-    bias, rows = argument(node, 2, "bias"), moved(axis, 0)
+    bias, rows = argument(node, 2, "bias"), on_dimension(axis, 0)
     return ((node.args[1], rows),) if bias is None else ((node.args[1], rows), (bias, rows))
 
 
@@ -52,7 +52,7 @@ def _product(node: Node, axis: Axis, equation: str, factors: Sequence[Any]) -> P
     if len(carrying) != 1 or carrying[0][1].count(letter) != 1:
         return Opaque("a product of factors that are not the same for all features")
     factor, term = carrying[0]
-    return ((factor, moved(axis, term.index(letter))),)
+    return ((factor, on_dimension(axis, term.index(letter))),)
 
 
 def _letters(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]] | None:
@@ -81,7 +81,7 @@ def _embedding(node: Node, axis: Axis) -> Pull:
     """Rows of a table are looked up: each has to be zero-mean."""
     if axis.dim != rank_of(node) - 1 or rank_of(node.args[0]) != 2:
         return Opaque("a mean over tokens")
-    return ((node.args[0], moved(axis, 1)),)
+    return ((node.args[0], on_dimension(axis, 1)),)
 
 
 @rule(aten.linear)
@@ -135,7 +135,7 @@ def _grouped_matmul(node: Node, axis: Axis) -> Pull:
         return Opaque("a grouped product along something else than its columns")
     if argument(node, 3, "bias") is not None:
         return Opaque("a grouped product with a bias of its own")
-    return ((right, moved(axis, 2)),)
+    return ((right, on_dimension(axis, 2)),)
 
 
 @rule(aten.addmm, aten.baddbmm)
@@ -171,8 +171,8 @@ def _transposed_convolution(node: Node, axis: Axis) -> Pull:
         return Opaque("a grouped convolution, whose channels see different inputs")
     if axis.dim != rank_of(node) - rank_of(weight) + 1:
         return Opaque("a convolution along the features")
-    pairs = ((weight, moved(axis, 1)),)
-    return pairs if bias is None else (*pairs, (bias, moved(axis, 0)))
+    pairs = ((weight, on_dimension(axis, 1)),)
+    return pairs if bias is None else (*pairs, (bias, on_dimension(axis, 0)))
 
 
 @rule(aten.scaled_dot_product_attention)
@@ -181,7 +181,7 @@ def _attention(node: Node, axis: Axis) -> Pull:
     values = node.args[2]
     if axis.dim != rank_of(node) - 1 or argument(node, 4, "dropout_p", 0.0):
         return Opaque("attention over the features, or with dropout")
-    return ((values, moved(axis, rank_of(values) - 1)),)
+    return ((values, on_dimension(axis, rank_of(values) - 1)),)
 
 
 @rule(aten.layer_norm)
@@ -193,4 +193,4 @@ def _layer_norm(node: Node, axis: Axis) -> Pull:
         return Opaque("a LayerNorm over other elements than the mean")
     if weight is not None:
         return Opaque("the output of a LayerNorm with weights is not zero-mean")
-    return () if bias is None else ((bias, moved(axis, 0)),)
+    return () if bias is None else ((bias, on_dimension(axis, 0)),)

@@ -41,7 +41,7 @@ END = "<!-- enjoyln: end of the section -->"
 
 TAGS = ("enjoyln", "rmsnorm")
 RELATION = "quantized"
-CARRIED = (
+METADATA_OF_ORIGINAL = (
     "license",
     "license_name",
     "license_link",
@@ -52,7 +52,7 @@ CARRIED = (
     "tags",
 )
 
-MOST = 1000
+MAX_LIST_ENTRIES = 1000
 """Entries of a list in the original's metadata."""
 
 Values = dict[str, Any]
@@ -71,7 +71,7 @@ def template(name: str) -> str:
 def metadata(found: Mapping[str, Any], source: Source, folder: Path) -> Values:
     """The card's metadata, from that of the original's own card (``found``)."""
     named = {key: _texts(value) for key, value in found.items()}
-    carried = {key: named[key] for key in CARRIED if named.get(key)}
+    carried = {key: named[key] for key in METADATA_OF_ORIGINAL if named.get(key)}
     tags = carried.get("tags") or []
     tags = [tags] if isinstance(tags, str) else tags
     carried["tags"] = list(dict.fromkeys([*tags, *TAGS]))
@@ -86,19 +86,19 @@ def metadata(found: Mapping[str, Any], source: Source, folder: Path) -> Values:
 def _texts(value: Any) -> str | list[str] | None:
     """A text or a list of texts, nothing else; YAML takes Norwegian (``no``) for false."""
     if isinstance(value, list):
-        texts = ["no" if entry is False else entry for entry in value[:MOST]]
+        texts = ["no" if entry is False else entry for entry in value[:MAX_LIST_ENTRIES]]
         return [text for text in texts if isinstance(text, str)]
     return value if isinstance(value, str) else None
 
 
-def shown(source: Source) -> str:
+def display_name(source: Source) -> str:
     """The original's name: its Hub id, or the name of its directory without the way there."""
     return source.model if source.revision else Path(source.model).expanduser().resolve().name
 
 
 def command(source: Source, out: Path, options: Mapping[str, Any]) -> str:
     """The command that makes the same result; ``options`` by their names in Python."""
-    place = shown(source) if source.revision else f"./{shown(source)}"
+    place = display_name(source) if source.revision else f"./{display_name(source)}"
     words = ["enjoyln", "fold", place, "-o", out.name]
     for name, value in {**options, "revision": source.revision}.items():
         words += _words(name, value)
@@ -125,7 +125,7 @@ def values(
 ) -> Values:
     """What fills the template ``card``; ``card`` is the text of the original's own."""
     dtype = str(options.get("dtype") or "").removeprefix("torch.")
-    name = shown(source)
+    name = display_name(source)
     found = row(name, plan)
     origin = f"A local directory named `{name}`"
     if source.revision:
@@ -207,7 +207,7 @@ def _homepage() -> str:
     return next((url.partition(",")[2].strip() for url in urls), "")
 
 
-def renewed(text: str, section: str) -> str:
+def replace_section(text: str, section: str) -> str:
     """A card with its changing section replaced; unchanged where the owner has taken it out."""
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     return pattern.sub(lambda _: f"{BEGIN}\n{section}\n{END}", text, count=1)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.config import raw_config
-from enjoyln_cli.checkpoint.file_roles import CONFIG, housekeeping
+from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.result_files import BENCH_FILE, CARD_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.checkpoint.source import Source, open_source
@@ -36,7 +36,7 @@ from enjoyln_cli.publish.target import AGAIN, Target, own_pulls, refusal, target
 
 Change = Literal["new", "changed", "same"]
 
-LONGEST = 100_000
+MAX_METADATA_CHARS = 100_000
 """Characters of a card's metadata that are read."""
 
 
@@ -148,7 +148,7 @@ def _parsed(path: Path) -> tuple[dict[str, Any], str]:
     if not path.is_file():
         return {}, ""
     content = path.read_bytes().decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
-    if content.find("\n---", 1) > LONGEST:
+    if content.find("\n---", 1) > MAX_METADATA_CHARS:
         return {}, content
     try:
         found = RepoCard(content)
@@ -160,7 +160,7 @@ def _parsed(path: Path) -> tuple[dict[str, Any], str]:
 # What may go.
 
 
-def standing_against(result: Source) -> str:
+def publishing_objection(result: Source) -> str:
     """Why ``result`` should not be published: never verified, failed, or each file that changed."""
     path = result.path / VERIFY_FILE
     if not path.is_file():
@@ -207,7 +207,7 @@ def prepare(
         raise ModelNotFound(f"there is no directory {str(out)!r}; push what `enjoyln fold` wrote")
     source = open_source(str(out))
     marker = read_marker(raw_config(source), source.model)
-    complaint = standing_against(source)
+    complaint = publishing_objection(source)
     if complaint and not force:
         raise PushRefused(
             f"{out} is not pushed: {complaint}; run `enjoyln verify {out}`, or insist with --force"
@@ -226,7 +226,7 @@ def prepare(
     if (out / CARD_FILE).is_file():
         text = (out / CARD_FILE).read_bytes().decode("utf-8", errors="replace")
         renewed = section(out, source.folder, found.repo_id, marker.classes, complaint)
-        text = card.renewed(text, renewed)
+        text = card.replace_section(text, renewed)
     if complaint and complaint not in (text or ""):
         raise PushRefused(
             f"{out} is not pushed: its {CARD_FILE} no longer has the section of enjoyln, which "
@@ -252,7 +252,7 @@ def _files(out: Path, there: Mapping[str, tuple[str, str]], text: str | None) ->
     found = []
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
         name = path.relative_to(out).as_posix()
-        if housekeeping(name):
+        if is_housekeeping(name):
             continue
         if not path.resolve().is_relative_to(out.resolve()):
             raise BadCheckpoint(f"{name} is a link out of {out}; put the file itself there")

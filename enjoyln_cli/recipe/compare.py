@@ -16,7 +16,7 @@ from enjoyln_cli.plan.plan import Merge, Plan, Verdict
 from enjoyln_cli.recipe.expand import ExpandedVariant, expand
 from enjoyln_cli.recipe.from_plan import plan_layers, recipe_of
 from enjoyln_cli.recipe.model import CentredTensor, Recipe, sizes_by_name, variant_for
-from enjoyln_cli.recipe.templates import Span, concrete, templated
+from enjoyln_cli.recipe.templates import Span, concrete, to_template
 from enjoyln_cli.recipe.write import merge_data, untied_data, widening_data
 from enjoyln_cli.recipe.yaml_text import dump_inline
 
@@ -76,20 +76,22 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
         return (f"{recipe.where}: {error}",)
     found = compare(expanded, plan, sizes_by_name(recipe, config))
     lines = _by_layer((one for kind in found for one in kind.differences()), layers)
-    proof = recipe_of(plan).variants[0]
+    calls = plan.covered.forms if plan.covered else ()
     for what, ours, theirs in (
-        ("classes", variant.classes, proof.classes),
-        ("outputs", variant.outputs, proof.outputs),
-        ("entry_inputs", variant.entry_inputs, proof.entry_inputs),
-        ("unproven", variant.unproven, proof.unproven),
-        ("calls", map(call_text.written, variant.calls), map(call_text.written, proof.calls)),
+        ("classes", variant.classes, plan.classes),
+        ("outputs", variant.outputs, plan.outputs),
+        ("entry_inputs", variant.entry_inputs, plan.entry_inputs),
+        ("unproven", variant.unproven, plan.unproven),
+        ("calls", map(call_text.to_text, variant.calls), map(call_text.to_text, calls)),
     ):
         if (here := set(ours)) != (there := set(theirs)):
-            lines.append(f"{what}: the recipe has {listed(here)}, the proof {listed(there)}")
+            lines.append(
+                f"{what}: the recipe has {list_names(here)}, the proof {list_names(there)}"
+            )
     return tuple(lines)
 
 
-def listed(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str]) -> str:
     """Names in alphabetical order, or ``nothing``."""
     return ", ".join(sorted(names)) or "nothing"
 
@@ -98,7 +100,7 @@ def _by_layer(found: Iterable[tuple[str, str]], layers: Mapping[str, int]) -> li
     """One line for names that differ only in the layer."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for name, text in found:
-        grouped.setdefault((templated(name, layers)[0], text), []).append(name)
+        grouped.setdefault((to_template(name, layers)[0], text), []).append(name)
     return [
         f"{names[0]}: {text}" if len(names) == 1 else f"{template} ({len(names)} layers): {text}"
         for (template, text), names in grouped.items()
@@ -142,7 +144,7 @@ def _in_words(
 def _fate(verdict: Verdict) -> str:
     if verdict.status == "kept":
         return KEEPS
-    with_ops = f"with the centring of {listed(set(verdict.ops))}"
+    with_ops = f"with the centring of {list_names(set(verdict.ops))}"
     return f"folds it {with_ops if verdict.ops else 'in the weights'}"
 
 
@@ -163,7 +165,7 @@ def _elements(span: Span, extent: int | None, sizes: Mapping[str, Any]) -> str:
     try:
         axis = concrete(span, extent, sizes)
     except RecipeError as error:
-        return f"what is not there ({error})"
+        return f"no axis of this model ({error})"
     if (axis.start, axis.outer, axis.inner) == (0, 1, 1):
         return f"the {axis.size} elements of dimension {axis.dim}"
     step = f", one every {axis.step}" if axis.step else ""

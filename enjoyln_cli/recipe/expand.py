@@ -11,9 +11,9 @@ from itertools import islice
 from typing import TypeVar
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan.plan import Merge, Place, Unmerged, Untied, Verdict, Widening
+from enjoyln_cli.plan.plan import Merge, Place, UnmergedNorm, UntiedParameter, Verdict, Widening
 from enjoyln_cli.recipe.model import CentredTensor, CentredValue, Line, Variant, name_of
-from enjoyln_cli.recipe.templates import expanded, filled, placeholders, renamed
+from enjoyln_cli.recipe.templates import expand_name, fill, placeholders, rename_in
 
 MAX_NAMES = 300_000
 """No recipe may stand for more names than this."""
@@ -33,8 +33,8 @@ class ExpandedVariant:
     ops: Mapping[tuple[str, Place], CentredValue]
     widened: Mapping[str, Widening]
     """By the parameter that reads the hidden units."""
-    merged: Mapping[str, Merge | Unmerged]
-    untied: tuple[Untied, ...]
+    merged: Mapping[str, Merge | UnmergedNorm]
+    untied: tuple[UntiedParameter, ...]
     settings: Mapping[str, bool | int]
 
 
@@ -74,11 +74,12 @@ def _writers(variant: Variant, layers: Mapping[str, int]) -> dict[str, tuple[Cen
     for name, deciding in _deciding(variant.writers, layers).items():
         left = [line for line, _ in deciding if line.axis is None]
         if left and len(left) < len(deciding):
-            raise RecipeError(f"{name} is both centred and left out; leave one line out")
+            raise RecipeError(f"{name} is both centred and left out; leave one of the lines out")
         lines: list[CentredTensor] = []
         for line, numbers in deciding if not left else ():
             tensors = _tensors(line, numbers, layers)
-            lines += [replace(_filled(line, numbers), tensor=tensor) for tensor in tensors]
+            one = _filled(line, numbers)
+            lines += [one] if tensors == [one.tensor] else [replace(one, tensor=t) for t in tensors]
         total += len(lines)
         if total > MAX_NAMES:
             raise RecipeError(f"centres more than {MAX_NAMES} tensors; leave some out")
@@ -95,7 +96,7 @@ def _deciding(
     for line in lines:
         template, before = name_of(line), count
         beside = sum(len(part) for part in vars(line).values() if isinstance(part, tuple))
-        for name, numbers in expanded(template, layers):
+        for name, numbers in expand_name(template, layers):
             count += 1 + beside
             if count > MAX_NAMES:
                 raise RecipeError(f"stands for more than {MAX_NAMES} names; leave some out")
@@ -114,7 +115,7 @@ def _tensors(
     line: CentredTensor, numbers: Mapping[str, int], layers: Mapping[str, int]
 ) -> list[str]:
     """The stored tensors of one parameter; several where a placeholder is left, as for experts."""
-    names = [n for n, _ in islice(expanded(filled(line.tensor, numbers), layers), MAX_NAMES)]
+    names = [n for n, _ in islice(expand_name(fill(line.tensor, numbers), layers), MAX_NAMES)]
     if not names or len(names) == MAX_NAMES:
         few = "nothing" if not names else "too many names"
         raise RecipeError(f"{line.tensor} matches {few}; the model has no such layers")
@@ -122,4 +123,4 @@ def _tensors(
 
 
 def _filled(line: L, numbers: Mapping[str, int]) -> L:
-    return renamed(line, lambda _, text: filled(text, numbers)) if numbers else line
+    return rename_in(line, lambda _, text: fill(text, numbers)) if numbers else line

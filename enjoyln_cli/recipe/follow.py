@@ -13,20 +13,20 @@ from dataclasses import replace
 from typing import Any
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan.plan import Merge, Plan, Unmerged, Verdict
-from enjoyln_cli.recipe.compare import KEEPS, Comparison, compare, listed
+from enjoyln_cli.plan.plan import Merge, Plan, UnmergedNorm, Verdict
+from enjoyln_cli.recipe.compare import KEEPS, Comparison, compare, list_names
 from enjoyln_cli.recipe.expand import ExpandedVariant, expand
 from enjoyln_cli.recipe.from_plan import plan_layers
 from enjoyln_cli.recipe.model import (
     KEPT_BY_RECIPE,
     Recipe,
     Variant,
-    errors_of,
-    hint,
+    prefix_errors,
     sizes_by_name,
+    suggest,
     variant_for,
 )
-from enjoyln_cli.recipe.templates import templated
+from enjoyln_cli.recipe.templates import to_template
 
 
 def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
@@ -36,7 +36,7 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
     held against its conditions. Norms that the recipe does not fold are kept. Raises
     ``RecipeError`` naming the first edit that is not proven, matches nothing, or is missing.
     """
-    with errors_of(recipe.where):
+    with prefix_errors(recipe.where):
         variant = variant_for(recipe, plan.model_type, plan.model_class, config)
         _require_same_model(variant, plan)
         expanded = expand(variant, plan_layers(plan))
@@ -48,8 +48,8 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
             raise RecipeError(problem)
         if found.folded and set(variant.entry_inputs) != set(plan.entry_inputs):
             raise RecipeError(
-                f"centres {listed(variant.entry_inputs)} on entry, and the proof needs "
-                f"{listed(plan.entry_inputs)}; write that under entry_inputs"
+                f"centres {list_names(variant.entry_inputs)} on entry, and the proof needs "
+                f"{list_names(plan.entry_inputs)}; write that under entry_inputs"
             )
     return found
 
@@ -58,7 +58,7 @@ def _require_same_model(variant: Variant, plan: Plan) -> None:
     """The classes and outputs of a recipe are those that the proof holds for."""
     if unknown := [name for name in variant.classes if name not in plan.classes]:
         raise RecipeError(
-            f"claims the class {unknown[0]}, and the proof is for {listed(plan.classes)}; "
+            f"claims the class {unknown[0]}, and the proof is for {list_names(plan.classes)}; "
             "take it out of classes"
         )
     if set(variant.outputs) != set(plan.outputs):
@@ -89,7 +89,7 @@ def _require_proven(edits: Comparison, plan: Plan) -> None:
 
 def _unproven(edits: Comparison, name: str, plan: Plan) -> str:
     """Why an edit of ``name`` is refused, of which the proof says nothing."""
-    near = hint(name, edits.proof)
+    near = suggest(name, edits.proof)
     if edits.kind == "norms":
         return f"{name} is not a LayerNorm of {plan.model_class}; {near}"
     if edits.kind == "writers":
@@ -101,7 +101,7 @@ def _unproven(edits: Comparison, name: str, plan: Plan) -> str:
         reasons = {one.norm: f": {one.reason}" for one in plan.unmerged}
         why = reasons.get(name, "; see --merge")
         return f"merges {name}, which is not part of the proof{why}; write keep for it"
-    proven = listed(f"{op.place} of {op.module}" for op in plan.ops)
+    proven = list_names(f"{op.place} of {op.module}" for op in plan.ops)
     return (
         f"centres the {edits.kind} of {name}, which is not part of the proof; proven are {proven}"
     )
@@ -110,15 +110,15 @@ def _unproven(edits: Comparison, name: str, plan: Plan) -> str:
 def _require_effect(recipe: ExpandedVariant, plan: Plan) -> None:
     """Every line that takes something out names something that the proof has."""
     layers, parameters = plan_layers(plan), [writer.parameter for writer in plan.writers]
-    known = {templated(name, layers)[0] for name in parameters}
+    known = {to_template(name, layers)[0] for name in parameters}
     for name, lines in recipe.writers.items():
-        if not lines and templated(name, layers)[0] not in known:
+        if not lines and to_template(name, layers)[0] not in known:
             raise RecipeError(
-                f"leaves {name}, which is not centred anyway; {hint(name, parameters)}"
+                f"leaves {name}, which is not centred anyway; {suggest(name, parameters)}"
             )
     norms = {one.norm for one in plan.merged} | {one.norm for one in plan.unmerged}
     for name, line in recipe.merged.items():
-        if isinstance(line, Unmerged) and name not in norms:
+        if isinstance(line, UnmergedNorm) and name not in norms:
             raise RecipeError(f"keeps {name} unmerged, which is not merged anyway; take it out")
 
 
@@ -136,7 +136,7 @@ def _chosen(recipe: ExpandedVariant, plan: Plan) -> Plan:
     for move, line in moves:
         if move.norm in folded and not isinstance(line, Merge):
             reason = (line.reason or KEPT_BY_RECIPE) if line else "the recipe does not merge it"
-            stay.append(Unmerged(move.norm, reason, line.culprit if line else ""))
+            stay.append(UnmergedNorm(move.norm, reason, line.culprit if line else ""))
     widened = tuple(one for one in plan.widened if one.second.parameter in recipe.widened)
     sizes = {one.attribute for one in plan.widened} - {one.attribute for one in widened}
     return replace(
@@ -198,4 +198,4 @@ def _gaps(found: Plan, plan: Plan) -> Iterator[str]:
 
 
 def _outputs(names: Sequence[str]) -> str:
-    return f"the outputs {listed(names)}" if names else "all outputs"
+    return f"the outputs {list_names(names)}" if names else "all outputs"

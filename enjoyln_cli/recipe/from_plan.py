@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan.plan import Centring, Plan, Setting, Untied, Verdict, Widening, Writer, sized
+from enjoyln_cli.plan.plan import Centring, Plan, Verdict, Writer, size_settings
 from enjoyln_cli.recipe.model import (
     CentredTensor,
     CentredValue,
@@ -27,16 +27,16 @@ from enjoyln_cli.recipe.model import (
 from enjoyln_cli.recipe.templates import (
     NAMES,
     attributes,
-    expanded,
-    filled,
+    expand_name,
+    fill,
     layers_of,
     names_in,
     numbers_of,
     relative,
     relative_text,
-    renamed,
+    rename_in,
     symbolic,
-    templated,
+    to_template,
 )
 
 DEPENDS = ("tie_word_embeddings",)
@@ -58,19 +58,20 @@ def recipe_of(
     of it that the plan holds for.
     """
     values, layers = as_mapping(config), plan_layers(plan)
+    sizes = size_settings(plan.widened)  # which the lines of the MLPs say
     writers = [_centred_tensor(writer, values) for writer in plan.writers]
     ops = [_centred_value(op, values) for op in plan.ops]
     variant = Variant(
         model_class=plan.model_class,
         classes=plan.classes,
         when={name: values[name] for name in depends if name in values},
-        norms=_collapsed(map(without_proof, plan.norms), layers),
+        norms=_collapsed(map(_verdict, plan.norms), layers),
         writers=_collapsed(writers, layers),
         ops=_collapsed(ops, layers),
-        widened=_collapsed(map(without_features, plan.widened), layers),
+        widened=_collapsed((replace(one, features=0) for one in plan.widened), layers),
         merged=_collapsed((*plan.merged, *plan.unmerged), layers),
-        untied=tuple(map(without_shape, plan.untied)),
-        settings={one.name: one.value for one in other_settings(plan)},
+        untied=tuple(replace(one, shape=()) for one in plan.untied),
+        settings={one.name: one.value for one in plan.settings if one not in sizes},
         outputs=plan.outputs,
         entry_inputs=plan.entry_inputs,
         unproven=plan.unproven,
@@ -116,31 +117,12 @@ def plan_layers(plan: Plan) -> dict[str, int]:
     return layers_of(names_in((plan.norms, plan.writers, plan.ops, plan.widened, plan.merged)))
 
 
-# What of each edit stands in a recipe.
-
-
-def without_proof(verdict: Verdict) -> Verdict:
+def _verdict(verdict: Verdict) -> Verdict:
     """A verdict without what it rests on, which the proof finds anew."""
     if verdict.status != "kept":
         return Verdict(verdict.norm, verdict.status, verdict.ops)
     reason = verdict.reason or "no reason is known"
     return Verdict(verdict.norm, "kept", reason=reason, culprit=verdict.culprit)
-
-
-def without_features(one: Widening) -> Widening:
-    """A widening without the size that its tensors tell."""
-    return replace(one, features=0)
-
-
-def without_shape(one: Untied) -> Untied:
-    """A copy without its shape, which is that of its source."""
-    return replace(one, shape=())
-
-
-def other_settings(plan: Plan) -> tuple[Setting, ...]:
-    """What changes in ``config.json`` besides the sizes of MLPs, which their own lines tell."""
-    sizes = sized(plan.widened)
-    return tuple(setting for setting in plan.settings if setting not in sizes)
 
 
 def _centred_tensor(writer: Writer, config: Mapping[str, Any]) -> CentredTensor:
@@ -165,10 +147,10 @@ def _collapsed(lines: Iterable[L], layers: Mapping[str, int]) -> tuple[L, ...]:
     tensors: defaultdict[str, list[str]] = defaultdict(list)
     groups: defaultdict[tuple[str, ...], list[L]] = defaultdict(list)
     for line in dict.fromkeys(lines):
-        key = [templated(name_of(line), layers)[0]]
+        key = [to_template(name_of(line), layers)[0]]
         if isinstance(line, CentredTensor):
             part = tensors[line.parameter].count(line.tensor)
-            key += [templated(line.tensor, layers)[0], str(part)]
+            key += [to_template(line.tensor, layers)[0], str(part)]
             tensors[line.parameter].append(line.tensor)
         elif isinstance(line, CentredValue):
             key.append(line.place)
@@ -176,7 +158,7 @@ def _collapsed(lines: Iterable[L], layers: Mapping[str, int]) -> tuple[L, ...]:
     found: list[Any] = []
     for (template, *_), members in groups.items():
         names = {name_of(line) for line in members}
-        missing = [numbers for name, numbers in expanded(template, layers) if name not in names]
+        missing = [numbers for name, numbers in expand_name(template, layers) if name not in names]
         general = [_general(line, layers, tensors.get(name_of(line), ())) for line in members]
         counts = Counter(form for forms in general for form in forms)
         most = isinstance(members[0], CentredTensor) and len(missing) <= len(members)
@@ -187,7 +169,7 @@ def _collapsed(lines: Iterable[L], layers: Mapping[str, int]) -> tuple[L, ...]:
         others = zip(members, general, strict=True)
         found += [best, *(line for line, forms in others if best not in forms)]
         found += [
-            CentredTensor(filled(best.parameter, numbers), filled(best.tensor, numbers))
+            CentredTensor(fill(best.parameter, numbers), fill(best.tensor, numbers))
             for numbers in missing
             if isinstance(best, CentredTensor)
         ]
@@ -201,16 +183,16 @@ def _general(line: L, layers: Mapping[str, int], tensors: Collection[str]) -> tu
     none where the names have different layers, unless they are all ``tensors`` of one parameter.
     """
     own = name_of(line)
-    numbers = templated(own, layers)[1]
+    numbers = to_template(own, layers)[1]
     for name in names_in(line):
-        template, others = templated(name, layers)
+        template, others = to_template(name, layers)
         if others != numbers:
-            stored = {name for name, _ in expanded(filled(template, numbers), layers)}
+            stored = {name for name, _ in expand_name(fill(template, numbers), layers)}
             if not numbers.items() <= others.items() or not stored <= set(tensors):
                 return ()
 
     def plain(field: str, text: str) -> str:
-        return templated(text, layers)[0] if field in NAMES else text
+        return to_template(text, layers)[0] if field in NAMES else text
 
     def near(field: str, text: str) -> str:
         if field == "ops":
@@ -218,7 +200,7 @@ def _general(line: L, layers: Mapping[str, int], tensors: Collection[str]) -> tu
         mentions = field in ("reason", "culprit")
         return relative_text(text, own, layers) if mentions else plain(field, text)
 
-    return tuple(dict.fromkeys((renamed(line, near), renamed(line, plain))))
+    return tuple(dict.fromkeys((rename_in(line, near), rename_in(line, plain))))
 
 
 def _versions() -> dict[str, str]:

@@ -20,8 +20,8 @@ from enjoyln_cli.plan.plan import (
     Options,
     Place,
     Scale,
-    Unmerged,
-    Untied,
+    UnmergedNorm,
+    UntiedParameter,
     Verdict,
     Widening,
 )
@@ -56,7 +56,7 @@ class CentredValue:
     reason: str = ""
 
 
-Line = Verdict | CentredTensor | CentredValue | Widening | Merge | Unmerged
+Line = Verdict | CentredTensor | CentredValue | Widening | Merge | UnmergedNorm
 """What a recipe says of one name, or of the same name in every layer."""
 
 
@@ -80,8 +80,8 @@ class Variant:
     writers: tuple[CentredTensor, ...] = ()
     ops: tuple[CentredValue, ...] = ()
     widened: tuple[Widening, ...] = ()
-    merged: tuple[Merge | Unmerged, ...] = ()
-    untied: tuple[Untied, ...] = ()
+    merged: tuple[Merge | UnmergedNorm, ...] = ()
+    untied: tuple[UntiedParameter, ...] = ()
     settings: Mapping[str, bool | int] = field(default_factory=dict)
     """Entries of ``config.json`` that change, by name."""
     outputs: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class Recipe:
 
 
 @contextmanager
-def errors_of(where: str) -> Iterator[None]:
+def prefix_errors(where: str) -> Iterator[None]:
     """Every ``RecipeError`` that is raised inside begins with ``where``."""
     try:
         yield
@@ -189,7 +189,7 @@ def _holds(variant: Variant, config: Mapping[str, Any]) -> bool:
     return all(config.get(key) == value for key, value in variant.when.items())
 
 
-def hint(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """What to do about a name that is not known."""
     return did_you_mean(name, known, 1) or "take it out, or trace the model it is for"
 

@@ -56,15 +56,15 @@ from enjoyln_cli.plan import call_text
 from enjoyln_cli.plan.covered_calls import CallForm
 from enjoyln_cli.plan.mean_units import UNITS
 from enjoyln_cli.plan.plan import (
-    Grown,
+    GrownParameter,
     Merge,
-    Named,
+    NamedParameter,
     Place,
     Plan,
     Reader,
     Scale,
-    Unmerged,
-    Untied,
+    UnmergedNorm,
+    UntiedParameter,
     Verdict,
     Widening,
 )
@@ -75,22 +75,22 @@ from enjoyln_cli.recipe.model import (
     Recipe,
     Record,
     Variant,
-    errors_of,
+    prefix_errors,
     variant_for,
 )
-from enjoyln_cli.recipe.templates import Span, parted
+from enjoyln_cli.recipe.templates import Span, parse_part
 from enjoyln_cli.recipe.validation import (
+    by_name,
     entries,
     fields,
     items,
     name,
-    named,
     near_name,
     number,
     only_true,
     plain,
+    quote,
     refusal,
-    shown,
     size,
     text,
     word,
@@ -140,7 +140,7 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
 
     Raises ``RecipeError``: one line with the key, what arrived, and what belongs there.
     """
-    with errors_of(where):
+    with prefix_errors(where):
         return replace(_recipe(load(text)), where=where)
 
 
@@ -155,7 +155,7 @@ def _recipe(value: Any) -> Recipe:
 
 def _version(value: Any, at: str) -> None:
     if value != VERSION or type(value) is not int:
-        raise RecipeError(f"{at} is {shown(value)}, known is {VERSION}")
+        raise RecipeError(f"{at} is {quote(value)}, known is {VERSION}")
 
 
 def _record(value: Any, at: str) -> Record:
@@ -169,17 +169,17 @@ def _variant(value: Any, at: str) -> Variant:
         "classes": items(word),
         "outputs": items(text),
         "when": entries(plain),
-        "centre": named(_writers),
+        "centre": by_name(_writers),
         "centring_ops": items(_op),
-        "merge": named(_merge),
-        "widen": named(_widening),
-        "untie": named(_untied),
-        "config": named(_setting),
+        "merge": by_name(_merge),
+        "widen": by_name(_widening),
+        "untie": by_name(_untied),
+        "config": by_name(_setting),
         "entry_inputs": items(word),
         "unproven": items(text),
         "calls": items(_call),
     }
-    data = fields(value, at, {"model_class": word, "norms": named(_norm)}, optional)
+    data = fields(value, at, {"model_class": word, "norms": by_name(_norm)}, optional)
     writers = data.pop("centre", {}).values()
     return Variant(
         norms=tuple(data.pop("norms").values()),
@@ -204,7 +204,7 @@ def _norm(norm: str, value: Any, at: str) -> Verdict:
         reason, culprit = _why_kept(value, at)
         return Verdict(norm, "kept", reason=reason, culprit=culprit)
     known = "fold, keep, fold_with: [modules], or keep: reason"
-    raise refusal(at, f"{shown(value)} is nothing a norm can become; write {known}")
+    raise refusal(at, f"{quote(value)} is nothing a norm can become; write {known}")
 
 
 def _why_kept(value: Any, at: str) -> tuple[str, str]:
@@ -223,7 +223,7 @@ def _part(value: Any, at: str) -> str | None:
         return None
     part = text(value, at)
     try:
-        parted(part)
+        parse_part(part)
     except RecipeError as error:
         raise refusal(at, str(error)) from None
     return part
@@ -261,7 +261,7 @@ def _writer(tensor: str, value: Any, at: str) -> CentredTensor:
     if value == "leave":
         return CentredTensor(tensor, tensor)
     if not isinstance(value, Mapping):
-        raise refusal(at, f"{shown(value)} is no axis; write {{dim: 0}} or so, or leave")
+        raise refusal(at, f"{quote(value)} is no axis; write {{dim: 0}} or so, or leave")
     if "leave" in value:
         data = fields(value, at, {"leave": only_true, "parameter": name})
         return CentredTensor(data["parameter"], tensor)
@@ -282,15 +282,15 @@ def _op(value: Any, at: str) -> CentredValue:
 def _place(value: Any, at: str) -> Place:
     if value == "output" or value == "input":
         return value  # type: ignore[no-any-return]
-    raise refusal(at, f"{shown(value)} is neither output nor input")
+    raise refusal(at, f"{quote(value)} is neither output nor input")
 
 
 # What else changes.
 
 
-def _merge(norm: str, value: Any, at: str) -> Merge | Unmerged:
+def _merge(norm: str, value: Any, at: str) -> Merge | UnmergedNorm:
     if value == "keep" or isinstance(value, Mapping) and "keep" in value:
-        return Unmerged(norm, *_why_kept(value, at))
+        return UnmergedNorm(norm, *_why_kept(value, at))
     optional = {"weight": name, "one_plus": only_true, "bias": name}
     data = fields(value, at, {"into": items(_reader)}, optional)
     weight, bias, readers = data.get("weight", ""), data.get("bias", ""), data["into"]
@@ -308,20 +308,20 @@ def _reader(value: Any, at: str) -> Reader:
     optional = {"weight_parameter": name, "bias": name, "bias_parameter": name}
     data = fields(value, at, {"weight": name, "dim": number(0, 1)}, optional)
     _require_beside("bias", data, at)
-    bias = Named(*_named(data, "bias")) if "bias" in data else None
-    return Reader(Named(*_named(data, "weight")), data["dim"], bias)
+    bias = NamedParameter(*_named(data, "bias")) if "bias" in data else None
+    return Reader(NamedParameter(*_named(data, "weight")), data["dim"], bias)
 
 
 def _widening(tensor: str, value: Any, at: str) -> Widening:
-    counts = {"from": number(1), "to": number(1)}
+    counts = {"from": number(1), "to": number(1 + UNITS)}
     needed = {"dim": number(0, 1), "first": name, "attribute": text, **counts}
     names = ("parameter", "first_parameter", "bias", "bias_parameter")
     data = fields(value, at, needed, {**dict.fromkeys(names, name), "zeros": only_true})
     dim, before = data["dim"], data["from"]
     return Widening(
-        first=Grown(*_named(data, "first"), 1 - dim),
-        bias=Grown(*_named(data, "bias"), 0) if "bias" in data else None,
-        second=Grown(data.get("parameter", tensor), tensor, dim),
+        first=GrownParameter(*_named(data, "first"), 1 - dim),
+        bias=GrownParameter(*_named(data, "bias"), 0) if "bias" in data else None,
+        second=GrownParameter(data.get("parameter", tensor), tensor, dim),
         size=before,
         to=number(before + UNITS)(data["to"], f"{at}.to"),
         features=0,
@@ -330,11 +330,11 @@ def _widening(tensor: str, value: Any, at: str) -> Widening:
     )
 
 
-def _untied(tensor: str, value: Any, at: str) -> Untied:
+def _untied(tensor: str, value: Any, at: str) -> UntiedParameter:
     data = fields(value, at, {"copy_of": name}, {"parameter": name, "source": name})
     stored = data["copy_of"]
     parameter, source = data.get("parameter", tensor), data.get("source", stored)
-    return Untied(parameter, tensor, source, stored, shape=())
+    return UntiedParameter(parameter, tensor, source, stored, shape=())
 
 
 def _setting(_: str, value: Any, at: str) -> bool | int:
@@ -343,7 +343,7 @@ def _setting(_: str, value: Any, at: str) -> bool | int:
 
 def _call(value: Any, at: str) -> CallForm:
     try:
-        return call_text.read(str(value))
+        return call_text.from_text(str(value))
     except ValueError as error:
         raise refusal(at, str(error)) from error
 

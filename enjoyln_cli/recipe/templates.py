@@ -8,7 +8,7 @@ away: ``h.{i-1}.ln_2``.
 A size becomes the attribute of the config that has this value, or the quotient of two
 (``hidden_size // num_attention_heads``); a whole dimension needs no size at all.
 
-The edits of a plan are dataclasses. ``renamed`` changes the names in any of them, so that one
+The edits of a plan are dataclasses. ``rename_in`` changes the names in any of them, so that one
 function writes an edit of one layer for every layer, and one fills in the number of a layer again.
 """
 
@@ -73,7 +73,7 @@ def layers_of(names: Iterable[str]) -> dict[str, int]:
     return {prefix: len(numbers) for prefix, numbers in seen.items() if max(numbers) < len(numbers)}
 
 
-def templated(name: str, layers: Mapping[str, int]) -> tuple[str, dict[str, int]]:
+def to_template(name: str, layers: Mapping[str, int]) -> tuple[str, dict[str, int]]:
     """``h.3.ln_1`` -> ``("h.{i}.ln_1", {"i": 3})``."""
     words = name.split(".")
     numbers: dict[str, int] = {}
@@ -101,7 +101,7 @@ def relative_text(text: str, to: str, layers: Mapping[str, int]) -> str:
     return re.sub(r"[\w-]+(\.[\w-]+)+", lambda match: relative(match[0], to, layers), text)
 
 
-def filled(text: str, numbers: Mapping[str, int]) -> str:
+def fill(text: str, numbers: Mapping[str, int]) -> str:
     """``text`` with the numbers of its placeholders; a placeholder without a number stays."""
 
     def number(match: re.Match[str]) -> str:
@@ -116,7 +116,7 @@ def placeholders(name: str) -> int:
     return len(_PLACEHOLDER.findall(name))
 
 
-def expanded(template: str, layers: Mapping[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
+def expand_name(template: str, layers: Mapping[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
     """Every name that a template stands for, with the numbers of its placeholders."""
     match = _PLACEHOLDER.search(template)
     if match is None:
@@ -125,7 +125,7 @@ def expanded(template: str, layers: Mapping[str, int]) -> Iterator[tuple[str, di
     prefix = template[: match.start()].rstrip(".")
     for number in range(layers.get(prefix, 0)):
         rest = template[: match.start()] + str(number) + template[match.end() :]
-        for name, numbers in expanded(rest, layers):
+        for name, numbers in expand_name(rest, layers):
             yield name, {match[1]: number} | numbers
 
 
@@ -149,16 +149,17 @@ def names_in(value: object) -> Iterator[str]:
     return (text for field, text in texts_in(value) if field in NAMES and text)
 
 
-def renamed(value: Value, rename: Callable[[str, str], str], field: str = "") -> Value:
-    """The same edit with ``rename(field, text)`` in place of every string."""
+def rename_in(value: Value, rename: Callable[[str, str], str], field: str = "") -> Value:
+    """The same edit with ``rename(field, text)`` in place of every string that is not empty."""
     found: Any = value
     if isinstance(value, str):
         found = rename(field, value)
     elif isinstance(value, tuple):
-        found = tuple(renamed(item, rename, field) for item in value)
+        found = tuple(rename_in(item, rename, field) for item in value)
     elif is_dataclass(value) and not isinstance(value, type):
-        parts = {part.name: getattr(value, part.name) for part in fields(value)}
-        found = replace(value, **{key: renamed(part, rename, key) for key, part in parts.items()})
+        parts = vars(value).items()
+        new = {key: rename_in(part, rename, key) for key, part in parts if part}
+        found = type(value)(**(vars(value) | new))
     return found  # type: ignore[no-any-return]
 
 
@@ -214,7 +215,7 @@ def concrete(span: Span, extent: int | None, config: Mapping[str, Any]) -> Axis:
     size = None if span.size is None else _value(span.size, config)
     start, length = span.start, None if span.length is None else _value(span.length, config)
     if extent is not None and span.part is not None:
-        number, parts = parted(span.part)
+        number, parts = parse_part(span.part)
         length = extent // parts if extent % parts == 0 else -1
         start = (number - 1) * length
     elif length is None and span.step and extent is not None and size is not None:
@@ -232,7 +233,7 @@ def concrete(span: Span, extent: int | None, config: Mapping[str, Any]) -> Axis:
     return found if found.outer > 1 else replace(found, step=0)
 
 
-def parted(part: str) -> tuple[int, int]:
+def parse_part(part: str) -> tuple[int, int]:
     """``"3 of 4"`` -> ``(3, 4)``. Raises ``RecipeError``."""
     match = _PART.fullmatch(part)
     if not match or int(match[1]) > int(match[2]):
@@ -299,10 +300,10 @@ def _value(number: Number, config: Mapping[str, Any]) -> int:
 
 
 def _shown(span: Span) -> str:
-    return ", ".join(f"{key} {value}" for key, value in written(span).items())
+    return ", ".join(f"{key} {value}" for key, value in axis_data(span).items())
 
 
-def written(span: Span) -> dict[str, Any]:
+def axis_data(span: Span) -> dict[str, Any]:
     """The fields of a span that say something."""
     fields: dict[str, Any] = {"dim": span.dim}
     fields |= {} if span.part is None else {"part": span.part}

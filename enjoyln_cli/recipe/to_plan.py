@@ -8,26 +8,26 @@ from typing import Any
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.covered_calls import OTHER_CALLS, Covered
+from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CoveredCalls
 from enjoyln_cli.plan.plan import (
     Centring,
     Merge,
     Plan,
     Setting,
-    Unmerged,
+    UnmergedNorm,
     Verdict,
     Widening,
     Writer,
-    sized,
+    size_settings,
 )
 from enjoyln_cli.recipe.expand import expand
 from enjoyln_cli.recipe.model import (
     KEPT_BY_RECIPE,
     CentredTensor,
     Recipe,
-    errors_of,
-    hint,
+    prefix_errors,
     sizes_by_name,
+    suggest,
 )
 from enjoyln_cli.recipe.templates import Span, concrete, texts_in
 
@@ -40,7 +40,7 @@ def to_plan(recipe: Recipe, shapes: Shapes, *, config: Any = None) -> Plan:
     ``shapes``: the stored tensors by name. The verdicts carry no ``needs`` and no ``path``. Raises
     ``RecipeError`` where the recipe has no record, or names tensors that are not stored.
     """
-    with errors_of(recipe.where):
+    with prefix_errors(recipe.where):
         return _plan(recipe, shapes, sizes_by_name(recipe, config))
 
 
@@ -72,10 +72,10 @@ def _plan(recipe: Recipe, shapes: Shapes, sizes: Mapping[str, Any]) -> Plan:
         outputs=variant.outputs,
         widened=widened,
         merged=merged,
-        unmerged=tuple(one for one in found.merged.values() if isinstance(one, Unmerged)),
+        unmerged=tuple(one for one in found.merged.values() if isinstance(one, UnmergedNorm)),
         untied=tuple(replace(one, shape=_shape(one.stored, shapes)) for one in variant.untied),
-        settings=(*sized(widened), *(Setting(n, v) for n, v in variant.settings.items())),
-        covered=Covered(variant.calls) if OTHER_CALLS in variant.unproven else None,
+        settings=(*size_settings(widened), *(Setting(n, v) for n, v in variant.settings.items())),
+        covered=CoveredCalls(variant.calls) if OTHER_CALLS in variant.unproven else None,
     )
 
 
@@ -95,7 +95,7 @@ def _writer(line: CentredTensor, shapes: Shapes, sizes: Mapping[str, Any]) -> Wr
 
 
 def _axis(name: str, axis: Span, extent: int | None, sizes: Mapping[str, Any]) -> Axis:
-    with errors_of(name):
+    with prefix_errors(name):
         return concrete(axis, extent, sizes)
 
 
@@ -138,7 +138,7 @@ def _require_stored(edits: object, shapes: Shapes) -> None:
     fields = ("tensor", "stored", "weight", "bias")
     for name in (text for field, text in texts_in(edits) if field in fields and text):
         if name not in shapes:
-            raise RecipeError(f"no stored tensor is named {name}; {hint(name, shapes)}")
+            raise RecipeError(f"no stored tensor is named {name}; {suggest(name, shapes)}")
 
 
 def _shape(tensor: str, shapes: Shapes) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ def fields(
     for key in value:
         if key not in checks:
             hint = did_you_mean(str(key), checks, 1) or f"known are {known}"
-            raise refusal(at, f"unknown key {shown(key)}; {hint}")
+            raise refusal(at, f"unknown key {quote(key)}; {hint}")
     for key in required:
         if key not in value:
             raise refusal(at, f"the key {key} is missing; add it")
@@ -66,7 +66,7 @@ def entries(check: Check[Value]) -> Check[dict[str, Value]]:
     return of
 
 
-def named(read: Callable[[str, Any, str], Value]) -> Check[dict[str, Value]]:
+def by_name(read: Callable[[str, Any, str], Value]) -> Check[dict[str, Value]]:
     """A mapping whose keys are names of tensors or modules, which ``read`` gets with each value."""
 
     def of(value: Any, at: str) -> dict[str, Value]:
@@ -80,14 +80,14 @@ def named(read: Callable[[str, Any, str], Value]) -> Check[dict[str, Value]]:
 def text(value: Any, at: str) -> str:
     """One line of at most 1000 printable characters."""
     if not isinstance(value, str) or len(value) > 1000 or not value.isprintable():
-        raise refusal(at, f"{shown(value)} where one line of text belongs")
+        raise refusal(at, f"{quote(value)} where one line of text belongs")
     return value
 
 
 def word(value: Any, at: str) -> str:
     """A class or an argument: letters, digits, ``_`` and ``-``."""
     if not isinstance(value, str) or not re.fullmatch(r"[\w-]{1,200}", value, re.ASCII):
-        raise refusal(at, f"{shown(value)} is not a name of letters, digits, _ and -")
+        raise refusal(at, f"{quote(value)} is not a name of letters, digits, _ and -")
     return value
 
 
@@ -113,7 +113,7 @@ def number(lowest: int, highest: int = 2**40) -> Check[int]:
     def of(value: Any, at: str) -> int:
         if type(value) is not int or not lowest <= value <= highest:
             belongs = f"a number from {lowest} to {highest}"
-            raise refusal(at, f"{shown(value)} where {belongs} belongs")
+            raise refusal(at, f"{quote(value)} where {belongs} belongs")
         return value
 
     return of
@@ -126,7 +126,7 @@ def size(value: Any, at: str) -> int | str:
     if type(value) is int and 0 < value < 2**40:
         return value
     known = "a number, a config attribute, or one // another"
-    raise refusal(at, f"{shown(value)} is no size; write {known}")
+    raise refusal(at, f"{quote(value)} is no size; write {known}")
 
 
 def plain(value: Any, at: str) -> Any:
@@ -137,7 +137,7 @@ def plain(value: Any, at: str) -> Any:
 def only_true(value: Any, at: str) -> bool:
     """A key that says all by being there."""
     if value is not True:
-        raise refusal(at, f"{shown(value)}; only true has a meaning here")
+        raise refusal(at, f"{quote(value)}; only true has a meaning here")
     return True
 
 
@@ -151,7 +151,7 @@ def inside(at: str, key: str) -> str:
     return f"{at}.{key:.120}" if at else key
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """The start of any value."""
     try:
         return repr(value)[:60]
@@ -162,4 +162,4 @@ def shown(value: Any) -> str:
 def _kind(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
-    return "nothing" if value is None else shown(value)
+    return "nothing" if value is None else quote(value)

@@ -7,18 +7,18 @@ from typing import Any
 
 from enjoyln_cli.plan import call_text
 from enjoyln_cli.plan.plan import (
-    Grown,
+    GrownParameter,
     Merge,
-    Named,
+    NamedParameter,
     Reader,
     Scale,
-    Unmerged,
-    Untied,
+    UnmergedNorm,
+    UntiedParameter,
     Verdict,
     Widening,
 )
 from enjoyln_cli.recipe.model import VERSION, CentredTensor, Recipe, Variant
-from enjoyln_cli.recipe.templates import written
+from enjoyln_cli.recipe.templates import axis_data
 from enjoyln_cli.recipe.yaml_text import Inline, Row, dump
 
 _HEAD = """\
@@ -50,11 +50,11 @@ def _variant(variant: Variant) -> dict[str, Any]:
         "norms": {line.norm: _norm(line) for line in variant.norms},
         "centre": _writers(variant.writers),
         "centring_ops": [
-            {"module": op.module, "place": op.place, **written(op.axis), "reason": op.reason}
+            {"module": op.module, "place": op.place, **axis_data(op.axis), "reason": op.reason}
             for op in variant.ops
         ],
         "merge": {
-            line.norm: _kept(line) if isinstance(line, Unmerged) else merge_data(line)
+            line.norm: _kept(line) if isinstance(line, UnmergedNorm) else merge_data(line)
             for line in variant.merged
         },
         "widen": {line.second.tensor: Inline(widening_data(line)) for line in variant.widened},
@@ -62,7 +62,7 @@ def _variant(variant: Variant) -> dict[str, Any]:
         "config": Inline(sorted(variant.settings.items())),
         "entry_inputs": Row(variant.entry_inputs),
         "unproven": Row(variant.unproven),
-        "calls": [call_text.written(form) for form in variant.calls],
+        "calls": [call_text.to_text(form) for form in variant.calls],
     }
     return {key: value for key, value in data.items() if value or key == "norms"}
 
@@ -73,7 +73,7 @@ def _norm(line: Verdict) -> Any:
     return Inline({"fold_with": Row(line.ops)}) if line.ops else "fold"
 
 
-def _kept(line: Verdict | Unmerged) -> Any:
+def _kept(line: Verdict | UnmergedNorm) -> Any:
     if not line.reason:
         return "keep"
     return {"keep": line.reason} | ({"culprit": line.culprit} if line.culprit else {})
@@ -91,8 +91,8 @@ def _writer(line: CentredTensor) -> Any:
     parameter = _parameter("parameter", line)
     if line.axis is None:
         return Inline({"leave": True} | parameter) if parameter else "leave"
-    held = {"held": Inline(written(line.held))} if line.held else {}
-    return Inline(written(line.axis) | parameter | held | _named("scale", line.scale))
+    held = {"held": Inline(axis_data(line.held))} if line.held else {}
+    return Inline(axis_data(line.axis) | parameter | held | _named("scale", line.scale))
 
 
 def merge_data(line: Merge) -> dict[str, Any]:
@@ -116,16 +116,18 @@ def widening_data(line: Widening) -> dict[str, Any]:
     return data if line.subtracts else data | {"zeros": True}
 
 
-def untied_data(line: Untied) -> dict[str, Any]:
+def untied_data(line: UntiedParameter) -> dict[str, Any]:
     """What a tensor becomes a copy of."""
     source = {} if line.source == line.stored else {"source": line.source}
     return {"copy_of": line.stored} | _parameter("parameter", line) | source
 
 
-def _named(key: str, one: Named | Grown | Scale | None) -> dict[str, Any]:
+def _named(key: str, one: NamedParameter | GrownParameter | Scale | None) -> dict[str, Any]:
     """A stored tensor, and its name in the class where that is another."""
     return {key: one.tensor} | _parameter(f"{key}_parameter", one) if one else {}
 
 
-def _parameter(key: str, one: Named | Grown | Scale | Untied | CentredTensor) -> dict[str, Any]:
+def _parameter(
+    key: str, one: NamedParameter | GrownParameter | Scale | UntiedParameter | CentredTensor
+) -> dict[str, Any]:
     return {} if one.parameter == one.tensor else {key: one.parameter}

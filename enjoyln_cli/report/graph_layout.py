@@ -38,7 +38,7 @@ INCH = 72.0
 """Pixels of the unit in which Graphviz gives and takes lengths."""
 PATIENCE = 20
 """Seconds that Graphviz may take."""
-LONGEST = 44
+MAX_LINE_CHARS = 44
 """Characters of a line in a box."""
 
 
@@ -113,16 +113,16 @@ class Layout:
     routes: tuple[Route, ...]
 
 
-def shortened(text: str, most: int = LONGEST) -> str:
+def shorten(text: str, most: int = MAX_LINE_CHARS) -> str:
     """Text that fits a line: its middle left out where it is longer."""
     return text if len(text) <= most else f"{text[: most // 2 - 2]}...{text[-(most // 2 - 1) :]}"
 
 
-def wrapped(text: str) -> list[str]:
+def wrap_name(text: str) -> list[str]:
     """All of a name in lines, each of which ends at a dot where that is possible."""
     lines = [""]
-    for piece in re.findall(rf"[^. ,]{{1,{LONGEST - 1}}}[. ,]?|[. ,]", text):
-        if len(lines[-1] + piece) > LONGEST:
+    for piece in re.findall(rf"[^. ,]{{1,{MAX_LINE_CHARS - 1}}}[. ,]?|[. ,]", text):
+        if len(lines[-1] + piece) > MAX_LINE_CHARS:
             lines.append("")
         lines[-1] += piece
     return lines

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from enjoyln_cli.recipe.templates import layers_of
-from enjoyln_cli.report.graph_layout import Box, Graph, Link, Shape, Tone, shortened, wrapped
+from enjoyln_cli.report.graph_layout import Box, Graph, Link, Shape, Tone, shorten, wrap_name
 from enjoyln_cli.report.notes import compact
 
 
@@ -38,7 +38,7 @@ class Address:
     path: str
 
 
-def collapsed(parts: Sequence[Part], links: Mapping[tuple[Part, Part], bool]) -> Graph:
+def collapse_groups(parts: Sequence[Part], links: Mapping[tuple[Part, Part], bool]) -> Graph:
     """The graph of ``parts``, which are in order; of a link, whether its end sees a mean."""
     addresses = addresses_of(parts)
     shown: dict[tuple[str, str], list[Part]] = {}
@@ -109,11 +109,11 @@ def _box(kind: str, path: str, inside: str, parts: list[Part]) -> Box:
         op = name.rpartition("(")[2].split(" ")[0]
         names, lines = ["+" if op == "add" else op], part.lines
     elif kind == "op":
-        names, lines = ["centre"], tuple(wrapped(name.rpartition(".(")[0] or inside))
+        names, lines = ["centre"], tuple(wrap_name(name.rpartition(".(")[0] or inside))
     elif kind == "source":
-        names, lines = wrapped(name.partition(" (")[0] or name), part.lines
+        names, lines = wrap_name(name.partition(" (")[0] or name), part.lines
     else:
-        names, lines = wrapped(name), part.lines
+        names, lines = wrap_name(name), part.lines
     times = f" ({len(parts)} times)" if len(parts) > 1 and kind not in ("sum", "op") else ""
     paths = [p.path for p in parts] if kind not in ("sum", "op") else []
     whys = compact(dict.fromkeys(p.why for p in parts if p.why))
@@ -149,7 +149,7 @@ class _Level:
         boxes, links = [], dict(self.links)
         for following, names in ways.items():
             title = "from " + ", ".join(names)
-            lines = (shortened(names[0]),) if len(ways) > 1 else ()
+            lines = (shorten(names[0]),) if len(ways) > 1 else ()
             boxes.append(Box(f"in {names[0]}", lines, "plain", title, "dot"))
             links |= {Link(boxes[-1].key, end): None for end in following}
         for key, box in self.boxes.items():

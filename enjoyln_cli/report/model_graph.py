@@ -24,8 +24,16 @@ from enjoyln_cli.proof.explain import Tree, label
 from enjoyln_cli.proof.flow import Value
 from enjoyln_cli.proof.min_cut import Item, Parameter
 from enjoyln_cli.proof.pullback import Opaque
-from enjoyln_cli.report.graph_layout import LONGEST, Box, Graph, Link, Picture, Tone, wrapped
-from enjoyln_cli.report.layer_groups import Part, collapsed
+from enjoyln_cli.report.graph_layout import (
+    MAX_LINE_CHARS,
+    Box,
+    Graph,
+    Link,
+    Picture,
+    Tone,
+    wrap_name,
+)
+from enjoyln_cli.report.layer_groups import Part, collapse_groups
 from enjoyln_cli.report.notes import compact, counts, layers_in, row
 from enjoyln_cli.trace.trace import Trace
 
@@ -72,7 +80,9 @@ def model_picture(name: str, analysis: Analysis) -> Picture:
     more = f" and {others} other class" + "es" * (others > 1) if others else ""
     title = f"{name} ({plan.model_class}{more})"
     return Picture(
-        title, ("converts " + counts(row(name, plan)),), collapsed(_ordered(found), found.links)
+        title,
+        ("converts " + counts(row(name, plan)),),
+        collapse_groups(_ordered(found), found.links),
     )
 
 
@@ -275,8 +285,8 @@ def norm_picture(name: str, norm: str, tree: Tree) -> Picture:
 
 def _vertex(key: str, node: Tree) -> Box:
     name, _, rest = node.text.partition(": ")
-    names = wrapped(name.partition(" (dimension")[0])
-    lines = (*names, *textwrap.wrap(rest, LONGEST))
+    names = wrap_name(name.partition(" (dimension")[0])
+    lines = (*names, *textwrap.wrap(rest, MAX_LINE_CHARS))
     return Box(key, lines, "zero" if node.zero_mean else "mean", node.text, names=len(names))
 
 

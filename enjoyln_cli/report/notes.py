@@ -105,7 +105,7 @@ def row(
         "settings": {setting.name: setting.value for setting in plan.settings},
         "entry_inputs": list(plan.entry_inputs),
         "unproven": list(plan.unproven),
-        "calls": [call_text.written(form) for form in plan.covered.forms] if plan.covered else None,
+        "calls": [call_text.to_text(form) for form in plan.covered.forms] if plan.covered else None,
         "by_example": list(plan.by_example),
         "already_rmsnorm": dict(plan.other_norms),
         "gains": [

@@ -16,13 +16,13 @@ from mmap import ACCESS_COPY, mmap
 
 import torch
 
-from enjoyln_cli.archive.archive_file import TRANSFER, Keeping, keep
-from enjoyln_cli.archive.prediction import heads, learn, predicted
+from enjoyln_cli.archive.archive_file import TRANSFER, TensorRecorder, record_piece
+from enjoyln_cli.archive.prediction import heads, learn, predict
 from enjoyln_cli.archive.residuals import corrections
 from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, bytes_of, read_at
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import digest_of_piece
-from enjoyln_cli.plan.edits import edited, widened
+from enjoyln_cli.plan.edits import apply_edit, to_float64
 from enjoyln_cli.rewrite import steps
 from enjoyln_cli.rewrite.journal import Piece, Read, note_read
 from enjoyln_cli.rewrite.steps import (
@@ -100,7 +100,7 @@ class Ends:
     slot: Slot
     source: int | memoryview
     target: Target
-    kept: Keeping | None = None
+    kept: TensorRecorder | None = None
     """The tensor of the original that is told from this one, where that is wanted."""
     reads: list[Read] | None = None
     """Each read of a file with its digest, where that is wanted."""
@@ -118,10 +118,10 @@ def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator
     match step:
         case Copy(start, count):
             for first, size in spans(start, count, 1, TRANSFER):
-                data = outgoing(lane, ends, first, size)
+                data = output_buffer(lane, ends, first, size)
                 read(ends, first, data)
                 if ends.kept:
-                    keep(ends.kept, first, data)
+                    record_piece(ends.kept, first, data)
                 write(lane, ends, first, data)
                 yield
         case Convert(start, count, unit):
@@ -146,7 +146,7 @@ def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator
         case Fill(start, count, value):
             size = DTYPES[ends.slot.dtype].itemsize
             for first, many in spans(start, count, 1, TRANSFER // size):
-                data = outgoing(lane, ends, first * size, many * size)
+                data = output_buffer(lane, ends, first * size, many * size)
                 y = torch.frombuffer(data, dtype=DTYPES[ends.slot.dtype]).fill_(value)
                 if ends.kept and first < ends.slot.count:
                     _remember(lane, ends, first, elements(lane, ends, first, many), y)
@@ -155,9 +155,9 @@ def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator
         case Whole(edit, values):
             scratch = Lane()
             x = elements(scratch, ends, 0, ends.slot.count)
-            wide = edited(x.double().view(ends.slot.stored.shape), edit, values())
+            wide = apply_edit(x.double().view(ends.slot.stored.shape), edit, values())
             dtype = FLOATS[ends.slot.dtype]
-            data = outgoing(scratch, ends, 0, wide.numel() * dtype.itemsize)
+            data = output_buffer(scratch, ends, 0, wide.numel() * dtype.itemsize)
             y = torch.frombuffer(data, dtype=dtype)
             y.copy_(wide.flatten())
             kept = y.view(wide.shape)
@@ -195,7 +195,7 @@ def _rewrite(
     for first, many in spans(start, count, unit, _elements_at_once(ends)):
         x = elements(lane, ends, first, many)
         begin, into = _place(step.wider, first, many)
-        data = outgoing(lane, ends, begin * dtype.itemsize, into * dtype.itemsize)
+        data = output_buffer(lane, ends, begin * dtype.itemsize, into * dtype.itemsize)
         filled = torch.frombuffer(data, dtype=dtype)
         y = _kept(step.wider, filled, many)
         for at, some in spans(0, many, unit, steps.BLOCK):
@@ -232,8 +232,8 @@ def _remember(lane: Lane, ends: Ends, start: int, x: torch.Tensor, y: torch.Tens
     ``start`` is the first of them in the original, ``y`` has no elements besides.
     """
     if ends.kept:
-        found = corrections(x, predicted(ends.kept.undo, y.reshape(-1), start, room(lane)))
-        keep(ends.kept, start * x.dtype.itemsize, bytes_of(x), found)
+        found = corrections(x, predict(ends.kept.undo, y.reshape(-1), start, room(lane)))
+        record_piece(ends.kept, start * x.dtype.itemsize, bytes_of(x), found)
 
 
 def _place(wider: Wider | None, first: int, many: int) -> tuple[int, int]:
@@ -319,10 +319,10 @@ def room(lane: Lane, count: int = steps.BLOCK) -> torch.Tensor:
 
 def _wide(lane: Lane, x: torch.Tensor) -> torch.Tensor:
     """``x`` as float64, in the lane's buffer."""
-    return widened(x, room(lane, x.numel())[: x.numel()])
+    return to_float64(x, room(lane, x.numel())[: x.numel()])
 
 
-def outgoing(lane: Lane, ends: Ends, start: int, size: int) -> memoryview:
+def output_buffer(lane: Lane, ends: Ends, start: int, size: int) -> memoryview:
     """Room for what goes to byte ``start`` of the tensor, placed within a page as in the file."""
     if len(lane.rounded) < size + PAGE:
         lane.rounded = pages(size + PAGE)

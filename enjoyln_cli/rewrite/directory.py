@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from enjoyln_cli import __version__
-from enjoyln_cli.archive.archive_file import Keeper, save
-from enjoyln_cli.archive.recorder import keeper_of, unread
-from enjoyln_cli.checkpoint.config import MARKER, changed, raw_config, require_unfolded
+from enjoyln_cli.archive.archive_file import Recorder, save_archive
+from enjoyln_cli.archive.recorder import outputs_to_digest, start_recording
+from enjoyln_cli.checkpoint.config import MARKER, raw_config, require_unfolded, with_entries
 from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.marker import marker
 from enjoyln_cli.checkpoint.reader import (
@@ -44,10 +44,10 @@ from enjoyln_cli.fs.digests import digest, digest_of, digest_of_tensor
 from enjoyln_cli.fs.staging import RESULT, clear, staged_output, work_of
 from enjoyln_cli.plan.edits import Edit
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.rewrite.checked_edits import checked_edits
 from enjoyln_cli.rewrite.journal import Journal
-from enjoyln_cli.rewrite.processes import ALONE, Team
+from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
 from enjoyln_cli.rewrite.shard_layout import plain_layout
+from enjoyln_cli.rewrite.stored_tensors import check_edits
 from enjoyln_cli.rewrite.writer import write_shards
 
 _DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16")
@@ -104,7 +104,7 @@ def fold_checkpoint(
     progress: Callable[[int], None] | None = None,
     check: Callable[[Path], Any] | None = None,
     finish: Callable[[Path], None] | None = None,
-    team: Team = ALONE,
+    team: ProcessGroup = ALONE,
 ) -> FoldResult:
     """Write ``checkpoint`` with the edits of ``plan`` to the new directory ``out``.
 
@@ -123,7 +123,7 @@ def fold_checkpoint(
     source = checkpoint.source
     config = raw_config(source)
     require_unfolded(config, source.model)
-    edits = checked_edits(plan, checkpoint)
+    edits = check_edits(plan, checkpoint)
     _require_restorable(options, team)
     names = [name for name in other_files(checkpoint) if not is_own(name)]
     around = pipeline_files(checkpoint)
@@ -145,7 +145,7 @@ def fold_checkpoint(
         if options.keep_means:
             (inner / FOLDER).mkdir()
             spool = stack.enter_context(TemporaryFile(dir=inner / FOLDER))
-            keeper = keeper_of(checkpoint, edits, spool.fileno())
+            keeper = start_recording(checkpoint, edits, spool.fileno())
         else:
             journal = _journal(checkpoint, edits, others, staged, recipe_text, options, team)
         write_shards(
@@ -185,7 +185,7 @@ def fold_checkpoint(
     return FoldResult(out, plan, size, seconds, verification, kept, taken_over, check_seconds)
 
 
-def _require_restorable(options: WriteOptions, team: Team) -> None:
+def _require_restorable(options: WriteOptions, team: ProcessGroup) -> None:
     """Raises ``OutputError`` where means are to be kept in a way that cannot restore the source."""
     if options.keep_means and options.dtype is not None:
         raise OutputError(
@@ -204,7 +204,7 @@ def _journal(
     staged: Path,
     recipe_text: str,
     options: WriteOptions,
-    team: Team,
+    team: ProcessGroup,
 ) -> Journal:
     """The notes on finished files, those of an earlier run if it was made from the same."""
     chosen = {"dtype": str(options.dtype), "--max-shard-size": str(options.max_shard_size)}
@@ -217,7 +217,7 @@ def _journal(
 
 
 def _save_archive(
-    keeper: Keeper,
+    keeper: Recorder,
     checkpoint: Checkpoint,
     edits: Mapping[str, Edit],
     inner: Path,
@@ -226,13 +226,13 @@ def _save_archive(
     """What it takes to restore ``checkpoint``, beside the result in ``inner``."""
     source = checkpoint.source
     written = open_checkpoint(open_source(str(inner), weights=True))
-    for name in unread(keeper, edits):
+    for name in outputs_to_digest(keeper, edits):
         keeper.unread[name] = digest_of_tensor(blocks_of(written, name))
     headers, index = plain_layout(checkpoint)
     files = {CONFIG: (source.path / CONFIG).read_bytes(), **index}
     if (source.root / CARD_FILE).is_file():
         files[CARD_FILE] = (source.root / CARD_FILE).read_bytes()
-    save(keeper, inner / FOLDER, config[MARKER], headers, files)
+    save_archive(keeper, inner / FOLDER, config[MARKER], headers, files)
 
 
 def _made_from(
@@ -285,7 +285,7 @@ def _result_config(
     config: dict[str, Any], plan: Plan, source: Source, options: WriteOptions
 ) -> dict[str, Any]:
     """``config`` with the plan's settings and the chosen dtype, and the marker as last entry."""
-    config = changed(config, {one.name: one.value for one in plan.settings})
+    config = with_entries(config, {one.name: one.value for one in plan.settings})
     config = {**config, MARKER: marker(plan, source, options.allow_nonfinite)}
     if options.dtype is None:
         return config

@@ -15,7 +15,7 @@ from torch import nn
 from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.models.offload import Reader, Value, reader_of
-from enjoyln_cli.plan.edits import Edit, Given, edited, edits_of, given
+from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, edits_of, read_edit_inputs
 from enjoyln_cli.plan.plan import Plan
 
 
@@ -48,14 +48,14 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
         return reader[name] if reader and tensors[name].is_meta else tensors[name]
 
     with torch.no_grad():
-        values = {key: given(edit, read) for key, (_, edit) in edits.items()}
+        values = {key: read_edit_inputs(edit, read) for key, (_, edit) in edits.items()}
         for key, (tensor, edit) in edits.items():
             if reader and tensor.is_meta:
                 for name in names[key]:
                     reader.make(name, _edited_later(reader.source(name), edit, values[key]))
                 tensor.data = tensor.new_empty(edit.shape(tuple(tensor.shape)))
                 continue
-            wide = edited(tensor.double(), edit, values[key])
+            wide = apply_edit(tensor.double(), edit, values[key])
             if wide.shape == tensor.shape:
                 tensor.copy_(wide)
             else:
@@ -99,9 +99,9 @@ def _require_fit(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def _edited_later(source: Value, edit: Edit, values: Given) -> Value:
+def _edited_later(source: Value, edit: Edit, values: EditInputs) -> Value:
     """An offloaded weight that is edited when it is read."""
-    return lambda: edited(source().double(), edit, values)
+    return lambda: apply_edit(source().double(), edit, values)
 
 
 def _tell_size(model: nn.Module, parameter: str, size: int, to: int) -> None:

@@ -24,9 +24,9 @@ import torch
 from enjoyln_cli.checkpoint.headers import bytes_of
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.fs.digests import digest_of, digest_of_piece, digest_of_tensor, new_digest
-from enjoyln_cli.fs.staging import FINISHED, RESULT, clear, finished
+from enjoyln_cli.fs.staging import FINISHED, RESULT, clear, count_finished
 from enjoyln_cli.fs.whole_file import write_whole
-from enjoyln_cli.rewrite.processes import ALONE, Team, gathered, shared_out
+from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup, gather, share_out
 from enjoyln_cli.rewrite.shard_layout import Shard
 
 MADE_FROM = "made-from.json"
@@ -53,7 +53,7 @@ class Journal:
     work: Path
     made_from: Mapping[str, str]
     """What the result depends on, by name: digests, sizes, options."""
-    team: Team = ALONE
+    team: ProcessGroup = ALONE
     anew: bool = False
     """Whether what was made from anything else is given up, instead of refused."""
     source: Callable[[str, int, int], Iterable[bytes]] | None = None
@@ -77,8 +77,8 @@ def share(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:
     differ in what the result is made from, or in what they see in its directory.
     """
     team = journal.team
-    done = [] if team.rank else resumed(journal, into, shards)
-    answers = gathered(team, (dict(journal.made_from), done))
+    done = [] if team.rank else resume_shards(journal, into, shards)
+    answers = gather(team, (dict(journal.made_from), done))
     first, done = answers[0]
     for rank, (made_from, _) in enumerate(answers):
         for name in (*first, *made_from):
@@ -96,7 +96,7 @@ def share(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:
             "a directory that all machines share"
         )
     left = [shard for shard in shards if shard.name not in done]
-    items = shared_out([shard.size for shard in left], team.size)[team.rank]
+    items = share_out([shard.size for shard in left], team.size)[team.rank]
     return [left[item] for item in items]
 
 
@@ -106,14 +106,14 @@ def together(journal: Journal, into: Path, shards: Sequence[Shard]) -> None:
     Raises ``OutputError`` where one has not, or where its files do not arrive: it is the first that
     sees to that, which may have moved them to their place before another looks.
     """
-    gathered(journal.team, True)
+    gather(journal.team, True)
     for shard in () if journal.team.rank else shards:
         path = into / shard.name
         if not path.is_file() or path.stat().st_size != shard.size:
             raise OutputError(f"{path} is not there as a whole, although it was written")
 
 
-def resumed(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
+def resume_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
     """The names of those ``shards`` that are finished in ``into``; all else there is removed.
 
     Raises ``OutputError`` where an earlier run has finished some and was made from something else,
@@ -121,7 +121,7 @@ def resumed(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
     """
     before = _read(journal.work / MADE_FROM)
     done: list[str] = []
-    if finished(journal.work) and before is not None and _same(journal, before):
+    if count_finished(journal.work) and before is not None and _same(journal, before):
         for shard in shards:
             found = _noted(journal, shard.name)
             if found is None or not _intact(into / shard.name, shard, found):
@@ -150,7 +150,7 @@ def note_read(reads: list[Read] | None, name: str, first: int, data: memoryview)
         reads.append((name, first, len(data), digest_of_piece(data).hex()))
 
 
-def noting(
+def digest_while_reading(
     reads: list[Read] | None, name: str, parts: Iterable[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
     """All of the source's tensor ``name``, part by part; at its end it is noted as one read."""

@@ -27,7 +27,7 @@ WORKING = timedelta(days=365)
 
 
 @dataclass(frozen=True)
-class Team:
+class ProcessGroup:
     """This process among those that work on one result."""
 
     rank: int = 0
@@ -37,10 +37,10 @@ class Team:
     group: Any = None
 
 
-ALONE = Team()
+ALONE = ProcessGroup()
 
 
-def present() -> Team:
+def present() -> ProcessGroup:
     """Who this process is, by its environment; nobody is waited for.
 
     Alone where the environment does not say, or makes no sense.
@@ -52,11 +52,11 @@ def present() -> Team:
     if not all(text.isdecimal() for text in texts):
         return ALONE
     rank, size, local = map(int, texts)
-    return Team(rank, size, max(1, local)) if rank < size and size > 1 else ALONE
+    return ProcessGroup(rank, size, max(1, local)) if rank < size and size > 1 else ALONE
 
 
 @contextmanager
-def joined(on_event: Callable[[str, str], None] | None = None) -> Iterator[Team]:
+def join_group(on_event: Callable[[str, str], None] | None = None) -> Iterator[ProcessGroup]:
     """All of them, once each has come. Raises ``OutputError`` where some do not come."""
     team = present()
     if team.size == 1:
@@ -75,12 +75,12 @@ def joined(on_event: Callable[[str, str], None] | None = None) -> Iterator[Team]
             f"({first_line(error)}); start all of them, or unset RANK and WORLD_SIZE"
         ) from error
     try:
-        yield Team(team.rank, team.size, team.local, group)
+        yield ProcessGroup(team.rank, team.size, team.local, group)
     finally:
         dist.destroy_process_group()
 
 
-def gathered(team: Team, value: T) -> list[T]:
+def gather(team: ProcessGroup, value: T) -> list[T]:
     """What each of them says, by rank. Where one does not live to say it, the others stop.
 
     The first raises ``OutputError`` then; the rest leave it to the first, or to the one that
@@ -100,7 +100,7 @@ def gathered(team: Team, value: T) -> list[T]:
     return found
 
 
-def agree(team: Team, action: Callable[[], T]) -> T:
+def agree(team: ProcessGroup, action: Callable[[], T]) -> T:
     """What ``action`` gives here, if it ends well everywhere; the first tells what went wrong."""
     if team.size == 1:
         return action()
@@ -109,7 +109,7 @@ def agree(team: Team, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         failed = error
-    said = gathered(team, None if failed is None else str(failed) or type(failed).__name__)
+    said = gather(team, None if failed is None else str(failed) or type(failed).__name__)
     if team.rank and any(said):
         raise SystemExit(1)
     if failed is not None:
@@ -120,7 +120,7 @@ def agree(team: Team, action: Callable[[], T]) -> T:
     return result
 
 
-def shared_out(sizes: Sequence[int], many: int) -> list[list[int]]:
+def share_out(sizes: Sequence[int], many: int) -> list[list[int]]:
     """Which items each of ``many`` takes: the largest first, each to whoever has the least."""
     shares: list[list[int]] = [[] for _ in range(many)]
     loads = [0] * many

@@ -25,16 +25,16 @@ from math import prod
 
 import torch
 
-from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, Stored
+from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, StoredTensor
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.edits import Edit, Given
+from enjoyln_cli.plan.edits import Edit, EditInputs
 
 BLOCK = 1 << 18
 """Elements worked on at once: 2 MB in float64, which stays in a core's cache."""
 CHUNK = 1 << 24
 """Elements of a step that can be cut, so that workers share a large tensor."""
 
-Values = Callable[[], Given]
+Values = Callable[[], EditInputs]
 """What an edit takes from other tensors, read when a step first asks for it."""
 
 
@@ -46,7 +46,7 @@ class Slot:
     """
 
     name: str
-    stored: Stored
+    stored: StoredTensor
     dtype: str
     shape: tuple[int, ...]
     offset: int

@@ -22,15 +22,23 @@ from typing import TypeVar
 
 import torch
 
-from enjoyln_cli.archive.archive_file import Keeper, keeping
-from enjoyln_cli.checkpoint.headers import FLOATS, Stored, bytes_of
+from enjoyln_cli.archive.archive_file import Recorder, tensor_recorder
+from enjoyln_cli.checkpoint.headers import FLOATS, StoredTensor, bytes_of
 from enjoyln_cli.checkpoint.reader import Checkpoint, file_of, read_rows, read_tensor
 from enjoyln_cli.checkpoint.source import require_unchanged
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
-from enjoyln_cli.plan.edits import ROWS, Edit, Given, given
+from enjoyln_cli.plan.edits import ROWS, Edit, EditInputs, read_edit_inputs
 from enjoyln_cli.rewrite.blocks import Ends, Lane, Target, run
-from enjoyln_cli.rewrite.journal import Journal, note, note_read, noting, reads_for, share, together
+from enjoyln_cli.rewrite.journal import (
+    Journal,
+    digest_while_reading,
+    note,
+    note_read,
+    reads_for,
+    share,
+    together,
+)
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
 from enjoyln_cli.rewrite.steps import Slot, steps_of
 from enjoyln_cli.text import size
@@ -55,7 +63,7 @@ def write_shards(
     max_shard_size: int | None = None,
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
-    keeper: Keeper | None = None,
+    keeper: Recorder | None = None,
     journal: Journal | None = None,
     allow_nonfinite: bool = False,
 ) -> tuple[str, ...]:
@@ -136,7 +144,7 @@ def write_tensors(
     *,
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
-    keeper: Keeper | None = None,
+    keeper: Recorder | None = None,
     journal: Journal | None = None,
 ) -> None:
     """Write the files of ``shards`` from the tensors of ``checkpoint``, and sync them to the disk.
@@ -160,7 +168,7 @@ def _work(
     stack: ExitStack,
     jobs: int,
     progress: Callable[[int], None] | None,
-    keeper: Keeper | None,
+    keeper: Recorder | None,
     journal: Journal | None,
 ) -> None:
     positioned = checkpoint.format == "safetensors"
@@ -204,7 +212,7 @@ def _work(
             else:
                 source = bytes_of(read_tensor(checkpoint, slot.stored.name))
                 note_read(reads, slot.stored.name, 0, source)
-            kept = keeping(keeper, slot.name) if keeper else None
+            kept = tensor_recorder(keeper, slot.name) if keeper else None
             ends = Ends(slot, source, targets[shard.name], kept, reads)
             for task in tasks:
                 for _ in task(lane, ends):
@@ -222,7 +230,9 @@ def _work(
     _with_workers(drain, lanes, stop, progress)
 
 
-def summed(total: int, listener: Callable[[int, int], None] | None) -> Callable[[int], None] | None:
+def total_progress(
+    total: int, listener: Callable[[int, int], None] | None
+) -> Callable[[int], None] | None:
     """For a listener that wants bytes done and bytes in all, what ``progress`` is called with."""
     if listener is None:
         return None
@@ -299,7 +309,7 @@ def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> None:
                 raise BadCheckpoint(f"{name}: shape {shape} does not hold what {matrix} gives")
 
 
-def _floating(checkpoint: Checkpoint, name: str, what: str) -> Stored:
+def _floating(checkpoint: Checkpoint, name: str, what: str) -> StoredTensor:
     stored = checkpoint.tensors.get(name)
     if stored is None:
         raise BadCheckpoint(f"{name}: {what}, but {checkpoint.source.model} lacks it")
@@ -320,7 +330,7 @@ def _tasks(
 ) -> Callable[[Slot], Iterator[Task]]:
     """Tells what becomes of each tensor."""
 
-    def taken(slot: Slot, edit: Edit) -> Given:
+    def taken(slot: Slot, edit: Edit) -> EditInputs:
         reads = reads_for(journal, slot.name)
 
         def finite(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -338,9 +348,9 @@ def _tasks(
             return finite(name, found)
 
         def rows(name: str) -> Iterator[torch.Tensor]:
-            return noting(reads, name, read_rows(checkpoint, name, ROWS))
+            return digest_while_reading(reads, name, read_rows(checkpoint, name, ROWS))
 
-        values = given(edit, vector, rows)
+        values = read_edit_inputs(edit, vector, rows)
         if edit.plus and values.plus is not None:
             finite(edit.plus.matrix, values.plus)
         return values

@@ -22,7 +22,7 @@ TOLERANCE = 1e-3
 """Of the largest change, how far apart those of one row may be: rounding in any dtype."""
 
 
-def quantised(tensor: Any) -> str:
+def quantisation_of(tensor: Any) -> str:
     """As what a weight is quantised (``int8``, the class of a tensor), or empty if it is not.
 
     bitsandbytes stores other numbers; torchao a tensor of a class of its own, from whose module
@@ -46,7 +46,7 @@ def about_quantised(path: str, kind: str) -> str:
 def about_replaced(path: str, module: nn.Module, kind: type) -> str:
     """What to say of ``module``, which took the place of a ``kind``."""
     cls = type(module)
-    found = next((what for p in module.parameters() if (what := quantised(p))), "")
+    found = next((what for p in module.parameters() if (what := quantisation_of(p))), "")
     if found:
         return about_quantised(path, found)
     if any(type(inner) is kind for inner in module.modules()):

@@ -17,7 +17,7 @@ from torch import nn
 
 from enjoyln_cli.errors import UnprovenCall
 from enjoyln_cli.plan.axis import feature_axis
-from enjoyln_cli.plan.covered_calls import Covered, ProvenCalls
+from enjoyln_cli.plan.covered_calls import CoveredCalls, ProvenCalls
 from enjoyln_cli.runtime.modules import Folded, centre_value
 from enjoyln_cli.runtime.scope import Enter, Fold, Leave, compute_layer_norm, is_nested, thread
 
@@ -123,7 +123,7 @@ def add_hooks(
     entry_inputs: tuple[str, ...],
     unproven: tuple[str, ...],
     merged: bool,
-    covered: Covered | None,
+    covered: CoveredCalls | None,
 ) -> Fold:
     """On the model, and on its base model and encoder, which may be called by themselves."""
     models = {id(m): m for m in (model, getattr(model, "base_model", model))}

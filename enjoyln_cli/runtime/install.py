@@ -18,12 +18,12 @@ from enjoyln_cli.models.norm_modules import (
     first_names,
     foreign_hooks,
     forward_hooks,
+    has_replaced_forward,
     interference,
-    replaced_forward,
     runs_torchs_layer_norm,
 )
 from enjoyln_cli.models.norm_probe import Known, LayerNormForm, examine
-from enjoyln_cli.plan.covered_calls import OTHER_CALLS, Covered
+from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CoveredCalls
 from enjoyln_cli.plan.plan import Centring
 from enjoyln_cli.runtime.hooks import add_hooks, be_called, entries
 from enjoyln_cli.runtime.modules import Folded, centred_subclass, rms_spelled_out, rms_subclass
@@ -37,7 +37,7 @@ def install(
     entry_inputs: Iterable[str] = (),
     unproven: Iterable[str] = (),
     merged: bool = False,
-    covered: Covered | None = None,
+    covered: CoveredCalls | None = None,
 ) -> nn.Module:
     """Make ``model`` compute with RMSNorm at ``norms`` and with the centrings ``ops``, in place.
 
@@ -158,7 +158,7 @@ def _check_aliases(model: nn.Module, places: Iterable[str | None]) -> None:
 def _check_forward(module: nn.Module, path: str, centrings: Iterable[Centring]) -> None:
     """Nobody may come between a module and the centring that it carries."""
     after = any(op.place == "output" for op in centrings)
-    if replaced_forward(module) or (after and foreign_hooks(forward_hooks(module))):
+    if has_replaced_forward(module) or (after and foreign_hooks(forward_hooks(module))):
         what = "a forward hook may change what it returns" if after else ""
-        what = "its forward was replaced on the instance" if replaced_forward(module) else what
+        what = "its forward was replaced on the instance" if has_replaced_forward(module) else what
         raise UnsupportedModel(f"{path}: {what}; install before that, or undo it")

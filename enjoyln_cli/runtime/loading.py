@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from enjoyln_cli.checkpoint.marker import Centred, Marker, read_marker
+from enjoyln_cli.checkpoint.marker import CentredTensor, Marker, read_marker
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.models.classes import class_named
 from enjoyln_cli.models.holders import models_in
-from enjoyln_cli.plan.mean_units import intact, moved_on, room, set_units
+from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
 from enjoyln_cli.plan.plan import Plan, Scale, Writer
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.hooks import encoder_of
@@ -146,7 +146,7 @@ def _refold(model: nn.Module) -> None:
             )
         trained.append((layers, some, after))
     for layers, some, after in trained:
-        moved_on(layers, some, after)
+        copy_units(layers, some, after)
     plan = Plan("", found.model_class, (), (), tuple(writers), ())
     centre_parameters(model, plan)
     if any(tensor_at(model, path).dtype == torch.float64 for path in watch.tensors):
@@ -211,7 +211,7 @@ def _require_untied(model: nn.Module, found: Marker) -> None:
             )
 
 
-def _weights(found: Marker) -> tuple[Centred, ...]:
+def _weights(found: Marker) -> tuple[CentredTensor, ...]:
     if found.centred is None:
         raise NotCentred(
             f"this result of {found.tool} does not tell which weights it has centred, so nobody "

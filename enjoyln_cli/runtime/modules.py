@@ -31,7 +31,7 @@ from enjoyln_cli.models.norm_modules import (
     only_input,
 )
 from enjoyln_cli.models.norm_probe import LayerNormForm, per_feature
-from enjoyln_cli.plan.axis import Axis, centre, moved
+from enjoyln_cli.plan.axis import Axis, centre, on_dimension
 from enjoyln_cli.runtime.scope import (
     NOT_INSTALLED,
     computes_layer_norm,
@@ -246,4 +246,4 @@ def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     if axis.outer == axis.inner == 1 and axis.size == x.shape[axis.dim]:
         return (x - x.mean(axis.dim, keepdim=True, dtype=wide)).to(x.dtype)
-    return centre(x.to(wide), moved(axis, axis.dim % x.ndim)).to(x.dtype)
+    return centre(x.to(wide), on_dimension(axis, axis.dim % x.ndim)).to(x.dtype)

@@ -57,7 +57,7 @@ class Part:
     """Whether the instance had another ``forward`` than its class."""
 
 
-class Built:
+class Structure:
     """How ``model`` is built, but for the linear layers at the paths ``loose``.
 
     Where there is no ``reference``, of the same class and config, all that is there has been seen
@@ -221,7 +221,7 @@ class Snapshot:
         self.keys = [*chain.from_iterable(self.hooked)]
 
     def unchanged(self) -> bool:
-        """Whether ``Built.compare`` would see what it saw then."""
+        """Whether ``Structure.compare`` would see what it saw then."""
         facts, sizes = (self.owners, self.names, self.values), (self.dicts, self.sizes)
         same = kernels.native.entry.same(*facts, *sizes, self.modules, self.kinds)
         if same is NotImplemented:
@@ -249,7 +249,7 @@ class KeepStructure:
     def __init__(
         self, model: nn.Module, loose: Collection[str] = (), reference: nn.Module | None = None
     ) -> None:
-        self.built = Built(model, loose, reference)
+        self.built = Structure(model, loose, reference)
         self.snapshot: Snapshot | None = None
 
     def __getstate__(self) -> dict[str, Any]:

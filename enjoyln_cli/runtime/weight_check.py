@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from enjoyln_cli.checkpoint.marker import Centred
+from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
-from enjoyln_cli.plan.axis import Axis, group_means, scaled
+from enjoyln_cli.plan.axis import Axis, group_means, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, Layers, Units, intact
-from enjoyln_cli.runtime.adapters import about_quantised, about_replaced, quantised
+from enjoyln_cli.runtime.adapters import about_quantised, about_replaced, quantisation_of
 from enjoyln_cli.runtime.install import locate
 
 Naming = Callable[[str], str | None]
@@ -42,7 +42,7 @@ WHAT_NOW = "call enjoyln_cli.refold(model) to centre it again, or go on with Lay
 class WatchList:
     """What a folded model rests on, with the paths of a live model."""
 
-    weights: tuple[Centred, ...]
+    weights: tuple[CentredTensor, ...]
     ops: tuple[str, ...]
     """Modules that carry an explicit centring."""
     units: tuple[Units, ...] = ()
@@ -61,7 +61,7 @@ class WatchList:
 
 def watch_list_of(
     model: nn.Module,
-    weights: Iterable[Centred],
+    weights: Iterable[CentredTensor],
     ops: Iterable[str],
     units: Iterable[Units] = (),
     weightless: Iterable[str] = (),
@@ -102,7 +102,7 @@ def rename(watch: WatchList, tensor: Naming, module: Naming) -> WatchList:
     for one in watch.weights:
         path, scale = tensor(one.parameter), one.scale and tensor(one.scale)
         if path is not None:
-            weights.append(Centred(path, one.axis, scale))
+            weights.append(CentredTensor(path, one.axis, scale))
     for some in watch.units:
         first, second, bias = tensor(some.first), tensor(some.second), some.bias
         if first is not None and second is not None:
@@ -149,7 +149,7 @@ def check_centred(model: nn.Module, watch: WatchList) -> None:
 def require_unquantised(model: nn.Module, paths: Iterable[str]) -> None:
     """Raises ``NotCentred`` for the first quantised tensor of those at ``paths``."""
     for path in paths:
-        if found := quantised(tensor_at(model, path)):
+        if found := quantisation_of(tensor_at(model, path)):
             raise NotCentred(about_quantised(path.rpartition(".")[0], found))
 
 
@@ -211,7 +211,7 @@ def _at_hand(model: nn.Module, path: str) -> AbstractContextManager[Any]:
     return align_module_device(owner, "cpu")
 
 
-def _check_tensor(one: Centred, tensor: torch.Tensor, scale: torch.Tensor | None) -> None:
+def _check_tensor(one: CentredTensor, tensor: torch.Tensor, scale: torch.Tensor | None) -> None:
     if isinstance(tensor, FakeTensor):
         return  # while the model is exported; it was looked at before
     if tensor.is_meta:
@@ -270,7 +270,7 @@ def _beyond(
     half = part.dtype in (torch.float16, torch.bfloat16)
     wide = part.to(torch.float32 if half else torch.float64)
     if scale is not None:
-        wide = scaled(wide, scale.to(wide), axis.dim)
+        wide = scale_along(wide, scale.to(wide), axis.dim)
     means, sizes = group_means(wide, axis).abs(), group_means(wide.abs(), axis)
     bad = ~(means <= _bound(dtype) * (sizes + torch.finfo(dtype).smallest_normal))
     if not bad.any():

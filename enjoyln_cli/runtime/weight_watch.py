@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from enjoyln_cli.checkpoint.marker import Centred
+from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.plan.mean_units import Units
 from enjoyln_cli.runtime.adapters import require_addition
 from enjoyln_cli.runtime.hooks import encoder_of, enter_of
@@ -154,7 +154,7 @@ def _loose(model: nn.Module, watch: WatchList) -> list[str]:
 
 def keep_centred(
     model: nn.Module,
-    weights: Iterable[Centred],
+    weights: Iterable[CentredTensor],
     ops: Iterable[str],
     units: Iterable[Units] = (),
     weightless: Iterable[str] = (),

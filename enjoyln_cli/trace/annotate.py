@@ -23,7 +23,7 @@ from enjoyln_cli.effects.isolated_run import Steps, Watchers
 from enjoyln_cli.graph.insertion_points import lost_places, places_of
 from enjoyln_cli.graph.subgraphs import has_closed, read_by_closed
 from enjoyln_cli.models.outputs import is_fed_back
-from enjoyln_cli.trace.shared_storage import kept_outside
+from enjoyln_cli.trace.shared_storage import reason_outside
 from enjoyln_cli.trace.trace import Naming, Trace
 
 
@@ -125,7 +125,7 @@ def _locked_by_call(
     """The parameters that the call changes, or sees under no name of theirs, and the reason."""
     tensors = [value for value in pytree.tree_leaves(list(outside)) if torch.is_tensor(value)]
     changed = dict.fromkeys(replaced, "a call of the model changes it")
-    return changed | kept_outside(this.weights.model, tensors)
+    return changed | reason_outside(this.weights.model, tensors)
 
 
 def _may_call(model: nn.Module, naming: Naming, read: Container[str]) -> set[str]:

@@ -20,7 +20,7 @@ from torch.fx import Graph
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.effects.isolated_run import Watchers, ready
 from enjoyln_cli.errors import TraceFailed
-from enjoyln_cli.graph.in_place import mutating, replace_private_writes
+from enjoyln_cli.graph.in_place import mutating_ops, replace_private_writes
 from enjoyln_cli.graph.insertion_points import settle
 from enjoyln_cli.graph.nodes import aten, packet, shape_of
 from enjoyln_cli.models.meta_device import without_weights
@@ -31,9 +31,9 @@ from enjoyln_cli.trace.export import export_call
 from enjoyln_cli.trace.failure_reasons import say_why
 from enjoyln_cli.trace.recorder import is_recordable, record
 from enjoyln_cli.trace.shared_storage import (
-    kept_outside,
     read_without_torch,
-    shared_otherwise,
+    reason_of_sharing,
+    reason_outside,
     ties,
 )
 from enjoyln_cli.trace.trace import Naming, Trace
@@ -77,7 +77,7 @@ class Captures:
         try:
             copied: list[torch.Tensor] = []
             bare = without_weights(model, copied)
-            weights = replace(weights, locked={**weights.locked, **kept_outside(model, copied)})
+            weights = replace(weights, locked={**weights.locked, **reason_outside(model, copied)})
             with ready(bare) as watchers:
                 return run_call(self._of(bare, call, weights, watchers))
         except Exception as error:
@@ -102,7 +102,9 @@ class Captures:
     @cached_property
     def _weights(self) -> Weights:
         model = self.model
-        return Weights(model, ties(model), {**read_without_torch(model), **shared_otherwise(model)})
+        return Weights(
+            model, ties(model), {**read_without_torch(model), **reason_of_sharing(model)}
+        )
 
     def _of(
         self, model: nn.Module, call: Call, weights: Weights, watchers: Watchers
@@ -134,7 +136,7 @@ def record_call(this: CallToTrace) -> Trace:
     found = record(runner, this.call.steps)
     settle(found.graph)
     replace_private_writes(found.graph)
-    if left := mutating(found.graph):
+    if left := mutating_ops(found.graph):
         raise TraceFailed(f"{left[0].target} writes where others may read")
     return annotate(
         this,

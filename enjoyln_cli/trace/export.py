@@ -12,9 +12,9 @@ import torch
 from torch.fx import Node
 
 from enjoyln_cli.errors import TraceFailed
-from enjoyln_cli.graph.in_place import hides_sharing, mutating, replace_private_writes
+from enjoyln_cli.graph.in_place import hides_sharing, mutating_ops, replace_private_writes
 from enjoyln_cli.graph.insertion_points import settle
-from enjoyln_cli.graph.subgraphs import closed, put_back_regions, read_inside
+from enjoyln_cli.graph.subgraphs import graphs_of_higher_order_ops, put_back_regions, read_inside
 from enjoyln_cli.models.meta_device import beside
 from enjoyln_cli.trace.annotate import CallToTrace, annotate, fields_of
 from enjoyln_cli.trace.trace import Trace, path_in_model
@@ -26,14 +26,16 @@ def export_call(this: CallToTrace) -> Trace:
     program = torch.export.export(runner, beside(this.model, this.call.steps), strict=False)
     put_back_regions(program.graph_module)
     settle(program.graph)
-    if any(mutating(inside.graph) for inside in closed(program.graph_module)):
+    if any(
+        mutating_ops(inside.graph) for inside in graphs_of_higher_order_ops(program.graph_module)
+    ):
         raise TraceFailed("a control flow operator writes in place, which cannot be analysed")
     replace_private_writes(program.graph)
-    if mutating(program.graph):
+    if mutating_ops(program.graph):
         if hides_sharing(program.graph):
             raise TraceFailed("a write in place may be seen where no schema says so")
         program = program.run_decompositions({})
-    if left := mutating(program.graph):
+    if left := mutating_ops(program.graph):
         raise TraceFailed(f"{left[0].target} writes in place, so the graph cannot be analysed")
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     named = dict(this.model.named_parameters(remove_duplicate=False))

@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import nn
 
-from enjoyln_cli.effects.reachable import Remembered
+from enjoyln_cli.effects.reachable import Snapshot
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(names) for names in together.values() for name in names}
 
 
-def shared_otherwise(model: nn.Module) -> dict[str, str]:
+def reason_of_sharing(model: nn.Module) -> dict[str, str]:
     """Why a parameter cannot be edited: a part of it, or another view, is one of the model's too.
 
     Parameters that are the same weight under several names (see ``analysis.untying``) are not among
@@ -92,7 +92,7 @@ def read_without_torch(model: nn.Module) -> dict[str, str]:
     parameters = _placed(model.named_parameters(remove_duplicate=False))
     if not any(len(extent.memory) == 1 for _, extent in parameters):
         return {}  # none has an address
-    held = [("", found) for one in Remembered(model).memory if (found := _extent_of_memory(one))]
+    held = [("", found) for one in Snapshot(model).memory if (found := _extent_of_memory(one))]
     reason = "its memory is also read without torch, as by an array over it"
     return dict.fromkeys(_shared_with_unnamed([*parameters, *held]), reason)
 
@@ -110,7 +110,7 @@ def _extent_of_memory(held: Any) -> Extent | None:
     return Extent(("cpu",), start, stop, ()) if array.nbytes else None
 
 
-def kept_outside(model: nn.Module, tensors: Iterable[torch.Tensor]) -> dict[str, str]:
+def reason_outside(model: nn.Module, tensors: Iterable[torch.Tensor]) -> dict[str, str]:
     """Why a parameter of ``model`` cannot be edited: one of ``tensors`` lies in its memory."""
     others = _placed(("", tensor) for tensor in tensors)
     if not others:

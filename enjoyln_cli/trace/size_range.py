@@ -26,7 +26,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.effects.isolated_run import Steps, ready
-from enjoyln_cli.graph.in_place import mutating, replace_private_writes
+from enjoyln_cli.graph.in_place import mutating_ops, replace_private_writes
 from enjoyln_cli.graph.subgraphs import put_back_regions
 from enjoyln_cli.models.meta_device import beside
 from enjoyln_cli.plan.call_text import condition_of, names_in
@@ -133,7 +133,7 @@ def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm
             program = torch.export.export(steps, placed, dynamic_shapes=(free,), strict=False)
             put_back_regions(program.graph_module)
             replace_private_writes(program.graph)
-            if mutating(program.graph):
+            if mutating_ops(program.graph):
                 program = program.run_decompositions({})
         if _operations(program.graph) != _operations(trace.graph):
             return ()

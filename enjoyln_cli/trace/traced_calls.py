@@ -18,7 +18,13 @@ from enjoyln_cli.calls.calls import Call, optional_inputs, ways_to_call
 from enjoyln_cli.calls.generation import generated_calls
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.models.classes import base_path
-from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CallForm, Covered, attributes_of, is_stock
+from enjoyln_cli.plan.covered_calls import (
+    OTHER_CALLS,
+    CallForm,
+    CoveredCalls,
+    attributes_of,
+    is_stock,
+)
 from enjoyln_cli.plan.plan import Setting
 from enjoyln_cli.trace.capture import Captures
 from enjoyln_cli.trace.size_range import in_one_row, traced_forms
@@ -107,7 +113,9 @@ def coverage_is_known(traced: Sequence[TracedModel]) -> bool:
     return _are_stock(traced) or _have_forms(traced)
 
 
-def covered_calls(traced: Sequence[TracedModel], settings: Iterable[Setting]) -> Covered | None:
+def covered_calls(
+    traced: Sequence[TracedModel], settings: Iterable[Setting]
+) -> CoveredCalls | None:
     """The calls that were traced; ``None`` where the conventions of transformers say it.
 
     ``None`` too where nobody asked for their forms, since no norm changes. What ``settings`` of the
@@ -117,7 +125,7 @@ def covered_calls(traced: Sequence[TracedModel], settings: Iterable[Setting]) ->
         return None
     changed = {setting.name.rpartition(".")[2] for setting in settings}
     attributes = (entry for one in traced for entry in attributes_of(one.model))
-    return Covered(
+    return CoveredCalls(
         tuple(dict.fromkeys(form for one in traced for form in one.forms or ())),
         tuple(
             (owner, name, value)

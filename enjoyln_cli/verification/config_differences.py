@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from enjoyln_cli.analysis.untying import FLAG
-from enjoyln_cli.checkpoint.config import MARKER, changed
+from enjoyln_cli.checkpoint.config import MARKER, with_entries
 from enjoyln_cli.checkpoint.marker import Marker
-from enjoyln_cli.plan.plan import Plan, Setting, sized
+from enjoyln_cli.plan.plan import Plan, Setting, size_settings
 
 ORIGIN = ("_name_or_path", "_commit_hash", "transformers_version")
 DTYPES = ("dtype", "torch_dtype")
@@ -40,9 +40,10 @@ def differing_settings(
     result is stored in.
     """
     allowed = {
-        one.name: one.value for one in (*sized(plan.widened), *filter(_unties, plan.settings))
+        one.name: one.value
+        for one in (*size_settings(plan.widened), *filter(_unties, plan.settings))
     }
-    expected = dict(_entries(_read(config_class, changed(original, allowed))))
+    expected = dict(_entries(_read(config_class, with_entries(original, allowed))))
     found = dict(_entries(_read(config_class, folded)))
     wrong = []
     for path in dict.fromkeys((*expected, *found)):

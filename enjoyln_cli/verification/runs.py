@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from enjoyln_cli.checkpoint.config import load_config
-from enjoyln_cli.checkpoint.marker import Marker, believed
+from enjoyln_cli.checkpoint.marker import Marker, blame_marker
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.clock import duration
 from enjoyln_cli.comparison import batches as inputs
@@ -33,23 +33,23 @@ from enjoyln_cli.comparison.metrics import (
     WorstPosition,
     distances_of,
     largest,
-    pooled,
+    pool_distances,
     ratio,
     relative,
     worst_position,
     worst_stored,
 )
 from enjoyln_cli.comparison.pace import Pace
-from enjoyln_cli.comparison.run import Outputs, chosen, run
+from enjoyln_cli.comparison.run import Outputs, choose_outputs, run
 from enjoyln_cli.comparison.sampling import Runner, choose, length
 from enjoyln_cli.comparison.text_scores import divergence, perplexity
 from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
-from enjoyln_cli.events import Event, by_python
+from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.load import elements, load, release
 from enjoyln_cli.models.memory import first_blocks, room_for_weights
 from enjoyln_cli.models.offload import Offload, reader_of
-from enjoyln_cli.models.outputs import returning
+from enjoyln_cli.models.outputs import config_returning
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.hooks import input_means
@@ -85,7 +85,7 @@ class Subject:
     max_memory: int | None = None
     folder: Path | None = None
     """A directory for what is on the disk while models run."""
-    event: Event = by_python
+    event: Event = default_listener
     embed: Embed | None = None
     """Adds what a sentence-transformers pipeline makes of the outputs."""
     sizes: dict[Path, dict[str, int]] = field(default_factory=dict, compare=False)
@@ -100,7 +100,7 @@ class Subject:
         self, checkpoint: Checkpoint, dtype: torch.dtype, missing: set[str] | None = None
     ) -> Any:
         folder, name = checkpoint.source.path, self.marker.model_class
-        config = returning(
+        config = config_returning(
             load_config(checkpoint.source, self.trust_remote_code), self.marker.outputs
         )
         uncut = config
@@ -131,7 +131,7 @@ class Subject:
         folder = self.folder if reader_of(model) or self.max_memory else None
         outputs = run(model, [batch], folder)
         if self.marker.outputs:
-            return chosen(outputs, self.marker.outputs)[0]
+            return choose_outputs(outputs, self.marker.outputs)[0]
         return self.embed(outputs[0], batch) if self.embed else outputs[0]
 
     def require_weights(self, model: Any, missing: set[str], batch: inputs.Batch) -> None:
@@ -173,7 +173,7 @@ class Subject:
 
 
 @dataclass
-class Measured:
+class Measurement:
     """What running the models gives; errors are the worst over the outputs."""
 
     identity_error: float = math.nan
@@ -205,12 +205,12 @@ class Measured:
     """Outputs of the exact function that are not finite everywhere (``nonfinite_outputs``)."""
 
 
-def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measured:
+def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measurement:
     """Four models, one after the other: never two of them in memory.
 
     Each is run on as many of the inputs as its share of the time allows, and so are those after it.
     """
-    done = Measured()
+    done = Measurement()
     text: list[inputs.Batch] = []
 
     def score(model: Any) -> tuple[float, int] | None:
@@ -255,9 +255,9 @@ def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measured
         text = examples.text(len(exact))
         own_results, before = exact, score(model)
     subject.centre(model)
-    with believed(subject.marker.model_class):
+    with blame_marker(subject.marker.model_class):
         subject.install(model)
-        done.identity_error = largest(relative(pooled(compared(model))))
+        done.identity_error = largest(relative(pool_distances(compared(model))))
     gone = weakref.ref(model)
     del model
     release(gone)
@@ -302,7 +302,7 @@ def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measured
     done.own_rows = sum(map(length, batches[: min(count, examples.own)]))
     done.full_rows = max(examples.full, done.rows)
     done.inputs_are = examples.kind
-    found = [pooled(one[:count]) for one in (storage, own, stock, runtime)]
+    found = [pool_distances(one[:count]) for one in (storage, own, stock, runtime)]
     _add_errors(done, found, subject.dtype)
     done.kl, done.top1_agreement = divergence(results, own_results[:count])
     if before and after:
@@ -310,7 +310,7 @@ def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measured
     return done
 
 
-def _add_errors(done: Measured, found: list[Distances], dtype: torch.dtype) -> None:
+def _add_errors(done: Measurement, found: list[Distances], dtype: torch.dtype) -> None:
     """Each error, and the ratios over the outputs that have enough entries for one.
 
     ``found`` are the distances from the exact function in the order of ``_ERRORS``.
@@ -349,7 +349,7 @@ def _model_of(subject: Subject, model: Any) -> Runner:
 
 
 def _add_positions(
-    done: Measured,
+    done: Measurement,
     ways: Sequence[dict[str, Distance]],
     storage: dict[str, Distance],
     own: dict[str, Distance],

@@ -15,7 +15,7 @@ import torch
 
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
 from enjoyln_cli.plan.axis import Axis, blocks, group_means
-from enjoyln_cli.plan.edits import Edit, Given, edited, given
+from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, read_edit_inputs
 
 SLICE = 1 << 24
 """Elements of a tensor that are held in float64 at once."""
@@ -47,7 +47,7 @@ def check_tensors(
             if not _same_bytes(same.to(new.dtype), new):
                 wrong.append(name)
             continue
-        values = given(edit, lambda other: read_tensor(original, other))
+        values = read_edit_inputs(edit, lambda other: read_tensor(original, other))
         parts = list(_slices(old, new, edit))
         if not all(_is_rounded(a, b, edit, values) for a, b in parts):
             wrong.append(name)
@@ -89,16 +89,16 @@ def _kept(old: torch.Tensor, new: torch.Tensor, edit: Edit) -> torch.Tensor:
     return new.narrow(dim, 0, old.shape[dim]) if edit.append else new
 
 
-def _is_rounded(old: torch.Tensor, new: torch.Tensor, edit: Edit, values: Given) -> bool:
+def _is_rounded(old: torch.Tensor, new: torch.Tensor, edit: Edit, values: EditInputs) -> bool:
     """``new`` is the exact edit rounded to its dtype: within half a step, ties either way.
 
     Where the edit gives NaN or infinity, as it does where the original holds such, so has ``new``.
     """
-    before = edited(old.double(), replace(edit, axes=(), append=None), values)
+    before = apply_edit(old.double(), replace(edit, axes=(), append=None), values)
     finite = before.isfinite()
     whole = bool(finite.all())
     size = float(torch.where(finite, before, 0.0).abs().max()) if before.numel() else 0.0
-    exact = edited(before, Edit(axes=edit.axes, append=edit.append), Given())
+    exact = apply_edit(before, Edit(axes=edit.axes, append=edit.append), EditInputs())
     info = torch.finfo(new.dtype)
     step = info.eps * exact.abs() + info.smallest_normal * info.eps
     wide = new.double()

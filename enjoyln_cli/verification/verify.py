@@ -48,13 +48,13 @@ from enjoyln_cli.comparison.metrics import gross_bound, position_bound
 from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
-from enjoyln_cli.events import Event, by_python, keep
+from enjoyln_cli.events import Event, default_listener, write_or_warn
 from enjoyln_cli.fs.digests import digest
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.verification.config_differences import differing_settings
 from enjoyln_cli.verification.nonfinite import failure
-from enjoyln_cli.verification.runs import Measured, Subject, measure, worst_first
+from enjoyln_cli.verification.runs import Measurement, Subject, measure, worst_first
 from enjoyln_cli.verification.stored_tensors import check_tensors
 
 IDENTITY_BOUND = 1e-12
@@ -208,7 +208,7 @@ def verify(
     """
     data = read_user_data(text, images, samples)
     pace = Pace(Clock(time.perf_counter, seconds_of(seconds), on_progress))
-    event = on_event or by_python
+    event = on_event or default_listener
     access = HubAccess(token=token, cache_dir=cache_dir)
     folded = open_checkpoint(open_source(str(out), access=access, weights=True))
     cached = folded.source.cached
@@ -352,11 +352,11 @@ def _write(result: Verification, of: Source, event: Event) -> None:
         },
         "sha256": {name: digest(of.root / name) for name in verified_files(of)},
     }
-    keep(of.path / VERIFY_FILE, json.dumps(report, indent=2) + "\n", event)
+    write_or_warn(of.path / VERIFY_FILE, json.dumps(report, indent=2) + "\n", event)
 
 
 def _judge(
-    done: Measured, max_ratio: float, compute: torch.dtype, stored: torch.dtype
+    done: Measurement, max_ratio: float, compute: torch.dtype, stored: torch.dtype
 ) -> list[str]:
     failures = []
     if not done.identity_error <= IDENTITY_BOUND:
@@ -396,7 +396,7 @@ def _judge(
     return failures if over else failures + _judge_positions(done, max_ratio, stored)
 
 
-def _judge_positions(done: Measured, max_ratio: float, stored: torch.dtype) -> list[str]:
+def _judge_positions(done: Measurement, max_ratio: float, stored: torch.dtype) -> list[str]:
     """The worst positions of a model that passes over all of them."""
     bound = position_bound(max_ratio)
     if not done.worst_position_ratio <= bound:

@@ -20,11 +20,11 @@ from transformers import CLIPConfig, GPT2Config
 
 from enjoyln_cli import EnjoyLNError, RecipeError, analyze, fold, load_recipe, verify
 from enjoyln_cli.checkpoint.marker import proof_of, read_marker
-from enjoyln_cli.comparison.run import chosen, tensors
+from enjoyln_cli.comparison.run import choose_outputs, tensors
 from enjoyln_cli.conversion.fold import prepare, write
 from enjoyln_cli.conversion.inspect import Opening
 from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
-from enjoyln_cli.models.outputs import by_field, is_fed_back, named_by
+from enjoyln_cli.models.outputs import by_field, is_fed_back, match_names
 from enjoyln_cli.recipe.read import parse_recipe
 from enjoyln_cli.recipe.write import dump_recipe
 
@@ -267,14 +267,14 @@ def test_every_tensor_has_the_names_under_which_it_is_returned() -> None:
 
 def test_a_name_covers_what_it_holds() -> None:
     fields = ["logits", "vision.last", "vision.pooled", "hidden.0"]
-    assert named_by(["vision"], fields) == {"vision.last", "vision.pooled"}
-    assert named_by(["*.last", "hid*"], fields) == {"vision.last", "hidden.0"}
-    assert named_by(["vis"], fields) == frozenset()
+    assert match_names(["vision"], fields) == {"vision.last", "vision.pooled"}
+    assert match_names(["*.last", "hid*"], fields) == {"vision.last", "hidden.0"}
+    assert match_names(["vis"], fields) == frozenset()
 
 
 def test_nothing_to_compare_is_no_pass() -> None:
     with pytest.raises(UnsupportedModel, match="nothing to compare: the model returns logits"):
-        chosen([{"logits": torch.zeros(1)}], ["logit"])
+        choose_outputs([{"logits": torch.zeros(1)}], ["logit"])
 
 
 def test_a_string_is_one_name() -> None:

@@ -29,7 +29,7 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.cli.main import main
 from enjoyln_cli.conversion.fold import convert, prepare
-from enjoyln_cli.conversion.inspect import Inspected, Opening
+from enjoyln_cli.conversion.inspect import Inspection, Opening
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, RecipeError, UnsupportedModel
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.recipe.compare import differences
@@ -541,7 +541,7 @@ def test_a_report_of_options_shows_the_gain_in_the_weights() -> None:
     head, body = (line.split(",") for line in text.splitlines()[:2])
     assert body[head.index("become RMSNorm")] == "7" and body[head.index("with --untie")] == "7"
     always = tf.ViltConfig(**SMALL, intermediate_size=40, image_size=16, patch_size=8)
-    found = Inspected("x", always, analyze_config(always, model_class="ViltForMaskedLM"))
+    found = Inspection("x", always, analyze_config(always, model_class="ViltForMaskedLM"))
     shown = found.row(options=True)
     assert shown["options"]["untie"]["folded"] == shown["folded"]
 

@@ -34,7 +34,7 @@ from enjoyln_cli.plan.mean_units import UNITS
 from enjoyln_cli.plan.plan import Widening
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe
-from enjoyln_cli.recipe.templates import renamed
+from enjoyln_cli.recipe.templates import rename_in
 from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.directory import fold_checkpoint
@@ -288,7 +288,7 @@ def with_second(line: Widening, name: str) -> Widening:
         (lambda line: (replace(line, bias=None),), "the proof widens.*dense.bias"),
         (lambda line: (with_second(line, FIRST.format("{i}", "weight")),), "not part of the proof"),
         (
-            lambda line: (renamed(line, lambda _, name: name.replace("{i}", "1")),),
+            lambda line: (rename_in(line, lambda _, name: name.replace("{i}", "1")),),
             "counts the hidden units of bert.encoder.layer.0.output.dense.weight, too",
         ),
         (lambda line: (), "needs the MLP of bert.encoder.layer.0.output.dense.weight"),

@@ -26,9 +26,9 @@ from live_models import CHECKPOINTS, moved
 from enjoyln_cli import analyze, fold
 from enjoyln_cli.benchmark import cases, machine, plot
 from enjoyln_cli.benchmark.baselines import COLUMNS, in_mode, variants
-from enjoyln_cli.benchmark.bench import Asked, bench
+from enjoyln_cli.benchmark.bench import bench
 from enjoyln_cli.benchmark.budget import Calls, Case, Choice, Cost, choose, cost, describe, just_one
-from enjoyln_cli.benchmark.cases import GRID
+from enjoyln_cli.benchmark.cases import GRID, BenchOptions
 from enjoyln_cli.benchmark.results import Bench, Row
 from enjoyln_cli.benchmark.timing import (
     ENOUGH,
@@ -58,7 +58,7 @@ from enjoyln_cli.runtime.modules import Folded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SMALL = Asked(((1, 8), (2, 8), (2, 12)), repeats=3)
+SMALL = BenchOptions(((1, 8), (2, 8), (2, 12)), repeats=3)
 
 
 FASTER = (1.2, 1.21, 1.23, 1.24, 1.25, 1.26, 1.27, 1.28, 1.3)
@@ -375,7 +375,7 @@ def test_a_slow_model_gets_shorter_inputs_and_never_nothing(slow: float) -> None
     """By default; what there is no time for is named, the usual sizes too."""
     every = [case(*pair) for pair in (*cases.SHORT, *GRID)]
     costs = {one: cost(one, Calls({8: slow, 128: 10 * slow})) for one in every}
-    choice = cases.choose_cases(costs, Asked(), Clock(Hands(), 120.0))
+    choice = cases.choose_cases(costs, BenchOptions(), Clock(Hands(), 120.0))
     assert names(choice.cases) == ["1 x 8 tokens, prefill, eager"]
     assert choice.rounds == (15 if slow == 1 else ENOUGH)
     assert (choice.seconds > 120) == (slow > 1)
@@ -385,19 +385,19 @@ def test_a_slow_model_gets_shorter_inputs_and_never_nothing(slow: float) -> None
         with pytest.raises(
             UnsupportedModel, match=f"{words} with loading; allow it with --seconds 9"
         ):
-            cases.choose_cases(costs, Asked(seconds=50.0), Clock(Hands(), 50.0))
+            cases.choose_cases(costs, BenchOptions(seconds=50.0), Clock(Hands(), 50.0))
 
 
 def test_sizes_that_do_not_fit_into_the_seconds_asked_for_are_left_out() -> None:
     costs = {one: cost(one, SECOND) for one in GRID_CASES}
     for seconds, count in ((None, 6), (100.0, 1), (math.inf, 6)):
-        asked = Asked(GRID, seconds=seconds)
+        asked = BenchOptions(GRID, seconds=seconds)
         choice = cases.choose_cases(costs, asked, Clock(Hands(), asked.limit))
         assert (len(choice.cases), len(choice.left_out)) == (count, 6 - count)
 
 
 def run_cases(
-    hands: Hands, slower: float, asked: Asked, choice: Choice, costs: dict[Case, Cost]
+    hands: Hands, slower: float, asked: BenchOptions, choice: Choice, costs: dict[Case, Cost]
 ) -> tuple[dict[Case, Row], list[str], list[tuple[float, float]]]:
     """As if every case took ``slower`` times as long as planned."""
     progress: list[tuple[float, float]] = []
@@ -422,7 +422,7 @@ def test_a_run_ends_in_time_whatever_it_was_planned_by(slower: float) -> None:
     costs = {one: cost(one, Calls({128: 0.1})) for one in GRID_CASES}
     choice = choose(costs, 120.0, repeats=15)
     hands = Hands()
-    found, left_out, progress = run_cases(hands, slower, Asked(seconds=120.0), choice, costs)
+    found, left_out, progress = run_cases(hands, slower, BenchOptions(seconds=120.0), choice, costs)
     assert hands.at <= 122 and found
     assert len(found) + len(left_out) == len(choice.cases) == 4
     assert (slower < 3) == (left_out == [])
@@ -437,7 +437,7 @@ def test_a_run_ends_in_time_whatever_it_was_planned_by(slower: float) -> None:
 def test_sizes_that_were_asked_for_are_measured_though_the_time_is_over() -> None:
     costs = {one: cost(one, SECOND) for one in GRID_CASES}
     choice = choose(costs, 100.0, repeats=15, all_of_them=True)
-    found, left_out, _ = run_cases(Hands(), 1.0, Asked(GRID), choice, costs)
+    found, left_out, _ = run_cases(Hands(), 1.0, BenchOptions(GRID), choice, costs)
     assert len(found) == 6 and left_out == []
 
 
@@ -622,7 +622,7 @@ def test_the_file_tells_where_it_was_measured(out: Path, measured: Bench) -> Non
 
 
 def test_a_result_stays_fit_to_be_pushed(out: Path, measured: Bench) -> None:
-    assert push.standing_against(open_source(str(out))) == ""
+    assert push.publishing_objection(open_source(str(out))) == ""
     section = push.section(out, "", "me/x", ["GPT2LMHeadModel"])
     assert f"## Measured speed\n\n{measured.hardware}, float32, 20" in section
     assert ", medians of at most 3 rounds.\n" in section
@@ -672,7 +672,7 @@ def test_the_original_may_have_moved(tmp_path: Path) -> None:
     shutil.copytree(CHECKPOINTS / "gpt2", tmp_path / "here")
     fold(tmp_path / "here", tmp_path / "out", model_class="GPT2LMHeadModel", verify=False)
     (tmp_path / "here").rename(tmp_path / "there")
-    asked = Asked(((1, 8),), phases=("prefill",), repeats=3)
+    asked = BenchOptions(((1, 8),), phases=("prefill",), repeats=3)
     with pytest.raises(ModelNotFound, match="name the original with --against"):
         bench(tmp_path / "out", asked=asked)
     found = bench(tmp_path / "out", against=tmp_path / "there", asked=asked, device="cpu")
@@ -774,12 +774,12 @@ def test_what_the_options_ask_for(given: tuple[str, ...], asked: dict[str, Any])
     @click.command()
     @arguments.bench_options
     def command(asked: dict[str, Any]) -> None:
-        found.append(Asked(**asked))
+        found.append(BenchOptions(**asked))
 
-    found: list[Asked] = []
+    found: list[BenchOptions] = []
     result = CliRunner().invoke(command, [*given], standalone_mode=False)
     assert result.exception is None
-    assert found == [Asked(**asked)]
+    assert found == [BenchOptions(**asked)]
     assert found[0].keeps_all == ("pairs" in asked and asked["seconds"] is None)
     assert found[0].limit == (asked["seconds"] or 120)
 

@@ -19,7 +19,7 @@ from enjoyln_cli.checkpoint.sentence_transformers import transformer_folder
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.cli.main import main
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
-from enjoyln_cli.publish.push import standing_against
+from enjoyln_cli.publish.push import publishing_objection
 
 WIDTH = 24
 TOKENIZER = CHECKPOINTS / "bert"
@@ -134,7 +134,7 @@ def test_a_verification_holds_for_the_whole_pipeline(
     fold(pipeline(tmp_path / "source", "bert", inside), out)
     with (out / name).open("ab") as file:
         file.write(b" ")
-    complaint = standing_against(open_source(str(out)))
+    complaint = publishing_objection(open_source(str(out)))
     assert words in complaint and bool(words) == bool(complaint)
 
 

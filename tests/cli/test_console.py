@@ -181,7 +181,7 @@ def test_a_verification_of_the_first_blocks_says_so(capsys: pytest.CaptureFixtur
 
 
 def test_progress_is_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.watching(quiet=True) as watch:
+    with progress.watch_job(quiet=True) as watch:
         watch.event("stage", "opening")
         watch.event("warning", "the recipe differs")
         watch.progress(1, 2)
@@ -190,7 +190,7 @@ def test_progress_is_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_progress_in_a_pipe_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.watching(quiet=False) as watch:
+    with progress.watch_job(quiet=False) as watch:
         watch.event("stage", "opening")
         watch.event("warning", "the recipe differs")
         watch.progress(0, 2_000_000)
@@ -209,7 +209,7 @@ def test_what_an_earlier_run_has_written_is_no_speed(
 ) -> None:
     clock = iter([100.0, 100.0, 110.0, 120.0])
     monkeypatch.setattr("enjoyln_cli.cli.progress.time.monotonic", lambda: next(clock))
-    with progress.watching(quiet=False) as watch:
+    with progress.watch_job(quiet=False) as watch:
         for done in (0, 900_000_000, 950_000_000, 1_000_000_000):
             watch.progress(done, 1_000_000_000)
     assert capsys.readouterr().err.splitlines() == [
@@ -226,7 +226,7 @@ from enjoyln_cli.report.notes import row
 console.write_rows([row("a/long/model/名前", PLAN, ()), row("LLaMA", ONLY_RMS)], "table")
 console.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
 console.write_verification(CHECKED)
-with progress.watching(quiet=False) as watch:
+with progress.watch_job(quiet=False) as watch:
     watch.event("stage", "écrire")
     watch.progress(0, 10)
     watch.progress(10, 10)

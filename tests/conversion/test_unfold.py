@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from stored_files import opened
 
 from enjoyln_cli import fold, unfold
-from enjoyln_cli.archive.archive_file import open_kept, save
+from enjoyln_cli.archive.archive_file import open_archive, save_archive
 from enjoyln_cli.archive.prediction import Undo, fits
-from enjoyln_cli.archive.recorder import bytes_to_keep, keeper_of
+from enjoyln_cli.archive.recorder import bytes_to_keep, start_recording
 from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
 from enjoyln_cli.cli.main import main
 from enjoyln_cli.conversion.unfold import restore
@@ -150,12 +150,12 @@ def test_every_edit_can_be_undone(tmp_path: Path, case: str, dtype: torch.dtype)
     store(model, tensors(dtype), "single")
     out.mkdir(), back.mkdir(), (out / FOLDER).mkdir()  # noqa: B018
     with (tmp_path / "spool").open("w+b") as spool:
-        keeper = keeper_of(opened(model), edits, spool.fileno())
+        keeper = start_recording(opened(model), edits, spool.fileno())
         write_shards(opened(model), edits, out, keeper=keeper)
         headers, index = plain_layout(opened(model))
-        save(keeper, out / FOLDER, {"mine": 1}, headers, index)
+        save_archive(keeper, out / FOLDER, {"mine": 1}, headers, index)
     (out / "config.json").write_text("{}")
-    restore(opened(out), open_kept(out / FOLDER, {"mine": 1}), back)
+    restore(opened(out), open_archive(out / FOLDER, {"mine": 1}), back)
     assert files(back) == {"model.safetensors": (model / "model.safetensors").read_bytes()}
 
 
@@ -165,7 +165,7 @@ def test_what_a_copy_holds_needs_no_corrections(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     edits = {"w": Edit(axes=(Axis(0, 0, 1, 37, 1),)), "head": Edit(source="w")}
     with (tmp_path / "spool").open("w+b") as spool:
-        keeper = keeper_of(opened(tmp_path / "model"), edits, spool.fileno())
+        keeper = start_recording(opened(tmp_path / "model"), edits, spool.fileno())
         write_shards(opened(tmp_path / "model"), edits, tmp_path / "out", keeper=keeper)
         assert spool.seek(0, 2) == 0
     assert keeper.written == {"w": "head"}
@@ -391,10 +391,10 @@ def test_names_that_lead_out_of_the_directory(out: Path, back: Path, tmp_path: P
     headers, index = plain_layout(checkpoint)
     (out / FOLDER / FILE).unlink()
     with (tmp_path / "spool").open("w+b") as spool:
-        keeper = keeper_of(checkpoint, {}, spool.fileno())
+        keeper = start_recording(checkpoint, {}, spool.fileno())
         (tmp_path / "other").mkdir()
         write_shards(checkpoint, {}, tmp_path / "other", keeper=keeper)
-        save(
+        save_archive(
             keeper, out / FOLDER, config["enjoyln"], headers, {"../evil.index.json": b"x", **index}
         )
     refused("no file of its own directory", out, back)

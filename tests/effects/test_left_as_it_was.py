@@ -274,9 +274,9 @@ def test_what_cannot_be_put_back_is_named(hidden: bool) -> None:
 
 def test_installed_packages_are_not_opened() -> None:
     """What the model only calls keeps its caches: nobody walks through all of a library."""
-    from enjoyln_cli.effects.reachable import Remembered
+    from enjoyln_cli.effects.reachable import Snapshot
 
-    remembered = Remembered(randomised(Keeping("")))
+    remembered = Snapshot(randomised(Keeping("")))
     owners = [space.get("__name__", "") for space, _ in remembered._globals]
     assert __name__ in owners
     assert not any(name.startswith(("torch", "transformers", "numpy")) for name in owners)

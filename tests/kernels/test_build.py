@@ -112,9 +112,9 @@ def test_a_cache_that_cannot_be_written_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> None:
-    assert build.trusted(tmp_path)
+    assert build.is_trusted(tmp_path)
     tmp_path.chmod(0o777)
-    assert not build.trusted(tmp_path)
+    assert not build.is_trusted(tmp_path)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(build.NoLibrary, match="other users"):
         patch.setattr(build, "cache_folders", lambda: [tmp_path])
         build.library(build.cpu())

@@ -15,8 +15,9 @@ from kernel_cases import DTYPES, FORMS, NORMS, arguments, close, exact, op, resu
 from live_models import CHECKPOINTS
 
 from enjoyln_cli import fold, kernels
-from enjoyln_cli.benchmark.baselines import MODES, recorded
-from enjoyln_cli.benchmark.bench import Asked, bench
+from enjoyln_cli.benchmark.baselines import MODES, record_graphs
+from enjoyln_cli.benchmark.bench import bench
+from enjoyln_cli.benchmark.cases import BenchOptions
 from enjoyln_cli.benchmark.timing import WARM_UP, Task
 from enjoyln_cli.benchmark.workload import PHASES
 from enjoyln_cli.errors import UnsupportedModel
@@ -124,7 +125,7 @@ def test_what_is_recorded_begins_anew_each_time() -> None:
         results.append(held[0].mul_(2))
 
     with torch.no_grad():
-        task = recorded(Task(run, lambda: [source.clone()], 2), torch.device("cuda"))
+        task = record_graphs(Task(run, lambda: [source.clone()], 2), torch.device("cuda"))
     assert task.steps == 2
     before = len(results)
     for _ in range(2):
@@ -137,7 +138,7 @@ def test_what_is_recorded_begins_anew_each_time() -> None:
 
 def test_every_mode_measures_both_phases(tmp_path: Path) -> None:
     fold(CHECKPOINTS / "gpt2", tmp_path / "out", model_class="GPT2LMHeadModel")
-    asked = Asked(((2, 12),), modes=MODES, repeats=3)
+    asked = BenchOptions(((2, 12),), modes=MODES, repeats=3)
     found = bench(tmp_path / "out", asked=asked, device="cuda")
     assert {(row.mode, row.phase) for row in found.rows} == set(product(MODES, PHASES))
     assert all(size > 0 for row in found.rows for size in (row.peak_bytes or {}).values())
@@ -147,7 +148,7 @@ def test_every_mode_measures_both_phases(tmp_path: Path) -> None:
 def test_what_cannot_be_recorded_is_refused_and_others_still_can() -> None:
     x = torch.ones(4, device="cuda")
     with pytest.raises(UnsupportedModel, match="cannot be recorded: "):
-        recorded(Task(lambda _: x.sum().item()), torch.device("cuda"))
+        record_graphs(Task(lambda _: x.sum().item()), torch.device("cuda"))
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    recorded(Task(lambda _: x.add_(1)), torch.device("cuda")).run(None)
+    record_graphs(Task(lambda _: x.add_(1)), torch.device("cuda")).run(None)
     assert x.tolist() == [1 + WARM_UP + 1] * 4, "warmed up, recorded and replayed"

@@ -96,7 +96,7 @@ def test_experts_that_are_stacked(tmp_path: Path) -> None:
     _perturbed(config, "MixtralForCausalLM").save_pretrained(tmp_path / "model")
     given = (tmp_path / "model", "MixtralForCausalLM", config, torch.float64)
     held = load(*given)
-    batches = inputs.seeded(held, 3, 0, torch.float32)
+    batches = inputs.seeded_batches(held, 3, 0, torch.float32)
     read = load(*given, offload=Offload(tmp_path, 0))
     assert _same(run(read, batches), run(held, batches))
 
@@ -112,7 +112,7 @@ def test_weights_that_no_file_holds(tmp_path: Path) -> None:
     given = (tmp_path / "model", "BertModel", config, torch.float64)
     held = load(*given)
     assert isinstance(held, BertModel)
-    batches = inputs.seeded(held, 2, 0, torch.float32)
+    batches = inputs.seeded_batches(held, 2, 0, torch.float32)
     read = load(*given, offload=Offload(tmp_path, 0))
     assert "pooler_output" in run(held, batches)[0]
     assert _same(run(read, batches), run(held, batches))
@@ -144,7 +144,7 @@ def test_no_weight_stays_in_memory(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(source)
     given = (source, "GPT2LMHeadModel", config, torch.float64)
     model = load(*given, offload=Offload(tmp_path, 0))
-    batches = inputs.seeded(model, 2, 0, torch.float32)
+    batches = inputs.seeded_batches(model, 2, 0, torch.float32)
     outputs = run(model, batches, tmp_path)
     assert all(parameter.is_meta for parameter in model.parameters())
     reader = reader_of(model)
@@ -158,7 +158,7 @@ def test_what_there_is_room_for_stays(tmp_path: Path) -> None:
     given = (source, "GPT2LMHeadModel", config, torch.float64)
     room = 300_000
     model = load(*given, offload=Offload(tmp_path, room))
-    batches = inputs.seeded(model, 2, 0, torch.float32)
+    batches = inputs.seeded_batches(model, 2, 0, torch.float32)
     first, second = run(model, batches), run(model, batches)
     reader = reader_of(model)
     assert reader and 0 < sum(value.nbytes for value in reader.kept.values()) <= room

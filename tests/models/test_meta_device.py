@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.calls.calls import Call, forms
-from enjoyln_cli.comparison.batches import seeded
+from enjoyln_cli.comparison.batches import seeded_batches
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.models.classes import build
 from enjoyln_cli.models.meta_device import Memory, weightless, without_weights
@@ -444,7 +444,7 @@ def test_images_in_a_text_get_as_many_tokens_as_they_have_features() -> None:
     assert given["input_ids"].leading == (40,) * 16 and given["input_ids"].shape == (2, 23)
     main = (accepted_calls(Captures(without_weights(model))) or [])[0]
     assert main.label == "prefill and decode" and "pixel_values" in main.steps[0][1]
-    (batch,) = seeded(model, 2, 0, torch.float32)
+    (batch,) = seeded_batches(model, 2, 0, torch.float32)
     assert [int(row.sum()) for row in batch["input_ids"] == 40] == [16, 16]
     with torch.no_grad():
         assert model(**batch).logits.isfinite().all()

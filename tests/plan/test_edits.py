@@ -12,10 +12,18 @@ from edit_cases import EDITS, IN, NEW, tensors
 from fold_cases import same, store, written
 from stored_files import opened
 
-from enjoyln_cli.checkpoint.headers import Stored
+from enjoyln_cli.checkpoint.headers import StoredTensor
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.edits import Append, Edit, Given, Product, Vector, edited, given
+from enjoyln_cli.plan.edits import (
+    Append,
+    Edit,
+    EditInputs,
+    Product,
+    Vector,
+    apply_edit,
+    read_edit_inputs,
+)
 from enjoyln_cli.rewrite import blocks, steps
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
 from enjoyln_cli.rewrite.steps import Before, Slot, Whole, steps_of
@@ -89,7 +97,7 @@ def test_another_dtype_and_memory(tmp_path: Path, case: str, blocked: None) -> N
     exact = by_definition(held, name, edit)
     assert same(written(tmp_path / "out")[name], exact.half())
     source = held[edit.source or name].double()
-    in_memory = edited(source, edit, given(edit, held.__getitem__))
+    in_memory = apply_edit(source, edit, read_edit_inputs(edit, held.__getitem__))
     torch.testing.assert_close(in_memory, exact, rtol=0, atol=1e-14)
 
 
@@ -136,9 +144,9 @@ def test_the_check_of_stored_tensors_knows_every_edit(
 )
 def test_large_tensors_are_never_in_memory_as_a_whole(shape: tuple[int, ...], edit: Edit) -> None:
     count = shape[0] * shape[1]
-    stored = Stored("w", "f", "F32", shape, 0, 4 * count)
+    stored = StoredTensor("w", "f", "F32", shape, 0, 4 * count)
     slot = Slot("w", stored, "F32", edit.shape(shape), 0)
-    found = list(steps_of(slot, edit, Given))
+    found = list(steps_of(slot, edit, EditInputs))
     assert found and not any(isinstance(step, Whole) for step in found)
 
 
@@ -238,7 +246,7 @@ def test_two_numbers_of_16_bits_are_multiplied_in_their_dtype(dtype: torch.dtype
     odd = x[torch.randint(len(x), (60,), generator=made)]
     ends = torch.tensor([tiny, tiny / 2, -limits.max, -0.9, 1.1, 0.0]).to(dtype)
     by = torch.cat([odd, ends]).double()
-    before = Before(lambda: Given(times=by), len(x))
+    before = Before(lambda: EditInputs(times=by), len(x))
     assert before.exact_in(dtype)
     block = x.repeat(len(by))
     before(block, 0)
@@ -249,14 +257,14 @@ def test_two_numbers_of_16_bits_are_multiplied_in_their_dtype(dtype: torch.dtype
 @pytest.mark.parametrize(
     ("values", "dtype"),
     [
-        (Given(times=torch.tensor([0.5, 1 + 2**-12]).double()), torch.bfloat16),
-        (Given(times=torch.tensor([0.5, 2**20]).double()), torch.float16),
-        (Given(times=torch.tensor([0.5, float("nan")]).double()), torch.bfloat16),
-        (Given(times=torch.tensor([0.5, 2]).double()), torch.float32),
-        (Given(times=torch.ones(2).double(), plus=torch.ones(2).double()), torch.bfloat16),
-        (Given(plus=torch.ones(2).double()), torch.bfloat16),
+        (EditInputs(times=torch.tensor([0.5, 1 + 2**-12]).double()), torch.bfloat16),
+        (EditInputs(times=torch.tensor([0.5, 2**20]).double()), torch.float16),
+        (EditInputs(times=torch.tensor([0.5, float("nan")]).double()), torch.bfloat16),
+        (EditInputs(times=torch.tensor([0.5, 2]).double()), torch.float32),
+        (EditInputs(times=torch.ones(2).double(), plus=torch.ones(2).double()), torch.bfloat16),
+        (EditInputs(plus=torch.ones(2).double()), torch.bfloat16),
     ],
     ids=["too precise", "too large", "not a number", "too wide", "a sum", "only a sum"],
 )
-def test_other_arithmetic_needs_float64(values: Given, dtype: torch.dtype) -> None:
+def test_other_arithmetic_needs_float64(values: EditInputs, dtype: torch.dtype) -> None:
     assert not Before(lambda: values, 1).exact_in(dtype)

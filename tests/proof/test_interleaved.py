@@ -22,7 +22,7 @@ from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import EnjoyLNError, RecipeError
 from enjoyln_cli.plan.axis import Axis, as_numbers, blocks, centre, group_means
-from enjoyln_cli.recipe.templates import Span, concrete, symbolic, written
+from enjoyln_cli.recipe.templates import Span, axis_data, concrete, symbolic
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.modules import RMSNorm
@@ -186,7 +186,7 @@ AXES = [
 def test_spans_with_a_step(axis: Axis, extent: int | None, fields: dict[str, object]) -> None:
     config = {"head_dim": D, "n": HEADS * D}
     span = symbolic(axis, extent, config)
-    assert written(span) == fields
+    assert axis_data(span) == fields
     assert concrete(span, extent, config) == axis
 
 

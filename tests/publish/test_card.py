@@ -205,12 +205,12 @@ def test_measured_speed_is_told_where_it_was_measured(out: Path, tmp_path: Path)
 def test_a_push_renews_its_section_and_leaves_what_the_owner_wrote(out: Path) -> None:
     text = (out / "README.md").read_text()
     mine = text.replace("# tiny-rms", "# My title").replace("How it was made", "My heading")
-    found = card.renewed(mine, "NEW \\1 SECTION")
+    found = card.replace_section(mine, "NEW \\1 SECTION")
     assert "# My title" in found and "My heading" in found and "NEW \\1 SECTION" in found
     assert "identity error" not in found and "A tiny model" in found
     taken_out = mine.replace(card.BEGIN, "")
-    assert card.renewed(taken_out, "NEW") == taken_out
-    again = card.renewed(found, "NEW \\1 SECTION")
+    assert card.replace_section(taken_out, "NEW") == taken_out
+    again = card.replace_section(found, "NEW \\1 SECTION")
     assert again == found
 
 

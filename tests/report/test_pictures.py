@@ -25,7 +25,16 @@ from enjoyln_cli.errors import EnjoyLNError, OutputError
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.report import render
-from enjoyln_cli.report.graph_layout import DOT, LONGEST, Box, Graph, Link, Picture, layout, tones
+from enjoyln_cli.report.graph_layout import (
+    DOT,
+    MAX_LINE_CHARS,
+    Box,
+    Graph,
+    Link,
+    Picture,
+    layout,
+    tones,
+)
 from enjoyln_cli.report.layer_groups import Part, addresses_of
 from enjoyln_cli.report.model_graph import model_picture, norm_picture
 from enjoyln_cli.report.render import COLOURS, as_html, as_png, as_svg
@@ -178,7 +187,7 @@ def test_names_and_reasons_are_there_as_a_whole(monkeypatch: pytest.MonkeyPatch)
     reason = " ".join(f"word{i}" for i in range(60))
     picture = norm_picture("m", "ln", Tree("ln stays", False, (Tree(f"{name}: {reason}", False),)))
     ((texts, title),) = [one for one in drawn(picture)["mean"] if one[0][0] != "ln stays"]
-    assert max(map(len, texts)) <= LONGEST and title == f"{name}: {reason}"
+    assert max(map(len, texts)) <= MAX_LINE_CHARS and title == f"{name}: {reason}"
     at = texts.index(next(text for text in texts if text.startswith("word0")))
     assert "".join(texts[:at]) == name and " ".join(texts[at:]) == reason
     assert all(text in as_html(picture) for text in texts)

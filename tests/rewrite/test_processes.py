@@ -19,8 +19,8 @@ from kill_runs import contents
 from live_models import ROOT
 
 from enjoyln_cli.errors import OutputError
-from enjoyln_cli.fs.staging import finished, work_of
-from enjoyln_cli.rewrite.processes import ALONE, Team, agree, gathered, present, shared_out
+from enjoyln_cli.fs.staging import count_finished, work_of
+from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup, agree, gather, present, share_out
 
 MEMBER = ROOT / "tests" / "support" / "team_member.py"
 
@@ -82,7 +82,7 @@ def test_one_that_dies_ends_the_run_which_can_be_gone_on_with(
     commands = [(MEMBER, source, out, *(["die=1"] * (rank == dies))) for rank in range(2)]
     found = together(*commands)
     assert found[dies] == (-9, "") and found[1 - dies][0] != 0
-    done = finished(work_of(out))
+    done = count_finished(work_of(out))
     assert done and not out.exists()
     if dies == 1:
         files = f"{done} finished file{'s' * (done != 1)}"
@@ -124,7 +124,7 @@ def test_nan_is_named_by_whoever_finds_it(tmp_path: Path, out: Path) -> None:
 
 def test_keeping_means_takes_one_process(source: Path, out: Path) -> None:
     with pytest.raises(OutputError, match="single process"):
-        fold(source, out, keep_means=True, team=Team(0, 2))
+        fold(source, out, keep_means=True, team=ProcessGroup(0, 2))
     assert os.listdir(out.parent) == ["model"]
 
 
@@ -141,7 +141,7 @@ def test_the_command_speaks_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("many", [1, 2, 3, 5])
 @pytest.mark.parametrize("sizes", [[], [7], [5, 4, 3, 3, 3], list(range(1, 40)), [9] * 8])
 def test_shares_are_balanced(sizes: list[int], many: int) -> None:
-    shares = shared_out(sizes, many)
+    shares = share_out(sizes, many)
     assert sorted(item for share in shares for item in share) == list(range(len(sizes)))
     loads = [sum(sizes[item] for item in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes, default=0)
@@ -152,15 +152,15 @@ def test_shares_are_balanced(sizes: list[int], many: int) -> None:
     [
         ({}, ALONE),
         ({"RANK": "0", "WORLD_SIZE": "1"}, ALONE),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Team(1, 2)),
-        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Team(1, 4, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ProcessGroup(1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, ProcessGroup(1, 4, 2)),
         ({"RANK": "2", "WORLD_SIZE": "2"}, ALONE),
         ({"RANK": "x", "WORLD_SIZE": "2"}, ALONE),
         ({"RANK": "1"}, ALONE),
     ],
 )
 def test_who_is_there(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], found: Team
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], found: ProcessGroup
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
@@ -172,7 +172,7 @@ def test_who_is_there(
 
 
 def test_alone_everything_is_as_without_a_team() -> None:
-    assert gathered(ALONE, "x") == ["x"]
+    assert gather(ALONE, "x") == ["x"]
     assert agree(ALONE, lambda: 3) == 3
     with pytest.raises(KeyError):
         agree(ALONE, lambda: {}["x"])

@@ -23,9 +23,9 @@ from stored_files import opened
 
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
 from enjoyln_cli.fs.digests import digest_of
-from enjoyln_cli.fs.staging import finished, staged_output, work_of
+from enjoyln_cli.fs.staging import count_finished, staged_output, work_of
 from enjoyln_cli.fs.whole_file import write_whole
-from enjoyln_cli.plan.plan import Merge, Named, Reader
+from enjoyln_cli.plan.plan import Merge, NamedParameter, Reader
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 
 SUPPORT = ROOT / "tests" / "support"
@@ -101,7 +101,7 @@ def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
             process.kill()
             break
     process.communicate(timeout=120)
-    assert not out.exists() and finished(work_of(out)) == 1
+    assert not out.exists() and count_finished(work_of(out)) == 1
     line = refused("fold", GPT2, "-o", out)
     assert "--resume" in line and "--force" in line and "finding" not in line
     said = good("fold", GPT2, "-o", out, "--resume")
@@ -287,7 +287,7 @@ def test_another_file_of_the_source_that_changed(source: Path, out: Path, name: 
     (source / name).write_bytes((source / name).read_bytes() + b"\n")
     words = f"the file {name} was .* and is .* now; start anew with --force"
     refuses(source, out, words, resume=True)
-    assert finished(work) == 3
+    assert count_finished(work) == 3
     assert fold(source, out, force=True).resumed == 0
 
 
@@ -358,8 +358,10 @@ def test_values_from_other_files_that_changed_in_secret(
     source: Path, out: Path, tensor: str
 ) -> None:
     """What the one finished file has taken from tensors whose own files are not finished."""
-    first = Reader(Named("c_attn.weight", "c_attn.weight"), 0)
-    other = Reader(Named("out.weight", "out.weight"), 1, Named("wte.bias", "c_attn.bias"))
+    first = Reader(NamedParameter("c_attn.weight", "c_attn.weight"), 0)
+    other = Reader(
+        NamedParameter("out.weight", "out.weight"), 1, NamedParameter("wte.bias", "c_attn.bias")
+    )
     merged = (
         Merge("ln_1", "ln.weight", "", (first,)),
         Merge("ln_2", "", "ln_2.bias", (other,)),

@@ -25,7 +25,14 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.checkpoint.marker import proof_of, read_marker
 from enjoyln_cli.errors import BadCheckpoint, UnprovenCall
 from enjoyln_cli.plan import call_text
-from enjoyln_cli.plan.covered_calls import CallForm, Constant, Covered, Items, TensorForm, is_stock
+from enjoyln_cli.plan.covered_calls import (
+    CallForm,
+    Constant,
+    CoveredCalls,
+    Items,
+    TensorForm,
+    is_stock,
+)
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.report.notes import notes, row
 from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -241,7 +248,7 @@ def test_examples_alone_are_the_calls_that_are_proven() -> None:
 def test_a_call_whose_path_values_decide_is_not_proven() -> None:
     model = moved(Valued())
     plan = analyze(model, x(), torch.tensor([1, 2])).plan
-    assert plan.by_example and plan.covered == Covered((), plan.covered.attributes)  # type: ignore
+    assert plan.by_example and plan.covered == CoveredCalls((), plan.covered.attributes)  # type: ignore
     before = copy.deepcopy(model.state_dict())
     for carry_out in (
         centre_parameters,
@@ -382,7 +389,7 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_read_as_it_was_written(form: CallForm) -> None:
-    assert call_text.read(call_text.written(form)) == form
+    assert call_text.from_text(call_text.to_text(form)) == form
 
 
 @pytest.mark.parametrize(
@@ -397,7 +404,7 @@ def test_a_form_is_read_as_it_was_written(form: CallForm) -> None:
 )  # fmt: skip
 def test_other_text_is_no_form(text: str) -> None:
     with pytest.raises(ValueError, match=r"call|form|size|argument"):
-        call_text.read(text)
+        call_text.from_text(text)
 
 
 # Custom code on disk.

@@ -25,7 +25,7 @@ import torch
 from fold_cases import EDITS, plan_for, state, store
 from stored_files import opened
 
-from enjoyln_cli.fs.staging import FINISHED, finished, work_of
+from enjoyln_cli.fs.staging import FINISHED, count_finished, work_of
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 
 
@@ -82,10 +82,10 @@ def main(folder: Path, runs: int, seed: int) -> None:
             assert status in (0, -signal.SIGKILL), status
             assert contents(source) == untouched
             assert not out.exists() or contents(out) == whole
-            seen["whole" if out.exists() else f"{min(finished(work), 1)} finished"] += 1
+            seen["whole" if out.exists() else f"{min(count_finished(work), 1)} finished"] += 1
             resume = True
             if not out.exists() and made.random() < 0.7:
-                before = finished(work)
+                before = count_finished(work)
                 assert ended(child(source, out, True)) == 0
                 seen["gone on"] += before > 0
         assert contents(out) == whole

@@ -23,7 +23,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from enjoyln_cli.analysis.analyze import analyze_module
-from enjoyln_cli.effects.reachable import Remembered
+from enjoyln_cli.effects.reachable import Snapshot
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.kernels import literally
 from enjoyln_cli.plan.plan import Plan
@@ -185,7 +185,7 @@ class Subject:
         """All that leaves a call; the exception that it raises."""
         args, kwargs = call.arguments(self.names)
         module = self.model.get_submodule(call.path)
-        before = Remembered(self.model)
+        before = Snapshot(self.model)
         try:
             with getattr(torch, call.context)(), literally():
                 returned = module(*args, **kwargs)

@@ -28,7 +28,7 @@ def main(source: Path, out: Path, *texts: str) -> None:
 
     checkpoint = opened(source)
     shapes = {n: torch.empty(s.shape, device="meta") for n, s in checkpoint.tensors.items()}
-    with processes.joined() as us:
+    with processes.join_group() as us:
         result = fold_checkpoint(
             checkpoint,
             plan_for(shapes, EDITS),

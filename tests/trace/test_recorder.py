@@ -20,7 +20,7 @@ from enjoyln_cli.trace.capture import Captures, record_call
 from enjoyln_cli.trace.dry_run import accepts
 from enjoyln_cli.trace.export import export_call
 from enjoyln_cli.trace.recorder import NotRecorded, is_recordable, record
-from enjoyln_cli.trace.shared_storage import shared_otherwise, ties
+from enjoyln_cli.trace.shared_storage import reason_of_sharing, ties
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import accepted_calls
 
@@ -52,7 +52,7 @@ def stock(model_type: str) -> tuple[nn.Module, list[Call]]:
 
 
 def traced(how: Callable[[CallToTrace], Trace], model: nn.Module, call: Call) -> Trace:
-    weights = Weights(model, ties(model), shared_otherwise(model))
+    weights = Weights(model, ties(model), reason_of_sharing(model))
     with ready(model) as watchers:
         this = CallToTrace(
             model=model, call=call, naming=str, inner=None, weights=weights, watchers=watchers

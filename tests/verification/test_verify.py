@@ -340,14 +340,14 @@ def test_float32_means_float64_in_an_exact_run() -> None:
 def test_seeded_tokens() -> None:
     model = gpt2()
     model.config.pad_token_id, model.config.image_token_id = 5, 6
-    batches = inputs.seeded(model, 11, 0, torch.float32)
+    batches = inputs.seeded_batches(model, 11, 0, torch.float32)
     assert [len(batch["input_ids"]) for batch in batches] == [8, 3]
     for batch in batches:
         ids, mask = batch["input_ids"], batch["attention_mask"]
         assert ids.min() >= 0 and ids.max() < VOCABULARY
         assert torch.equal(ids == 5, mask == 0) and not (ids == 6).any()
         assert mask[:-1].all() and 0 < mask[-1].sum() < mask.shape[1]
-    again = inputs.seeded(model, 11, 0, torch.float32)
+    again = inputs.seeded_batches(model, 11, 0, torch.float32)
     assert all(
         torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(batches, again, strict=True)
     )
@@ -363,9 +363,9 @@ def test_a_model_that_takes_one_image_at_a_time_is_given_one() -> None:
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
         image_size=16, patch_size=8, num_channels=1,
     )  # fmt: skip
-    batches = inputs.seeded(OneImage(config), 3, 0, torch.float32)
+    batches = inputs.seeded_batches(OneImage(config), 3, 0, torch.float32)
     assert [batch["pixel_values"].shape for batch in batches] == [(1, 1, 16, 16)] * 3
-    (batch,) = inputs.seeded(transformers.ViTModel(config), 3, 0, torch.float32)
+    (batch,) = inputs.seeded_batches(transformers.ViTModel(config), 3, 0, torch.float32)
     assert batch["pixel_values"].shape == (3, 1, 16, 16)
 
 
@@ -376,7 +376,7 @@ def test_masked_patches_are_tried_where_the_class_takes_them() -> None:
     )  # fmt: skip
     for cls, takes in ((ViTForMaskedImageModeling, True), (ViTForImageClassification, False)):
         model = randomised(cls(config))
-        (batch,) = inputs.seeded(model, 3, 0, torch.bfloat16)
+        (batch,) = inputs.seeded_batches(model, 3, 0, torch.bfloat16)
         assert batch["pixel_values"].shape == (3, 3, 16, 16)
         assert batch["pixel_values"].dtype == torch.bfloat16
         masked = inputs.with_masked_patches(model, batch, 0)
@@ -434,7 +434,7 @@ def test_inputs_that_cannot_be_made_up() -> None:
     model = gpt2()
     model.main_input_name = "spectrogram"
     with pytest.raises(UnsupportedModel, match="spectrogram"):
-        inputs.seeded(model, 2, 0, torch.float32)
+        inputs.seeded_batches(model, 2, 0, torch.float32)
 
 
 # Perplexity, against the loss of transformers itself.
@@ -466,7 +466,7 @@ def test_perplexity_of_a_masked_head() -> None:
     model = randomised(BertForMaskedLM(config)).double()
     batch = {"input_ids": ids(40)}
     found, tokens = perplexity(model, [batch], 4, 0)
-    hidden, chosen = inputs.masked(batch, 4, 0)
+    hidden, chosen = inputs.mask_tokens(batch, 4, 0)
     assert tokens == int(chosen.sum()) and 0.12 < chosen.double().mean() < 0.20
     assert chosen.any(1).all() and (hidden["input_ids"][chosen] == 4).all()
     with torch.no_grad():

@@ -295,7 +295,7 @@ def test_a_writer_that_matters_at_the_last_position_alone(tmp_path: Path) -> Non
 
 def test_rows_reach_the_end_of_the_table() -> None:
     model = gpt2()
-    (*_, last) = inputs.seeded(model, 16, 0, torch.float32)
+    (*_, last) = inputs.seeded_batches(model, 16, 0, torch.float32)
     late, longer, *_ = inputs.at_last_positions(model, last, 0, torch.float32)
     assert late["position_ids"].shape == last["input_ids"].shape
     assert int(late["position_ids"].max()) == POSITIONS - 1
@@ -303,7 +303,7 @@ def test_rows_reach_the_end_of_the_table() -> None:
     unproven = inputs.at_last_positions(model, last, 0, torch.float32, ("position_ids",))
     assert all("position_ids" not in batch for batch in unproven)
     rotary = transformers.PhiForCausalLM.from_pretrained(CHECKPOINTS / "phi")
-    batches = inputs.seeded(rotary, 16, 0, torch.float32)
+    batches = inputs.seeded_batches(rotary, 16, 0, torch.float32)
     assert not list(inputs.at_last_positions(rotary, batches[-1], 0, torch.float32))
 
 
@@ -314,7 +314,7 @@ def test_a_decoder_that_takes_no_positions_gets_longer_rows(tmp_path: Path) -> N
         max_position_embeddings=70,
     )  # fmt: skip
     model = transformers.BartModel(config).eval()
-    (*_, last) = inputs.seeded(model, 16, 0, torch.float32)
+    (*_, last) = inputs.seeded_batches(model, 16, 0, torch.float32)
     late = next(inputs.at_last_positions(model, last, 0, torch.float32))
     assert late["input_ids"].shape[1] == 70 and late["decoder_input_ids"].shape[1] == 70
     assert late["input_ids"].numel() <= 8 * 32

@@ -15,7 +15,7 @@ from enjoyln_cli.plan.edits import Edit, edits_of
 from enjoyln_cli.plan.plan import Plan
 
 
-def checked_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
+def check_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
     """What becomes of the stored tensors, by the names that they get.
 
     Raises ``NothingToFold`` for a plan that keeps every norm, ``BadCheckpoint`` where a tensor of
