@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def modules(package: Path = PACKAGE) -> dict[str, Path]:
     return {name: path for name, path in found.items() if name not in ("", "__main__")}
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Full dotted names that a module imports anywhere, for type checking too."""
     names: set[str] = set()
