@@ -181,8 +181,9 @@ READ: dict[str, Callable[[Block, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("read", READ)
 def test_a_reader_that_takes_all(read: str, norm: Callable[[], nn.Module]) -> None:
     model = tiny(READ[read], norm())
+    found = analyze_module(model, rows())
     for options in (AFFINE, BIAS):
-        plan = analyze_module(model, rows(), options=options).plan
+        plan = found.under(options).plan
         assert [one.norm for one in plan.merged] == ["norm"], plan.unmerged
         folded = converted(model, plan)
         assert not folded.norm.bias.any()
