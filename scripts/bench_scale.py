@@ -77,7 +77,7 @@ def planned(config: Any, shapes: dict[str, tuple[int, ...]], places: dict[str, s
     from enjoyln_cli.checkpoint.headers import StoredTensor
     from enjoyln_cli.checkpoint.reader import Checkpoint
     from enjoyln_cli.checkpoint.source import Source
-    from enjoyln_cli.rewrite.stored_tensors import check_edits
+    from enjoyln_cli.rewrite.preconditions import check_edits
 
     tensors = {
         name: StoredTensor(name, places[name], "BF16", shape, 8, 2 * prod(shape))
@@ -194,7 +194,7 @@ def shared(processes: int, model_type: str, repeats: int) -> dict[str, Any]:
     A run takes as long as its slowest process, from the plan to the published result. Ends the
     benchmark where the bytes differ.
     """
-    from enjoyln_cli.fs.digests import digest
+    from enjoyln_cli.fs.digests import digest_of_file
 
     cores = sorted(os.sched_getaffinity(0))[:processes]
     if len(cores) < processes:
@@ -206,7 +206,9 @@ def shared(processes: int, model_type: str, repeats: int) -> dict[str, Any]:
         for _ in range(repeats):
             for many, seconds in runs.items():
                 seconds.append(max(_together(cores[:many], source, out)))
-                digests.add(tuple(digest(path) for path in sorted(out.glob("*.safetensors"))))
+                digests.add(
+                    tuple(digest_of_file(path) for path in sorted(out.glob("*.safetensors")))
+                )
                 shutil.rmtree(out)
     if len(digests) > 1:
         sys.exit(f"{processes} processes write other bytes than one")

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
 from enjoyln_cli.analysis.analyze import analyze_config
-from enjoyln_cli.recipe.from_plan import DEPENDS, merged, recipe_of
+from enjoyln_cli.recipe.from_plan import DEPENDS, merge_recipes, recipe_of
 from enjoyln_cli.recipe.write import dump_recipe
 
 
@@ -65,7 +65,7 @@ def recipe_text(name: str) -> str:
             config.architectures = [model_class]
             plan = analyze_config(config).plan
             recipes.append(recipe_of(plan, config=config, depends=family.depends))
-    return dump_recipe(merged(recipes))
+    return dump_recipe(merge_recipes(recipes))
 
 
 def main() -> None:

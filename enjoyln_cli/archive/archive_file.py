@@ -39,7 +39,7 @@ from enjoyln_cli.archive.residuals import Corrections
 from enjoyln_cli.checkpoint.headers import DTYPES, StoredTensor, bytes_of, read_safetensors_header
 from enjoyln_cli.checkpoint.result_files import FILE
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.fs.digests import digest_of, digest_of_piece
+from enjoyln_cli.fs.digests import digest_of_data, digest_of_piece
 from enjoyln_cli.plan.axis import Axis, as_numbers
 
 VERSION = 2
@@ -136,7 +136,7 @@ def save_archive(
         for name, text in texts.items():
             small[f"{kind}/{name}"] = torch.from_numpy(np.frombuffer(text, np.uint8).copy())
     sizes = dict(zip(_RUNS, pieces[:, 4:7].sum(0).tolist(), strict=True))
-    metadata = {"version": VERSION, "marker": digest_of(marker), "unread": keeper.unread}
+    metadata = {"version": VERSION, "marker": digest_of_data(marker), "unread": keeper.unread}
     metadata["tensors"] = _described(keeper)
     with (folder / FILE).open("xb") as file:
         file.write(_header(small, sizes, {**metadata, "sha256": "0" * 64}))
@@ -239,7 +239,7 @@ def open_archive(folder: Path, marker: Any) -> Archive:
                 f"{path} has version {metadata['version']!r:.40}, this program reads {VERSION}; "
                 "upgrade enjoyln"
             )
-        if metadata["marker"] != digest_of(marker):
+        if metadata["marker"] != digest_of_data(marker):
             raise BadCheckpoint(f"{path} belongs to another result of a fold; {_ADVICE}")
         if metadata.pop("sha256") != _digest(path, found, metadata):
             raise BadCheckpoint(f"{path} is damaged: its digest is another; {_ADVICE}")

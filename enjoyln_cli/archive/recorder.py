@@ -41,11 +41,7 @@ def start_recording(checkpoint: Checkpoint, edits: Mapping[str, Edit], spool: in
 
 
 def outputs_to_digest(keeper: Recorder, edits: Mapping[str, Edit]) -> list[str]:
-    """The written tensors of which something is lost when the original is told from the others.
-
-    What was filled is told without it, what was appended is left out, and from the centred one of
-    two that were tied nothing is told.
-    """
+    """Written tensors that restoring does not check: filled, extended, or untied copies."""
     return [
         name
         for name, edit in edits.items()

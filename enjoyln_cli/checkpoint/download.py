@@ -28,7 +28,7 @@ from enjoyln_cli.checkpoint.file_roles import (
 )
 from enjoyln_cli.checkpoint.headers import header_bytes
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
-from enjoyln_cli.fs.digests import digest
+from enjoyln_cli.fs.digests import digest_of_file
 from enjoyln_cli.text import first_line
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -231,7 +231,7 @@ def require_digests(path: Path, names: Iterable[str], cached: set[str], model: s
         blob = path / os.readlink(path / name) if (path / name).is_symlink() else path / name
         if blob.name in cached or blob.is_symlink() or not _SHA256.fullmatch(blob.name):
             continue
-        found = digest(blob)
+        found = digest_of_file(blob)
         if found != blob.name:
             (path / name).unlink()
             blob.unlink()

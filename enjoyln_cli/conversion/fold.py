@@ -29,9 +29,9 @@ from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.notes import suggestion
 from enjoyln_cli.rewrite.directory import WRITE_DEFAULTS, FoldResult, WriteOptions, fold_checkpoint
+from enjoyln_cli.rewrite.preconditions import why_nothing_folds
 from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
-from enjoyln_cli.rewrite.stored_tensors import why_nothing_folds
 from enjoyln_cli.rewrite.writer import total_progress
 from enjoyln_cli.text import counted
 

@@ -1,4 +1,4 @@
-"""Digests: SHA-256 against changes by a person, 128-bit XXH3 against accidents."""
+"""Digests: SHA-256 tells what somebody changed on purpose, 128-bit XXH3 only accidents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 
-def digest(path: Path) -> str:
+def digest_of_file(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits."""
     found = hashlib.sha256()
     with path.open("rb") as file:
@@ -21,12 +21,12 @@ def digest(path: Path) -> str:
 
 
 def digest_of_piece(data: memoryview) -> bytes:
-    """Against accidents: that nobody changed what is kept is for ``sha256`` to say."""
+    """128-bit XXH3, in bytes: it tells accidents, and not what somebody has changed on purpose."""
     return xxhash.xxh3_128_digest(data)
 
 
 def digest_of_tensor(blocks: Iterable[bytes]) -> str:
-    """Of a tensor's bytes, or a part of them, against accidents too."""
+    """128-bit XXH3 of a tensor's bytes, or of a part of them, in hexadecimal digits."""
     digest = new_digest()
     for block in blocks:
         digest.update(block)
@@ -34,10 +34,10 @@ def digest_of_tensor(blocks: Iterable[bytes]) -> str:
 
 
 def new_digest() -> xxhash.xxh3_128:
-    """For bytes that come one block after the other."""
+    """A 128-bit XXH3 that takes bytes one block after the other."""
     return xxhash.xxh3_128()
 
 
-def digest_of(value: Any) -> str:
-    """Of plain data, as JSON."""
+def digest_of_data(value: Any) -> str:
+    """The SHA-256 of plain data, written as JSON, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A small file that holds all of a text or what it held before, whoever is killed."""
+"""Small text files that are replaced as a whole."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """A file that holds all of ``text`` or what it held before, whoever is killed.
+    """Write ``text`` to the file ``path``, which holds all of it or what it held before.
 
-    It is not synced: what the power takes with it costs work and misleads nobody.
+    Atomic but not durable: there is no fsync, so a power cut may lose the update.
     """
     begun = path.with_name(f"{path.name}.begun")
     begun.unlink(missing_ok=True)  # it may be a link to somewhere else

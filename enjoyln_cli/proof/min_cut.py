@@ -247,7 +247,7 @@ def _network(problem: Problem) -> tuple[networkx.DiGraph, set[Item]]:
 
 
 def _source_side(graph: networkx.DiGraph) -> set[Any]:
-    """What the sources still reach when the maximum flow runs."""
+    """Source side of the residual graph, so that operations stand as early as possible."""
     residual = boykov_kolmogorov(graph, "source", "sink")
     reached, waiting = {"source"}, ["source"]
     while waiting:

@@ -28,7 +28,7 @@ from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.checkpoint.result_files import BENCH_FILE, CARD_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, PushRefused
-from enjoyln_cli.fs.digests import digest
+from enjoyln_cli.fs.digests import digest_of_file
 from enjoyln_cli.fs.whole_file import write_whole
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.publish import card
@@ -173,7 +173,7 @@ def publishing_objection(result: Source) -> str:
     if passed is not True:
         return f"its verification failed: {summary}"
     here = verified_files(result)
-    changed = [n for n in here if n in digests and digest(result.root / n) != digests[n]]
+    changed = [n for n in here if n in digests and digest_of_file(result.root / n) != digests[n]]
     found = {
         "has changed since": changed,
         "is gone since": {*digests} - {*here},
@@ -267,7 +267,7 @@ def _change(path: Path, size: int, written: bytes | None, there: tuple[str, str]
         return "new"
     kind, known = there
     if kind == "sha256":
-        own = digest(path) if written is None else hashlib.sha256(written).hexdigest()
+        own = digest_of_file(path) if written is None else hashlib.sha256(written).hexdigest()
     else:  # as git names it
         data = path.read_bytes() if written is None else written
         own = hashlib.sha1(b"blob %d\0" % size + data).hexdigest()

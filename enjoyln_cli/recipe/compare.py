@@ -14,7 +14,7 @@ from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import call_text
 from enjoyln_cli.plan.plan import Merge, Plan, Verdict
 from enjoyln_cli.recipe.expand import ExpandedVariant, expand
-from enjoyln_cli.recipe.from_plan import plan_layers, recipe_of
+from enjoyln_cli.recipe.from_plan import line_for_each, plan_layers
 from enjoyln_cli.recipe.model import CentredTensor, Recipe, sizes_by_name, variant_for
 from enjoyln_cli.recipe.templates import Span, concrete, to_template
 from enjoyln_cli.recipe.write import merge_data, untied_data, widening_data
@@ -57,7 +57,7 @@ class Comparison:
 
 def compare(recipe: ExpandedVariant, plan: Plan, sizes: Mapping[str, Any]) -> list[Comparison]:
     """Each kind of edit; ``sizes`` has those that the recipe names."""
-    proof = expand(recipe_of(plan).variants[0], plan_layers(plan))
+    proof = expand(line_for_each(plan, {}), plan_layers(plan))
     shapes = {writer.parameter: writer.shape for writer in plan.writers}
     ours, theirs = (_in_words(edits, shapes, sizes) for edits in (recipe, proof))
     return [Comparison(kind, ours[kind], theirs[kind]) for kind in _ABSENT]

@@ -58,27 +58,18 @@ def recipe_of(
     of it that the plan holds for.
     """
     values, layers = as_mapping(config), plan_layers(plan)
-    sizes = size_settings(plan.widened)  # which the lines of the MLPs say
-    writers = [_centred_tensor(writer, values) for writer in plan.writers]
-    ops = [_centred_value(op, values) for op in plan.ops]
-    variant = Variant(
-        model_class=plan.model_class,
-        classes=plan.classes,
+    each = line_for_each(plan, values)
+    variant = replace(
+        each,
         when={name: values[name] for name in depends if name in values},
-        norms=_collapsed(map(_verdict, plan.norms), layers),
-        writers=_collapsed(writers, layers),
-        ops=_collapsed(ops, layers),
-        widened=_collapsed((replace(one, features=0) for one in plan.widened), layers),
-        merged=_collapsed((*plan.merged, *plan.unmerged), layers),
-        untied=tuple(replace(one, shape=()) for one in plan.untied),
-        settings={one.name: one.value for one in plan.settings if one not in sizes},
-        outputs=plan.outputs,
-        entry_inputs=plan.entry_inputs,
-        unproven=plan.unproven,
-        calls=plan.covered.forms if plan.covered else (),
+        norms=_collapsed(each.norms, layers),
+        writers=_collapsed(each.writers, layers),
+        ops=_collapsed(each.ops, layers),
+        widened=_collapsed(each.widened, layers),
+        merged=_collapsed(each.merged, layers),
     )
-    axes = [axis for line in writers for axis in (line.axis, line.held) if axis]
-    axes += [line.axis for line in ops]
+    axes = [axis for line in each.writers for axis in (line.axis, line.held) if axis]
+    axes += [line.axis for line in each.ops]
     used = sorted({name for axis in axes for name in attributes(axis)})
     numbers = numbers_of(values)
     record = Record(
@@ -90,7 +81,29 @@ def recipe_of(
     return Recipe(plan.model_type, (variant,), dict(options or {}), record)
 
 
-def merged(recipes: Iterable[Recipe]) -> Recipe:
+def line_for_each(plan: Plan, config: Mapping[str, Any]) -> Variant:
+    """The plan as a variant with a line for each norm, tensor and module, and no placeholders."""
+    sizes = size_settings(plan.widened)  # which the lines of the MLPs say
+    writers = (_centred_tensor(writer, config) for writer in plan.writers)
+    ops = (_centred_value(op, config) for op in plan.ops)
+    return Variant(
+        model_class=plan.model_class,
+        classes=plan.classes,
+        norms=tuple(map(_verdict, plan.norms)),
+        writers=tuple(dict.fromkeys(writers)),
+        ops=tuple(dict.fromkeys(ops)),
+        widened=tuple(replace(one, features=0) for one in plan.widened),
+        merged=(*plan.merged, *plan.unmerged),
+        untied=tuple(replace(one, shape=()) for one in plan.untied),
+        settings={one.name: one.value for one in plan.settings if one not in sizes},
+        outputs=plan.outputs,
+        entry_inputs=plan.entry_inputs,
+        unproven=plan.unproven,
+        calls=plan.covered.forms if plan.covered else (),
+    )
+
+
+def merge_recipes(recipes: Iterable[Recipe]) -> Recipe:
     """One recipe for a family: the variants of all, without options and records.
 
     Raises ``RecipeError`` where two variants differ under the same conditions.

@@ -40,14 +40,14 @@ from enjoyln_cli.checkpoint.reader import (
 from enjoyln_cli.checkpoint.result_files import CARD_FILE, FILE, FOLDER, RECIPE_FILE, is_own
 from enjoyln_cli.checkpoint.source import Source, State, open_source, require_unchanged, states_of
 from enjoyln_cli.errors import OutputError, VerificationFailed
-from enjoyln_cli.fs.digests import digest, digest_of, digest_of_tensor
+from enjoyln_cli.fs.digests import digest_of_data, digest_of_file, digest_of_tensor
 from enjoyln_cli.fs.staging import RESULT, clear, staged_output, work_of
 from enjoyln_cli.plan.edits import Edit
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.journal import Journal
+from enjoyln_cli.rewrite.preconditions import check_edits
 from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
 from enjoyln_cli.rewrite.shard_layout import plain_layout
-from enjoyln_cli.rewrite.stored_tensors import check_edits
 from enjoyln_cli.rewrite.writer import write_shards
 
 _DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16")
@@ -208,7 +208,7 @@ def _journal(
 ) -> Journal:
     """The notes on finished files, those of an earlier run if it was made from the same."""
     chosen = {"dtype": str(options.dtype), "--max-shard-size": str(options.max_shard_size)}
-    chosen["recipe"] = digest_of(recipe_text)
+    chosen["recipe"] = digest_of_data(recipe_text)
     chosen["--allow-nonfinite"] = str(options.allow_nonfinite)
     known = _known_by_name(checkpoint)
     made_from = _made_from(checkpoint, known, edits, others, chosen)
@@ -253,14 +253,14 @@ def _made_from(
     for folder, states in ((source.path, inner), (source.root, others[1])):
         for name, (size, _) in states.items():
             if name not in checkpoint.shards:
-                found[f"the file {name}"] = f"{size} bytes, {digest(folder / name)}"
+                found[f"the file {name}"] = f"{size} bytes, {digest_of_file(folder / name)}"
             elif not known:
                 found[f"the file {name}"] = f"{size} bytes"
             elif not source.remote:
                 found[f"the file {name}"] = f"{size} bytes, {(folder / name).resolve().name}"
     headers, _ = plain_layout(checkpoint)
     found |= {f"the header of {name}": sha256(head).hexdigest() for name, head in headers.items()}
-    found["the plan"] = digest_of([[name, repr(edits[name])] for name in sorted(edits)])
+    found["the plan"] = digest_of_data([[name, repr(edits[name])] for name in sorted(edits)])
     return found | {f"the {name}": value for name, value in chosen.items()}
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from enjoyln_cli.checkpoint.config import set_entry
 from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.models.load import values_of
 from enjoyln_cli.models.offload import Reader, Value, reader_of
 from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, edits_of, read_edit_inputs
 from enjoyln_cli.plan.plan import Plan
@@ -33,7 +34,7 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
     _untie(model, plan, reader)
     for setting in plan.settings:
         set_entry(getattr(model, "config", None), setting.name, setting.value)
-    tensors = _tensors(model)
+    tensors = values_of(model)
     edits: dict[int, tuple[torch.Tensor, Edit]] = {}
     for name, edit in edits_of(plan, held=True).items():
         tensor = tensors[name]
@@ -67,7 +68,7 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
 
 def _require_fit(model: nn.Module, plan: Plan) -> None:
     """Raises ``BadCheckpoint`` where ``model`` is not the one that ``plan`` was made for."""
-    tensors = _tensors(model)
+    tensors = values_of(model)
     for writer in plan.writers:
         tensor = tensors.get(writer.parameter)
         same = writer.held is not None or (tensor is not None and tensor.shape == writer.shape)
@@ -117,7 +118,7 @@ def _tell_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
 
 def _untie(model: nn.Module, plan: Plan, reader: Reader | None) -> None:
     """A copy of its own for everything that the plan unties and that the model has."""
-    tensors = _tensors(model)
+    tensors = values_of(model)
     for one in plan.untied:
         if one.parameter not in tensors:
             continue  # the head of another class
@@ -128,10 +129,3 @@ def _untie(model: nn.Module, plan: Plan, reader: Reader | None) -> None:
         if reader and shared.is_meta:
             reader.make(one.parameter, reader.source(one.source))
         getattr(model, "all_tied_weights_keys", {}).pop(one.parameter, None)
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, under each of its names."""
-    held: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
-    held.update(model.named_parameters(remove_duplicate=False))
-    return held

@@ -23,7 +23,7 @@ import torch
 
 from enjoyln_cli.checkpoint.headers import bytes_of
 from enjoyln_cli.errors import BadCheckpoint, OutputError
-from enjoyln_cli.fs.digests import digest_of, digest_of_piece, digest_of_tensor, new_digest
+from enjoyln_cli.fs.digests import digest_of_data, digest_of_piece, digest_of_tensor, new_digest
 from enjoyln_cli.fs.staging import FINISHED, RESULT, clear, count_finished
 from enjoyln_cli.fs.whole_file import write_whole
 from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup, gather, share_out
@@ -168,7 +168,7 @@ def note(journal: Journal, file: Path, pieces: Iterable[Piece], tensors: Iterabl
     """``file`` is finished, and synced to the disk; from here on no run has to write it again."""
     reads = dict.fromkeys(read for name in tensors for read in journal.reads.pop(name, ()))
     found = asdict(Noted(file.stat().st_size, tuple(sorted(pieces)), tuple(reads)))
-    write_whole(_note(journal, file.name), json.dumps({**found, "digest": digest_of(found)}))
+    write_whole(_note(journal, file.name), json.dumps({**found, "digest": digest_of_data(found)}))
 
 
 def _same(journal: Journal, before: Mapping[str, Any]) -> bool:
@@ -227,7 +227,7 @@ def _intact(path: Path, shard: Shard, found: Noted) -> bool:
 def _noted(journal: Journal, name: str) -> Noted | None:
     """What an earlier run has noted of one file, if it makes sense."""
     found = _read(_note(journal, name)) or {}
-    if found.pop("digest", None) != digest_of(found):
+    if found.pop("digest", None) != digest_of_data(found):
         return None
     try:
         pieces = tuple((int(a), int(b), str(c)) for a, b, c in found["pieces"])

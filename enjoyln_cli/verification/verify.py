@@ -49,7 +49,7 @@ from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener, write_or_warn
-from enjoyln_cli.fs.digests import digest
+from enjoyln_cli.fs.digests import digest_of_file
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.verification.config_differences import differing_settings
@@ -350,7 +350,7 @@ def _write(result: Verification, of: Source, event: Event) -> None:
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "sha256": {name: digest(of.root / name) for name in verified_files(of)},
+        "sha256": {name: digest_of_file(of.root / name) for name in verified_files(of)},
     }
     write_or_warn(of.path / VERIFY_FILE, json.dumps(report, indent=2) + "\n", event)
 

@@ -13,7 +13,7 @@ from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import PLAIN, Centring, Options, Plan, Verdict, Writer
 from enjoyln_cli.recipe.compare import differences
 from enjoyln_cli.recipe.follow import follow
-from enjoyln_cli.recipe.from_plan import merged, recipe_of
+from enjoyln_cli.recipe.from_plan import merge_recipes, recipe_of
 from enjoyln_cli.recipe.model import Recipe, options_asked, options_data
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe, shipped_recipe
 from enjoyln_cli.recipe.to_plan import to_plan
@@ -129,7 +129,7 @@ def edited(recipe: Recipe, *changes: tuple[str, str]) -> Recipe:
 
 
 def family(recipe: Recipe) -> str:
-    return dump_recipe(merged([recipe]))
+    return dump_recipe(merge_recipes([recipe]))
 
 
 PLANS = {
@@ -174,7 +174,7 @@ def test_to_plan_refuses_what_is_not_stored_or_not_recorded() -> None:
     with pytest.raises(RecipeError, match=r"transformer\.h\.1\.mlp\.c_proj\.weight"):
         to_plan(recipe, shapes)
     with pytest.raises(RecipeError, match="no record"):
-        to_plan(merged([recipe]), shapes)
+        to_plan(merge_recipes([recipe]), shapes)
 
 
 def test_one_text_for_every_size() -> None:
@@ -540,7 +540,7 @@ def test_a_family_has_a_variant_for_each_condition(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = [(gpt2_plan(tied=tied), gpt2_config(3, tied=tied)) for tied in (True, False)]
-    whole = merged(recipe_of(plan, config=config) for plan, config in pairs)
+    whole = merge_recipes(recipe_of(plan, config=config) for plan, config in pairs)
     assert len(whole.variants) == 2
     assert whole.record is None
     (tmp_path / "gpt2.yaml").write_text(dump_recipe(whole), encoding="utf-8")
@@ -559,10 +559,10 @@ def test_a_family_has_a_variant_for_each_condition(
 def test_variants_that_contradict_each_other_are_not_merged() -> None:
     recipes = [recipe_of(gpt2_plan(tied=tied), depends=()) for tied in (True, False)]
     with pytest.raises(RecipeError, match="name the config attribute"):
-        merged(recipes)
-    assert len(merged([recipes[0], recipes[0]]).variants) == 1
+        merge_recipes(recipes)
+    assert len(merge_recipes([recipes[0], recipes[0]]).variants) == 1
     with pytest.raises(RecipeError, match="one family"):
-        merged([recipes[0], recipe_of(bert_plan())])
+        merge_recipes([recipes[0], recipe_of(bert_plan())])
 
 
 def test_a_transformers_config_serves_as_well() -> None:

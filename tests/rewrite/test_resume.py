@@ -22,7 +22,7 @@ from live_models import ROOT
 from stored_files import opened
 
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
-from enjoyln_cli.fs.digests import digest_of
+from enjoyln_cli.fs.digests import digest_of_data
 from enjoyln_cli.fs.staging import count_finished, staged_output, work_of
 from enjoyln_cli.fs.whole_file import write_whole
 from enjoyln_cli.plan.plan import Merge, NamedParameter, Reader
@@ -241,7 +241,7 @@ def test_a_note_of_other_reads(source: Path, out: Path, damage: Any, signed: boo
     damage(note)
     if signed:
         del note["digest"]
-        note["digest"] = digest_of(note)
+        note["digest"] = digest_of_data(note)
     path.write_text(json.dumps(note))
     if signed and damage is not forgotten:
         refuses(source, out, "of the source has changed since", resume=True)
