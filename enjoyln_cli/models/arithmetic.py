@@ -8,6 +8,7 @@ run on a tensor without values, whose number of rows is a symbol, and its ops ar
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ ANALYTIC = {
     "sub", "sum", "t", "transpose", "unsqueeze", "var", "var_mean", "view",
 }  # fmt: skip
 """Ops of ``aten`` with one formula for all values, and those that move values or change a dtype."""
+SWAPS = {"alias", "clone", "detach", "permute", "t", "transpose"}
+"""Ops that put the dimensions into another order, or do nothing, whatever their sizes are."""
+TORCHS = {nn.functional.layer_norm, torch.layer_norm, torch.permute, torch.transpose} | {
+    getattr(torch.Tensor, name) for name in SWAPS if hasattr(torch.Tensor, name)
+}
+"""Functions that compute torch's ``layer_norm`` or such an op."""
 VALUE = "its forward reads values of its input in Python, as `if` and `.item()` do"
 
 
@@ -65,6 +72,26 @@ def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str |
     return ops.objection
 
 
+def layer_norm_eps(
+    module: nn.Module, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> float | None:
+    """The eps of torch's ``layer_norm``, if ``module`` computes that of ``x`` and nothing else.
+
+    It asks nothing of ``x``, of ``weight`` or of ``bias``, not even a size or a dtype, so that it
+    computes the same of all inputs of as many dimensions.
+    """
+    ops, functions = _Ops(), _Functions()
+    given = x.clone()
+    with torch.no_grad(), ops, functions:
+        module(given)
+    norms = [args for name, args in ops.calls if name == "native_layer_norm"]
+    others = {name for name, _ in ops.calls} - SWAPS - {"native_layer_norm"}
+    if len(norms) != 1 or others or not functions.called <= TORCHS:
+        return None
+    _, _, its_weight, its_bias, eps = norms[0]
+    return float(eps) if its_weight is weight and its_bias is bias else None
+
+
 def other_op(module: nn.Module, x: torch.Tensor) -> str | None:
     """Why ``module`` may have another formula for some inputs of the dtype of ``x``."""
     ops = _Ops()
@@ -74,11 +101,13 @@ def other_op(module: nn.Module, x: torch.Tensor) -> str | None:
 
 
 class _Ops(TorchDispatchMode):
-    """Notes the first op that is not analytic."""
+    """Notes every op, and the first that is not analytic."""
 
     def __init__(self) -> None:
         super().__init__()
         self.other: str | None = None
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        """The name and the arguments of every op."""
 
     @property
     def objection(self) -> str | None:
@@ -91,10 +120,25 @@ class _Ops(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__
+        self.calls.append((name, args))
         if func.namespace == "aten" and name.removesuffix("_") not in ANALYTIC:
             self.other = self.other or name
         elif func.namespace not in ("aten", "prim"):
             self.other = self.other or f"{func.namespace}.{name}"
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):
+    """Notes every function of torch that is called, down to the questions for a size or a dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[Callable[..., Any]] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.called.add(func)
         return func(*args, **(kwargs or {}))
 
 

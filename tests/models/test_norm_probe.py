@@ -347,6 +347,17 @@ def test_what_is_a_layer_norm_on_common_inputs_alone_stays(kind: str, reason: st
         install(model, ["norm"], ())
 
 
+class Graded(nn.LayerNorm):
+    """Torch's, but for where gradients are computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if torch.is_grad_enabled() else 1)
+
+
+def test_torchs_layer_norm_is_tried_with_gradients_too() -> None:
+    assert examine(Graded(WIDTH), {}) == "it does not compute LayerNorm of huge inputs"
+
+
 class Gain(Spelled):
     """Its class tells how it computes, and may be told otherwise later."""
 
