@@ -135,10 +135,10 @@ def may_be_norm(module: nn.Module) -> bool:
     """Whether a module holds so little that it may be a norm. What it computes is not tried."""
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
         return True
+    if type(module).__module__.startswith("torch.nn.modules.") or any(module.children()):
+        return False
     held = len([*module.parameters(), *module.buffers()])
-    own = not type(module).__module__.startswith("torch.nn.modules.")
-    stated = held or hasattr(module, "normalized_shape")
-    return bool(own and stated and held <= 2 and not any(module.children()))
+    return held <= 2 and (held > 0 or hasattr(module, "normalized_shape"))
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

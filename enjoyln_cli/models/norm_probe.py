@@ -398,9 +398,10 @@ def computes_rms_norm(module: nn.Module) -> bool:
 
 def _roles(module: nn.Module) -> list[_Roles]:
     """What the tensors of a module might be, if it is a norm; the likeliest first."""
+    if any(module.children()):
+        return []
     tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
-    floating = all(tensor.is_floating_point() for tensor in tensors.values())
-    if any(module.children()) or len(tensors) > 2 or not floating:
+    if len(tensors) > 2 or not all(tensor.is_floating_point() for tensor in tensors.values()):
         return []
     whole = {tuple(tensor.shape) for tensor in tensors.values()}
     stated = getattr(module, "normalized_shape", None)
