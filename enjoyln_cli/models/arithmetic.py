@@ -1,15 +1,16 @@
 """Which arithmetic a module does: only what has one formula for all inputs, or something else.
 
 A module that is tried on a few inputs may compute something else on others. It cannot where its
-``forward`` takes no decision and all its ops are analytic (sums, products, powers, moments): it is
-run on a tensor without values, whose number of rows is a symbol, and its ops are read.
+``forward`` takes no decision and all its ops are analytic (sums, products, powers, moments). Its
+ops are read, and the functions of torch that it calls. If one of these could tell it a value or a
+size, it is run once more on a tensor without values, whose number of rows is a symbol.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,11 +34,16 @@ ANALYTIC = {
 """Ops of ``aten`` with one formula for all values, and those that move values or change a dtype."""
 SWAPS = {"alias", "clone", "detach", "permute", "t", "transpose"}
 """Ops that put the dimensions into another order, or do nothing, whatever their sizes are."""
-TORCHS = {nn.functional.layer_norm, torch.layer_norm, torch.permute, torch.transpose} | {
-    getattr(torch.Tensor, name) for name in SWAPS if hasattr(torch.Tensor, name)
-}
-"""Functions that compute torch's ``layer_norm`` or such an op."""
-VALUE = "its forward reads values of its input in Python, as `if` and `.item()` do"
+FUNCTIONS = {
+    getattr(home, name)
+    for home in (torch, torch.Tensor, torch._C.TensorBase, nn.functional)
+    for name in ANALYTIC | {"__rdiv__", "__rsub__", "double", "float", "group_norm", "layer_norm",
+                            "to", "type_as"}
+    if hasattr(home, name)
+} | {cast(Any, torch.Tensor.dtype).__get__}  # fmt: skip
+"""Torch's functions for these ops. None tells its caller a value or a size; another dtype is tried
+apart."""
+VALUE = VALUE = "its forward reads values of its input in Python, as `if` and `.item()` do"
 
 
 def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str | None:
@@ -45,6 +51,9 @@ def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str |
 
     Its parameters are in float64. The dimensions ``fixed`` always have that size, all others any.
     """
+    ops, called = _observed(module, torch.ones(size, dtype=torch.float64))
+    if called <= FUNCTIONS:
+        return ops.objection
     sizes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
     fake = FakeTensorMode(shape_env=sizes)
     copied = copy.deepcopy(module)
@@ -77,19 +86,25 @@ def layer_norm_eps(
 ) -> float | None:
     """The eps of torch's ``layer_norm``, if ``module`` computes that of ``x`` and nothing else.
 
-    It asks nothing of ``x``, of ``weight`` or of ``bias``, not even a size or a dtype, so that it
-    computes the same of all inputs of as many dimensions.
+    It asks nothing of ``x``, of ``weight`` or of ``bias`` but a dtype, so that it computes the same
+    of all inputs of as many dimensions.
     """
+    ops, called = _observed(module, x)
+    norms = [args for name, args in ops.calls if name == "native_layer_norm"]
+    others = {name for name, _ in ops.calls} - SWAPS - {"native_layer_norm"}
+    if len(norms) != 1 or others or not called <= FUNCTIONS:
+        return None
+    _, _, its_weight, its_bias, eps = norms[0]
+    return float(eps) if its_weight is weight and its_bias is bias else None
+
+
+def _observed(module: nn.Module, x: torch.Tensor) -> tuple[_Ops, set[Callable[..., Any]]]:
+    """The ops that ``module`` computes of a copy of ``x``, and the functions that it calls."""
     ops, functions = _Ops(), _Functions()
     given = x.clone()
     with torch.no_grad(), ops, functions:
         module(given)
-    norms = [args for name, args in ops.calls if name == "native_layer_norm"]
-    others = {name for name, _ in ops.calls} - SWAPS - {"native_layer_norm"}
-    if len(norms) != 1 or others or not functions.called <= TORCHS:
-        return None
-    _, _, its_weight, its_bias, eps = norms[0]
-    return float(eps) if its_weight is weight and its_bias is bias else None
+    return ops, functions.called
 
 
 def other_op(module: nn.Module, x: torch.Tensor) -> str | None:

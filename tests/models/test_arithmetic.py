@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import layer_norm
 
-from enjoyln_cli.models.arithmetic import layer_norm_eps
+from enjoyln_cli.models.arithmetic import VALUE, decision, layer_norm_eps
 
 WIDTH, EPS = 5, 3e-6
 
@@ -26,12 +26,12 @@ LOOKED_AT: dict[str, Formula] = {
     "by another name": lambda norm, x: torch.layer_norm(
         x.transpose(0, 1), (WIDTH,), norm.weight, norm.bias, norm.eps
     ).transpose(1, 0),
+    "in the dtype that it asks for": lambda norm, x: plain(norm, x.to(x.dtype)),
 }
 
 NOT_TORCHS: dict[str, Formula] = {
     "asks a size": lambda norm, x: plain(norm, x) if x.shape[0] < 99 else x,
     "asks a number of dimensions": lambda norm, x: plain(norm, x) if x.ndim == 3 else x,
-    "asks a dtype": lambda norm, x: plain(norm, x) if x.dtype == torch.float64 else x,
     "asks for a layout": lambda norm, x: plain(norm, x) if x.is_contiguous() else x,
     "asks a value": lambda norm, x: plain(norm, x) if x.sum() < 1e9 else x,
     "asks for a value of its weight": lambda norm, x: plain(norm, x) if norm.weight[0] < 9 else x,
@@ -83,3 +83,27 @@ def test_what_a_module_writes_into_its_input_is_seen() -> None:
         return plain(norm, x.add_(1.0))
 
     assert eps_of(written) is None
+
+
+ONE_FORMULA: dict[str, Formula] = {
+    "spelled out": lambda norm, x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + EPS),
+    "one plus": lambda norm, x: layer_norm(x, (WIDTH,), 1 + norm.weight, norm.bias, norm.eps),
+    "a size that decides nothing": lambda norm, x: layer_norm(x, x.shape[-1:], norm.weight),
+}
+DECIDED: dict[str, tuple[Formula, str]] = {
+    "a length": (lambda norm, x: x if x.shape[1] > 512 else 2 * x, "branches on the number of"),
+    "a part": (lambda norm, x: x - x[:3].mean(), "computes slice"),
+    "a value": (lambda norm, x: x if x.sum() > 1e9 else 2 * x, VALUE),
+    "a limit": (lambda norm, x: (x - x.mean()).clamp(-9, 9), "computes clamp"),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_FORMULA)
+def test_sums_and_products_are_one_formula_for_all_inputs(kind: str) -> None:
+    assert decision(Computing(ONE_FORMULA[kind]), (6, 3, WIDTH), {2}) is None
+
+
+@pytest.mark.parametrize("kind", DECIDED)
+def test_whatever_may_be_another_formula_elsewhere_is_named(kind: str) -> None:
+    formula, reason = DECIDED[kind]
+    assert reason in (decision(Computing(formula), (6, 3, WIDTH), {2}) or "")
