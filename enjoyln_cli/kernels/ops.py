@@ -12,17 +12,19 @@ result may take the place of ``x``; the backend ``enjoyln`` calls them.
 
 The sum is rounded to its dtype before it is normalised, as in two separate steps. A function takes
 the native kernel (``native``) in plain eager calls, and the formula in a compiled graph, where
-Inductor fuses it, in an export and for subclasses. Everywhere else it computes ``F.layer_norm``,
-which is the same for the zero-mean rows that a folded norm sees: where there is no kernel for the
-device or the dtype, under autocast, for which torch has a rule, and where a gradient is wanted,
-since torch records and computes that of LayerNorm in one step. An operator computes what its name
-says in every case, with that gradient.
+Inductor fuses it, in an export and for subclasses. Without a native kernel, RMSNorm without a bias
+is ``F.rms_norm`` on the devices where torch computes it in one kernel (``torch_fuses``). Everywhere
+else a function computes ``F.layer_norm``, which is the same for the zero-mean rows that a folded
+norm sees, and one kernel on every device; also where a gradient is wanted, since torch records and
+computes that of LayerNorm in one step. An operator computes what its name says in every case, with
+that gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,6 +70,39 @@ def literally() -> Iterator[None]:
 def layer_norm_will_do() -> bool:
     """Whether LayerNorm may be computed in the place of RMSNorm, where no kernel is."""
     return not (_literal or is_compiling())
+
+
+@cache
+def torch_fuses(device: str) -> bool:
+    """Whether torch computes RMSNorm in one kernel on a type of device.
+
+    So it does on CUDA (and ROCm) since torch 2.9, and on MPS; on a CPU it takes several steps.
+    """
+    key = torch._C._dispatch_key_for_device(device)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", key)
+
+
+@cache
+def _has_autocast_rule(device: str) -> bool:
+    """Whether autocast on a type of device knows ``rms_norm``, as it knows ``layer_norm``."""
+    key = f"Autocast{torch._C._dispatch_key_for_device(device)}"
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", key)
+
+
+def is_torchs(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether ``F.rms_norm`` computes RMSNorm of ``x`` in one kernel, and no gradient is wanted.
+
+    It does without a bias, and with a weight of the dtype of ``x`` or under autocast, which casts
+    both.
+    """
+    device = x.device.type
+    if bias is not None or not torch_fuses(device):
+        return False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight) if t is not None):
+        return False
+    if torch.is_autocast_enabled(device):
+        return _has_autocast_rule(device)
+    return weight is None or weight.dtype == x.dtype
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -189,6 +224,8 @@ def _norm(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
     """The other ways, as the module's docstring has them."""
     if not layer_norm_will_do() or not _plain(x, weight, bias):
         return FORWARD[norm](x, weight, bias, eps)
+    if norm == "rms_norm" and is_torchs(x, weight, bias):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
     if native.has(x.device.type) and native.faster(x) == norm == "rms_norm":
         y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
         return y if bias is None else y + bias

@@ -122,10 +122,12 @@ class RMSNorm(Folded, nn.LayerNorm):
             if y is not NotImplemented:
                 return y
         here = thread.running.proven is self._enjoyln_fold
-        if self.training or not here or kernels.layer_norm_will_do():
+        if self.training or not here:
             return super().forward(input)
         weight = self.weight if needs(self.weight, self.weightless) else None
         bias = self.bias if needs(self.bias, self.biasless) else None
+        if kernels.layer_norm_will_do() and not kernels.is_torchs(input, weight, bias):
+            return super().forward(input)
         return rms_norm(input, weight, bias, self.eps, len(self.normalized_shape))
 
 

@@ -1,0 +1,118 @@
+"""Where torch computes RMSNorm in one kernel, a norm without a bias is that, as on a GPU.
+
+The device is simulated: the CPU is said to have such a kernel, and the project's own is taken away.
+Rows with a mean tell RMSNorm and LayerNorm apart.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from live_models import CHECKPOINTS
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from enjoyln_cli import fold, from_pretrained, kernels
+from enjoyln_cli.kernels import native, ops
+from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.runtime.modules import Folded
+
+WIDTH, EPS = 33, 1e-5
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is a device without kernels of this project, where torch fuses RMSNorm."""
+    monkeypatch.setattr(native, "entry", native.Missing())
+    monkeypatch.setattr(native, "_known", {"cpu": native.Status("cpu", False, "simulated")})
+    monkeypatch.setattr(ops, "torch_fuses", lambda device: device == "cpu")
+
+
+def affine(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return torch.randn(WIDTH).to(dtype), torch.randn(WIDTH).to(dtype)
+
+
+def computed(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> str:
+    """Which of the two norms ``kernels.rms_norm`` computes of rows with a mean."""
+    x = x + 2
+    found = kernels.rms_norm(x, weight, bias, EPS).double()
+    wide = [None if t is None else t.double() for t in (weight, bias)]
+    norm = F.layer_norm(x.double(), (WIDTH,), *wide, EPS)
+    rms = F.rms_norm(x.double(), (WIDTH,), wide[0], EPS) + (0 if bias is None else wide[1])
+    names = {"LayerNorm": norm, "RMSNorm": rms}
+    (name,) = (n for n, y in names.items() if (found - y).abs().max() < 0.05 * y.abs().max())
+    return name
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_norm_without_a_bias_is_torchs_rms_norm(dtype: torch.dtype) -> None:
+    weight, _ = affine(dtype)
+    x = torch.randn(5, WIDTH).to(dtype)
+    assert computed(x, weight, None) == computed(x, None, None) == "RMSNorm"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_where_torch_has_no_single_kernel_it_stays_layer_norm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, bias = affine()
+    x = torch.randn(5, WIDTH)
+    assert computed(x, weight, bias) == "LayerNorm"
+    assert computed(x.half(), weight, None) == "LayerNorm"
+    assert computed(x.clone().requires_grad_(), weight, None) == "LayerNorm"
+    with torch.no_grad():
+        assert computed(x.clone().requires_grad_(), weight, None) == "RMSNorm"
+    monkeypatch.setattr(ops, "torch_fuses", lambda device: device == "cuda")
+    assert computed(x, weight, None) == "LayerNorm"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("rule", [True, False])
+def test_under_autocast_torch_has_to_have_a_rule(
+    rule: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_has_autocast_rule", lambda device: rule)
+    weight, _ = affine()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = kernels.rms_norm(torch.randn(5, WIDTH) + 2, weight, None, EPS)
+        assert computed(torch.randn(5, WIDTH), weight, None) == ("RMSNorm" if rule else "LayerNorm")
+    assert y.isfinite().all()
+
+
+class Norms(TorchDispatchMode):
+    """Counts the LayerNorms that torch computes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func is torch.ops.aten.native_layer_norm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_merged_model_computes_no_layer_norm(tmp_path: Path) -> None:
+    inputs = {"input_ids": torch.arange(3, 21).reshape(2, 9)}
+    for merge, own in ((None, True), ("bias", False)):
+        options = Options(merge=merge)  # type: ignore[arg-type]
+        out = fold(CHECKPOINTS / "phi", tmp_path / str(merge), verify=False, options=options).out
+        model = from_pretrained(out)
+        norms = [module for module in model.modules() if isinstance(module, Folded)]
+        with torch.no_grad(), Norms() as counted:
+            logits = model(**inputs).logits
+        merged = len(norms) if own else len(norms) - len(model.config.enjoyln["merged"]["bias"])
+        assert counted.count == merged
+        plain = type(model).from_pretrained(CHECKPOINTS / "phi").eval()
+        with torch.no_grad():
+            expected = plain.double()(**inputs).logits
+        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_the_kernel_is_looked_for_in_torch_itself() -> None:
+    for device, has in (("cpu", False), ("meta", False), ("cuda", torch.version.cuda is not None)):
+        assert ops.torch_fuses(device) is has
