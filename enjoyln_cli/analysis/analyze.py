@@ -29,6 +29,7 @@ from enjoyln_cli.analysis.untying import Apart
 from enjoyln_cli.analysis.verdicts import plan_of
 from enjoyln_cli.calls.calls import Call, ExampleCalls, calls_like
 from enjoyln_cli.checkpoint.reader import Checkpoint
+from enjoyln_cli.effects.garbage import collections_of_new_objects
 from enjoyln_cli.effects.reachable import Snapshot
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, UnsupportedModel
 from enjoyln_cli.models import classes
@@ -93,6 +94,7 @@ class Analysis:
         return gains(self.problem, self.plan.model_class) if self.plan.kept else ()
 
 
+@collections_of_new_objects()
 def analyze_config(
     config: Any,
     *,
@@ -273,6 +275,7 @@ def analyze_module(
         return analyze_calls(model, [*calls, *doubled], outputs, options)
 
 
+@collections_of_new_objects()
 def analyze_calls(
     model: nn.Module,
     calls: Iterable[Call],

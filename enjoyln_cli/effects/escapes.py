@@ -130,12 +130,11 @@ def still_alive(returned: Iterable[torch.Tensor], given: Mapping[int, int]) -> l
     if mode is None:
         return []
     known = {id(tensor) for tensor in returned}
-    found = _tracked(mode.tracer, known, given)
-    if found:
-        del found
-        gc.collect(0)  # everything since the trace began is in the youngest generation
-        found = _tracked(mode.tracer, known, given)
-    return _held_by_python(found, _in_graph(mode.tracer)) if found else []
+    in_graph = _in_graph(mode.tracer)
+    if not _held_by_python(_tracked(mode.tracer, known, given), in_graph):
+        return []
+    gc.collect(0)  # everything since the trace began is in the youngest generation
+    return _held_by_python(_tracked(mode.tracer, known, given), in_graph)
 
 
 def _tracked(tracer: Any, known: set[int], given: Mapping[int, int]) -> list[torch.Tensor]:

@@ -7,7 +7,6 @@ keeps is afterwards what it was.
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import warnings
 import weakref
@@ -31,6 +30,7 @@ from enjoyln_cli.effects.escapes import (
     versions,
     what_holds,
 )
+from enjoyln_cli.effects.garbage import no_collections
 from enjoyln_cli.effects.mode_queries import watch_mode_queries
 from enjoyln_cli.effects.reachable import Snapshot
 from enjoyln_cli.errors import TraceFailed
@@ -163,18 +163,19 @@ def ready(model: nn.Module) -> Iterator[Watchers]:
     Raises ``TraceFailed`` where something is not.
     """
     training = [module for module in model.modules() if module.training]
-    model.eval()
-    remembered = Snapshot(model)
-    try:
-        with warnings.catch_warnings(), torch.no_grad(), _brief_export():
-            warnings.simplefilter("ignore")
-            with watch_norms(model) as norms, mark_insertion_points(model) as places:
-                watchers = Watchers(norms, places)
-                yield watchers
-    finally:
-        left = remembered.put_back()
-        for module in training:
-            module.training = True
+    with no_collections():
+        model.eval()
+        remembered = Snapshot(model)
+        try:
+            with warnings.catch_warnings(), torch.no_grad(), _brief_export():
+                warnings.simplefilter("ignore")
+                with watch_norms(model) as norms, mark_insertion_points(model) as places:
+                    watchers = Watchers(norms, places)
+                    yield watchers
+        finally:
+            left = remembered.put_back()
+            for module in training:
+                module.training = True
     left += what_holds([ref for ref in watchers.left if not remembered.has(ref())])
     if left:
         raise TraceFailed(
@@ -185,20 +186,17 @@ def ready(model: nn.Module) -> Iterator[Watchers]:
 
 @contextmanager
 def _brief_export() -> Iterator[None]:
-    """Without what torch says about exceptions that it raises anyway, and a quarter faster.
+    """Without what torch says about exceptions that it raises anyway.
 
-    No Python stack is recorded with each node, and nothing looks for garbage while a graph grows.
+    No Python stack is recorded with each node, which would take time.
     """
-    logged, collecting = logging.root.manager.disable, gc.isenabled()
+    logged = logging.root.manager.disable
     unrecorded = getattr(fx_config, "do_not_emit_stack_traces", False)  # since torch 2.13
     logging.disable(logging.ERROR)
     fx_config.do_not_emit_stack_traces = True
-    gc.disable()
     try:
         with redirect_stderr(StringIO()):
             yield
     finally:
         logging.disable(logged)
         fx_config.do_not_emit_stack_traces = unrecorded
-        if collecting:
-            gc.enable()
