@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from enjoyln_cli.errors import TraceFailed
+
 aten = torch.ops.aten
 
 _CONSTANTS = {
@@ -242,6 +244,8 @@ def without_weights(model: nn.Module, copied: list[torch.Tensor] | None = None) 
     To ``copied`` all other tensors are added that it holds a copy of.
 
     Those that accelerate's hooks would bring there are not: the copy has no such hooks.
+
+    Raises ``TraceFailed`` where the model's own code, asked for a copy, gives its weights.
     """
     hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
     if not hooked and all(parameter.is_meta for parameter in model.parameters()):
@@ -251,6 +255,8 @@ def without_weights(model: nn.Module, copied: list[torch.Tensor] | None = None) 
     }
     memo |= {id(module._hf_hook): None for module in hooked}
     bare = copy.deepcopy(model, memo)
+    if any(not parameter.is_meta for parameter in bare.parameters()):
+        raise TraceFailed(f"{type(model).__name__}: a copy of the model shares its weights")
     if copied is not None:
         held = memo.get(id(memo), ())  # where deepcopy keeps what it has copied
         copied += [value for value in held if isinstance(value, torch.Tensor)]

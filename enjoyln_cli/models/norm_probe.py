@@ -269,7 +269,8 @@ def _objection(module: nn.Module, roles: _Roles, form: LayerNormForm) -> str | N
         return "its forward changes the module"
     probe = _probe(module, roles)
     for dtype, tolerance in NARROW.items():
-        narrow = replace(probe, module=copy.deepcopy(probe.module).to(dtype))
+        narrow = replace(probe, module=copy.deepcopy(probe.module))
+        nn.Module.to(narrow.module, dtype)
         x = probe.input(form.dim, (form.ranks or (3,))[0]).to(dtype)
         weight, bias = (getattr(narrow.module, n or "", None) for n in (roles.weight, roles.bias))
         wide = (None if part is None else part.double() for part in (weight, bias))
@@ -369,7 +370,9 @@ def _by_own(module: nn.Module, form: LayerNormForm) -> LayerNormForm | str:
         or not all(t.isfinite().all() for t in tensors)
     ):
         return form
-    copied = _bare(module).cpu().double().eval().requires_grad_(False)
+    copied = _bare(module)
+    nn.Module.cpu(copied)
+    nn.Module.double(copied)
     weight, bias = (getattr(copied, name, None) for name in (form.weight, form.bias))
     roles = (weight if form.gain != "1" else None), (bias if form.biased else None)
     probe = _Probe(copied, tuple(per_feature(tensors[0]).shape), *roles)
@@ -424,19 +427,37 @@ def _roles(module: nn.Module) -> list[_Roles]:
 
 
 def _bare(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` with the ``forward`` of its class, and without hooks."""
+    """A copy of ``module`` in eval mode, without hooks, whose methods are those of its class.
+
+    Its parameters want no gradients. Raises ``ValueError`` where the module's own code, asked for a
+    copy, gives one that shares memory with it: what is written into a copy would change the module.
+    """
     bare = object.__new__(type(module))
     bare.__dict__.update(vars(module))
     for name, value in vars(module).items():
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
             bare.__dict__[name] = type(value)()
-    for name in ("forward", "_old_forward", "_hf_hook"):
+    replaced = {name for name in vars(module) if name not in _INTERNAL and hasattr(nn.Module, name)}
+    for name in replaced | {"_old_forward", "_hf_hook"}:
         bare.__dict__.pop(name, None)
-    return copy.deepcopy(bare)
+    copied = copy.deepcopy(bare)
+    if not _memory(copied).isdisjoint(_memory(module)):
+        raise ValueError("a copy of the module shares its parameters")
+    copied.training = False
+    nn.Module.requires_grad_(copied, False)
+    return copied
+
+
+def _memory(module: nn.Module) -> set[int]:
+    """The storages of what a module registers."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
 def _probe(module: nn.Module, roles: _Roles) -> _Probe:
-    copied = _bare(module).to_empty(device="cpu").double().eval().requires_grad_(False)
+    copied = _bare(module)
+    nn.Module.to_empty(copied, device="cpu")
+    nn.Module.double(copied)
     generator = torch.Generator().manual_seed(0)
     found = dict(copied.named_parameters()) | dict(copied.named_buffers())
     for tensor in found.values():

@@ -500,3 +500,12 @@ def test_what_a_real_number_is_written_into_is_not_whole() -> None:
     assert not memory.holds_real(mask)
     memory.add(None, (mask, positive), writes=True)
     assert memory.holds_real(mask)
+
+
+def test_a_model_whose_copy_is_itself_is_refused() -> None:
+    class Itself(nn.Linear):
+        def __deepcopy__(self, memo: object) -> nn.Module:
+            return self
+
+    with pytest.raises(TraceFailed, match="Itself: a copy of the model shares its weights"):
+        without_weights(Itself(3, 3))

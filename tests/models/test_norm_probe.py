@@ -358,6 +358,27 @@ def test_torchs_layer_norm_is_tried_with_gradients_too() -> None:
     assert examine(Graded(WIDTH), {}) == "it does not compute LayerNorm of huge inputs"
 
 
+class Itself(Spelled):
+    """A copy of it is the module itself."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Itself:
+        return self
+
+
+@pytest.mark.parametrize("name", ["train", "eval", "double", "to_empty", "requires_grad_", "class"])
+def test_a_module_whose_code_hands_out_itself_keeps_its_parameters(name: str) -> None:
+    norm = Itself() if name == "class" else Spelled()
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    if name != "class":
+        setattr(norm, name, lambda *args, **kwargs: norm)
+    before = {key: value.clone() for key, value in norm.state_dict().items()}
+    found = examine(norm, {})
+    assert isinstance(found, LayerNormForm) or (found is None and name == "class")
+    assert all(value.equal(before[key]) for key, value in norm.state_dict().items())
+    assert all(parameter.requires_grad for parameter in norm.parameters()) and norm.training
+
+
 class Gain(Spelled):
     """Its class tells how it computes, and may be told otherwise later."""
 

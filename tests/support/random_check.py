@@ -112,7 +112,7 @@ def _checked(written: Written) -> Result:
         return found("refused", reason=f"{type(error).__name__}: {error}")
     except Exception as error:
         return found("raised", call="analyze", where=_last_line(), reason=_text(error))
-    left = _left_behind(analysed)
+    left = _left_behind(analysed, Subject(written).model)
     found = functools.partial(found, norms=len(plan.norms), folded=len(plan.folded))
     reason = "; ".join(sorted({v.reason for v in plan.norms if v.reason}))
     subject, refused = Subject(written), ""
@@ -341,8 +341,11 @@ def _sensitivity(written: Written, call: Call) -> float:
     return worst if math.isfinite(worst) else 0.0
 
 
-def _left_behind(subject: Subject) -> str:
-    """A tensor without values that tracing has left in the model, and that the next call meets."""
+def _left_behind(subject: Subject, unread: nn.Module) -> str:
+    """What the analysis has left in the model, and that the next call meets.
+
+    That is a tensor without values, or a parameter that is not as in the same model ``unread``.
+    """
     for path, value in subject.state():
         if isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta):
             return f"{path} is a {type(value).__name__} without values"
@@ -351,6 +354,8 @@ def _left_behind(subject: Subject) -> str:
     for path, parameter in subject.model.named_parameters():
         if isinstance(parameter, FakeTensor) or parameter.is_meta:
             return f"{path} has no values"
+        if not _same(parameter, unread.get_parameter(path)):
+            return f"{path} has other values"
     modules = [m for m in subject.model.modules() if isinstance(m, Folded)]
     return "a norm is folded already" if modules else ""
 
