@@ -1,1 +1,1 @@
-"""From captured graphs to who may be centred."""
+"""Prove, on captured graphs, which weights can be centred and which norms can be converted."""

@@ -1,7 +1,7 @@
-"""Why a norm folds or stays: its zero-mean graph in words, down to the sources.
+"""Explain why a norm folds or stays LayerNorm, by its zero-mean graph (Enjoy-LN, Definition 4).
 
-Definition 4 of Enjoy-LN calls this the zero-mean graph. Views, casts and dropout are left out, and
-a residual stream is shown as one sum of its writers.
+The graph leads from the norm's input back to the parameters and other sources. It leaves out views,
+casts and dropout, and shows a residual stream as one sum of all values that are added to it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from enjoyln_cli.proof.widening import Mlp
 
 @dataclass(frozen=True)
 class Tree:
-    """One value of a zero-mean graph and what it is computed from."""
+    """One value of a zero-mean graph, and the values that it is computed from."""
 
     text: str
     zero_mean: bool
@@ -30,7 +30,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """The source that keeps a norm: why, what, and the way from the norm up to it."""
+    """A source whose mean keeps a norm LayerNorm; ``path`` leads from the norm to the source."""
 
     reason: str
     culprit: str
@@ -39,13 +39,16 @@ class Obstacle:
 
 
 def obstacle(problem: Problem, cut: Cut, norm: str) -> Obstacle:
-    """The nearest source whose mean reaches the norm's input; first one that no MLP subtracts."""
+    """The nearest source whose mean reaches the norm's input, preferably one no MLP subtracts."""
     unknown = Obstacle("its input could not be traced", norm, ())
     return next(obstacles(problem, cut, norm), unknown)
 
 
 def obstacles(problem: Problem, cut: Cut, norm: str) -> Iterator[Obstacle]:
-    """The sources whose mean reaches the norm's input: those that no MLP subtracts, or else all."""
+    """The sources whose mean reaches the norm's input, nearest first.
+
+    Sources whose mean an MLP can subtract come only if there are no others.
+    """
     starts = [problem.item(value) for value in problem.norms[norm]]
     for through_mlps in (False, True):
         before: dict[Item, Item | None] = {item: None for item in starts if item in cut.impure}
@@ -74,7 +77,7 @@ def _reason(found: Opaque) -> str:
 
 
 def _not_subtracted(problem: Problem, before: dict[Item, Item | None], item: Item) -> str:
-    """Why no MLP on the way subtracts the mean, where there is one and that was asked for."""
+    """Why no MLP on the way subtracts the mean; empty if there is none, or without widening."""
     source, able = item, False
     while (after := before[source]) is not None:
         if reason := problem.not_subtracting(after, source):
@@ -104,7 +107,7 @@ def _path(problem: Problem, before: dict[Item, Item | None], item: Item) -> tupl
 
 
 def label(problem: Problem, item: Item) -> str:
-    """``transformer.h.0 (add)`` for a value, its name for a parameter or an input."""
+    """``transformer.h.0 (add)`` for a value; the name of a parameter or an input."""
     if isinstance(item, Parameter):
         return item.name
     trace = problem.flow.traces[item.trace]
@@ -115,7 +118,7 @@ def label(problem: Problem, item: Item) -> str:
 
 
 def own_mean(problem: Problem, carrier: Carrier) -> str:
-    """Why the value that an operation is put on keeps a mean of its own."""
+    """Why the value at ``carrier`` has a mean that cannot be removed in the weights."""
     trace, node = problem.carried(carrier)[0]
     axis = on_dimension(carrier.axis, carrier.axis.dim + rank_of(node))
     waiting = [problem.item(Value(trace, node, axis))]
@@ -132,7 +135,7 @@ def own_mean(problem: Problem, carrier: Carrier) -> str:
 
 
 def tree(problem: Problem, cut: Cut, norm: str) -> Tree:
-    """The zero-mean graph of one norm, over each different way in which it is called."""
+    """The zero-mean graph of one norm, with a branch for each different way of calling it."""
     folded = norm in cut.folded
     verdict = "becomes RMSNorm: its input is zero-mean" if folded else "stays LayerNorm"
     found: dict[Tree, str] = {}
@@ -146,16 +149,18 @@ def tree(problem: Problem, cut: Cut, norm: str) -> Tree:
 
 
 def merge_in_words(plan: Plan, norm: str) -> Tree | None:
-    """What moves out of a folded norm, or why not; ``None`` where nobody asked for that."""
+    """Which parameters of a folded norm are merged, or why none is; ``None`` if not asked for."""
     for one in plan.merged:
         if one.norm == norm:
             moving = " and ".join(["weight"] * bool(one.weight) + ["bias"] * bool(one.bias))
             into = tuple(Tree(reader.weight.parameter, True) for reader in one.readers)
-            return Tree(f"its {moving} can be merged: all that reads it is linear", True, into)
+            return Tree(
+                f"its {moving} can be merged: all its readers are linear layers", True, into
+            )
     for kept in plan.unmerged:
         if kept.norm == norm:
             where = f" ({kept.culprit})" if kept.culprit else ""
-            return Tree(f"nothing of it is merged: {kept.reason}{where}", False)
+            return Tree(f"nothing is merged: {kept.reason}{where}", False)
     return None
 
 
@@ -195,9 +200,10 @@ def _inserted(cut: Cut) -> set[Carrier | None]:
 
 
 def _terms(problem: Problem, cut: Cut, item: Item) -> list[tuple[Item, Mlp | None]]:
-    """The addends of a sum of sums, in the order of the graph, looking through views.
+    """All addends of nested sums, in the order of the graph.
 
-    Each with the MLP that subtracts its mean, where one does.
+    Each comes with the MLP that subtracts its mean, if one does. Views and other ops with a single
+    source are skipped.
     """
     terms: dict[tuple[Item, Mlp | None], None] = {}
     waiting: list[tuple[Item, Mlp | None]] = [(item, None)]

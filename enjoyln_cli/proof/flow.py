@@ -1,8 +1,11 @@
 """The two questions that the pull-back table answers, over all traces of a model.
 
-Forwards: which values have to be zero-mean for a value to be zero-mean (``sources``)? Backwards:
-who would see a shift of a value (``observer``)? A value is seen unless every consumer absorbs the
-shift or passes it on to a value that nobody sees. Both are computed once per (value, axis).
+* ``sources``: which operands need a zero mean so that a value has one? This looks up the graph.
+* ``observer``: which op, if any, would give another result if a value were shifted? This looks down
+  the graph. Every consumer of the value must either absorb the shift, or turn it into a shift of
+  its own result that has no observer in turn.
+
+Each answer is computed once per (value, axis).
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from enjoyln_cli.trace.trace import Trace
 
 @dataclass(frozen=True)
 class Value:
-    """A node of a graph under an axis; ``trace`` is the position of its trace."""
+    """A node of a graph and an axis of it; ``trace`` is the graph's index in ``Flow.traces``."""
 
     trace: int
     node: Node
@@ -46,12 +49,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Absorbed:
-    """The op does not see a shift of this operand."""
+    """The result of the op does not change when this operand is shifted."""
 
 
 @dataclass(frozen=True)
 class Observer:
-    """A consumer that sees a shift, and why."""
+    """A consumer whose result changes in another way than by a shift, and why."""
 
     trace: int
     node: Node
@@ -60,15 +63,15 @@ class Observer:
 
 @dataclass(eq=False, kw_only=True)
 class Flow:
-    """All traces of one model, with the answers found so far."""
+    """All traces of one model, and the answers computed so far."""
 
     traces: tuple[Trace, ...]
     required: frozenset[str] | None = None
-    """The fields of the models' outputs that have to stay the same; ``None`` for all outputs."""
+    """The output fields that must stay unchanged; ``None`` for all outputs."""
     products: Mapping[Node, Node] = field(default_factory=dict)
-    """Products that become the identity, to the factor that remains (``scales``)."""
+    """Products whose scale is merged into weights, to the other factor (see ``layer_scale``)."""
     refused: Mapping[Node, str] = field(default_factory=dict)
-    """Products that do not, and why."""
+    """Products whose scale cannot be merged, and why."""
     _pulls: dict[Value, Pull] = field(default_factory=dict)
     _observers: dict[Value, Observer | None] = field(default_factory=dict)
 
@@ -77,7 +80,7 @@ class Flow:
             _mark_unread(trace.graph)
 
     def sources(self, value: Value) -> Opaque | tuple[Value, ...]:
-        """The operands that have to be zero-mean, or why none would do."""
+        """The operands that must have zero mean, or why the value cannot be made zero-mean."""
         if value not in self._pulls:
             self._pulls[value] = self._pull(value.node, value.axis)
         found = self._pulls[value]
@@ -93,10 +96,10 @@ class Flow:
         return Opaque(self.refused[node]) if refused else found
 
     def observer(self, value: Value) -> Observer | None:
-        """Somebody who sees a shift of the value along its axis; ``None`` if nobody does.
+        """An op that would notice a shift of the value along its axis; ``None`` if none would.
 
-        Local steps are enough: a shift of ``v`` is the sum of the shifts that it causes in the
-        consumers' results, each of which must be invisible for every state of the other values.
+        It is enough to look at one consumer at a time: each consumer must absorb the shift, or pass
+        it on without being noticed, for any values of its other operands.
         """
         waiting = [(value, False)]
         while waiting:
@@ -115,7 +118,7 @@ class Flow:
         return self._observers[value]
 
     def steps(self, value: Value) -> Iterator[Value | Observer]:
-        """What a shift of the value shifts in turn, and who sees it, of its consumers alone."""
+        """For each direct consumer: its result if that is shifted too, or an observer."""
         for consumer in consumers(value.node):
             if consumer.op == "output" and not self.is_required(value):
                 continue
@@ -131,23 +134,23 @@ class Flow:
                     yield Value(value.trace, reader, found)
 
     def is_required(self, value: Value) -> bool:
-        """Whether a value that the model returns is one that has to stay the same."""
+        """Whether a value that the model returns must stay unchanged."""
         fields = self.traces[value.trace].returned.get(value.node)
         return self.required is None or fields is None or not self.required.isdisjoint(fields)
 
     def narrowed(self, traces: int, required: frozenset[str]) -> Flow:
-        """The same questions about the first ``traces`` alone, for ``required`` outputs."""
+        """A flow over the first ``traces`` traces in which ``required`` outputs must not change."""
         return replace(self, traces=self.traces[:traces], required=required, _observers={})
 
     def reached(self) -> Iterator[tuple[str, ...]]:
-        """For every value asked about so far that the model returns: the fields that hold it."""
+        """For each returned value that ``observer`` has met: the output fields that hold it."""
         for value in self._observers:
             if fields := self.traces[value.trace].returned.get(value.node):
                 yield fields
 
 
 def consumers(node: Node) -> Iterator[Node]:
-    """The nodes that read a value; a split stands for the parts that are taken of it, and read."""
+    """The nodes that read a value; instead of a split, those of its parts that are used."""
     for user in node.users:
         if packet(user) in TAKEN_APART:
             yield from (part if is_part(part) else user for part in user.users if part.users)
@@ -156,9 +159,10 @@ def consumers(node: Node) -> Iterator[Node]:
 
 
 def origin(node: Node, axis: Axis) -> Pull:
-    """``pull``; for what is picked from a view, the value that the view is of, where that can be.
+    """As ``pull``, but for elements selected from a view, the pair is the value that was viewed.
 
-    There the mean is over the picked elements alone, of all that ``pull`` asks to be zero-mean.
+    This requires less: the axis on that value covers only the selected elements. ``pull`` would
+    require a zero mean of all elements of the view.
     """
     found = pull(node, axis)
     pick = None if isinstance(found, Opaque) else pull_through_view(node, axis)
@@ -166,10 +170,11 @@ def origin(node: Node, axis: Axis) -> Pull:
 
 
 def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
-    """What becomes, in the value of ``node``, of a shift of ``operand`` along ``axis``.
+    """How a shift of ``operand`` along ``axis`` changes the value of ``node``.
 
-    An ``Axis`` if the value is shifted along it, ``Absorbed`` if it does not change, else why the
-    shift is seen. An output axis counts only if ``pull`` lists every occurrence of the operand.
+    An ``Axis`` if the value is shifted along that axis, ``Absorbed`` if it does not change, and
+    otherwise the reason that the shift is noticed. The value counts as shifted only if ``pull``
+    lists every occurrence of the operand among the arguments.
     """
     if node.op == "output":
         return Opaque("the model returns it")
@@ -192,10 +197,10 @@ def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
 def outcomes(
     node: Node, operand: Node, axis: Axis
 ) -> Iterator[tuple[Node, Node, Axis | Absorbed | Opaque]]:
-    """``(reader, what it reads, what becomes of a shift of operand there)``, of one consumer.
+    """``(reader, value it reads, how a shift of operand changes the reader's result)``.
 
-    Usually that is ``node`` itself. Where it is a view that scatters the elements of the axis over
-    several dimensions, it is whoever takes some of them from the view.
+    The reader usually is ``node`` itself. If ``node`` is a view that spreads the elements of the
+    axis over several dimensions, the readers are the ops that select elements from the view.
     """
     found = push(node, operand, axis)
     if not isinstance(found, Opaque) or packet(node) not in MOVES or source_of(node) is not operand:
@@ -219,7 +224,7 @@ def outcomes(
 
 
 TAKEN_APART = SPLITS | {aten.unbind, aten.embedding_bag}
-"""Ops that give several results, of which rules know each."""
+"""Ops with several results, each of which has a rule."""
 SHAPE_ONLY = {
     aten._assert_tensor_metadata,
     aten.empty_like,
@@ -245,7 +250,11 @@ def readers_of(node: Node) -> set[Node]:
 
 
 def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
-    """Norms, softmax, ``x - mean(x)``, variances over this axis; what reads shapes or else."""
+    """Whether the result of ``node`` stays the same when ``operand`` is shifted along ``axis``.
+
+    So it is for norms, softmax, variances and ``x - mean(x)`` over this axis, and for ops that read
+    only the operand's shape or other elements of it.
+    """
     op, shape = packet(node), shape_of(operand)
     if op in SHAPE_ONLY:
         return True
@@ -254,10 +263,10 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
     if op in LIKE and node.args[0] is not operand:
         return True
     if op is aten.layer_norm:
-        sizes: Any = node.args[1]  # of several dimensions, the leading ones may be of size 1
+        sizes: Any = node.args[1]  # leading sizes of 1 do not matter
         over_last = set(sizes[:-1]) <= {1} and axis.dim == len(shape) - 1
         return node.args[0] is operand and over_last and is_whole(axis, shape)
-    if op is aten.group_norm and len(shape) == 2:  # of more dimensions, over positions too
+    if op is aten.group_norm and len(shape) == 2:  # with more, it also normalises over positions
         groups = int(node.args[1])  # type: ignore[arg-type]
         return node.args[0] is operand and axis == Axis(1, 0, groups, shape[1] // groups, 1)
     if op in _SOFTMAX:
@@ -277,7 +286,7 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
 
 
 def _mark_unread(graph: Graph) -> None:
-    """``meta["unread"]`` on every node whose values nobody reads, but perhaps its shape."""
+    """Set ``meta["unread"]`` on every node of which nothing but the shape is used."""
     for node in reversed(graph.nodes):
         if _hides_values(node):
             users = (packet(user) in SHAPE_ONLY or "unread" in user.meta for user in node.users)
@@ -286,7 +295,7 @@ def _mark_unread(graph: Graph) -> None:
 
 
 def _hides_values(node: Node) -> bool:
-    """Whether an op gives out nothing but tensors, of shapes that no value decides."""
+    """Whether an op only returns tensors, of shapes that no value decides, and writes to none."""
     if not isinstance(node.target, torch._ops.OpOverload) or shape_of(node) is None:
         return False
     schema = node.target._schema
@@ -296,7 +305,7 @@ def _hides_values(node: Node) -> bool:
 
 
 def candidates(node: Node, operand: Node, axis: Axis) -> list[Axis]:
-    """Output axes that could hold the shift; ``pull`` decides, so a wrong guess is harmless."""
+    """Guess output axes that the shift may become; ``push`` checks each of them with ``pull``."""
     shape, into = shape_of(node), shape_of(operand)
     if shape is None or into is None:
         return []

@@ -1,7 +1,7 @@
-"""The pull-back table, third part: ops that take rows by number, or put them there.
+"""The pull-back table, third part: ops that read or write rows by index or mask.
 
-What an index or a mask picks whole is linear in what it is picked from, and keeps its mean; what it
-puts in the place of other rows is a choice between two values, linear in both.
+Reading whole rows is linear in the tensor that they are read from, and keeps each row's mean.
+Writing whole rows chooses, row by row, between two tensors, and is linear in both.
 """
 
 # Arguments of fx nodes are typed as a wide union; a rule knows its op's schema.
@@ -25,11 +25,11 @@ REPEATS = {
     aten.to,
     aten._to_copy,
 }
-"""Ops whose result is the same all along a dimension that its operand has one element of."""
+"""Ops whose result is constant along each dimension in which their operand has size 1."""
 
 
 def _reached(indices: list[Node | None]) -> int:
-    """The leading dimensions up to the last that is indexed; a mask indexes all of its own."""
+    """How many leading dimensions are indexed; a mask counts for as many as it has itself."""
     used = max((place + 1 for place, index in enumerate(indices) if index is not None), default=0)
     masks = (torch.bool, torch.uint8)
     return sum(
@@ -40,7 +40,7 @@ def _reached(indices: list[Node | None]) -> int:
 
 @rule(aten.index)
 def _index(node: Node, axis: Axis) -> Pull:
-    """Advanced indexing of dimensions before the mean's own picks whole groups."""
+    """Advanced indexing of the dimensions before that of the axis selects whole groups."""
     source, indices = node.args[0], list(node.args[1])
     used = [place for place, index in enumerate(indices) if index is not None]
     rank, trailing = rank_of(source), rank_of(source) - _reached(indices)
@@ -52,19 +52,19 @@ def _index(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.index_put)
 def _index_put(node: Node, axis: Axis) -> Pull:
-    """Whole groups are put in the place of others, or added to them."""
+    """Whole groups replace other groups, or are added to them."""
     source, indices, values = node.args[0], list(node.args[1]), node.args[2]
     dim = axis.dim - rank_of(node) + rank_of(values)
     if axis.dim < _reached(indices):
         return Opaque("an index along the features")
     if dim < 0 or shape_of(values)[dim] != shape_of(node)[axis.dim]:
-        return Opaque("one value in the place of many")
+        return Opaque("a single value that is written to several features")
     return ((source, axis), (values, on_dimension(axis, dim)))
 
 
 @rule(aten.index_add, aten.index_copy)
 def _index_add(node: Node, axis: Axis) -> Pull:
-    """Rows are added to others, or take their place."""
+    """Whole rows are added to other rows, or replace them."""
     source, dim, rows = node.args[0], node.args[1], node.args[3]
     if dim % rank_of(node) == axis.dim:
         return Opaque(f"{op_name(node)} along the features")
@@ -73,7 +73,7 @@ def _index_add(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.repeat_interleave)
 def _repeat_interleave(node: Node, axis: Axis) -> Pull:
-    """Rows are repeated one by one, along another dimension than the mean."""
+    """Elements are repeated one by one, along another dimension than that of the axis."""
     dim = argument(node, 2, "dim")
     if dim is None or dim % rank_of(node) == axis.dim:
         return Opaque("elements that are repeated along the features")
@@ -82,9 +82,9 @@ def _repeat_interleave(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.gather, aten.take_along_dim)
 def _gather(node: Node, axis: Axis) -> Pull:
-    """Whole groups are picked where the index is one for every element of the mean."""
+    """Whole groups are selected if the index is constant along the axis."""
     source, rank = node.args[0], rank_of(node)
-    along = op_name(node) == "take_along_dim"  # which broadcasts, and has the index before
+    along = op_name(node) == "take_along_dim"  # it broadcasts, and takes the index before dim
     dim, index = argument(node, 2, "dim") if along else node.args[1], node.args[1 if along else 2]
     if dim is None or rank_of(source) != rank or rank_of(index) != rank:
         return Opaque("an index over all elements")
@@ -98,7 +98,7 @@ def _gather(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.scatter_add)
 def _scatter_add(node: Node, axis: Axis) -> Pull:
-    """Whole rows are added to others where the index is one for every element of the mean."""
+    """Whole rows are added to other rows if the index is constant along the axis."""
     source, dim, index, rows = node.args
     if dim % rank_of(node) == axis.dim or not _is_repeated(index, axis.dim - rank_of(node)):
         return Opaque("an index that is not the same for all features")
@@ -108,7 +108,7 @@ def _scatter_add(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.masked_scatter)
 def _masked_scatter(node: Node, axis: Axis) -> Pull:
-    """Whole rows are replaced, by the rows of the source in turn: a choice between two values."""
+    """Masked rows are replaced by the next row of ``values``: a choice between two tensors."""
     source, mask, values = node.args
     shape, rows = shape_of(node), shape_of(values)
     if axis.dim != rank_of(node) - 1 or not _is_repeated(mask, -1) or shape_of(source) != shape:
@@ -119,7 +119,7 @@ def _masked_scatter(node: Node, axis: Axis) -> Pull:
 
 
 def _is_repeated(value: Any, dim: int) -> bool:
-    """Whether a value is the same all along ``dim`` (from the end): it was repeated."""
+    """Whether a value is constant along ``dim`` (counted from the end), as it was expanded."""
     while isinstance(value, Node) and packet(value) in REPEATS and not value.meta.get("written"):
         value = value.args[0]
         shape = shape_of(value)

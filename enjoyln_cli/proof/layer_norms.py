@@ -1,10 +1,12 @@
 """Which modules of a model are LayerNorms, and which values they are called with.
 
-Decided by what a module computes (see ``models.norm_probe``) and by whether each of its calls does
-that and nothing else (see ``norm_modules``). A norm that cannot be swapped is listed with the
-reason. A GroupNorm is one where it normalises each position alone, which is where its input is
-``(rows, features)``; every GroupNorm in the modelling code of transformers 5.23 stands behind
-convolutions instead, normalises over positions too, and is none.
+A module is a LayerNorm if it computes one (see ``models.norm_probe``) and each of its calls does
+nothing else (see ``norm_modules``). A LayerNorm that cannot be swapped for an RMSNorm is listed
+with the reason.
+
+A GroupNorm counts if it normalises each position alone, that is, if its input has the shape
+``(rows, features)``. In the modelling code of transformers 5.23, every GroupNorm follows a
+convolution and also normalises over positions, so none of them counts.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from enjoyln_cli.proof.flow import Flow, Value
 
 
 def layer_norms(model: nn.Module) -> tuple[dict[str, LayerNormForm], dict[str, str]]:
-    """How each LayerNorm module normalises; those not to be swapped, with why."""
+    """Each LayerNorm's form by module path, and the reason for each that cannot be swapped."""
     found: dict[str, LayerNormForm] = {}
     refused: dict[str, str] = {}
     known: Known = {}
@@ -39,7 +41,7 @@ def layer_norms(model: nn.Module) -> tuple[dict[str, LayerNormForm], dict[str, s
         else:
             form = examine(module, known)
         if form is None and isinstance(module, nn.LayerNorm):
-            form = f"{type(module).__name__} computes something else than a LayerNorm"
+            form = f"{type(module).__name__} does not compute a LayerNorm"
         if isinstance(form, LayerNormForm):
             form = interference(module) or form
         if isinstance(form, str):
@@ -52,10 +54,10 @@ def layer_norms(model: nn.Module) -> tuple[dict[str, LayerNormForm], dict[str, s
 def norm_calls(
     flow: Flow, norms: dict[str, LayerNormForm], refused: dict[str, str]
 ) -> tuple[dict[str, tuple[Value, ...]], dict[str, str]]:
-    """The input of every call of each norm that can be swapped; the others with the reason.
+    """The input of every call of each norm that can be swapped, and the others with the reason.
 
-    A module that is called only with numbers of dimensions where it computes something else
-    (``nn.GroupNorm(1, d)`` of images) is no LayerNorm, and in neither.
+    A module may be a LayerNorm for inputs of some ranks only: ``nn.GroupNorm(1, d)`` is not one for
+    images. A module that is called only with other ranks is in neither result.
     """
     calls: dict[str, list[Value]] = {path: [] for path in norms}
     refused, elsewhere = dict(refused), {}
@@ -84,7 +86,7 @@ def norm_calls(
                 path, "an operator such as torch.cond may call it without being seen"
             )
     for path in {path for trace in flow.traces for path in trace.leaving_unreturned(norms)}:
-        refused.setdefault(path, "a value from inside of it is used outside")
+        refused.setdefault(path, "a value computed inside it is used outside")
     for path, values in calls.items():
         if not values and path not in elsewhere:
             refused.setdefault(path, "no traced call runs it")
@@ -94,11 +96,11 @@ def norm_calls(
 
 
 def _op(node: Node) -> str | None:
-    """Why a LayerNorm that is an op, of no module that is one, stays; ``None`` for other ops."""
+    """Why a LayerNorm that is a bare op outside a norm module stays; ``None`` for other ops."""
     if packet(node) is aten.layer_norm:
-        return "layer_norm is called as a function, inside of a module"
+        return "layer_norm is called as a function inside this module"
     if packet(node) is aten.group_norm and len(shape_of(node) or ()) == 2:
-        return "it normalises groups of the features, for which there is no RMSNorm"
+        return "it normalises groups of features, for which there is no RMSNorm"
     return None
 
 
@@ -108,7 +110,7 @@ def _foreign(path: str, flow: Flow) -> bool:
 
 
 def rms_norms(model: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Modules that compute RMSNorm already, by class."""
+    """``(class name, count)`` of the modules that compute RMSNorm already, sorted by name."""
     counts: Counter[str] = Counter()
     verdicts: dict[type, bool] = {}
     for module in model.modules():

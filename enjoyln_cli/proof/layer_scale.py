@@ -1,11 +1,15 @@
-"""Scales along the features (LayerScale) that can be merged into the parameters before them.
+"""Feature scales (LayerScale) that can be merged into the weight and bias before them.
 
     λ ⊙ (W x + b) = (diag(λ) W) x + λ ⊙ b
 
-With the right side stored and ``λ = 1`` the product is the identity, and a mean passes it. That is
-exact where nobody else reads λ, W or b: each reader of λ has to be such a product, each reader of W
-and b a linear op whose value reaches nothing but such a product with the same λ. In between stand
-only ops that move whole features, so that scaling before or after them is the same.
+If the right side is stored and λ becomes 1, the product is the identity and keeps a zero mean. This
+is exact if nothing else reads λ, W or b:
+
+* every reader of λ is such a product;
+* every reader of W and b is a linear op whose result is read only by a product with the same λ.
+
+Only ops that keep features apart may stand in between, so that scaling before or after them gives
+the same result.
 """
 
 from __future__ import annotations
@@ -25,17 +29,17 @@ from enjoyln_cli.trace.trace import Trace
 
 _PRODUCTS = {aten.mul, aten.multiply}
 _KINDS = {"matrix", "convolution", "embedding"}
-"""Layers that a scale is merged into."""
+"""The kinds of layers that a scale can be merged into."""
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Which products become the identity, and where their scales go."""
+    """Which products become the identity, and which parameters take their scales."""
 
     products: dict[Node, Node] = field(default_factory=dict)
-    """Each product to the factor that remains."""
+    """Each product that becomes the identity, to its other factor."""
     into: dict[str, str] = field(default_factory=dict)
-    """The parameters that are scaled, to their scale (all by the first of their tied names)."""
+    """Each scaled parameter to its scale, both by the first of their tied names."""
     refused: dict[Node, str] = field(default_factory=dict)
     """Products with a scale that cannot be merged, and why."""
 
@@ -49,7 +53,7 @@ class _Product:
     scale: str
     writers: frozenset[str]
     reader: Node
-    """What reads the scale: the product, or the first view on the way to it."""
+    """The op that reads the scale: the product, or a view in between."""
     linear: Node
 
 
@@ -58,8 +62,8 @@ def find_scales(
 ) -> Scales:
     """Every scale that can be merged, in all traces at once.
 
-    ``groups`` names the first of all names tied to a parameter; ``single`` says whether such a
-    group is one stored tensor of the parameter's own layout.
+    ``groups`` maps any parameter name to the first of its tied names. ``single(name)`` says whether
+    a tied group is stored as one tensor with the parameter's own layout.
     """
     readers: dict[str, set[Node]] = {}
     found: dict[str, list[_Product]] = {}
@@ -87,23 +91,26 @@ def _obstacle(
     readers: dict[str, set[Node]],
     single: Callable[[str], bool],
 ) -> str | None:
-    """Why a scale cannot be merged into the parameters before it."""
+    """Why a scale cannot be merged into the layer before it."""
     if len({product.writers for product in products}) > 1:
-        return "a scale of the features is applied to what several layers write"
+        return "a scale of the features is applied to the outputs of several layers"
     own = {scale: {p.reader for p in products}}
     own |= dict.fromkeys(products[0].writers - {scale}, {p.linear for p in products})
     for name, nodes in own.items():
         if not readers[name] <= nodes:
-            return "a scale of the features that is also read elsewhere, or scales such a value"
+            return (
+                "a scale of the features, and it or a weight that it scales is also used elsewhere"
+            )
         if not single(name):
             return (
-                "a scale of the features that is tied or stored otherwise, or scales such a weight"
+                "a scale of the features, and it or a weight that it scales is tied, or stored in"
+                " another layout"
             )
     return None
 
 
 def _product(node: Node, named: Mapping[Node, str]) -> _Product | None:
-    """The node as a product of a scale with what a linear op writes, if it is one."""
+    """The node as the product of a scale and a linear layer's output; ``None`` if it is none."""
     shape = shape_of(node)
     if packet(node) not in _PRODUCTS or shape is None or len(node.args) != 2:
         return None
@@ -133,7 +140,7 @@ def _product(node: Node, named: Mapping[Node, str]) -> _Product | None:
 
 
 def _scaled_axis(factor: Any, shape: tuple[int, ...]) -> Axis | None:
-    """All of the one dimension of the product along which the factor varies."""
+    """The feature axis of the one dimension along which the factor varies, if there is only one."""
     own = shape_of(factor) or ()
     varying = [dim - len(own) for dim, size in enumerate(own) if size != 1]
     if len(varying) != 1 or own[varying[0]] != shape[varying[0]]:
@@ -142,7 +149,7 @@ def _scaled_axis(factor: Any, shape: tuple[int, ...]) -> Axis | None:
 
 
 def _writers(node: Node, axis: Axis, named: Mapping[Node, str]) -> frozenset[str] | None:
-    """The parameters, one feature a slice, that write the value of a linear layer."""
+    """The parameters of a linear layer that hold one slice for each feature of its output."""
     layer = linear_layer(node, named)
     if layer is None or layer.kind not in _KINDS or not layer.reads_directly:
         return None

@@ -1,9 +1,9 @@
 """Which nodes of a graph are linear layers: ``y = W x + b``, where ``W`` and ``b`` are parameters.
 
-Three edits need to know: hidden units are added to such layers (``widening``), scales are merged
-into them (``layer_scale``), and norms hand their weights on to them (``analysis.affine_merge``).
-Each of them accepts some kinds of layers and not others, and checks that itself. An ``nn.Linear``
-and a Conv1D store the same matrix transposed, so a layer says which dimension is whose.
+Three edits change such layers: ``widening`` adds hidden units to them, ``layer_scale`` merges
+scales into them, and ``analysis.affine_merge`` merges the weights and biases of norms into them.
+Each edit checks by itself which kinds of layers it accepts. An ``nn.Linear`` and a Conv1D store the
+same matrix transposed, so a layer records which dimension of its weight is that of the inputs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from enjoyln_cli.proof.views import VIEWS
 from enjoyln_cli.trace.trace import Trace
 
 Kind = Literal["matrix", "product", "convolution", "embedding"]
-"""A ``product`` is a matrix in an op that adds no bias. An ``embedding`` looks up rows of a table,
-which is a product with one-hot rows."""
+"""A ``matrix`` is in an op that can add a bias, a ``product`` in one that cannot. An ``embedding``
+looks up rows of a table, which is a product with one-hot rows."""
 
 WHOLE_FEATURE_OPS = VIEWS | {
     aten.alias, aten.clone, aten.contiguous, aten.detach, aten.dropout, aten.permute,
     aten.numpy_T, aten.t, aten.transpose, aten.to, aten._to_copy,
 }  # fmt: skip
-"""Ops that keep every feature's values together, and do not tell features apart."""
+"""Ops that treat all features alike and mix no features."""
 
 
 class _Form(NamedTuple):
-    """Where an op has its operands, and which dimension of the weight is that of its inputs."""
+    """The argument positions of an op's operands, and the dimension of the inputs in its weight."""
 
     kind: Kind
     x: int
@@ -63,10 +63,10 @@ class ReadParameter:
     """A parameter of a layer, and how the layer reads it."""
 
     name: str
-    """The first of the names that are tied to it."""
+    """The first of its tied names."""
     node: Node
     reader: Node
-    """The layer, or the first op on the way to it, such as a transposition."""
+    """The op that reads the parameter: the layer, or an op in between such as a transposition."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,12 +79,12 @@ class LinearLayer:
     weight: ReadParameter
     bias: ReadParameter | None
     input_dim: int
-    """The dimension of the weight, as it is stored, that the features of ``x`` lie along.
+    """The dimension (0 or 1) of the stored weight that belongs to the input features.
 
-    Those of the result lie along the other one of the first two.
+    The output features belong to the other one.
     """
     scaled: bool
-    """Whether the op multiplies its terms by numbers: ``alpha`` and ``beta`` of ``addmm``."""
+    """Whether the op is an ``addmm`` that may multiply its terms by ``alpha`` and ``beta``."""
 
     @property
     def in_features(self) -> int:
@@ -101,24 +101,24 @@ class LinearLayer:
 
     @property
     def reads_directly(self) -> bool:
-        """Whether it reads its parameters as they are, with no op in between."""
+        """Whether no op stands between the parameters and the layer."""
         return all(parameter.reader is self.node for parameter in self.parameters)
 
 
 def parameter_names(trace: Trace, groups: Mapping[str, str]) -> dict[Node, str]:
-    """The parameters of a graph by name: ``groups`` has the first of all names that are tied."""
+    """The name of each parameter node; ``groups`` maps any name to the first of its tied names."""
     return {node: groups[names[0]] for node, names in trace.parameters.items()}
 
 
 def linear_layer(node: Node, named: Mapping[Node, str]) -> LinearLayer | None:
-    """The node as a linear layer of the parameters ``named``; ``None`` for everything else."""
+    """The node as a linear layer whose weight and bias are in ``named``; ``None`` if it is none."""
     form = _FORMS.get(packet(node))
     if form is None or len(node.args) <= max(form.x, form.weight):
         return None
     x, matrix, bias = node.args[form.x], node.args[form.weight], None
     if form.bias is not None:
         bias = argument(node, form.bias, "bias")
-    if not isinstance(x, Node) or not _has_its_shape(form.kind, node, rank_of(matrix)):
+    if not isinstance(x, Node) or not _weight_has_layer_shape(form.kind, node, rank_of(matrix)):
         return None
     weight = _read_parameter(matrix, form.input_dim, node, named)
     if weight is None:
@@ -137,8 +137,8 @@ def linear_layer(node: Node, named: Mapping[Node, str]) -> LinearLayer | None:
     )
 
 
-def _has_its_shape(kind: Kind, node: Node, weight_rank: int) -> bool:
-    """Whether the weight is a matrix; in a convolution, whether all outputs see all inputs."""
+def _weight_has_layer_shape(kind: Kind, node: Node, weight_rank: int) -> bool:
+    """Whether the weight is a matrix, or a convolution in which all outputs see all inputs."""
     if kind != "convolution":
         return weight_rank == 2
     shape = shape_of(node)
@@ -151,9 +151,10 @@ def _has_its_shape(kind: Kind, node: Node, weight_rank: int) -> bool:
 def with_added_bias(
     layer: LinearLayer, readers: AbstractSet[Node], named: Mapping[Node, str]
 ) -> LinearLayer:
-    """The layer with the vector as its bias that is added to its result; itself where none is.
+    """The layer with the vector parameter that is added to its result as its bias.
 
-    ``readers`` are all that read the result: that sum alone, or else there is no such bias.
+    ``readers`` are all ops that read the result. The layer is returned unchanged if it has a bias,
+    or if its only reader is not a sum with a vector parameter.
     """
     if layer.bias is not None or layer.node.meta.get("written") or len(readers) != 1:
         return layer
@@ -168,7 +169,11 @@ def with_added_bias(
 
 
 def follow_back(node: Any, axis: Axis, reader: Node) -> tuple[Node, Axis, Node] | None:
-    """Back over ops that move whole features and have one reader: the value, and who reads it."""
+    """Go back over ops that keep features apart and have a single reader.
+
+    Returns the value found, the axis on it, and the op that reads it. ``None`` if an op on the way
+    has other readers or does not keep the axis whole.
+    """
     while packet(node) in WHOLE_FEATURE_OPS:
         pairs = pull(node, axis)
         if isinstance(pairs, Opaque) or len(pairs) != 1 or readers_of(node) != {reader}:
@@ -182,7 +187,7 @@ def follow_back(node: Any, axis: Axis, reader: Node) -> tuple[Node, Axis, Node] 
 def _read_parameter(
     operand: Any, dim: int, layer: Node, named: Mapping[Node, str]
 ) -> tuple[ReadParameter, int] | None:
-    """The parameter behind an operand, and which of its dimensions ``dim`` of the operand is."""
+    """The parameter behind an operand, and its dimension that ``dim`` of the operand comes from."""
     if not isinstance(operand, Node) or occurrences(layer, operand) != 1:
         return None
     axis = feature_axis(shape_of(operand) or (0,), dim)

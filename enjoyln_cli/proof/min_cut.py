@@ -1,10 +1,15 @@
-"""Where the means go: the cheapest set of edits, as a minimum cut.
+"""Choose which norms to convert by which edits, at the least total cost: a minimum cut.
 
-Values that cannot be centred stand on one side, the norms on the other. An edge of the cut is
-either a norm given up (its saving) or an explicit centring operation (its cost, 3 for every 2 that
-a norm saves). A parameter whose shift nobody sees is centred for free. Norms and operations belong
-to modules and count once, however often the module is called and in however many traces. So do MLPs
-that can subtract the mean of what they are added to: the edge from that into the sum costs 1.
+Values that cannot be centred are the source side of the graph; norms are the sink side. Cutting an
+edge means one of these:
+
+* a norm stays LayerNorm, which loses its saving (2);
+* an explicit centring operation (a mean subtraction) is inserted, which costs 3;
+* an MLP subtracts the mean of the residual stream that it is added to, which costs 1.
+
+Centring a parameter costs nothing; it is possible if nothing would notice a shift of the parameter.
+Norms, operations and MLPs belong to modules. They count once, however often the module is called
+and in however many traces.
 """
 
 from __future__ import annotations
@@ -26,12 +31,12 @@ from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Edge, Mlp, Widenings
 
 SAVING, COST, WIDENING = 2, 3, 1
-"""What a folded norm saves, and a centring operation and a wider MLP cost, in proportion."""
+"""What a converted norm saves, and what a centring operation and a wider MLP cost."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter under an axis: the first of its names stands for all that are tied to it."""
+    """A parameter and an axis of it; ``name`` is the first of its tied names."""
 
     name: str
     axis: Axis
@@ -39,13 +44,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Carrier:
-    """A place where an operation can be inserted: a module's output or input, or the model's."""
+    """A place where an operation can be inserted: a module's output or input, or a model input."""
 
     module: str
-    """Path of the module, or for ``entry`` the name of the input of ``forward``."""
+    """Path of the module; if ``place`` is ``entry``, the name of an argument of ``forward``."""
     place: Where
     axis: Axis
-    """``axis.dim`` counted from the end."""
+    """Its ``dim`` counts from the end (-1 is the last)."""
 
 
 Item = Value | Parameter
@@ -53,19 +58,19 @@ Item = Value | Parameter
 
 @dataclass(eq=False, kw_only=True)
 class Problem:
-    """Norms, the values behind them, and what may be edited."""
+    """The norms, the values that their inputs are computed from, and the possible edits."""
 
     flow: Flow
     norms: dict[str, tuple[Value, ...]]
     """For each norm that can be swapped: the input of each of its calls."""
     locked: Callable[[Parameter], str | None]
-    """Why the stored tensors behind a parameter cannot be centred over its axis, if so."""
+    """Why a parameter's stored tensors cannot be centred over its axis; ``None`` if they can."""
     groups: dict[str, str]
-    """Any parameter name to the first name of its tied group."""
+    """Maps any parameter name to the first of its tied names."""
     scales: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that a scale is merged into before they are centred, to that scale."""
+    """Maps parameters to the scale that is merged into them before they are centred."""
     widenings: Widenings = field(default_factory=Widenings)
-    """The means that MLPs can subtract."""
+    """Which MLPs can subtract which means."""
     _readers: dict[str, list[tuple[int, Node]]] = field(default_factory=dict)
     _carried: dict[Spot, list[tuple[int, Node]]] = field(default_factory=dict)
     _spots: dict[tuple[int, Node], Spot] = field(default_factory=dict)
@@ -85,12 +90,15 @@ class Problem:
         self._readers, self._carried = dict(readers), dict(carried)
 
     def item(self, value: Value) -> Item:
-        """The parameter behind a value, or the value itself."""
+        """The parameter that a value is; the value itself if it is none."""
         names = self.flow.traces[value.trace].parameters.get(value.node)
         return Parameter(self.groups[names[0]], value.axis) if names else value
 
     def sources(self, item: Item) -> tuple[Item, ...] | Opaque:
-        """What has to be zero-mean for ``item`` to be; empty for what is or can be made so."""
+        """The items that must have zero mean so that ``item`` has.
+
+        Empty if ``item`` has zero mean already or can be centred.
+        """
         if item not in self._sources:
             self._sources[item] = self._find_sources(item)
         return self._sources[item]
@@ -106,12 +114,12 @@ class Problem:
         return found if isinstance(found, Opaque) else tuple(self.item(v) for v in found)
 
     def subtracting(self, item: Item, source: Item) -> Mlp | None:
-        """The MLP that can subtract the mean of ``source`` where it is added to give ``item``."""
+        """The MLP that can subtract the mean of ``source``, where the sum of both is ``item``."""
         edge = self._edge(item, source)
         return self.widenings.edges.get(edge) if edge else None
 
     def not_subtracting(self, item: Item, source: Item) -> str | None:
-        """Why the MLP that is added to ``source`` to give ``item`` cannot subtract its mean."""
+        """Why the MLP cannot subtract the mean of ``source``, where the sum of both is ``item``."""
         edge = self._edge(item, source)
         return self.widenings.refused.get(edge) if edge else None
 
@@ -129,14 +137,14 @@ class Problem:
         return f"centring it would be noticed by {self.place(observer)}" if observer else None
 
     def observer(self, item: Item) -> Observer | None:
-        """Somebody who sees a shift of ``item``, in any trace."""
+        """An op that would notice a shift of ``item``, in any trace; ``None`` if none would."""
         if isinstance(item, Value):
             return self.flow.observer(item)
         values = (Value(t, node, item.axis) for t, node in self._readers[item.name])
         return next((seen for v in values if (seen := self.flow.observer(v))), None)
 
     def place(self, observer: Observer) -> str:
-        """An observer in a user's words."""
+        """An observer, named for users."""
         trace = self.flow.traces[observer.trace]
         module = trace.module_of(observer.node)
         if observer.node.op == "output":
@@ -144,7 +152,7 @@ class Problem:
         return f"{module or 'the model'} ({observer.reason})"
 
     def carrier(self, item: Item) -> Carrier | None:
-        """Where a centring of ``item`` can be inserted: a place none of whose calls is observed."""
+        """Where ``item`` can be centred explicitly, unnoticed in all calls; ``None`` if nowhere."""
         if isinstance(item, Parameter):
             return None
         if item not in self._carriers:
@@ -155,7 +163,9 @@ class Problem:
         from_end = on_dimension(item.axis, item.axis.dim - rank_of(item.node))
         name = self.flow.traces[item.trace].inputs.get(item.node)
         if name is not None:
-            argument = name.isidentifier()  # else a part of one, which nobody centres on entry
+            argument = (
+                name.isidentifier()
+            )  # else it is part of an argument, which cannot be centred
             free = argument and self.observer(item) is None and from_end.dim == -1
             return Carrier(name, "entry", from_end) if free else None
         spot = self._spots.get((item.trace, item.node))
@@ -168,31 +178,31 @@ class Problem:
         return Carrier(*spot, from_end)
 
     def carried(self, carrier: Carrier) -> list[tuple[int, Node]]:
-        """Every value, with the position of its trace, that an operation at ``carrier`` acts on."""
+        """Every value that an operation at ``carrier`` acts on, with the index of its trace."""
         return self._carried[carrier.module, carrier.place]
 
 
 @dataclass(frozen=True)
 class Support:
-    """What the zero mean of one norm's input rests on."""
+    """The edits that make the input of one norm zero-mean."""
 
     writers: tuple[Parameter, ...]
     ops: tuple[Carrier, ...]
     entries: tuple[str, ...]
     mlps: tuple[Mlp, ...] = ()
-    """Those that subtract the mean of what they are added to."""
+    """MLPs that subtract the mean of the value that they are added to."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The folded norms with their support, and the items that keep a mean."""
+    """The norms that are folded, each with its edits, and the items that keep a nonzero mean."""
 
     folded: dict[str, Support]
     impure: frozenset[Item]
 
 
 def solve(problem: Problem) -> Cut:
-    """The minimum cut nearest to the sources, so that operations stand as early as possible."""
+    """Find the minimum cut nearest to the sources: operations stand as early as possible."""
     graph, items = _network(problem)
     impure_side = _source_side(graph)
     centred = {i for i in items if ("out", i) not in impure_side}
@@ -204,9 +214,10 @@ def solve(problem: Problem) -> Cut:
 
 
 def _network(problem: Problem) -> tuple[networkx.DiGraph, set[Item]]:
-    """Split nodes ``("in", item) -> ("out", item)``; no capacity means that it cannot be cut.
+    """The flow network, in which each item is an edge ``("in", item) -> ("out", item)``.
 
-    Where several things can be cut, what counts first is in units of ``scale``, and then how many.
+    An edge without capacity cannot be cut. Costs are multiplied by ``scale``, and each operation
+    and MLP costs 1 more, so that of two equally cheap cuts the one with fewer edits wins.
     """
     graph = networkx.DiGraph()
     graph.add_nodes_from(("source", "sink"))
@@ -247,7 +258,7 @@ def _network(problem: Problem) -> tuple[networkx.DiGraph, set[Item]]:
 
 
 def _source_side(graph: networkx.DiGraph) -> set[Any]:
-    """Source side of the residual graph, so that operations stand as early as possible."""
+    """The nodes that the residual graph reaches from the source."""
     residual = boykov_kolmogorov(graph, "source", "sink")
     reached, waiting = {"source"}, ["source"]
     while waiting:
@@ -260,7 +271,7 @@ def _source_side(graph: networkx.DiGraph) -> set[Any]:
 
 
 def _support(problem: Problem, inputs: Iterable[Item], impure_side: set[Any]) -> Support:
-    """Walk back over zero-mean values to the parameters and operations that make them so."""
+    """Go back from zero-mean inputs to the parameters, operations and MLPs that make them so."""
     writers: dict[Parameter, None] = {}
     ops: dict[Carrier, None] = {}
     entries: dict[str, None] = {}

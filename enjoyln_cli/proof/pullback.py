@@ -1,10 +1,13 @@
-"""The pull-back of one op: what a rule is, and how it is looked up.
+"""The pull-back of one op: what a rule is, and how the rule of an op is found.
 
-``pull(node, axis)`` lists (operand, axis) pairs such that the op is linear jointly in those
-operands, all others fixed, and commutes with centring: ``f(P x) = P f(x)``. Two facts follow.
-Zero-mean operands give a zero-mean output, and a shift of the operands (a tensor constant along
-``size``, free in every other index) is a shift of the output. The rules themselves are in
-``rules.py``, ``index_rules.py`` and ``weight_rules.py``.
+``pull(node, axis)`` lists (operand, axis) pairs. With all other operands fixed, the op is jointly
+linear in the listed ones and commutes with centring them: ``f(P x) = P f(x)``. Two facts follow:
+
+* if the listed operands have zero mean, so has the output;
+* a shift of the listed operands is a shift of the output. A shift is an added tensor that is
+  constant along ``size`` and arbitrary along every other index.
+
+The rules are in ``rules.py``, ``index_rules.py`` and ``weight_rules.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ Pairs = tuple[tuple[Node, Axis], ...]
 
 @dataclass(frozen=True)
 class Opaque:
-    """No zero mean can be followed through this op; ``reason`` says why in a user's words."""
+    """The op does not keep a zero mean; ``reason`` is the explanation that users read."""
 
     reason: str
 
@@ -40,13 +43,16 @@ _RULES: dict[Any, Rule] = {}
 
 
 WRITTEN = "its memory is written in place"
-"""Of a value that shares memory with one that an op writes into (``meta["written"]``)."""
+"""The reason for values that share memory with a tensor that an in-place op writes to.
+
+Such nodes have ``meta["written"]``.
+"""
 
 
 def rule(*ops: Any) -> Callable[[Rule], Rule]:
-    """Register one rule for a family of ops, given as packets: all their overloads.
+    """Register one rule for several ops, given as op packets: the rule serves all their overloads.
 
-    An op that exists only after another library is imported is given by its qualified name.
+    Ops that exist only after another library is imported are given by their qualified names.
     """
 
     def register(function: Rule) -> Rule:
@@ -57,33 +63,33 @@ def rule(*ops: Any) -> Callable[[Rule], Rule]:
 
 
 def pull(node: Node, axis: Axis) -> Pull:
-    """The operands whose zero mean makes the value of ``node`` zero-mean over ``axis``."""
+    """The operands that must have zero mean for ``node`` to have zero mean over ``axis``."""
     if node.op != "call_function":
         return Opaque("it is an input or a constant, not computed from weights")
     if node.meta.get("written"):
         return Opaque(WRITTEN)
     if axis.size == 1:
-        return Opaque("a mean over one element")
+        return Opaque("the mean is over a single element")
     tensors = [o for o in node.all_input_nodes if isinstance(o.meta.get("val"), torch.Tensor)]
     if any(shape_of(tensor) is None for tensor in (node, *tensors)):
-        return Opaque(f"a shape that {op_name(node)} reads or gives depends on values")
+        return Opaque(f"{op_name(node)} reads or returns a tensor whose shape depends on values")
     found = _RULES.get(packet(node)) or _RULES.get(getattr(packet(node), "_qualified_op_name", ""))
     if found is None:
         return Opaque(f"{op_name(node)} does not keep a zero mean")
     if not _has(node, axis) or not _is_called_in_order(node):
-        return Opaque(f"{op_name(node)} gives a tensor of an unexpected shape")
+        return Opaque(f"{op_name(node)} returns a tensor of an unexpected shape")
     pairs = found(node, axis)
     if isinstance(pairs, Opaque):
         return pairs
     if not all(_has(operand, below) for operand, below in pairs):
-        return Opaque(f"{op_name(node)} takes operands of shapes for which no zero mean is proven")
+        return Opaque(f"{op_name(node)} has operands of shapes for which a zero mean is not proven")
     if not all(map(is_floating, (node, *(operand for operand, _ in pairs)))):
-        return Opaque(f"{op_name(node)} takes or gives other numbers than floating-point ones")
+        return Opaque(f"{op_name(node)} reads or returns numbers that are not floating-point")
     return pairs
 
 
 def _has(value: Any, axis: Axis) -> bool:
-    """Whether ``value`` is a tensor of known shape that has all elements of the axis."""
+    """Whether ``value`` is a tensor of known shape that contains all elements of the axis."""
     shape = shape_of(value)
     if shape is None or not 0 <= axis.dim < len(shape):
         return False
@@ -91,9 +97,9 @@ def _has(value: Any, axis: Axis) -> bool:
 
 
 def _is_called_in_order(node: Node) -> bool:
-    """Whether every argument stands where the op's schema has it, as tracing writes them.
+    """Whether only keyword-only arguments are passed by name, as tracing does.
 
-    Rules read arguments by position; only those that the schema takes by name alone are named.
+    Rules read all other arguments by position.
     """
     if not hasattr(node.target, "_schema"):
         return True
@@ -103,7 +109,7 @@ def _is_called_in_order(node: Node) -> bool:
 
 @cache
 def _places(target: Any) -> tuple[int, frozenset[str]]:
-    """How many arguments have to stand in order, and the names of those that never do."""
+    """The number of required positional arguments, and the names of the keyword-only ones."""
     ordered = [a for a in target._schema.arguments if not a.kwarg_only]
     needed = sum(not argument.has_default_value() for argument in ordered)
     return needed, frozenset(a.name for a in target._schema.arguments if a.kwarg_only)

@@ -1,10 +1,12 @@
-"""The pull-back table: what each aten op does to a mean. One rule per family, its proof one line.
+"""The pull-back table: one rule for each family of aten ops, with its proof in one line.
 
 A rule lists the operands in which the op is jointly linear and commutes with centring (see
-``pullback.pull``), or says why a mean cannot be followed. An op without a rule is opaque to the
-search for sources and an observer of every shift: a missing rule costs coverage, never correctness.
-Here are the ops that move, choose and add elements; those that take them by number are
-``index_rules.py``, those that multiply by weights ``weight_rules.py``.
+``pullback.pull``), or returns ``Opaque`` with the reason that there are none. An op without a rule
+is treated as one that does not keep a zero mean and that notices every shift. A missing rule
+therefore costs converted norms, never correctness.
+
+This module has the rules of ops that move, select and add elements. Ops that index are in
+``index_rules.py``, and ops that multiply by weights in ``weight_rules.py``.
 """
 
 # Arguments of fx nodes are typed as a wide union; a rule knows its op's schema.
@@ -41,11 +43,11 @@ from enjoyln_cli.proof.views import VIEWS, axis_on_source
 
 @rule(*VIEWS)
 def _view(node: Node, axis: Axis) -> Pull:
-    """A row-major reshape moves no element: the groups are the same under other names."""
+    """A row-major reshape moves no element, so the groups stay the same under other indices."""
     source, shape = node.args[0], shape_of(node)
     into = shape_of(source) if isinstance(source, Node) else None
     if not isinstance(source, Node) or shape is None or into is None:
-        return Opaque("a view of something that is no tensor")
+        return Opaque("a view of something that is not a tensor")
     if source.meta["val"].dtype != node.meta["val"].dtype:
         return Opaque("a view of the bits as another dtype")
     found = through_view(axis, shape, into) or axis_on_source([node], source, axis)
@@ -61,13 +63,13 @@ def _view(node: Node, axis: Axis) -> Pull:
     aten.neg, aten.positive,
 )  # fmt: skip
 def _same(node: Node, axis: Axis) -> Pull:
-    """The identity, or a sign."""
+    """The identity, or a change of sign."""
     return ((node.args[0], axis),)
 
 
 @rule(aten._to_copy, aten.to, aten.type_as)
 def _cast(node: Node, axis: Axis) -> Pull:
-    """A cast is the identity, up to rounding, between floating dtypes only."""
+    """A cast between floating dtypes is the identity up to rounding; other casts are not."""
     source = node.args[0]
     if isinstance(source, Node) and is_floating(source) and is_floating(node):
         return ((source, axis),)
@@ -76,7 +78,7 @@ def _cast(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.dropout, aten.dropout_, aten.feature_dropout)
 def _dropout(node: Node, axis: Axis) -> Pull:
-    """The identity in eval; in training it removes single elements of a group."""
+    """The identity in eval mode; in training mode dropout zeroes single elements of a group."""
     if argument(node, 2, "train"):
         return Opaque("dropout in training mode breaks a zero mean")
     return ((node.args[0], axis),)
@@ -87,7 +89,7 @@ def _dropout(node: Node, axis: Axis) -> Pull:
     aten.swapaxes, aten.swapdims,
 )  # fmt: skip
 def _permute(node: Node, axis: Axis) -> Pull:
-    """Dimensions change places; which went where is read off a tensor of the same rank."""
+    """A permutation of dimensions, found by applying the op to a meta tensor of distinct sizes."""
     source, rank = node.args[0], rank_of(node)
     probe = torch.empty(tuple(range(2, 2 + rank)), device="meta")
     order = [size - 2 for size in node.target(probe, *node.args[1:], **node.kwargs).shape]
@@ -95,7 +97,11 @@ def _permute(node: Node, axis: Axis) -> Pull:
 
 
 def _terms(terms: Iterable[Any], node: Node, axis: Axis, constant: str, same: str) -> Pull:
-    """Every term that varies along the mean; one that is constant and not zero has no mean 0."""
+    """The pairs of a sum: every term has to vary along the axis, or be the number 0.
+
+    A nonzero term that is constant along the axis has a nonzero mean; ``constant`` and ``same`` end
+    the sentences that say so.
+    """
     rank, pairs = rank_of(node), []
     for term in terms:
         if not isinstance(term, Node):
@@ -110,7 +116,7 @@ def _terms(terms: Iterable[Any], node: Node, axis: Axis, constant: str, same: st
 
 @rule(aten.add, aten.sub)
 def _add(node: Node, axis: Axis) -> Pull:
-    """Linear in both addends; ``x - mean(x)`` is zero-mean whatever ``x`` is."""
+    """Linear in both addends; ``x - mean(x)`` has zero mean for every ``x``."""
     centred = centred_operand(node)
     if centred is not None and centred[1] == axis:
         return ()
@@ -119,7 +125,7 @@ def _add(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.mul, aten.multiply)
 def _mul(node: Node, axis: Axis) -> Pull:
-    """Linear in one factor where the other is the same for every element of the mean."""
+    """Linear in one factor if the other is constant along the axis."""
     rank = rank_of(node)
     varying = [f for f in node.args[:2] if not constant_along(f, axis, rank)]
     if len(varying) != 1 or not isinstance(varying[0], Node):
@@ -129,7 +135,7 @@ def _mul(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.div, aten.true_divide)
 def _div(node: Node, axis: Axis) -> Pull:
-    """Linear in the numerator where the divisor is the same for every element of the mean."""
+    """Linear in the numerator if the divisor is constant along the axis."""
     numerator, divisor = node.args[:2]
     rank = rank_of(node)
     if node.kwargs.get("rounding_mode") is not None or not isinstance(numerator, Node):
@@ -141,9 +147,9 @@ def _div(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.where)
 def _where(node: Node, axis: Axis) -> Pull:
-    """A choice that is the same along the mean is a masked sum of both branches."""
+    """If the condition is constant along the axis, the result is a masked sum of both branches."""
     if len(node.args) != 3:
-        return Opaque("where without branches")
+        return Opaque("torch.where with a condition only")
     condition, *branches = node.args
     if not constant_along(condition, axis, rank_of(node)):
         return Opaque("a choice that is not the same for all features")
@@ -152,7 +158,7 @@ def _where(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.lerp)
 def _lerp(node: Node, axis: Axis) -> Pull:
-    """``x + w (y - x)``: linear in both ends where ``w`` is the same for every element."""
+    """``x + w (y - x)``: linear in both ends if ``w`` is constant along the axis."""
     if not constant_along(node.args[2], axis, rank_of(node)):
         return Opaque("a weight between two values that is not the same for all features")
     return _terms(node.args[:2], node, axis, "is mixed in", "is mixed in")
@@ -160,12 +166,10 @@ def _lerp(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.masked_fill)
 def _masked_fill(node: Node, axis: Axis) -> Pull:
-    """Filling zeros by a mask that is the same along the mean is a product with that mask."""
+    """Filling in zeros is a product with the inverted mask, constant along the axis."""
     source, mask, value = node.args
     if isinstance(value, Node) or value != 0 or not constant_along(mask, axis, rank_of(node)):
-        return Opaque(
-            "a mask that fills in another value than zero, or is not the same for all features"
-        )
+        return Opaque("a mask that fills in a nonzero value, or is not the same for all features")
     if not isinstance(source, Node) or shape_of(source) != shape_of(node):
         return Opaque("a mask that broadcasts its input")
     return ((source, axis),)
@@ -173,7 +177,7 @@ def _masked_fill(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.expand, aten.expand_as, aten.broadcast_to)
 def _expand(node: Node, axis: Axis) -> Pull:
-    """Copies along other dimensions; along the mean itself the value would be constant."""
+    """Copies along other dimensions; a copy along the axis itself would be constant there."""
     source = node.args[0]
     if not isinstance(source, Node) or constant_along(source, axis, rank_of(node)):
         return Opaque("a value that is repeated along the features")
@@ -182,9 +186,9 @@ def _expand(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.repeat, aten.tile)
 def _repeat(node: Node, axis: Axis) -> Pull:
-    """As ``expand``: the mean's own dimension has to be repeated once."""
+    """As ``expand``: the dimension of the axis may occur only once."""
     source, rank = node.args[0], rank_of(node)
-    times = [1] * (rank - len(node.args[1])) + list(node.args[1])  # tile may leave out the first
+    times = [1] * (rank - len(node.args[1])) + list(node.args[1])  # tile may omit leading ones
     if times[axis.dim] != 1 or axis.dim < rank - rank_of(source):
         return Opaque("a value that is repeated along the features")
     return ((source, broadcast(source, axis, rank_of(node))),)
@@ -192,7 +196,7 @@ def _repeat(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.slice, aten.narrow)
 def _slice(node: Node, axis: Axis) -> Pull:
-    """Taking some elements: along another dimension nothing changes, along this one the start."""
+    """A slice along another dimension keeps the axis; one along its own moves its start."""
     source, found = node.args[0], slice_bounds(node)
     if argument(node, 1, "dim", 0) % rank_of(node) != axis.dim:
         return ((source, axis),)
@@ -203,7 +207,7 @@ def _slice(node: Node, axis: Axis) -> Pull:
 
 @rule(operator.getitem)
 def _part(node: Node, axis: Axis) -> Pull:
-    """One part of a split is a slice; one of an unbind is a select."""
+    """A part of a split is a slice; a part of an unbind is a select."""
     whole, found = node.args[0], slice_bounds(node)
     if found is not None:
         start = axis.start + (found[1] if found[0] == axis.dim else 0)
@@ -217,15 +221,15 @@ def _part(node: Node, axis: Axis) -> Pull:
 
 
 def _bag(node: Node, part: Any, axis: Axis) -> Pull:
-    """Sums or means of a table's rows: each has to be zero-mean."""
+    """Output ``part`` of an ``embedding_bag``: a sum or mean of the table's rows."""
     if part != 0 or axis.dim != 1 or argument(node, 4, "mode", 0) not in (0, 1):
-        return Opaque("the largest of several rows, or a mean over rows")
+        return Opaque("a maximum of several rows, or a mean over rows")
     return ((node.args[0], axis),)
 
 
 @rule(aten.select)
 def _select(node: Node, axis: Axis) -> Pull:
-    """One index of another dimension is taken."""
+    """One index along another dimension is selected."""
     source = node.args[0]
     dim = node.args[1] % (rank_of(node) + 1)
     return ((source, on_dimension(axis, axis.dim + (axis.dim >= dim))),)
@@ -233,8 +237,9 @@ def _select(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.cat, aten.concat, aten.concatenate)
 def _cat(node: Node, axis: Axis) -> Pull:
-    """Side by side along another dimension; along this one the mean has to lie in one part."""
-    parts = [part for part in node.args[0] if shape_of(part) != (0,)]  # of any rank, by old custom
+    """A concatenation; along the dimension of the axis, one part has to contain the whole axis."""
+    # torch ignores empty tensors of shape (0,) here, whatever the rank of the others
+    parts = [part for part in node.args[0] if shape_of(part) != (0,)]
     if argument(node, 1, "dim", 0) % rank_of(node) != axis.dim:
         return tuple((part, axis) for part in parts)
     for part in dict.fromkeys(parts):
@@ -247,7 +252,7 @@ def _cat(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.stack)
 def _stack(node: Node, axis: Axis) -> Pull:
-    """Side by side along a new dimension."""
+    """A concatenation along a new dimension."""
     dim = argument(node, 1, "dim", 0) % rank_of(node)
     if dim == axis.dim:
         return Opaque("a stack along the features")
@@ -257,7 +262,7 @@ def _stack(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.index_select, aten.roll, aten.flip)
 def _reorder(node: Node, axis: Axis) -> Pull:
-    """Whole groups are picked or change places along other dimensions."""
+    """Whole groups are selected or reordered along other dimensions."""
     dims = node.args[1] if op_name(node) == "index_select" else node.args[-1]
     listed = [dims] if isinstance(dims, int) else list(dims)
     if op_name(node) == "roll" and (len(node.args) < 3 or not dims):
@@ -269,7 +274,7 @@ def _reorder(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.unfold)
 def _unfold(node: Node, axis: Axis) -> Pull:
-    """Windows along another dimension; a new last one counts their elements."""
+    """Windows along another dimension; a new last dimension holds the elements of each window."""
     source = node.args[0]
     if axis.dim in (node.args[1] % rank_of(source), rank_of(source)):
         return Opaque("windows along the features")
@@ -278,16 +283,16 @@ def _unfold(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.copy)
 def _copy(node: Node, axis: Axis) -> Pull:
-    """The values of one tensor in the memory of another."""
+    """The values of one tensor, copied into another tensor."""
     source = node.args[1]
     if shape_of(source) != shape_of(node) or not (is_floating(source) and is_floating(node)):
-        return Opaque("a copy into another shape or kind of number")
+        return Opaque("a copy into another shape or to a dtype that is not floating-point")
     return ((source, axis),)
 
 
 @rule(aten.sum, aten.mean)
 def _reduce(node: Node, axis: Axis) -> Pull:
-    """A sum or mean over other dimensions is linear and treats every group alike."""
+    """A sum or mean over other dimensions is linear and the same for every feature."""
     source, dims = node.args[0], argument(node, 1, "dim")
     rank = rank_of(source)
     if not isinstance(dims, (list, tuple)) or not dims:
@@ -325,7 +330,7 @@ def _resample(node: Node, axis: Axis) -> Pull:
 
 
 def _leaves_alone(node: Node, spatial: int) -> bool:
-    """Whether a pooling takes the elements of one of its dimensions one by one."""
+    """Whether a pooling leaves one of its spatial dimensions as it is (kernel 1, stride 1)."""
     if op_name(node) not in ("avg_pool1d", "avg_pool2d"):
         return False
     kernel, stride = list(node.args[1]), list(argument(node, 2, "stride") or node.args[1])
@@ -339,18 +344,18 @@ def _leaves_alone(node: Node, spatial: int) -> bool:
     aten.replication_pad3d, aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d,
 )  # fmt: skip
 def _pad(node: Node, axis: Axis) -> Pull:
-    """New positions of other dimensions hold zeros, or groups that stand elsewhere too."""
+    """New positions along other dimensions hold zeros or copies of whole groups."""
     constant = op_name(node) == "constant_pad_nd"
     if op_name(node) == "pad":
         constant = argument(node, 2, "mode", "constant") == "constant"
     value = argument(node, 3 if op_name(node) == "pad" else 2, "value", 0) if constant else 0
     padded = {rank_of(node) - 1 - i // 2 for i, width in enumerate(node.args[1]) if width != 0}
     if value not in (0, None) or axis.dim in padded:
-        return Opaque("padding along the features, or with a number that is not zero")
+        return Opaque("padding along the features, or with a nonzero number")
     return ((node.args[0], axis),)
 
 
 @rule(aten.zeros, aten.zeros_like, aten.new_zeros)
 def _zeros(node: Node, axis: Axis) -> Pull:
-    """Zeros have mean zero."""
+    """Zeros have zero mean, with no condition on operands."""
     return ()

@@ -1,9 +1,10 @@
-"""What views, permutes and picks take of a value, and the mean of it where it came from.
+"""Follow an axis through a whole chain of views, permutations and selections at once.
 
-``y.view(B, T, 3, H, d).unbind(2)[0]`` holds some elements of ``y``, each once, at fixed distances.
-A mean over ``d`` of them is a mean over elements of the last dimension of ``y`` alone, the same for
-every token: ``Axis(2, 0, H, d, 1)``. Rule by rule this is lost, as an axis does not say which of
-the three is meant; so here the chain is one step, whose distances are read off torch itself.
+``y.view(B, T, 3, H, d).unbind(2)[0]`` holds some elements of ``y``, each once, at fixed strides. A
+mean over its ``d`` is a mean over elements of the last dimension of ``y`` alone, the same for every
+token: ``Axis(2, 0, H, d, 1)``. Following one op at a time would fail: after the view an axis cannot
+say which of the three parts is meant. This module treats the chain as a single step, and reads the
+strides off the tensor that torch's own ops return on the meta device.
 """
 
 # Arguments of fx nodes are typed as a wide union; a rule knows its op's schema.
@@ -37,13 +38,13 @@ MOVES = VIEWS | _COPIES | {
     aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.movedim, aten.moveaxis,
     aten.swapaxes, aten.swapdims,
 }  # fmt: skip
-"""Ops that give every element of their operand once, under other indices."""
-_PICKS = {aten.select, aten.slice, aten.narrow}
-_PARTED = SPLITS | {aten.unbind}
+"""Ops whose result holds every element of their operand once, under other indices."""
+_SELECTIONS = {aten.select, aten.slice, aten.narrow}
+_SPLITTING_OPS = SPLITS | {aten.unbind}
 
 
 class Factor(NamedTuple):
-    """Elements at ``many`` places, ``stride`` apart; ``mean`` if the mean is over them."""
+    """``many`` elements, ``stride`` apart; ``mean`` if the axis takes its mean over them."""
 
     many: int
     stride: int
@@ -51,13 +52,13 @@ class Factor(NamedTuple):
 
 
 Place = tuple[int, list[Factor]]
-"""Along one dimension: the first element that is taken, and where the others are."""
+"""Which elements of one dimension are taken: the first, and the offsets of the others."""
 
 
 def source_of(node: Node) -> Node | None:
-    """The value of which ``node`` is a view, a permutation or a part; ``None`` for other ops."""
+    """The value that ``node`` is a view, permutation or part of; ``None`` for other ops."""
     op = node.args[0] if is_part(node) and node.args else node
-    known = _PARTED if is_part(node) else MOVES | _PICKS
+    known = _SPLITTING_OPS if is_part(node) else MOVES | _SELECTIONS
     if not isinstance(op, Node) or packet(op) not in known or op.meta.get("written"):
         return None
     source = op.args[0]
@@ -69,9 +70,9 @@ def source_of(node: Node) -> Node | None:
 
 
 def pull_through_view(node: Node, axis: Axis) -> tuple[Node, Axis] | None:
-    """The value that ``node`` was taken from by way of a view, and the same mean over it.
+    """A value that ``node`` takes elements from through a view, and ``axis`` on that value.
 
-    ``None`` where no value up the chain has a single dimension that holds the mean.
+    It is the nearest one that holds the axis in a single dimension; ``None`` if there is none.
     """
     chain = [node]
     while (source := source_of(chain[-1])) is not None:
@@ -84,11 +85,12 @@ def pull_through_view(node: Node, axis: Axis) -> tuple[Node, Axis] | None:
 
 
 def push_through_view(node: Node, source: Node, axis: Axis) -> tuple[Axis, ...] | None:
-    """What a shift of ``source`` shifts in ``node``, which is taken from it; empty for nothing.
+    """The axis of ``node`` that a shift of ``source`` along ``axis`` becomes, as a 1-tuple.
 
-    ``None`` where no axis of ``node`` says so.
+    Empty if ``node`` holds none of the shifted elements. ``None`` if no axis of ``node`` describes
+    the shift, or if ``node`` is not taken from ``source``.
     """
-    found = _taken_from(node, source)
+    found = _taken_elements(node, source)
     if found is None:
         return None
     chain, places = found
@@ -98,18 +100,18 @@ def push_through_view(node: Node, source: Node, axis: Axis) -> tuple[Axis, ...] 
     return next(((a,) for a in axes if axis_on_source(chain, source, a) == axis), None)
 
 
-def _taken_from(node: Node, source: Node) -> tuple[list[Node], list[Place]] | None:
-    """The ops that take ``node`` from ``source``, the last one first, and which elements.
+def _taken_elements(node: Node, source: Node) -> tuple[list[Node], list[Place]] | None:
+    """The chain of ops from ``node`` back to ``source``, and which elements of it are taken.
 
-    Asked once for each axis of ``source``, so what was found is kept with the node.
+    The result is cached in ``node.meta``, as it is needed for each axis of ``source``.
     """
     known = node.meta.setdefault("taken_from", {})
     if source not in known:
-        known[source] = _found_in(node, source)
+        known[source] = _find_taken_elements(node, source)
     return known[source]
 
 
-def _found_in(node: Node, source: Node) -> tuple[list[Node], list[Place]] | None:
+def _find_taken_elements(node: Node, source: Node) -> tuple[list[Node], list[Place]] | None:
     chain = [node]
     while chain[-1] is not source:
         if (above := source_of(chain[-1])) is None:
@@ -121,7 +123,7 @@ def _found_in(node: Node, source: Node) -> tuple[list[Node], list[Place]] | None
 
 
 def axis_on_source(chain: list[Node], source: Node, axis: Axis) -> Axis | None:
-    """``axis`` of ``chain[0]``, on ``source``, of which the chain takes something."""
+    """The axis of ``source`` that ``axis`` of ``chain[0]`` is; ``None`` if no single one is."""
     found, shape = _places(chain, source, axis), shape_of(source)
     if found is None or shape is None:
         return None
@@ -149,7 +151,7 @@ def _axis(dim: int, start: int, factors: list[Factor]) -> Axis | None:
 
 
 def _places(chain: list[Node], source: Node, axis: Axis | None = None) -> list[Place] | None:
-    """For each dimension of ``source``: the first element that is taken, and the others' places."""
+    """For each dimension of ``source``: which of its elements ``chain[0]`` holds."""
     shape, taken = shape_of(source), _on_meta(chain, source)
     if shape is None or taken is None or 0 in shape or 0 in taken.shape:
         return None
@@ -169,7 +171,7 @@ def _places(chain: list[Node], source: Node, axis: Axis | None = None) -> list[P
 
 
 def _on_meta(chain: list[Node], source: Node) -> torch.Tensor | None:
-    """``chain[0]`` as a view of a row-major ``source``; ``None`` where it is a copy."""
+    """``chain[0]`` as a meta tensor that views a row-major ``source``; ``None`` if it is a copy."""
     whole = torch.empty(shape_of(source) or (), device="meta")
     x = whole
     for node in reversed(chain):
@@ -189,7 +191,7 @@ def _on_meta(chain: list[Node], source: Node) -> torch.Tensor | None:
 
 
 def _spread(factors: list[Factor], offset: int, shape: tuple[int, ...]) -> list[Place] | None:
-    """Places in the row-major elements of ``shape``, as places along each dimension of it."""
+    """Turn offsets into the row-major elements of ``shape`` into places along each dimension."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     found: list[list[Factor]] = [[] for _ in shape]
     for factor in factors:
@@ -207,7 +209,7 @@ def _spread(factors: list[Factor], offset: int, shape: tuple[int, ...]) -> list[
 def _divided(
     factor: Factor, shape: tuple[int, ...], strides: list[int]
 ) -> Iterator[tuple[int, Factor]]:
-    """The parts of a factor, each within one dimension; dimension -1 if there is none."""
+    """Split a factor into parts that each lie in one dimension; dimension -1 if that fails."""
     count, stride, mean = factor
     for dim in reversed(range(len(shape))):
         if count == 1 or stride >= strides[dim] * shape[dim]:
@@ -226,7 +228,7 @@ def _divided(
 
 
 def _merged(factors: list[Factor]) -> list[Factor]:
-    """From the largest stride to the smallest; two without a gap between them are one."""
+    """The factors by decreasing stride; adjoining ones without a gap are joined."""
     merged: list[Factor] = []
     for factor in sorted(factors, key=lambda f: -f.stride):
         last = merged[-1] if merged else None
@@ -238,7 +240,7 @@ def _merged(factors: list[Factor]) -> list[Factor]:
 
 
 def _is_apart(place: Place, axis: Axis) -> bool:
-    """Whether what is taken of a dimension has none of the elements of the axis."""
+    """Whether none of the elements taken of a dimension belongs to the axis."""
     first, factors = place
     last = first + sum((count - 1) * stride for count, stride, _ in factors)
     if last < axis.start or first >= axis.stop:
@@ -256,7 +258,7 @@ def _is_apart(place: Place, axis: Axis) -> bool:
 
 
 def _axes(shape: tuple[int, ...] | None, axis: Axis) -> Iterator[Axis]:
-    """The axes over all of one dimension whose groups are as large as those of ``axis``."""
+    """Every axis over all of one dimension of ``shape`` whose means are over ``axis.size``."""
     for dim, n in enumerate(shape or ()):
         many = n // axis.size if n % axis.size == 0 else 0
         for inner in (i for i in range(1, many + 1) if many % i == 0):

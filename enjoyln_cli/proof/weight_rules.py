@@ -1,7 +1,8 @@
 """The pull-back table, second part: ops that multiply by weights, and attention.
 
-Each is linear in a weight (and in its bias, jointly), and keeps the weight's output features apart:
-centring these is centring the result, ``P (W x + b) = (P W) x + P b``.
+Each op is jointly linear in its weight and bias, and output feature ``i`` depends on row ``i`` of
+the weight alone. Centring the weight and the bias over their output features therefore centres the
+result: ``P (W x + b) = (P W) x + P b``.
 """
 
 # Arguments of fx nodes are typed as a wide union; a rule knows its op's schema.
@@ -35,13 +36,13 @@ def _weight_and_bias(node: Node, axis: Axis) -> Pull:
 
 
 def _product(node: Node, axis: Axis, equation: str, factors: Sequence[Any]) -> Pull:
-    """Linear in the one factor that carries the mean's letter, all others fixed.
+    """The pair of an einsum: the one factor that has the letter of the axis, others fixed.
 
-    ``equation`` is einsum's; factors of other ranks than it has letters are refused.
+    ``equation`` is in einsum's notation, with an arrow.
     """
     spelled = _letters(equation, [rank_of(factor) for factor in factors])
     if spelled is None or len(spelled[1]) != rank_of(node):
-        return Opaque("a product whose equation does not say what it gives")
+        return Opaque("a product whose equation does not match the ranks of its tensors")
     terms, output = spelled
     letter = output[axis.dim]
     carrying = [
@@ -56,9 +57,10 @@ def _product(node: Node, axis: Axis, equation: str, factors: Sequence[Any]) -> P
 
 
 def _letters(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]] | None:
-    """The letter of each dimension of every factor and of the result; ``None`` if ranks differ.
+    """The letters of each factor's dimensions and of the result's; ``None`` if the ranks differ.
 
-    An ellipsis stands for as many dimensions as the others leave, counted from the end.
+    An ellipsis becomes ``...n`` to ``...1``, one for each dimension that the letters do not name,
+    counted from the end as in broadcasting.
     """
     inputs, _, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
@@ -78,7 +80,7 @@ def _letters(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str
 
 @rule(aten.embedding)
 def _embedding(node: Node, axis: Axis) -> Pull:
-    """Rows of a table are looked up: each has to be zero-mean."""
+    """Rows of a table are looked up, so each row has to have zero mean."""
     if axis.dim != rank_of(node) - 1 or rank_of(node.args[0]) != 2:
         return Opaque("a mean over tokens")
     return ((node.args[0], on_dimension(axis, 1)),)
@@ -86,18 +88,18 @@ def _embedding(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.linear)
 def _linear(node: Node, axis: Axis) -> Pull:
-    """``P (W x + b) = (P W) x + P b``: the weight's rows and the bias (CBWC, Enjoy-LN def. 2)."""
+    """``P (W x + b) = (P W) x + P b``: centre over the weight's rows (CBWC, Enjoy-LN def. 2)."""
     x, weight, bias = node.args[0], node.args[1], argument(node, 2, "bias")
     if axis.dim != rank_of(node) - 1 or rank_of(node) != rank_of(x):
         return Opaque("a mean over tokens")
     if rank_of(weight) != 2 or (bias is not None and rank_of(bias) != 1):
-        return Opaque("a linear layer whose weight is no matrix, or whose bias is no vector")
+        return Opaque("a linear layer whose weight is not a matrix, or whose bias is not a vector")
     return _weight_and_bias(node, axis)
 
 
 @rule(aten.matmul, aten.mm, aten.bmm)
 def _matmul(node: Node, axis: Axis) -> Pull:
-    """A product of matrices keeps the columns of its right factor and the rows of its left one."""
+    """Column ``k`` of ``A B`` depends on column ``k`` of ``B`` alone, and so do rows on ``A``."""
     if min(map(rank_of, node.args[:2])) < 2:
         return Opaque("a product with a vector")
     return _product(node, axis, "...ij,...jk->...ik", node.args[:2])
@@ -105,19 +107,19 @@ def _matmul(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.einsum)
 def _einsum(node: Node, axis: Axis) -> Pull:
-    """The equation says which dimensions of the result are whose."""
+    """The equation says which factor each dimension of the result comes from."""
     return _product(node, axis, node.args[0], node.args[1])
 
 
 @rule(aten.tensordot)
 def _tensordot(node: Node, axis: Axis) -> Pull:
-    """The dimensions that are not summed over, of the left factor and then of the right one."""
+    """As the einsum whose result has all dimensions that are not summed: left ones, then right."""
     left, right = node.args[:2]
     n, m = rank_of(left), rank_of(right)
     pairs = [(i % n, j % m) for i, j in zip(*node.args[2:4], strict=True)]
     letters = string.ascii_letters
     if n + m > len(letters):
-        return Opaque("a product over very many dimensions")
+        return Opaque("a product of tensors with more than 52 dimensions in all")
     first, second = list(letters[:n]), list(letters[n : n + m])
     for i, j in pairs:
         second[j] = first[i]
@@ -129,18 +131,18 @@ def _tensordot(node: Node, axis: Axis) -> Pull:
 
 @rule(aten._grouped_mm, "transformers::grouped_mm_fallback")
 def _grouped_matmul(node: Node, axis: Axis) -> Pull:
-    """Each row is multiplied by the matrix of its expert, whose columns (all experts') it keeps."""
+    """Each row is multiplied by its expert's matrix: centre the columns of all of them."""
     left, right = node.args[:2]
     if (rank_of(left), rank_of(right)) != (2, 3) or axis.dim != 1:
-        return Opaque("a grouped product along something else than its columns")
+        return Opaque("a grouped matrix product, over another dimension than its columns")
     if argument(node, 3, "bias") is not None:
-        return Opaque("a grouped product with a bias of its own")
+        return Opaque("a grouped matrix product with a bias")
     return ((right, on_dimension(axis, 2)),)
 
 
 @rule(aten.addmm, aten.baddbmm)
 def _addmm(node: Node, axis: Axis) -> Pull:
-    """``β C + α A B``: the columns of ``B`` and of ``C`` (Conv1D stores its weight as ``B``)."""
+    """``β C + α A B``: the columns of ``B`` and ``C`` jointly (``B`` is a Conv1D's weight)."""
     added, rank = node.args[0], rank_of(node)
     if constant_along(added, axis, rank):
         return Opaque("a product whose added term is the same for all features")
@@ -152,7 +154,7 @@ def _addmm(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)
 def _convolution(node: Node, axis: Axis) -> Pull:
-    """A convolution over all channels is linear over its output channels, position by position."""
+    """At each position, an ungrouped convolution is a linear layer from all input channels."""
     general = op_name(node) == "convolution"
     groups = argument(node, 8 if general else 6, "groups", 1)
     transposed = general and node.args[6]
@@ -165,7 +167,7 @@ def _convolution(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d)
 def _transposed_convolution(node: Node, axis: Axis) -> Pull:
-    """As a convolution; its weight has the output channels second."""
+    """As a convolution, with the output channels in dimension 1 of the weight."""
     weight, bias = node.args[1], argument(node, 2, "bias")
     if argument(node, 6, "groups", 1) != 1:
         return Opaque("a grouped convolution, whose channels see different inputs")
@@ -177,7 +179,7 @@ def _transposed_convolution(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.scaled_dot_product_attention)
 def _attention(node: Node, axis: Axis) -> Pull:
-    """Attention is linear in the values, and keeps their features apart from the positions."""
+    """Attention is linear in the values and mixes positions, never features."""
     values = node.args[2]
     if axis.dim != rank_of(node) - 1 or argument(node, 4, "dropout_p", 0.0):
         return Opaque("attention over the features, or with dropout")
@@ -186,11 +188,11 @@ def _attention(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.layer_norm)
 def _layer_norm(node: Node, axis: Axis) -> Pull:
-    """``γ ⊙ x̂ + β``: ``x̂`` is zero-mean, the product with γ is not (trap 1)."""
+    """``γ ⊙ x̂ + β``: ``x̂`` has zero mean, but ``γ ⊙ x̂`` does not."""
     shape = shape_of(node) or ()
     weight, bias = argument(node, 2, "weight"), argument(node, 3, "bias")
     if len(node.args[1]) != 1 or axis.dim != len(shape) - 1 or not is_whole(axis, shape):
-        return Opaque("a LayerNorm over other elements than the mean")
+        return Opaque("a LayerNorm over other elements than this mean")
     if weight is not None:
         return Opaque("the output of a LayerNorm with weights is not zero-mean")
     return () if bias is None else ((bias, on_dimension(axis, 0)),)

@@ -1,13 +1,13 @@
-"""MLPs that can subtract the mean of their own residual input, by hidden units added to them.
+"""MLPs that can subtract the mean of their own residual input if they get more hidden units.
 
 For an activation with ``act(u) - act(-u) = u``, two hidden units that read ``s * sum(h)`` and
 ``-s * sum(h)`` and write ``-1 / (s d)`` and ``1 / (s d)`` to every feature add ``-mean(h)``:
 
     h + mlp(h)    becomes    h - mean(h) + mlp(h)
 
-which is zero-mean where ``mlp(h)`` was, and costs no operation. That is exact where nobody else
-reads the hidden values or the weights, and where everybody who reads the sum absorbs a shift of it,
-at every call. What is an MLP is read off the graph, what its activation does is tried in float64.
+If ``mlp(h)`` has zero mean, so has the new sum, and no extra operation is needed. This is exact if,
+at every call, nothing else reads the hidden values or the weights, and all readers of the sum
+absorb a shift of it. MLPs are found in the graph; the activation is checked numerically in float64.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from enjoyln_cli.proof.rules import VIEWS
 from enjoyln_cli.trace.trace import Trace
 
 PROBES = 600
-"""Magnitudes from 1e-6 to 1e5 at which an activation is tried."""
+"""How many magnitudes from 1e-6 to 1e5 an activation is checked at."""
 CLOSE = 1e-12
-"""What rounding in float64 may make of ``act(u) - act(-u) = u``, relative to ``u``."""
+"""Largest error of ``act(u) - act(-u) = u`` in float64, relative to ``u``."""
 
 _SAME = {
     aten.alias, aten.clone, aten.contiguous, aten.detach, aten.positive, aten.to, aten._to_copy,
@@ -48,30 +48,30 @@ _SAME = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """``second(act(first(x)))``; each parameter by the first name of all that is tied to it."""
+    """``second(act(first(x)))``; each parameter is given by the first of its tied names."""
 
     first: str
-    """A weight, whose dimension ``1 - dim`` is that of the hidden units."""
+    """The first layer's weight; its dimension ``1 - dim`` is that of the hidden units."""
     bias: str | None
-    """Of the first layer."""
+    """The first layer's bias."""
     second: str
-    """A weight, whose dimension ``dim`` is that of the hidden units."""
+    """The second layer's weight; its dimension ``dim`` is that of the hidden units."""
     dim: int
     """1 for ``nn.Linear``, 0 for a Conv1D, which stores its weight transposed."""
     size: int
-    """How many hidden units there are."""
+    """Number of hidden units."""
     features: int
 
     @property
     def parts(self) -> dict[str, int]:
-        """Every parameter that has an entry for each hidden unit, and its dimension of them."""
+        """Every parameter that grows with the hidden units, to its dimension of hidden units."""
         bias = {} if self.bias is None else {self.bias: 0}
         return {self.first: 1 - self.dim, **bias, self.second: self.dim}
 
 
 @dataclass(frozen=True)
 class Resize:
-    """An attribute of the config, and the MLPs whose hidden units it counts, and nothing else."""
+    """A config attribute that sets the number of hidden units of some MLPs, and nothing else."""
 
     attribute: str
     """Dotted where the config is nested: ``text_config.intermediate_size``."""
@@ -81,19 +81,19 @@ class Resize:
 
 
 Edge = tuple[int, Node, Node]
-"""The position of a trace, a residual sum in it, and the addend that is not the MLP's."""
+"""The index of a trace, a residual sum in it, and the addend that is not the MLP's output."""
 
 Resizing = Callable[[tuple[Mlp, ...], tuple[Mlp, ...]], tuple[Resize, ...]]
-"""From the MLPs that would subtract a mean, and all that can grow, to the attributes for it."""
+"""Maps the MLPs that would subtract a mean, and all MLPs that can grow, to config changes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Widenings:
-    """Which means can be subtracted by which MLP."""
+    """Which MLPs can subtract which means."""
 
     edges: Mapping[Edge, Mlp] = field(default_factory=dict)
     refused: Mapping[Edge, str] = field(default_factory=dict)
-    """Residual sums whose MLP cannot, and why."""
+    """Residual sums whose MLP cannot subtract the mean, and why."""
     resizes: tuple[Resize, ...] = ()
 
 
@@ -104,10 +104,10 @@ class _Call:
     mlp: Mlp
     first: Node
     between: tuple[Node, ...]
-    """From the hidden values to what the second layer reads, in an order to compute them in."""
+    """The ops from the hidden values to the second layer's input, in order of computation."""
     second: Node
     edge: Edge | None
-    """Where it is added to what it reads."""
+    """The residual sum that adds the MLP's output to its own input."""
     trace: int
 
 
@@ -116,8 +116,8 @@ def find_widenings(
 ) -> Widenings:
     """Every MLP that can subtract the mean of its residual input, in all traces at once.
 
-    ``groups`` names the first of all names tied to a parameter; ``single`` says whether such a
-    group is one stored tensor of the parameter's own layout.
+    ``groups`` maps any parameter name to the first of its tied names. ``single(name)`` says whether
+    a tied group is stored as one tensor with the parameter's own layout.
     """
     calls: dict[Mlp, list[_Call]] = {}
     refused: dict[Edge, str] = {}
@@ -130,7 +130,7 @@ def find_widenings(
             if isinstance(call, _Call):
                 calls.setdefault(call.mlp, []).append(call)
             else:
-                refused[call] = "it is gated: a product of two layers' values"
+                refused[call] = "it is gated: the product of the outputs of two layers"
     why = {mlp: _cannot_grow(mlp, calls[mlp], readers, single) for mlp in calls}
     able = tuple(mlp for mlp in calls if why[mlp] is None)
     why |= {mlp: _cannot_subtract(flow, calls[mlp]) for mlp in able}
@@ -156,7 +156,7 @@ def _cannot_grow(
     readers: Mapping[str, set[Node]],
     single: Callable[[str], bool],
 ) -> str | None:
-    """Why hidden units of zeros would be seen, or cannot be stored."""
+    """Why the MLP cannot get more hidden units, even ones whose weights are zero."""
     for call in calls:
         inside = {*call.between, call.second}
         for node in (call.first, *call.between):
@@ -166,17 +166,17 @@ def _cannot_grow(
     reading = dict.fromkeys(mlp.parts, own) | {mlp.second: {c.second for c in calls}}
     for name, nodes in reading.items():
         if not readers[name] <= nodes:
-            return "a weight of it is used elsewhere, too"
+            return "one of its weights is also used elsewhere"
         if not single(name):
-            return "a weight of it is tied, or stored in another layout"
+            return "one of its weights is tied, or stored in another layout"
     return None
 
 
 def _cannot_subtract(flow: Flow, calls: list[_Call]) -> str | None:
-    """Why units that subtract the mean would not be exact."""
+    """Why units that subtract the mean would change the model's outputs."""
     for call in calls:
         if call.edge is None:
-            return "it is not always added to what it reads"
+            return "its output is not always added to its own input"
         if reason := _wrong_activation(call):
             return reason
         shape = shape_of(call.second) or ()
@@ -187,23 +187,23 @@ def _cannot_subtract(flow: Flow, calls: list[_Call]) -> str | None:
 
 
 def _wrong_activation(call: _Call) -> str | None:
-    """Why not ``act(u) - act(-u) = u``: tried at magnitudes from 1e-6 to 1e5, and at 0."""
+    """Check ``act(u) - act(-u) = u`` at 0 and from 1e-6 to 1e5; the reason if it does not hold."""
     u = torch.cat([torch.zeros(1, dtype=torch.float64), torch.logspace(-6, 5, PROBES).double()])
     names = ", ".join(dict.fromkeys(op_name(n) for n in call.between if _behind(n) is None))
     try:
         found = _activated(call, u) - _activated(call, -u)
-    except Exception as error:  # an op raises what it likes
-        return f"its activation ({names}) cannot be tried: {type(error).__name__}"
+    except Exception as error:  # an op may raise anything
+        return f"its activation ({names}) cannot be checked: {type(error).__name__}"
     wrong = ~((found - u).abs() <= CLOSE * u)
     if not wrong.any():
         return None
     at = int(wrong.nonzero()[0])
-    what = f"its activation ({names})" if names else "it has no activation, which"
+    what = f"its activation ({names})" if names else "it has no activation, and"
     return f"{what} gives act(u) - act(-u) = {float(found[at]):.3g} at u = {float(u[at]):.3g}"
 
 
 def _activated(call: _Call, u: torch.Tensor) -> torch.Tensor:
-    """What the ops between the two layers make of the hidden values ``u``."""
+    """Apply the ops between the two layers to the hidden values ``u``."""
     values: dict[Node, Any] = {call.first: u}
     for node in call.between:
         source = _behind(node)
@@ -218,7 +218,7 @@ def _activated(call: _Call, u: torch.Tensor) -> torch.Tensor:
 
 
 def _calls(trace: int, graph: Trace, named: Mapping[Node, str]) -> Iterator[_Call | Edge]:
-    """Every MLP of a graph; of one that is gated, where it is added to what it reads."""
+    """Every MLP of a graph; for a gated one, only the residual sum that it is added in."""
     for node in graph.graph.nodes:
         second = _linear(node, named)
         if second is None:
@@ -259,7 +259,7 @@ def _mlp(first: LinearLayer, second: LinearLayer) -> Mlp | None:
 
 
 def _linear(node: Any, named: Mapping[Node, str]) -> LinearLayer | None:
-    """The node as a layer whose weight and bias are parameters as they are, if it is one."""
+    """The node as a linear layer that reads its weight and bias directly, if it is one."""
     layer = linear_layer(node, named)
     if layer is None or layer.kind != "matrix" or layer.scaled or not layer.reads_directly:
         return None
@@ -267,7 +267,7 @@ def _linear(node: Any, named: Mapping[Node, str]) -> LinearLayer | None:
 
 
 def _elementwise(node: Node) -> tuple[list[Node], tuple[Node, ...]]:
-    """Back over ops that treat every element alike: where they start from, and the ops in order."""
+    """Go back over elementwise ops: the values that they start from, and the ops in order."""
     roots: dict[Node, None] = {}
     done: dict[Node, None] = {}
     waiting = [(node, False)]
@@ -286,7 +286,7 @@ def _elementwise(node: Node) -> tuple[list[Node], tuple[Node, ...]]:
 
 
 def _operands(node: Node) -> list[Node] | None:
-    """The operands of an op that computes each element from the same one of every operand."""
+    """The operands of an elementwise op, all of the same shape; ``None`` for other ops."""
     source = _behind(node)
     if source is not None:
         return [source]
@@ -301,7 +301,7 @@ def _operands(node: Node) -> list[Node] | None:
 
 
 def _behind(node: Node) -> Node | None:
-    """The operand of an op that leaves values as they are, and the order of the rows."""
+    """The operand of an op that changes neither values nor the last dimension, if it is one."""
     if not node.args or not isinstance(node.args[0], Node) or node.meta.get("written"):
         return None
     source = node.args[0]
@@ -317,7 +317,7 @@ def _behind(node: Node) -> Node | None:
 
 
 def _same_as(node: Node) -> Iterator[Node]:
-    """The value itself, and all behind ops that leave it as it is."""
+    """The node, and all nodes before it that hold the same values."""
     yield node
     while (source := _behind(node)) is not None:
         yield (node := source)
@@ -328,7 +328,7 @@ def _origin(node: Node) -> Node:
 
 
 def _halved(node: Node) -> Node | None:
-    """What a part of the features is taken of, as by a gate whose two layers are one."""
+    """The value that ``node`` takes part of the features from, as a gate in a fused layer does."""
     source: Any = node.args[0] if node.args else None
     if is_part(node) and packet(source) in SPLITS:
         return _origin(source.args[0])
@@ -336,7 +336,7 @@ def _halved(node: Node) -> Node | None:
 
 
 def _residual(trace: int, node: Node, x: Node) -> Edge | None:
-    """Where alone the value goes, if that is a sum of it and ``x``."""
+    """The sum of the value and ``x``, if nothing else reads the value."""
     while True:
         users = readers_of(node)
         if len(users) != 1:

@@ -444,11 +444,11 @@ def test_the_proof_says_where_things_go() -> None:
     model = tiny(lambda m, y: (m.up(y), m.conv(y)))
     found = analyze_module(model, rows(), options=AFFINE).why("norm")
     last = found.children[-1]
-    assert last.text == "its weight and bias can be merged: all that reads it is linear"
+    assert last.text == "its weight and bias can be merged: all its readers are linear layers"
     assert [child.text for child in last.children] == ["up.weight", "conv.weight"]
     model = tiny(lambda m, y: m.bare(y))
     last = analyze_module(model, rows(), options=BIAS).why("norm").children[-1]
-    assert last.text == f"nothing of it is merged: {NO_BIAS} (bare.weight)" and not last.zero_mean
+    assert last.text == f"nothing is merged: {NO_BIAS} (bare.weight)" and not last.zero_mean
     assert "merged" not in str(analyze_module(model, rows()).why("norm"))
 
 

@@ -370,7 +370,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
     ),
     "one number for all features": (
         lambda x, y: aten.index_put(x, [INDEX[0] % 2], y), (X, values(2, 5, 1)),
-        Axis(2, 0, 1, 12, 1), "one value in the place of many",
+        Axis(2, 0, 1, 12, 1), "a single value",
     ),
     "features added to some": (
         lambda x, y: x.index_add(-1, INDEX[0], y), (X, values(2, 5, 2)),
@@ -432,7 +432,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
     ),
     "a padding of tokens by a number": (
         lambda x: aten.pad(x, [0, 0, 1, 1], "constant", 1.0), (X,),
-        Axis(2, 0, 1, 12, 1), "a number that is not zero",
+        Axis(2, 0, 1, 12, 1), "a nonzero number",
     ),
     "a reshape that splits groups": (
         lambda x, y: aten.reshape_as(x, y), (X, values(2, 60)), Axis(1, 0, 1, 60, 1), "with other",
@@ -459,9 +459,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Axis, str
     "elements taken of all": (
         lambda x: torch.take_along_dim(x, INDEX), (X,), Axis(0, 0, 1, 4, 1), "all elements",
     ),
-    "the largest of several rows": (
+    "the maximum of several rows": (
         lambda w: aten.embedding_bag(w, INDEX.view(-1), torch.tensor([0, 2]), False, 2)[0] + 0,
-        (values(5, 12),), Axis(1, 0, 1, 12, 1), "largest",
+        (values(5, 12),), Axis(1, 0, 1, 12, 1), "maximum",
     ),
     "interpolated features": (
         lambda x: aten.upsample_linear1d(x, [7], False), (values(2, 6, 4),),

@@ -264,12 +264,12 @@ def test_a_layer_scale_forbids_to_centre_the_weight_alone() -> None:
 @pytest.mark.parametrize(
     ("also", "reason"),
     [
-        ("scale", "read elsewhere"),
-        ("weight", "read elsewhere"),
+        ("scale", "used elsewhere"),
+        ("weight", "used elsewhere"),
         ("value", "elementwise product"),
         ("scale of two layers", "several layers"),
-        ("tied", "read elsewhere"),
-        ("bias of its own layer", "read elsewhere"),
+        ("tied", "used elsewhere"),
+        ("bias of its own layer", "used elsewhere"),
     ],
 )
 def test_a_layer_scale_that_others_read_is_not_merged(also: str, reason: str) -> None:
@@ -477,7 +477,7 @@ class Functional(Stem):
 def test_what_cannot_be_swapped_is_kept() -> None:
     plan = analyze_module(randomised(Functional(own=True)), ids()).plan
     reasons = {v.norm: v.reason for v in plan.norms}
-    assert "computes something else than a LayerNorm" in reasons["norm"]
+    assert "does not compute a LayerNorm" in reasons["norm"]
     assert any("called as a function" in reason for reason in reasons.values())
 
 

@@ -259,7 +259,7 @@ class Turned(Toy):
         (Gated, "it is gated"),
         (GatedInOne, "it is gated"),
         (ReadHidden, "its hidden values are read by amax too"),
-        (ReadWeight, "a weight of it is used elsewhere, too"),
+        (ReadWeight, "one of its weights is also used elsewhere"),
         (Seen, "a shift of its output would be noticed (the model returns it)"),
         (Uncounted, "no attribute of the config sets its number of hidden units and nothing else"),
         (
