@@ -1,12 +1,17 @@
-"""Which folded norms can hand what they multiply by and add to the linear layers that read them.
+"""Which folded norms can have their weight ``g`` and bias ``v`` merged into the next linear layers.
 
     W (g * x + v) + b = (W diag(g)) x + (b + W v)
 
-so the norm computes ``x`` alone, with a weight of ones and a bias of zeros, where every use of its
-result is such a layer. In between stand only ops each of whose elements is one of the norm's, of
-the same feature (or an average of such): they do the same to ``g * x + v`` as to ``x``. The layer's
-parameters may be read by nothing else, in any trace: not by another norm's reader, and not as an
-embedding. Whatever else reads the norm, or a layer without a bias for what a norm adds, keeps it.
+If every reader of the norm is such a layer, the norm computes ``x`` alone, with a weight of ones
+and a bias of zeros. This is exact under two conditions:
+
+* Ops between the norm and the layers only select, move, repeat or average values of the same
+  feature, so that they do the same to ``g * x + v`` as to ``x``.
+* Nothing else reads the parameters of the layers, in any trace: neither layers that read another
+  norm, nor an embedding.
+
+A norm that something else reads keeps its parameters. So does a norm with a bias if one of the
+layers has no bias.
 """
 
 from __future__ import annotations
@@ -47,21 +52,21 @@ _TRANSPARENT = WHOLE_FEATURE_OPS | {
     aten.repeat, aten.repeat_interleave, aten.roll, aten.select, aten.slice, aten.swapaxes,
     aten.tile, aten.type_as,
 }  # fmt: skip
-"""Ops of one operand that give out its elements, or averages of them, each under its feature."""
+"""Ops whose result holds elements of one operand, or averages of them, feature by feature."""
 _KINDS = {"matrix", "product"}
-"""Layers that can take over what a norm multiplies by and adds."""
+"""The kinds of layers that a norm can be merged into."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Use:
-    """A call of a linear layer on what a norm gives, in the trace at this position."""
+    """A call of a linear layer on a norm's result; ``trace`` is the index of the trace."""
 
     trace: int
     layer: LinearLayer
 
     @property
     def to_edit(self) -> tuple[str, int, str | None]:
-        """The weight, the dimension of its inputs, and the bias; parameters by name."""
+        """Name of the weight, its dimension of inputs, and name of the bias."""
         bias = self.layer.bias
         return self.layer.weight.name, self.layer.input_dim, bias.name if bias else None
 
@@ -76,13 +81,13 @@ class _Obstacle:
 class _Search:
     flow: Flow
     named: tuple[Mapping[Node, str], ...]
-    """For each trace the parameters, by the first of their tied names."""
+    """For each trace, the name of each parameter node: the first of its tied names."""
     readers: Mapping[str, set[tuple[int, Node]]]
-    """Of each parameter, with the position of its trace."""
+    """The readers of each parameter, each with the index of its trace."""
     single: Callable[[str], bool]
     centred: AbstractSet[Node]
     results: Mapping[str, list[tuple[int, list[Node]]]]
-    """For each call of a norm, the values computed in it that are read outside of it."""
+    """For each norm, its calls: the index of the trace, and the values read outside the call."""
 
 
 def find_merges(
@@ -93,12 +98,12 @@ def find_merges(
     centred: AbstractSet[Node],
     affine: bool,
 ) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
-    """What becomes of each of ``norms`` that has something to hand on.
+    """Which of ``norms`` can be merged into their readers, and why the others cannot.
 
-    ``groups`` names the first of all names tied to a parameter, ``stored`` the tensor of each
-    parameter that is tied to no other and is one tensor of its own layout. ``centred`` are the
-    values that an explicit operation acts on. With ``affine`` the weights move too, else the biases
-    alone.
+    ``groups`` maps any parameter name to the first of its tied names. ``stored`` maps each
+    parameter that is untied and stored as one tensor with its own layout to that tensor.
+    ``centred`` are the values that an explicit operation acts on. With ``affine``, weights and
+    biases are merged, otherwise biases alone. Norms without such parameters are in neither result.
     """
     named = [parameter_names(trace, groups) for trace in flow.traces]
     readers: dict[str, set[tuple[int, Node]]] = {}
@@ -139,7 +144,7 @@ def find_merges(
 
 
 def _reads(node: Node) -> set[Node]:
-    """The nodes that read the values of another: neither its shape alone, nor for nobody."""
+    """The nodes that read the values of another, and whose own values are used."""
     return {
         user
         for user in readers_of(node)
@@ -167,8 +172,10 @@ def _results(
 
 
 def _brought(trace: Trace, node: Node, call: str, path: str, readers: list[Node]) -> bool:
-    """Whether a value is one from outside of the call, cast: a cast that changes nothing may stand
-    for the value itself from there on. One of the norm's own parameters is read by the norm alone.
+    """Whether a value in a norm's call only is an outside value, cast to another dtype.
+
+    Later ops may read the cast instead of the value itself. If the outside value is one of the
+    norm's own parameters, all ``readers`` have to belong to calls of the norm.
     """
     given = uncast(node)
     if call in dict(trace.calls_of(given)):
@@ -178,23 +185,23 @@ def _brought(trace: Trace, node: Node, call: str, path: str, readers: list[Node]
 
 
 def _own_obstacle(search: _Search, norm: str, moving: Iterable[str]) -> _Obstacle | None:
-    """Why a norm's own parameters cannot change."""
+    """Why the parameters of a norm cannot change; ``None`` if they can."""
     for name in moving:
         if not search.single(name):
             return _Obstacle("its parameters are tied, or stored in another layout", name)
         for position, node in search.readers.get(name, ()):
             if norm not in dict(search.flow.traces[position].calls_of(node)).values():
-                return _Obstacle("its parameters are used elsewhere, too", name)
+                return _Obstacle("its parameters are also used elsewhere", name)
     return None
 
 
 def _uses(search: _Search, norm: str, form: LayerNormForm) -> list[_Use] | _Obstacle:
-    """The linear layers that read a norm, in every call; or who reads it otherwise."""
+    """The linear layers that read a norm in all calls, or the first other reader."""
     uses: list[_Use] = []
     sizes = set()
     for position, results in search.results.get(norm, ()):
         if len(results) > 1:
-            return _Obstacle("more than its result is read", norm)
+            return _Obstacle("a value inside it is read besides its result", norm)
         for node in results:
             shape = shape_of(node)
             if shape is None:
@@ -209,17 +216,17 @@ def _uses(search: _Search, norm: str, form: LayerNormForm) -> list[_Use] | _Obst
     for named in search.named:
         for node, name in named.items():
             if name in (f"{norm}.weight", f"{norm}.bias") and {shape_of(node)} != sizes:
-                return _Obstacle("its parameters are not one number for each feature", norm)
+                return _Obstacle("its parameters do not hold one number for each feature", norm)
     return _layers_obstacle(search, uses, form.biased) or uses
 
 
 def _without_bias(use: _Use) -> _Use:
-    """For a norm that adds nothing: its layers keep their biases as they are."""
+    """The use by a norm without bias, which leaves the layer's bias as it is."""
     return replace(use, layer=replace(use.layer, bias=None))
 
 
 def _read(search: _Search, value: Value) -> list[_Use] | _Obstacle:
-    """The linear layers that read a value, also through ops that leave each feature as it is."""
+    """The linear layers that read a value, directly or through transparent ops."""
     uses: list[_Use] = []
     trace, waiting = search.flow.traces[value.trace], [value]
     while waiting:
@@ -234,7 +241,7 @@ def _read(search: _Search, value: Value) -> list[_Use] | _Obstacle:
                     return _Obstacle("the model returns its result", "")
                 continue
             if current.node in search.centred:
-                return _Obstacle("its result is centred by an operation", "")
+                return _Obstacle("an added mean subtraction acts on its result", "")
             found = None if current.node.meta.get("written") else _passed(reader, current)
             if found is not None:
                 waiting.append(found)
@@ -251,7 +258,7 @@ def _read(search: _Search, value: Value) -> list[_Use] | _Obstacle:
 
 
 def _passed(reader: Node, value: Value) -> Value | None:
-    """The result of an op that gives out the elements of ``value``, each under its feature."""
+    """The result of ``reader`` if that is a transparent op; ``None`` otherwise."""
     if packet(reader) not in _TRANSPARENT and not is_part(reader):
         return None
     for axis in candidates(reader, value.node, value.axis):
@@ -262,7 +269,7 @@ def _passed(reader: Node, value: Value) -> Value | None:
 
 
 def _linear(named: Mapping[Node, str], node: Node, value: Value) -> LinearLayer | None:
-    """The node as a linear layer of parameters that reads ``value``, if it is one."""
+    """The node as a linear layer that reads ``value``; ``None`` if it is none."""
     rank = rank_of(value.node)
     if occurrences(node, value.node) != 1 or value.axis.dim != rank - 1 or rank < 2:
         return None
@@ -277,7 +284,7 @@ def _linear(named: Mapping[Node, str], node: Node, value: Value) -> LinearLayer 
 
 
 def _layers_obstacle(search: _Search, uses: list[_Use], biased: bool) -> _Obstacle | None:
-    """Why the parameters of linear layers cannot change, where they cannot."""
+    """Why the parameters of the linear layers cannot change; ``None`` if they can."""
     own: dict[str, set[tuple[int, Node]]] = {}
     for use in uses:
         for parameter in use.layer.parameters:
@@ -285,14 +292,14 @@ def _layers_obstacle(search: _Search, uses: list[_Use], biased: bool) -> _Obstac
     for use in uses:
         weight, _, bias = use.to_edit
         if biased and bias is None:
-            reason = "a linear layer that reads it has no bias for what it adds"
+            reason = "a linear layer that reads it has no bias to merge its bias into"
             return _Obstacle(reason, weight)
         for name in filter(None, (weight, bias)):
             if not search.readers[name] <= own[name]:
-                reason = "a linear layer that reads it has a parameter that is used elsewhere, too"
+                reason = "a linear layer that reads it has a parameter that is also used elsewhere"
                 return _Obstacle(reason, name)
             if not search.single(name):
-                reason = "a linear layer that reads it is tied, or stored in another layout"
+                reason = "a linear layer that reads it has a tied or differently stored parameter"
                 return _Obstacle(reason, name)
     layers = {use.to_edit for use in uses}
     names = [name for weight, _, bias in layers for name in (weight, bias) if name]

@@ -1,7 +1,7 @@
-"""From a model to its plan: trace it, state the problem, cut, and put every verdict into words.
+"""From a model to its plan: trace it, state the problem, solve it, and explain every verdict.
 
-The plan holds in every traced class and call at once. What could not be traced is not proven, and
-is listed.
+One plan holds for every traced class and call at once. Optional inputs and parameters that no trace
+read are not proven, and the plan lists them.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Analysis:
     problem: Problem
     cut: Cut
     paper: tuple[str, ...]
-    """Norms that the paper's Algorithm 1 calls foldable, as printed."""
+    """Norms that the paper's Algorithm 1, as printed, calls foldable."""
     under: Callable[[Options], Analysis]
-    """The same graphs with other options."""
+    """Analyse the same model with other options."""
 
     def __repr__(self) -> str:
-        """A line for each thing to know first; ``plan`` and ``why`` have the rest."""
+        """A short summary; ``plan`` and ``why`` have the details."""
         plan = self.plan
         lines = [
             f"{plan.model_class}: {len(plan.folded)} of {len(plan.norms)} LayerNorms become RMSNorm"
@@ -77,7 +77,10 @@ class Analysis:
         return "\n  ".join(lines)
 
     def why(self, norm: str) -> Tree:
-        """The zero-mean graph of one norm; ``EnjoyLNError`` if there is no norm of this name."""
+        """Explain one norm's verdict by its zero-mean graph.
+
+        Raises ``EnjoyLNError`` if there is no norm of this name.
+        """
         verdict = next((v for v in self.plan.norms if v.norm == norm), None)
         if verdict is None:
             names = [v.norm for v in self.plan.norms]
@@ -90,7 +93,7 @@ class Analysis:
         return replace(found, children=(*found.children, handed_on)) if handed_on else found
 
     def gains(self) -> tuple[Gain, ...]:
-        """How many kept norms would fold if an output of ``plan.model_class`` might change."""
+        """How many more norms would fold if an output of ``plan.model_class`` could change."""
         return gains(self.problem, self.plan.model_class) if self.plan.kept else ()
 
 
@@ -106,13 +109,17 @@ def analyze_config(
 ) -> Analysis:
     """The plan for a transformers config, or for the checkpoint that it belongs to.
 
-    It holds for every class that loads the checkpoint (without one: what the config's own class
-    saves) with no weight missing, or for ``model_class`` alone. ``example_calls`` of the first of
-    these classes are proven with those that its config tells. With ``outputs`` (fields of a
-    class's output, or patterns of them) no other output has to stay the same, and it holds for the
-    first of these classes that has such fields, alone. ``options`` allow more than centring.
-    Raises ``UnsupportedModel``, ``TraceFailed``, ``BadCheckpoint``, or ``EnjoyLNError`` where an
-    output is not known.
+    The plan holds for every class that loads the checkpoint without missing weights, or only for
+    ``model_class`` if that is given. Without a checkpoint, the weights are those that the config's
+    own class saves.
+
+    ``example_calls`` are further calls of the first of these classes to prove, besides the calls
+    that are derived from its config. ``outputs`` names the only output fields that must stay
+    unchanged (patterns are allowed); the plan then holds only for the first class that has them.
+    ``options`` allow further edits besides centring.
+
+    Raises ``UnsupportedModel``, ``TraceFailed``, ``BadCheckpoint``, or ``EnjoyLNError`` if no class
+    has such an output.
     """
     config = config_returning(config, outputs)
     listed = [classes.class_named(model_class)] if model_class else classes.classes_for(config)
@@ -148,7 +155,7 @@ def analyze_config(
 
 
 def _untied(found: Analysis, apart: Apart) -> Analysis:
-    """The plan of what was set ``apart``, with the copies that it takes, whatever the options."""
+    """Add the copies of tied tensors to the plan, and to every plan that ``under`` makes."""
 
     def under(options: Options) -> Analysis:
         return _untied(found.under(options), apart)
@@ -164,15 +171,15 @@ def _analysis_of_classes(
     more: Sequence[Call] = (),
     apart: Apart | None = None,
 ) -> Analysis:
-    """The plan for all classes that load a checkpoint, the one that it is named after first.
+    """The plan for all classes that load a checkpoint; the first is the reference class.
 
-    That one has to take ``more`` calls; in the others they are proven where they take them.
+    The first class has to accept the ``more`` calls; other classes prove those they accept.
     """
     if outputs:
         return _analysis_of_outputs(loading, model_type, outputs, options, more, apart)
     first, *others = loading
     inner = classes.base_path(first.model)
-    within = inner and is_stock(first.model)  # other code may call its base in ways of its own
+    within = inner and is_stock(first.model)  # custom code may call its base model in other ways
     held = [o for o in others if within and type(o.model) is _type_at(first.model, inner)]
     traced = [_trace_class(first, first, inner if held else None, apart, more)]
     proven = [first.name, *(other.name for other in held)]
@@ -198,10 +205,11 @@ def _analysis_of_outputs(
     more: Sequence[Call],
     apart: Apart | None,
 ) -> Analysis:
-    """The plan for the first class that has all of ``outputs``, and for no other.
+    """The plan for the first class that has all of ``outputs``, and for that class alone.
 
-    A name of an output means something for one class only. Its siblings return other things, and
-    the base model inside of it gives out what may change here, so neither is traced nor proven.
+    Output names have a meaning for one class only. Other classes return other fields, and the base
+    model inside this class returns values that may change here, so they are neither traced nor
+    proven.
     """
     refused: EnjoyLNError | None = None
     for found in candidates:
@@ -221,11 +229,12 @@ def _analysis_of_outputs(
 
 @contextmanager
 def _foreign_code(model: nn.Module) -> Iterator[None]:
-    """The boundary to the code of any live module: what it raises becomes a refusal.
+    """Guard against a live module's own code while it is traced.
 
-    So does what torch raises when it captures that code, of whatever class it is. What the code can
-    reach is afterwards what it was. What torch has compiled meanwhile, as for ``torch.cond``, is
-    dropped, since a function may have only a few compiled forms; the next call compiles it again.
+    Any exception of that code, or of torch when it captures it, becomes ``TraceFailed``. Afterwards
+    all objects that the code can reach are as they were. If torch compiled a function meanwhile (as
+    for ``torch.cond``), all compiled functions are dropped, because torch allows only a few
+    compiled forms of each; the next call compiles again.
     """
     remembered, compiled = Snapshot(model), _graphs_compiled()
     try:
@@ -258,9 +267,9 @@ def analyze_module(
 ) -> Analysis:
     """The plan for any live module, proven for calls like ``model(*args, **kwargs)``.
 
-    It also holds for those like ``example_calls``. Tensors among the inputs give shapes and dtypes.
-    A transformers model needs none: it is proven for the calls that its config tells. Raises
-    ``TraceFailed``, or ``EnjoyLNError`` where the module does not return one of ``outputs``.
+    ``example_calls`` are further calls to prove. Only the shapes and dtypes of input tensors count.
+    A transformers model needs no inputs: the calls are then derived from its config. Raises
+    ``TraceFailed``, or ``EnjoyLNError`` if the module does not return one of ``outputs``.
     """
     with _foreign_code(model):
         further = calls_like(example_calls)
@@ -284,8 +293,8 @@ def analyze_calls(
 ) -> Analysis:
     """The plan for any live module that holds in all of ``calls`` at once.
 
-    Raises ``TraceFailed`` where a call that is ``required`` cannot be traced, ``EnjoyLNError``
-    where none returns one of ``outputs``, or where it is to be untied.
+    Raises ``TraceFailed`` if a call that is ``required`` cannot be traced, and ``EnjoyLNError`` if
+    no call returns one of ``outputs``, or if ``options`` ask for untying.
     """
     if options.untie:
         raise EnjoyLNError("a model in memory cannot be untied; pass its config or its checkpoint")
@@ -309,9 +318,10 @@ def _loading(
     shapes: dict[str, stored_names.Shape],
     checkpoint: Checkpoint | None,
 ) -> Candidate | None:
-    """The class, if it loads the stored tensors with no weight missing or of another shape.
+    """The class as a candidate, if it loads the stored tensors; ``None`` otherwise.
 
-    A class that needs more of the config than this one says loads nothing.
+    It does not if a weight is missing or has another shape, or if the config lacks something that
+    the class needs.
     """
     try:
         found = stored_names.candidate(classes.build(model_class, config), shapes, checkpoint)
@@ -337,7 +347,7 @@ def _trace_class(
 ) -> TracedModel:
     """All graphs of one class.
 
-    Raises ``UnsupportedModel`` where it computes something else since it was set ``apart``.
+    Raises ``UnsupportedModel`` if the class computes something else once its weights are untied.
     """
     model = found.model
     captures = Captures(model, classes.naming_between(model, reference.model), inner)
@@ -352,8 +362,8 @@ def _trace_class(
 def _analysis(subject: Subject, options: Options) -> Analysis:
     """State the problem, solve it, describe the result.
 
-    Which calls are covered is asked only where a norm changes; it may take traces of more calls,
-    and what follows has to hold in these, too.
+    If a norm is converted, the calls that the proof covers have to be known. If they are not yet,
+    more calls are traced, and the analysis starts again with all traces.
     """
     statement = state_problem(subject, options)
     cut = solve(statement.problem)

@@ -1,9 +1,9 @@
-"""Which attribute of a config counts the hidden units of an MLP, and nothing else.
+"""Which config attribute sets the number of hidden units of an MLP, and nothing else.
 
-Found by trying: an integer of the config that equals their number is raised, and every class is
-built anew on the meta device. Where exactly the weights of MLPs that can grow have grown, each by
-that many units, no other tensor has changed, and the same ops run, stock transformers loads the
-wider checkpoint and computes the same.
+It is found by trial. Every integer of the config that equals the number of hidden units is raised
+in turn, and every class is built again on the meta device. An attribute qualifies if only weights
+of MLPs that can grow have grown, by the right number of units, and the same ops run as before.
+Stock transformers then loads the wider checkpoint and computes the same function.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from enjoyln_cli.proof.widening import Mlp, Resize, Resizing
 from enjoyln_cli.trace.trace import Naming
 
 Built = tuple[nn.Module, Naming]
-"""A model of one class, and how its names read in the plan's."""
+"""A model of one class, and the mapping from its names to the plan's names."""
 
 
 def resize_search(
     models: Sequence[Built], calls: Mapping[str, Call], groups: Mapping[str, str], multiple: int
 ) -> Resizing:
-    """The search in the config of ``models``, to sizes that are multiples of ``multiple``.
+    """A function that searches the config of ``models`` for attributes that set MLP sizes.
 
-    ``calls`` has one that is made of each class. ``groups`` names the first of all names tied to a
-    parameter, in the plan's names.
+    New sizes are multiples of ``multiple``. ``calls`` has one call of each class, by class name.
+    ``groups`` maps any parameter name of the plan to the first of its tied names.
     """
     config: Any = getattr(models[0][0], "config", {})
 
@@ -58,7 +58,10 @@ def resize_search(
 def widenings_for(
     used: set[Mlp], resizes: Iterable[Resize], stored: Mapping[str, Sequence[str]]
 ) -> tuple[Widening, ...]:
-    """All MLPs that grow with those that are ``used``; ``stored`` names a parameter's tensors."""
+    """The edits of all MLPs that share a config attribute with one in ``used``.
+
+    ``stored`` maps each parameter to the names of its stored tensors.
+    """
     return tuple(
         _widening(mlp, resize, stored, subtracts=mlp in used)
         for resize in resizes
@@ -84,7 +87,7 @@ def _widening(
 
 
 def next_multiple(size: int, multiple: int) -> int:
-    """The next multiple that has room for the units besides ``size`` others."""
+    """The smallest multiple that has room for ``size`` units and those that subtract the mean."""
     return -(-(size + UNITS) // multiple) * multiple
 
 
@@ -97,7 +100,7 @@ def _grown(
     size: int,
     to: int,
 ) -> tuple[Mlp, ...]:
-    """The MLPs that have grown with ``config``; none where anything else has changed."""
+    """The MLPs that grow under the changed ``config``; empty if anything else changes."""
     dims = {name: (mlp, dim) for mlp in able for name, dim in mlp.parts.items()}
     changed: set[str] = set()
     for model, naming in models:
@@ -131,7 +134,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """The whole numbers of a config, those of nested ones with dotted names."""
+    """The integers of a config by name; those of nested configs have dotted names."""
     values = config if isinstance(config, Mapping) else vars(config)
     for name, value in values.items():
         if type(value) is int:
@@ -145,7 +148,7 @@ def _equal(numbers: Iterable[tuple[str, int]], size: int) -> list[str]:
 
 
 def _changed(config: Any, name: str, value: int) -> Any:
-    """A copy of ``config`` with one number changed."""
+    """A copy of ``config`` with one entry changed."""
     changed = copy.deepcopy(config)
     set_entry(changed, name, value)
     return changed

@@ -1,7 +1,7 @@
-"""What folding gains where the user does not need every output of a model.
+"""How many more norms fold if the user does not need every output of a model.
 
-A returned tensor sees the mean of what it holds. Decides, for each output that stands in the way
-of a shift, how many more norms the minimum cut folds once that output may change.
+Centring a value that the model returns changes that output. For each output that prevents centring,
+this module solves the minimum cut again with that output free to change, and counts the norms.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from enjoyln_cli.proof import min_cut as cuts
 from enjoyln_cli.proof.min_cut import Problem
 
 MAX_OUTPUTS = 8
-"""Outputs that are tried; each takes one minimum cut on the graphs that are there."""
+"""How many outputs are tried at most; each takes one minimum cut."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """More norms fold if some outputs may change."""
+    """Additional norms that fold if some outputs may change."""
 
     without: tuple[str, ...]
-    """Fields of the output: several where one tensor is returned under each of them."""
+    """The output fields that may change; several if they all return one tensor."""
     norms: int
+    """How many more norms fold."""
     outputs: tuple[str, ...]
-    """All others, to be asked for: fields, or the outputs that hold nothing but such fields."""
+    """All other outputs, which the user has to list: whole outputs or fields of them."""
 
 
 def gains(problem: Problem, model_class: str) -> tuple[Gain, ...]:
-    """The outputs of ``model_class`` that keep norms, each by itself.
+    """For each output of ``model_class``, how many more norms fold if it alone may change.
 
-    Choosing outputs is choosing one class, so the plan for that class alone is what each count is
-    set against.
+    A plan with chosen outputs holds for one class only, so each count is relative to the plan for
+    that class alone.
     """
     traces = tuple(t for t in problem.flow.traces if t.model_class == model_class)
     fields = {f for trace in traces for names in trace.returned.values() for f in names}
@@ -54,7 +55,7 @@ def gains(problem: Problem, model_class: str) -> tuple[Gain, ...]:
 
 
 def _narrowed(problem: Problem, traces: int, required: frozenset[str]) -> Problem:
-    """The same problem in the first ``traces`` alone, for ``required`` outputs."""
+    """The problem of the first ``traces`` traces, with ``required`` outputs fixed."""
     norms = {
         norm: tuple(value for value in calls if value.trace < traces)
         for norm, calls in problem.norms.items()
@@ -71,7 +72,7 @@ def _narrowed(problem: Problem, traces: int, required: frozenset[str]) -> Proble
 
 
 def _held(fields: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
-    """``fields``, with an output of which all ``known`` fields are among them as one name."""
+    """``fields``, where an output that has all its ``known`` fields among them is one name."""
     wanted = set(fields)
     split = {f.partition(".")[0] for f in known if f not in wanted}
     return tuple(

@@ -1,8 +1,8 @@
 """Algorithm 1 of Enjoy-LN as printed, for comparison. It is unsound and never used to convert.
 
-It marks a layer's output ``centered`` if the layer is a general linear layer or an LN (line 17),
-keeps the mark through scalars and lets a sum have it if all terms do (line 7). It asks neither
-whether an LN's affine spoils the mean nor who else sees the weights.
+It marks the output of every general linear layer and every LN as ``centered`` (line 17). Scalar
+factors keep the mark, and a sum has it if all its terms have it (line 7). The algorithm does not
+check whether an LN's weight and bias give its output a mean, or who else reads the weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCALAR = {
 
 
 def algorithm_1(trace: Trace) -> tuple[str, ...]:
-    """Paths of the LNs that the printed algorithm calls foldable, its embeddings centred."""
+    """Paths of the LNs that the printed algorithm calls foldable, with embeddings centred."""
     centred: dict[Node, bool] = {}
     foldable: dict[str, bool] = {}
     for node in trace.graph.nodes:

@@ -1,8 +1,9 @@
 """From traced classes to the problem that the minimum cut solves.
 
-A problem says which norms could be swapped, what flows into them, what may be edited, and why the
-rest may not. Parameters that are tied in any graph are one; a tensor that the checkpoint stores in
-another layout can be centred where that layout allows it.
+A problem consists of the norms that could be swapped, the values that their inputs are computed
+from, the possible edits, and the reasons against the other ones. Parameters that are tied in any
+graph count as one. A parameter that the checkpoint stores in another layout can be centred if that
+layout allows it.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from enjoyln_cli.trace.traced_calls import TracedModel
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Subject:
-    """What a plan is made for: classes that load one checkpoint, traced."""
+    """The traced classes of one checkpoint that a plan is made for."""
 
     reference: Candidate
-    """The class whose names the plan has."""
+    """The class whose parameter and module names the plan uses."""
     model_type: str
     classes: tuple[str, ...]
-    """Those that the plan is proven for, the reference first."""
+    """Names of the classes that the plan is proven for, the reference first."""
     traced: tuple[TracedModel, ...] = ()
-    """The reference, and the others that do not stand inside of it."""
+    """Traces of the reference, and of the classes that are not part of it as its base model."""
     outputs: tuple[str, ...] = ()
-    """Fields of the reference's output that have to stay the same; all, where there are none."""
+    """Fields of the reference's output that must stay unchanged; empty for all fields."""
 
     @property
     def traces(self) -> tuple[Trace, ...]:
@@ -49,19 +50,19 @@ class Subject:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Statement:
-    """A problem, with what was found out on the way to it."""
+    """A problem, and facts from stating it that the description of the plan needs."""
 
     problem: Problem
     forms: Mapping[str, LayerNormForm]
-    """How each norm of the reference normalises."""
+    """The form of each LayerNorm of the reference, by module path."""
     refused: dict[str, str]
-    """The norms that cannot be swapped, whatever flows into them, and why."""
+    """The norms that cannot be swapped, even with a zero-mean input, and why."""
     single: Callable[[str], bool]
-    """Whether a parameter is tied to no other, and is one stored tensor of its own layout."""
+    """Whether a parameter is untied and stored as one tensor with its own layout."""
 
 
 def state_problem(subject: Subject, options: Options) -> Statement:
-    """The problem of a subject. Raises ``EnjoyLNError`` where it has no output of a given name."""
+    """State the problem. Raises ``EnjoyLNError`` if one of ``subject.outputs`` does not exist."""
     reference, traces = subject.reference, subject.traces
     groups = _groups(reference.model, traces)
     fixed = {groups.get(n, n): reason for trace in traces for n, reason in trace.locked.items()}
@@ -91,14 +92,14 @@ def state_problem(subject: Subject, options: Options) -> Statement:
 def _required(
     traces: Iterable[Trace], model_class: str, outputs: tuple[str, ...]
 ) -> frozenset[str]:
-    """The fields that ``outputs`` name, and those that a later call may be given."""
+    """The fields that ``outputs`` name, and those that a later call may take (as a cache)."""
     fields = frozenset(f for t in traces for names in t.returned.values() for f in names)
     require_named(outputs, fields, model_class)
     return match_names(outputs, fields).union(*(trace.fed_back for trace in traces))
 
 
 def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
-    """Parameter names to the first name of everything tied to them, in any of the traces."""
+    """Map each parameter name to the first of its tied names, ties of all traces together."""
     order = {name: i for i, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
     together: dict[str, set[str]] = {}
     for trace in traces:
@@ -113,9 +114,9 @@ def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
 def _locked(
     reference: Candidate, groups: Mapping[str, str], fixed: Mapping[str, str]
 ) -> Callable[[Parameter], str | None]:
-    """Tells why the stored tensors behind a parameter cannot be centred, where they cannot.
+    """A function that says why a parameter's stored tensors cannot be centred, if they cannot.
 
-    ``fixed`` are the groups that may not be edited at all, and why.
+    ``fixed`` maps tied groups that must not be edited at all to the reason.
     """
     names = stored_in_groups(reference, groups)
 
@@ -137,7 +138,7 @@ def _locked(
 def _single(
     reference: Candidate, groups: Mapping[str, str], fixed: Mapping[str, str]
 ) -> Callable[[str], bool]:
-    """Tells whether a parameter is tied to no other, and is one stored tensor of its own layout."""
+    """A function that says whether a parameter is untied and stored as one tensor as it is."""
     tied = Counter(groups.values())
 
     def single(name: str) -> bool:

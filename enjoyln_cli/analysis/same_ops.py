@@ -1,7 +1,8 @@
-"""Does a class still compute the same once its config says something else?
+"""Whether a class still computes the same function after its config changed.
 
-Some classes scale what they feed to a tied head, or by the number of their hidden units. Each is
-run once without its weights; every op of the two runs has to be the same, on the same operands.
+Some classes scale the input of a tied head, or scale by the number of hidden units. Both models
+therefore run without weights, and every op of the two runs has to be the same, on the same
+operands.
 """
 
 from __future__ import annotations
@@ -26,33 +27,34 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 def require_same(tied: nn.Module, model: nn.Module, call: Call) -> None:
-    """Raises ``UnsupportedModel`` where ``model``, with nothing tied, computes something else."""
+    """Raises ``UnsupportedModel`` if ``model``, the untied form of ``tied``, runs other ops."""
     first: dict[int, str] = {}
     named = tied.named_parameters(remove_duplicate=False)
     groups = {name: first.setdefault(id(parameter), name) for name, parameter in named}
     try:
         same = _ops(tied, call, groups) == _ops(model, call, groups)
-    except Exception as error:  # whatever a model raises
+    except Exception as error:  # a model may raise anything
         raise UnsupportedModel(
-            f"{type(tied).__name__} does not run without its weights, so it cannot be checked what "
-            f"untying would change; fold it without --untie: {say_why(error)}"
+            f"{type(tied).__name__} does not run without its weights, so it cannot be checked "
+            f"whether untying would change its results; fold it without --untie: {say_why(error)}"
         ) from error
     if not same:
         raise UnsupportedModel(
-            f"{type(tied).__name__} gives other results with untied weights, so they stay tied; "
-            "fold it without --untie"
+            f"{type(tied).__name__} would give other results with untied weights, so they stay "
+            "tied; fold it without --untie"
         )
 
 
 def same_but_for_sizes(narrow: nn.Module, wide: nn.Module, call: Call, size: int, to: int) -> bool:
-    """Whether two models differ in nothing but sizes, which grow from ``size`` parts to ``to``.
+    """Whether two models differ in nothing but sizes, which grow from ``size`` to ``to``.
 
-    Sizes stand in lists; a number by itself, such as a factor or the end of a slice, is the same.
+    Multiples of ``size`` may grow in proportion. Only numbers inside lists count as sizes; a number
+    outside, such as a factor or the end of a slice, has to be the same.
     """
     try:
         pairs = zip(_ops(narrow, call, {}), _ops(wide, call, {}), strict=True)
         return all(one == other or _grown(one, other, size, to) for one, other in pairs)
-    except Exception:  # whatever a model raises
+    except Exception:  # a model may raise anything
         return False
 
 
@@ -69,9 +71,10 @@ def _grown(one: str, other: str, size: int, to: int) -> bool:
 
 
 def _ops(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:
-    """Every op of one run, with its operands; parameters go by the names that ``groups`` gives.
+    """Every op of one run as text, with its operands; ``groups`` gives the names of parameters.
 
-    It is the second run: in its first a model may settle what it is made of (BigBird's attention).
+    The second run is listed: in the first one, a model may still change its parts (as BigBird
+    chooses its attention).
     """
     bare = without_weights(model)
     run = Steps(bare, call.flags, None, cache=call.cache)
@@ -84,14 +87,14 @@ def _ops(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:
 
 
 class _Listing(TorchDispatchMode):
-    """Writes down every op; a tensor goes by its name, or by the op that made it."""
+    """Lists every op as text; tensors appear by name, or as the result of the op that made them."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
         self.names = names
         self.ops: list[str] = []
         self.made: list[Any] = []
-        """So that no two tensors have one address."""
+        """Keeps all results alive, so that no two tensors get the same ``id``."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

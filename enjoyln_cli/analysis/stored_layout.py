@@ -1,10 +1,9 @@
-"""Where the mean of a parameter lies on disk, when the class holds it in another layout.
+"""Which stored tensors to centre if the class holds a parameter in another layout than the file.
 
 transformers builds some parameters from other stored tensors: it stacks experts, splits or joins
-projections, exchanges dimensions. Each conversion is run on tensors without data and recorded as a
-graph of aten ops, so that the pull-back table answers here too: which stored tensors, centred over
-which axes, make up the centred parameter, and does any other parameter see that? No conversion is
-known here by its name.
+projections, transposes dimensions. This module runs each conversion on meta tensors and records it
+as a graph of aten ops. The pull-back table then says which stored tensors have to be centred over
+which axes, and whether that would change any other parameter. No conversion is known by its name.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ class Conversion:
     """The stored tensors by name, with their shapes."""
     targets: tuple[str, ...]
     run: Callable[..., tuple[torch.Tensor, ...]]
-    """From the sources, in order, to the targets, in order."""
+    """Computes the targets from the sources, both in order."""
 
     def stored(self, parameter: str, axis: Axis) -> Stored | Opaque:
-        """The stored tensors, each with its axis, whose centring is that of ``parameter``.
+        """The stored tensors to centre, each with its axis, so that ``parameter`` is centred.
 
-        Every op of the graph commutes with centring (``f(P x) = P f(x)``), and no other target
-        changes.
+        This is exact: every op of the graph commutes with centring (``f(P x) = P f(x)``), and no
+        other target changes. Otherwise the result is ``Opaque`` with the reason.
         """
         placeholders, results = self._graph
         own = results[self.targets.index(parameter)]
@@ -55,7 +54,7 @@ class Conversion:
 
     @cached_property
     def _graph(self) -> tuple[list[Node], Sequence[Node]]:
-        """The nodes of the sources and of the targets."""
+        """The graph's nodes of the sources, and those of the targets."""
         with torch.no_grad():
             module = make_fx(self.run, pre_dispatch=True)(*_empty(self.sources.values()))
         nodes = list(module.graph.nodes)
@@ -70,11 +69,11 @@ def conversion(
     model: Any,
     state: Mapping[str, torch.Tensor],
 ) -> Conversion | None:
-    """What ``converter`` (of transformers) makes of the ``sources`` for the parameter ``first``.
+    """The conversion of ``sources`` by a ``converter`` of transformers; ``first`` is its target.
 
     ``sources`` maps stored names, in the order of loading, to the pattern that each matches and to
-    its shape; ``state`` is the state dict of ``model``. ``None`` where the conversion fails, as
-    where tensors are missing, or does not give what the model holds.
+    its shape. ``state`` is the state dict of ``model``. Returns ``None`` if the conversion fails
+    (for example for missing tensors), or if its results do not have the shapes in ``state``.
     """
 
     def convert(*tensors: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -87,7 +86,7 @@ def conversion(
     shapes = {name: shape for name, (_, shape) in sources.items()}
     try:
         made = convert(*_empty(shapes.values()))
-    except Exception:  # an op of transformers, which raises what it likes
+    except Exception:  # a conversion may raise anything
         return None
     if any(name not in state or state[name].shape != t.shape for name, t in made.items()):
         return None
@@ -99,7 +98,7 @@ def _empty(shapes: Any) -> Iterator[torch.Tensor]:
 
 
 def _sources(node: Node, axis: Axis) -> list[tuple[Node, Axis]] | Opaque:
-    """The pull-back through every op, down to the stored tensors."""
+    """Follow the pull-back through every op, back to the stored tensors."""
     if node.op == "placeholder":
         return [(node, axis)]
     found: list[tuple[Node, Axis]] = []
@@ -113,7 +112,7 @@ def _sources(node: Node, axis: Axis) -> list[tuple[Node, Axis]] | Opaque:
 
 
 def _only_seen_by(node: Node, axis: Axis, own: tuple[Node, Axis]) -> bool:
-    """Whether a shift of the value changes one target alone, and that by a shift over its axis."""
+    """Whether a shift of the value only shifts the target ``own[0]`` along its axis ``own[1]``."""
     for consumer in consumers(node):
         if consumer.op == "output":
             if (node, axis) != own:

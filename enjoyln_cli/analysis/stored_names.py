@@ -1,7 +1,7 @@
-"""What a checkpoint's stored tensors are called in each model class.
+"""Map a checkpoint's stored tensors to the parameters of each model class.
 
-transformers' own renaming decides (its conversion mapping and ``rename_source_key``); nothing is
-guessed from names here.
+The mapping is transformers' own (its conversion mapping and ``rename_source_key``); this module
+guesses nothing from names.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Candidate:
 
     model: nn.Module
     stored: dict[str, tuple[str, ...]]
-    """Parameter or buffer name to the names of the stored tensors that it equals."""
+    """Maps each parameter or buffer name to the names of the stored tensors that hold it."""
     converted: dict[str, Conversion]
-    """Parameters that are made from stored tensors of another layout (stacked, fused, split)."""
+    """Parameters that are built from stored tensors of another layout (stacked, fused, split)."""
     missing: tuple[str, ...]
-    """Names that no stored tensor fills, tying counted."""
+    """Names that no stored tensor fills, not even one of a tied parameter."""
 
     @property
     def name(self) -> str:
@@ -40,7 +40,7 @@ class Candidate:
 
 
 def stored_in_groups(found: Candidate, groups: Mapping[str, str]) -> dict[str, list[str]]:
-    """The first name of each tied group to those of its names that the checkpoint stores."""
+    """Map the first name of each tied group to the names of the group that are stored."""
     names: dict[str, list[str]] = {}
     for name, group in groups.items():
         if name in found.stored or name in found.converted:
@@ -51,7 +51,7 @@ def stored_in_groups(found: Candidate, groups: Mapping[str, str]) -> dict[str, l
 def saved_shapes(model: Any) -> dict[str, Shape]:
     """The tensors that ``save_pretrained`` would write for this class, by name.
 
-    Raises ``UnsupportedModel`` where its weights cannot be turned into what is stored.
+    Raises ``UnsupportedModel`` if transformers cannot convert the weights into their stored layout.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -60,10 +60,10 @@ def saved_shapes(model: Any) -> dict[str, Shape]:
         state.pop(target, None)
     try:
         stored = dict(revert_weight_conversion(model, state))
-    except Exception as error:  # a conversion raises whatever its ops do at a size that fits ill
+    except Exception as error:  # ops may raise anything for sizes that do not fit
         first = first_line(error)
         raise UnsupportedModel(
-            f"{type(model).__name__}: transformers cannot tell how its weights are stored "
+            f"{type(model).__name__}: transformers cannot determine how its weights are stored "
             f"({type(error).__name__}: {first}); pass a checkpoint, or correct the sizes in the "
             "config"
         ) from error
@@ -71,10 +71,10 @@ def saved_shapes(model: Any) -> dict[str, Shape]:
 
 
 def candidate(model: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | None) -> Candidate:
-    """How stored tensors of these ``shapes`` fill the class, with transformers' rules of loading.
+    """How stored tensors of these ``shapes`` fill the class, by transformers' loading rules.
 
-    Tied parameters that a checkpoint stores twice with different values are untied, as
-    ``from_pretrained`` does. Raises ``BadCheckpoint`` for a stored shape that is not the model's.
+    If a checkpoint stores tied parameters with different values, they are untied in ``model``, as
+    by ``from_pretrained``. Raises ``BadCheckpoint`` for a stored shape that is not the model's.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -93,7 +93,7 @@ def candidate(model: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | 
     prefix = model.base_model_prefix
     for name in sorted(shapes, key=dot_natural_key):
         key, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if key not in state and name in state:  # what another model's rule should not have renamed
+        if key not in state and name in state:  # renamed by another model's rule
             key, pattern = rename_source_key(name, [], [], prefix, state)
         if key in state and pattern is not None:
             collected.setdefault(key, {})[name] = pattern, shapes[name]
@@ -128,8 +128,8 @@ def _check_shape(name: str, checkpoint: Checkpoint, shape: tuple[int, ...]) -> N
     entry = checkpoint.tensors[name]
     if entry.shape != shape:
         raise BadCheckpoint(
-            f"{entry.file}: {name} has shape {list(entry.shape)}, the model's config asks for "
-            f"{list(shape)}; config.json does not belong to these weights"
+            f"{entry.file}: {name} has shape {list(entry.shape)}, but config.json implies "
+            f"{list(shape)}; this config.json does not belong to these weights"
         )
 
 

@@ -1,8 +1,8 @@
 """Which options of ``fold`` would convert more LayerNorms of a model, and how many.
 
-Decides what is worth trying: wider MLPs wherever norms stay, separate copies of tied weights where
-a tied weight is what keeps one. Each answer is a plan of its own, on the graphs that are there or,
-for copies, on new ones.
+Wider MLPs are tried if any norm stays LayerNorm, and separate copies of tied weights if a tied
+weight prevents a conversion. Each answer takes a plan of its own. For wider MLPs the plan uses the
+existing graphs; for copies it takes new ones.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from enjoyln_cli.proof.min_cut import Parameter
 
 @dataclass(frozen=True)
 class Suggestion:
-    """An option of the command, with what becomes of the norms when it is given."""
+    """An option of ``fold``, and how many norms it would convert."""
 
     option: str
     """As it is typed: ``--widen-mlp``."""
     become_rmsnorm: int | None
-    """``None`` where nobody has counted, since that takes as long as the analysis."""
+    """``None`` if not counted, since counting takes as long as the analysis."""
     layernorms: int
-    """Of so many: the class that an option chooses may have fewer."""
+    """The number of norms in all; a class that the option chooses may have fewer."""
 
 
 def suggestions(
     found: Analysis, options: Options, *, count_untied: bool = False
 ) -> tuple[Suggestion, ...]:
-    """The options that convert more norms than ``found``, a plan with ``options``, does.
+    """The options that convert more norms than ``found``, which was made with ``options``.
 
-    What copies of tied weights gain takes new graphs, so it is counted on request only.
+    Counting for ``--untie`` takes new graphs, so it is done only with ``count_untied``.
     """
     if not found.plan.kept:
         return ()
@@ -53,14 +53,14 @@ def suggestions(
 
 
 def better(plan: Plan, others: Iterable[tuple[str, Plan | None]]) -> Iterator[Suggestion]:
-    """Of plans with one more option each, those that convert more than ``plan`` does."""
+    """The options among ``others`` whose plan converts more norms than ``plan``."""
     for option, other in others:
         if other is not None and len(other.folded) > len(plan.folded):
             yield Suggestion(option, len(other.folded), len(other.norms))
 
 
 def _plan(found: Analysis, options: Options) -> Plan | None:
-    """The plan with other options; ``None`` where the model does not allow them."""
+    """The plan with other options; ``None`` if the model does not allow them."""
     try:
         return found.under(options).plan
     except EnjoyLNError:
@@ -68,7 +68,7 @@ def _plan(found: Analysis, options: Options) -> Plan | None:
 
 
 def _rests_on_tied_weights(found: Analysis) -> bool:
-    """Whether a weight that the model uses under several names keeps one of the norms."""
+    """Whether a tied weight prevents the conversion of any norm."""
     problem, tied = found.problem, Counter(found.problem.groups.values())
     kept = (verdict.norm for verdict in found.plan.kept if verdict.norm in problem.norms)
     return any(

@@ -1,10 +1,10 @@
-"""What a model ties, and what it takes to store it untied.
+"""Which parameters a model ties, and how to store them untied.
 
-transformers ties where ``tie_word_embeddings`` of a config is true, and loads as many tensors as
-there are names where it is false. Decides whether that entry, in the config or in one nested in it,
-can be changed so that the result loads untied (``same_ops`` tells whether all else stays), in which
-tensors the copies are stored, and under what names. A tie that is made in another way cannot be
-undone by a checkpoint.
+If ``tie_word_embeddings`` of a config is true, transformers ties parameters; if it is false, it
+loads a tensor for each name. This module decides whether that entry, in the config or in a nested
+one, can be set to false so that the result loads untied, and under which names the copies are
+stored. ``same_ops`` checks that the model computes the same otherwise. A model that ties parameters
+in another way cannot be untied by a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ FLAG = "tie_word_embeddings"
 
 @dataclass(frozen=True, eq=False)
 class Apart:
-    """The classes that load a checkpoint, as they are and as they will be with nothing tied."""
+    """The classes that load a checkpoint, tied (``before``) and untied (``after``)."""
 
     before: dict[str, Candidate]
     after: dict[str, Candidate]
-    """By name, the plan's own class first."""
+    """Both by class name, the plan's own class first."""
     untied: tuple[UntiedParameter, ...]
-    """With the names of the first class."""
+    """The new copies, with the names of the first class."""
     settings: tuple[Setting, ...]
 
 
@@ -43,10 +43,10 @@ def apart(
     shapes: dict[str, Shape],
     checkpoint: Checkpoint | None,
 ) -> Apart | None:
-    """How to store untied what ``tied`` classes, the plan's own first, load from one checkpoint.
+    """How to store the checkpoint of the ``tied`` classes (the plan's own first) without ties.
 
-    ``None`` where nothing is tied. Raises ``UnsupportedModel`` where something is, and no entry of
-    the config decides that.
+    Returns ``None`` if nothing is tied. Raises ``UnsupportedModel`` if parameters are tied and no
+    entry of the config can untie them, or if the classes would not load the copies.
     """
     if not any(_shared(found.model) for found in tied):
         return None
@@ -67,7 +67,7 @@ def apart(
 
 
 def _shared(model: Any) -> list[tuple[str, ...]]:
-    """Names of one parameter, wherever there are several."""
+    """The names of each parameter that has several."""
     together: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         together.setdefault(id(parameter), []).append(name)
@@ -77,15 +77,15 @@ def _shared(model: Any) -> list[tuple[str, ...]]:
 def _flags_off(
     config: Any, tied: Sequence[Candidate], checkpoint: Checkpoint | None
 ) -> tuple[tuple[Setting, ...], list[Any]]:
-    """The fewest entries that have to become false, and the classes built with them."""
+    """The fewest config entries to set to false to untie all that can be, and the models then."""
     names = [name for name, part in _parts(config) if getattr(part, FLAG, None)]
     models = _built(config, names, tied)
     left = [_shared(model) for model in models]
     together = next(iter([names for found in tied for names in _shared(found.model)]))
     if left == [_shared(found.model) for found in tied]:
         raise UnsupportedModel(
-            f"{tied[0].name} ties {together[1]} to {together[0]} whatever {FLAG} of its config "
-            "says, so a checkpoint cannot untie them; fold it without --untie"
+            f"{tied[0].name} ties {together[1]} to {together[0]} even if {FLAG} is false in its "
+            "config, so a checkpoint cannot untie them; fold it without --untie"
         )
     for name in tuple(names) if len(names) > 1 else ():
         fewer = [other for other in names if other != name]
@@ -96,8 +96,8 @@ def _flags_off(
             names, models = fewer, built
     if back := _comes_back(config, names, checkpoint):
         raise UnsupportedModel(
-            f"{back} of {type(config).__name__} is true again when it is loaded, whatever "
-            f"config.json says, so a checkpoint cannot untie {together[1]}; fold it without --untie"
+            f"{type(config).__name__} loads {back} as true even if it is false in config.json, so "
+            f"a checkpoint cannot untie {together[1]}; fold it without --untie"
         )
     return tuple(Setting(name, False) for name in names), models
 
@@ -110,7 +110,7 @@ def _built(config: Any, names: Iterable[str], tied: Sequence[Candidate]) -> list
 
 
 def _comes_back(config: Any, names: Iterable[str], checkpoint: Checkpoint | None) -> str:
-    """The first of these entries that is true when a ``config.json`` with false is loaded."""
+    """The first of these entries that loads as true although ``config.json`` has false."""
     raw = raw_config(checkpoint.source) if checkpoint else config.to_dict()
     loaded = type(config).from_dict(with_entries(raw, dict.fromkeys(names, False)))
     on = [name for name, part in _parts(loaded) if getattr(part, FLAG, None)]
@@ -118,7 +118,7 @@ def _comes_back(config: Any, names: Iterable[str], checkpoint: Checkpoint | None
 
 
 def _parts(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """The config and those nested in it, each with the name of its entry that ties."""
+    """The config and its nested configs, each with the dotted name of its ``FLAG`` entry."""
     found = [(prefix + FLAG, config)]
     for name in getattr(config, "sub_configs", ()):
         inner = getattr(config, name, None)
@@ -128,9 +128,9 @@ def _parts(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _names(found: Candidate, model: Any) -> dict[str, str]:
-    """Every parameter that ``model`` holds for itself, to a stored one that it was tied to.
+    """Map each parameter that the untied ``model`` holds to a stored one that it was tied to.
 
-    Raises ``UnsupportedModel`` where that is stored in another layout.
+    Raises ``UnsupportedModel`` if that one is stored in another layout.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names: dict[str, str] = {}
@@ -138,8 +138,8 @@ def _names(found: Candidate, model: Any) -> dict[str, str]:
         own = next((name for name in together if name in found.stored), None)
         if own is None and any(name in found.converted for name in together):
             raise UnsupportedModel(
-                f"{together[0]} is tied to {together[1]} and stored in another layout, so no copy "
-                "of it can be stored; fold it without --untie"
+                f"{together[0]} is tied to {together[1]} and stored in another layout, so it "
+                "cannot get a copy; fold it without --untie"
             )
         if own is None:
             continue
@@ -154,7 +154,7 @@ def _names(found: Candidate, model: Any) -> dict[str, str]:
 def _copies(
     tied: Sequence[Candidate], wanted: Sequence[dict[str, str]], *, own: bool
 ) -> tuple[UntiedParameter, ...]:
-    """A copy for each name, stored under the name in the first class or in its own class."""
+    """A copy for each parameter, stored under its name in the first class, or in its ``own``."""
     copies: dict[str, UntiedParameter] = {}
     for found, names in zip(tied, wanted, strict=True):
         naming = classes.naming_between(found.model, tied[0].model)
@@ -175,14 +175,14 @@ def _with_copies(checkpoint: Checkpoint, untied: Iterable[UntiedParameter]) -> C
 
 
 def _loads(before: Candidate, after: Candidate, names: Iterable[str]) -> bool:
-    """Whether nothing is missing that was not before, and every copy is found."""
+    """Whether no further parameter is missing after untying, and every copy is loaded."""
     return {*after.missing} <= {*before.missing} and all(name in after.stored for name in names)
 
 
 def untie(plan: Plan, apart: Apart) -> Plan:
-    """The plan with its copies; without any where it changes nothing that was tied.
+    """The plan with the copies, or without them if it changes none of the tied parameters.
 
-    A name that nobody reads any more, since all read the other one, is nothing that is unproven.
+    The untied names are dropped from ``plan.unproven``: a copy that no trace reads needs no proof.
     """
     concerned = {name for one in apart.untied for name in (one.parameter, one.source)}
     left = tuple(name for name in plan.unproven if name not in concerned)

@@ -1,7 +1,7 @@
-"""From a cut to a plan: each norm's verdict, the stored tensors to centre, the ops.
+"""From a cut to a plan: each norm's verdict, the stored tensors to centre, the operations.
 
-A tensor is stored under one name, or under several where the file repeats what the model ties, or
-in another layout; a writer is one stored tensor and the axis its mean lies along.
+A writer is one stored tensor and the axis to centre it over. A parameter has several writers if the
+file stores copies of a tied tensor, or if it is built from several tensors of another layout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from enjoyln_cli.trace.traced_calls import covered_calls, unproven_inputs
 
 
 def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) -> Plan:
-    """The plan that a cut of the stated problem stands for."""
+    """The plan for a cut of the stated problem."""
     problem, found, traces = statement.problem, subject.reference, subject.traces
     norms = problem.norms.keys() | statement.refused.keys()
     paths = [path for path, _ in found.model.named_modules() if path in norms]
@@ -63,7 +63,7 @@ def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) 
 
 
 def _unread(found: Candidate, groups: Mapping[str, str], traces: Sequence[Trace]) -> list[str]:
-    """The stored parameters that no trace has read; none where nothing was traced."""
+    """The stored parameters that no trace reads; empty if nothing was traced."""
     used = (names for t in traces for node, names in t.parameters.items() if node.users)
     reached = {name for names in used for name in names}
     held = [name for name in (*found.stored, *found.converted) if name in groups]
@@ -85,7 +85,10 @@ def _merges(
 
 
 def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -> Verdict:
-    """Folded, and what that takes; or kept, and why. ``refused`` has the reasons known before."""
+    """Whether the norm is folded, with its edits, or kept, with the reason.
+
+    ``refused`` has the reasons of norms that cannot be swapped at all.
+    """
     if norm in refused:
         return Verdict(norm, "kept", reason=refused[norm], culprit=norm)
     if norm not in cut.folded:
@@ -99,7 +102,7 @@ def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -
 
 
 def writers_of(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ...]:
-    """One writer for each stored tensor behind each centred parameter, in the model's order."""
+    """One writer for each stored tensor of each centred parameter, in the model's order."""
     wanted = {p for support in cut.folded.values() for p in support.writers}
     shapes = dict(found.model.named_parameters(remove_duplicate=False))
     names = stored_in_groups(found, problem.groups)
@@ -125,7 +128,7 @@ def _converted_writers(layout: Conversion, name: str, axis: Axis) -> list[Writer
 
 
 def ops_of(problem: Problem, cut: Cut) -> tuple[Centring, ...]:
-    """Every op that stays, once; what enters a call, as ``inputs_embeds`` does, has none."""
+    """Every centring operation once, except of inputs, which are centred on entry."""
     carriers = dict.fromkeys(op for support in cut.folded.values() for op in support.ops)
     return tuple(
         Centring(c.module, c.place, c.axis, explain.own_mean(problem, c))

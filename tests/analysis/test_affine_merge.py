@@ -42,8 +42,8 @@ from enjoyln_cli.runtime.modules import RMSNorm
 from enjoyln_cli.verification.verify import verify
 
 AFFINE, BIAS = Options(merge="affine"), Options(merge="bias")
-NO_BIAS = "a linear layer that reads it has no bias for what it adds"
-ELSEWHERE = "a linear layer that reads it has a parameter that is used elsewhere, too"
+NO_BIAS = "a linear layer that reads it has no bias to merge its bias into"
+ELSEWHERE = "a linear layer that reads it has a parameter that is also used elsewhere"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -226,7 +226,7 @@ REFUSED: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
         "gate.bias",
     ),
     "somebody who reads its weight": (
-        lambda m, y: m.up(y) + m.norm.weight[:9], "its parameters are used elsewhere, too",
+        lambda m, y: m.up(y) + m.norm.weight[:9], "its parameters are also used elsewhere",
         "norm.weight",
     ),
     "nobody": (lambda m, y: m.up(torch.zeros_like(y)), "no traced call reads its result", "norm"),
@@ -262,7 +262,9 @@ def test_two_readers_of_one_weight_take_nothing() -> None:
     model.gate.weight = model.up.weight
     (kept,) = analyze_module(model, rows(), options=AFFINE).plan.unmerged
     assert (kept.norm, kept.culprit) == ("norm", "up.weight")
-    assert kept.reason == "a linear layer that reads it is tied, or stored in another layout"
+    assert kept.reason == (
+        "a linear layer that reads it has a tied or differently stored parameter"
+    )
 
 
 def test_a_norm_that_stays_keeps_all() -> None:
@@ -409,7 +411,7 @@ def test_a_recipe_chooses_and_is_followed_or_refused(
     ("line", "words"),
     [
         ("{into: []}", "says neither weight nor bias"),
-        ("{weight: a.b, into: []}", "names no linear layer"),
+        ("{weight: a.b, into: []}", "needs linear layers"),
         ("{weight: a.b, into: [{weight: c.d}]}", "the key dim is missing"),
         ("{weight: a.b, into: [{weight: c.d, dim: 3}]}", "dim"),
         ("{bias: a.b, into: [{weight: c.d, dim: 1}]}", "or not a bias for each"),

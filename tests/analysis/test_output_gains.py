@@ -149,7 +149,7 @@ def test_a_recipe_is_followed_for_its_outputs(source: Path, out: Path, tmp_path:
     again = fold(source, tmp_path / "again", recipe=recipe)
     assert again.plan.outputs == WANTED and len(again.plan.folded) == 11
     assert (tmp_path / "again" / recipe.name).read_text() == recipe.read_text()
-    with pytest.raises(RecipeError, match="keeps the outputs .* and the proof is for"):
+    with pytest.raises(RecipeError, match="keeps the outputs .* but the proof is for"):
         fold(source, tmp_path / "other", recipe=recipe, outputs=["logits_per_text"])
     bare = tmp_path / "bare.yaml"
     lines = recipe.read_text().splitlines(keepends=True)

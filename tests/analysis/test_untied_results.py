@@ -348,7 +348,7 @@ def test_a_head_that_a_norm_is_merged_into_is_untied_although_its_embedding_stay
 
 def test_a_config_class_that_always_ties(tmp_path: Path) -> None:
     config = tf.ViltConfig(**SMALL, intermediate_size=40, image_size=16, patch_size=8)
-    with pytest.raises(UnsupportedModel, match=r"tie_word_embeddings of ViltConfig is true again"):
+    with pytest.raises(UnsupportedModel, match=r"ViltConfig loads tie_word_embeddings as true"):
         analyze_config(config, model_class="ViltForMaskedLM", options=UNTIE)
 
 
@@ -369,7 +369,7 @@ def test_a_tie_that_the_config_does_not_decide() -> None:
     model = Joined(GPT2)
     found = Candidate(model, {"inside.weight": ("inside.weight",)}, {}, ())
     shapes = {"inside.weight": (61, 24)}
-    with pytest.raises(UnsupportedModel, match=r"ties outside\.weight to inside\.weight whatever"):
+    with pytest.raises(UnsupportedModel, match=r"ties outside\.weight to inside\.weight even if"):
         apart(GPT2, [found], shapes, None)
 
 
@@ -391,14 +391,14 @@ def test_a_class_that_computes_something_else_is_refused() -> None:
     tied = Scaled(0.5)
     tied.head.weight = tied.embed.weight
     require_same(tied, Scaled(0.5), ids)
-    with pytest.raises(UnsupportedModel, match="Scaled gives other results"):
+    with pytest.raises(UnsupportedModel, match="Scaled would give other results"):
         require_same(tied, Scaled(1.0), ids)
     swapped = Scaled(0.5)
     swapped.head, swapped.embed = nn.Linear(5, 7, bias=False), nn.Embedding(7, 5)
     require_same(tied, swapped, ids)
     apart_before, other = Scaled(0.5), Scaled(0.5)
     other.embed.weight = other.head.weight
-    with pytest.raises(UnsupportedModel, match="Scaled gives other results"):
+    with pytest.raises(UnsupportedModel, match="Scaled would give other results"):
         require_same(apart_before, other, ids)
     other.head.weight = nn.Parameter(torch.zeros(3, 2))
     with pytest.raises(UnsupportedModel, match="does not run without its weights"):

@@ -115,7 +115,7 @@ def test_a_recipe_merges_a_scale_into_all_that_it_scales_or_not_at_all(tmp_path:
     with pytest.raises(RecipeError, match="needs encoder.layer.*bias centred"):
         follow(left)
     first = "  norms:\n    encoder.layer.0.norm1: fold\n"
-    with pytest.raises(RecipeError, match="and not into encoder.layer.0.mlp.fc2.bias"):
+    with pytest.raises(RecipeError, match="but not into encoder.layer.0.mlp.fc2.bias"):
         follow(left.replace(": fold\n", ": keep\n").replace("  norms:\n", first))
     other = text.replace("scale: 'encoder.layer.{i}.layer_scale2", "scale: 'encoder.layer.{i}.s")
     with pytest.raises(RecipeError, match="the proof merges .*layer_scale2"):
