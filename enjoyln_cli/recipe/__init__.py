@@ -1,1 +1,1 @@
-"""A plan as YAML, and back."""
+"""Recipes: plans written as YAML, read again, and checked against a proven plan."""

@@ -1,7 +1,8 @@
-"""A recipe beside a proven plan, which is read as a recipe too: where their edits differ, in words.
+"""Compare a recipe with a proven plan, and describe in words where their edits differ.
 
-Two edits are the same if their words are. An axis stands in them by the elements that it covers in
-this model, so that ``{dim: 1}`` and ``{dim: 1, size: n_embd}`` may be one.
+The plan is turned into a recipe first. Each edit is then described in a phrase, and two edits are
+the same if their phrases are. A phrase gives an axis by the elements that it covers in this model,
+so ``{dim: 1}`` and ``{dim: 1, size: n_embd}`` can be the same edit.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from enjoyln_cli.recipe.write import merge_data, untied_data, widening_data
 from enjoyln_cli.recipe.yaml_text import dump_inline
 
 Kind = Literal["untied", "settings", "norms", "writers", "output", "input", "widened", "merged"]
-"""Of an edit: a field of the plan, or where an operation is added."""
+"""The kind of an edit: a field of the plan, or the place of an added operation."""
 KEEPS = "keeps it"
-"""What a recipe and a proof say of a norm that stays LayerNorm."""
+"""The phrase for a norm that stays LayerNorm."""
 
 _ABSENT: dict[Kind, tuple[str, str]] = {
     "untied": ("does not untie it", "does not untie it"),
@@ -35,19 +36,19 @@ _ABSENT: dict[Kind, tuple[str, str]] = {
     "widened": ("does not widen its MLP", "does not widen its MLP"),
     "merged": ("does not merge it", "does not merge it"),
 }
-"""What a recipe, and what a proof says of a name that it does not have."""
+"""The phrases for a name that the recipe lacks, and for one that the proof lacks."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a recipe and a proof say of every name that one of them has, for one kind of edit."""
+    """For one kind of edit: what a recipe and a proof do to each name, as phrases."""
 
     kind: Kind
     recipe: Mapping[str, str]
     proof: Mapping[str, str]
 
     def differences(self) -> Iterator[tuple[str, str]]:
-        """Every name of which they say different things."""
+        """Each name with different phrases, and a sentence with both."""
         unnamed, unknown = _ABSENT[self.kind]
         for name in dict.fromkeys([*self.proof, *self.recipe]):
             ours, theirs = self.recipe.get(name, unnamed), self.proof.get(name, unknown)
@@ -56,7 +57,7 @@ class Comparison:
 
 
 def compare(recipe: ExpandedVariant, plan: Plan, sizes: Mapping[str, Any]) -> list[Comparison]:
-    """Each kind of edit; ``sizes`` has those that the recipe names."""
+    """One comparison for each kind of edit; ``sizes`` gives the values of named sizes."""
     proof = expand(line_for_each(plan, {}), plan_layers(plan))
     shapes = {writer.parameter: writer.shape for writer in plan.writers}
     ours, theirs = (_in_words(edits, shapes, sizes) for edits in (recipe, proof))
@@ -64,9 +65,10 @@ def compare(recipe: ExpandedVariant, plan: Plan, sizes: Mapping[str, Any]) -> li
 
 
 def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str, ...]:
-    """Where the edits of a recipe and those of a proven plan differ, by name; empty if nowhere.
+    """The differences between a recipe's edits and a proven plan, one line each.
 
-    Reasons and culprits of kept norms are not edits. Lines that hold for several layers are one.
+    Reasons and culprits of kept norms are not compared. A difference that is the same in several
+    layers is one line.
     """
     layers = plan_layers(plan)
     try:
@@ -97,7 +99,7 @@ def list_names(names: Iterable[str]) -> str:
 
 
 def _by_layer(found: Iterable[tuple[str, str]], layers: Mapping[str, int]) -> list[str]:
-    """One line for names that differ only in the layer."""
+    """Join the lines of names that differ only in the layer."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for name, text in found:
         grouped.setdefault((to_template(name, layers)[0], text), []).append(name)
@@ -113,7 +115,7 @@ def _by_layer(found: Iterable[tuple[str, str]], layers: Mapping[str, int]) -> li
 def _in_words(
     edits: ExpandedVariant, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, Any]
 ) -> dict[Kind, dict[str, str]]:
-    """What is done to each name; ``shapes`` are those of the parameters of the model."""
+    """The phrase for each name; ``shapes`` are those of the model's parameters."""
     values: dict[Kind, dict[str, str]] = {"output": {}, "input": {}}
     for (module, place), op in edits.ops.items():
         values[place][module] = f"centres its {place} over {_elements(op.axis, None, sizes)}"
@@ -165,7 +167,7 @@ def _elements(span: Span, extent: int | None, sizes: Mapping[str, Any]) -> str:
     try:
         axis = concrete(span, extent, sizes)
     except RecipeError as error:
-        return f"no axis of this model ({error})"
+        return f"an axis that does not fit this model ({error})"
     if (axis.start, axis.outer, axis.inner) == (0, 1, 1):
         return f"the {axis.size} elements of dimension {axis.dim}"
     step = f", one every {axis.step}" if axis.step else ""

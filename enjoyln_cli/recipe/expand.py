@@ -1,6 +1,6 @@
-"""A recipe's variant with every layer named: what it says of each norm, parameter and module.
+"""Expand a recipe's variant: one line for each norm, parameter and module of the model.
 
-Of several lines that cover a name those with the fewest placeholders decide.
+If several lines match a name, the lines with the fewest placeholders win.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enjoyln_cli.recipe.model import CentredTensor, CentredValue, Line, Variant,
 from enjoyln_cli.recipe.templates import expand_name, fill, placeholders, rename_in
 
 MAX_NAMES = 300_000
-"""No recipe may stand for more names than this."""
+"""Limit of the names that a recipe expands to."""
 
 PLACES: tuple[Place, ...] = ("output", "input")
 
@@ -25,21 +25,21 @@ L = TypeVar("L", bound=Line)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpandedVariant:
-    """Every line, repeated for each layer that it stands for."""
+    """A variant in which every line is repeated for each layer that it stands for."""
 
     norms: Mapping[str, Verdict]
     writers: Mapping[str, tuple[CentredTensor, ...]]
-    """By parameter; several where it has several parts or tensors, none where it is left."""
+    """By parameter; several lines if it has several parts or tensors, none if not centred."""
     ops: Mapping[tuple[str, Place], CentredValue]
     widened: Mapping[str, Widening]
-    """By the parameter that reads the hidden units."""
+    """By the weight of the layer that reads the hidden units."""
     merged: Mapping[str, Merge | UnmergedNorm]
     untied: tuple[UntiedParameter, ...]
     settings: Mapping[str, bool | int]
 
 
 def expand(variant: Variant, layers: Mapping[str, int]) -> ExpandedVariant:
-    """Every name that a variant stands for. Raises ``RecipeError`` for a line without any."""
+    """Expand every line of a variant. Raises ``RecipeError`` if a line matches no name."""
     return ExpandedVariant(
         norms=_one_each(variant.norms, layers),
         writers=_writers(variant, layers),
@@ -58,11 +58,11 @@ def expand(variant: Variant, layers: Mapping[str, int]) -> ExpandedVariant:
 
 
 def _one_each(lines: Iterable[L], layers: Mapping[str, int]) -> dict[str, L]:
-    """By name, the one line for it, with the numbers of its layer."""
+    """The one line for each name, with the layer numbers filled in."""
     found: dict[str, L] = {}
     for name, deciding in _deciding(lines, layers).items():
         if len(deciding) > 1:
-            raise RecipeError(f"two lines name {name}; leave one of them")
+            raise RecipeError(f"two lines name {name}; remove one of them")
         line, numbers = deciding[0]
         found[name] = _filled(line, numbers)
     return found
@@ -74,7 +74,7 @@ def _writers(variant: Variant, layers: Mapping[str, int]) -> dict[str, tuple[Cen
     for name, deciding in _deciding(variant.writers, layers).items():
         left = [line for line, _ in deciding if line.axis is None]
         if left and len(left) < len(deciding):
-            raise RecipeError(f"{name} is both centred and left out; leave one of the lines out")
+            raise RecipeError(f"one line centres {name} and another leaves it; remove one of them")
         lines: list[CentredTensor] = []
         for line, numbers in deciding if not left else ():
             tensors = _tensors(line, numbers, layers)
@@ -82,7 +82,7 @@ def _writers(variant: Variant, layers: Mapping[str, int]) -> dict[str, tuple[Cen
             lines += [one] if tensors == [one.tensor] else [replace(one, tensor=t) for t in tensors]
         total += len(lines)
         if total > MAX_NAMES:
-            raise RecipeError(f"centres more than {MAX_NAMES} tensors; leave some out")
+            raise RecipeError(f"centres more than {MAX_NAMES} tensors; remove some lines")
         found[name] = tuple(lines)
     return found
 
@@ -90,7 +90,7 @@ def _writers(variant: Variant, layers: Mapping[str, int]) -> dict[str, tuple[Cen
 def _deciding(
     lines: Iterable[L], layers: Mapping[str, int]
 ) -> dict[str, list[tuple[L, dict[str, int]]]]:
-    """For every name the lines with the fewest placeholders that cover it, in order of the file."""
+    """For every name, the matching lines with the fewest placeholders, in the order of the file."""
     found: dict[str, list[tuple[L, dict[str, int]]]] = {}
     count = 0
     for line in lines:
@@ -99,7 +99,7 @@ def _deciding(
         for name, numbers in expand_name(template, layers):
             count += 1 + beside
             if count > MAX_NAMES:
-                raise RecipeError(f"stands for more than {MAX_NAMES} names; leave some out")
+                raise RecipeError(f"stands for more than {MAX_NAMES} names; remove some lines")
             others = found.setdefault(name, [])
             fewest = placeholders(name_of(others[0][0])) if others else len(numbers)
             if len(numbers) < fewest:
@@ -114,7 +114,7 @@ def _deciding(
 def _tensors(
     line: CentredTensor, numbers: Mapping[str, int], layers: Mapping[str, int]
 ) -> list[str]:
-    """The stored tensors of one parameter; several where a placeholder is left, as for experts."""
+    """The stored tensors of one parameter: several if a placeholder remains, as for experts."""
     names = [n for n, _ in islice(expand_name(fill(line.tensor, numbers), layers), MAX_NAMES)]
     if not names or len(names) == MAX_NAMES:
         few = "nothing" if not names else "too many names"

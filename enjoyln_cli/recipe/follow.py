@@ -1,9 +1,9 @@
-"""A recipe held against the plan that is proven: what it asks for, and what is refused.
+"""Apply a recipe to a proven plan: take the edits that it asks for, or refuse it.
 
-A recipe chooses among proven edits and adds none. ``follow`` takes the norms that the recipe folds
-and the edits that it lists, and refuses by name whatever is not proven, names nothing, or leaves a
-folded norm without an edit that it rests on. Edits that no folded norm rests on are harmless: their
-shift is absorbed, which is proven for each edit by itself.
+A recipe chooses among proven edits and adds none. ``follow`` keeps the norms that the recipe folds
+and the edits that it lists. It refuses the recipe, naming the line, if an edit is not proven, if a
+line matches nothing, or if a folded norm lacks an edit that it needs. An edit that no folded norm
+needs is harmless: it is proven for each edit by itself that no output changes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from enjoyln_cli.recipe.templates import to_template
 def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
     """The part of a proven plan that a recipe asks for.
 
-    ``config`` (a mapping or a transformers config) gives the sizes that the recipe names and is
-    held against its conditions. Norms that the recipe does not fold are kept. Raises
-    ``RecipeError`` naming the first edit that is not proven, matches nothing, or is missing.
+    ``config`` (a mapping or a transformers config) gives the values of named sizes, and has to
+    satisfy the recipe's conditions. Norms that the recipe does not fold are kept. Raises
+    ``RecipeError`` that names the first edit that is not proven, matches nothing, or is missing.
     """
     with prefix_errors(recipe.where):
         variant = variant_for(recipe, plan.model_type, plan.model_class, config)
@@ -48,32 +48,35 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
             raise RecipeError(problem)
         if found.folded and set(variant.entry_inputs) != set(plan.entry_inputs):
             raise RecipeError(
-                f"centres {list_names(variant.entry_inputs)} on entry, and the proof needs "
-                f"{list_names(plan.entry_inputs)}; write that under entry_inputs"
+                f"centres {list_names(variant.entry_inputs)} on entry, but the proof needs "
+                f"{list_names(plan.entry_inputs)}; write these names under entry_inputs"
             )
     return found
 
 
 def _require_same_model(variant: Variant, plan: Plan) -> None:
-    """The classes and outputs of a recipe are those that the proof holds for."""
+    """Raise ``RecipeError`` unless the proof holds for the recipe's classes and outputs."""
     if unknown := [name for name in variant.classes if name not in plan.classes]:
         raise RecipeError(
-            f"claims the class {unknown[0]}, and the proof is for {list_names(plan.classes)}; "
-            "take it out of classes"
+            f"lists the class {unknown[0]}, but the proof is for {list_names(plan.classes)}; "
+            "remove it from classes"
         )
     if set(variant.outputs) != set(plan.outputs):
         raise RecipeError(
-            f"keeps {_outputs(variant.outputs)} the same, and the proof is for "
-            f"{_outputs(plan.outputs)}; write that under outputs, or pass --outputs accordingly"
+            f"keeps {_outputs(variant.outputs)} unchanged, but the proof is for "
+            f"{_outputs(plan.outputs)}; correct outputs in the recipe, or pass --outputs"
         )
 
 
 def _require_proven(edits: Comparison, plan: Plan) -> None:
-    """What a recipe names is proven; what it does not, it may leave, but for ties and settings."""
+    """Raise ``RecipeError`` if the recipe has an edit that is not proven.
+
+    It may omit proven edits, except untied copies and config entries.
+    """
     for name, text in edits.differences():
         ours, theirs = edits.recipe.get(name), edits.proof.get(name)
         if edits.kind in ("untied", "settings"):
-            raise RecipeError(f"{name}: {text}; take that, or leave it and the option out")
+            raise RecipeError(f"{name}: {text}; write what the proof has, or remove the option")
         if theirs is None:
             raise RecipeError(_unproven(edits, name, plan))
         if ours is None or ours == KEEPS:
@@ -84,18 +87,18 @@ def _require_proven(edits: Comparison, plan: Plan) -> None:
             raise RecipeError(
                 f"folds {name}, which is not proven: {verdict.reason}{culprit}; write keep for it"
             )
-        raise RecipeError(f"{name}: {text}; take that, or leave it out")
+        raise RecipeError(f"{name}: {text}; write what the proof has, or remove the line")
 
 
 def _unproven(edits: Comparison, name: str, plan: Plan) -> str:
-    """Why an edit of ``name`` is refused, of which the proof says nothing."""
+    """The message for an edit of a name that the proof does not have."""
     near = suggest(name, edits.proof)
     if edits.kind == "norms":
         return f"{name} is not a LayerNorm of {plan.model_class}; {near}"
     if edits.kind == "writers":
         return f"centres {name}, which is not proven to be possible; {near}"
     if edits.kind == "widened":
-        remedy = "take it out, or write widen_mlp: true under options"
+        remedy = "remove it, or write widen_mlp: true under options"
         return f"widens the MLP of {name}, which is not part of the proof; {remedy}"
     if edits.kind == "merged":
         reasons = {one.norm: f": {one.reason}" for one in plan.unmerged}
@@ -108,7 +111,7 @@ def _unproven(edits: Comparison, name: str, plan: Plan) -> str:
 
 
 def _require_effect(recipe: ExpandedVariant, plan: Plan) -> None:
-    """Every line that takes something out names something that the proof has."""
+    """Raise ``RecipeError`` if a line excludes an edit that the proof does not have."""
     layers, parameters = plan_layers(plan), [writer.parameter for writer in plan.writers]
     known = {to_template(name, layers)[0] for name in parameters}
     for name, lines in recipe.writers.items():
@@ -119,17 +122,17 @@ def _require_effect(recipe: ExpandedVariant, plan: Plan) -> None:
     norms = {one.norm for one in plan.merged} | {one.norm for one in plan.unmerged}
     for name, line in recipe.merged.items():
         if isinstance(line, UnmergedNorm) and name not in norms:
-            raise RecipeError(f"keeps {name} unmerged, which is not merged anyway; take it out")
+            raise RecipeError(f"keeps {name} unmerged, which is not merged anyway; remove it")
 
 
 def _chosen(recipe: ExpandedVariant, plan: Plan) -> Plan:
-    """The proven edits that a recipe names."""
+    """The plan with those proven edits that a recipe names."""
     norms = tuple(_verdict(verdict, recipe.norms.get(verdict.norm)) for verdict in plan.norms)
     folded = {verdict.norm for verdict in norms if verdict.status != "kept"}
     for name in (norm for norm, line in recipe.merged.items() if isinstance(line, Merge)):
         if name not in folded:
             raise RecipeError(
-                f"merges {name}, which it does not fold; write keep for it under merge, too"
+                f"merges {name}, which it does not fold; also write keep for it under merge"
             )
     moves = [(one, recipe.merged.get(one.norm)) for one in plan.merged]
     stay = [one for one in plan.unmerged if one.norm in folded]
@@ -152,7 +155,7 @@ def _chosen(recipe: ExpandedVariant, plan: Plan) -> Plan:
 
 
 def _verdict(proven: Verdict, line: Verdict | None) -> Verdict:
-    """What a recipe makes of one norm; ``line`` is ``None`` where it does not name it."""
+    """The verdict on one norm; ``line`` is ``None`` if the recipe does not name it."""
     if proven.status == "kept" or (line is not None and line.status != "kept"):
         return proven
     reason = (line.reason or KEPT_BY_RECIPE) if line else "the recipe does not fold it"
@@ -160,13 +163,13 @@ def _verdict(proven: Verdict, line: Verdict | None) -> Verdict:
 
 
 def _gaps(found: Plan, plan: Plan) -> Iterator[str]:
-    """Edits that were left out and without which those that were taken are not proven."""
+    """A message for each omitted edit that the chosen ones need."""
     attributes = {one.attribute for one in found.widened}
     for one in plan.widened:
         if one.attribute in attributes and one not in found.widened:
             yield (
-                f"{one.attribute} counts the hidden units of {one.second.parameter}, too; "
-                "list that under widen, or none of them"
+                f"{one.attribute} also sets the hidden units of {one.second.parameter}; "
+                "list that under widen too, or list no MLP of this attribute"
             )
     centred = {writer.parameter for writer in found.writers}
     mlps = {one.second.parameter for one in found.widened}
@@ -192,8 +195,8 @@ def _gaps(found: Plan, plan: Plan) -> Iterator[str]:
     for writer in plan.writers:
         if writer.scale in scales and writer.parameter not in centred:
             yield (
-                f"merges {writer.scale.parameter}, and not into {writer.parameter}; "
-                "list that under centre, or leave all that it scales"
+                f"merges {writer.scale.parameter}, but not into {writer.parameter}; "
+                "list that under centre too, or list none of the tensors that it scales"
             )
 
 

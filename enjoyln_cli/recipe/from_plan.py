@@ -1,7 +1,7 @@
-"""A plan put down as a recipe: one line for all layers that agree.
+"""Write a plan as a recipe, with one line for all layers that agree.
 
-Where most layers agree on an edit there is one line with ``{i}``, followed by a line for each layer
-that differs. A line that names its layer goes before one with a placeholder.
+If most layers agree on an edit, the recipe has one line with ``{i}``, followed by a line for each
+layer that differs. A line that names a layer overrides a line with a placeholder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from enjoyln_cli.recipe.templates import (
 )
 
 DEPENDS = ("tie_word_embeddings",)
-"""Config attributes that every variant remembers, where the config has them."""
+"""Config attributes that every variant records as a condition, if the config has them."""
 
 L = TypeVar("L", bound=Line)
 
@@ -54,8 +54,8 @@ def recipe_of(
 ) -> Recipe:
     """The recipe of one plan, with a record of the model.
 
-    ``config``: a mapping or a transformers config, for sizes by name. ``depends``: the attributes
-    of it that the plan holds for.
+    ``config`` is a mapping or a transformers config, so that sizes can be given by attribute name.
+    The plan holds only for its values of the attributes ``depends``.
     """
     values, layers = as_mapping(config), plan_layers(plan)
     each = line_for_each(plan, values)
@@ -83,7 +83,7 @@ def recipe_of(
 
 def line_for_each(plan: Plan, config: Mapping[str, Any]) -> Variant:
     """The plan as a variant with a line for each norm, tensor and module, and no placeholders."""
-    sizes = size_settings(plan.widened)  # which the lines of the MLPs say
+    sizes = size_settings(plan.widened)  # they are in the lines of the MLPs
     writers = (_centred_tensor(writer, config) for writer in plan.writers)
     ops = (_centred_value(op, config) for op in plan.ops)
     return Variant(
@@ -104,9 +104,10 @@ def line_for_each(plan: Plan, config: Mapping[str, Any]) -> Variant:
 
 
 def merge_recipes(recipes: Iterable[Recipe]) -> Recipe:
-    """One recipe for a family: the variants of all, without options and records.
+    """One recipe for a family: the variants of all ``recipes``, without options and records.
 
-    Raises ``RecipeError`` where two variants differ under the same conditions.
+    Raises ``RecipeError`` if two variants differ but have the same class and conditions, or if the
+    recipes are for different model types.
     """
     found = list(recipes)
     variants: list[Variant] = []
@@ -121,17 +122,17 @@ def merge_recipes(recipes: Iterable[Recipe]) -> Recipe:
         if variant not in variants:
             variants.append(variant)
     if len({recipe.model_type for recipe in found}) != 1:
-        raise RecipeError("a recipe is for one model type: give recipes of one family")
+        raise RecipeError("a recipe is for one model type: pass recipes of one family")
     return Recipe(found[0].model_type, tuple(variants))
 
 
 def plan_layers(plan: Plan) -> dict[str, int]:
-    """How many layers each prefix of the plan's names has."""
+    """The number of layers under each prefix of the plan's names."""
     return layers_of(names_in((plan.norms, plan.writers, plan.ops, plan.widened, plan.merged)))
 
 
 def _verdict(verdict: Verdict) -> Verdict:
-    """A verdict without what it rests on, which the proof finds anew."""
+    """A verdict without the edits that it needs, which the next proof finds again."""
     if verdict.status != "kept":
         return Verdict(verdict.norm, verdict.status, verdict.ops)
     reason = verdict.reason or "no reason is known"
@@ -152,10 +153,10 @@ def _centred_value(op: Centring, config: Mapping[str, Any]) -> CentredValue:
 
 
 def _collapsed(lines: Iterable[L], layers: Mapping[str, int]) -> tuple[L, ...]:
-    """One line for every layer where most layers agree, then lines for the layers that do not.
+    """Replace lines of single layers by one for every layer, then lines for those that differ.
 
-    Where a tensor is centred in most layers, lines of their own leave it in the others. Any other
-    line needs all layers.
+    A tensor that is centred in most layers gets lines with ``leave`` for the others. Other edits
+    are joined only if all layers have them.
     """
     tensors: defaultdict[str, list[str]] = defaultdict(list)
     groups: defaultdict[tuple[str, ...], list[L]] = defaultdict(list)
@@ -190,10 +191,11 @@ def _collapsed(lines: Iterable[L], layers: Mapping[str, int]) -> tuple[L, ...]:
 
 
 def _general(line: L, layers: Mapping[str, int], tensors: Collection[str]) -> tuple[L, ...]:
-    """The lines for every layer that say the same of this one, the better one first.
+    """The lines with placeholders that give ``line`` when its layer is filled in, best one first.
 
-    In that one the modules that are only mentioned, as in a reason, follow the layer too. There is
-    none where the names have different layers, unless they are all ``tensors`` of one parameter.
+    In the best one, modules that are only mentioned (as in a reason) have placeholders too. There
+    is none if the line's names are of different layers, unless they are all ``tensors`` of one
+    parameter.
     """
     own = name_of(line)
     numbers = to_template(own, layers)[1]

@@ -1,8 +1,9 @@
-"""What a recipe holds: the edits of a plan, written so that they hold for a whole family.
+"""The data of a recipe: the edits of a plan, written so that they fit every model of a family.
 
-Most edits are the plan's own dataclasses with placeholders in their names, and without what only a
-proof or the tensors of one model say: ``needs``, ``mlps`` and ``path`` of a verdict, ``features``
-of a widening, ``shape`` of a copy. Two have a class here, since sizes stand in them by name.
+Most edits are the plan's own dataclasses with placeholders in their names. Fields that depend on
+the proof or on the tensors of one model are left out: ``needs``, ``mlps`` and ``path`` of a
+verdict, ``features`` of a widening, ``shape`` of a copy. Edits with sizes have classes of their own
+here, because a recipe can give a size by the name of a config attribute.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from enjoyln_cli.recipe.templates import Span
 from enjoyln_cli.text import did_you_mean
 
 VERSION = 1
-"""Of the format."""
+"""Version of the recipe format."""
 KEPT_BY_RECIPE = "the recipe keeps it"
-"""The reason for a norm that a person keeps without giving one."""
+"""The reason of a norm that the recipe keeps without giving a reason."""
 
 
 @dataclass(frozen=True)
 class CentredTensor:
-    """A ``plan.Writer`` of any size; one without an axis is left as it is."""
+    """A ``plan.Writer`` of any size. Without an axis, the tensor is not centred."""
 
     parameter: str
     tensor: str
-    """May have more placeholders than ``parameter``, which is then made of several tensors."""
+    """If it has more placeholders than ``parameter``, several tensors make up the parameter."""
     axis: Span | None = None
     held: Span | None = None
     scale: Scale | None = None
@@ -57,7 +58,7 @@ class CentredValue:
 
 
 Line = Verdict | CentredTensor | CentredValue | Widening | Merge | UnmergedNorm
-"""What a recipe says of one name, or of the same name in every layer."""
+"""One edit of a recipe: for one name, or with placeholders for the same name in every layer."""
 
 
 def name_of(line: Line) -> str:
@@ -83,17 +84,17 @@ class Variant:
     merged: tuple[Merge | UnmergedNorm, ...] = ()
     untied: tuple[UntiedParameter, ...] = ()
     settings: Mapping[str, bool | int] = field(default_factory=dict)
-    """Entries of ``config.json`` that change, by name."""
+    """New values of ``config.json`` entries, by name."""
     outputs: tuple[str, ...] = ()
     entry_inputs: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()
     calls: tuple[CallForm, ...] = ()
-    """Those that are proven, where any other is not."""
+    """The only calls that are proven; empty if proven calls are not limited to a list."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What belongs to the one model that was folded."""
+    """Facts about the model that was folded: sizes, other norms, and versions of packages."""
 
     layers: Mapping[str, int] = field(default_factory=dict)
     config: Mapping[str, int] = field(default_factory=dict)
@@ -103,19 +104,19 @@ class Record:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A family's recipe has several variants and no record; that of a fold one, and a record."""
+    """The recipe of a family (several variants, no record) or of a fold (one variant, a record)."""
 
     model_type: str
     variants: tuple[Variant, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     record: Record | None = None
     where: str = field(default="the recipe", compare=False)
-    """For messages."""
+    """The name of the recipe in messages."""
 
 
 @contextmanager
 def prefix_errors(where: str) -> Iterator[None]:
-    """Every ``RecipeError`` that is raised inside begins with ``where``."""
+    """Prefix every ``RecipeError`` that is raised inside with ``where``."""
     try:
         yield
     except RecipeError as error:
@@ -123,34 +124,34 @@ def prefix_errors(where: str) -> Iterator[None]:
 
 
 def as_mapping(config: Any) -> Mapping[str, Any]:
-    """The attributes of a transformers config, a mapping, or nothing."""
+    """The attributes of a transformers config or a mapping; empty for ``None``."""
     if config is None or isinstance(config, Mapping):
         return config or {}
     return config.to_dict()
 
 
 def sizes_by_name(recipe: Recipe, config: Any) -> Mapping[str, Any]:
-    """Where sizes by name come from: the config of a call, else the one recorded."""
+    """The config that gives named sizes: ``config``, or else the recipe's record."""
     if config is not None:
         return as_mapping(config)
     return recipe.record.config if recipe.record else {}
 
 
 def variant_for(recipe: Recipe, model_type: str, model_class: str, config: Any = None) -> Variant:
-    """The variant for a class whose conditions hold; they are not looked at without a config.
+    """The variant for a class whose conditions (``when``) hold; without a config, the first one.
 
-    Raises ``RecipeError`` that names what does not match.
+    Raises ``RecipeError`` that names the model type, class or config attribute that does not match.
     """
     if recipe.model_type != model_type:
         raise RecipeError(
-            f"made for {recipe.model_type}, and the model is {model_type}; "
+            f"made for {recipe.model_type}, but the model is {model_type}; "
             f"pass a recipe for {model_type}"
         )
     found = [variant for variant in recipe.variants if variant.model_class == model_class]
     if not found:
         classes = ", ".join(dict.fromkeys(variant.model_class for variant in recipe.variants))
         raise RecipeError(
-            f"made for {classes}, and the plan is for {model_class}; "
+            f"made for {classes}, but the plan is for {model_class}; "
             "choose the class with --model-class"
         )
     values = as_mapping(config)
@@ -159,15 +160,15 @@ def variant_for(recipe: Recipe, model_type: str, model_class: str, config: Any =
             return variant
     misses = [f"{key}: {value}" for key, value in found[0].when.items() if values.get(key) != value]
     raise RecipeError(
-        f"made for models with {', '.join(misses)}, which the config of this one "
-        "does not have; pass a recipe that was written for such a model"
+        f"made for models with {', '.join(misses)}, but this model's config differs; "
+        "pass a recipe that was written for this kind of model"
     )
 
 
 def outputs_asked(recipe: Recipe, model_class: str | None, config: Any) -> tuple[str, ...]:
-    """The outputs that a recipe keeps the same, for ``model_class`` or whichever class it is for.
+    """The outputs that a recipe keeps unchanged, for ``model_class`` or for all of its classes.
 
-    Raises ``RecipeError`` where its classes keep different ones.
+    Raises ``RecipeError`` if its classes keep different outputs unchanged.
     """
     values = as_mapping(config)
     found = {
@@ -179,7 +180,7 @@ def outputs_asked(recipe: Recipe, model_class: str | None, config: Any) -> tuple
     }
     if len(found) > 1:
         raise RecipeError(
-            f"{recipe.where}: its classes keep different outputs the same; choose one with "
+            f"{recipe.where}: its classes keep different outputs unchanged; choose a class with "
             "--model-class"
         )
     return found.pop() if found else ()
@@ -190,17 +191,18 @@ def _holds(variant: Variant, config: Mapping[str, Any]) -> bool:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """What to do about a name that is not known."""
-    return did_you_mean(name, known, 1) or "take it out, or trace the model it is for"
+    """Advice about an unknown name: a similar known one, or what to do otherwise."""
+    remedy = "remove it, or use the recipe with the model it was made for"
+    return did_you_mean(name, known, 1) or remedy
 
 
 def options_data(options: Options) -> dict[str, Any]:
-    """The options that differ from the default, as a recipe has them."""
+    """The options that differ from the default, as a recipe stores them."""
     return {name: value for name, value in vars(options).items() if value != vars(PLAIN)[name]}
 
 
 def options_asked(recipe: Recipe) -> Options:
-    """The options that a recipe was made with. Raises ``RecipeError`` for one that is not known."""
+    """The options of a recipe. Raises ``RecipeError`` for an unknown option or value."""
     known: dict[str, Callable[[Any], bool]] = {
         "widen_mlp": lambda value: isinstance(value, bool),
         "widen_to": lambda value: type(value) is int and value > 0,
@@ -210,7 +212,7 @@ def options_asked(recipe: Recipe) -> Options:
     for name, value in recipe.options.items():
         if name not in known or not known[name](value):
             raise RecipeError(
-                f"{recipe.where}: options: {name}: {value!r:.60} is not something that "
-                "this option can be; take it out"
+                f"{recipe.where}: options: {name}: {value!r:.60} is not a known option with a "
+                "valid value; remove it"
             )
     return replace(PLAIN, **recipe.options)

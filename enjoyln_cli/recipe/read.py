@@ -1,12 +1,12 @@
-"""Recipes read from YAML text: what was done to a checkpoint, or what is asked to be done.
+"""Read recipes from YAML text: the edits made to a checkpoint, or those to make.
 
     version: 1
     model_type: gpt2
     variants:
     - model_class: GPT2LMHeadModel
       classes: [GPT2LMHeadModel, GPT2Model]
-      outputs: [logits]                          # what stays the same; without it, every output
-      when: {tie_word_embeddings: true}          # config attributes, all of which have to agree
+      outputs: [logits]                          # outputs that stay unchanged; without it, all
+      when: {tie_word_embeddings: true}          # required values of config attributes
       norms:                                     # fold, keep, fold_with: [modules], keep: reason
         transformer.h.{i}.ln_1: {fold_with: [transformer.wte]}
         transformer.h.{i}.ln_2: {keep: why, culprit: where}
@@ -15,31 +15,37 @@
         transformer.h.{i}.attn.c_proj.weight: {dim: 1}
       centring_ops:
       - {module: transformer.wte, place: output, dim: -1, size: n_embd, reason: why}
-      merge:                                     # what norms hand on to linears; or keep: reason
+      merge:                                     # norms merged into linear layers; or keep: reason
         transformer.h.{i}.ln_2:                  # its weight becomes ones, its bias zeros
           weight: transformer.h.{i}.ln_2.weight
           bias: transformer.h.{i}.ln_2.bias
           into:
           - {weight: transformer.h.{i}.mlp.fc.weight, dim: 0, bias: transformer.h.{i}.mlp.fc.bias}
-      widen:                                     # MLPs with new hidden units, by what reads them
+      widen:                                     # MLPs that grow, by their second weight
         encoder.layer.{i}.output.dense.weight: {dim: 1, first: encoder.layer.{i}.inter.weight,
           bias: encoder.layer.{i}.inter.bias, attribute: intermediate_size, from: 3072, to: 3080}
-      untie:                                     # stored anew, as copies of what they shared
+      untie:                                     # tied tensors that are stored as copies
         lm_head.weight: {copy_of: transformer.wte.weight}
       config: {tie_word_embeddings: false}       # entries of config.json that change
       entry_inputs: [inputs_embeds]
       unproven: [cross_attn_head_mask]
-      calls: ["Net(x=float[a, b])"]              # with code of others: all that is proven
+      calls: ["Net(x=float[a, b])"]              # for custom code: the only proven calls
     options: {}
     record: {layers: {transformer.h: 12}, config: {n_embd: 768}, versions: {torch: 2.13.0}}
 
-Names with ``{i}`` hold for every layer, a name with a number goes before them, ``leave`` in place
-of an axis takes one tensor out. ``parameter`` gives the name in the model class where a tensor is
-stored under another, ``held`` the axis there where the class holds it in another layout, ``scale``
-a stored vector that is merged in before and becomes ones (``scale_parameter`` its name in the
-class), ``source`` the name in the class of what a tensor is a ``copy_of``. An axis has the fields
-of ``templates.Span``; a tensor of which several parts are centred has a list of these. ``options``
-are those of ``plan.Options``. All else in a file is refused.
+A name with ``{i}`` stands for every layer; a line with a layer number overrides it. An axis has
+the fields of ``templates.Span``. A tensor with several centred parts has a list of axes, and
+``leave`` instead of an axis leaves one tensor as it is. ``options`` are those of ``plan.Options``.
+
+Optional keys of a tensor:
+
+* ``parameter``: its name in the model class, if it is stored under another name;
+* ``held``: the axis on the parameter, if the class holds it in another layout;
+* ``scale``: a stored vector that is merged into it before centring and becomes ones
+  (``scale_parameter``: the vector's name in the class);
+* ``source``: beside ``copy_of``, the name in the class of the parameter that is copied.
+
+Anything else in a file is refused.
 """
 
 from __future__ import annotations
@@ -102,7 +108,7 @@ if TYPE_CHECKING:
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """The recipe in a file. Raises ``RecipeError`` where it cannot be read or is not one."""
+    """Read a recipe file. Raises ``RecipeError`` if it cannot be read or is not a recipe."""
     try:
         with open(path, encoding="utf-8") as file:
             found = file.read(MAX_CHARS + 1)
@@ -112,7 +118,7 @@ def load_recipe(path: str | Path) -> Recipe:
 
 
 def shipped_recipe(plan: Plan, config: Any = None) -> Recipe | None:
-    """The recipe that comes with enjoyln for a plan's family, class and config, if there is one.
+    """The recipe shipped with enjoyln for a plan's model type, class and config, if any.
 
     ``config`` is a mapping or a transformers config.
     """
@@ -138,7 +144,7 @@ def _shipped() -> Traversable:
 def parse_recipe(text: str, *, where: str) -> Recipe:
     """A recipe from its text; ``where`` names the text in messages.
 
-    Raises ``RecipeError``: one line with the key, what arrived, and what belongs there.
+    Raises ``RecipeError``: one line with the key, the value found, and what is valid there.
     """
     with prefix_errors(where):
         return replace(_recipe(load(text)), where=where)
@@ -155,7 +161,7 @@ def _recipe(value: Any) -> Recipe:
 
 def _version(value: Any, at: str) -> None:
     if value != VERSION or type(value) is not int:
-        raise RecipeError(f"{at} is {quote(value)}, known is {VERSION}")
+        raise RecipeError(f"{at} is {quote(value)}, but must be {VERSION}")
 
 
 def _record(value: Any, at: str) -> Record:
@@ -204,11 +210,11 @@ def _norm(norm: str, value: Any, at: str) -> Verdict:
         reason, culprit = _why_kept(value, at)
         return Verdict(norm, "kept", reason=reason, culprit=culprit)
     known = "fold, keep, fold_with: [modules], or keep: reason"
-    raise refusal(at, f"{quote(value)} is nothing a norm can become; write {known}")
+    raise refusal(at, f"{quote(value)} is not a valid entry for a norm; write {known}")
 
 
 def _why_kept(value: Any, at: str) -> tuple[str, str]:
-    """The reason and the culprit; both are empty where none is given."""
+    """The reason and the culprit; each is empty if not given."""
     if value == "keep":
         return "", ""
     data = fields(value, at, {"keep": text}, {"culprit": text})
@@ -241,9 +247,9 @@ _AXIS = {
 
 def _axis(data: Mapping[str, Any], at: str) -> Span:
     if "part" in data and ("start" in data or "length" in data):
-        raise refusal(at, "part stands in place of start and length; write one or the other")
+        raise refusal(at, "part replaces start and length; write one or the other")
     if "step" in data and ("part" in data or "size" not in data):
-        raise refusal(at, "a step stands with a size, and not with a part")
+        raise refusal(at, "step needs size, and cannot be combined with part")
     return Span(**{key: data[key] for key in ("dim", *_AXIS) if key in data})
 
 
@@ -261,7 +267,7 @@ def _writer(tensor: str, value: Any, at: str) -> CentredTensor:
     if value == "leave":
         return CentredTensor(tensor, tensor)
     if not isinstance(value, Mapping):
-        raise refusal(at, f"{quote(value)} is no axis; write {{dim: 0}} or so, or leave")
+        raise refusal(at, f"{quote(value)} is not an axis; write for example {{dim: 0}}, or leave")
     if "leave" in value:
         data = fields(value, at, {"leave": only_true, "parameter": name})
         return CentredTensor(data["parameter"], tensor)
@@ -295,11 +301,11 @@ def _merge(norm: str, value: Any, at: str) -> Merge | UnmergedNorm:
     data = fields(value, at, {"into": items(_reader)}, optional)
     weight, bias, readers = data.get("weight", ""), data.get("bias", ""), data["into"]
     if not weight and not bias:
-        raise refusal(at, "says neither weight nor bias, so nothing moves; write keep")
+        raise refusal(at, "has neither weight nor bias, so nothing is merged; write keep")
     if "one_plus" in data and not weight:
-        raise refusal(at, "one_plus stands beside weight; add it")
+        raise refusal(at, "one_plus needs weight; add it")
     if not readers or any(bool(reader.bias) != bool(bias) for reader in readers):
-        problem = "names no linear layer, or not a bias for each where one moves"
+        problem = "needs linear layers, each with a bias if and only if the norm's bias is merged"
         raise refusal(f"{at}.into", problem)
     return Merge(norm, weight, bias, readers, 1.0 if "one_plus" in data else 0.0)
 
@@ -349,10 +355,10 @@ def _call(value: Any, at: str) -> CallForm:
 
 
 def _named(data: Mapping[str, Any], key: str) -> tuple[str, str]:
-    """The name in the class of a stored tensor, and that of the tensor."""
+    """The parameter name and the stored name of the tensor under ``key``."""
     return data.get(f"{key}_parameter", data[key]), data[key]
 
 
 def _require_beside(key: str, data: Mapping[str, Any], at: str) -> None:
     if f"{key}_parameter" in data and key not in data:
-        raise refusal(at, f"{key}_parameter stands beside {key}; add it")
+        raise refusal(at, f"{key}_parameter needs {key}; add it")

@@ -1,15 +1,15 @@
-"""Names and sizes of one model written so that they hold for every size of its family.
+"""Write the names and sizes of one model so that they fit every size of its family.
 
 A layer number in a dotted name becomes a placeholder: ``h.3.ln_1`` is written ``h.{i}.ln_1`` and
-stands for every layer (a second number becomes ``{j}``, and so on). Where several lines cover one
-name, the one with fewer placeholders goes first. A name that belongs to a line may lie one layer
-away: ``h.{i-1}.ln_2``.
+stands for every layer (a second number becomes ``{j}``, and so on). If several lines match a name,
+the one with the fewest placeholders wins. A name that a line mentions may be one layer away:
+``h.{i-1}.ln_2``.
 
-A size becomes the attribute of the config that has this value, or the quotient of two
-(``hidden_size // num_attention_heads``); a whole dimension needs no size at all.
+A size becomes the name of the config attribute with that value, or the quotient of two attributes
+(``hidden_size // num_attention_heads``). A whole dimension needs no size.
 
-The edits of a plan are dataclasses. ``rename_in`` changes the names in any of them, so that one
-function writes an edit of one layer for every layer, and one fills in the number of a layer again.
+The edits of a plan are dataclasses. ``rename_in`` changes the names in any of them. It is used both
+to put placeholders into an edit and to fill in layer numbers again.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
 
 LETTERS = "ijkl"
-"""Placeholders, outermost first. Further numbers of a name stay as they are."""
+"""Letters of placeholders, outermost layer first. A fifth number in a name stays a number."""
 
 WIDTHS = ("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim")
-"""Of attributes with one value these go first, then the others in alphabetical order."""
+"""Preferred among attributes of the same value; the others follow in alphabetical order."""
 
 _PLACEHOLDER = re.compile(r"\{([ijkl])([+-]1)?\}")
 _PART = re.compile(r"([1-9]\d{0,5}) of ([1-9]\d{0,5})")
 _SIZE = re.compile(r"[A-Za-z_][\w.]*( // [A-Za-z_][\w.]*)?")
 
 NAMES = frozenset({"norm", "module", "parameter", "tensor", "weight", "bias"})
-"""Fields of a plan's edits that hold the name of what is edited."""
+"""Fields of a plan's edits that hold the name of an edited module, parameter or tensor."""
 
 Number = int | str
-"""A number, or the config attributes that give it."""
+"""A number, or a config attribute or quotient of two attributes that gives it."""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Span:
-    """An ``Axis`` without the sizes that differ inside a family. See ``Axis`` for the fields.
+    """An ``Axis`` for every size of a family. See ``Axis`` for the fields.
 
-    ``size`` missing: one group over all of ``length``. ``length`` missing: to the end of the
-    dimension. ``part``: the k-th of n equal parts of the dimension, in place of start and length.
-    ``step``: from the first element of one group to that of the next, where there is more between.
+    * ``size``: if missing, there is one group over all of ``length``.
+    * ``length``: if missing, the axis extends to the end of the dimension.
+    * ``part``: ``"k of n"``, the k-th of n equal parts, instead of start and length.
+    * ``step``: distance between the starts of two groups; 0 if each begins where the last one ends.
     """
 
     dim: int
@@ -59,11 +60,11 @@ class Span:
     step: int = 0
 
 
-# Layers and names. ``{"h": 3}`` says that there are h.0, h.1 and h.2.
+# Layers and names. ``{"h": 3}`` means that there are h.0, h.1 and h.2.
 
 
 def layers_of(names: Iterable[str]) -> dict[str, int]:
-    """Every prefix whose next word counts 0, 1, 2 ..., with how many there are."""
+    """Every prefix that is followed by the numbers 0, 1, 2 ..., to how many there are."""
     seen: dict[str, set[int]] = {}
     for name in names:
         words = name.split(".")
@@ -85,7 +86,10 @@ def to_template(name: str, layers: Mapping[str, int]) -> tuple[str, dict[str, in
 
 
 def relative(name: str, to: str, layers: Mapping[str, int]) -> str:
-    """``name`` with the layers of ``to``: ``{i}``, ``{i-1}`` or ``{i+1}`` where it lies so near."""
+    """``name`` with layer numbers relative to ``to``: ``{i}``, ``{i-1}`` or ``{i+1}``.
+
+    Numbers that differ by more than 1 stay as they are.
+    """
     words, others = name.split("."), to.split(".")
     for depth, at in enumerate(_levels(others, layers)):
         if at >= len(words) or name.split(".")[:at] != others[:at] or not _is_number(words[at]):
@@ -97,12 +101,12 @@ def relative(name: str, to: str, layers: Mapping[str, int]) -> str:
 
 
 def relative_text(text: str, to: str, layers: Mapping[str, int]) -> str:
-    """A sentence with every dotted name in it made ``relative``."""
+    """Apply ``relative`` to every dotted name in a sentence."""
     return re.sub(r"[\w-]+(\.[\w-]+)+", lambda match: relative(match[0], to, layers), text)
 
 
 def fill(text: str, numbers: Mapping[str, int]) -> str:
-    """``text`` with the numbers of its placeholders; a placeholder without a number stays."""
+    """Fill in the placeholders of ``text``; a placeholder without a number stays."""
 
     def number(match: re.Match[str]) -> str:
         letter, step = match.groups()
@@ -112,7 +116,7 @@ def fill(text: str, numbers: Mapping[str, int]) -> str:
 
 
 def placeholders(name: str) -> int:
-    """How many placeholders a name has."""
+    """The number of placeholders in a name."""
     return len(_PLACEHOLDER.findall(name))
 
 
@@ -129,11 +133,11 @@ def expand_name(template: str, layers: Mapping[str, int]) -> Iterator[tuple[str,
             yield name, {match[1]: number} | numbers
 
 
-# Edits, which are dataclasses with strings, numbers, tuples and further dataclasses in them.
+# Edits: dataclasses of strings, numbers, tuples and further dataclasses.
 
 
 def texts_in(value: object, field: str = "") -> Iterator[tuple[str, str]]:
-    """Every string in an edit, with the name of the field that it stands in."""
+    """Every string in an edit, as ``(name of its field, string)``."""
     if isinstance(value, str):
         yield field, value
     elif isinstance(value, tuple):
@@ -145,12 +149,12 @@ def texts_in(value: object, field: str = "") -> Iterator[tuple[str, str]]:
 
 
 def names_in(value: object) -> Iterator[str]:
-    """Every name of something that an edit changes or reads."""
+    """Every name of a module, parameter or tensor that an edit changes or reads."""
     return (text for field, text in texts_in(value) if field in NAMES and text)
 
 
 def rename_in(value: Value, rename: Callable[[str, str], str], field: str = "") -> Value:
-    """The same edit with ``rename(field, text)`` in place of every string that is not empty."""
+    """The edit with every nonempty string replaced by ``rename(field, text)``."""
     found: Any = value
     if isinstance(value, str):
         found = rename(field, value)
@@ -164,25 +168,25 @@ def rename_in(value: Value, rename: Callable[[str, str], str], field: str = "") 
 
 
 def problem_with(name: object, *, near: bool = False) -> str | None:
-    """What is wrong with a name in a recipe; ``near`` allows ``{i-1}`` and ``{i+1}``."""
+    """What is wrong with a name, if anything; ``near`` allows ``{i-1}`` and ``{i+1}``."""
     if not isinstance(name, str):
-        return f"a name is text, this is of type {type(name).__name__}"
+        return f"a name must be text, but this is of type {type(name).__name__}"
     if not 0 < len(name) <= 400:
-        return f"a name has 1 to 400 characters, this has {len(name)}"
+        return f"a name has 1 to 400 characters, but this has {len(name)}"
     seen: list[str] = []
     for word in name.split("."):
         match = _PLACEHOLDER.fullmatch(word)
         if match and (near or not match[2]):
             seen.append(match[1])
         elif not re.fullmatch(r"[\w-]+", word, re.ASCII):
-            return f"{name!r:.80} is not a dotted name, with {{i}} where it counts layers"
+            return f"{name!r:.80} is not a dotted name with {{i}} for layer numbers"
     if len(seen) > len(set(seen)) and not near:
-        return f"{name!r:.80} has one placeholder twice"
+        return f"{name!r:.80} has the same placeholder twice"
     return None
 
 
 def _levels(words: Sequence[str], layers: Mapping[str, int]) -> list[int]:
-    """Which words of a name are layer numbers."""
+    """The positions of the words of a name that are layer numbers."""
     places = (at for at, word in enumerate(words) if _is_number(word))
     return [at for at in places if ".".join(words[:at]) in layers][: len(LETTERS)]
 
@@ -191,7 +195,7 @@ def _levels(words: Sequence[str], layers: Mapping[str, int]) -> list[int]:
 
 
 def symbolic(axis: Axis, extent: int | None, config: Mapping[str, Any]) -> Span:
-    """An axis of a tensor whose dimension has ``extent`` elements (``None``: not known)."""
+    """The span of an axis; the dimension has ``extent`` elements (``None`` if not known)."""
     if axis.step:
         to_end = extent is not None and axis.stop + axis.step > extent
         length = None if to_end else _named(axis.length, config, False)
@@ -211,7 +215,7 @@ def symbolic(axis: Axis, extent: int | None, config: Mapping[str, Any]) -> Span:
 
 
 def concrete(span: Span, extent: int | None, config: Mapping[str, Any]) -> Axis:
-    """The axis that a span describes. Raises ``RecipeError`` where the sizes do not fit."""
+    """The axis that a span describes. Raises ``RecipeError`` if the sizes do not fit."""
     size = None if span.size is None else _value(span.size, config)
     start, length = span.start, None if span.length is None else _value(span.length, config)
     if extent is not None and span.part is not None:
@@ -237,23 +241,23 @@ def parse_part(part: str) -> tuple[int, int]:
     """``"3 of 4"`` -> ``(3, 4)``. Raises ``RecipeError``."""
     match = _PART.fullmatch(part)
     if not match or int(match[1]) > int(match[2]):
-        raise RecipeError(f"a part reads like '3 of 3', this is {part!r:.40}")
+        raise RecipeError(f"a part must read like '1 of 3', but this is {part!r:.40}")
     return int(match[1]), int(match[2])
 
 
 def is_size(text: str) -> bool:
-    """Whether text names a config attribute, or two with ``//`` between them."""
+    """Whether text is a config attribute name, or two with ``//`` in between."""
     return _SIZE.fullmatch(text) is not None
 
 
 def attributes(span: Span) -> list[str]:
-    """Config attributes that a span depends on."""
+    """The config attributes that a span refers to."""
     texts = [text for text in (span.size, span.length) if isinstance(text, str)]
     return [name for text in texts for name in text.split(" // ")]
 
 
 def numbers_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
-    """The whole numbers above 1 of a config, those of nested configs with dotted names."""
+    """The integers above 1 of a config by name; those of nested configs have dotted names."""
     found: dict[str, int] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -264,7 +268,7 @@ def numbers_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
 
 
 def _named(number: int, config: Mapping[str, Any], heads: bool) -> Number:
-    """The config attributes that give a number, else the number."""
+    """The config attribute or quotient that gives ``number``; ``number`` itself if none does."""
     values = numbers_of(config)
     names = sorted(values, key=_rank)
     equal = [name for name in names if values[name] == number]
@@ -293,7 +297,7 @@ def _value(number: Number, config: Mapping[str, Any]) -> int:
     names = number.split(" // ")
     for name in names:
         if name not in values:
-            raise RecipeError(f"{number} needs the config attribute {name}, a number above 1")
+            raise RecipeError(f"{number} needs the config attribute {name} with a number above 1")
     if len(names) == 2:
         return values[names[0]] // values[names[1]]
     return values[names[0]]
@@ -304,7 +308,7 @@ def _shown(span: Span) -> str:
 
 
 def axis_data(span: Span) -> dict[str, Any]:
-    """The fields of a span that say something."""
+    """The fields of a span that differ from their defaults, and ``dim``."""
     fields: dict[str, Any] = {"dim": span.dim}
     fields |= {} if span.part is None else {"part": span.part}
     fields |= {"start": span.start} if span.start else {}

@@ -1,4 +1,4 @@
-"""The plan that a fold carried out, from the recipe that it wrote and the tensors of its result."""
+"""Rebuild the plan of a fold from the recipe that it wrote and its result's tensor shapes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def to_plan(recipe: Recipe, shapes: Shapes, *, config: Any = None) -> Plan:
-    """The plan that a fold carried out, from the recipe written beside its result.
+    """The plan of a fold, from the recipe that was written beside its result.
 
-    ``shapes``: the stored tensors by name. The verdicts carry no ``needs`` and no ``path``. Raises
-    ``RecipeError`` where the recipe has no record, or names tensors that are not stored.
+    ``shapes`` maps the names of the stored tensors to their shapes. The verdicts have no ``needs``
+    and no ``path``. Raises ``RecipeError`` if the recipe has no record, or names tensors that are
+    not stored.
     """
     with prefix_errors(recipe.where):
         return _plan(recipe, shapes, sizes_by_name(recipe, config))
@@ -46,7 +47,7 @@ def to_plan(recipe: Recipe, shapes: Shapes, *, config: Any = None) -> Plan:
 
 def _plan(recipe: Recipe, shapes: Shapes, sizes: Mapping[str, Any]) -> Plan:
     if recipe.record is None or len(recipe.variants) != 1:
-        raise RecipeError("has no record of one fold; pass the one written beside it")
+        raise RecipeError("has no record of one fold; pass the recipe written beside the result")
     variant = recipe.variants[0]
     found = expand(variant, recipe.record.layers)
     _require_stored((*found.widened.values(), *found.merged.values(), *variant.untied), shapes)
@@ -88,7 +89,7 @@ def _writer(line: CentredTensor, shapes: Shapes, sizes: Mapping[str, Any]) -> Wr
     _require_stored(line, shapes)
     tensor, axis, shape = line.tensor, line.axis, _shape(line.tensor, shapes)
     if axis is None or not 0 <= axis.dim < len(shape):
-        raise RecipeError(f"{tensor} has shape {shape}, and no dimension {axis and axis.dim}")
+        raise RecipeError(f"{tensor} has shape {shape}, so no dimension {axis and axis.dim}")
     over = _axis(tensor, axis, shape[axis.dim], sizes)
     held = _axis(line.parameter, line.held, None, sizes) if line.held else None
     return Writer(line.parameter, tensor, over, shape, held, line.scale)
@@ -104,14 +105,14 @@ def _widening(line: Widening, shapes: Shapes) -> Widening:
         shape = shapes[part.tensor]
         if len(shape) <= part.dim or shape[part.dim] != line.to:
             raise RecipeError(
-                f"{part.tensor} has shape {list(shape)}, and not {line.to} elements "
-                f"along dimension {part.dim}; it belongs to another result"
+                f"{part.tensor} has shape {list(shape)}, but the recipe needs {line.to} elements "
+                f"along dimension {part.dim}; the recipe belongs to another result"
             )
     return replace(line, features=_shape(line.second.tensor, shapes)[1 - line.second.dim])
 
 
 def _narrower(widened: Iterable[Widening], shapes: Shapes) -> Iterator[tuple[str, Sequence[int]]]:
-    """The shapes that the tensors of wider MLPs had."""
+    """The shapes that the tensors of widened MLPs had before."""
     for one in widened:
         for part in one.parts:
             shape = list(_shape(part.tensor, shapes))
@@ -120,7 +121,7 @@ def _narrower(widened: Iterable[Widening], shapes: Shapes) -> Iterator[tuple[str
 
 
 def _require_fit(one: Merge, shapes: Shapes) -> None:
-    """What moves out of a norm is as long as the dimension of each layer that takes it."""
+    """Raise ``RecipeError`` unless a merged norm fits the weights and biases of its readers."""
     size = _shape(one.weight or one.bias, shapes)
     for reader in one.readers:
         matrix = _shape(reader.weight.tensor, shapes)

@@ -1,4 +1,4 @@
-"""A recipe as YAML text; ``read`` says what stands where."""
+"""Write a recipe as YAML text; ``read`` documents the format."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _kept(line: Verdict | UnmergedNorm) -> Any:
 
 
 def _writers(lines: tuple[CentredTensor, ...]) -> dict[str, Any]:
-    """One entry for each tensor: its axis, or a list where several parts of it are centred."""
+    """One entry for each tensor: its axis, or a list if several parts of it are centred."""
     found: defaultdict[str, list[Any]] = defaultdict(list)
     for line in lines:
         found[line.tensor].append(_writer(line))
@@ -96,7 +96,7 @@ def _writer(line: CentredTensor) -> Any:
 
 
 def merge_data(line: Merge) -> dict[str, Any]:
-    """What moves out of a norm, and into which layers."""
+    """The parameters of a norm that are merged, and the layers that they are merged into."""
     data: dict[str, Any] = {"weight": line.weight} if line.weight else {}
     data |= {"one_plus": True} if line.offset else {}
     data |= {"bias": line.bias} if line.bias else {}
@@ -109,7 +109,7 @@ def _reader(reader: Reader) -> Any:
 
 
 def widening_data(line: Widening) -> dict[str, Any]:
-    """How an MLP grows, under the name of the tensor that reads its hidden units."""
+    """How an MLP grows, without the key: the weight that reads its hidden units."""
     data: dict[str, Any] = {"dim": line.second.dim} | _parameter("parameter", line.second)
     data |= _named("first", line.first) | _named("bias", line.bias)
     data |= {"attribute": line.attribute, "from": line.size, "to": line.to}
@@ -117,13 +117,13 @@ def widening_data(line: Widening) -> dict[str, Any]:
 
 
 def untied_data(line: UntiedParameter) -> dict[str, Any]:
-    """What a tensor becomes a copy of."""
+    """The tensor that an untied tensor is a copy of."""
     source = {} if line.source == line.stored else {"source": line.source}
     return {"copy_of": line.stored} | _parameter("parameter", line) | source
 
 
 def _named(key: str, one: NamedParameter | GrownParameter | Scale | None) -> dict[str, Any]:
-    """A stored tensor, and its name in the class where that is another."""
+    """A stored tensor, and its parameter name in the class if that differs."""
     return {key: one.tensor} | _parameter(f"{key}_parameter", one) if one else {}
 
 

@@ -1,4 +1,4 @@
-"""YAML as recipes use it: plain data, small, without anything that a reader cannot see."""
+"""The YAML of recipes: small and plain, without anchors, tags or other hidden features."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.text import first_line
 
 MAX_CHARS = 1_000_000
-"""Characters of a recipe. Those of real models have a few thousand."""
+"""Limit of a recipe's characters. Recipes of real models have a few thousand."""
 MAX_DEPTH = 12
-"""Levels of nesting. A recipe has five."""
+"""Limit of the nesting levels. A recipe has five."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The safe loader, in C where that was built: a megabyte takes half a minute without."""
+"""The safe loader, in C if available: without it, a megabyte takes half a minute."""
 
 
 class Inline(dict[str, Any]):
-    """A mapping on one line."""
+    """A mapping that is written on one line."""
 
 
 class Row(list[Any]):
-    """A list on one line."""
+    """A list that is written on one line."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Plain YAML without anchors, over several lines but for ``Inline`` and ``Row``."""
+    """Plain YAML without anchors; only ``Inline`` and ``Row`` are written on one line."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -45,22 +45,22 @@ _Dumper.add_representer(Row, _row)
 
 
 def dump(data: Any) -> str:
-    """The same data always gives the same text."""
+    """The YAML text of ``data``; the same data always gives the same text."""
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
     return str(text)
 
 
 def dump_inline(data: Any) -> str:
-    """A mapping or a list on one line, however long that is."""
+    """The YAML text of a mapping or a list on one line of any length."""
     options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True}
     text = yaml.dump(data, Dumper=_Dumper, default_flow_style=True, width=10**6, **options)
     return str(text).strip()
 
 
 def load(text: str) -> Any:
-    """The data in a text. Raises ``RecipeError``."""
+    """Parse YAML. Raises ``RecipeError`` if it is not plain YAML within the limits."""
     if len(text) > MAX_CHARS:
-        raise RecipeError(f"longer than {MAX_CHARS} characters, which no recipe is")
+        raise RecipeError(f"longer than {MAX_CHARS} characters, the limit for a recipe")
     try:
         _require_tame(text)
         return yaml.load(text, Loader=_LOADER)
@@ -77,7 +77,7 @@ def one_line(error: Exception) -> str:
 
 
 def _require_tame(text: str) -> None:
-    """No anchors, tags, deep nesting or repeated keys: a recipe needs none, and YAML hides them."""
+    """Raise ``RecipeError`` for anchors, tags, deep nesting and repeated keys."""
     keys: list[set[str] | None] = []
     at_key: list[bool] = []
     event: Any
@@ -94,7 +94,7 @@ def _require_tame(text: str) -> None:
         if isinstance(event, yaml.ScalarEvent) and keys and at_key[-1]:
             seen = keys[-1]
             if seen is not None and event.value in seen:
-                raise RecipeError(f"{line}: the key {event.value!r:.80} is there twice; keep one")
+                raise RecipeError(f"{line}: the key {event.value!r:.80} occurs twice; remove one")
             if event.value == "<<":
                 raise RecipeError(f"{line}: merging with << is not allowed; write the keys out")
             if seen is not None:
