@@ -46,7 +46,7 @@ VERSION = 2
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _RUNS = ("gaps", "steps", "exact")
-_COPIED = 1 << 22
+_COPY_BYTES = 1 << 22
 """Bytes copied at once."""
 _ADVICE = "fetch the result again, or fold the source anew"
 
@@ -67,30 +67,30 @@ class Recorder:
     pieces: list[tuple[int, ...]] = field(default_factory=list)
     """As in the file, and where the corrections lie in the spool."""
     digests: list[bytes] = field(default_factory=list)
-    unread: dict[str, str] = field(default_factory=dict)
+    unchecked: dict[str, str] = field(default_factory=dict)
     """The digest of each written tensor of which something is read by no original's telling."""
     numbers: dict[str, int] = field(default_factory=dict)
-    told: dict[str, str] = field(default_factory=dict)
+    originals: dict[str, str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.numbers.update({name: i for i, name in enumerate(self.undo)})
-        self.told.update({self.written.get(name, name): name for name in self.undo})
+        self.originals.update({self.written.get(name, name): name for name in self.undo})
 
 
 @dataclass(frozen=True)
 class TensorRecorder:
     """One tensor of the original, while it is on its way."""
 
-    keeper: Recorder
+    recorder: Recorder
     name: str
     undo: Undo
 
 
-def tensor_recorder(keeper: Recorder, written: str) -> TensorRecorder | None:
+def tensor_recorder(recorder: Recorder, written: str) -> TensorRecorder | None:
     """The tensor of the original that is told from the written one, if there is one."""
-    name = keeper.told.get(written)
-    return None if name is None else TensorRecorder(keeper, name, keeper.undo[name])
+    name = recorder.originals.get(written)
+    return None if name is None else TensorRecorder(recorder, name, recorder.undo[name])
 
 
 def record_piece(
@@ -100,20 +100,20 @@ def record_piece(
 
     Without ``found`` it is written as it is.
     """
-    keeper, told = kept.keeper, found is not None
+    recorder, told = kept.recorder, found is not None
     runs = [found.gaps, found.steps, found.exact] if found else []
     sizes = [run.nbytes for run in runs] or [0, 0, 0]
     digest = digest_of_piece(data)
-    with keeper.lock:
-        at = sum(keeper.pieces[-1][4:]) if keeper.pieces else 0
-        keeper.pieces.append((keeper.numbers[kept.name], start, len(data), told, *sizes, at))
-        keeper.digests.append(digest)
+    with recorder.lock:
+        at = sum(recorder.pieces[-1][4:]) if recorder.pieces else 0
+        recorder.pieces.append((recorder.numbers[kept.name], start, len(data), told, *sizes, at))
+        recorder.digests.append(digest)
     for run in runs:
-        at += os.pwrite(keeper.spool, run.view(np.uint8).data, at)
+        at += os.pwrite(recorder.spool, run.view(np.uint8).data, at)
 
 
 def save_archive(
-    keeper: Recorder,
+    recorder: Recorder,
     folder: Path,
     marker: Any,
     headers: Mapping[str, bytes],
@@ -123,11 +123,11 @@ def save_archive(
 
     ``marker`` is the entry of the config that the result is recognised by.
     """
-    order = sorted(range(len(keeper.pieces)), key=lambda i: keeper.pieces[i])
-    pieces = np.array([keeper.pieces[i] for i in order], dtype=np.int64).reshape(-1, 8)
-    digests = np.frombuffer(b"".join(keeper.digests[i] for i in order), dtype=np.uint8)
+    order = sorted(range(len(recorder.pieces)), key=lambda i: recorder.pieces[i])
+    pieces = np.array([recorder.pieces[i] for i in order], dtype=np.int64).reshape(-1, 8)
+    digests = np.frombuffer(b"".join(recorder.digests[i] for i in order), dtype=np.uint8)
     small = {"pieces": torch.from_numpy(pieces[:, :7].copy())}
-    for name, undo in keeper.undo.items():
+    for name, undo in recorder.undo.items():
         small |= {f"means/{i}/{name}": means for i, means in enumerate(undo.means)}
         small |= {f"factor/{i}/{name}": factor for i, factor in enumerate(undo.factors)}
     small = dict(sorted(small.items(), key=lambda item: -item[1].dtype.itemsize))
@@ -136,28 +136,28 @@ def save_archive(
         for name, text in texts.items():
             small[f"{kind}/{name}"] = torch.from_numpy(np.frombuffer(text, np.uint8).copy())
     sizes = dict(zip(_RUNS, pieces[:, 4:7].sum(0).tolist(), strict=True))
-    metadata = {"version": VERSION, "marker": digest_of_data(marker), "unread": keeper.unread}
-    metadata["tensors"] = _described(keeper)
+    metadata = {"version": VERSION, "marker": digest_of_data(marker), "unread": recorder.unchecked}
+    metadata["tensors"] = _tensor_entries(recorder)
     with (folder / FILE).open("xb") as file:
         file.write(_header(small, sizes, {**metadata, "sha256": "0" * 64}))
         digest = hashlib.sha256(json.dumps(metadata).encode())
-        for block in chain(_blocks_of(small), _corrections_of(keeper, pieces)):
+        for block in chain(_blocks_of(small), _corrections_of(recorder, pieces)):
             digest.update(block)
             file.write(block)
         file.seek(0)
         file.write(_header(small, sizes, {**metadata, "sha256": digest.hexdigest()}))
 
 
-def _described(keeper: Recorder) -> dict[str, Any]:
+def _tensor_entries(recorder: Recorder) -> dict[str, Any]:
     return {
         name: {
             "dtype": _CODES[undo.dtype],
             "shape": list(undo.shape),
             "axes": [as_numbers(axis) for axis in undo.axes],
             "dims": list(undo.dims),
-            "written": keeper.written.get(name, name),
+            "written": recorder.written.get(name, name),
         }
-        for name, undo in keeper.undo.items()
+        for name, undo in recorder.undo.items()
     }
 
 
@@ -181,13 +181,13 @@ def _blocks_of(small: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
         yield bytes(bytes_of(tensor))
 
 
-def _corrections_of(keeper: Recorder, pieces: Any) -> Iterator[bytes]:
+def _corrections_of(recorder: Recorder, pieces: Any) -> Iterator[bytes]:
     """All gaps in the order of the pieces, then all steps, then all exact elements."""
     for run in range(3):
         starts = pieces[:, 7] + pieces[:, 4 : 4 + run].sum(1)
         for start, size in zip(starts.tolist(), pieces[:, 4 + run].tolist(), strict=True):
-            for first in range(start, start + size, _COPIED):
-                yield os.pread(keeper.spool, min(_COPIED, start + size - first), first)
+            for first in range(start, start + size, _COPY_BYTES):
+                yield os.pread(recorder.spool, min(_COPY_BYTES, start + size - first), first)
 
 
 # Reading.
@@ -199,7 +199,7 @@ class Piece:
 
     start: int
     nbytes: int
-    told: bool
+    predicted: bool
     """Whether it is told from what was written, or else the same."""
     digest: bytes
     runs: tuple[tuple[int, int], ...]
@@ -217,7 +217,7 @@ class Archive:
     pieces: dict[str, list[Piece]]
     headers: dict[str, bytes]
     files: dict[str, bytes]
-    unread: dict[str, str]
+    unchecked: dict[str, str]
     """Digests of written tensors, as in ``Recorder``."""
 
 
@@ -243,7 +243,7 @@ def open_archive(folder: Path, marker: Any) -> Archive:
             raise BadCheckpoint(f"{path} belongs to another result of a fold; {_ADVICE}")
         if metadata.pop("sha256") != _digest(path, found, metadata):
             raise BadCheckpoint(f"{path} is damaged: its digest is another; {_ADVICE}")
-        return _kept(path, stored, metadata["tensors"], _mapping(metadata["unread"]))
+        return _read_archive(path, stored, metadata["tensors"], _mapping(metadata["unread"]))
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing; {_ADVICE}") from error
     except (*_MALFORMED, RecursionError) as error:
@@ -261,12 +261,12 @@ def _digest(path: Path, found: list[StoredTensor], metadata: dict[str, Any]) -> 
     digest = hashlib.sha256(json.dumps(metadata).encode())
     with path.open("rb") as file:
         file.seek(min((one.offset for one in found), default=0))
-        while block := file.read(_COPIED):
+        while block := file.read(_COPY_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
 
-def _kept(
+def _read_archive(
     path: Path, stored: dict[str, StoredTensor], tensors: dict[str, Any], unread: dict[str, Any]
 ) -> Archive:
     def read(name: str) -> torch.Tensor:
@@ -281,7 +281,7 @@ def _kept(
         names = [name for name in stored if name.startswith(f"{kind}/")]
         return {name.partition("/")[2]: read(name).numpy().tobytes() for name in names}
 
-    undo = {name: _undo(name, _mapping(one), read) for name, one in _mapping(tensors).items()}
+    undo = {name: _read_undo(name, _mapping(one), read) for name, one in _mapping(tensors).items()}
     written = {name: str(entry["written"]) for name, entry in tensors.items()}
     table, digests = read("pieces").tolist(), read("digests").numpy()
     at = [stored[run].offset for run in _RUNS]
@@ -297,7 +297,7 @@ def _kept(
     return Archive(path, undo, written, pieces, texts("header"), texts("file"), unread)
 
 
-def _undo(name: str, entry: dict[str, Any], read: Callable[[str], torch.Tensor]) -> Undo:
+def _read_undo(name: str, entry: dict[str, Any], read: Callable[[str], torch.Tensor]) -> Undo:
     axes = tuple(Axis(*map(int, numbers)) for numbers in entry["axes"])
     dims = tuple(map(int, entry["dims"]))
     undo = Undo(

@@ -151,7 +151,7 @@ def _add(
         part.view(-1, axis.inner * width).add_(means[i, o].flatten())
 
 
-def heads(undo: Undo, block: torch.Tensor, start: int) -> Iterator[Heads]:
+def group_heads(undo: Undo, block: torch.Tensor, start: int) -> Iterator[Heads]:
     """Of every group that begins in ``block``: where its mean is held, and its first element.
 
     Both are views. The difference that centring makes to the first element is the mean.
@@ -170,7 +170,7 @@ def heads(undo: Undo, block: torch.Tensor, start: int) -> Iterator[Heads]:
                 yield means[i, o], block[at : at + unit].view(axis.inner, width)
 
 
-def learn(undo: Undo, x: torch.Tensor) -> None:
+def compute_means(undo: Undo, x: torch.Tensor) -> None:
     """The means of ``x``, a whole tensor in float64, one axis after the other."""
     for dim, factor in zip(undo.dims, undo.factors, strict=True):
         x = scale_along(x, factor.double(), dim)

@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from enjoyln_cli.archive.archive_file import TRANSFER, Recorder
-from enjoyln_cli.archive.prediction import Undo, learn, predict, undo_of
+from enjoyln_cli.archive.prediction import Undo, compute_means, predict, undo_of
 from enjoyln_cli.archive.residuals import corrections
 from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_part, read_tensor
@@ -40,24 +40,24 @@ def start_recording(checkpoint: Checkpoint, edits: Mapping[str, Edit], spool: in
     return Recorder(undo, copies, spool)
 
 
-def outputs_to_digest(keeper: Recorder, edits: Mapping[str, Edit]) -> list[str]:
+def outputs_to_digest(recorder: Recorder, edits: Mapping[str, Edit]) -> list[str]:
     """Written tensors that restoring does not check: filled, extended, or untied copies."""
     return [
         name
         for name, edit in edits.items()
-        if edit.fill is not None or edit.append or name not in keeper.told
+        if edit.fill is not None or edit.append or name not in recorder.originals
     ]
 
 
 def bytes_to_keep(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> int:
     """About how many bytes would be kept: every edited tensor is tried on some of its elements."""
-    keeper = start_recording(checkpoint, edits, -1)
+    recorder = start_recording(checkpoint, edits, -1)
     total = 0.0
-    for name, undo in keeper.undo.items():
+    for name, undo in recorder.undo.items():
         stored = checkpoint.tensors[name]
         total += ENTRY + PIECE * -(-stored.nbytes // TRANSFER)
         total += sum(tensor.nbytes for tensor in (*undo.means, *undo.factors))
-        if name in edits and name not in keeper.written:
+        if name in edits and name not in recorder.written:
             total += prod(stored.shape) * _bytes_each(checkpoint, name, edits[name])
     return round(total)
 
@@ -81,7 +81,7 @@ def _bytes_each(checkpoint: Checkpoint, name: str, edit: Edit) -> float:
         )
     edit = replace(edit, append=None)
     undo = undo_of(edit, values, x.dtype, tuple(x.shape))
-    learn(undo, x.double())
+    compute_means(undo, x.double())
     written = apply_edit(x.double(), edit, values).to(x.dtype).flatten()
     room = torch.empty(written.numel(), dtype=torch.float64)
     found = corrections(x.flatten(), predict(undo, written, 0, room))

@@ -145,7 +145,7 @@ def _shards(folded: Checkpoint, kept: Archive) -> list[Shard]:
 
     Raises ``BadCheckpoint`` where they are not those that the fold wrote.
     """
-    for name, digest in kept.unread.items():
+    for name, digest in kept.unchecked.items():
         if name not in folded.tensors or digest_of_tensor(blocks_of(folded, name)) != digest:
             raise BadCheckpoint(
                 f"{name} is not what the fold wrote, so it cannot be restored: the weights were "
@@ -197,7 +197,7 @@ def _restore(file: int, undo: Undo, piece: Piece, lane: Lane, ends: Ends) -> Ite
     """Tell a piece from what was written, correct it, check it, write it."""
     data = output_buffer(lane, ends, piece.start, piece.nbytes)
     _read_cut(ends, piece.start, data)
-    if piece.told:
+    if piece.predicted:
         try:
             x, at = torch.frombuffer(data, dtype=undo.dtype), 0
             for block in predict(undo, x, piece.start // undo.dtype.itemsize, room(lane)):

@@ -17,7 +17,7 @@ from mmap import ACCESS_COPY, mmap
 import torch
 
 from enjoyln_cli.archive.archive_file import TRANSFER, TensorRecorder, record_piece
-from enjoyln_cli.archive.prediction import heads, learn, predict
+from enjoyln_cli.archive.prediction import compute_means, group_heads, predict
 from enjoyln_cli.archive.residuals import corrections
 from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, bytes_of, read_at
 from enjoyln_cli.errors import BadCheckpoint
@@ -100,7 +100,7 @@ class Ends:
     slot: Slot
     source: int | memoryview
     target: Target
-    kept: TensorRecorder | None = None
+    recorder: TensorRecorder | None = None
     """The tensor of the original that is told from this one, where that is wanted."""
     reads: list[Read] | None = None
     """Each read of a file with its digest, where that is wanted."""
@@ -120,8 +120,8 @@ def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator
             for first, size in spans(start, count, 1, TRANSFER):
                 data = output_buffer(lane, ends, first, size)
                 read(ends, first, data)
-                if ends.kept:
-                    record_piece(ends.kept, first, data)
+                if ends.recorder:
+                    record_piece(ends.recorder, first, data)
                 write(lane, ends, first, data)
                 yield
         case Convert(start, count, unit):
@@ -148,8 +148,8 @@ def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator
             for first, many in spans(start, count, 1, TRANSFER // size):
                 data = output_buffer(lane, ends, first * size, many * size)
                 y = torch.frombuffer(data, dtype=DTYPES[ends.slot.dtype]).fill_(value)
-                if ends.kept and first < ends.slot.count:
-                    _remember(lane, ends, first, elements(lane, ends, first, many), y)
+                if ends.recorder and first < ends.slot.count:
+                    _record(lane, ends, first, elements(lane, ends, first, many), y)
                 write(lane, ends, first * size, data)
                 yield
         case Whole(edit, values):
@@ -167,9 +167,9 @@ def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator
                 _check_rounded(ends.slot, wide, y.view(wide.shape))
             elif not _finite(y):
                 _check_range(ends.slot, x.view(kept.shape), kept, edited=True)
-            if ends.kept:
-                learn(ends.kept.undo, x.double().view(ends.slot.stored.shape))
-            _remember(lane, ends, 0, x, kept)
+            if ends.recorder:
+                compute_means(ends.recorder.undo, x.double().view(ends.slot.stored.shape))
+            _record(lane, ends, 0, x, kept)
             write(lane, ends, 0, data)
             yield
 
@@ -194,10 +194,10 @@ def _rewrite(
     narrow = same and step.before is not None and step.before.exact_in(dtype)
     for first, many in spans(start, count, unit, _elements_at_once(ends)):
         x = elements(lane, ends, first, many)
-        begin, into = _place(step.wider, first, many)
+        begin, into = _output_span(step.wider, first, many)
         data = output_buffer(lane, ends, begin * dtype.itemsize, into * dtype.itemsize)
         filled = torch.frombuffer(data, dtype=dtype)
-        y = _kept(step.wider, filled, many)
+        y = _source_part(step.wider, filled, many)
         for at, some in spans(0, many, unit, steps.BLOCK):
             some_x = x[at : at + some]
             block = y[at : at + some].copy_(some_x) if narrow else _wide(lane, some_x)
@@ -206,7 +206,7 @@ def _rewrite(
             if narrow:
                 continue  # it stands where it belongs
             if centred:
-                groups = heads(ends.kept.undo, block, first + at) if ends.kept else ()
+                groups = group_heads(ends.recorder.undo, block, first + at) if ends.recorder else ()
                 before = [(means, head, head.clone()) for means, head in groups]
                 centred(block)
                 for means, head, old in before:
@@ -221,22 +221,22 @@ def _rewrite(
                 _check_rounded(ends.slot, rows, part)
         if not nonfinite and not _finite(filled):
             _check_range(ends.slot, x.view(y.shape), y, edited=edits)
-        _remember(lane, ends, first, x, y)
+        _record(lane, ends, first, x, y)
         write(lane, ends, begin * dtype.itemsize, data)
         yield
 
 
-def _remember(lane: Lane, ends: Ends, start: int, x: torch.Tensor, y: torch.Tensor) -> None:
+def _record(lane: Lane, ends: Ends, start: int, x: torch.Tensor, y: torch.Tensor) -> None:
     """Keep what it takes to restore the elements ``x`` from what is written for them, ``y``.
 
     ``start`` is the first of them in the original, ``y`` has no elements besides.
     """
-    if ends.kept:
-        found = corrections(x, predict(ends.kept.undo, y.reshape(-1), start, room(lane)))
-        record_piece(ends.kept, start * x.dtype.itemsize, bytes_of(x), found)
+    if ends.recorder:
+        found = corrections(x, predict(ends.recorder.undo, y.reshape(-1), start, room(lane)))
+        record_piece(ends.recorder, start * x.dtype.itemsize, bytes_of(x), found)
 
 
-def _place(wider: Wider | None, first: int, many: int) -> tuple[int, int]:
+def _output_span(wider: Wider | None, first: int, many: int) -> tuple[int, int]:
     """Where ``many`` elements from element ``first`` go, and how many they become."""
     if wider is None:
         return first, many
@@ -244,7 +244,7 @@ def _place(wider: Wider | None, first: int, many: int) -> tuple[int, int]:
     return first // wider.width * row, many // wider.width * row
 
 
-def _kept(wider: Wider | None, y: torch.Tensor, many: int) -> torch.Tensor:
+def _source_part(wider: Wider | None, y: torch.Tensor, many: int) -> torch.Tensor:
     """The part of the outgoing ``y`` that comes from the source; the rest of it is filled."""
     if wider is None:
         return y
@@ -273,7 +273,7 @@ def _finite(y: torch.Tensor) -> bool:
 def _check_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) -> None:
     """NaN or Inf in a group have spread over all of it; elsewhere they may be meant."""
     if (y.isinf() & x.isfinite()).any() and (x.isfinite().all() or not edited):
-        raise _beyond(slot)
+        raise _range_error(slot)
     if edited:
         raise BadCheckpoint(
             f"{slot.name} in {slot.stored.file} holds NaN or Inf and cannot be centred; repair it, "
@@ -284,10 +284,10 @@ def _check_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) 
 def _check_rounded(slot: Slot, wide: torch.Tensor, y: torch.Tensor) -> None:
     """What was finite before it was rounded still is."""
     if (y.isinf() & wide.isfinite()).any():
-        raise _beyond(slot)
+        raise _range_error(slot)
 
 
-def _beyond(slot: Slot) -> BadCheckpoint:
+def _range_error(slot: Slot) -> BadCheckpoint:
     where = f"{slot.name} in {slot.stored.file}"
     return BadCheckpoint(f"{where} has values beyond {slot.dtype}; choose a wider dtype")
 

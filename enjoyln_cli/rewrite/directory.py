@@ -141,11 +141,11 @@ def fold_checkpoint(
         inner = staged / source.folder
         if not team.rank:
             inner.mkdir(parents=True, exist_ok=True)
-        keeper = journal = None
+        recorder = journal = None
         if options.keep_means:
             (inner / FOLDER).mkdir()
             spool = stack.enter_context(TemporaryFile(dir=inner / FOLDER))
-            keeper = start_recording(checkpoint, edits, spool.fileno())
+            recorder = start_recording(checkpoint, edits, spool.fileno())
         else:
             journal = _journal(checkpoint, edits, others, staged, recipe_text, options, team)
         write_shards(
@@ -156,7 +156,7 @@ def fold_checkpoint(
             max_shard_size=options.max_shard_size,
             jobs=options.jobs,
             progress=progress,
-            keeper=keeper,
+            recorder=recorder,
             journal=journal,
             allow_nonfinite=options.allow_nonfinite,
         )
@@ -169,8 +169,8 @@ def fold_checkpoint(
         config = _result_config(config, plan, source, options)
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (inner / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
-        if keeper:
-            _save_archive(keeper, checkpoint, edits, inner, config)
+        if recorder:
+            _save_archive(recorder, checkpoint, edits, inner, config)
         checking = perf_counter()
         verification = check(staged) if check else None
         check_seconds = perf_counter() - checking
@@ -179,7 +179,7 @@ def fold_checkpoint(
         if finish:
             finish(staged)
         size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
-        kept = (inner / FOLDER / FILE).stat().st_size if keeper else 0
+        kept = (inner / FOLDER / FILE).stat().st_size if recorder else 0
     seconds = perf_counter() - begin - check_seconds
     taken_over = len(journal.taken_over) if journal else 0
     return FoldResult(out, plan, size, seconds, verification, kept, taken_over, check_seconds)
@@ -217,7 +217,7 @@ def _journal(
 
 
 def _save_archive(
-    keeper: Recorder,
+    recorder: Recorder,
     checkpoint: Checkpoint,
     edits: Mapping[str, Edit],
     inner: Path,
@@ -226,13 +226,13 @@ def _save_archive(
     """What it takes to restore ``checkpoint``, beside the result in ``inner``."""
     source = checkpoint.source
     written = open_checkpoint(open_source(str(inner), weights=True))
-    for name in outputs_to_digest(keeper, edits):
-        keeper.unread[name] = digest_of_tensor(blocks_of(written, name))
+    for name in outputs_to_digest(recorder, edits):
+        recorder.unchecked[name] = digest_of_tensor(blocks_of(written, name))
     headers, index = plain_layout(checkpoint)
     files = {CONFIG: (source.path / CONFIG).read_bytes(), **index}
     if (source.root / CARD_FILE).is_file():
         files[CARD_FILE] = (source.root / CARD_FILE).read_bytes()
-    save_archive(keeper, inner / FOLDER, config[MARKER], headers, files)
+    save_archive(recorder, inner / FOLDER, config[MARKER], headers, files)
 
 
 def _made_from(

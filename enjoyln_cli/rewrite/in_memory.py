@@ -53,7 +53,7 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
         for key, (tensor, edit) in edits.items():
             if reader and tensor.is_meta:
                 for name in names[key]:
-                    reader.make(name, _edited_later(reader.source(name), edit, values[key]))
+                    reader.make(name, _lazily_edited(reader.source(name), edit, values[key]))
                 tensor.data = tensor.new_empty(edit.shape(tuple(tensor.shape)))
                 continue
             wide = apply_edit(tensor.double(), edit, values[key])
@@ -63,7 +63,7 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
                 tensor.data = wide.to(tensor.dtype)
     for mlp in plan.widened:
         for part in mlp.parts:
-            _tell_size(model, part.parameter, mlp.size, mlp.to)
+            _update_size(model, part.parameter, mlp.size, mlp.to)
 
 
 def _require_fit(model: nn.Module, plan: Plan) -> None:
@@ -100,12 +100,12 @@ def _require_fit(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def _edited_later(source: Value, edit: Edit, values: EditInputs) -> Value:
+def _lazily_edited(source: Value, edit: Edit, values: EditInputs) -> Value:
     """An offloaded weight that is edited when it is read."""
     return lambda: apply_edit(source().double(), edit, values)
 
 
-def _tell_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
+def _update_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
     """A layer whose parameter has grown remembers the new size."""
     owner: Any = model.get_submodule(parameter.rpartition(".")[0])
     if isinstance(owner, nn.Linear):

@@ -38,7 +38,7 @@ Read = tuple[str, int, int, str]
 
 
 @dataclass(frozen=True)
-class Noted:
+class FinishedFile:
     """What is known of a finished file."""
 
     size: int
@@ -54,7 +54,7 @@ class Journal:
     made_from: Mapping[str, str]
     """What the result depends on, by name: digests, sizes, options."""
     team: ProcessGroup = ALONE
-    anew: bool = False
+    force: bool = False
     """Whether what was made from anything else is given up, instead of refused."""
     source: Callable[[str, int, int], Iterable[bytes]] | None = None
     """Gives so many bytes of a tensor of the source, from a position on. Without it the source is
@@ -69,7 +69,7 @@ class Journal:
         return self.work / RESULT
 
 
-def share(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:
+def assign_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:
     """Those of ``shards`` that this process has to write into ``into``, which is ready for it.
 
     The first process looks at what an earlier run has finished, which nobody writes again; what is
@@ -90,7 +90,7 @@ def share(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:
                     f"process {rank} starts from something else: {name} is {there} there and "
                     f"{here} here; give all of them the same source, options and versions"
                 )
-    if _read(journal.work / MADE_FROM) != journal.made_from:
+    if _read_json(journal.work / MADE_FROM) != journal.made_from:
         raise OutputError(
             f"process {team.rank} does not see what the first has put into {journal.work}; choose "
             "a directory that all machines share"
@@ -100,7 +100,7 @@ def share(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:
     return [left[item] for item in items]
 
 
-def together(journal: Journal, into: Path, shards: Sequence[Shard]) -> None:
+def wait_for_all(journal: Journal, into: Path, shards: Sequence[Shard]) -> None:
     """Return once every process has written its share.
 
     Raises ``OutputError`` where one has not, or where its files do not arrive: it is the first that
@@ -119,18 +119,18 @@ def resume_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list
     Raises ``OutputError`` where an earlier run has finished some and was made from something else,
     which is not given up.
     """
-    before = _read(journal.work / MADE_FROM)
+    before = _read_json(journal.work / MADE_FROM)
     done: list[str] = []
-    if count_finished(journal.work) and before is not None and _same(journal, before):
+    if count_finished(journal.work) and before is not None and _made_from_same(journal, before):
         for shard in shards:
-            found = _noted(journal, shard.name)
+            found = _read_note(journal, shard.name)
             if found is None or not _intact(into / shard.name, shard, found):
                 continue
             if not _same_reads(journal, found):
                 done = []
                 break
             done.append(shard.name)
-    keep = {*(into / name for name in done), *(_note(journal, name) for name in done)}
+    keep = {*(into / name for name in done), *(_note_path(journal, name) for name in done)}
     clear(journal.work, keep)
     into.mkdir(parents=True, exist_ok=True)
     (journal.work / FINISHED).mkdir(exist_ok=True)
@@ -167,21 +167,23 @@ def digest_while_reading(
 def note(journal: Journal, file: Path, pieces: Iterable[Piece], tensors: Iterable[str]) -> None:
     """``file`` is finished, and synced to the disk; from here on no run has to write it again."""
     reads = dict.fromkeys(read for name in tensors for read in journal.reads.pop(name, ()))
-    found = asdict(Noted(file.stat().st_size, tuple(sorted(pieces)), tuple(reads)))
-    write_whole(_note(journal, file.name), json.dumps({**found, "digest": digest_of_data(found)}))
+    found = asdict(FinishedFile(file.stat().st_size, tuple(sorted(pieces)), tuple(reads)))
+    write_whole(
+        _note_path(journal, file.name), json.dumps({**found, "digest": digest_of_data(found)})
+    )
 
 
-def _same(journal: Journal, before: Mapping[str, Any]) -> bool:
+def _made_from_same(journal: Journal, before: Mapping[str, Any]) -> bool:
     """Whether the earlier run was made from the same."""
     now = journal.made_from
     for name in (*now, *before):
         if before.get(name) != now.get(name):
             old, new = (str(found.get(name, "nothing"))[:40] for found in (before, now))
-            return _given_up(journal, f"{name} was {old} then and is {new} now")
+            return _discard_or_refuse(journal, f"{name} was {old} then and is {new} now")
     return True
 
 
-def _same_reads(journal: Journal, found: Noted) -> bool:
+def _same_reads(journal: Journal, found: FinishedFile) -> bool:
     """Whether the source still holds what a finished file was made from."""
     if journal.source is None:
         return True
@@ -191,20 +193,20 @@ def _same_reads(journal: Journal, found: Noted) -> bool:
         except BadCheckpoint:
             same = False
         if not same:
-            return _given_up(journal, f"{name} of the source has changed since")
+            return _discard_or_refuse(journal, f"{name} of the source has changed since")
     return True
 
 
-def _given_up(journal: Journal, difference: str) -> bool:
+def _discard_or_refuse(journal: Journal, difference: str) -> bool:
     """Nothing is taken over then; raises ``OutputError`` where that has not been asked for."""
-    if journal.anew:
+    if journal.force:
         return False
     raise OutputError(
         f"--resume cannot continue the run in {journal.work}: {difference}; start anew with --force"
     )
 
 
-def _intact(path: Path, shard: Shard, found: Noted) -> bool:
+def _intact(path: Path, shard: Shard, found: FinishedFile) -> bool:
     try:
         size = found.size
         if size != shard.size or path.is_symlink() or path.stat().st_size != size:
@@ -224,24 +226,24 @@ def _intact(path: Path, shard: Shard, found: Noted) -> bool:
         return False
 
 
-def _noted(journal: Journal, name: str) -> Noted | None:
+def _read_note(journal: Journal, name: str) -> FinishedFile | None:
     """What an earlier run has noted of one file, if it makes sense."""
-    found = _read(_note(journal, name)) or {}
+    found = _read_json(_note_path(journal, name)) or {}
     if found.pop("digest", None) != digest_of_data(found):
         return None
     try:
         pieces = tuple((int(a), int(b), str(c)) for a, b, c in found["pieces"])
         reads = tuple((str(a), int(b), int(c), str(d)) for a, b, c, d in found["reads"])
-        return Noted(int(found["size"]), pieces, reads)
+        return FinishedFile(int(found["size"]), pieces, reads)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
-def _note(journal: Journal, name: str) -> Path:
+def _note_path(journal: Journal, name: str) -> Path:
     return journal.work / FINISHED / f"{name}.json"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -182,9 +182,9 @@ Step = Part | Whole | Fill
 def steps_of(slot: Slot, edit: Edit, values: Values) -> Iterator[Step]:
     """The steps that write ``slot``, in any order and by any worker."""
     if edit.fill is not None:
-        yield from _filled(0, slot.count, edit.fill)
+        yield from _fill_steps(0, slot.count, edit.fill)
         return
-    if slot.count and (edit.scale is not None or not _separate(edit.axes)):
+    if slot.count and (edit.scale is not None or not _are_disjoint(edit.axes)):
         yield Whole(edit, values)
         return
     before, wider = _before(edit, values, slot.stored.shape), _wider(edit, slot.stored.shape)
@@ -193,7 +193,7 @@ def steps_of(slot: Slot, edit: Edit, values: Values) -> Iterator[Step]:
     else:
         run, row = before.inner if before else 1, wider.width if wider else 1
         steps = _block_steps(slot, edit.axes, max(run, row))
-        found = [_adorned(slot, step, max(run, row), before, wider) for step in steps]
+        found = [_with_before_and_wider(slot, step, max(run, row), before, wider) for step in steps]
         if not all(_fits(step, run, row) for step in found):
             yield Whole(edit, values)
             return
@@ -201,7 +201,7 @@ def steps_of(slot: Slot, edit: Edit, values: Values) -> Iterator[Step]:
     if edit.append is not None and wider is None:
         width = (prod(slot.shape) - slot.count) // len(edit.append.values)
         for i, value in enumerate(edit.append.values):
-            yield from _filled(slot.count + i * width, width, value)
+            yield from _fill_steps(slot.count + i * width, width, value)
 
 
 def _block_steps(slot: Slot, axes: tuple[Axis, ...], unit: int) -> Iterator[Part]:
@@ -217,11 +217,11 @@ def _block_steps(slot: Slot, axes: tuple[Axis, ...], unit: int) -> Iterator[Part
         yield from (Convert(*span) for span in spans(0, slot.count, unit, CHUNK))
 
 
-def _filled(start: int, count: int, value: float) -> Iterator[Fill]:
+def _fill_steps(start: int, count: int, value: float) -> Iterator[Fill]:
     yield from (Fill(*span, value) for span in spans(start, count, 1, CHUNK))
 
 
-def _adorned(
+def _with_before_and_wider(
     slot: Slot, step: Part, unit: int, before: Before | None, wider: Wider | None
 ) -> Edited:
     """The step with what is done besides centring; what was copied goes through float64 then."""
@@ -260,7 +260,7 @@ def _wider(edit: Edit, shape: tuple[int, ...]) -> Wider | None:
     return Wider(shape[edit.append.dim] * width, tail)
 
 
-def _separate(axes: tuple[Axis, ...]) -> bool:
+def _are_disjoint(axes: tuple[Axis, ...]) -> bool:
     """All on one dimension, none touching another; so is none at all."""
     ordered = sorted(axes, key=lambda axis: axis.start)
     apart = all(a.stop <= b.start for a, b in pairwise(ordered))
@@ -279,10 +279,10 @@ def _centring_steps(
         yield from (Columns(start + i * item, length, width) for i in range(lead))
     else:
         for i in range(lead):
-            yield from _pieces(slot, start + i * item, length, width, axes)
+            yield from _slice_steps(slot, start + i * item, length, width, axes)
 
 
-def _pieces(
+def _slice_steps(
     slot: Slot, start: int, length: int, width: int, axes: tuple[Axis, ...]
 ) -> Iterator[Part]:
     """Cut one slice along ``length``: what no axis covers, and the groups of each axis."""

@@ -32,12 +32,12 @@ from enjoyln_cli.plan.edits import ROWS, Edit, EditInputs, read_edit_inputs
 from enjoyln_cli.rewrite.blocks import Ends, Lane, Target, run
 from enjoyln_cli.rewrite.journal import (
     Journal,
+    assign_shards,
     digest_while_reading,
     note,
     note_read,
     reads_for,
-    share,
-    together,
+    wait_for_all,
 )
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
 from enjoyln_cli.rewrite.steps import Slot, steps_of
@@ -63,7 +63,7 @@ def write_shards(
     max_shard_size: int | None = None,
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
-    keeper: Recorder | None = None,
+    recorder: Recorder | None = None,
     journal: Journal | None = None,
     allow_nonfinite: bool = False,
 ) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def write_shards(
     ``max_shard_size`` (bytes) cuts the shards anew; otherwise the layout stays, and without
     ``dtype`` so does every header. ``jobs`` is the number of cores to keep busy, all by default.
     ``progress`` is called in the calling thread with the number of bytes written since the last
-    call; ``keeper`` receives what it takes to restore the tensors. ``journal`` notes each file that
+    call; ``recorder`` gets what it takes to restore the tensors. ``journal`` notes each file that
     is finished; one that it has noted and that still is what it was is not written again. Of
     several processes each writes its share, and all return when the last of them is done.
 
@@ -93,14 +93,14 @@ def write_shards(
             "--stream out"
         )
     shards = layout(checkpoint, edits, dtype, max_shard_size)
-    mine = share(journal, into, shards) if journal else shards
+    mine = assign_shards(journal, into, shards) if journal else shards
     jobs = jobs or max(1, _cores() // (journal.team.local if journal else 1))
     if progress and len(mine) < len(shards):
         names = {shard.name for shard in mine}
         progress(sum(slot.nbytes for s in shards if s.name not in names for slot in s.slots))
     tasks = _tasks(checkpoint, edits, allow_nonfinite, journal)
     _check_space(mine, into)
-    for some, at_hand in _turns(checkpoint, mine):
+    for some, at_hand in _batches(checkpoint, mine):
         with at_hand:
             write_tensors(
                 checkpoint,
@@ -109,12 +109,12 @@ def write_shards(
                 into,
                 jobs=jobs,
                 progress=progress,
-                keeper=keeper,
+                recorder=recorder,
                 journal=journal,
             )
     if journal:
         require_unchanged(checkpoint.source.path, checkpoint.states)
-        together(journal, into, shards)
+        wait_for_all(journal, into, shards)
         if journal.team.rank:
             return ()
     texts = index(checkpoint, shards)
@@ -123,7 +123,7 @@ def write_shards(
     return (*(shard.name for shard in shards), *texts)
 
 
-def _turns(
+def _batches(
     checkpoint: Checkpoint, shards: list[Shard]
 ) -> Iterator[tuple[list[Shard], AbstractContextManager[None]]]:
     """What is written together: all, or where files are fetched, what is made from one of them."""
@@ -144,12 +144,12 @@ def write_tensors(
     *,
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
-    keeper: Recorder | None = None,
+    recorder: Recorder | None = None,
     journal: Journal | None = None,
 ) -> None:
     """Write the files of ``shards`` from the tensors of ``checkpoint``, and sync them to the disk.
 
-    ``tasks_for`` gives what writes a slot, in any order and by any worker; ``keeper`` receives what
+    ``tasks_for`` gives what writes a slot, in any order and by any worker; ``recorder`` gets what
     it takes to restore the tensors, ``journal`` notes each file that is finished. Raises what the
     tasks do, and ``OutputError`` where the disk has too little space.
     """
@@ -157,10 +157,12 @@ def write_tensors(
     _check_space(shards, into)
     with ExitStack() as stack:
         jobs = jobs or _cores()
-        _work(checkpoint, tasks_for, shards, into, stack, jobs, progress, keeper, journal)
+        _write_with_workers(
+            checkpoint, tasks_for, shards, into, stack, jobs, progress, recorder, journal
+        )
 
 
-def _work(
+def _write_with_workers(
     checkpoint: Checkpoint,
     tasks_for: Callable[[Slot], Iterator[Task]],
     shards: Sequence[Shard],
@@ -168,7 +170,7 @@ def _work(
     stack: ExitStack,
     jobs: int,
     progress: Callable[[int], None] | None,
-    keeper: Recorder | None,
+    recorder: Recorder | None,
     journal: Journal | None,
 ) -> None:
     positioned = checkpoint.format == "safetensors"
@@ -185,7 +187,7 @@ def _work(
             names = [slot.name for slot in shard.slots]
             note(journal, into / shard.name, target.pieces or (), names)
 
-    lanes = LANES * jobs if positioned and keeper is None else jobs
+    lanes = LANES * jobs if positioned and recorder is None else jobs
     portions = [
         [
             (shard, slot, tasks)
@@ -194,7 +196,7 @@ def _work(
         ]
         for shard in shards
     ]
-    queue = deque(_alternating(portions, lanes))
+    queue = deque(_interleaved(portions, lanes))
     del portions  # what a task has read is held no longer than the task
     left = Counter(shard.name for shard, _, _ in queue)
     lock, stop = threading.Lock(), threading.Event()
@@ -212,7 +214,7 @@ def _work(
             else:
                 source = bytes_of(read_tensor(checkpoint, slot.stored.name))
                 note_read(reads, slot.stored.name, 0, source)
-            kept = tensor_recorder(keeper, slot.name) if keeper else None
+            kept = tensor_recorder(recorder, slot.name) if recorder else None
             ends = Ends(slot, source, targets[shard.name], kept, reads)
             for task in tasks:
                 for _ in task(lane, ends):
@@ -368,7 +370,7 @@ def _portions(tasks: tuple[Task, ...], positioned: bool) -> Iterator[tuple[Task,
     return iter(zip(tasks, strict=True)) if positioned else iter((tasks,))
 
 
-def _alternating(queues: list[list[T]], many: int) -> Iterator[T]:
+def _interleaved(queues: list[list[T]], many: int) -> Iterator[T]:
     """``many`` queues at a time, in turns: a file is locked while somebody writes to it."""
     for first in range(0, len(queues), many):
         for row in zip_longest(*queues[first : first + many]):

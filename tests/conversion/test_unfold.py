@@ -150,10 +150,10 @@ def test_every_edit_can_be_undone(tmp_path: Path, case: str, dtype: torch.dtype)
     store(model, tensors(dtype), "single")
     out.mkdir(), back.mkdir(), (out / FOLDER).mkdir()  # noqa: B018
     with (tmp_path / "spool").open("w+b") as spool:
-        keeper = start_recording(opened(model), edits, spool.fileno())
-        write_shards(opened(model), edits, out, keeper=keeper)
+        recorder = start_recording(opened(model), edits, spool.fileno())
+        write_shards(opened(model), edits, out, recorder=recorder)
         headers, index = plain_layout(opened(model))
-        save_archive(keeper, out / FOLDER, {"mine": 1}, headers, index)
+        save_archive(recorder, out / FOLDER, {"mine": 1}, headers, index)
     (out / "config.json").write_text("{}")
     restore(opened(out), open_archive(out / FOLDER, {"mine": 1}), back)
     assert files(back) == {"model.safetensors": (model / "model.safetensors").read_bytes()}
@@ -165,10 +165,10 @@ def test_what_a_copy_holds_needs_no_corrections(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     edits = {"w": Edit(axes=(Axis(0, 0, 1, 37, 1),)), "head": Edit(source="w")}
     with (tmp_path / "spool").open("w+b") as spool:
-        keeper = start_recording(opened(tmp_path / "model"), edits, spool.fileno())
-        write_shards(opened(tmp_path / "model"), edits, tmp_path / "out", keeper=keeper)
+        recorder = start_recording(opened(tmp_path / "model"), edits, spool.fileno())
+        write_shards(opened(tmp_path / "model"), edits, tmp_path / "out", recorder=recorder)
         assert spool.seek(0, 2) == 0
-    assert keeper.written == {"w": "head"}
+    assert recorder.written == {"w": "head"}
     assert set(written(tmp_path / "out")) == {*tensors(torch.bfloat16), "head"}
 
 
@@ -391,11 +391,15 @@ def test_names_that_lead_out_of_the_directory(out: Path, back: Path, tmp_path: P
     headers, index = plain_layout(checkpoint)
     (out / FOLDER / FILE).unlink()
     with (tmp_path / "spool").open("w+b") as spool:
-        keeper = start_recording(checkpoint, {}, spool.fileno())
+        recorder = start_recording(checkpoint, {}, spool.fileno())
         (tmp_path / "other").mkdir()
-        write_shards(checkpoint, {}, tmp_path / "other", keeper=keeper)
+        write_shards(checkpoint, {}, tmp_path / "other", recorder=recorder)
         save_archive(
-            keeper, out / FOLDER, config["enjoyln"], headers, {"../evil.index.json": b"x", **index}
+            recorder,
+            out / FOLDER,
+            config["enjoyln"],
+            headers,
+            {"../evil.index.json": b"x", **index},
         )
     refused("no file of its own directory", out, back)
     assert not (tmp_path / "evil.index.json").exists()
