@@ -1,1 +1,1 @@
-"""What is kept of an original beside its folded form, so that it can be restored bit for bit."""
+"""Data stored beside a folded checkpoint from which the original is restored bit for bit."""

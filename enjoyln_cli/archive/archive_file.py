@@ -1,21 +1,23 @@
-"""What is kept of an original beside its folded form, so that it can be restored bit for bit.
+"""The archive: one file from which a folded checkpoint's original is restored bit for bit.
 
-``original = correct(take_back(written), corrections)`` for every tensor, piece by piece; a piece is
-what was read at once. What was copied is the original. One safetensors file holds
+Each tensor is restored in pieces, the runs of bytes that the fold read at once. A piece was either
+copied, so that the written bytes are the original, or it is predicted and then corrected:
+``original = correct(take_back(written), corrections)``. The archive is a safetensors file with
 
-    pieces     I64 (n, 7)   number of the tensor; first byte and bytes of the piece in the original;
-                            whether it is told from what was written, or else the same;
-                            bytes of its gaps, its steps and its exact elements
-    digests    U8 (n, 16)   of the piece in the original: 128-bit XXH3, faster than the disk
+    pieces     I64 (n, 7)   index of the tensor; first byte and number of bytes in the original;
+                            whether the piece is predicted (1) or copied (0);
+                            bytes of its gaps, of its steps and of its exact elements
+    digests    U8 (n, 16)   128-bit XXH3 of each piece of the original, faster than the disk
     gaps, steps, exact      U8, the corrections of all pieces, one after the other
-    means/I/NAME            added back, for the axis number I of the tensor
-    factor/I/NAME           divided by
-    header/FILE, file/FILE  U8, a weight file's header, or all of a file that the fold rewrites
+    means/I/NAME            the means over axis I of the tensor, to add back
+    factor/I/NAME           the factors along dimension I of ``dims``, to divide by
+    header/FILE, file/FILE  U8, the header of a weight file, or all of a file that the fold rewrites
 
-and in its ``__metadata__``, as JSON under ``kept``: ``version``; the digest of the ``marker`` that
-it belongs to; ``tensors``, name to ``{dtype, shape, axes, dims, written}`` with the name under
-which it is written; and ``sha256`` of all else in the file. It lies in a folder of its own, where
-nothing that loads a model looks for weights.
+The file's ``__metadata__`` has JSON under ``kept``: ``version``; the digest of the result's
+``marker``; ``tensors``, from each name to ``{dtype, shape, axes, dims, written}``, where
+``written`` is its name in the result; ``unread``, the digests of written tensors that restoring
+does not check; and ``sha256`` of everything else in the archive. The archive has a folder of its
+own, in which no loader looks for weights.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ VERSION = 2
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _RUNS = ("gaps", "steps", "exact")
 _COPY_BYTES = 1 << 22
-"""Bytes copied at once."""
-_ADVICE = "fetch the result again, or fold the source anew"
+"""Bytes to copy at once."""
+_ADVICE = "download the result again, or fold the source again"
 
 
 # Writing.
@@ -56,21 +58,23 @@ _ADVICE = "fetch the result again, or fold the source anew"
 
 @dataclass(frozen=True)
 class Recorder:
-    """Collects pieces from any thread, in whatever order, on the disk."""
+    """Collects pieces on the disk; any thread may add them in any order."""
 
     undo: Mapping[str, Undo]
-    """Every tensor of the original."""
+    """For every tensor of the original, how it is predicted."""
     written: Mapping[str, str]
-    """Where a tensor is written under another name."""
+    """Maps tensors that are written under another name to that name."""
     spool: int
-    """A file of its own, open for reading and writing."""
+    """Descriptor of a temporary file for corrections, open for reading and writing."""
     pieces: list[tuple[int, ...]] = field(default_factory=list)
-    """As in the file, and where the corrections lie in the spool."""
+    """The numbers in ``pieces`` of the archive, then the offset of the corrections in the spool."""
     digests: list[bytes] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)
-    """The digest of each written tensor of which something is read by no original's telling."""
+    """Digests of written tensors that restoring does not check (see ``outputs_to_digest``)."""
     numbers: dict[str, int] = field(default_factory=dict)
+    """Index of each tensor of the original."""
     originals: dict[str, str] = field(default_factory=dict)
+    """Maps the name of each written tensor to that of the original that it restores."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -80,7 +84,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class TensorRecorder:
-    """One tensor of the original, while it is on its way."""
+    """Records the pieces of one tensor of the original."""
 
     recorder: Recorder
     name: str
@@ -88,25 +92,26 @@ class TensorRecorder:
 
 
 def tensor_recorder(recorder: Recorder, written: str) -> TensorRecorder | None:
-    """The tensor of the original that is told from the written one, if there is one."""
+    """A recorder for the original of a written tensor; ``None`` if it restores none."""
     name = recorder.originals.get(written)
     return None if name is None else TensorRecorder(recorder, name, recorder.undo[name])
 
 
 def record_piece(
-    kept: TensorRecorder, start: int, data: memoryview, found: Corrections | None = None
+    tensor: TensorRecorder, start: int, data: memoryview, found: Corrections | None = None
 ) -> None:
-    """One piece of the original: the bytes from ``start`` on, and what its prediction misses.
+    """Record one piece of the original: its bytes from ``start`` on, and their corrections.
 
-    Without ``found`` it is written as it is.
+    Without corrections (``found``), the piece is one that was copied.
     """
-    recorder, told = kept.recorder, found is not None
+    recorder, predicted = tensor.recorder, found is not None
     runs = [found.gaps, found.steps, found.exact] if found else []
     sizes = [run.nbytes for run in runs] or [0, 0, 0]
     digest = digest_of_piece(data)
     with recorder.lock:
         at = sum(recorder.pieces[-1][4:]) if recorder.pieces else 0
-        recorder.pieces.append((recorder.numbers[kept.name], start, len(data), told, *sizes, at))
+        number = recorder.numbers[tensor.name]
+        recorder.pieces.append((number, start, len(data), predicted, *sizes, at))
         recorder.digests.append(digest)
     for run in runs:
         at += os.pwrite(recorder.spool, run.view(np.uint8).data, at)
@@ -119,9 +124,10 @@ def save_archive(
     headers: Mapping[str, bytes],
     files: Mapping[str, bytes],
 ) -> None:
-    """Write all that was kept to ``folder``: the same bytes whoever worked on which piece when.
+    """Write the archive to ``folder``; its bytes do not depend on the order of recording.
 
-    ``marker`` is the entry of the config that the result is recognised by.
+    ``marker`` is the ``enjoyln`` entry of the result's config. ``headers`` and ``files`` map the
+    original's file names to headers of weight files and to whole other files.
     """
     order = sorted(range(len(recorder.pieces)), key=lambda i: recorder.pieces[i])
     pieces = np.array([recorder.pieces[i] for i in order], dtype=np.int64).reshape(-1, 8)
@@ -195,39 +201,40 @@ def _corrections_of(recorder: Recorder, pieces: Any) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of bytes of an original tensor, and where its corrections lie in the file."""
+    """A run of bytes of an original tensor, and the place of its corrections in the archive."""
 
     start: int
     nbytes: int
     predicted: bool
-    """Whether it is told from what was written, or else the same."""
+    """Whether it is predicted from the written bytes; otherwise these are the original."""
     digest: bytes
     runs: tuple[tuple[int, int], ...]
-    """First byte and number of bytes of the gaps, the steps and the exact elements."""
+    """Offset and number of bytes of the gaps, the steps and the exact elements."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """What was kept of one original."""
+    """The archive of one original, without its corrections, which are read piece by piece."""
 
     path: Path
     undo: dict[str, Undo]
     written: dict[str, str]
-    """Original tensor to the one that it is predicted from."""
+    """Maps each original tensor to the written one that it is restored from."""
     pieces: dict[str, list[Piece]]
     headers: dict[str, bytes]
     files: dict[str, bytes]
     unchecked: dict[str, str]
-    """Digests of written tensors, as in ``Recorder``."""
+    """Digests of written tensors that restoring does not check, as in ``Recorder``."""
 
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def open_archive(folder: Path, marker: Any) -> Archive:
-    """What lies in ``folder`` for the result that carries ``marker``.
+    """Open the archive in ``folder`` of the result whose config has ``marker``.
 
-    Raises ``BadCheckpoint`` where it is damaged, contradicts itself or belongs to another result.
+    Raises ``BadCheckpoint`` if it is missing or damaged, contradicts itself or belongs to another
+    result.
     """
     path = folder / FILE
     try:
@@ -236,13 +243,13 @@ def open_archive(folder: Path, marker: Any) -> Archive:
         metadata = _mapping(json.loads(texts["kept"]))
         if metadata["version"] != VERSION:
             raise BadCheckpoint(
-                f"{path} has version {metadata['version']!r:.40}, this program reads {VERSION}; "
-                "upgrade enjoyln"
+                f"{path} has version {metadata['version']!r:.40}, but this program reads "
+                f"{VERSION}; upgrade enjoyln"
             )
         if metadata["marker"] != digest_of_data(marker):
-            raise BadCheckpoint(f"{path} belongs to another result of a fold; {_ADVICE}")
+            raise BadCheckpoint(f"{path} belongs to the result of another fold; {_ADVICE}")
         if metadata.pop("sha256") != _digest(path, found, metadata):
-            raise BadCheckpoint(f"{path} is damaged: its digest is another; {_ADVICE}")
+            raise BadCheckpoint(f"{path} is damaged: its digest does not match; {_ADVICE}")
         return _read_archive(path, stored, metadata["tensors"], _mapping(metadata["unread"]))
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing; {_ADVICE}") from error
@@ -257,7 +264,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _digest(path: Path, found: list[StoredTensor], metadata: dict[str, Any]) -> str:
-    """Of what ``save`` took it of: the metadata, then all tensors as they lie in the file."""
+    """The digest as in ``save_archive``: of the metadata, then of all tensors in the file."""
     digest = hashlib.sha256(json.dumps(metadata).encode())
     with path.open("rb") as file:
         file.seek(min((one.offset for one in found), default=0))
@@ -314,7 +321,7 @@ def _read_undo(name: str, entry: dict[str, Any], read: Callable[[str], torch.Ten
 
 
 def _check_pieces(undo: dict[str, Undo], pieces: dict[str, list[Piece]]) -> None:
-    """The pieces of a tensor follow each other from its first byte to its last."""
+    """Raise ``ValueError`` unless the pieces of each tensor cover it without gaps, in order."""
     for name, found in pieces.items():
         end = 0
         for piece in found:
@@ -327,10 +334,10 @@ def _check_pieces(undo: dict[str, Undo], pieces: dict[str, list[Piece]]) -> None
 
 
 def read_corrections(file: int, piece: Piece, dtype: torch.dtype) -> Corrections:
-    """The corrections of a piece, from the open file that holds them."""
+    """Read the corrections of a piece from the open archive; ``dtype`` is the original's."""
     gaps, steps, exact = (np.frombuffer(os.pread(file, n, at), np.uint8) for at, n in piece.runs)
     return Corrections(gaps, steps.view(np.int8), exact.view(f"i{dtype.itemsize}"))
 
 
 TRANSFER = 1 << 22
-"""Bytes read or written at once."""
+"""Bytes of a tensor to read or write at once."""

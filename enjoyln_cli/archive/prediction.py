@@ -1,10 +1,12 @@
-"""What a tensor was before an edit, as well as it can be told from what was written.
+"""Predict a tensor before its edit from the tensor that was written.
 
-An edit is ``round(append(P diag(f) W))``, in that order and rounded once. Taken back it is
-``W ~ round((cut(written) + means) / f)``, which misses some elements by the first rounding
-(``residuals.py`` says which). It is computed in float64, in float32 where half precision is
-stored, an operation at a time, so that every machine gets the same bits. Everything works on a run
-of elements in row-major order, so that no tensor has to be in memory.
+An edit computes ``round(append(P diag(f) W))``: multiply, centre, append, and round once. The
+prediction is ``W ~ round((cut(written) + means) / f)``. Because of the rounding it is wrong for
+some elements; ``residuals.py`` stores these corrections.
+
+The prediction is computed in float64 (in float32 for 16-bit dtypes), one operation at a time, so
+that every machine gets the same bits. All functions work on a run of elements in row-major order,
+so that no whole tensor has to be in memory.
 """
 
 from __future__ import annotations
@@ -23,30 +25,33 @@ Heads = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Undo:
-    """How one tensor of the original is told from the one that was written in its place."""
+    """How one tensor of the original is predicted from the one that was written for it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     axes: tuple[Axis, ...] = ()
-    """Centred over, in this order."""
+    """The axes that the edit centred over, in this order."""
     means: tuple[torch.Tensor, ...] = ()
-    """For each axis: ``(lead, outer, inner, width)``, where ``lead`` and ``width`` are the products
-    of the dimensions before and after ``axis.dim``."""
+    """The removed means of each axis, of shape ``(lead, outer, inner, width)``.
+
+    ``lead`` and ``width`` are the products of the dimensions before and after ``axis.dim``.
+    """
     dims: tuple[int, ...] = ()
-    """Multiplied along, in this order and before the centring."""
+    """The dimensions that the edit multiplied along before centring, in this order."""
     factors: tuple[torch.Tensor, ...] = ()
-    """For each of ``dims``: one element for each slice, finite and not 0."""
+    """For each of ``dims``, a vector of one factor for each slice, finite and not 0."""
 
 
 def kind_of(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in for a tensor of ``dtype``, and what means and factors are kept in."""
+    """The dtype of the prediction, the means and the factors for a tensor of ``dtype``."""
     return torch.float32 if dtype.itemsize == 2 else torch.float64
 
 
 def undo_of(edit: Edit, values: EditInputs, dtype: torch.dtype, shape: tuple[int, ...]) -> Undo:
-    """For a tensor of ``dtype`` and ``shape`` that becomes another; its means are not known yet.
+    """How to predict a tensor of ``dtype`` and ``shape`` before ``edit``; the means are still 0.
 
-    What is added to it or put in its place is left to the corrections: these are vectors.
+    Edits that add to a tensor or fill it are not predicted. They concern vectors only, so the
+    corrections store the whole difference.
     """
     means = tuple(no_means(shape, dtype, axis) for axis in edit.axes)
     known = ((edit.times, values.times), (edit.scale, values.scale))
@@ -56,13 +61,13 @@ def undo_of(edit: Edit, values: EditInputs, dtype: torch.dtype, shape: tuple[int
 
 
 def _divisor(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``values`` but for those that nothing can be divided by."""
+    """``values`` with 1 in place of zeros, NaN and Inf."""
     values = values.to(kind_of(dtype))
     return torch.where((values == 0) | ~values.isfinite(), torch.ones_like(values), values)
 
 
 def no_means(shape: tuple[int, ...], dtype: torch.dtype, axis: Axis) -> torch.Tensor:
-    """Room for the means over ``axis`` of a tensor that is stored in ``dtype``."""
+    """Zeros to hold the means over ``axis`` of a tensor that is stored in ``dtype``."""
     return torch.zeros(_shape_of_means(shape, axis), dtype=kind_of(dtype))
 
 
@@ -71,7 +76,7 @@ def _shape_of_means(shape: tuple[int, ...], axis: Axis) -> tuple[int, ...]:
 
 
 def fits(undo: Undo) -> bool:
-    """Whether axes, means and factors fit the shape: for what was read from a file."""
+    """Whether axes, means and factors fit the shape: a check for data read from a file."""
     shape = undo.shape
     if len(undo.axes) != len(undo.means) or len(undo.dims) != len(undo.factors):
         return False
@@ -95,10 +100,10 @@ def fits(undo: Undo) -> bool:
 def predict(
     undo: Undo, written: torch.Tensor, start: int, room: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """The original's elements from ``start``, a block after the other, in the wider dtype.
+    """Predict the original's elements from ``start`` on, block by block, in the wider dtype.
 
-    ``written`` holds as many, cut to the old shape and flat, in whole groups. A block lies in
-    ``room``, of float64, until the next is asked for.
+    ``written`` has the written elements for them: flat, whole groups, without appended ones. Each
+    block is a view of the float64 buffer ``room``, valid until the next one is requested.
     """
     unit = _unit(undo, start, written.numel(), room.numel())
     kind = kind_of(undo.dtype)
@@ -111,7 +116,7 @@ def predict(
 
 
 def _unit(undo: Undo, start: int, count: int, most: int) -> int:
-    """What a block has to hold a whole number of: ``most`` at the most where that is possible."""
+    """The number of elements that a block must be a multiple of, at most ``most`` if possible."""
     units = [1]
     for axis in undo.axes:
         width = prod(undo.shape[axis.dim + 1 :])
@@ -125,10 +130,10 @@ def _unit(undo: Undo, start: int, count: int, most: int) -> int:
 
 
 def take_back(undo: Undo, block: torch.Tensor, start: int) -> None:
-    """Undo the edit on ``block``, in place: elements from ``start``, in the wider dtype.
+    """Undo the edit in place on ``block``: elements from ``start`` on, in the wider dtype.
 
-    They are whole slices along the dimension of each axis, or whole runs of ``inner * width`` in
-    one of its groups, as ``blocks`` cuts them.
+    The block holds whole slices along the dimension of each axis, or whole runs of
+    ``inner * width`` elements in one of its groups, as ``rewrite.blocks`` cuts them.
     """
     for axis, means in zip(reversed(undo.axes), reversed(undo.means), strict=True):
         _add(undo.shape, axis, means, block, start)
@@ -152,9 +157,9 @@ def _add(
 
 
 def group_heads(undo: Undo, block: torch.Tensor, start: int) -> Iterator[Heads]:
-    """Of every group that begins in ``block``: where its mean is held, and its first element.
+    """For every group that begins in ``block``: views of its mean and of its first element.
 
-    Both are views. The difference that centring makes to the first element is the mean.
+    The mean is the amount by which centring changes the first element.
     """
     for axis, means in zip(undo.axes, undo.means, strict=True):
         length, width = undo.shape[axis.dim], prod(undo.shape[axis.dim + 1 :])
@@ -171,7 +176,7 @@ def group_heads(undo: Undo, block: torch.Tensor, start: int) -> Iterator[Heads]:
 
 
 def compute_means(undo: Undo, x: torch.Tensor) -> None:
-    """The means of ``x``, a whole tensor in float64, one axis after the other."""
+    """Compute the means of ``x``, a whole tensor in float64, into ``undo.means``, axis by axis."""
     for dim, factor in zip(undo.dims, undo.factors, strict=True):
         x = scale_along(x, factor.double(), dim)
     for axis, means in zip(undo.axes, undo.means, strict=True):
@@ -182,7 +187,7 @@ def compute_means(undo: Undo, x: torch.Tensor) -> None:
 def _runs(
     shape: tuple[int, ...], axis: Axis, start: int, count: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """The groups of an axis with elements among ``count`` from ``start``: lead, outer, span."""
+    """The groups with any of ``count`` elements from ``start``: ``(lead, outer, first, end)``."""
     width = prod(shape[axis.dim + 1 :])
     item, run = shape[axis.dim] * width, axis.size * axis.inner * width
     for i in range(start // item, -(-(start + count) // item)):

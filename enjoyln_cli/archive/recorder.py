@@ -1,4 +1,4 @@
-"""What has to be kept of a checkpoint to undo its edits, and about how much that is."""
+"""Set up the recording of a checkpoint for its archive, and estimate the archive's size."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, read_part, read_tensor
 from enjoyln_cli.plan.edits import Edit, Vector, apply_edit, read_edit_inputs
 
 SAMPLE = 1 << 16
-"""Elements of a tensor that an estimate is made from."""
+"""How many elements of a tensor an estimate uses."""
 ENTRY, PIECE = 340, 80
-"""About how many bytes describe a tensor, and a piece of it."""
+"""About how many bytes of an archive describe a tensor, and a piece of it."""
 
 
 def start_recording(checkpoint: Checkpoint, edits: Mapping[str, Edit], spool: int) -> Recorder:
-    """Ready to keep every tensor of ``checkpoint``; ``spool`` is an open file for its use.
+    """A recorder for every tensor of ``checkpoint``; ``spool`` is the descriptor of an open file.
 
-    A tensor that is copied to another name, as it is, is told from that copy.
+    A tensor that is copied unchanged to another name is restored from that copy.
     """
     copies = {e.source: name for name, e in edits.items() if e.source and not e.changes}
     undo = {}
@@ -50,7 +50,7 @@ def outputs_to_digest(recorder: Recorder, edits: Mapping[str, Edit]) -> list[str
 
 
 def bytes_to_keep(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> int:
-    """About how many bytes would be kept: every edited tensor is tried on some of its elements."""
+    """Estimate the bytes of the archive, by editing and predicting a part of each edited tensor."""
     recorder = start_recording(checkpoint, edits, -1)
     total = 0.0
     for name, undo in recorder.undo.items():
@@ -63,7 +63,7 @@ def bytes_to_keep(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> int:
 
 
 def _bytes_each(checkpoint: Checkpoint, name: str, edit: Edit) -> float:
-    """Bytes of corrections for each element, on a part of the tensor that holds whole groups."""
+    """Bytes of corrections for each element, measured on a part of the tensor with whole groups."""
     shape = checkpoint.tensors[name].shape
     values = read_edit_inputs(edit, lambda other: read_tensor(checkpoint, other))
     free = [d for d in range(len(shape)) if d not in {axis.dim for axis in edit.axes}]

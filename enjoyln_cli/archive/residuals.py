@@ -1,16 +1,16 @@
-"""What a prediction of a tensor misses, in few bytes: which elements, and what they really are.
+"""Store the elements that a prediction of a tensor gets wrong, in few bytes.
 
-Adding a mean back to what was rounded misses some elements, most of them by one step from one
-number to the next. So a block of corrections is three runs of bytes:
+Adding a mean back after rounding gets some elements wrong, most of them by one representable
+number. A block of corrections is three runs of bytes:
 
-* ``gaps``: how many elements lie between one that was missed and the one before; 255 stands for
-  255 elements, and goes on;
-* ``steps``: for each, how many representable numbers the original lies above the prediction, from
-  -127 to 127;
-* ``exact``: the element itself, bit for bit, where ``steps`` holds -128 because it is farther off.
+* ``gaps``: the number of right elements between a wrong one and the wrong one before; 255 means
+  255 elements plus the next number;
+* ``steps``: for each wrong element, by how many representable numbers the original is above the
+  prediction, from -127 to 127;
+* ``exact``: the bits of the elements that are farther off, for which ``steps`` has -128.
 
-Any element can be far off (and any prediction wrong), NaN and signed zeros among them: nothing is
-compared as a number, only as bits.
+Elements are compared by their bits alone, so corrections are exact for any prediction, and for NaN
+and signed zeros.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Corrections:
-    """The three runs, of one block of elements."""
+    """The three runs of one block of elements."""
 
     gaps: NDArray[np.uint8]
     steps: NDArray[np.int8]
     exact: Ints
-    """In integers as wide as the elements."""
+    """Their bits, as integers of the elements' width."""
 
     @property
     def nbytes(self) -> int:
@@ -46,10 +46,10 @@ class Corrections:
 
 
 def corrections(original: torch.Tensor, predicted: Iterable[torch.Tensor]) -> Corrections:
-    """What makes ``predicted`` the same bits as ``original``, which is flat.
+    """The corrections that turn ``predicted`` into the bits of ``original``, which is flat.
 
-    It comes in flat blocks that follow each other, of any floating dtype, and is rounded to that
-    of ``original``.
+    ``predicted`` comes in consecutive flat blocks of any floating dtype, and is rounded to the
+    dtype of ``original``.
     """
     bits = _bits(original)
     at = since = 0
@@ -74,9 +74,9 @@ def corrections(original: torch.Tensor, predicted: Iterable[torch.Tensor]) -> Co
 
 
 def correct(predicted: torch.Tensor, found: Corrections) -> None:
-    """``predicted`` becomes the original, in place.
+    """Correct ``predicted`` in place, so that it becomes the original.
 
-    Raises ``BadCheckpoint`` for runs that do not fit each other or the block.
+    Raises ``BadCheckpoint`` if the runs do not fit each other or the block.
     """
     bits = _bits(predicted)
     missed = _positions(found.gaps)
@@ -90,7 +90,7 @@ def correct(predicted: torch.Tensor, found: Corrections) -> None:
 
 
 def _different(a: Ints, b: Ints) -> NDArray[np.intp]:
-    """Where ``a`` and ``b`` differ: first by eights, since a search is slow that is hit often."""
+    """Where ``a`` and ``b`` differ, searched by groups of eight first, since that is faster."""
     unlike = np.zeros(-(-a.size // 8) * 8, dtype=bool)
     np.not_equal(a, b, out=unlike[: a.size])
     hit = np.flatnonzero(unlike.view(np.uint64) != 0)
@@ -104,14 +104,14 @@ def _bits(x: torch.Tensor) -> Ints:
 
 
 def _ordered(bits: Ints) -> Ints:
-    """Sign and magnitude as an integer that grows with the number; its own inverse."""
+    """Turn the bits of floats into integers that increase with the number; its own inverse."""
     largest = np.iinfo(bits.dtype).max
     ordered: Ints = bits ^ ((bits >> (8 * bits.itemsize - 1)) & largest)
     return ordered
 
 
 def _gaps(positions: NDArray[np.intp], since: int) -> NDArray[np.uint8]:
-    """Of the misses in a block, when the last one before lies ``since`` elements before it."""
+    """The gaps between the wrong elements of a block; ``since`` right elements come before it."""
     between = np.diff(positions, prepend=-1 - since) - 1
     long = np.flatnonzero(between >= _ON)
     whole, between[long] = np.divmod(between[long], _ON)

@@ -163,9 +163,7 @@ class Problem:
         from_end = on_dimension(item.axis, item.axis.dim - rank_of(item.node))
         name = self.flow.traces[item.trace].inputs.get(item.node)
         if name is not None:
-            argument = (
-                name.isidentifier()
-            )  # else it is part of an argument, which cannot be centred
+            argument = name.isidentifier()  # a part of an argument cannot be centred on entry
             free = argument and self.observer(item) is None and from_end.dim == -1
             return Carrier(name, "entry", from_end) if free else None
         spot = self._spots.get((item.trace, item.node))

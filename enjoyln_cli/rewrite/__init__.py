@@ -1,1 +1,1 @@
-"""A plan carried out: on a checkpoint's files, or on a model in memory."""
+"""Carry out a plan on a checkpoint's files, or on a model in memory."""

@@ -1,7 +1,8 @@
-"""Carry out the steps of one tensor, a block at a time: read, edit in float64, round once, write.
+"""Carry out the steps of one tensor, block by block: read, edit in float64, round once, write.
 
-Memory does not grow with the tensor, except for a step that needs all of it at once. To 16 bits
-torch rounds by way of float32, up to 0.5001 units in the last place off, not 0.5.
+Memory does not grow with the tensor, except for a step that needs all of it at once (``Whole``).
+torch rounds float64 to 16 bits by way of float32, so errors reach 0.5001 units in the last place
+instead of 0.5.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from enjoyln_cli.rewrite.steps import (
 )
 
 PAGE = 4096
-"""Writes past the system's cache start and end at multiples of this, in the file and in memory."""
+"""Direct writes (``O_DIRECT``) need multiples of this as offset, address and size."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A new file, open for writes through the system's cache and, where that works, past it."""
+    """A new file, open for writes through the page cache and, if possible, for direct writes."""
 
     cached: int
     direct: int | None
     pieces: list[Piece] | None = None
-    """Each write with its digest, where that is wanted."""
+    """Every write with its digest; ``None`` if not recorded."""
     cached_lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a thread writes through the cache: others would spin on the file's own lock."""
+    """Held during a cached write, since other threads would spin on the file's own lock."""
 
     def write(self, data: memoryview, at: int) -> None:
-        """Write ``data`` from byte ``at``: whole pages past the cache, what is left through it."""
+        """Write ``data`` from byte ``at`` on: whole pages directly, the rest through the cache."""
         if self.pieces is not None and data:
             self.pieces.append((at, len(data), digest_of_piece(data).hex()))
         first = min(-at % PAGE, len(data))
@@ -85,7 +86,7 @@ def _write_all(file: int, data: memoryview, at: int) -> None:
 
 @dataclass
 class Lane:
-    """What one worker owns: how much it has written, and buffers that serve block after block."""
+    """The state of one worker: bytes written so far, and buffers that all its blocks reuse."""
 
     written: int = 0
     read: mmap = field(default_factory=lambda: pages(PAGE))
@@ -95,24 +96,25 @@ class Lane:
 
 @dataclass(frozen=True)
 class Ends:
-    """A tensor on its way from an open file, or from its bytes in memory, to a new file."""
+    """Source and target of one tensor: an open file or bytes in memory, and a new file."""
 
     slot: Slot
     source: int | memoryview
     target: Target
     recorder: TensorRecorder | None = None
-    """The tensor of the original that is told from this one, where that is wanted."""
+    """Records the original of this tensor; ``None`` without an archive."""
     reads: list[Read] | None = None
-    """Each read of a file with its digest, where that is wanted."""
+    """Every read of a file with its digest; ``None`` if not recorded."""
 
 
 def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator[None]:
-    """Do ``step``, pausing after each transfer so that the caller can stop it.
+    """Carry out ``step``; yields after each transfer so that the caller can stop.
 
-    Raises ``BadCheckpoint`` for a source that ends early, for NaN or Inf in a tensor that is edited
-    (unless ``nonfinite``: then they spread over their group, which is what the LayerNorm after it
-    makes of them), and for values out of the range of the new dtype. What is copied is not looked
-    at.
+    With ``nonfinite``, NaN and Inf in an edited tensor spread over their group, as the LayerNorm
+    after it would spread them. Bytes that are copied are not checked.
+
+    Raises ``BadCheckpoint`` if the source ends early, if an edited tensor holds NaN or Inf (without
+    ``nonfinite``), or if values are out of the range of the new dtype.
     """
     rewrite = partial(_rewrite, nonfinite=nonfinite)
     match step:
@@ -204,7 +206,7 @@ def _rewrite(
             if step.before:
                 step.before(block, first + at)
             if narrow:
-                continue  # it stands where it belongs
+                continue  # the block is in the output buffer already
             if centred:
                 groups = group_heads(ends.recorder.undo, block, first + at) if ends.recorder else ()
                 before = [(means, head, head.clone()) for means, head in groups]
@@ -227,9 +229,9 @@ def _rewrite(
 
 
 def _record(lane: Lane, ends: Ends, start: int, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Keep what it takes to restore the elements ``x`` from what is written for them, ``y``.
+    """Record the corrections that restore the elements ``x`` from the written elements ``y``.
 
-    ``start`` is the first of them in the original, ``y`` has no elements besides.
+    ``start`` is the index of the first element in the original. ``y`` has no other elements.
     """
     if ends.recorder:
         found = corrections(x, predict(ends.recorder.undo, y.reshape(-1), start, room(lane)))
@@ -237,7 +239,7 @@ def _record(lane: Lane, ends: Ends, start: int, x: torch.Tensor, y: torch.Tensor
 
 
 def _output_span(wider: Wider | None, first: int, many: int) -> tuple[int, int]:
-    """Where ``many`` elements from element ``first`` go, and how many they become."""
+    """The output index of element ``first``, and how many elements ``many`` of them become."""
     if wider is None:
         return first, many
     row = wider.width + wider.tail.numel()
@@ -245,7 +247,7 @@ def _output_span(wider: Wider | None, first: int, many: int) -> tuple[int, int]:
 
 
 def _source_part(wider: Wider | None, y: torch.Tensor, many: int) -> torch.Tensor:
-    """The part of the outgoing ``y`` that comes from the source; the rest of it is filled."""
+    """Fill the appended part of the output ``y``; returns the part that the source determines."""
     if wider is None:
         return y
     rows = y.view(many // wider.width, -1)
@@ -265,13 +267,16 @@ def _subtract(means: torch.Tensor, block: torch.Tensor) -> None:
 
 
 def _finite(y: torch.Tensor) -> bool:
-    """Whether all elements are. This takes no memory where they lie side by side."""
+    """Whether all elements are finite. For contiguous tensors this takes no extra memory."""
     low, high = y.aminmax()
     return bool(low.isfinite() and high.isfinite())
 
 
 def _check_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) -> None:
-    """NaN or Inf in a group have spread over all of it; elsewhere they may be meant."""
+    """Raise ``BadCheckpoint`` if rounding overflowed, or if an edited tensor has NaN or Inf.
+
+    In tensors that are only converted, NaN and Inf of the source may be intended.
+    """
     if (y.isinf() & x.isfinite()).any() and (x.isfinite().all() or not edited):
         raise _range_error(slot)
     if edited:
@@ -282,7 +287,7 @@ def _check_range(slot: Slot, x: torch.Tensor, y: torch.Tensor, *, edited: bool) 
 
 
 def _check_rounded(slot: Slot, wide: torch.Tensor, y: torch.Tensor) -> None:
-    """What was finite before it was rounded still is."""
+    """Raise ``BadCheckpoint`` if rounding made a finite value infinite."""
     if (y.isinf() & wide.isfinite()).any():
         raise _range_error(slot)
 
@@ -297,6 +302,7 @@ def _elements_at_once(ends: Ends) -> int:
 
 
 def elements(lane: Lane, ends: Ends, start: int, count: int) -> torch.Tensor:
+    """Read ``count`` elements from element ``start`` on, into the lane's buffer."""
     dtype = FLOATS[ends.slot.stored.dtype]
     if len(lane.read) < count * dtype.itemsize:
         lane.read = pages(count * dtype.itemsize)
@@ -306,12 +312,12 @@ def elements(lane: Lane, ends: Ends, start: int, count: int) -> torch.Tensor:
 
 
 def pages(size: int) -> mmap:
-    """Memory of this process that starts at a page."""
+    """Private memory of ``size`` bytes that starts at a page boundary."""
     return mmap(-1, size, access=ACCESS_COPY)
 
 
 def room(lane: Lane, count: int = steps.BLOCK) -> torch.Tensor:
-    """The lane's buffer for ``count`` elements or more in float64."""
+    """The lane's float64 buffer, for at least ``count`` elements."""
     if lane.wide.numel() < count:
         lane.wide = torch.empty(count, dtype=torch.float64)
     return lane.wide
@@ -323,7 +329,7 @@ def _wide(lane: Lane, x: torch.Tensor) -> torch.Tensor:
 
 
 def output_buffer(lane: Lane, ends: Ends, start: int, size: int) -> memoryview:
-    """Room for what goes to byte ``start`` of the tensor, placed within a page as in the file."""
+    """The lane's buffer for ``size`` bytes, at the same offset within a page as in the file."""
     if len(lane.rounded) < size + PAGE:
         lane.rounded = pages(size + PAGE)
     shift = (ends.slot.offset + start) % PAGE
@@ -331,7 +337,7 @@ def output_buffer(lane: Lane, ends: Ends, start: int, size: int) -> memoryview:
 
 
 def read(ends: Ends, start: int, data: memoryview) -> None:
-    """Fill ``data`` from byte ``start`` of the tensor."""
+    """Read into ``data`` from byte ``start`` of the source tensor on."""
     if isinstance(ends.source, memoryview):
         data[:] = ends.source[start : start + len(data)]
         return
@@ -340,6 +346,6 @@ def read(ends: Ends, start: int, data: memoryview) -> None:
 
 
 def write(lane: Lane, ends: Ends, start: int, data: memoryview) -> None:
-    """Write from byte ``start`` of the tensor."""
+    """Write ``data`` at byte ``start`` of the new tensor."""
     ends.target.write(data, ends.slot.offset + start)
     lane.written += len(data)

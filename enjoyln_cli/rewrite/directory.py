@@ -1,11 +1,11 @@
-"""Carry a plan out on a checkpoint's files.
+"""Carry out a plan on a checkpoint's files.
 
-The edits are those of ``plan.edits`` and nothing else. This module decides nothing about which
-norms fold; it decides what a converted directory consists of: the weights, the source's other files
-unchanged, ``config.json`` with the plan's settings and the ``enjoyln`` entry (the marker),
-``enjoyln_recipe.yaml`` and reports. Of a pipeline that is the transformer's folder, and the other
-modules come along as they are.
-The directory appears whole, after the check has passed, or not at all.
+The plan has decided which norms fold, and ``plan.edits`` which tensors change. This module decides
+what a converted directory consists of: the weights, the source's other files unchanged,
+``config.json`` with the plan's settings and the ``enjoyln`` entry (the marker),
+``enjoyln_recipe.yaml`` and reports. In a pipeline, this is the transformer's folder, and the other
+modules are copied unchanged. The directory appears whole, after its check has passed, or not at
+all.
 """
 
 from __future__ import annotations
@@ -55,40 +55,40 @@ _DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class FoldResult:
-    """What a fold has written, and what its check returned."""
+    """The result of a fold, and what its check returned."""
 
     out: Path
     plan: Plan
     bytes_written: int
     seconds: float
-    """Of writing, the check apart."""
+    """Seconds of writing, without the check."""
     verification: Any | None
     bytes_kept: int = 0
-    """Of those written: what it takes to restore the source."""
+    """How many of the bytes written are the archive that restores the source."""
     resumed: int = 0
-    """Weight files that an earlier run had finished."""
+    """How many weight files an earlier run had finished."""
     check_seconds: float = 0.0
-    """Of the check."""
+    """Seconds of the check."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """How a result is written, whatever the plan says."""
+    """How a result is written; independent of the plan."""
 
     dtype: torch.dtype | None = None
-    """What all floating tensors are converted to; by default each stays what it is."""
+    """The dtype of all floating-point tensors; by default each keeps its own."""
     max_shard_size: int | None = None
-    """Bytes of a file of weights, at most; by default the files stay cut as they are."""
+    """Largest size of a weight file in bytes; by default the source's files keep their layout."""
     jobs: int | None = None
-    """Cores to keep busy; all by default."""
+    """Number of cores to use; all by default."""
     force: bool = False
-    """Replace what is there."""
+    """Replace an existing result."""
     resume: bool = False
-    """Do not write the weight files again that an interrupted run has finished."""
+    """Take over the weight files that an interrupted run has finished."""
     keep_means: bool = False
-    """Save what it takes to restore the source bit for bit, in the folder ``enjoyln``."""
+    """Save an archive that restores the source bit for bit, in the folder ``enjoyln``."""
     allow_nonfinite: bool = False
-    """Accept NaN and Inf in edited tensors; they spread over what is centred with them."""
+    """Accept NaN and Inf in edited tensors; they spread over the group that is centred."""
 
 
 WRITE_DEFAULTS = WriteOptions()
@@ -108,16 +108,17 @@ def fold_checkpoint(
 ) -> FoldResult:
     """Write ``checkpoint`` with the edits of ``plan`` to the new directory ``out``.
 
-    ``progress`` receives the bytes written since its last call. What an interrupted run has
-    finished counts only if it was made from the same source, plan and options (``journal.py``), and
-    without ``keep_means``. ``check`` sees the finished directory before it gets its name; a result
-    whose ``passed`` is false raises ``VerificationFailed`` with its ``summary``. ``finish`` then
-    adds the files that tell of it (``REPORTS``). Of a ``team`` all call this; the weight files are
-    shared out, and all else is the first one's.
+    ``progress`` receives the number of bytes written since its last call. With ``resume``, files
+    of an interrupted run are taken over only if that run had the same source, plan and options
+    (``journal.py``), and no ``keep_means``. ``check`` gets the finished directory before it is
+    renamed to ``out``; if the ``passed`` of its result is false, ``VerificationFailed`` is raised
+    with its ``summary``. ``finish`` then adds the reports (``REPORTS``). All processes of a
+    ``team`` call this function; each writes a share of the weight files, and the first process
+    writes everything else.
 
-    Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing
-    or of another shape, or holds NaN or Inf; a file changes while it is read) and ``OutputError``
-    (also for ``keep_means`` with a dtype or in several processes); ``out`` is then as it was.
+    Raises ``AlreadyFolded``, ``NothingToFold``, ``BadCheckpoint`` (a tensor of the plan is missing,
+    has another shape, or holds NaN or Inf; or a file changes while it is read) and ``OutputError``
+    (also for ``keep_means`` with a dtype or in several processes). ``out`` is unchanged then.
     """
     begin = perf_counter()
     source = checkpoint.source
@@ -186,7 +187,7 @@ def fold_checkpoint(
 
 
 def _require_restorable(options: WriteOptions, team: ProcessGroup) -> None:
-    """Raises ``OutputError`` where means are to be kept in a way that cannot restore the source."""
+    """Raises ``OutputError`` if ``keep_means`` is combined with a dtype or several processes."""
     if options.keep_means and options.dtype is not None:
         raise OutputError(
             f"--keep-means cannot be combined with --dtype: restoring what {options.dtype} rounds "
@@ -206,7 +207,7 @@ def _journal(
     options: WriteOptions,
     team: ProcessGroup,
 ) -> Journal:
-    """The notes on finished files, those of an earlier run if it was made from the same."""
+    """The journal of finished files, with those of an earlier run that had the same inputs."""
     chosen = {"dtype": str(options.dtype), "--max-shard-size": str(options.max_shard_size)}
     chosen["recipe"] = digest_of_data(recipe_text)
     chosen["--allow-nonfinite"] = str(options.allow_nonfinite)
@@ -223,7 +224,7 @@ def _save_archive(
     inner: Path,
     config: dict[str, Any],
 ) -> None:
-    """What it takes to restore ``checkpoint``, beside the result in ``inner``."""
+    """Save the archive that restores ``checkpoint``, beside the result in ``inner``."""
     source = checkpoint.source
     written = open_checkpoint(open_source(str(inner), weights=True))
     for name in outputs_to_digest(recorder, edits):
@@ -242,10 +243,11 @@ def _made_from(
     others: tuple[Mapping[str, State], Mapping[str, State]],
     chosen: Mapping[str, str],
 ) -> dict[str, str]:
-    """What decides the bytes of a result, by the name that a user knows it by.
+    """Everything that determines the bytes of a result, under names for messages.
 
-    Of weights that are not ``known`` by their names only the size: their content is found out as it
-    is read. Those that are fetched one by one may lie there or not.
+    Weight files whose names are not digests of their content (``known``) appear with their size
+    only; their content is recorded as it is read. Weight files that are streamed from the Hub do
+    not appear.
     """
     source = checkpoint.source
     found = {"enjoyln": __version__, "the source": f"{source.path} {source.revision}"}
@@ -265,10 +267,10 @@ def _made_from(
 
 
 def _known_by_name(checkpoint: Checkpoint) -> bool:
-    """Whether the weights lie in the Hub's cache, under names that are digests.
+    """Whether the weights' names identify their content.
 
-    There are none on a file system without links. What is fetched file by file is known by its
-    commit.
+    They do in the Hub's cache, where links lead to files named by digest (not on file systems
+    without links), and for files that are streamed from a commit of a Hub repository.
     """
     source = checkpoint.source
     linked = all((source.path / name).is_symlink() for name in checkpoint.shards)
@@ -276,6 +278,7 @@ def _known_by_name(checkpoint: Checkpoint) -> bool:
 
 
 def copy_files(names: Iterable[str], source: Path, out: Path) -> None:
+    """Copy the files ``names`` (relative paths) from ``source`` to ``out``."""
     for name in names:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, out / name)
@@ -284,7 +287,7 @@ def copy_files(names: Iterable[str], source: Path, out: Path) -> None:
 def _result_config(
     config: dict[str, Any], plan: Plan, source: Source, options: WriteOptions
 ) -> dict[str, Any]:
-    """``config`` with the plan's settings and the chosen dtype, and the marker as last entry."""
+    """``config`` with the plan's settings, the chosen dtype, and the marker as its last entry."""
     config = with_entries(config, {one.name: one.value for one in plan.settings})
     config = {**config, MARKER: marker(plan, source, options.allow_nonfinite)}
     if options.dtype is None:
@@ -293,7 +296,7 @@ def _result_config(
 
 
 def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """``config`` naming the new dtype wherever it names one, and at its top in any case."""
+    """``config`` with the new dtype wherever it has a dtype, and in any case at its top level."""
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     nested = {
         key: _renamed_dtypes(value, name) if isinstance(value, dict) and key != MARKER else value

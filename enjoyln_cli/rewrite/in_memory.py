@@ -1,7 +1,7 @@
-"""Carry a plan out on a model in memory.
+"""Carry out a plan on a model in memory.
 
-The edits are those of ``plan.edits``, as for files; weights that are offloaded are edited when they
-are read. Nothing is changed where the model is not the one that was analysed.
+The edits are those of ``plan.edits``, as for files. Offloaded weights are edited when they are
+read. A model that is not the one that was analysed is not changed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from enjoyln_cli.plan.plan import Plan
 def centre_parameters(model: nn.Module, plan: Plan) -> None:
     """Carry out every edit of ``plan`` in place: in float64, rounded once.
 
-    What the plan unties becomes a parameter of its own first. A parameter that several names share
-    is edited once. Raises ``BadCheckpoint`` for a parameter that ``model`` lacks or holds in
-    another shape, ``UnsupportedModel`` where no call is proven; nothing is changed then.
+    Parameters that the plan unties get their own copies first. A parameter with several names is
+    edited once. Raises ``BadCheckpoint`` if ``model`` lacks a parameter or holds it in another
+    shape, and ``UnsupportedModel`` if no call is proven; nothing is changed then.
     """
     if plan.covered is not None and plan.writers:
         plan.covered.require_any(type(model).__name__)
@@ -67,21 +67,21 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
 
 
 def _require_fit(model: nn.Module, plan: Plan) -> None:
-    """Raises ``BadCheckpoint`` where ``model`` is not the one that ``plan`` was made for."""
+    """Raises ``BadCheckpoint`` if ``model`` is not the one that ``plan`` was made for."""
     tensors = values_of(model)
     for writer in plan.writers:
         tensor = tensors.get(writer.parameter)
         same = writer.held is not None or (tensor is not None and tensor.shape == writer.shape)
         if tensor is None or not same:
-            shape = "none" if tensor is None else list(tensor.shape)
+            shape = "no such parameter" if tensor is None else f"shape {list(tensor.shape)}"
             raise BadCheckpoint(
-                f"{writer.parameter}: the plan centres shape {list(writer.shape)}, "
+                f"{writer.parameter}: the plan centres shape {list(writer.shape)}, but "
                 f"{type(model).__name__} has {shape}; pass the model that was analysed"
             )
         scale = tensors.get(writer.scale.parameter) if writer.scale else None
         if writer.scale and (scale is None or scale.numel() != tensor.shape[writer.axis.dim]):
             raise BadCheckpoint(
-                f"{writer.scale.parameter}: the plan merges it into {writer.parameter}, and "
+                f"{writer.scale.parameter}: the plan merges it into {writer.parameter}, but "
                 f"{type(model).__name__} has none that fits; pass the model that was analysed"
             )
     for mlp in plan.widened:
@@ -89,24 +89,24 @@ def _require_fit(model: nn.Module, plan: Plan) -> None:
             tensor = tensors.get(part.parameter)
             if tensor is None or tensor.shape[part.dim] != mlp.size:
                 raise BadCheckpoint(
-                    f"{part.parameter}: the plan adds to {mlp.size} hidden units, "
+                    f"{part.parameter}: the plan expects {mlp.size} hidden units, but "
                     f"{type(model).__name__} has another number; pass the model that was analysed"
                 )
     for named in (name for one in plan.merged for name in one.names):
         if named.parameter not in tensors:
             raise BadCheckpoint(
-                f"{named.parameter}: the plan merges a norm into it, {type(model).__name__} has "
-                "none; pass the model that was analysed"
+                f"{named.parameter}: the plan merges a norm into it, but {type(model).__name__} "
+                "has none; pass the model that was analysed"
             )
 
 
 def _lazily_edited(source: Value, edit: Edit, values: EditInputs) -> Value:
-    """An offloaded weight that is edited when it is read."""
+    """A reader of an offloaded weight that applies ``edit`` after reading."""
     return lambda: apply_edit(source().double(), edit, values)
 
 
 def _update_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
-    """A layer whose parameter has grown remembers the new size."""
+    """Set the size attributes of a layer whose parameter has grown."""
     owner: Any = model.get_submodule(parameter.rpartition(".")[0])
     if isinstance(owner, nn.Linear):
         owner.out_features, owner.in_features = owner.weight.shape
@@ -117,7 +117,7 @@ def _update_size(model: nn.Module, parameter: str, size: int, to: int) -> None:
 
 
 def _untie(model: nn.Module, plan: Plan, reader: Reader | None) -> None:
-    """A copy of its own for everything that the plan unties and that the model has."""
+    """Give each parameter that the plan unties its own copy, if the model has the parameter."""
     tensors = values_of(model)
     for one in plan.untied:
         if one.parameter not in tensors:

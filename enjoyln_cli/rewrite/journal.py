@@ -1,14 +1,15 @@
-"""What of an unfinished result a later run can go on with: told from content, not from names.
+"""Notes on finished weight files, so that a later run can continue an interrupted one.
 
-    .OUT.partial/made-from.json          what decides every byte of the result, by name
+    .OUT.partial/made-from.json          everything that determines the result's bytes, by name
     .OUT.partial/finished/SHARD.json     {"size": bytes, "pieces": [[first byte, bytes, XXH3]],
                                           "reads": [[tensor, first byte, bytes, XXH3]],
                                           "digest": SHA-256 of the rest}
 
-A shard is finished if it has its size, begins with its header, and every byte of it lies in a piece
-that has its digest: one for each write, taken of the data on its way. It is noted once it is on
-the disk, with the digest of everything that was read for it of a source that is not known by its
-content already. Nothing is taken over from a run that was made from anything else.
+Files are recognised by content. A shard counts as finished if it has the noted size, begins with
+its header, and is covered by pieces with the noted digests. There is one piece for each write, with
+the digest of the data in memory. A shard is noted only after it was synced to the disk. Unless file
+names identify the source's content, the note has the digests of everything read from the source as
+well. Nothing is taken over from a run with other inputs or options.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Read = tuple[str, int, int, str]
 
 @dataclass(frozen=True)
 class FinishedFile:
-    """What is known of a finished file."""
+    """The note on a finished file."""
 
     size: int
     pieces: tuple[Piece, ...]
@@ -48,21 +49,23 @@ class FinishedFile:
 
 @dataclass(frozen=True)
 class Journal:
-    """The work directory of one result."""
+    """The notes of one result, in its work directory."""
 
     work: Path
     made_from: Mapping[str, str]
-    """What the result depends on, by name: digests, sizes, options."""
+    """Everything that the result depends on, by name: digests, sizes, options."""
     team: ProcessGroup = ALONE
     force: bool = False
-    """Whether what was made from anything else is given up, instead of refused."""
+    """Whether to discard the work of a run with other inputs, instead of refusing to start."""
     source: Callable[[str, int, int], Iterable[bytes]] | None = None
-    """Gives so many bytes of a tensor of the source, from a position on. Without it the source is
-    known by its content already, and nothing of it is read again."""
+    """Reads bytes of a source tensor again: ``source(name, first, nbytes)``.
+
+    ``None`` if names identify the source's content, so that nothing has to be read again.
+    """
     reads: dict[str, list[Read]] = field(default_factory=dict)
-    """What was read for each tensor of the files that are being written."""
+    """The reads for each tensor of the files that are being written."""
     taken_over: list[str] = field(default_factory=list)
-    """The files that an earlier run has finished."""
+    """The names of the files that an earlier run had finished."""
 
     @property
     def result(self) -> Path:
@@ -70,11 +73,11 @@ class Journal:
 
 
 def assign_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:
-    """Those of ``shards`` that this process has to write into ``into``, which is ready for it.
+    """Prepare the directory ``into`` and return the shards that this process has to write.
 
-    The first process looks at what an earlier run has finished, which nobody writes again; what is
-    left is shared out by bytes. Raises as ``resumed`` does, and ``OutputError`` where the processes
-    differ in what the result is made from, or in what they see in its directory.
+    The first process finds out which files an earlier run has finished. The others are distributed
+    by size. Raises as ``resume_shards`` does, and ``OutputError`` if the processes differ in their
+    inputs or options, or do not see the same directory.
     """
     team = journal.team
     done = [] if team.rank else resume_shards(journal, into, shards)
@@ -84,16 +87,16 @@ def assign_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list
         for name in (*first, *made_from):
             if made_from.get(name) != first.get(name):
                 if team.rank:
-                    raise SystemExit(1)  # the first says why
+                    raise SystemExit(1)  # the first process reports the reason
                 there, here = (str(found.get(name))[:40] for found in (made_from, first))
                 raise OutputError(
-                    f"process {rank} starts from something else: {name} is {there} there and "
-                    f"{here} here; give all of them the same source, options and versions"
+                    f"process {rank} differs from process 0: {name} is {there} there and {here} "
+                    "here; start all processes with the same source, options and versions"
                 )
     if _read_json(journal.work / MADE_FROM) != journal.made_from:
         raise OutputError(
-            f"process {team.rank} does not see what the first has put into {journal.work}; choose "
-            "a directory that all machines share"
+            f"process {team.rank} does not see the files that process 0 wrote to {journal.work}; "
+            "choose a directory that all machines share"
         )
     left = [shard for shard in shards if shard.name not in done]
     items = share_out([shard.size for shard in left], team.size)[team.rank]
@@ -103,21 +106,21 @@ def assign_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list
 def wait_for_all(journal: Journal, into: Path, shards: Sequence[Shard]) -> None:
     """Return once every process has written its share.
 
-    Raises ``OutputError`` where one has not, or where its files do not arrive: it is the first that
-    sees to that, which may have moved them to their place before another looks.
+    Raises ``OutputError`` if a process fails, or if one of the files is missing or incomplete. Only
+    the first process checks the files, since it may rename their directory before others look.
     """
     gather(journal.team, True)
     for shard in () if journal.team.rank else shards:
         path = into / shard.name
         if not path.is_file() or path.stat().st_size != shard.size:
-            raise OutputError(f"{path} is not there as a whole, although it was written")
+            raise OutputError(f"{path} is missing or incomplete, although it was written")
 
 
 def resume_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[str]:
-    """The names of those ``shards`` that are finished in ``into``; all else there is removed.
+    """The names of those ``shards`` that are finished in ``into``; other files are removed.
 
-    Raises ``OutputError`` where an earlier run has finished some and was made from something else,
-    which is not given up.
+    Raises ``OutputError`` if an earlier run with other inputs has finished some shards, unless
+    ``journal.force`` allows to discard them.
     """
     before = _read_json(journal.work / MADE_FROM)
     done: list[str] = []
@@ -140,12 +143,12 @@ def resume_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list
 
 
 def reads_for(journal: Journal | None, tensor: str) -> list[Read] | None:
-    """The list of what is read for one tensor of the result, where that is wanted."""
+    """The list to note the reads for one written tensor in; ``None`` if they are not noted."""
     return journal.reads.setdefault(tensor, []) if journal and journal.source else None
 
 
 def note_read(reads: list[Read] | None, name: str, first: int, data: memoryview) -> None:
-    """``data`` was read from byte ``first`` of the source's tensor ``name``."""
+    """Note that ``data`` was read from byte ``first`` of the source's tensor ``name``."""
     if reads is not None and data:
         reads.append((name, first, len(data), digest_of_piece(data).hex()))
 
@@ -153,7 +156,7 @@ def note_read(reads: list[Read] | None, name: str, first: int, data: memoryview)
 def digest_while_reading(
     reads: list[Read] | None, name: str, parts: Iterable[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """All of the source's tensor ``name``, part by part; at its end it is noted as one read."""
+    """Yield the ``parts`` of the whole source tensor ``name``, then note them as one read."""
     digest, nbytes = new_digest(), 0
     for part in parts:
         if reads is not None:
@@ -165,7 +168,7 @@ def digest_while_reading(
 
 
 def note(journal: Journal, file: Path, pieces: Iterable[Piece], tensors: Iterable[str]) -> None:
-    """``file`` is finished, and synced to the disk; from here on no run has to write it again."""
+    """Note that ``file`` is finished and synced to the disk, so that no run writes it again."""
     reads = dict.fromkeys(read for name in tensors for read in journal.reads.pop(name, ()))
     found = asdict(FinishedFile(file.stat().st_size, tuple(sorted(pieces)), tuple(reads)))
     write_whole(
@@ -174,7 +177,7 @@ def note(journal: Journal, file: Path, pieces: Iterable[Piece], tensors: Iterabl
 
 
 def _made_from_same(journal: Journal, before: Mapping[str, Any]) -> bool:
-    """Whether the earlier run was made from the same."""
+    """Whether the earlier run had the same inputs and options."""
     now = journal.made_from
     for name in (*now, *before):
         if before.get(name) != now.get(name):
@@ -184,7 +187,7 @@ def _made_from_same(journal: Journal, before: Mapping[str, Any]) -> bool:
 
 
 def _same_reads(journal: Journal, found: FinishedFile) -> bool:
-    """Whether the source still holds what a finished file was made from."""
+    """Whether the source still has the content that a finished file was made from."""
     if journal.source is None:
         return True
     for name, first, nbytes, digest in found.reads:
@@ -198,7 +201,7 @@ def _same_reads(journal: Journal, found: FinishedFile) -> bool:
 
 
 def _discard_or_refuse(journal: Journal, difference: str) -> bool:
-    """Nothing is taken over then; raises ``OutputError`` where that has not been asked for."""
+    """Return false with ``journal.force``, so that nothing is taken over; else ``OutputError``."""
     if journal.force:
         return False
     raise OutputError(
@@ -207,6 +210,7 @@ def _discard_or_refuse(journal: Journal, difference: str) -> bool:
 
 
 def _intact(path: Path, shard: Shard, found: FinishedFile) -> bool:
+    """Whether a file still has the size, header and digests of its note."""
     try:
         size = found.size
         if size != shard.size or path.is_symlink() or path.stat().st_size != size:
@@ -227,7 +231,7 @@ def _intact(path: Path, shard: Shard, found: FinishedFile) -> bool:
 
 
 def _read_note(journal: Journal, name: str) -> FinishedFile | None:
-    """What an earlier run has noted of one file, if it makes sense."""
+    """The note of an earlier run on one file; ``None`` if it is missing or damaged."""
     found = _read_json(_note_path(journal, name)) or {}
     if found.pop("digest", None) != digest_of_data(found):
         return None

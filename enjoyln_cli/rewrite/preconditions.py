@@ -1,7 +1,7 @@
-"""Whether a plan can be carried out on a checkpoint, before anything is written.
+"""Check that a plan can be carried out on a checkpoint, before anything is written.
 
-Decides what is refused: a plan by which no norm becomes RMSNorm, and a tensor that the checkpoint
-does not store as the plan needs it.
+A plan that converts no norm is refused, and so is a checkpoint that lacks a tensor of the plan or
+stores it in another shape.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from enjoyln_cli.plan.plan import Plan
 
 
 def check_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
-    """What becomes of the stored tensors, by the names that they get.
+    """The edits of ``plan``, by the names of the written tensors.
 
-    Raises ``NothingToFold`` for a plan that keeps every norm, ``BadCheckpoint`` where a tensor of
-    the plan is not stored or has another shape.
+    Raises ``NothingToFold`` if the plan converts no norm, and ``BadCheckpoint`` if a tensor of the
+    plan is not stored or has another shape.
     """
     if not plan.folded:
         raise NothingToFold(why_nothing_folds(plan, checkpoint.source.model))
@@ -57,9 +57,9 @@ def _require_stored(
 
 
 def why_nothing_folds(plan: Plan, model: str, ways: Sequence[str] = ()) -> str:
-    """Why no norm of ``model`` becomes RMSNorm by ``plan``, and where to look next.
+    """The message that ``plan`` converts no norm of ``model``, with the reasons and what to try.
 
-    ``ways`` tell what would convert some: ``--widen-mlp would convert 3 of 5``.
+    ``ways`` are suggestions such as ``--widen-mlp would convert 3 of 5``.
     """
     already = sum(count for _, count in plan.other_norms)
     if not plan.norms and already:

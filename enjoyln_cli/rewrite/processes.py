@@ -1,9 +1,8 @@
-"""Several processes that work on one result, as ``torchrun`` and ``accelerate launch`` start them.
+"""Several processes that write one result, started by ``torchrun`` or ``accelerate launch``.
 
-Decides who there is (``RANK`` of ``WORLD_SIZE``, at ``MASTER_ADDR``), how the work is shared, and
-what becomes of the others where one fails: whoever waits for it stops too. What they tell each
-other goes through ``torch.distributed`` (gloo), which sees a process die; weights go through the
-file system alone.
+The environment names the processes (``RANK`` of ``WORLD_SIZE``, at ``MASTER_ADDR``). They exchange
+messages through ``torch.distributed`` (gloo), which notices if a process dies; processes that wait
+for it stop too. Weights go through the file system alone.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from enjoyln_cli.text import first_line
 T = TypeVar("T")
 
 MEETING = timedelta(minutes=10)
-"""How long the first of them waits for the last."""
+"""How long the processes wait for each other at the start."""
 WORKING = timedelta(days=365)
-"""How long one waits for the work of another that lives."""
+"""How long a process waits for the work of another that is alive."""
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """This process among those that work on one result."""
+    """This process (``rank``) and the number of processes that write one result (``size``)."""
 
     rank: int = 0
     size: int = 1
     local: int = 1
-    """How many of them share this machine."""
+    """How many of the processes run on this machine."""
     group: Any = None
 
 
@@ -41,9 +40,9 @@ ALONE = ProcessGroup()
 
 
 def present() -> ProcessGroup:
-    """Who this process is, by its environment; nobody is waited for.
+    """The process group as the environment gives it, without connecting to the others.
 
-    Alone where the environment does not say, or makes no sense.
+    ``ALONE`` if the environment variables are missing or invalid.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         return ALONE
@@ -57,7 +56,7 @@ def present() -> ProcessGroup:
 
 @contextmanager
 def join_group(on_event: Callable[[str, str], None] | None = None) -> Iterator[ProcessGroup]:
-    """All of them, once each has come. Raises ``OutputError`` where some do not come."""
+    """Connect all processes. Raises ``OutputError`` if some do not connect in time."""
     team = present()
     if team.size == 1:
         yield team
@@ -81,10 +80,10 @@ def join_group(on_event: Callable[[str, str], None] | None = None) -> Iterator[P
 
 
 def gather(team: ProcessGroup, value: T) -> list[T]:
-    """What each of them says, by rank. Where one does not live to say it, the others stop.
+    """The ``value`` of each process, by rank.
 
-    The first raises ``OutputError`` then; the rest leave it to the first, or to the one that
-    failed, to tell the user.
+    If a process has ended, the first process raises ``OutputError`` and the others exit silently,
+    so that the user gets one message.
     """
     if team.size == 1:
         return [value]
@@ -101,7 +100,10 @@ def gather(team: ProcessGroup, value: T) -> list[T]:
 
 
 def agree(team: ProcessGroup, action: Callable[[], T]) -> T:
-    """What ``action`` gives here, if it ends well everywhere; the first tells what went wrong."""
+    """Run ``action`` in every process; returns its result here if it succeeds everywhere.
+
+    If it fails anywhere, the first process raises the error and the others exit silently.
+    """
     if team.size == 1:
         return action()
     failed: Exception | None = None
@@ -121,7 +123,10 @@ def agree(team: ProcessGroup, action: Callable[[], T]) -> T:
 
 
 def share_out(sizes: Sequence[int], many: int) -> list[list[int]]:
-    """Which items each of ``many`` takes: the largest first, each to whoever has the least."""
+    """Distribute items over ``many`` shares: the largest first, each to the smallest share so far.
+
+    Returns the indices of each share.
+    """
     shares: list[list[int]] = [[] for _ in range(many)]
     loads = [0] * many
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

@@ -1,7 +1,7 @@
-"""Into which files the tensors of a result go, and where in them.
+"""Which file each tensor of a result is stored in, and at which offset.
 
-The source's own layout unless another dtype, a larger shape or a limit for the size of a file asks
-for new headers; its index, unless something in it changes.
+The layout, headers and index are the source's own. A new dtype, a larger shape or a size limit for
+the files takes new headers, and the index is rewritten if any of its entries change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from enjoyln_cli.rewrite.steps import Slot
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the result: its header, then the tensors."""
+    """One weight file of the result: its header, and the tensors after it."""
 
     name: str
     header: bytes
@@ -36,7 +36,7 @@ class Shard:
 
 
 def plain_layout(checkpoint: Checkpoint) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """What a copy of ``checkpoint`` consists of besides tensors: headers by file, and the index."""
+    """The headers of a copy of ``checkpoint`` by file name, and its index (name to bytes)."""
     shards = layout(checkpoint, {}, None, None)
     return {shard.name: shard.header for shard in shards}, index(checkpoint, shards)
 
@@ -56,7 +56,7 @@ def _code(dtype: torch.dtype | None) -> str | None:
 
 
 def _slots(checkpoint: Checkpoint, edits: Mapping[str, Edit], code: str | None) -> list[Slot]:
-    """Every tensor to write, those that are new after all others."""
+    """Every tensor to write; new ones come last."""
     made = {name: Edit() for name in checkpoint.tensors} | dict(edits)
     slots = []
     for name, edit in made.items():
@@ -72,7 +72,7 @@ def layout(
     dtype: torch.dtype | None,
     max_shard_size: int | None,
 ) -> list[Shard]:
-    """The files of the result and the place of every tensor in them."""
+    """The weight files of the result, each with the offsets of its tensors."""
     slots = _slots(checkpoint, edits, _code(dtype))
     if max_shard_size is not None:
         ordered = [s for f in checkpoint.shards for s in slots if s.stored.file == f]
@@ -91,7 +91,7 @@ def layout(
 
 
 def _cut(slots: list[Slot], metadata: dict[str, str], limit: int) -> list[Shard]:
-    """Consecutive tensors in files of at most ``limit`` bytes of tensors (one at the least)."""
+    """Distribute tensors over files of at most ``limit`` bytes, but at least one tensor each."""
     groups: list[list[Slot]] = [[]]
     size = 0
     for slot in slots:
@@ -109,7 +109,7 @@ def _cut(slots: list[Slot], metadata: dict[str, str], limit: int) -> list[Shard]
 
 
 def _packed(name: str, slots: list[Slot], metadata: dict[str, str]) -> Shard:
-    """A shard with a new header; wide dtypes first, so that every tensor is aligned."""
+    """A shard with a new header; tensors of wider dtypes come first, so that all are aligned."""
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     ordered = sorted(slots, key=lambda s: -(s.nbytes // max(prod(s.shape), 1)))
     ends = [0, *accumulate(slot.nbytes for slot in ordered)]
@@ -141,7 +141,10 @@ def _common_metadata(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def index(checkpoint: Checkpoint, shards: list[Shard]) -> dict[str, bytes]:
-    """The shard index: the source's own where nothing in it changes; none for a single file."""
+    """The shard index by file name: the source's own if nothing in it changes.
+
+    Empty for a single file without a source index.
+    """
     slots = {slot.name: slot for shard in shards for slot in shard.slots}
     files = {slot.name: shard.name for shard in shards for slot in shard.slots}
     content: dict[str, Any] = {"metadata": {}, "weight_map": files}

@@ -1,19 +1,20 @@
-"""Into which steps the work on one tensor is cut, on its way from file to file.
+"""Divide the work on one tensor into steps that workers can do independently.
 
-The steps depend on the tensor's shape and its edit alone, so the bytes written are the same whoever
-takes which step:
+The steps depend on the tensor's shape and its edit alone, so the bytes written do not depend on
+which worker does which step:
 
-* ``Copy`` and ``Convert``: what is not centred, byte for byte or through float64;
-* ``Rows``: slices ``(length, width)`` that fit into a block hold whole groups (rows of an
+* ``Copy``: bytes that do not change;
+* ``Convert``: elements that are not centred, but go through float64;
+* ``Rows``: slices ``(length, width)`` that fit into a block and hold whole groups (rows of an
   embedding or of a Conv1D weight, a bias, the heads of a small projection); one pass;
 * ``Columns``: one group of ``size`` rows of ``width`` elements that is larger than a block (the
-  output axis of a linear weight); one pass sums, a second subtracts;
-* ``Whole``: axes that overlap or lie on different dimensions, a scale that is multiplied in before
-  (``W <- P diag(s) W``), and whatever a block would cut, the tensor in memory at once;
-* ``Fill``: elements that become one number.
+  output axis of a linear weight); one pass sums, a second pass subtracts;
+* ``Whole``: the whole tensor in memory, for axes that overlap or are on different dimensions, for a
+  scale that is multiplied in first (``W <- P diag(s) W``), and if blocks would cut groups;
+* ``Fill``: elements that all become one number.
 
-``Before`` is what is done to a block of ``Convert``, ``Rows`` and ``Columns`` before it is centred,
-``Wider`` what follows each of its rows where a tensor's rows get longer.
+``Before`` is applied to each block of ``Convert``, ``Rows`` and ``Columns`` before centring.
+``Wider`` appends elements to each of its rows if the rows of a tensor get longer.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.edits import Edit, EditInputs
 
 BLOCK = 1 << 18
-"""Elements worked on at once: 2 MB in float64, which stays in a core's cache."""
+"""Elements to process at once: 2 MB in float64, which stays in a core's cache."""
 CHUNK = 1 << 24
-"""Elements of a step that can be cut, so that workers share a large tensor."""
+"""Most elements of a divisible step, so that workers can share a large tensor."""
 
 Values = Callable[[], EditInputs]
-"""What an edit takes from other tensors, read when a step first asks for it."""
+"""Returns the inputs that an edit takes from other tensors; read on the first call."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor to write, and the stored one that it is made from. Offsets are absolute, in bytes.
+    """One tensor to write, and the stored tensor that it is made from.
 
-    Name, dtype and shape may all differ from those of the stored tensor.
+    Name, dtype and shape may differ from those of the stored tensor. ``offset`` is the absolute
+    offset in the new file, in bytes.
     """
 
     name: str
@@ -53,34 +55,38 @@ class Slot:
 
     @property
     def count(self) -> int:
-        """Elements that are read."""
+        """Number of elements to read."""
         return prod(self.stored.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written."""
+        """Number of bytes to write."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
     def stays(self) -> bool:
-        """Whether a header's entry for the stored tensor holds for this one."""
+        """Whether the stored tensor's header entry is valid for this one."""
         stored = self.stored
         return (self.name, self.dtype, self.shape) == (stored.name, stored.dtype, stored.shape)
 
 
 @dataclass(frozen=True)
 class Before:
-    """``x * times + plus``; an element of ``times`` for every ``inner`` of ``x``, in turns."""
+    """``x * times + plus``, where each element of ``times`` applies to ``inner`` elements of ``x``.
+
+    After its last element, ``times`` starts again from the first.
+    """
 
     values: Values
     inner: int
 
     def exact_in(self, dtype: torch.dtype) -> bool:
-        """Whether the arithmetic of ``dtype`` gives what float64 gives, rounded once.
+        """Whether computing in ``dtype`` gives the same as float64 rounded once.
 
-        A product of two numbers of 16 bits has at most 22 significant bits. It is computed in
-        float32, which holds 24, and rounded: in bfloat16 whatever float32 cannot hold is less than
-        half of the smallest number, in float16 there is no such product.
+        This holds for a product of two 16-bit numbers. It has at most 22 significant bits, and
+        torch computes it in float32, which has 24, before it rounds. Products too small for float32
+        do not matter: they are less than half of the smallest bfloat16 number, and float16 has no
+        such products.
         """
         values = self.values()
         if values.times is None or values.plus is not None or dtype.itemsize != 2:
@@ -88,7 +94,7 @@ class Before:
         return torch.equal(values.times.to(dtype).double(), values.times)
 
     def __call__(self, block: torch.Tensor, first: int) -> None:
-        """On the elements from ``first``, which are whole runs of ``inner``, in place."""
+        """Apply to ``block`` in place: whole runs of ``inner`` from element ``first`` on."""
         values = self.values()
         by, add = values.times, values.plus
         if by is not None:
@@ -108,7 +114,7 @@ class Before:
 
 @dataclass(frozen=True)
 class Wider:
-    """Every ``width`` elements are followed by those of ``tail``, in float64."""
+    """Appends the float64 elements of ``tail`` after every ``width`` elements."""
 
     width: int
     tail: torch.Tensor
@@ -116,7 +122,7 @@ class Wider:
 
 @dataclass(frozen=True)
 class Copy:
-    """``count`` bytes from byte ``start``, unchanged."""
+    """Copy ``count`` bytes from byte ``start`` unchanged."""
 
     start: int
     count: int
@@ -124,7 +130,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Convert:
-    """``count`` elements from element ``start``, not centred; whole runs of ``unit`` at once."""
+    """Convert ``count`` elements from element ``start``, in blocks of whole runs of ``unit``."""
 
     start: int
     count: int
@@ -135,7 +141,7 @@ class Convert:
 
 @dataclass(frozen=True)
 class Rows:
-    """``count`` slices ``(length, width)`` from element ``start``, the axes on ``length``."""
+    """Centre ``count`` slices ``(length, width)`` from element ``start`` over ``axes``."""
 
     start: int
     count: int
@@ -148,7 +154,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Columns:
-    """``size`` rows of ``width`` elements from element ``start``: each column is one group."""
+    """Centre each column of ``size`` rows of ``width`` elements from element ``start``."""
 
     start: int
     size: int
@@ -159,7 +165,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Whole:
-    """The tensor at once."""
+    """Edit the whole tensor in memory."""
 
     edit: Edit
     values: Values
@@ -167,7 +173,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Fill:
-    """``count`` elements of the new tensor from element ``start`` become ``value``."""
+    """Set ``count`` elements of the new tensor from element ``start`` to ``value``."""
 
     start: int
     count: int
@@ -180,7 +186,7 @@ Step = Part | Whole | Fill
 
 
 def steps_of(slot: Slot, edit: Edit, values: Values) -> Iterator[Step]:
-    """The steps that write ``slot``, in any order and by any worker."""
+    """The steps that write ``slot``; workers may do them in any order."""
     if edit.fill is not None:
         yield from _fill_steps(0, slot.count, edit.fill)
         return
@@ -205,7 +211,7 @@ def steps_of(slot: Slot, edit: Edit, values: Values) -> Iterator[Step]:
 
 
 def _block_steps(slot: Slot, axes: tuple[Axis, ...], unit: int) -> Iterator[Part]:
-    """What is not centred goes in whole runs of ``unit``."""
+    """The steps without ``Before`` and ``Wider``; runs of ``unit`` elements are not cut."""
     if axes and slot.count:
         ordered = tuple(sorted(axes, key=lambda axis: axis.start))
         shape, dim = slot.stored.shape, axes[0].dim
@@ -224,7 +230,7 @@ def _fill_steps(start: int, count: int, value: float) -> Iterator[Fill]:
 def _with_before_and_wider(
     slot: Slot, step: Part, unit: int, before: Before | None, wider: Wider | None
 ) -> Edited:
-    """The step with what is done besides centring; what was copied goes through float64 then."""
+    """The step with ``before`` and ``wider``; a ``Copy`` becomes a ``Convert``."""
     if isinstance(step, Copy):
         size = FLOATS[slot.dtype].itemsize
         step = Convert(step.start // size, step.count // size)
@@ -234,7 +240,7 @@ def _with_before_and_wider(
 
 
 def _fits(step: Edited, run: int, row: int) -> bool:
-    """Whether its blocks hold whole runs that are multiplied by one number, and whole rows."""
+    """Whether blocks of the step hold whole runs with one factor, and whole rows."""
     match step:
         case Convert():
             unit, count = step.unit, step.count
@@ -252,7 +258,7 @@ def _before(edit: Edit, values: Values, shape: tuple[int, ...]) -> Before | None
 
 
 def _wider(edit: Edit, shape: tuple[int, ...]) -> Wider | None:
-    """Where something is appended, but to the end of the whole tensor."""
+    """The elements to append to each row; ``None`` if there are none, or all are at the end."""
     if edit.append is None or prod(shape[: edit.append.dim]) == 1:
         return None
     width = prod(shape[edit.append.dim + 1 :])
@@ -261,7 +267,7 @@ def _wider(edit: Edit, shape: tuple[int, ...]) -> Wider | None:
 
 
 def _are_disjoint(axes: tuple[Axis, ...]) -> bool:
-    """All on one dimension, none touching another; so is none at all."""
+    """Whether all axes are on one dimension and none overlap; true if there are none."""
     ordered = sorted(axes, key=lambda axis: axis.start)
     apart = all(a.stop <= b.start for a, b in pairwise(ordered))
     return apart and len({axis.dim for axis in axes}) <= 1
@@ -270,7 +276,7 @@ def _are_disjoint(axes: tuple[Axis, ...]) -> bool:
 def _centring_steps(
     slot: Slot, start: int, lead: int, length: int, width: int, axes: tuple[Axis, ...]
 ) -> Iterator[Part]:
-    """Cut ``lead`` slices ``(length, width)`` from element ``start``, axes sorted and apart."""
+    """Steps for ``lead`` slices ``(length, width)`` from element ``start``; axes are sorted."""
     item = length * width
     if item <= BLOCK:
         for first, count in spans(0, lead, 1, CHUNK // item):
@@ -285,7 +291,7 @@ def _centring_steps(
 def _slice_steps(
     slot: Slot, start: int, length: int, width: int, axes: tuple[Axis, ...]
 ) -> Iterator[Part]:
-    """Cut one slice along ``length``: what no axis covers, and the groups of each axis."""
+    """Steps for one slice, cut along ``length`` into the axes and the elements between them."""
     edges = [0, *(edge for axis in axes for edge in (axis.start, axis.stop)), length]
     for gap, (low, high) in enumerate(pairwise(edges)):
         if low == high:
@@ -305,7 +311,7 @@ def _slice_steps(
 
 
 def spans(start: int, count: int, unit: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut ``count`` from ``start`` into runs of whole units, about ``most`` long at the most."""
+    """Divide ``count`` elements from ``start`` into runs of whole units, about ``most`` each."""
     length = max(1, most // unit) * unit
     for first in range(start, start + count, length):
         yield first, min(length, start + count - first)

@@ -1,8 +1,8 @@
-"""Write a checkpoint's shards anew, with some tensors edited, in memory that does not grow.
+"""Write a checkpoint's shards with some tensors edited, in bounded memory.
 
-Decides who writes what: processes take whole files, workers of a process are threads, with
-positioned reads and writes on shared files (torch and the system calls let go of the interpreter
-lock). It knows neither which tensors have to change nor why.
+This module distributes the work. Each process writes whole files. The workers of a process are
+threads with positioned reads and writes on shared files (torch and the system calls release the
+interpreter lock). Which tensors change, and why, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from enjoyln_cli.text import size
 
 T = TypeVar("T")
 Task = Callable[[Lane, Ends], Iterator[None]]
-"""Writes a part of a tensor, pausing after each transfer."""
+"""Writes a part of a tensor; yields after each transfer."""
 
 TICK = 0.1
-"""Seconds between two reports of progress."""
+"""Seconds between two progress reports."""
 LANES = 2
-"""Threads for each job: while one waits for the disk, the other computes. Where what is kept of the
-original has to be computed too, one is enough."""
+"""Threads for each job: while one waits for the disk, the other computes. If corrections for an
+archive are computed too, one is enough."""
 
 
 def write_shards(
@@ -69,28 +69,29 @@ def write_shards(
 ) -> tuple[str, ...]:
     """Write every tensor of ``checkpoint`` to safetensors files in the directory ``into``.
 
-    ``edits`` says what becomes of some of them, by the name that each gets: one that is not stored
-    appears in the file of the tensor that it is made from. ``dtype`` converts all floating tensors.
-    ``max_shard_size`` (bytes) cuts the shards anew; otherwise the layout stays, and without
-    ``dtype`` so does every header. ``jobs`` is the number of cores to keep busy, all by default.
+    ``edits`` maps names of written tensors to edits; a new tensor is stored in the file of the
+    tensor that it is made from. ``dtype`` converts all floating-point tensors. ``max_shard_size``
+    (bytes) distributes the tensors over new files; without it the layout stays, and without
+    ``dtype`` so does every header. ``jobs`` is the number of cores to use, all by default.
     ``progress`` is called in the calling thread with the number of bytes written since the last
-    call; ``recorder`` gets what it takes to restore the tensors. ``journal`` notes each file that
-    is finished; one that it has noted and that still is what it was is not written again. Of
-    several processes each writes its share, and all return when the last of them is done.
+    call. ``recorder`` collects the data that restores the tensors. ``journal`` notes each finished
+    file; a noted file that is still intact is not written again. Each of several processes writes
+    its share, and all return when the last one is done.
 
-    Returns the names of the files written, the index among them, all of them synced to the disk; in
-    another process than the first nothing.
-    Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating or does not
-    hold the axis, for a vector of another length, for NaN or Inf in an edited tensor (unless
-    ``allow_nonfinite``: they spread over what is centred with them then), for values
-    out of the range of the dtype, and for a file that ends early; ``OutputError`` where the disk
-    has too little space.
+    Returns the names of the files written, including the index, all synced to the disk. In other
+    processes than the first, the result is empty.
+
+    Raises ``BadCheckpoint`` for an edit of a tensor that is not stored, is not floating-point or
+    does not contain the axis, for a vector of another length, for NaN or Inf in an edited tensor
+    (unless ``allow_nonfinite``: they then spread over the group that is centred), for values out of
+    the range of the dtype, and for a file that ends early. Raises ``OutputError`` if the disk has
+    too little space.
     """
     _check_edits(checkpoint, edits)
     if checkpoint.source.remote and max_shard_size is not None:
         raise OutputError(
-            "files that are fetched one by one keep their layout: leave --max-shard-size or "
-            "--stream out"
+            "--stream keeps the layout of the files, so it cannot be combined with "
+            "--max-shard-size; remove one of them"
         )
     shards = layout(checkpoint, edits, dtype, max_shard_size)
     mine = assign_shards(journal, into, shards) if journal else shards
@@ -126,7 +127,7 @@ def write_shards(
 def _batches(
     checkpoint: Checkpoint, shards: list[Shard]
 ) -> Iterator[tuple[list[Shard], AbstractContextManager[None]]]:
-    """What is written together: all, or where files are fetched, what is made from one of them."""
+    """The shards to write together: all, or one at a time if the source is streamed."""
     remote = checkpoint.source.remote
     if remote is None:
         yield shards, nullcontext()
@@ -149,9 +150,9 @@ def write_tensors(
 ) -> None:
     """Write the files of ``shards`` from the tensors of ``checkpoint``, and sync them to the disk.
 
-    ``tasks_for`` gives what writes a slot, in any order and by any worker; ``recorder`` gets what
-    it takes to restore the tensors, ``journal`` notes each file that is finished. Raises what the
-    tasks do, and ``OutputError`` where the disk has too little space.
+    ``tasks_for`` gives the tasks that write a slot; workers may do them in any order. ``recorder``
+    collects the data that restores the tensors, and ``journal`` notes each finished file. Raises
+    what the tasks raise, and ``OutputError`` if the disk has too little space.
     """
     give_back()
     _check_space(shards, into)
@@ -197,7 +198,7 @@ def _write_with_workers(
         for shard in shards
     ]
     queue = deque(_interleaved(portions, lanes))
-    del portions  # what a task has read is held no longer than the task
+    del portions  # so that data that a task has read is freed with the task
     left = Counter(shard.name for shard, _, _ in queue)
     lock, stop = threading.Lock(), threading.Event()
 
@@ -235,7 +236,7 @@ def _write_with_workers(
 def total_progress(
     total: int, listener: Callable[[int, int], None] | None
 ) -> Callable[[int], None] | None:
-    """For a listener that wants bytes done and bytes in all, what ``progress`` is called with."""
+    """A ``progress`` callback for a listener that takes bytes done and total bytes."""
     if listener is None:
         return None
     done = 0
@@ -255,9 +256,9 @@ def _with_workers(
     stop: threading.Event,
     progress: Callable[[int], None] | None,
 ) -> None:
-    """Run ``drain`` in so many threads; any exception, here or there, stops them all."""
+    """Run ``drain`` in ``threads`` threads; any exception, here or in one of them, stops all."""
     lanes = [Lane() for _ in range(threads)]
-    told, before = 0, torch.get_num_threads()
+    reported, before = 0, torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads) as pool:
             try:
@@ -267,9 +268,9 @@ def _with_workers(
                     for future in done:
                         future.result()
                     written = sum(lane.written for lane in lanes)
-                    if progress and written > told:
-                        progress(written - told)
-                    told = written
+                    if progress and written > reported:
+                        progress(written - reported)
+                    reported = written
             except BaseException:
                 stop.set()
                 raise
@@ -281,7 +282,7 @@ def _check_space(shards: Sequence[Shard], into: Path) -> None:
     need, free = sum(shard.size for shard in shards), shutil.disk_usage(into).free
     if need > free:
         raise OutputError(
-            f"the weights take {size(need)}, and {size(free)} are left for {into.parent}; "
+            f"the weights need {size(need)}, but only {size(free)} are free at {into.parent}; "
             "free some space, or choose another place"
         )
 
@@ -295,20 +296,24 @@ def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> None:
         shape = _floating(checkpoint, edit.source or name, f"to become {name}").shape
         for axis in edit.axes:
             if not 0 <= axis.dim < len(shape) or axis.stop > shape[axis.dim]:
-                raise BadCheckpoint(f"{name}: shape {shape} does not hold {axis}")
+                raise BadCheckpoint(f"{name}: shape {shape} does not contain {axis}")
         lengths = {found: _floating(checkpoint, found, f"to change {name}") for found in edit.needs}
         for vector in (edit.times, edit.scale):
             length = prod(lengths[vector.tensor].shape) if vector else 0
             if vector and (vector.dim >= len(shape) or length != shape[vector.dim]):
                 raise BadCheckpoint(
-                    f"{vector.tensor}: has {length} elements, too few or many for {name}"
+                    f"{vector.tensor}: has {length} elements, too few or too many for {name}"
                 )
         if edit.plus:
             matrix, many = lengths[edit.plus.matrix].shape, prod(lengths[edit.plus.by].shape)
             if edit.plus.dim >= len(matrix) or matrix[edit.plus.dim] != many:
-                raise BadCheckpoint(f"{edit.plus.matrix}: shape {matrix} times {many} elements")
+                raise BadCheckpoint(
+                    f"{edit.plus.matrix}: shape {matrix} cannot be multiplied by {many} elements"
+                )
             if prod(matrix) != prod(shape) * many:
-                raise BadCheckpoint(f"{name}: shape {shape} does not hold what {matrix} gives")
+                raise BadCheckpoint(
+                    f"{name}: shape {shape} does not fit the product of {matrix} and {many}"
+                )
 
 
 def _floating(checkpoint: Checkpoint, name: str, what: str) -> StoredTensor:
@@ -316,7 +321,9 @@ def _floating(checkpoint: Checkpoint, name: str, what: str) -> StoredTensor:
     if stored is None:
         raise BadCheckpoint(f"{name}: {what}, but {checkpoint.source.model} lacks it")
     if stored.dtype not in FLOATS:
-        raise BadCheckpoint(f"{name}: {what}, but stored as {stored.dtype}, not floating")
+        raise BadCheckpoint(
+            f"{name}: {what}, but stored as {stored.dtype}, which is not floating-point"
+        )
     return stored
 
 
@@ -330,13 +337,13 @@ def _write_file(path: Path, content: bytes) -> None:
 def _tasks(
     checkpoint: Checkpoint, edits: Mapping[str, Edit], nonfinite: bool, journal: Journal | None
 ) -> Callable[[Slot], Iterator[Task]]:
-    """Tells what becomes of each tensor."""
+    """A function that gives the tasks of each slot."""
 
-    def taken(slot: Slot, edit: Edit) -> EditInputs:
+    def inputs_of(slot: Slot, edit: Edit) -> EditInputs:
         reads = reads_for(journal, slot.name)
 
         def finite(name: str, value: torch.Tensor) -> torch.Tensor:
-            """NaN and Inf are told of the tensor that holds them."""
+            """``value``; raises ``BadCheckpoint`` naming the tensor if it has NaN or Inf."""
             if not nonfinite and not value.isfinite().all():
                 raise BadCheckpoint(
                     f"{name} in {checkpoint.tensors[name].file} holds NaN or Inf and cannot be "
@@ -359,19 +366,19 @@ def _tasks(
 
     def tasks(slot: Slot) -> Iterator[Task]:
         edit = edits.get(slot.name, Edit())
-        values = cache(partial(taken, slot, edit))
+        values = cache(partial(inputs_of, slot, edit))
         return (partial(run, step=s, nonfinite=nonfinite) for s in steps_of(slot, edit, values))
 
     return tasks
 
 
 def _portions(tasks: tuple[Task, ...], positioned: bool) -> Iterator[tuple[Task, ...]]:
-    """Tasks that one worker takes together: one, or all of a tensor that has to be loaded whole."""
+    """Tasks for one worker: single ones, or all of a tensor that has to be loaded whole."""
     return iter(zip(tasks, strict=True)) if positioned else iter((tasks,))
 
 
 def _interleaved(queues: list[list[T]], many: int) -> Iterator[T]:
-    """``many`` queues at a time, in turns: a file is locked while somebody writes to it."""
+    """Items of ``many`` queues (files) in turns, since a file is locked during a write."""
     for first in range(0, len(queues), many):
         for row in zip_longest(*queues[first : first + many]):
             yield from (item for item in row if item is not None)
@@ -384,13 +391,13 @@ def _open(path: Path, flags: int, stack: ExitStack) -> int:
 
 
 def _create(shard: Shard, into: Path, stack: ExitStack, noted: bool) -> Target:
-    """A new file of its final size that holds the header, on the disk if there is nothing else."""
+    """Create a file of its final size, and write its header."""
     path = into / shard.name
     file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stack)
     os.truncate(file, shard.size)
     try:
         direct = _open(path, os.O_WRONLY | os.O_DIRECT, stack)
-    except (AttributeError, OSError):  # a system or a file system that knows no such thing
+    except (AttributeError, OSError):  # not supported by the system or the file system
         direct = None
     target = Target(file, direct, [] if noted else None)
     target.write(memoryview(shard.header), 0)

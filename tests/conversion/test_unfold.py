@@ -358,7 +358,7 @@ def test_a_kept_file_that_is_damaged(out: Path, back: Path, at: float) -> None:
     data = bytearray(path.read_bytes())
     data[int(at * len(data))] ^= 4
     path.write_bytes(data)
-    refused("original.safetensors is damaged: .*fold the source anew", out, back)
+    refused("original.safetensors is damaged: .*fold the source again", out, back)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_a_kept_file_of_another_fold(out: Path, tmp_path: Path, back: Path) -> N
     store(tmp_path / "sibling", state(torch.float32, seed=1), "sharded")
     other = folded(tmp_path / "sibling", tmp_path / "other")
     shutil.copy(other / FOLDER / FILE, out / FOLDER / FILE)
-    refused("belongs to another result", out, back)
+    refused("belongs to the result of another fold", out, back)
 
 
 def test_names_that_lead_out_of_the_directory(out: Path, back: Path, tmp_path: Path) -> None:

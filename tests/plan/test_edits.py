@@ -153,11 +153,11 @@ def test_large_tensors_are_never_in_memory_as_a_whole(shape: tuple[int, ...], ed
 @pytest.mark.parametrize(
     ("name", "edit", "words"),
     [
-        ("w", Edit(times=Vector("g", 0)), "too few or many"),
+        ("w", Edit(times=Vector("g", 0)), "too few or too many"),
         ("w", Edit(times=Vector("none", 1)), "lacks it"),
         ("w", Edit(times=Vector("ids", 1)), "I64"),
-        ("b", Edit(plus=Product("w", 0, "v")), "times"),
-        ("s", Edit(plus=Product("e", 2, "v")), "does not hold"),
+        ("b", Edit(plus=Product("w", 0, "v")), "cannot be multiplied"),
+        ("s", Edit(plus=Product("e", 2, "v")), "does not fit"),
         ("copy", Edit(source="none"), "lacks it"),
         ("copy", Edit(), "lacks it"),
     ],

@@ -1,4 +1,4 @@
-"""A converted directory is complete, or does not exist; a model in memory is centred in place."""
+"""A converted directory is complete or does not exist; a model in memory is edited in place."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Iterator[Path]:
-    """A place for the result; whatever the test did, nothing half-written lies beside it."""
+    """A path for the result; after the test, no unfinished work may be left beside it."""
     yield tmp_path / "out"
     assert [p.name for p in tmp_path.iterdir() if p.name not in ("model", "out")] == []
 
@@ -198,7 +198,7 @@ def test_nan_and_infinity_in_an_edited_tensor(
 def test_nan_and_infinity_spread_over_their_group_where_they_may(
     tmp_path: Path, out: Path, name: str, value: float
 ) -> None:
-    """And a LayerNorm over that group makes the same of both."""
+    """A LayerNorm over that group makes the same elements NaN, folded or not."""
     tensors = state(torch.float32)
     clean = {key: tensor.clone() for key, tensor in tensors.items()}
     tensors[name][1, 7] = value
@@ -220,7 +220,7 @@ def test_nan_and_infinity_spread_over_their_group_where_they_may(
 
 
 def spoilt_norms(weight: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Which groups a LayerNorm over them makes NaN, each of them as a whole."""
+    """Which groups a LayerNorm over them makes NaN; it makes all elements of a group NaN."""
     groups = weight.narrow(axis.dim, axis.start, axis.length).double()
     groups = groups.unflatten(axis.dim, (axis.outer, axis.size, axis.inner))
     apart = groups - groups.mean(axis.dim + 1, keepdim=True)
@@ -234,7 +234,7 @@ def same_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def touched(spoilt: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """All elements of each group that holds one of ``spoilt``."""
+    """All elements of each group that contains one of ``spoilt``."""
     found = spoilt.clone()
     part = found.narrow(axis.dim, axis.start, axis.length)
     groups = part.unflatten(axis.dim, (axis.outer, axis.size, axis.inner))
@@ -357,7 +357,9 @@ def test_parameters_of_another_model_are_refused_before_anything_changes() -> No
     )
     model.proj = nn.Linear(6, 8)
     before = model.wte.weight.clone()
-    with pytest.raises(BadCheckpoint, match=r"proj\.weight: .*\[8, 5\], Small has \[8, 6\]"):
+    with pytest.raises(
+        BadCheckpoint, match=r"proj\.weight: .*\[8, 5\], but Small has shape \[8, 6\]"
+    ):
         centre_parameters(model, plan)
     assert same(model.wte.weight, before)
 

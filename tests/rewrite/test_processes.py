@@ -1,4 +1,4 @@
-"""Several processes write one result: the same bytes, and nothing half-written where one fails."""
+"""Several processes write one result: the same bytes, or nothing if one of them fails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def together(*commands: Sequence[object]) -> list[tuple[int, str]]:
-    """Exit status and output of each, started as a launcher would."""
+    """Exit status and output of each process, started as by a launcher."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -73,7 +73,7 @@ def test_the_bytes_are_those_of_one_process(source: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_one_that_dies_ends_the_run_which_can_be_gone_on_with(
+def test_a_process_that_dies_ends_the_run_and_it_can_be_resumed(
     source: Path, out: Path, dies: int
 ) -> None:
     fold(source, out)
@@ -93,26 +93,26 @@ def test_one_that_dies_ends_the_run_which_can_be_gone_on_with(
     assert contents(out) == whole
 
 
-def test_one_that_starts_from_something_else(source: Path, out: Path) -> None:
+def test_a_process_with_another_option_is_refused(source: Path, out: Path) -> None:
     found = together((MEMBER, source, out), (MEMBER, source, out, "dtype=bfloat16"))
     assert found[0] == (
         1,
-        "error: process 1 starts from something else: the dtype is torch.bfloat16 there and None "
-        "here; give all of them the same source, options and versions\n",
+        "error: process 1 differs from process 0: the dtype is torch.bfloat16 there and None "
+        "here; start all processes with the same source, options and versions\n",
     )
     assert found[1] == (1, "")
     assert os.listdir(out.parent) == ["model"]
 
 
-def test_machines_that_do_not_share_the_place(source: Path, out: Path, tmp_path: Path) -> None:
+def test_machines_that_do_not_share_a_directory(source: Path, out: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     found = together((MEMBER, source, out), (MEMBER, source, tmp_path / "elsewhere" / "out"))
     assert [status for status, _ in found] == [1, 1]
-    assert "process 1 does not see what the first has put into" in found[1][1]
+    assert "process 1 does not see the files that process 0 wrote to" in found[1][1]
     assert not out.exists() and os.listdir(tmp_path / "elsewhere") == []
 
 
-def test_nan_is_named_by_whoever_finds_it(tmp_path: Path, out: Path) -> None:
+def test_the_process_that_finds_nan_names_the_tensor(tmp_path: Path, out: Path) -> None:
     tensors = state(torch.float32)
     tensors["out.weight"][1, 7] = float("nan")
     store(tmp_path / "model", tensors, "sharded")
@@ -128,7 +128,7 @@ def test_keeping_means_takes_one_process(source: Path, out: Path) -> None:
     assert os.listdir(out.parent) == ["model"]
 
 
-def test_the_command_speaks_once(tmp_path: Path) -> None:
+def test_only_the_first_process_prints(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("-m", "enjoyln_cli", "fold", GPT2, "-o", out, "--no-verify", "--json")
     (status, said), other = together(words, words)
@@ -159,7 +159,7 @@ def test_shares_are_balanced(sizes: list[int], many: int) -> None:
         ({"RANK": "1"}, ALONE),
     ],
 )
-def test_who_is_there(
+def test_the_environment_names_the_processes(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], found: ProcessGroup
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
@@ -171,7 +171,7 @@ def test_who_is_there(
     assert present() == found
 
 
-def test_alone_everything_is_as_without_a_team() -> None:
+def test_a_single_process_works_without_a_group() -> None:
     assert gather(ALONE, "x") == ["x"]
     assert agree(ALONE, lambda: 3) == 3
     with pytest.raises(KeyError):

@@ -1,4 +1,4 @@
-"""New shards hold ``P W`` rounded once where an edit says so, and the old bytes elsewhere."""
+"""New shards hold ``P W``, rounded once, for edited tensors, and the old bytes elsewhere."""
 
 from __future__ import annotations
 
@@ -229,8 +229,8 @@ def test_edits_that_make_no_sense(source: Path, tmp_path: Path) -> None:
     for edits, words in (
         ({"none": (Axis(0, 0, 1, 3, 1),)}, "none"),
         ({"ids": (Axis(0, 0, 1, 31, 1),)}, "I64"),
-        ({"out.weight": (Axis(0, 1, 1, 24, 1),)}, "does not hold"),
-        ({"out.weight": (Axis(-1, 0, 1, 24, 1),)}, "does not hold"),
+        ({"out.weight": (Axis(0, 1, 1, 24, 1),)}, "does not contain"),
+        ({"out.weight": (Axis(-1, 0, 1, 24, 1),)}, "does not contain"),
     ):
         with pytest.raises(BadCheckpoint, match=words):
             write_shards(opened(source), centring(edits), tmp_path)
