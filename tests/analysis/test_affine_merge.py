@@ -1,4 +1,4 @@
-"""What folded norms add and multiply by, merged into the linear layers that read them."""
+"""Weights and biases of folded norms, merged into the linear layers that read them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ELSEWHERE = "a linear layer that reads it has a parameter that is also used else
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# Live models, with weights on which nothing passes by luck.
+# Live models with random weights and biases, so that nothing passes by chance.
 
 FALCON = {
     **TOKENS, "num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 24, "bias": True,
@@ -128,7 +128,7 @@ class Gained(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer before a norm, the norm, and ``read`` of what it gives."""
+    """A layer before a norm, the norm, and ``read`` applied to its result."""
 
     def __init__(self, read: Callable[[Block, torch.Tensor], Any], norm: nn.Module) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ READ: dict[str, Callable[[Block, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(D), Gained], ids=["plain", "1 + weight"])
 @pytest.mark.parametrize("read", READ)
-def test_a_reader_that_takes_all(read: str, norm: Callable[[], nn.Module]) -> None:
+def test_a_reader_that_a_norm_merges_into(read: str, norm: Callable[[], nn.Module]) -> None:
     model = tiny(READ[read], norm())
     found = analyze_module(model, rows())
     for options in (AFFINE, BIAS):
@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_reader_that_does_not(case: str) -> None:
+def test_a_reader_that_a_norm_cannot_merge_into(case: str) -> None:
     read, reason, culprit = REFUSED[case]
     model = tiny(read)
     plan = analyze_module(model, rows(), options=AFFINE).plan
@@ -303,7 +303,7 @@ def test_as_exact_as_the_original(
         dtype=dtype, verify=False,
     ).plan  # fmt: skip
     assert len(plan.merged) == merged
-    found = verify(tmp_path / "out")  # by its recipe alone
+    found = verify(tmp_path / "out")  # from its recipe alone
     assert found.passed, found.failures
     assert found.identity_error is not None and found.identity_error <= 1e-12
     assert found.ratio is not None and found.ratio <= 1.1
@@ -358,7 +358,8 @@ def test_the_recipe_is_the_plan_again(out: tuple[Path, Plan]) -> None:
     folder, plan = out
     recipe = load_recipe(folder / "enjoyln_recipe.yaml")
     assert dump_recipe(recipe) == (folder / "enjoyln_recipe.yaml").read_text()
-    assert len(recipe.variants[0].merged) == 4  # of every layer, the last, and two that stay
+    # one line for all layers, one for the last layer, and two for norms that are not merged
+    assert len(recipe.variants[0].merged) == 4
     shapes = {name: tuple(tensor.shape) for name, tensor in written(folder).items()}
     again = to_plan(recipe, shapes)
     assert set(again.merged) == set(plan.merged) and set(again.unmerged) == set(plan.unmerged)
@@ -421,7 +422,7 @@ def test_a_recipe_chooses_and_is_followed_or_refused(
         ("3", "where a mapping"),
     ],
 )
-def test_what_is_no_line_is_refused(line: str, words: str) -> None:
+def test_an_invalid_line_is_refused(line: str, words: str) -> None:
     text = (
         "version: 1\nmodel_type: a\nvariants:\n- model_class: A\n  norms: {}\n  merge:\n"
         f"    a: {line}\n"
@@ -495,7 +496,7 @@ def test_a_line_for_every_layer_with_other_names_on_disk() -> None:
     )
 
 
-# What goes wrong is seen.
+# Errors that verify has to find.
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.fc1.bias"])

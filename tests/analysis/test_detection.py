@@ -1,4 +1,4 @@
-"""The verdicts, shown on live weights: every class of the six families computes what it did.
+"""The verdicts, checked on live weights: every class of six families computes the same.
 
 In float64, with random γ, β and biases and weights of non-zero mean, for prefill, a decoding step
 with the cache, padding, and the optional inputs.
@@ -58,11 +58,13 @@ def test_a_class_by_itself_computes_what_it_did(
     plan = analyze(config, model_class=model_class).plan
     original = live(model_class, config)
     folded = converted(original, plan)
-    assert calls(original)[0].keys().isdisjoint(plan.unproven)  # else all compute LayerNorm
+    # with an unproven input, all norms would compute LayerNorm
+    assert calls(original)[0].keys().isdisjoint(plan.unproven)
     for given in calls(original):
         with input_means(folded) as seen:
             assert error(folded, original, given) <= 1e-12, sorted(given)
-        if given.keys().isdisjoint(plan.unproven):  # else LayerNorm, of what nobody centred
+        # with an unproven input, LayerNorm runs, and its input need not be zero-mean
+        if given.keys().isdisjoint(plan.unproven):
             assert max(seen.values(), default=0.0) <= 1e-12, sorted(given)
         assert set(seen) == {verdict.norm for verdict in plan.folded}, sorted(given)
 
@@ -185,7 +187,7 @@ WHISPER = {
 
 
 def test_an_operation_on_the_input_of_a_block() -> None:
-    """The encoder's stem ends in a function, so the first block's input carries the centring."""
+    """The encoder's stem ends in a function, so the first block's input is centred."""
     config = CONFIG_MAPPING["whisper"](**WHISPER)
     plan = analyze(config, model_class="WhisperForConditionalGeneration").plan
     assert [(op.module, op.place) for op in plan.ops] == [
@@ -211,7 +213,7 @@ def test_an_operation_on_the_input_of_a_block() -> None:
 
 
 class TwoNorms(nn.Module):
-    """A block with two norms of its input, and perhaps one more reader of it."""
+    """A block with two norms of its input, and possibly another reader of the input."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__()
@@ -223,7 +225,7 @@ class TwoNorms(nn.Module):
 
 
 class Stemmed(nn.Module):
-    """A stem that ends in a function, and is returned beside what the block makes of it."""
+    """A stem that ends in a function; the model returns it beside the block's output."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Outputs that a user does not need may change, and all others stay the same.
 
-CLIP's vision tower returns its last hidden state before the norm that follows it, so that by
-default every norm of the tower but the first has to stay.
+CLIP's vision tower returns its last hidden state before the final norm. By default, every norm of
+the tower but the first therefore stays.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def out(source: Path) -> Path:
-    """The source, folded and verified for the outputs that are wanted."""
+    """The source, folded and verified for chosen outputs."""
     good("fold", source, "-o", source.parent / "out", "--outputs", ",".join(WANTED))
     return source.parent / "out"
 
@@ -108,7 +108,7 @@ def test_the_choice_is_carried_by_the_marker_the_recipe_and_the_check(out: Path)
 def test_hidden_states_stay_where_they_are_named(
     named: tuple[str, ...], stay: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """The streams of a GPT-2 of two blocks; where nobody reads them, every norm folds."""
+    """The hidden states of a GPT-2 of two blocks; every norm folds if they may change."""
     original = live("GPT2LMHeadModel", GPT2Config(**GPT2)).float()
     original.save_pretrained(tmp_path / "source")
     wanted = ("logits", *(f"hidden_states.{state}" for state in named))
@@ -207,7 +207,7 @@ def test_the_class_is_the_first_that_has_the_outputs() -> None:
 
 
 class Returning(nn.Module):
-    """A norm whose input is returned under some names, one of which ``forward`` takes too."""
+    """A norm whose input is returned under several names; ``forward`` also takes one of them."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()

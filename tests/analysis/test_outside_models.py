@@ -1,4 +1,4 @@
-"""Models from outside of transformers, through the library call on a live module."""
+"""Models from other libraries than transformers, analysed as live modules."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ class Heads(nn.Module):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_fused_layer_of_torch_does_not_pass_over_a_centring(gradients: bool) -> None:
-    """One operation on the last norm of the encoder folds the four of the heads. Without gradients
-    torch also packs the rows that are not padding into a nested tensor.
+    """One operation on the encoder's last norm folds the four norms of the heads.
+
+    Without gradients, torch also packs the rows that are not padding into a nested tensor.
     """
     model, x = moved(Heads()), torch.randn(2, 7, 5, dtype=torch.float64)
     padding = torch.arange(7) >= torch.tensor([[7], [5]])
@@ -95,9 +96,11 @@ def test_a_fused_layer_of_torch_does_not_pass_over_a_centring(gradients: bool) -
 
 
 def test_a_state_space_vision_model() -> None:
-    """15 norms. The convolution between the stages sees the first stream, and no norm inside a
-    scan is behind a writer. So two norms fold behind the convolutions, and with one operation on
-    the second stream its five norms: 7 of 15, where the paper's criterion calls 70.59 % foldable.
+    """7 of 15 norms fold; the paper's criterion calls 70.59 % foldable.
+
+    The convolution between the stages reads the first residual stream, and no norm inside a scan
+    follows a linear layer. Two norms fold after the convolutions, and five with one operation on
+    the second residual stream.
     """
     model, x = moved(StateSpaceVision()), torch.randn(2, 3, 32, 24, dtype=torch.float64)
     found = analyze(model, x)
@@ -114,7 +117,7 @@ def test_a_state_space_vision_model() -> None:
 
 
 class Measured(nn.Module):
-    """One feature of the stream is taken, for its shape or for its values."""
+    """One feature of the stream is selected, for its shape or for its values."""
 
     def __init__(self, values: bool) -> None:
         super().__init__()

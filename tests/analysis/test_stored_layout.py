@@ -1,4 +1,4 @@
-"""Parameters that are stored in another layout: where their mean lies on disk, and whole folds."""
+"""Parameters that are stored in another layout: which tensors to centre, and whole folds."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def saved(model_type: str, model_class: str, settings: dict[str, Any], folder: P
 
 def loaded(model_class: str, folder: Path) -> Any:
     model = getattr(transformers, model_class).from_pretrained(folder, dtype=torch.float64)
-    model.set_experts_implementation("eager")  # the grouped product does not know float64
+    model.set_experts_implementation("eager")  # the grouped product does not support float64
     return model.eval()
 
 
@@ -176,14 +176,14 @@ def test_a_model_of_experts_folds_on_disk(
     original, result = (loaded(model_class, tmp_path / name) for name in ("source", "out"))
     means = input_means([result.get_submodule(v.norm) for v in plan.norms])
     ids = torch.randint(3, 37, (2, 9))
-    with torch.no_grad(), Float64():  # Cohere's norms widen to float32
+    with torch.no_grad(), Float64():  # Cohere's norms compute in float32
         expected, got = original(ids)[0], result(ids)[0]
     assert (got - expected).norm() / expected.norm() <= 1e-12
     assert len(means) == len(plan.norms) and max(means) <= 1e-12
 
 
 def input_means(norms: list[nn.Module]) -> list[float]:
-    """Filled by the next call: the largest mean that each norm of the stock class sees."""
+    """A dict that the next call fills: the largest input mean of each norm of the stock class."""
     means: list[float] = []
 
     def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -195,7 +195,7 @@ def input_means(norms: list[nn.Module]) -> list[float]:
 
 
 def test_experts_of_a_part_are_applied_as_those_of_the_whole() -> None:
-    """A class that has no experts itself says so, whatever its parts have."""
+    """A class without experts of its own says so, even if its parts have experts."""
     part = build(transformers.PhimoeModel, transformers.PhimoeConfig(**PHIMOE))
     whole = nn.ModuleDict({"text": nn.Sequential(part), "tower": nn.Linear(2, 2)})
     for way in ("eager", "batched_mm"):
@@ -222,8 +222,8 @@ def test_the_recipe_names_experts_in_one_line_and_serves_the_check(tmp_path: Pat
 
 
 @pytest.mark.parametrize("model_type", ["maskformer", "clip", "phimoe"])
-def test_what_a_class_saves_fills_it(model_type: str) -> None:
-    """MaskFormer's backbone keeps names that the renamings of other Swin models apply to."""
+def test_the_tensors_that_a_class_saves_load_without_missing_weights(model_type: str) -> None:
+    """MaskFormer's backbone keeps names that are renamed in other Swin models."""
     config = CONFIG_MAPPING[model_type]()
     model = build(classes_for(config)[0], config)
     found = candidate(model, saved_shapes(model), None)

@@ -1,6 +1,6 @@
-"""What was tied gets its own copy, and the embedding is centred in the weights.
+"""Tied weights get separate copies, and the embedding is centred in the weights.
 
-The counts are those of DESIGN.md for an untied head, where nothing sees a shift of the embedding.
+The counts are those of an untied head, where nothing notices a shift of the embedding.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ CASES: dict[str, tuple[Any, str, tuple[int, int, int], dict[str, str], tuple[str
         ("tie_word_embeddings", "text_config.tie_word_embeddings"),
     ),
 }
-"""Config, class, (norms, folded, ops), the copies and the entries of the config."""
+"""Config, class, (norms, folded, ops), the copies, and the changed entries of the config."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_plan_takes_what_was_tied_for_two(case: str) -> None:
+def test_the_plan_treats_tied_weights_as_separate(case: str) -> None:
     config, name, counts, copies, entries = CASES[case]
     plan = analyze_config(config, model_class=name, options=UNTIE).plan
     assert (len(plan.norms), len(plan.folded), len(plan.ops)) == counts
@@ -148,7 +148,7 @@ def test_the_plan_takes_what_was_tied_for_two(case: str) -> None:
 
 
 def stored(config: Any, name: str, folder: Path, **saving: Any) -> Path:
-    """A checkpoint of random weights on which nothing passes by luck."""
+    """A checkpoint of random weights and biases, so that nothing passes by chance."""
     model = moved(getattr(tf, name)(copy.deepcopy(config))).float()
     model.save_pretrained(folder, **saving)
     return folder
@@ -343,7 +343,7 @@ def test_a_head_that_a_norm_is_merged_into_is_untied_although_its_embedding_stay
     assert result.verification.passed and result.verification.identity_error < 1e-12
 
 
-# What is refused, and what is not needed
+# Refusals, and models that need no copies
 
 
 def test_a_config_class_that_always_ties(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_config_class_that_always_ties(tmp_path: Path) -> None:
 
 
 class Joined(tf.GPT2PreTrainedModel):
-    """Ties in its own code, whatever its config says."""
+    """Ties weights in its own code, and ignores its config."""
 
     _tied_weights_keys = None
 
@@ -374,7 +374,7 @@ def test_a_tie_that_the_config_does_not_decide() -> None:
 
 
 class Scaled(nn.Module):
-    """Feeds a tied head something else than one that is not, as some classes do."""
+    """Scales the input of its head only if that is tied, as some classes do."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ def test_a_class_that_settles_its_attention_in_its_first_call_is_the_same_afterw
 
 
 @pytest.mark.parametrize("options", [{"merge": "both"}, {"widen_to": 0}])
-def test_an_option_that_there_is_not(options: dict[str, Any]) -> None:
+def test_an_invalid_option(options: dict[str, Any]) -> None:
     with pytest.raises(EnjoyLNError, match="but must be"):
         Options(**options)
 

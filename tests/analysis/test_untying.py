@@ -1,4 +1,4 @@
-"""What is tied is what the stored tensors say, and a norm that is called often counts once."""
+"""Stored tensors decide what is tied, and a norm that is called several times counts once."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _OPERATORS: list[torch.library.Library] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def _operators() -> None:
-    """A torchvision with kernels for another torch lacks two operators that it describes."""
+    """Define two operators that torchvision lacks if it was built for another torch."""
     try:
         importlib.import_module("torchvision")
     except ImportError:
@@ -48,7 +48,7 @@ def torchvision_models() -> Any:
 
 
 def planned(model: nn.Module) -> Plan:
-    """The plan for 32 by 32 pixels, shown on three inputs: each folded norm sees a zero mean."""
+    """The plan for 32 by 32 pixels; on three inputs, each folded norm's input has zero mean."""
     moved(model)
     images = [torch.randn(2, 3, 32, 32, dtype=torch.float64) * 10**i for i in range(3)]
     plan = analyze(model, images[0]).plan
@@ -80,8 +80,9 @@ def blocks(prefix: str, count: int, *names: str) -> set[str]:
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_timm_vit_folds_whole(name: str, fused: bool) -> None:
-    """Pre-LN: patches, positions, class and distillation tokens, ``proj`` and ``fc2`` write the
-    stream, and norms alone read it. The heads read the last norm.
+    """Pre-LN: only norms read the stream, and the heads read the last norm.
+
+    Patches, positions, class and distillation tokens, ``proj`` and ``fc2`` are added to the stream.
     """
     model = timm_model(name, **SMALL)
     for module in model.modules():
@@ -93,8 +94,10 @@ def test_timm_vit_folds_whole(name: str, fused: bool) -> None:
 
 
 def test_timm_vit_with_a_norm_before_its_blocks() -> None:
-    """CLIP's ``norm_pre`` is affine and writes the stream: one operation on it frees the five norms
-    behind it, and it folds itself behind patches, positions and class token.
+    """The stream begins with the affine output of CLIP's ``norm_pre``.
+
+    One operation on this output folds the five norms after it. ``norm_pre`` itself folds too, after
+    patches, positions and class token.
     """
     plan = planned(timm_model("vit_base_patch16_clip_224", **SMALL))
     assert [(op.module, op.place) for op in plan.ops] == [("norm_pre", "output")]
@@ -103,8 +106,9 @@ def test_timm_vit_with_a_norm_before_its_blocks() -> None:
 
 
 def test_timm_eva_keeps_the_norm_inside_of_its_mlp() -> None:
-    """As ViT, with a last norm on the mean over tokens, which keeps zero means. The norm inside of
-    the MLP sees ``silu(gate) * x``.
+    """As ViT, with a last norm on the mean over tokens, which keeps zero means.
+
+    The norm inside the MLP reads ``silu(gate) * x`` and stays.
     """
     plan = planned(timm_model("eva02_base_patch14_224", **SMALL))
     assert static(plan) == {*blocks("blocks", 2), "fc_norm"}
@@ -112,8 +116,9 @@ def test_timm_eva_keeps_the_norm_inside_of_its_mlp() -> None:
 
 
 def test_timm_cait_folds_whole() -> None:
-    """Every branch ends in a LayerScale, which is merged into the linear layer before it: patches,
-    positions, class token and scaled branches write the stream, and norms alone read it.
+    """Every branch ends in a LayerScale, which is merged into the linear layer before it.
+
+    Patches, positions, class token and scaled branches are added to the stream; only norms read it.
     """
     plan = planned(timm_model("cait_xxs24_224", **SMALL))
     every = {*blocks("blocks", 2), *blocks("blocks_token_only", 2), "norm"}
@@ -123,9 +128,11 @@ def test_timm_cait_folds_whole() -> None:
 
 
 def test_timm_convnext_folds_its_stem() -> None:
-    """The stem's convolution sees all channels. Norms in blocks are behind depthwise convolutions,
-    which read the stream of each stage too, so that no weight that writes it can be centred. The
-    first stage's stream starts with the affine output of the stem's norm.
+    """The stem's convolution reads all channels, so the stem's norm folds.
+
+    The norms in the blocks follow depthwise convolutions. These read the stream of each stage too,
+    so no weight that adds to it can be centred. The first stage's stream begins with the affine
+    output of the stem's norm.
     """
     plan = planned(timm_model("convnext_tiny", depths=(1, 1, 1, 1), dims=(8, 12, 16, 20)))
     assert static(plan) == {"stem.1"}
@@ -135,8 +142,9 @@ def test_timm_convnext_folds_its_stem() -> None:
 
 
 def test_timm_convnext_without_layer_scale_folds_no_more() -> None:
-    """A depthwise convolution in each block reads the stream that the norms between the stages see.
-    Of the first stage the stem's affine norm writes it, of the others a convolution.
+    """A depthwise convolution in each block reads the stream that the norms between stages read.
+
+    The first stage's stream begins with the stem's affine norm, the others with a convolution.
     """
     convnext = pytest.importorskip("timm.models.convnext")
     settings = {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 20), "ls_init_value": None}
@@ -148,10 +156,11 @@ def test_timm_convnext_without_layer_scale_folds_no_more() -> None:
 
 
 def swin_stages(first: str, second: str, plan: Plan, stem: str, merging: str, last: str) -> None:
-    """The first stage's stream begins with the affine norm of the patches, and is concatenated
-    four by four for the merging's norm, which sees the means of its parts: its four norms and that
-    one stay. A linear layer begins the second stage, whose stream norms alone read: four and the
-    last fold, and with the norm of the patches six of eleven.
+    """Six of eleven norms fold: that of the patches, four of the second stage, and the last one.
+
+    The first stage's stream begins with the affine norm of the patches. Patch merging concatenates
+    it four by four, and its norm reads the means of the parts. So that norm and the four of the
+    first stage stay. The second stage begins with a linear layer, and only norms read its stream.
     """
     assert static(plan) == {stem, *blocks(second, 2), last}
     assert plan.ops == ()
@@ -177,8 +186,9 @@ def test_torchvision_swin() -> None:
 
 
 def swin_v2_stages(stages: list[str], plan: Plan, others: set[str], last: str) -> None:
-    """Norms stand at the end of branches, behind ``proj``, ``fc2`` and the merging's linear layer,
-    and fold; the last one sees the sum of their affine outputs.
+    """Norms at the ends of branches fold: they follow ``proj``, ``fc2`` and the merging's layer.
+
+    The last norm reads the sum of their affine outputs and stays.
     """
     assert static(plan) == {*others, *(name for stage in stages for name in blocks(stage, 2))}
     assert kept(plan) == {last: NOT_ZERO_MEAN}
@@ -208,7 +218,7 @@ def test_torchvision_swin_v2() -> None:
 
 
 def test_torchvision_vit_folds_whole() -> None:
-    """As timm's, with ``nn.MultiheadAttention``, whose ``out_proj`` is a writer."""
+    """As timm's, with ``nn.MultiheadAttention``, whose ``out_proj`` is centred."""
     plan = planned(torchvision_models().VisionTransformer(32, 8, 2, 3, 24, 33, num_classes=5))
     layers = {f"encoder.layers.encoder_layer_{i}" for i in range(2)}
     assert static(plan) == {"encoder.ln", *(f"{at}.ln_{j}" for at in layers for j in (1, 2))}
@@ -218,7 +228,7 @@ def test_torchvision_vit_folds_whole() -> None:
 
 
 def test_torchvision_convnext_folds_its_stem() -> None:
-    """As timm's; its norms of channels in dimension 1 are a class of its own."""
+    """As timm's; norms over channels in dimension 1 have their own class."""
     convnext = torchvision_models().convnext
     stages = [convnext.CNBlockConfig(8, 12, 1), convnext.CNBlockConfig(12, None, 1)]
     plan = planned(convnext.ConvNeXt(stages, num_classes=5))

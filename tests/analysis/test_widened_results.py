@@ -50,11 +50,11 @@ FIRST = "bert.encoder.layer.{}.intermediate.dense.{}"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# Live models, with weights on which nothing passes by luck.
+# Live models with random weights and biases, so that nothing passes by chance.
 
 
 def given_to(model: Any) -> list[dict[str, Any]]:
-    """Calls of every kind; of an encoder and a decoder, one with ids for both."""
+    """Calls of every kind; for an encoder-decoder model, one with ids for both."""
     found = calls(model)
     if not model.config.is_encoder_decoder:
         return [{**given, "use_cache": False} for given in found]
@@ -115,7 +115,7 @@ def test_a_model_of_another_size_is_left_alone() -> None:
     plan = analyze_config(BertConfig(**BERT), model_class="BertModel", options=WIDEN).plan
     other = live("BertModel", BertConfig(**{**BERT, "intermediate_size": 34}))
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(BadCheckpoint, match="the plan adds to 33 hidden units"):
+    with pytest.raises(BadCheckpoint, match="the plan expects 33 hidden units"):
         centre_parameters(other, replace(plan, writers=()))
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
@@ -207,7 +207,7 @@ def test_an_attribute_that_config_json_leaves_out_is_written(tmp_path: Path) -> 
     assert AutoConfig.from_pretrained(tmp_path / "out").intermediate_size == 3080
 
 
-# What verify has to see.
+# Errors that verify has to find.
 
 
 @pytest.mark.parametrize("column", [320, 321, 323, 326])
@@ -221,7 +221,7 @@ def test_a_wrong_unit_is_seen(outs: dict[str, Path], column: int, tmp_path: Path
 
 
 def test_a_forced_wrong_widening_is_refuted(tmp_path: Path) -> None:
-    """The plan of a GELU, carried out on a model with tanh."""
+    """The plan of a model with GELU, carried out on a model with tanh."""
     right = BertConfig(**BERT)
     plan = analyze_config(right, model_class="BertModel", options=WIDEN).plan
     assert len(plan.widened) == 2
@@ -366,8 +366,8 @@ def test_units_that_have_moved_are_seen(outs: dict[str, Path], name: str, index:
     assert shifted(used) == {True}
 
 
-def test_what_the_zeros_read_is_nobodys_business(outs: dict[str, Path]) -> None:
-    """A unit that writes nothing may read anything."""
+def test_units_with_zero_output_weights_may_read_anything(outs: dict[str, Path]) -> None:
+    """A unit whose output weights are zero may have any input weights."""
     model = BertForMaskedLM.from_pretrained(outs["float32"]).eval()
     with torch.no_grad():
         model.get_parameter(FIRST.format(0, "weight"))[325] += 1
@@ -375,7 +375,7 @@ def test_what_the_zeros_read_is_nobodys_business(outs: dict[str, Path]) -> None:
 
 
 def trained(model: Any, seed: int) -> Any:
-    """A step of an optimiser that moves every weight about equally far."""
+    """A step of an optimiser that moves all weights by about the same amount."""
     torch.manual_seed(seed)
     model.train()
     stepping = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -407,7 +407,7 @@ def test_training_and_refolding(outs: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_units_trained_in_float64_are_centred_to_its_rounding(outs: dict[str, Path]) -> None:
-    """Their mean is far above the rest of them."""
+    """The means are far larger than the centred values."""
     model = trained(from_pretrained(outs["float32"], dtype=torch.float64), 0)
     with pytest.warns(UserWarning, match="computing LayerNorm"):
         exact = logits(model)
@@ -456,7 +456,7 @@ def test_the_marker(outs: dict[str, Path]) -> None:
 
 
 def test_the_base_model_of_a_result(outs: dict[str, Path], tmp_path: Path) -> None:
-    """Loaded without its head, the paths are those of the base model."""
+    """Loaded without its head, the model has the base model's parameter names."""
     live("BertModel", BertConfig(**BERT)).float().save_pretrained(tmp_path / "source")
     done = fold(tmp_path / "source", tmp_path / "out", options=WIDEN, model_class="BertModel")
     assert len(done.plan.folded) == 3

@@ -16,7 +16,7 @@ INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def any_bits(dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Numbers, NaN with any payload, infinities, zeros of both signs."""
+    """Random bits: numbers, NaN with any payload, infinities, zeros of both signs."""
     made = torch.Generator().manual_seed(count)
     raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=made, dtype=torch.uint8)
     return raw.view(dtype)
@@ -46,7 +46,7 @@ def test_near_and_far_misses(dtype: torch.dtype, share: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_prediction_of_nothing_but_rubbish(dtype: torch.dtype) -> None:
+def test_a_prediction_that_is_wrong_everywhere(dtype: torch.dtype) -> None:
     original, predicted = any_bits(dtype, 5_000), any_bits(dtype, 5_001)[:5_000].clone()
     correct(predicted, corrections(original, [predicted]))
     assert same_bits(predicted, original)

@@ -1,8 +1,8 @@
 """Every rule, on any operands that its op takes, against the real op in float64.
 
-``judge`` holds what ``origin`` and ``outcomes`` say of a node against what its op does: zero-mean
-operands give a zero-mean result, a shift of the operands, free in every other index, is a shift of
-the result, and a shift that is absorbed changes nothing. Calls are drawn at random.
+``judge`` checks answers of ``origin`` and ``outcomes`` against the op itself. Zero-mean operands
+must give a zero-mean result, a shift of the operands must be a shift of the result, and a shift
+that is absorbed must change nothing. Calls are drawn at random.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 class Values(Interpreter):
-    """A run of a graph that remembers what every node gave."""
+    """Runs a graph and keeps the value of every node."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -40,7 +40,7 @@ class Values(Interpreter):
 
 
 def recomputed(node: Node, values: dict[Node, Any], changed: dict[Node, torch.Tensor]) -> Any:
-    """The value of ``node`` where others have changed; what it reads else stays."""
+    """The value of ``node`` for changed values of other nodes; its other inputs stay the same."""
     between, at = set(), node
     while changed and not set(changed) & set(at.all_input_nodes):
         at = at.args[0]  # type: ignore[assignment]
@@ -59,7 +59,7 @@ def recomputed(node: Node, values: dict[Node, Any], changed: dict[Node, torch.Te
 
 
 def axes(shape: tuple[int, ...]) -> list[Axis]:
-    """Whole dimensions, groups of them, strided groups, parts, and groups apart."""
+    """Whole dimensions, groups, strided groups, parts, and groups with gaps between them."""
     found = []
     for dim, n in enumerate(shape):
         found.append(Axis(dim, 0, 1, n, 1))
@@ -73,7 +73,7 @@ def axes(shape: tuple[int, ...]) -> list[Axis]:
 
 
 def shift_of(x: torch.Tensor, axis: Axis, seed: int) -> torch.Tensor:
-    """A tensor that is constant over every group, and zero where the axis does not reach."""
+    """A tensor that is constant over every group, and zero outside of the axis."""
     free = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
     return 3 * (free - centre(free, axis))
 
@@ -84,7 +84,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def judge(node: Node, axis: Axis, values: dict[Node, Any], rough: bool) -> Pull:
-    """What ``origin`` finds; it is tried."""
+    """The result of ``origin``, checked on values."""
     pairs = origin(node, axis)
     if isinstance(pairs, Opaque):
         assert pairs.reason
@@ -100,7 +100,7 @@ def judge(node: Node, axis: Axis, values: dict[Node, Any], rough: bool) -> Pull:
         shifted[operand] = shifted.get(operand, x) + shift_of(x, below, 7)
     result = recomputed(node, values, centred).to(out.dtype)
     close(result, centre(result, axis))
-    if not once:  # linear in one of its places alone; a shift of both is seen
+    if not once:  # linear in one argument, while the operand is in two: a shift of both shows
         return pairs
     close(centre(result, axis), centre(out, axis))
     moved = recomputed(node, values, shifted).to(out.dtype)
@@ -118,14 +118,14 @@ def judge_outcome(
     values: dict[Node, Any],
     rough: bool,
 ) -> str:
-    """What ``outcomes`` says of a shift of one operand; it is tried."""
+    """The result of ``outcomes`` for a shift of one operand, checked on values."""
     out = values[node]
     if isinstance(found, Opaque):
         return "seen"
     x = values[operand]
     changed = {operand: x + shift_of(x, axis, 11)}
     if packet(node) is aten.mean and isinstance(found, Absorbed):
-        return "absorbed"  # by the node that subtracts it, which is tried by itself
+        return "absorbed"  # by the node that subtracts it, which has its own check
     if centred_operand(node) == (operand, axis):
         mean = node.args[1]
         changed[mean] = recomputed(mean, values, changed)
@@ -140,14 +140,14 @@ def judge_outcome(
 
 
 def judge_case(name: str, seed: int) -> Counter[Any]:
-    """Every op of one random call, under every axis; what was found, by op and outcome."""
+    """Check every op of one random call under every axis; counts by op and outcome."""
     r, counted = Random(f"{name} {seed}"), Counter[Any]()
     function, inputs = FAMILIES[name](r)
     try:
         function(*(x.clone() for x in inputs))
         module = make_fx(function, pre_dispatch=True)(*inputs)
     except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):
-        return counted  # torch takes no such operands
+        return counted  # torch refuses such operands
     interpreter = Values(module)
     interpreter.run(*inputs)
     values = interpreter.env
@@ -192,9 +192,9 @@ CALLS = {
     "copies": 250, "orders": 250, "slices": 150, "picks": 80, "gathers": 150, "images": 250,
     "paddings": 900, "matrices": 250,
 }  # fmt: skip
-"""Of families with many ops, of which torch takes few calls, or whose chains are long."""
+"""More calls for families with many ops, with calls that torch often refuses, or long chains."""
 ALWAYS = {"_same", "_permute", "_zeros", "_cast", "_view", "_matmul", "_reduce"}
-"""Rules that refuse floating-point operands for few calls or none."""
+"""Rules that refuse floating-point operands rarely or never."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -207,7 +207,7 @@ def test_rules_hold_for_a_few_operands(name: str, seed: int) -> None:
 
 @pytest.mark.slow
 def test_rules_hold_for_any_operands() -> None:
-    """Thousands of calls; every op with a rule is accepted at times, and refused at times."""
+    """Thousands of calls, among which every op with a rule is both accepted and refused."""
     counted = Counter[Any]()
     for name in FAMILIES:
         for seed in range(CALLS.get(name, 120)):

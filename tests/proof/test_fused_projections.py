@@ -1,6 +1,6 @@
-"""Query and key norms behind one fused projection, however it is taken apart.
+"""Query and key norms after one fused projection, for every way of splitting it.
 
-Every form folds, in memory and on disk, where the projection's parts are centred by themselves; the
+Every form folds, in memory and on disk. The queries and keys are centred in the projection; the
 values, which no norm reads, keep their mean.
 """
 
@@ -21,7 +21,7 @@ from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 
 B, T, H, D = 2, 5, 3, 4
-"""Rows, tokens, heads, and features of each."""
+"""Rows, tokens, heads, and features of each head."""
 Parts = tuple[torch.Tensor, ...]
 
 
@@ -69,7 +69,7 @@ FORMS: dict[str, Callable[[torch.Tensor], Parts]] = {
 
 
 class Attention(nn.Module):
-    """As timm writes it, with norms of queries and keys, and one after the projection."""
+    """Attention as in timm, with norms of queries and keys, and one after the projection."""
 
     def __init__(self, apart: Callable[[torch.Tensor], Parts], bias: bool = True) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def inputs(seed: int, tokens: int = T) -> torch.Tensor:
 
 
 def fold(model: nn.Module, *others: torch.Tensor) -> Any:
-    """The plan, by which the model is folded; its outputs stay the same."""
+    """Fold the model, check that its outputs stay the same, and return the plan."""
     plan = analyze_module(model, inputs(1)).plan
     with torch.no_grad():
         before = [model(x) for x in others]
@@ -120,7 +120,7 @@ def test_norms_of_queries_and_keys_fold(form: str, bias: bool) -> None:
 
 
 class Shown(Attention):
-    """Somebody reads the projection, or a part of it, beside the norm."""
+    """Something else than the norms also reads the projection, or a part of it."""
 
     def __init__(self, reads: Callable[..., torch.Tensor]) -> None:
         super().__init__(timm)
@@ -157,11 +157,11 @@ OBSERVERS: dict[str, tuple[Callable[..., torch.Tensor], set[str]]] = {
         {"q_norm", "k_norm"},
     ),
 }  # fmt: skip
-"""Who else reads, and the norms that fold all the same."""
+"""The other reader, and the norms that fold nevertheless."""
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_whoever_reads_a_part_is_asked(name: str) -> None:
+def test_other_readers_of_a_part_are_checked(name: str) -> None:
     reads, folded = OBSERVERS[name]
     model = randomised(Shown(reads))
     plan = analyze_module(model, inputs(1)).plan
@@ -171,7 +171,7 @@ def test_whoever_reads_a_part_is_asked(name: str) -> None:
 
 
 class Returned(Attention):
-    """Hands out the projection's view."""
+    """Returns a view of the projection."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         return super().forward(x), self.qkv(x).view(*x.shape[:2], 3, H, D)

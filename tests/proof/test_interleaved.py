@@ -1,7 +1,8 @@
-"""Persimmon's projection has query, key and value of a head side by side: groups that begin apart.
+"""Persimmon's projection holds query, key and value of each head side by side.
 
-On disk and in memory the queries and keys of each head are centred, and the values are not. The
-recipe, the marker and what is kept to restore the original say so, and are read back.
+The groups of queries, and those of keys, therefore have gaps between them. On disk and in memory
+the queries and keys of each head are centred, and the values are not. The recipe, the marker and
+the archive record such groups, and are read back.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def test_the_marker_is_read_back(out: Path) -> None:
 
 
 def test_a_weight_that_is_no_longer_centred_is_noticed(out: Path, tmp_path: Path) -> None:
-    """Another value than the mean of one head's keys has changed: none of the norms is RMSNorm."""
+    """If the mean of one head's keys changes, no norm runs as RMSNorm; values may change freely."""
     spoilt = tmp_path / "spoilt"
     spoilt.mkdir()
     for file in out.iterdir():
@@ -144,7 +145,7 @@ def test_a_weight_that_is_no_longer_centred_is_noticed(out: Path, tmp_path: Path
     with pytest.raises(EnjoyLNError, match="since it was centred"):
         from_pretrained(spoilt)
     tensors[name][2 * 3 * D + D + 1] -= 0.5
-    tensors[name][2 * D + 1] += 0.5  # a value, which may be anything
+    tensors[name][2 * D + 1] += 0.5  # a value, whose mean does not matter
     save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
     from_pretrained(spoilt)
 

@@ -151,7 +151,11 @@ def test_a_scale_is_merged_on_the_way_from_file_to_file(kind: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("by", "scale", "reason"),
-    [(1e6, "s", "beyond F16|NaN or Inf"), (1.0, "w", "too few or many"), (1.0, "x", "lacks it")],
+    [
+        (1e6, "s", "beyond F16|NaN or Inf"),
+        (1.0, "w", "too few or too many"),
+        (1.0, "x", "lacks it"),
+    ],
 )
 def test_a_scale_that_does_not_fit_is_refused(
     by: float, scale: str, reason: str, tmp_path: Path

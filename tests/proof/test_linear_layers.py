@@ -1,4 +1,4 @@
-"""What counts as a linear layer in a captured graph, and how its parameters are told apart."""
+"""What counts as a linear layer in a captured graph, and how its parameters are found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PICTURE = torch.zeros(2, IN, 5, 5)
 
 
 class Layer(nn.Module):
-    """One form of a layer with parameters ``w`` and ``b``, told by a function of them and ``x``."""
+    """A layer with parameters ``w`` and ``b``, computed by a function of ``x``, ``w`` and ``b``."""
 
     def __init__(self, forward: Any, shape: tuple[int, ...], bias: tuple[int, ...] = (OUT,)):
         super().__init__()
@@ -73,7 +73,7 @@ def test_a_layer_says_how_its_weight_is_stored(
         (lambda x, w, b: F.linear(x, 2 * w, b), (OUT, IN), X),  # computed weight
         (lambda x, w, b: F.linear(x, w, b + 1), (OUT, IN), X),  # computed bias
         (lambda x, w, b: F.linear(x, (v := w.t()), b) + v.sum(), (IN, OUT), X),  # a view read twice
-        (lambda x, w, b: w @ x.t(), (OUT, IN), X),  # the weight stands on the left
+        (lambda x, w, b: w @ x.t(), (OUT, IN), X),  # the weight is the left factor
         (lambda x, w, b: x @ w, (IN,), X),  # a vector
         (lambda x, w, b: x @ w, (5, IN, OUT), X),  # several matrices
         (lambda x, w, b: F.linear(w, w), (IN, IN), X),  # reads itself
@@ -85,7 +85,7 @@ def test_anything_else_is_no_layer(forward: Any, shape: Any, x: Any) -> None:
     assert not layers(Layer(forward, shape), x)
 
 
-def test_numbers_that_multiply_the_terms_are_told() -> None:
+def test_factors_of_addmm_are_recognised() -> None:
     ((layer, _),) = layers(Layer(lambda x, w, b: torch.addmm(b, x, w, alpha=2), (IN, OUT)), X)
     assert layer.scaled
 

@@ -1,4 +1,4 @@
-"""Models whose ops take operands of unusual shapes: folded exactly, or left alone with the reason.
+"""Models whose ops take operands of unusual shapes: folded exactly, or kept with the reason.
 
 Each is analysed and folded in memory on float64 weights that are not centred, and compared on
 inputs other than those that were traced.
@@ -52,7 +52,7 @@ def inputs(seed: int, tokens: int = D) -> torch.Tensor:
 
 
 def folded(compute: Callable[..., torch.Tensor]) -> bool:
-    """Whether the norm is folded; the outputs stay the same in any case."""
+    """Whether the norm is folded; asserts that the outputs stay the same."""
     torch.manual_seed(0)
     return folded_exactly(randomised(Model(compute)))
 
@@ -112,7 +112,7 @@ FOLDED: dict[str, Callable[..., torch.Tensor]] = {
     "a shape like another": lambda m, x: m.first(x).flatten(0, 1).reshape_as(x),
     "a spread that scales": lambda m, x: (lambda y: y / y.std(-1, keepdim=True))(m.first(x)),
 }
-"""What is proven, and was lost or wrong before."""
+"""Cases that are proven, and were not or were wrong once."""
 
 KEPT: dict[str, Callable[..., torch.Tensor]] = {
     "a linear layer of one output": lambda m, x: F.linear(x, m.row),
@@ -147,11 +147,11 @@ KEPT: dict[str, Callable[..., torch.Tensor]] = {
     ).sum(-1),
     "whole numbers": lambda m, x: m.first(x).long().double() + m.row,
 }  # fmt: skip
-"""What cannot be proven."""
+"""Cases that cannot be proven."""
 
 
 class Drawn(nn.Module):
-    """A call drawn at random, whose operands are parameters times a number, and a norm."""
+    """A random call, whose operands are parameters times a number, followed by a norm."""
 
     def __init__(self, function: Callable[..., Any], operands: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Drawn(nn.Module):
 
 
 def drawn(name: str, seed: int) -> Drawn | None:
-    """``None`` where torch takes no such operands, or what comes out is by chance."""
+    """``None`` if torch refuses the operands, or if the result is random."""
     try:
         function, operands = FAMILIES[name](Random(f"{name} {seed}"))
         torch.manual_seed(seed)
@@ -186,7 +186,7 @@ def drawn(name: str, seed: int) -> Drawn | None:
 
 @pytest.mark.slow
 def test_models_of_one_op_compute_the_same() -> None:
-    """Whatever the op and its operands: analysed without an error of Python's, folded exactly."""
+    """Any op with any operands is analysed without a Python error, and folded exactly."""
     found, fine = Counter[bool](), 1e-4  # some take means in float32
     for name in FAMILIES:
         for seed in range(6):

@@ -489,7 +489,7 @@ def test_refused_with_the_reason(name: str) -> None:
 
 
 def pushed(function: Callable[..., Any], axis: Axis, *inputs: torch.Tensor) -> Any:
-    """What the last op makes of a shift of the first input."""
+    """How the last op passes on a shift of the first input."""
     node, placeholders = captured(function, *inputs)
     return push(node, placeholders[0], axis)
 
@@ -538,7 +538,7 @@ def test_values_of_fewer_dimensions_keep_their_features() -> None:
 
 
 def test_an_empty_tensor_of_no_rank_adds_nothing_to_a_concatenation() -> None:
-    """What a cache begins with."""
+    """Caches begin with an empty tensor of shape ``(0,)``."""
     join = lambda x, e: torch.cat((e, x), 1)  # noqa: E731
     node, (x, empty) = captured(join, X, values(0))
     assert pull(node, Axis(2, 0, 1, 12, 1)) == ((x, Axis(2, 0, 1, 12, 1)),)
@@ -596,7 +596,7 @@ def test_shapes_are_read_off_the_graph() -> None:
 
 
 def test_a_shape_that_values_decide_is_no_ground_for_a_rule() -> None:
-    """Rows are gathered from as many as a mask lets through."""
+    """Rows are gathered from a tensor whose number of rows a mask decides."""
 
     class Model(torch.nn.Module):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The traps of the mathematics, each on a small model: refused with the reason, and rightly so.
+"""The traps of the mathematics, each on a small model: the norm is kept, and the reason is right.
 
-For every trap the forbidden edit is also forced, and shown to change the output. A twin without the
-trap folds, and computes the same function.
+For every trap, the forbidden edit is also forced, and shown to change the output. A similar model
+without the trap folds, and computes the same function.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_a_tied_embedding_is_not_centred() -> None:
 
 
 class TwoNorms(Stem):
-    """One operation for two norms pays, where one for one does not."""
+    """One operation for two norms is worth its cost; one for a single norm is not."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -214,7 +214,7 @@ def test_group_norm_over_positions_sees_a_shift_of_each_position() -> None:
 
 
 class Scaled(Stem):
-    """Trap 7: LayerScale. ``also`` reads the scale, or what it scales, once more."""
+    """Trap 7: LayerScale. ``also`` names another reader of the scale, or of what it scales."""
 
     def __init__(self, shape: Sequence[int], also: str = "") -> None:
         super().__init__()
@@ -310,7 +310,7 @@ def test_a_layer_scale_is_merged_through_ops_that_move_whole_features() -> None:
 
 
 class Normalised(nn.Module):
-    """A convolution whose weight is a direction times a length, as wav2vec2's of positions."""
+    """A convolution with weight normalisation, as wav2vec2's for positions."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ def test_a_weight_that_is_divided_by_its_own_norm_is_not_centred(dim: int) -> No
 
 
 class Dropped(Stem):
-    """Trap 8: dropout that is called as in training."""
+    """Trap 8: dropout that is active as in training."""
 
     def __init__(self, training: bool) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ def test_a_norm_folds_only_if_each_of_its_calls_does() -> None:
 
 
 class Cached(Stem):
-    """The values that a norm reads are handed out as a cache."""
+    """The values that a norm reads are returned as a cache."""
 
     def __init__(self, cached: bool) -> None:
         super().__init__()
@@ -432,7 +432,7 @@ def test_a_cache_is_an_output() -> None:
 
 
 class Heads(nn.Module):
-    """Query/key norms per head behind one fused projection, or behind three."""
+    """Query/key norms per head, after one fused projection or after three."""
 
     def __init__(self, fused: bool, bias: bool) -> None:
         super().__init__()

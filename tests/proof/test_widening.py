@@ -1,4 +1,4 @@
-"""Which MLPs can subtract the mean of what they are added to, and why others cannot."""
+"""Which MLPs can subtract the mean of their residual input, and why others cannot."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_units_subtract_the_mean_in_every_dtype(features: int, dtype: torch.
     torch.testing.assert_close((written * hidden).sum(), -h.mean(), rtol=1e-12, atol=1e-15)
 
 
-# On a small network of one MLP, with all that can be wrong about it.
+# A small network of one MLP, and variations that must be refused.
 
 
 class Toy(nn.Module):
@@ -154,7 +154,7 @@ def test_activations_that_do_not(name: str) -> None:
 
 
 class Learned(Toy):
-    """An activation with a weight of its own is not the same for every element."""
+    """An activation with its own weight does not treat all elements alike."""
 
     def __init__(self, config: SimpleNamespace) -> None:
         super().__init__(config)
@@ -203,7 +203,7 @@ class Seen(Toy):
 
 
 class SeenElsewhere(Toy):
-    """The MLP's own value is normalised, too: with the units it would not be zero-mean."""
+    """The MLP's output is also normalised by itself, and the units would give it a mean."""
 
     def __init__(self, config: SimpleNamespace) -> None:
         super().__init__(config)
@@ -222,7 +222,7 @@ class Uncounted(Toy):
 
 
 class CountedTwice(Toy):
-    """The attribute is the size of something else, too."""
+    """The attribute is also the size of something else."""
 
     def __init__(self, config: SimpleNamespace) -> None:
         super().__init__(config)
@@ -230,7 +230,7 @@ class CountedTwice(Toy):
 
 
 class Scaled(Toy):
-    """Half of the MLP's value is added, and half of the mean would be subtracted."""
+    """Half of the MLP's output is added, so half of the mean would be subtracted."""
 
     def forward(self, x: torch.Tensor) -> Any:
         h = self.before(self.embed(x))
@@ -238,7 +238,7 @@ class Scaled(Toy):
 
 
 class Elsewhere(Toy):
-    """The MLP reads the value before the one that it is added to."""
+    """The MLP is added to another value than the one that it reads."""
 
     def forward(self, x: torch.Tensor) -> Any:
         h = self.before(self.embed(x))
@@ -278,7 +278,7 @@ def test_what_is_no_mlp_that_is_added_to_what_it_reads(kind: type[Toy]) -> None:
 
 
 class PreNorm(Toy):
-    """What the MLP reads is not what it is added to, and folds without it."""
+    """The MLP is not added to the value that it reads, and the norm folds without it."""
 
     def forward(self, x: torch.Tensor) -> Any:
         h = self.embed(x)
@@ -367,7 +367,7 @@ def test_bert_base() -> None:
 
 
 class Scaled(Toy):
-    """What its activation gives is multiplied by a number that the hidden size decides."""
+    """The activation's result is multiplied by a number that depends on the hidden size."""
 
     def act(self, u: torch.Tensor) -> torch.Tensor:
         return F.gelu(u) * (u.shape[-1] / SIZE)
@@ -379,14 +379,14 @@ class Cut(Toy):
 
 
 class Divided(Toy):
-    """The config's number of hidden units counts for something else, too."""
+    """The config's number of hidden units also sets something else."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x) * self.config.size**-0.5
 
 
 class Viewed(Toy):
-    """The size in a shape is no value that is computed with."""
+    """The hidden size occurs in a shape only, and not in the computation."""
 
     def act(self, u: torch.Tensor) -> torch.Tensor:
         return F.gelu(u.reshape(-1, u.shape[-1])).view(u.shape)
@@ -394,7 +394,7 @@ class Viewed(Toy):
 
 @pytest.mark.parametrize("kind", [Scaled, Cut, Divided])
 def test_what_computes_with_the_number_of_hidden_units(kind: type[Toy]) -> None:
-    """It would compute something else once there are more of them."""
+    """The model computes with the number of hidden units, so more of them change the result."""
     found = planned(kind)
     assert status(found) == "kept" and not found.plan.widened
 
@@ -406,7 +406,7 @@ def test_a_size_in_a_shape() -> None:
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_an_input_that_is_changed_in_place_before_it_is_added(in_place: bool) -> None:
-    """Recorded by example, as its shapes depend on values: the units subtract another mean."""
+    """Its shapes depend on values, so it was recorded by example: units subtract another mean."""
 
     class Changed(Toy):
         def forward(self, x: torch.Tensor) -> Any:

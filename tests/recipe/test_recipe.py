@@ -1,4 +1,4 @@
-"""Recipes: text for every size of a family, followed or refused by name, never bent."""
+"""Recipes: one text for every size of a family, followed exactly or refused with the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def gpt2_config(layers: int, width: int = 48, tied: bool = True) -> dict[str, An
 
 
 def gpt2_plan(layers: int = 3, width: int = 48, tied: bool = True, stored: str = "") -> Plan:
-    """A pre-LN plan: tied ones centre the token embedding's value. ``stored``: prefix on disk."""
+    """A pre-LN plan; with ``tied``, an operation centres the embedding's output.
+
+    ``stored="base"``: the tensors are stored without the prefix ``transformer.``.
+    """
 
     def writer(name: str, *shape: int) -> Writer:
         tensor = name.removeprefix("transformer.") if stored == "base" else name
@@ -69,7 +72,7 @@ def gpt2_plan(layers: int = 3, width: int = 48, tied: bool = True, stored: str =
 
 
 def bert_plan(layers: int = 3) -> Plan:
-    """A post-LN plan: each kept norm names the norm before it, partly one layer below."""
+    """A post-LN plan: each kept norm names the norm before it, often one layer below."""
     norms = [Verdict("embeddings.LayerNorm", "static", (), ("embeddings.word_embeddings.weight",))]
     before = "embeddings.LayerNorm"
     for i in range(layers):
@@ -120,7 +123,7 @@ def through_text(recipe: Recipe) -> Recipe:
 
 
 def edited(recipe: Recipe, *changes: tuple[str, str]) -> Recipe:
-    """The recipe after a person replaced lines of its text."""
+    """The recipe after lines of its text were replaced."""
     text = dump_recipe(recipe)
     for old, new in changes:
         assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times in\n{text}"

@@ -1,4 +1,4 @@
-"""A killed run can be gone on with, to the same bytes; what is finished is told by content."""
+"""A killed run can be resumed, to the same bytes; finished files are recognised by content."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stop(folded: Path) -> Any:
 
 
 def stopped(source: Path, out: Path, **options: Any) -> Path:
-    """The work directory of a fold that Ctrl-C has stopped when its weights were finished."""
+    """The work directory of a fold that Ctrl-C stopped after its weights were written."""
     with pytest.raises(KeyboardInterrupt) as caught:
         fold(source, out, check=stop, **options)
     assert not out.exists()
@@ -56,7 +56,7 @@ def stopped(source: Path, out: Path, **options: Any) -> Path:
 
 
 def expected(source: Path, out: Path, **options: Any) -> dict[str, str]:
-    """What an undisturbed fold gives, which is removed again."""
+    """The files of an undisturbed fold, which is removed again."""
     fold(source, out, **options)
     found = contents(out)
     shutil.rmtree(out)
@@ -64,7 +64,7 @@ def expected(source: Path, out: Path, **options: Any) -> dict[str, str]:
 
 
 def refuses(source: Path, out: Path, words: str, **options: Any) -> None:
-    """In one line, and with everything as it was."""
+    """Check that a fold is refused in one line, and that no file changes."""
     before = contents(out.parent)
     with pytest.raises(OutputError, match=words) as caught:
         fold(source, out, **options)
@@ -76,7 +76,7 @@ def refuses(source: Path, out: Path, words: str, **options: Any) -> None:
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    """``ENJOYLN_KILLS`` says how often; each time a run is killed once or more."""
+    """``ENJOYLN_KILLS`` sets the number of rounds; in each, a run is killed at least once."""
     runs = os.environ.get("ENJOYLN_KILLS", "20")
     done = subprocess.run(
         [sys.executable, SUPPORT / "kill_runs.py", tmp_path, runs, "7"],
@@ -125,7 +125,7 @@ def test_ctrl_c_says_what_it_leaves(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [work]
 
 
-# Gone on with.
+# Resumed.
 
 
 @pytest.mark.parametrize("kind", ["single", "sharded", "bin", "sharded bin"])
@@ -186,8 +186,8 @@ def test_a_damaged_file_is_written_again(source: Path, out: Path, damage: Any) -
     assert contents(out) == whole
 
 
-def test_names_count_for_nothing(source: Path, out: Path) -> None:
-    """Another shard, note and all, under the name of one that is missing."""
+def test_a_shard_under_another_name_is_not_taken_over(source: Path, out: Path) -> None:
+    """Another shard, with its note, under the name of a missing one."""
     whole = expected(source, out)
     work = stopped(source, out)
     for folder, end in (("result", ""), ("finished", ".json")):
@@ -234,7 +234,7 @@ def another(note: dict[str, Any]) -> None:
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("damage", [forgotten, unknown, beyond, another])
 def test_a_note_of_other_reads(source: Path, out: Path, damage: Any, signed: bool) -> None:
-    """Damaged it is no note; with a digest that fits, the source was another, or the program."""
+    """A damaged note is ignored; one with a valid digest means that the source was another."""
     whole = expected(source, out)
     path = stopped(source, out) / "finished" / f"{SHARDS[0]}.json"
     note = json.loads(path.read_text())
@@ -250,7 +250,7 @@ def test_a_note_of_other_reads(source: Path, out: Path, damage: Any, signed: boo
     assert contents(out) == whole
 
 
-def test_without_what_it_was_made_from_nothing_is_taken_over(source: Path, out: Path) -> None:
+def test_without_its_list_of_inputs_nothing_is_taken_over(source: Path, out: Path) -> None:
     whole = expected(source, out)
     work = stopped(source, out)
     (work / "made-from.json").write_text("{")
@@ -301,7 +301,7 @@ def test_the_same_source_with_other_times(source: Path, out: Path) -> None:
 
 
 def rewrite(source: Path, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Other numbers in the tensor that holds ``old``; its file keeps its size and its time."""
+    """Replace the values ``old`` of a tensor in its file, which keeps its size and time."""
     found, written = old.numpy().tobytes(), new.numpy().tobytes()
     (path,) = (path for path in source.iterdir() if path.is_file() and found in path.read_bytes())
     time = path.stat().st_mtime_ns
@@ -326,7 +326,7 @@ def test_weights_that_changed_in_secret(tmp_path: Path, out: Path, kind: str, te
 
 @pytest.mark.parametrize("linked", [False, True])
 def test_the_cache_of_the_hub(tmp_path: Path, out: Path, linked: bool) -> None:
-    """Where it has links, their targets are named for what is in them; else all is read again."""
+    """Links in the cache lead to files named by content; without links, all is read again."""
     source, blob = tmp_path / "model", tmp_path / "blobs" / "0123"
     values = state(torch.float32)
     store(source, values, "single")
@@ -357,7 +357,7 @@ def test_the_cache_of_the_hub(tmp_path: Path, out: Path, linked: bool) -> None:
 def test_values_from_other_files_that_changed_in_secret(
     source: Path, out: Path, tensor: str
 ) -> None:
-    """What the one finished file has taken from tensors whose own files are not finished."""
+    """A finished file depends on tensors whose own files are not finished."""
     first = Reader(NamedParameter("c_attn.weight", "c_attn.weight"), 0)
     other = Reader(
         NamedParameter("out.weight", "out.weight"), 1, NamedParameter("wte.bias", "c_attn.bias")
@@ -551,7 +551,7 @@ def test_what_was_moved_aside_by_a_killed_run_is_put_back(source: Path, out: Pat
 def test_what_a_killed_run_has_half_removed_is_not_put_back(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while it removes what it has replaced; then the new result is moved away."""
+    """Killed while it removes the replaced result; then the new result is moved away."""
     out.mkdir()
     (out / "mine").write_text("text")
 
@@ -571,7 +571,7 @@ def test_what_a_killed_run_has_half_removed_is_not_put_back(
 
 
 class Killed(BaseException):
-    """What nobody handles."""
+    """An exception that nothing handles."""
 
 
 def test_a_link_in_place_of_the_work_directory(source: Path, out: Path, tmp_path: Path) -> None:
