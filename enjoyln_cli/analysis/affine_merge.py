@@ -166,13 +166,15 @@ def _results(
                     calls[call] = []
                     found.setdefault(path, []).append((position, calls[call]))
                 outside = [u for u in _reads(node) if call not in dict(trace.calls_of(u))]
-                if outside and not _brought(trace, node, call, path, outside):
+                if outside and not _is_cast_outside_value(trace, node, call, path, outside):
                     calls[call].append(node)
     return found
 
 
-def _brought(trace: Trace, node: Node, call: str, path: str, readers: list[Node]) -> bool:
-    """Whether a value in a norm's call only is an outside value, cast to another dtype.
+def _is_cast_outside_value(
+    trace: Trace, node: Node, call: str, path: str, readers: list[Node]
+) -> bool:
+    """Whether a value in a norm's call is nothing but a cast of a value from outside.
 
     Later ops may read the cast instead of the value itself. If the outside value is one of the
     norm's own parameters, all ``readers`` have to belong to calls of the norm.
@@ -242,7 +244,11 @@ def _read(search: _Search, value: Value) -> list[_Use] | _Obstacle:
                 continue
             if current.node in search.centred:
                 return _Obstacle("an added mean subtraction acts on its result", "")
-            found = None if current.node.meta.get("written") else _passed(reader, current)
+            found = (
+                None
+                if current.node.meta.get("written")
+                else _through_transparent_op(reader, current)
+            )
             if found is not None:
                 waiting.append(found)
                 continue
@@ -257,7 +263,7 @@ def _read(search: _Search, value: Value) -> list[_Use] | _Obstacle:
     return uses
 
 
-def _passed(reader: Node, value: Value) -> Value | None:
+def _through_transparent_op(reader: Node, value: Value) -> Value | None:
     """The result of ``reader`` if that is a transparent op; ``None`` otherwise."""
     if packet(reader) not in _TRANSPARENT and not is_part(reader):
         return None

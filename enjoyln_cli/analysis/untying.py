@@ -79,7 +79,7 @@ def _flags_off(
 ) -> tuple[tuple[Setting, ...], list[Any]]:
     """The fewest config entries to set to false to untie all that can be, and the models then."""
     names = [name for name, part in _parts(config) if getattr(part, FLAG, None)]
-    models = _built(config, names, tied)
+    models = _build_models(config, names, tied)
     left = [_shared(model) for model in models]
     together = next(iter([names for found in tied for names in _shared(found.model)]))
     if left == [_shared(found.model) for found in tied]:
@@ -89,12 +89,12 @@ def _flags_off(
         )
     for name in tuple(names) if len(names) > 1 else ():
         fewer = [other for other in names if other != name]
-        built = _built(config, fewer, tied)
-        if [_shared(model) for model in built] == left and not _comes_back(
+        built = _build_models(config, fewer, tied)
+        if [_shared(model) for model in built] == left and not _true_when_loaded(
             config, fewer, checkpoint
         ):
             names, models = fewer, built
-    if back := _comes_back(config, names, checkpoint):
+    if back := _true_when_loaded(config, names, checkpoint):
         raise UnsupportedModel(
             f"{type(config).__name__} loads {back} as true even if it is false in config.json, so "
             f"a checkpoint cannot untie {together[1]}; fold it without --untie"
@@ -102,14 +102,14 @@ def _flags_off(
     return tuple(Setting(name, False) for name in names), models
 
 
-def _built(config: Any, names: Iterable[str], tied: Sequence[Candidate]) -> list[Any]:
+def _build_models(config: Any, names: Iterable[str], tied: Sequence[Candidate]) -> list[Any]:
     off = copy.deepcopy(config)
     for name in names:
         set_entry(off, name, False)
     return [classes.build(type(found.model), off) for found in tied]
 
 
-def _comes_back(config: Any, names: Iterable[str], checkpoint: Checkpoint | None) -> str:
+def _true_when_loaded(config: Any, names: Iterable[str], checkpoint: Checkpoint | None) -> str:
     """The first of these entries that loads as true although ``config.json`` has false."""
     raw = raw_config(checkpoint.source) if checkpoint else config.to_dict()
     loaded = type(config).from_dict(with_entries(raw, dict.fromkeys(names, False)))
@@ -154,7 +154,7 @@ def _names(found: Candidate, model: Any) -> dict[str, str]:
 def _copies(
     tied: Sequence[Candidate], wanted: Sequence[dict[str, str]], *, own: bool
 ) -> tuple[UntiedParameter, ...]:
-    """A copy for each parameter, stored under its name in the first class, or in its ``own``."""
+    """A copy for each parameter, named as in the first class, or with ``own`` as in its own."""
     copies: dict[str, UntiedParameter] = {}
     for found, names in zip(tied, wanted, strict=True):
         naming = classes.naming_between(found.model, tied[0].model)

@@ -295,7 +295,7 @@ def _mark_unread(graph: Graph) -> None:
 
 
 def _hides_values(node: Node) -> bool:
-    """Whether an op only returns tensors, of shapes that no value decides, and writes to none."""
+    """Whether an op writes to nothing and returns only tensors of value-independent shapes."""
     if not isinstance(node.target, torch._ops.OpOverload) or shape_of(node) is None:
         return False
     schema = node.target._schema

@@ -28,7 +28,7 @@ REPEATS = {
 """Ops whose result is constant along each dimension in which their operand has size 1."""
 
 
-def _reached(indices: list[Node | None]) -> int:
+def _indexed_dims(indices: list[Node | None]) -> int:
     """How many leading dimensions are indexed; a mask counts for as many as it has itself."""
     used = max((place + 1 for place, index in enumerate(indices) if index is not None), default=0)
     masks = (torch.bool, torch.uint8)
@@ -43,7 +43,7 @@ def _index(node: Node, axis: Axis) -> Pull:
     """Advanced indexing of the dimensions before that of the axis selects whole groups."""
     source, indices = node.args[0], list(node.args[1])
     used = [place for place, index in enumerate(indices) if index is not None]
-    rank, trailing = rank_of(source), rank_of(source) - _reached(indices)
+    rank, trailing = rank_of(source), rank_of(source) - _indexed_dims(indices)
     side_by_side = used == list(range(used[0], used[-1] + 1)) if used else False
     if not side_by_side or axis.dim < rank_of(node) - trailing:
         return Opaque("an index along the features")
@@ -55,7 +55,7 @@ def _index_put(node: Node, axis: Axis) -> Pull:
     """Whole groups replace other groups, or are added to them."""
     source, indices, values = node.args[0], list(node.args[1]), node.args[2]
     dim = axis.dim - rank_of(node) + rank_of(values)
-    if axis.dim < _reached(indices):
+    if axis.dim < _indexed_dims(indices):
         return Opaque("an index along the features")
     if dim < 0 or shape_of(values)[dim] != shape_of(node)[axis.dim]:
         return Opaque("a single value that is written to several features")
@@ -108,7 +108,7 @@ def _scatter_add(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.masked_scatter)
 def _masked_scatter(node: Node, axis: Axis) -> Pull:
-    """Masked rows are replaced by the next row of ``values``: a choice between two tensors."""
+    """Masked rows are replaced by the rows of ``values`` in order: a choice of two tensors."""
     source, mask, values = node.args
     shape, rows = shape_of(node), shape_of(values)
     if axis.dim != rank_of(node) - 1 or not _is_repeated(mask, -1) or shape_of(source) != shape:
@@ -119,7 +119,7 @@ def _masked_scatter(node: Node, axis: Axis) -> Pull:
 
 
 def _is_repeated(value: Any, dim: int) -> bool:
-    """Whether a value is constant along ``dim`` (counted from the end), as it was expanded."""
+    """Whether a value is constant along ``dim`` (from the end) because it was expanded there."""
     while isinstance(value, Node) and packet(value) in REPEATS and not value.meta.get("written"):
         value = value.args[0]
         shape = shape_of(value)

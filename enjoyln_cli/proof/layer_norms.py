@@ -78,7 +78,7 @@ def norm_calls(
         refused |= {path: why for path, why in trace.unseen.items() if path in norms}
         inside = [(trace.module_of(node), why) for node in trace.graph.nodes if (why := _op(node))]
         for path, why in dict(inside).items():
-            if path not in norms and path not in refused and not _foreign(path, flow):
+            if path not in norms and path not in refused and not _is_foreign(path, flow):
                 refused[path] = why
     for path in calls:
         if any(path in trace.hidden for trace in flow.traces):
@@ -104,7 +104,7 @@ def _op(node: Node) -> str | None:
     return None
 
 
-def _foreign(path: str, flow: Flow) -> bool:
+def _is_foreign(path: str, flow: Flow) -> bool:
     """Whether the reference class (whose trace comes first) does not have this module."""
     return all(flow.traces[0].module_of(node) != path for node in flow.traces[0].graph.nodes)
 

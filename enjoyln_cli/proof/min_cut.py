@@ -95,7 +95,7 @@ class Problem:
         return Parameter(self.groups[names[0]], value.axis) if names else value
 
     def sources(self, item: Item) -> tuple[Item, ...] | Opaque:
-        """The items that must have zero mean so that ``item`` has.
+        """The items that must have zero mean so that ``item`` has it too.
 
         Empty if ``item`` has zero mean already or can be centred.
         """

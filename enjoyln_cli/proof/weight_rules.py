@@ -36,7 +36,7 @@ def _weight_and_bias(node: Node, axis: Axis) -> Pull:
 
 
 def _product(node: Node, axis: Axis, equation: str, factors: Sequence[Any]) -> Pull:
-    """The pair of an einsum: the one factor that has the letter of the axis, others fixed.
+    """The pair of an einsum: the only factor whose letters include that of the axis.
 
     ``equation`` is in einsum's notation, with an arrow.
     """
@@ -99,7 +99,7 @@ def _linear(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.matmul, aten.mm, aten.bmm)
 def _matmul(node: Node, axis: Axis) -> Pull:
-    """Column ``k`` of ``A B`` depends on column ``k`` of ``B`` alone, and so do rows on ``A``."""
+    """Each column of ``A B`` depends on one column of ``B``, each row on one row of ``A``."""
     if min(map(rank_of, node.args[:2])) < 2:
         return Opaque("a product with a vector")
     return _product(node, axis, "...ij,...jk->...ik", node.args[:2])

@@ -189,7 +189,9 @@ def _cannot_subtract(flow: Flow, calls: list[_Call]) -> str | None:
 def _wrong_activation(call: _Call) -> str | None:
     """Check ``act(u) - act(-u) = u`` at 0 and from 1e-6 to 1e5; the reason if it does not hold."""
     u = torch.cat([torch.zeros(1, dtype=torch.float64), torch.logspace(-6, 5, PROBES).double()])
-    names = ", ".join(dict.fromkeys(op_name(n) for n in call.between if _behind(n) is None))
+    names = ", ".join(
+        dict.fromkeys(op_name(n) for n in call.between if _unchanged_operand(n) is None)
+    )
     try:
         found = _activated(call, u) - _activated(call, -u)
     except Exception as error:  # an op may raise anything
@@ -206,7 +208,7 @@ def _activated(call: _Call, u: torch.Tensor) -> torch.Tensor:
     """Apply the ops between the two layers to the hidden values ``u``."""
     values: dict[Node, Any] = {call.first: u}
     for node in call.between:
-        source = _behind(node)
+        source = _unchanged_operand(node)
         if source is not None:
             values[node] = values[source]
             continue
@@ -225,13 +227,14 @@ def _calls(trace: int, graph: Trace, named: Mapping[Node, str]) -> Iterator[_Cal
             continue
         roots, between = _elementwise(second.x)
         layers = [
-            _linear(root if _halved(root) is None else _halved(root), named) for root in roots
+            _linear(root if _split_source(root) is None else _split_source(root), named)
+            for root in roots
         ]
         first = layers[0] if layers else None
         if first is None or None in layers:
             continue
         edge = _residual(trace, node, _origin(first.x))
-        if len(roots) > 1 or _halved(roots[0]) is not None:
+        if len(roots) > 1 or _split_source(roots[0]) is not None:
             if edge is not None:
                 yield edge
             continue
@@ -287,7 +290,7 @@ def _elementwise(node: Node) -> tuple[list[Node], tuple[Node, ...]]:
 
 def _operands(node: Node) -> list[Node] | None:
     """The operands of an elementwise op, all of the same shape; ``None`` for other ops."""
-    source = _behind(node)
+    source = _unchanged_operand(node)
     if source is not None:
         return [source]
     if not isinstance(node.target, torch._ops.OpOverload) or node.meta.get("written"):
@@ -300,7 +303,7 @@ def _operands(node: Node) -> list[Node] | None:
     return operands if operands and same and not node.target._schema.is_mutable else None
 
 
-def _behind(node: Node) -> Node | None:
+def _unchanged_operand(node: Node) -> Node | None:
     """The operand of an op that changes neither values nor the last dimension, if it is one."""
     if not node.args or not isinstance(node.args[0], Node) or node.meta.get("written"):
         return None
@@ -319,7 +322,7 @@ def _behind(node: Node) -> Node | None:
 def _same_as(node: Node) -> Iterator[Node]:
     """The node, and all nodes before it that hold the same values."""
     yield node
-    while (source := _behind(node)) is not None:
+    while (source := _unchanged_operand(node)) is not None:
         yield (node := source)
 
 
@@ -327,7 +330,7 @@ def _origin(node: Node) -> Node:
     return list(_same_as(node))[-1]
 
 
-def _halved(node: Node) -> Node | None:
+def _split_source(node: Node) -> Node | None:
     """The value that ``node`` takes part of the features from, as a gate in a fused layer does."""
     source: Any = node.args[0] if node.args else None
     if is_part(node) and packet(source) in SPLITS:
@@ -342,7 +345,7 @@ def _residual(trace: int, node: Node, x: Node) -> Edge | None:
         if len(users) != 1:
             return None
         user = users.pop()
-        if _behind(user) is not node:
+        if _unchanged_operand(user) is not node:
             break
         node = user
     if packet(user) is not aten.add or len(user.args) != 2 or user.kwargs.get("alpha", 1) != 1:

@@ -129,7 +129,7 @@ def _in_words(
             one.tensor: f"unties it: {dump_inline(untied_data(one))}" for one in edits.untied
         },
         "settings": {name: f"sets it to {value}" for name, value in edits.settings.items()},
-        "norms": {name: _fate(line) for name, line in edits.norms.items()},
+        "norms": {name: _verdict_in_words(line) for name, line in edits.norms.items()},
         "writers": {name: " and ".join(sorted(texts)) for name, texts in centred.items()},
         "widened": {
             name: f"widens its MLP: {dump_inline({one.second.tensor: widening_data(one)})}"
@@ -143,7 +143,7 @@ def _in_words(
     }
 
 
-def _fate(verdict: Verdict) -> str:
+def _verdict_in_words(verdict: Verdict) -> str:
     if verdict.status == "kept":
         return KEEPS
     with_ops = f"with the centring of {list_names(set(verdict.ops))}"

@@ -60,7 +60,7 @@ def expand(variant: Variant, layers: Mapping[str, int]) -> ExpandedVariant:
 def _one_each(lines: Iterable[L], layers: Mapping[str, int]) -> dict[str, L]:
     """The one line for each name, with the layer numbers filled in."""
     found: dict[str, L] = {}
-    for name, deciding in _deciding(lines, layers).items():
+    for name, deciding in _winning_lines(lines, layers).items():
         if len(deciding) > 1:
             raise RecipeError(f"two lines name {name}; remove one of them")
         line, numbers = deciding[0]
@@ -71,7 +71,7 @@ def _one_each(lines: Iterable[L], layers: Mapping[str, int]) -> dict[str, L]:
 def _writers(variant: Variant, layers: Mapping[str, int]) -> dict[str, tuple[CentredTensor, ...]]:
     found: dict[str, tuple[CentredTensor, ...]] = {}
     total = 0
-    for name, deciding in _deciding(variant.writers, layers).items():
+    for name, deciding in _winning_lines(variant.writers, layers).items():
         left = [line for line, _ in deciding if line.axis is None]
         if left and len(left) < len(deciding):
             raise RecipeError(f"one line centres {name} and another leaves it; remove one of them")
@@ -87,7 +87,7 @@ def _writers(variant: Variant, layers: Mapping[str, int]) -> dict[str, tuple[Cen
     return found
 
 
-def _deciding(
+def _winning_lines(
     lines: Iterable[L], layers: Mapping[str, int]
 ) -> dict[str, list[tuple[L, dict[str, int]]]]:
     """For every name, the matching lines with the fewest placeholders, in the order of the file."""

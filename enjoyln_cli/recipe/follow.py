@@ -44,7 +44,7 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
             _require_proven(comparison, plan)
         _require_effect(expanded, plan)
         found = _chosen(expanded, plan)
-        for problem in _gaps(found, plan):
+        for problem in _missing_edits(found, plan):
             raise RecipeError(problem)
         if found.folded and set(variant.entry_inputs) != set(plan.entry_inputs):
             raise RecipeError(
@@ -162,7 +162,7 @@ def _verdict(proven: Verdict, line: Verdict | None) -> Verdict:
     return Verdict(proven.norm, "kept", reason=reason, culprit=line.culprit if line else "")
 
 
-def _gaps(found: Plan, plan: Plan) -> Iterator[str]:
+def _missing_edits(found: Plan, plan: Plan) -> Iterator[str]:
     """A message for each omitted edit that the chosen ones need."""
     attributes = {one.attribute for one in found.widened}
     for one in plan.widened:

@@ -62,11 +62,11 @@ def recipe_of(
     variant = replace(
         each,
         when={name: values[name] for name in depends if name in values},
-        norms=_collapsed(each.norms, layers),
-        writers=_collapsed(each.writers, layers),
-        ops=_collapsed(each.ops, layers),
-        widened=_collapsed(each.widened, layers),
-        merged=_collapsed(each.merged, layers),
+        norms=_joined_layers(each.norms, layers),
+        writers=_joined_layers(each.writers, layers),
+        ops=_joined_layers(each.ops, layers),
+        widened=_joined_layers(each.widened, layers),
+        merged=_joined_layers(each.merged, layers),
     )
     axes = [axis for line in each.writers for axis in (line.axis, line.held) if axis]
     axes += [line.axis for line in each.ops]
@@ -152,7 +152,7 @@ def _centred_value(op: Centring, config: Mapping[str, Any]) -> CentredValue:
 # One line for every layer.
 
 
-def _collapsed(lines: Iterable[L], layers: Mapping[str, int]) -> tuple[L, ...]:
+def _joined_layers(lines: Iterable[L], layers: Mapping[str, int]) -> tuple[L, ...]:
     """Replace lines of single layers by one for every layer, then lines for those that differ.
 
     A tensor that is centred in most layers gets lines with ``leave`` for the others. Other edits
@@ -173,7 +173,9 @@ def _collapsed(lines: Iterable[L], layers: Mapping[str, int]) -> tuple[L, ...]:
     for (template, *_), members in groups.items():
         names = {name_of(line) for line in members}
         missing = [numbers for name, numbers in expand_name(template, layers) if name not in names]
-        general = [_general(line, layers, tensors.get(name_of(line), ())) for line in members]
+        general = [
+            _with_placeholders(line, layers, tensors.get(name_of(line), ())) for line in members
+        ]
         counts = Counter(form for forms in general for form in forms)
         most = isinstance(members[0], CentredTensor) and len(missing) <= len(members)
         if not counts or (missing and not most):
@@ -190,7 +192,9 @@ def _collapsed(lines: Iterable[L], layers: Mapping[str, int]) -> tuple[L, ...]:
     return tuple(found)
 
 
-def _general(line: L, layers: Mapping[str, int], tensors: Collection[str]) -> tuple[L, ...]:
+def _with_placeholders(
+    line: L, layers: Mapping[str, int], tensors: Collection[str]
+) -> tuple[L, ...]:
     """The lines with placeholders that give ``line`` when its layer is filled in, best one first.
 
     In the best one, modules that are only mentioned (as in a reason) have placeholders too. There

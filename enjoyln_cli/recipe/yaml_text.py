@@ -62,7 +62,7 @@ def load(text: str) -> Any:
     if len(text) > MAX_CHARS:
         raise RecipeError(f"longer than {MAX_CHARS} characters, the limit for a recipe")
     try:
-        _require_tame(text)
+        _require_plain(text)
         return yaml.load(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
@@ -76,7 +76,7 @@ def one_line(error: Exception) -> str:
     return first_line(" ".join(str(error).split()))
 
 
-def _require_tame(text: str) -> None:
+def _require_plain(text: str) -> None:
     """Raise ``RecipeError`` for anchors, tags, deep nesting and repeated keys."""
     keys: list[set[str] | None] = []
     at_key: list[bool] = []

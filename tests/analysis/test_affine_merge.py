@@ -411,15 +411,15 @@ def test_a_recipe_chooses_and_is_followed_or_refused(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{into: []}", "says neither weight nor bias"),
+        ("{into: []}", "has neither weight nor bias"),
         ("{weight: a.b, into: []}", "needs linear layers"),
         ("{weight: a.b, into: [{weight: c.d}]}", "the key dim is missing"),
         ("{weight: a.b, into: [{weight: c.d, dim: 3}]}", "dim"),
-        ("{bias: a.b, into: [{weight: c.d, dim: 1}]}", "or not a bias for each"),
+        ("{bias: a.b, into: [{weight: c.d, dim: 1}]}", "each with a bias"),
         ("{weight: a.b, one_plus: 3, into: [{weight: c.d, dim: 1}]}", "one_plus"),
         ("{weight: a.b, to: [{weight: c.d, dim: 1}]}", "unknown key 'to'"),
         ("{keep: why, into: []}", "unknown key 'into'"),
-        ("3", "where a mapping"),
+        ("3", "instead of a mapping"),
     ],
 )
 def test_an_invalid_line_is_refused(line: str, words: str) -> None:
