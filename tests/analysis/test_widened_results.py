@@ -289,7 +289,7 @@ def with_second(line: Widening, name: str) -> Widening:
         (lambda line: (with_second(line, FIRST.format("{i}", "weight")),), "not part of the proof"),
         (
             lambda line: (rename_in(line, lambda _, name: name.replace("{i}", "1")),),
-            "counts the hidden units of bert.encoder.layer.0.output.dense.weight, too",
+            "also sets the hidden units of bert.encoder.layer.0.output.dense.weight",
         ),
         (lambda line: (), "needs the MLP of bert.encoder.layer.0.output.dense.weight"),
         (lambda line: (replace(line, to=322),), "to: .*322"),
