@@ -1,4 +1,4 @@
-"""The time of a long job: how much is left of what it may take, and how a duration reads."""
+"""The time budget of a long job, its progress, and durations as text."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 MINUTE = 60
 
 Progress = Callable[[float, float], None]
-"""Receives the seconds that a run has taken, and those that it should take in all."""
+"""Called with the seconds that a run has taken so far, and with its expected total in seconds."""
 
 
 @dataclass
 class Clock:
-    """The time of a whole run."""
+    """The time that a run has used, and how much of its limit is left."""
 
     now: Callable[[], float]
     limit: float
-    """Seconds of the whole run, ``inf`` without a limit."""
+    """Seconds that the whole run may take, ``inf`` without a limit."""
     on_progress: Progress = lambda done, total: None
     after: float = 0.0
-    """Seconds to keep for what comes after the last case."""
+    """Seconds reserved for the work after the last case."""
 
     def __post_init__(self) -> None:
         self.begin = self.now()
@@ -32,11 +32,11 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds for cases."""
+        """Seconds left for cases."""
         return self.limit - self.spent - self.after
 
     def tell(self, needed: float | None = None) -> None:
-        """Tell of the progress; ``needed`` are the seconds that cases still take, if known."""
+        """Report progress; ``needed`` is how many seconds the remaining cases take, if known."""
         spent = self.spent
         total = self.limit if needed is None else spent + needed + self.after
         self.on_progress(spent, total if math.isfinite(total) else 0.0)

@@ -1,4 +1,4 @@
-"""Everything that enjoyln refuses to do, as exceptions.
+"""The exceptions that enjoyln raises.
 
     EnjoyLNError                 one line for the user; the command exits with status 1
     ├── ModelNotFound            no such directory or repository, offline and not cached, gated
@@ -6,28 +6,32 @@
     ├── BadCheckpoint            missing or truncated shard, wrong shape, lying header, NaN or Inf
     ├── TraceFailed              the model's graph could not be captured
     ├── AlreadyFolded            the checkpoint carries an enjoyln marker
-    ├── NothingToFold            every LayerNorm has to stay; the reasons are in the message
-    ├── RecipeError              a recipe that is malformed, stale, or asks for an unproven edit
-    ├── NotCentred               weights of a folded model have moved, or cannot be looked at
+    ├── NothingToFold            no LayerNorm can be converted; the message gives the reasons
+    ├── RecipeError              a recipe is malformed, out of date, or asks for an unproven edit
+    ├── NotCentred               a folded model's weights have changed, or cannot be checked
     ├── OutputError              output exists, lies inside the source, disk full, read-only
-    ├── PushRefused              a result that is not verified, or a Hub that does not take it
+    ├── PushRefused              the result is not verified, or the Hub rejects the upload
     └── VerificationFailed       the folded checkpoint does not compute the original function
 
-A message names the invariant that does not hold, what arrived, where, and what to do next, in one
-line. Library callers get the same exceptions.
+A message has one line. It says what was expected, what was found, where, and what to do next.
+Library functions raise the same exceptions as the command line.
 """
 
 import re
 
 MAX_MESSAGE_CHARS = 2000
-"""Characters of a message."""
+"""Longer messages are shortened in the middle."""
 
 
 class EnjoyLNError(Exception):
     """Base of everything above."""
 
     def __str__(self) -> str:
-        """The message in one line: what a file puts into it can neither steer nor fill a screen."""
+        """The message as one line that is safe to print.
+
+        It may quote text from a file, so unprintable characters (terminal control codes among
+        them) are escaped, credentials in URLs are removed, and a long message is shortened.
+        """
         message = without_credentials(super().__str__())
         if len(message) > MAX_MESSAGE_CHARS:
             message = (
@@ -37,11 +41,11 @@ class EnjoyLNError(Exception):
 
 
 class ModelNotFound(EnjoyLNError):
-    """The model id or path leads to nothing that can be read."""
+    """There is no readable model at this Hub id or path."""
 
 
 class UnsupportedModel(EnjoyLNError):
-    """The model exists, and is of a kind that cannot be converted."""
+    """The model exists, but models of its kind cannot be converted."""
 
 
 class UnprovenCall(UnsupportedModel):
@@ -57,7 +61,7 @@ class TraceFailed(EnjoyLNError):
 
 
 class AlreadyFolded(EnjoyLNError):
-    """The checkpoint is a result of an earlier fold."""
+    """The checkpoint was already converted by enjoyln."""
 
 
 class NothingToFold(EnjoyLNError):
@@ -69,15 +73,15 @@ class RecipeError(EnjoyLNError):
 
 
 class NotCentred(EnjoyLNError):
-    """A folded model's weights are not zero-mean any more, or nobody can tell."""
+    """A folded model's weights are no longer centred, or this cannot be checked."""
 
 
 class OutputError(EnjoyLNError):
-    """The output directory cannot be written as asked."""
+    """The output directory or file cannot be written."""
 
 
 class PushRefused(EnjoyLNError):
-    """A result may not go to the Hub, or the Hub does not take it."""
+    """A result must not be uploaded to the Hub, or the Hub rejects it."""
 
 
 class VerificationFailed(EnjoyLNError):
@@ -85,5 +89,5 @@ class VerificationFailed(EnjoyLNError):
 
 
 def without_credentials(text: str) -> str:
-    """Each URL without the name and password that it may hold."""
+    """``text`` without the user names and passwords in its URLs (``https://user:pw@host``)."""
     return re.sub(r"(?<=://)[^/\s@]+@", "", text)

@@ -1,4 +1,4 @@
-"""What a long job tells of itself: stages, and warnings that go with its result."""
+"""Events that a long job reports while it runs: its stages, warnings and failures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 from enjoyln_cli.fs.whole_file import write_whole
 
 Event = Callable[[str, str], None]
-"""Receives ``("stage", text)``, or ``("download", text)`` for a stage in which the Hub's library
-draws its own bars; ``("warning", text)``; and ``("failure", text)`` for a file that could not be
-written and is not the job's result."""
+"""A listener, called with a level and a text. The levels are:
+
+* ``"stage"``: a new stage begins;
+* ``"download"``: a stage begins in which ``huggingface_hub`` shows its own progress bars;
+* ``"warning"``: the user should know this about the result;
+* ``"failure"``: a side file could not be written; the job's result is complete without it."""
 
 
 def default_listener(level: str, text: str) -> None:
@@ -21,7 +24,7 @@ def default_listener(level: str, text: str) -> None:
 
 
 def write_or_warn(path: Path, text: str, event: Event) -> None:
-    """Write what was measured; where that fails, say so, since it can still be printed."""
+    """Write a report file. If that fails, report a ``"failure"``: the caller still prints it."""
     try:
         write_whole(path, text)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How a message states sizes, counts, names and the errors of others."""
+"""Helpers for messages: sizes, counts, name suggestions, and errors of other libraries."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 MAX_QUOTED_CHARS = 300
-"""Characters of another library's error that a message quotes."""
+"""A message quotes at most this many characters of another library's error."""
 
 
 def size(nbytes: float) -> str:
-    """Bytes in decimal units, as disks count them."""
+    """A number of bytes as text in decimal units, e.g. ``1.5 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -24,11 +24,11 @@ def counted(many: int, noun: str) -> str:
 
 
 def first_line(error: object) -> str:
-    """The first line of an error, or of a text, as far as a message quotes it."""
+    """The first line of an error or of a text, cut to ``MAX_QUOTED_CHARS``."""
     return str(error).strip().split("\n")[0][:MAX_QUOTED_CHARS]
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
-    """``did you mean A or B?`` for the names that are nearest; empty where none is near."""
+    """``did you mean A or B?`` with up to ``most`` similar names; empty if none is similar."""
     near = get_close_matches(name, list(known), most)
     return f"did you mean {' or '.join(near)}?" if near else ""

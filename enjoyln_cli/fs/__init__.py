@@ -1,1 +1,1 @@
-"""Files and directories that appear whole or not at all, and digests."""
+"""Atomic writing of files and directories, and digests."""

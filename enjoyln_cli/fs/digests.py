@@ -1,4 +1,7 @@
-"""Digests: SHA-256 tells what somebody changed on purpose, 128-bit XXH3 only accidents."""
+"""Digests of files and data.
+
+SHA-256 also detects deliberate changes. 128-bit XXH3 is faster, and detects accidents only.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ def digest_of_file(path: Path) -> str:
 
 
 def digest_of_piece(data: memoryview) -> bytes:
-    """128-bit XXH3, in bytes: it tells accidents, and not what somebody has changed on purpose."""
+    """The 128-bit XXH3 of ``data``, as 16 bytes."""
     return xxhash.xxh3_128_digest(data)
 
 
 def digest_of_tensor(blocks: Iterable[bytes]) -> str:
-    """128-bit XXH3 of a tensor's bytes, or of a part of them, in hexadecimal digits."""
+    """The 128-bit XXH3 of a tensor's bytes (all, or some of them), in hexadecimal digits."""
     digest = new_digest()
     for block in blocks:
         digest.update(block)
@@ -34,7 +37,7 @@ def digest_of_tensor(blocks: Iterable[bytes]) -> str:
 
 
 def new_digest() -> xxhash.xxh3_128:
-    """A 128-bit XXH3 that takes bytes one block after the other."""
+    """A 128-bit XXH3 to feed block by block with ``update``."""
     return xxhash.xxh3_128()
 
 

@@ -1,16 +1,16 @@
-"""A new directory appears whole or not at all.
+"""Write an output directory OUT so that it appears complete or not at all.
 
-It is made in a work directory beside its final place, so that a rename suffices:
+The files are written to a work directory beside OUT, which is renamed at the end:
 
-    .OUT.partial/lock        locked while a run is at work there
-    .OUT.partial/result/     what becomes OUT, synced file by file before it is renamed
-    .OUT.partial/finished/   one file for each of the result's that a later run need not write again
-    .OUT.partial/replaced    what stood at OUT, until the new one stands there
+    .OUT.partial/lock        locked while a run uses the work directory
+    .OUT.partial/result/     becomes OUT; every file is synced before the rename
+    .OUT.partial/finished/   one record for each finished file, which --resume need not rewrite
+    .OUT.partial/replaced    the previous OUT, until the new one is in place
 
-At every instant there is the old one at OUT, or nothing, or the new one as a whole. Whatever goes
-wrong before, the work directory is removed and what stood at OUT still stands there; only where a
-run was stopped from outside, and has finished something, it stays and a later one can go on with
-it. A run that was killed leaves it as it is.
+At every moment OUT is the complete old directory, absent, or the complete new directory. If a run
+fails, OUT stays as it was and the work directory is removed. If a run is interrupted from outside
+(Ctrl-C, a full disk, a lost connection) and has finished at least one file, the work directory is
+kept, so that a later run can resume. A killed run also leaves its work directory behind.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ from enjoyln_cli.errors import EnjoyLNError, ModelNotFound, OutputError
 RESULT = "result"
 FINISHED = "finished"
 _REPLACED = "replaced"
-_GONE = "gone"
+_REMOVING = "gone"
+"""The new name of the previous OUT while it is being removed."""
 _LOCK = "lock"
-_TRIES = 100
-"""How often a work directory that vanishes is made again: other runs remove it when they end."""
-_LONGEST = 200
-"""Bytes of a name that still is a name with what is put around it."""
+_MAX_LOCK_ATTEMPTS = 100
+"""Another run that ends removes the work directory; this often it is created again."""
+_MAX_NAME_BYTES = 200
+"""The work directory of an output with a longer name is named after the name's digest."""
 
-_FULL = {
+_OS_ERROR_ADVICE = {
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the disk quota is used up; free some space",
     errno.EFBIG: "the file system or a limit of this shell forbids files of this size; try "
     "--max-shard-size",
     errno.EROFS: "the file system is read-only; choose another place",
 }
-_STOPPED = (KeyboardInterrupt, OSError, OutputError, ModelNotFound)
-"""What stops a run and says nothing against what it has written."""
+_RESUMABLE = (KeyboardInterrupt, OSError, OutputError, ModelNotFound)
+"""Exceptions that interrupt a run without casting doubt on the files that it has finished."""
 
 
 def work_of(out: Path) -> Path:
-    """The directory in which ``out`` is made: the same one for every run."""
+    """The work directory for ``out``, which is the same for every run."""
     out = _absolute(out)
     name = out.name
-    if len(os.fsencode(name)) > _LONGEST:
+    if len(os.fsencode(name)) > _MAX_NAME_BYTES:
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return out.parent / f".{name}.partial"
 
@@ -62,13 +63,15 @@ def _absolute(out: Path) -> Path:
 
 @contextmanager
 def staged_output(out: Path, *, source: Path, force: bool, resume: bool = False) -> Iterator[Path]:
-    """A directory on the file system of ``out`` that becomes ``out`` when the block ends well.
+    """Yield a directory that becomes ``out`` when the block ends without an exception.
 
-    It is empty, except with ``resume``: then it holds whatever an earlier run has left, which the
-    block has to judge. With ``force`` an existing ``out`` is replaced. Raises ``OutputError``,
-    before the block where ``check_place`` does and while another run is at work; after it where the
-    disk is full or the directory cannot be renamed. Any exception of the block leaves ``out`` as it
-    was; one that comes from outside names the work directory if that is kept.
+    The directory is empty. Only with ``resume`` it holds the files of an interrupted run, and the
+    block has to decide which of them to use. With ``force`` an existing ``out`` is replaced. An
+    exception in the block leaves ``out`` as it was; if the work directory is kept for ``--resume``,
+    the message names it.
+
+    Raises ``OutputError``: before the block as ``check_place`` does, and if another run writes to
+    ``out``; after it if the disk is full or the directory cannot be renamed.
     """
     out = check_place(out, source=source, force=force, resume=resume)
     work = work_of(out)
@@ -83,16 +86,16 @@ def staged_output(out: Path, *, source: Path, force: bool, resume: bool = False)
         yield staged
         _publish(staged, out, work / _REPLACED, force)
     except BaseException as error:
-        kept = isinstance(error, _STOPPED) and count_finished(work) > 0
-        if not kept:
+        resumable = isinstance(error, _RESUMABLE) and count_finished(work) > 0
+        if not resumable:
             shutil.rmtree(work, ignore_errors=True)
-            with suppress(OSError):  # somebody else may have put something there
+            with suppress(OSError):  # another program may have put a file there
                 for folder in made:
                     folder.rmdir()
-        told = _told(error, out, work if kept else None)
-        if told is error:
+        explained = _explain(error, out, work if resumable else None)
+        if explained is error:
             raise
-        raise told from error
+        raise explained from error
     else:
         with suppress(OSError):
             _discard(work)
@@ -101,26 +104,28 @@ def staged_output(out: Path, *, source: Path, force: bool, resume: bool = False)
         os.close(lock)
 
 
-def _told(error: BaseException, out: Path, kept: Path | None) -> BaseException:
-    """What the user has to read of ``error``, and of what is ``kept``."""
-    advice = "" if kept is None else f"{_left(kept)}; go on with --resume, or remove that directory"
+def _explain(error: BaseException, out: Path, work: Path | None) -> BaseException:
+    """``error`` with advice for the user; ``work`` is the work directory if it was kept."""
+    advice = ""
+    if work is not None:
+        advice = f"{_kept_files(work)}; continue with --resume, or remove that directory"
     if isinstance(error, KeyboardInterrupt):
-        return KeyboardInterrupt(advice) if kept else error
-    if isinstance(error, OSError) and (kept or error.errno in _FULL):
-        why = _FULL.get(error.errno or 0, f"{error.strerror or error}")
-        return OutputError(f"cannot write {out}: {why}" + f"; {advice}" * bool(kept))
-    if isinstance(error, EnjoyLNError) and kept and "--resume" not in str(error):
+        return KeyboardInterrupt(advice) if work else error
+    if isinstance(error, OSError) and (work or error.errno in _OS_ERROR_ADVICE):
+        why = _OS_ERROR_ADVICE.get(error.errno or 0, f"{error.strerror or error}")
+        return OutputError(f"cannot write {out}: {why}" + f"; {advice}" * bool(work))
+    if isinstance(error, EnjoyLNError) and work and "--resume" not in str(error):
         return type(error)(f"{error}; {advice}")
     return error
 
 
-def _left(work: Path) -> str:
+def _kept_files(work: Path) -> str:
     done = count_finished(work)
     return f"{done} finished file{'s' * (done != 1)} kept in {work}"
 
 
 def count_finished(work: Path) -> int:
-    """How many files of an unfinished result need not be written again."""
+    """How many files of an interrupted run are finished and need not be written again."""
     try:
         return sum(entry.name.endswith(".json") for entry in os.scandir(work / FINISHED))
     except OSError:
@@ -128,10 +133,10 @@ def count_finished(work: Path) -> int:
 
 
 def check_place(out: Path, *, source: Path, force: bool, resume: bool = False) -> Path:
-    """``out`` as an absolute path; ``OutputError`` where no directory can be made or replaced.
+    """Return ``out`` as an absolute path if it can be written.
 
-    What an unfinished run has left is a reason to refuse, unless ``resume`` goes on with it or
-    ``force`` gives it up.
+    Raises ``OutputError`` if the directory cannot be created or replaced, and if an interrupted run
+    has left finished files, unless ``resume`` uses them or ``force`` discards them.
     """
     out = _absolute(out)
     real, origin, here = out.resolve(), source.resolve(), Path.cwd().resolve()
@@ -140,11 +145,11 @@ def check_place(out: Path, *, source: Path, force: bool, resume: bool = False) -
     if origin in real.parents:
         raise OutputError(f"{out} lies inside the source {source}; choose another directory")
     if real in origin.parents:
-        raise OutputError(f"{out} holds the source {source}; choose another directory")
+        raise OutputError(f"{out} contains the source {source}; choose another directory")
     if os.path.lexists(out):
         _require_free(out, force, resume)
         if real == here or real in here.parents:
-            raise OutputError(f"{out} holds the working directory; choose another directory")
+            raise OutputError(f"{out} contains the working directory; choose another directory")
     above = next(folder for folder in out.parents if os.path.lexists(folder))
     if not above.is_dir():
         raise OutputError(f"{above} is not a directory; choose another place")
@@ -152,20 +157,17 @@ def check_place(out: Path, *, source: Path, force: bool, resume: bool = False) -
         raise OutputError(f"{above} cannot be written to; choose another place")
     work = work_of(out)
     if count_finished(work) and not (force or resume):
-        if _busy(work):
-            raise _taken(out)
+        if _is_locked(work):
+            raise _in_use_error(out)
         raise OutputError(
-            f"an earlier run to {out} was interrupted, {_left(work)}; go on with --resume, or "
-            "start anew with --force"
+            f"an earlier run to {out} was interrupted, {_kept_files(work)}; continue with "
+            "--resume, or start anew with --force"
         )
     return out
 
 
 def check_file(file: Path) -> None:
-    """Raises ``OutputError`` for a file that cannot be written, before there is anything to write.
-
-    Nothing is made or changed to find that out.
-    """
+    """Raise ``OutputError`` if ``file`` cannot be written; nothing is created or changed."""
     folder, why = file.parent, ""
     if os.path.isdir(file):
         why = "it is a directory"
@@ -180,7 +182,10 @@ def check_file(file: Path) -> None:
 
 
 def write_file(file: Path, content: bytes) -> None:
-    """Raises ``OutputError`` where it cannot be written; a new file is then not left in part."""
+    """Write ``content`` to ``file``; if that fails, a partly written new file is removed.
+
+    Raises ``OutputError`` if it cannot be written.
+    """
     is_new = not os.path.lexists(file)
     try:
         file.write_bytes(content)
@@ -199,14 +204,17 @@ def _require_free(out: Path, force: bool, resume: bool = False) -> None:
 
 
 def _locked(work: Path, out: Path) -> int:
-    """Make ``work`` and lock it: an open file. A file system without locks lets every run pass."""
-    for _ in range(_TRIES):
+    """Create ``work`` and lock it; returns the open lock file.
+
+    On a file system without locks, the lock is skipped.
+    """
+    for _ in range(_MAX_LOCK_ATTEMPTS):
         try:
             work.mkdir(parents=True, exist_ok=True)
             if work.is_symlink():
-                raise OutputError(f"{work} is a link to somewhere else; remove it")
+                raise OutputError(f"{work} is a symbolic link; remove it")
             file = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:  # removed in between by the run that was at work
+        except FileNotFoundError:  # another run ended and removed the directory
             continue
         except OSError as error:
             raise OutputError(f"{out.parent} cannot be written to: {error.strerror}") from error
@@ -214,7 +222,7 @@ def _locked(work: Path, out: Path) -> int:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(file)
-            raise _taken(out) from error
+            raise _in_use_error(out) from error
         except OSError:
             pass
         try:
@@ -226,8 +234,8 @@ def _locked(work: Path, out: Path) -> int:
     raise OutputError(f"cannot create a directory in {out.parent}; choose another place")
 
 
-def _busy(work: Path) -> bool:
-    """Whether a run is at work there."""
+def _is_locked(work: Path) -> bool:
+    """Whether another run holds the lock of ``work``."""
     try:
         with (work / _LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -238,12 +246,12 @@ def _busy(work: Path) -> bool:
     return False
 
 
-def _taken(out: Path) -> OutputError:
+def _in_use_error(out: Path) -> OutputError:
     return OutputError(f"another run is writing {out}; wait for it, or choose another directory")
 
 
 def clear(folder: Path, keep: Collection[Path] = ()) -> None:
-    """Remove everything below ``folder`` but the lock and the files to keep."""
+    """Remove everything below ``folder`` except the lock and the files in ``keep``."""
     for path, folders, files in os.walk(folder, topdown=False):
         for found in (Path(path, name) for name in files):
             if found not in keep and found != folder / _LOCK:
@@ -256,7 +264,7 @@ def clear(folder: Path, keep: Collection[Path] = ()) -> None:
 
 
 def _recover(work: Path, out: Path, force: bool) -> None:
-    """Put back what a killed run had already moved aside."""
+    """If a killed run had moved the previous OUT aside, move it back."""
     replaced = work / _REPLACED
     if os.path.lexists(replaced):
         if os.path.lexists(out):
@@ -267,13 +275,16 @@ def _recover(work: Path, out: Path, force: bool) -> None:
 
 
 def _discard(work: Path) -> None:
-    """Remove what was replaced, under a name from which nobody puts it back half removed."""
-    replaced, gone = work / _REPLACED, work / _GONE
+    """Remove the previous OUT.
+
+    It is renamed first, so that ``_recover`` cannot restore a directory that is half removed.
+    """
+    replaced, removing = work / _REPLACED, work / _REMOVING
     if os.path.lexists(replaced):
-        if os.path.lexists(gone):
-            _remove(gone)
-        replaced.rename(gone)
-        _remove(gone)
+        if os.path.lexists(removing):
+            _remove(removing)
+        replaced.rename(removing)
+        _remove(removing)
 
 
 def _publish(staged: Path, out: Path, aside: Path, force: bool) -> None:
@@ -290,7 +301,7 @@ def _publish(staged: Path, out: Path, aside: Path, force: bool) -> None:
             if os.path.lexists(aside) and not os.path.lexists(out):
                 aside.rename(out)
     except OSError as error:
-        why = _FULL.get(error.errno or 0, error.strerror)
+        why = _OS_ERROR_ADVICE.get(error.errno or 0, error.strerror)
         raise OutputError(f"cannot write {out}: {why}") from error
 
 
@@ -302,7 +313,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync_tree(root: Path) -> None:
-    """Every file, then every directory from the innermost outwards."""
+    """Sync every file to disk, and every directory after its contents."""
     for folder, _, files in os.walk(root, topdown=False):
         for name in files:
             _sync(Path(folder, name))

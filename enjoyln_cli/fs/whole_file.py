@@ -1,4 +1,4 @@
-"""Small text files that are replaced as a whole."""
+"""Atomic writing of small text files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to the file ``path``, which holds all of it or what it held before.
+    """Write ``text`` to ``path``. If that fails, the file keeps its old content.
 
     Atomic but not durable: there is no fsync, so a power cut may lose the update.
     """

@@ -1,1 +1,1 @@
-"""What is proven of a model, as data."""
+"""The plan: what has been proven about a model, as data."""

@@ -1,10 +1,13 @@
-"""The group structure over which a mean is taken, and how views carry it from tensor to tensor.
+"""``Axis``: which elements of a tensor a mean is taken over, and how views change it.
 
-An axis lives on one dimension of a tensor. Its elements ``start .. start + outer * size * inner``
-of that dimension are seen as ``(outer, size, inner)``; every mean runs over ``size``. The feature
-axis of a ``(batch, tokens, d)`` tensor is ``Axis(2, 0, 1, d, 1)``; the heads of a query projection
-are ``Axis(2, 0, heads, head_dim, 1)``; the value part of a fused one starts at ``2 * d``. Where
-the parts of each head stand side by side, its groups are ``step`` apart: ``3 * head_dim``.
+An axis lies on one dimension of a tensor. Its elements ``start .. start + outer * size * inner``
+of that dimension are seen as ``(outer, size, inner)``; each mean is taken over ``size``. Examples:
+
+* the features of a ``(batch, tokens, d)`` tensor: ``Axis(2, 0, 1, d, 1)``;
+* the heads of a query projection: ``Axis(2, 0, heads, head_dim, 1)``;
+* the values in a fused projection of queries, keys and values: an axis that starts at ``2 * d``;
+* the same, where the fused projection stores query, key and value of each head side by side: the
+  groups begin ``step = 3 * head_dim`` apart.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 class Axis:
     """``size`` consecutive (or ``inner``-strided) elements of ``dim``, repeated ``outer`` times.
 
-    Blocks of ``size * inner`` elements begin ``step`` apart; 0: one begins where another ends.
+    Blocks of ``size * inner`` elements begin ``step`` apart; with ``step == 0`` they are adjacent.
     """
 
     dim: int
@@ -41,7 +44,7 @@ class Axis:
 
 
 def blocks(axis: Axis) -> tuple[Axis, ...]:
-    """The axis as axes that cover consecutive elements: itself, or one for each of its blocks."""
+    """The axis split into axes without a ``step``: one for each block, or the axis itself."""
     if not axis.step:
         return (axis,)
     starts = range(axis.start, axis.stop, axis.step)
@@ -49,7 +52,10 @@ def blocks(axis: Axis) -> tuple[Axis, ...]:
 
 
 def as_numbers(axis: Axis) -> list[int]:
-    """The numbers that files hold: the step only where there is one, which older readers refuse."""
+    """The numbers of the axis as files store them.
+
+    The step is left out if it is 0: older versions of enjoyln read five numbers and refuse six.
+    """
     return list(astuple(axis)) if axis.step else list(astuple(axis))[:5]
 
 
@@ -60,7 +66,7 @@ def feature_axis(shape: tuple[int, ...], dim: int = -1) -> Axis:
 
 
 def group_means(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The mean over ``size`` of every group, keeping that dimension.
+    """The mean of every group, over ``size``.
 
     ``x`` has any shape; the result has ``axis.dim`` split into ``(outer, 1, inner)``.
     """
@@ -73,7 +79,7 @@ def group_means(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def centre(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """``P x``: ``x`` with the mean over every group of ``axis`` removed; the rest is untouched."""
+    """``P x``: ``x`` minus the mean of each group of ``axis``. Other elements stay as they are."""
     if axis.step:
         for block in blocks(axis):
             x = centre(x, block)
@@ -89,7 +95,7 @@ def centre(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def scale_along(x: torch.Tensor, by: torch.Tensor, dim: int) -> torch.Tensor:
-    """``diag(by) x``: each slice of ``x`` along ``dim`` times the element of ``by`` for it."""
+    """``diag(by) x``: slice ``i`` of ``x`` along ``dim`` times ``by[i]``."""
     return x * by.reshape(-1, *(1,) * (x.ndim - 1 - dim))
 
 
@@ -99,9 +105,9 @@ def on_dimension(axis: Axis, dim: int) -> Axis:
 
 
 def through_view(axis: Axis, shape: tuple[int, ...], into: tuple[int, ...]) -> Axis | None:
-    """The axis that covers the same groups after a row-major reshape from ``shape`` to ``into``.
+    """The axis over the same groups after a row-major reshape from ``shape`` to ``into``.
 
-    ``None`` where no single dimension of ``into`` holds each group at one stride.
+    ``None`` if the groups do not lie on a single dimension of ``into`` with a constant stride.
     """
     if axis.step:
         return axis if shape == into else None
@@ -112,7 +118,7 @@ def through_view(axis: Axis, shape: tuple[int, ...], into: tuple[int, ...]) -> A
 
 
 def _aligned(shape: tuple[int, ...], into: tuple[int, ...]) -> list[tuple[range, range]]:
-    """Smallest runs of dimensions of both shapes that hold the same number of elements."""
+    """Pairs of dimension ranges, one of each shape and as short as possible, of equal size."""
     runs: list[tuple[range, range]] = []
     i = j = 0
     while i < len(shape) and j < len(into):

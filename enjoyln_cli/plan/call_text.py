@@ -1,7 +1,7 @@
-"""Proven calls as text, for the marker and the recipe, and back.
+"""Convert proven calls (``CallForm``) to text, for the marker and the recipe, and back.
 
-``Net(x=float[a, b, 16], flag=True) if b <= 64 else refused`` is Python's own syntax, read with
-its parser and never run. Raises ``ValueError`` for any other text.
+The text, ``Net(x=float[a, b, 16], flag=True) if b <= 64 else refused``, has Python's syntax. It is
+parsed with ``ast`` and never executed. Parsing any other text raises ``ValueError``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from enjoyln_cli.plan.covered_calls import (
 )
 
 MAX_TEXT_CHARS = 200_000
-"""Characters of one form."""
+"""Longer texts are refused before they are parsed."""
 KINDS = ("float", "int", "bool", "complex")
 
 _BINARY = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%"}
@@ -84,7 +84,7 @@ def _shown_condition(condition: Expression) -> str:
 
 
 def summary(text: str) -> str:
-    """The arguments of a form: names of tensors, plain values with theirs."""
+    """The arguments of a form for a message: plain values as ``name=value``, others by name."""
     form = from_text(text)
     places = sum(name.startswith("*") for name, _ in form.arguments)
     named = [f"{places} by position"] if places else []
@@ -97,9 +97,9 @@ def summary(text: str) -> str:
 
 
 def from_text(text: str) -> CallForm:
-    """The form that ``written`` has written."""
+    """The form that ``to_text`` wrote as ``text``. Raises ``ValueError`` for any other text."""
     if len(text) > MAX_TEXT_CHARS:
-        raise ValueError(f"a call of {len(text)} characters")
+        raise ValueError(f"a call has {len(text)} characters, at most {MAX_TEXT_CHARS} are read")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -166,9 +166,11 @@ def _size(node: ast.expr) -> Any:
 
 
 def condition_of(node: ast.expr) -> Expression:
-    """A condition on sizes; ``ValueError`` for what is not whole numbers, named and compared.
+    """The condition on sizes that ``node`` states.
 
-    A divisor has to be a positive number, so that none is zero.
+    It may hold whole numbers, names of sizes, comparisons and the operators of ``OPERATORS``. A
+    divisor has to be a positive number, so that it cannot be zero. Raises ``ValueError`` for
+    anything else.
     """
     if isinstance(node, ast.BoolOp):
         return _joined("and" if isinstance(node.op, ast.And) else "or", node.values)
@@ -210,7 +212,7 @@ def _names(form: Form) -> set[str]:
 
 
 def names_in(expression: Expression) -> set[str]:
-    """The sizes that an expression reads."""
+    """The names of sizes in an expression."""
     if isinstance(expression, tuple):
         return {name for one in expression[1:] for name in names_in(one)}
     return {expression} if isinstance(expression, str) else set()

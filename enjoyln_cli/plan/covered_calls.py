@@ -1,20 +1,27 @@
-"""Which calls of a model a proof covers, where that is not settled by a convention.
+"""Which calls of a model a proof covers.
 
-A traced graph shows one path through ``forward``. Python chooses it by which arguments are given,
-by the plain values among them (``None``, truth values, numbers, text), by the structure of the
-others, and by sizes. So a ``CallForm`` holds all of these for one call that was traced. Another
-call is covered if it has exactly such a form, and refused if not: the same arguments (one that
-equals its default counts as left out), the same values, the same dictionaries, lists, tuples and
-caches with tensors of the same kind and rank at the same places, and sizes for which ``forward``
-takes the same path. No name is known here: ``labels`` is an argument like any other.
+A traced graph shows one path through ``forward``. Python code chooses that path by the arguments
+that are passed, by plain values among them (``None``, booleans, numbers, strings), by the
+structure of the other arguments, and by sizes. A ``CallForm`` records all of these for one traced
+call. Another call is covered if it matches a recorded form, and refused otherwise. To match, it
+needs
 
-The exception is the code of transformers itself (``is_stock``). Its classes share conventions that
-hold without a trace: targets are read behind the outputs, ``output_attentions`` and its like choose
-what is returned and not what is computed, sizes decide nothing but shapes. For them an argument is
-covered unless it is listed as unproven (``calls.optional_inputs``). One class of somebody else in a
-model, or as its base, ends that: what it does with an argument is unknown.
+* the same arguments (an argument equal to its default counts as left out),
+* the same plain values,
+* the same dictionaries, lists, tuples and caches, with tensors of the same kind and rank at the
+  same places,
+* sizes for which ``forward`` takes the same path.
 
-Written as text, a form is a Python expression that a person can read::
+No argument name is special here: ``labels`` is an argument like any other.
+
+Models that consist of transformers' own classes (``is_stock``) are the exception, since these
+share conventions that hold without a trace: labels are only used after the outputs are computed,
+``output_attentions`` and similar flags choose what is returned and not what is computed, and sizes
+decide nothing but shapes. For such models every argument is covered unless it is listed as
+unproven (``calls.optional_inputs``). A single module or base class from elsewhere ends the
+exception, since nothing is known about how its code uses an argument.
+
+As text, a form is a readable Python expression::
 
     Net(x=float[a, b, 16], scale=2.0, pair=(int[a], None)) if b <= 64 else refused
 """
@@ -33,11 +40,11 @@ from torch import nn
 from enjoyln_cli.errors import UnsupportedModel
 
 OTHER_CALLS = "any other call"
-"""Among what is unproven: every call of a form that no trace had."""
+"""Entry of ``Plan.unproven``: every call whose form was not traced."""
 
 Plain = bool | int | float | str | None
 Size = int | str
-"""A number, or the name of a size that may be any."""
+"""A number, or a name for a size that may have any value."""
 Expression = Any
 """A number, the name of a size, or an operator of ``OPERATORS`` with its operands, as a tuple."""
 
@@ -53,14 +60,14 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Constant:
-    """A plain value: another one may take another branch, ``1`` and ``True`` too."""
+    """A plain value. Any other value may take another branch, even ``True`` instead of ``1``."""
 
     value: Plain
 
 
 @dataclass(frozen=True)
 class TensorForm:
-    """A tensor by its kind (``float``, ``int``, ``bool``, ``complex``) and its sizes."""
+    """A tensor, by its kind (``float``, ``int``, ``bool``, ``complex``) and its sizes."""
 
     kind: str
     sizes: tuple[Size, ...]
@@ -68,9 +75,10 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class Items:
-    """A list, a tuple, a dictionary with text as keys, in its order, or what an object keeps.
+    """A list, a tuple, a dictionary with string keys in order, or an object's attributes.
 
-    That object is of a class of transformers, as a cache is, whose name is the ``kind``.
+    Such an object is of a class of transformers, for example a cache. ``kind`` is the name of its
+    class, or ``list``, ``tuple`` or ``dict``.
     """
 
     kind: str
@@ -80,7 +88,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Length:
-    """A whole number that is the size of something, as what a cache says of its length."""
+    """An integer that is a size, such as the length that a cache stores."""
 
     size: Size
 
@@ -90,39 +98,39 @@ Form = Constant | TensorForm | Items | Length
 
 @dataclass(frozen=True)
 class CallForm:
-    """One way of calling ``owner``, a class by its name."""
+    """One way to call a model of the class named ``owner``."""
 
     owner: str
     arguments: tuple[tuple[str, Form], ...]
-    """By name, those at their default left out; what ``*args`` takes is ``*0``, ``*1`` ..."""
+    """By name, without those equal to their default. Items of ``*args`` are ``*0``, ``*1`` ..."""
     conditions: tuple[Expression, ...] = ()
-    """Each holds for the sizes of a covered call."""
+    """A call is covered only if all of these hold for its sizes."""
 
 
 @dataclass(frozen=True)
 class CoveredCalls:
-    """The calls that a proof covers, and the state of the model in which it does."""
+    """The calls that a proof covers, and the attributes of the model for which it holds."""
 
     forms: tuple[CallForm, ...]
     attributes: tuple[tuple[str, str, Plain], ...] = ()
     """Class, dotted name and value of each plain attribute that a ``forward`` may read."""
 
     def require_any(self, name: str) -> None:
-        """Raises ``UnsupportedModel`` where no call is covered."""
+        """Raise ``UnsupportedModel`` if no call is covered; ``name`` is the model's, to show."""
         if not self.forms:
             raise UnsupportedModel(
-                f"{name}: no call of it is proven, since the values of its inputs choose the path "
-                "through its code, or an argument is an object of an unknown class; convert a part "
-                "of it that is called with tensors, or go on with LayerNorm"
+                f"{name}: no call could be proven, since its code branches on the values of its "
+                "inputs, or an argument is an object of an unknown class; convert a submodule that "
+                "is called with tensors only, or go on with LayerNorm"
             )
 
     def calls_of(self, module: nn.Module) -> ProvenCalls:
-        """What decides for calls of ``module``, by its class's name."""
+        """The covered calls of ``module``: the forms whose owner is the name of its class."""
         own = tuple(form for form in self.forms if form.owner == type(module).__name__)
         return ProvenCalls(own, *signature_of(module))
 
     def changed(self, model: nn.Module) -> str | None:
-        """The first attribute that is not as it was traced, in words; ``None`` if there is none."""
+        """A description of the first attribute that has changed since the trace, or ``None``."""
         missing = object()
         for owner, name, value in self.attributes:
             if owner == type(model).__name__:
@@ -131,7 +139,7 @@ class CoveredCalls:
                     found = getattr(found, part, missing)
                 if found is missing or not _same(found, value):
                     now = "gone" if found is missing else repr(found)
-                    return f"{owner}.{name} was {value!r} and is {now}"
+                    return f"{owner}.{name} was {value!r} and is now {now}"
         return None
 
 
@@ -141,11 +149,11 @@ class ProvenCalls:
 
     forms: tuple[CallForm, ...]
     order: tuple[str, ...]
-    """Names of the arguments that come by position."""
+    """Names of the arguments that can be passed by position."""
     defaults: tuple[tuple[str, Plain], ...]
 
     def uncovered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-        """Names of the arguments for which a call is not covered; empty where it is."""
+        """The arguments because of which a call is not covered; empty if it is covered."""
         given = call_arguments(self.order, dict(self.defaults), args, kwargs)
         for form in self.forms:
             if len(form.arguments) == len(given) and not _differing(form, given):
@@ -155,24 +163,24 @@ class ProvenCalls:
 
 
 _LAYERS = ("torch", "timm")
-"""Libraries whose modules transformers builds its own from; timm's are the backbones of DETR."""
+"""Libraries whose modules transformers' own models contain (timm: the backbones of DETR)."""
 
 
 def is_stock(model: nn.Module) -> bool:
-    """Whether ``forward`` runs code of transformers alone, and of the layers that it builds on."""
+    """Whether all modules are transformers' own classes, or layers of torch and timm."""
     own = _from(type(model), ("transformers",))
     return own and all(_from(type(m), ("transformers", *_LAYERS)) for m in model.modules())
 
 
 def _from(cls: type, packages: tuple[str, ...]) -> bool:
-    """Whether a class, and the ``forward`` that it has, come with one of the packages."""
+    """Whether a class and its ``forward`` are both defined in one of the packages."""
     code = getattr(cls, "forward", cls)
     modules = (cls.__module__, getattr(code, "__module__", cls.__module__))
     return all(module.partition(".")[0] in packages for module in modules)
 
 
 def signature_of(module: nn.Module) -> tuple[tuple[str, ...], tuple[tuple[str, Plain], ...]]:
-    """The arguments of ``forward`` that come by position, and the plain defaults of all."""
+    """The positional arguments of ``forward``, and the plain default values of all arguments."""
     parameters = inspect.signature(module.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     order = tuple(p.name for p in parameters if p.kind in kinds)
@@ -200,7 +208,7 @@ def call_arguments(
 def form_of(value: Any) -> Form | None:
     """The form of one argument, with its sizes; ``None`` for an object that cannot be described.
 
-    Where the sizes may be others, a ``TensorForm`` stands in the place of the tensor.
+    To allow other sizes, pass a ``TensorForm`` in place of a tensor.
     """
     if isinstance(value, TensorForm):
         return value
@@ -225,13 +233,13 @@ def form_of(value: Any) -> Form | None:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is an object of a class of transformers, which keeps all in attributes."""
+    """Whether a value is an object of a transformers class that stores its state in attributes."""
     cls = type(value)
     return cls.__module__.partition(".")[0] == "transformers" and hasattr(value, "__dict__")
 
 
 def attribute_values(value: Any) -> dict[str, Any]:
-    """What an object keeps by name: classes by theirs, without what dtype and device it is on."""
+    """The attributes of an object, without dtypes and devices; a class is replaced by its name."""
     return {
         name: kept.__name__ if isinstance(kept, type) else kept
         for name, kept in vars(value).items()
@@ -245,7 +253,7 @@ def call_form(
     kwargs: Mapping[str, Any],
     conditions: Iterable[Expression] = (),
 ) -> CallForm | None:
-    """The form of one call; ``None`` where an argument cannot be described, as a cache."""
+    """The form of one call; ``None`` if an argument cannot be described (see ``form_of``)."""
     order, defaults = signature_of(module)
     given = call_arguments(order, dict(defaults), args, kwargs)
     found = [(name, form_of(value)) for name, value in given.items()]
@@ -257,7 +265,7 @@ def call_form(
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """What a dtype is for: its width is not part of a form, since models are cast."""
+    """``float``, ``complex``, ``bool`` or ``int``: a form leaves the width open to allow casts."""
     if tensor.is_floating_point():
         return "float"
     if tensor.is_complex():
@@ -322,7 +330,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def value_of(expression: Expression, sizes: Mapping[str, int]) -> Any:
-    """What an expression over sizes gives."""
+    """The value of an expression, given the sizes by name."""
     if isinstance(expression, tuple):
         name, left, right = expression
         return OPERATORS[name](value_of(left, sizes), value_of(right, sizes))
@@ -330,9 +338,10 @@ def value_of(expression: Expression, sizes: Mapping[str, int]) -> Any:
 
 
 def attributes_of(model: nn.Module) -> tuple[tuple[str, str, Plain], ...]:
-    """The plain attributes that code other than torch's and transformers' keeps on its modules.
+    """The plain attributes on which ``forward`` of custom code may branch.
 
-    Its ``forward`` may branch on them, and on what its config says beside what every config has.
+    These are the plain attributes of all modules that are neither torch's nor transformers', and
+    those entries of the config that not every transformers config has.
     """
     owner, found = type(model).__name__, {}
     internal = {*vars(nn.Module()), "name_or_path"}

@@ -1,16 +1,15 @@
-"""What becomes of one tensor: its parts, their one order, and the arithmetic on tensors in memory.
+"""``Edit``: how a plan changes one tensor. Its steps apply in this order:
 
-    fill                                           every element becomes a number, and nothing else;
-    W <- W diag(g)          b <- b + W v           merge: what a norm multiplies by and adds goes
-                                                   into a linear that reads it (W as it was stored);
-    W <- diag(s) W                                 scale: what a linear's output is multiplied by;
-    W <- P W                                       centre, axis after axis;
-    W <- [W, c 1, c' 1, ...]                       append: new slices along a dimension, each full
-                                                   of one number. They come last, so no mean is
-                                                   taken over them.
+    fill                         every element becomes one number; no other step applies
+    W <- W diag(g)               merge the weight g and the bias v of a norm into a linear layer
+    b <- b + W v                 that reads the norm (W is the weight as stored)
+    W <- diag(s) W               merge the vector s that multiplies a linear layer's output
+    W <- P W                     centre, one axis after the other
+    W <- [W, c 1, c' 1, ...]     append slices along a dimension, each filled with one number; this
+                                 step is the last, so means are taken without the new slices
 
-All of it happens in float64, with one rounding at the end. ``rewrite.blocks`` does the same on
-files, a block at a time.
+All steps are computed in float64, with one rounding at the end. ``edits_of`` derives the edits from
+a plan. ``apply_edit`` applies one to a tensor in memory, ``rewrite.blocks`` to files in blocks.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from enjoyln_cli.plan.mean_units import UNITS, read_by_units, written_by_units
 from enjoyln_cli.plan.plan import GrownParameter, Merge, NamedParameter, Plan, Widening
 
 ROWS = 1 << 15
-"""Elements of a matrix that are held in float64 at once, by each worker."""
+"""How many elements of a matrix each worker converts to float64 at once."""
 
 
 @dataclass(frozen=True)
 class Vector:
-    """A tensor with one element for each slice of another along its dimension ``dim``."""
+    """A tensor whose elements multiply the slices of the edited tensor along ``dim``."""
 
     tensor: str
     dim: int
     offset: float = 0.0
-    """Added to it first: 1 where a class computes with ``1 + weight``."""
+    """Added to its elements first: 1 if the class computes with ``1 + weight``."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Append:
-    """New slices at the end of the dimension ``dim``, each full of one number."""
+    """New slices at the end of dimension ``dim``, each filled with one number of ``values``."""
 
     dim: int
     values: tuple[float, ...]
@@ -57,17 +56,17 @@ class Append:
 
 @dataclass(frozen=True)
 class Edit:
-    """What becomes of one tensor, in the order of its fields. Names are those of other tensors."""
+    """How one tensor changes; the fields apply in their order. Names refer to other tensors."""
 
     source: str = ""
-    """What it is made from; without it, what is stored under its own name."""
+    """The tensor that it starts from; empty for the one stored under its own name."""
     fill: float | None = None
     times: Vector | None = None
     plus: Product | None = None
-    """Of as many elements as the tensor."""
+    """Added to the tensor; has as many elements."""
     scale: Vector | None = None
     axes: tuple[Axis, ...] = ()
-    """Each over consecutive elements: one whose groups are a step apart becomes several."""
+    """The axes to centre over, without steps: an axis with a ``step`` is split into its blocks."""
     append: Append | None = None
 
     def __post_init__(self) -> None:
@@ -75,17 +74,17 @@ class Edit:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The other tensors whose values it takes."""
+        """The other tensors whose values the edit uses."""
         vectors = [vector.tensor for vector in (self.times, self.scale) if vector]
         return (*vectors, *([self.plus.matrix, self.plus.by] if self.plus else []))
 
     @property
     def changes(self) -> bool:
-        """Whether the values differ from those of the source."""
+        """Whether there is anything to change in the values of the source."""
         return replace(self, source="") != Edit()
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What a tensor of ``shape`` grows to."""
+        """The shape that a tensor of ``shape`` has after the edit."""
         if self.append is None:
             return shape
         at, many = self.append.dim, len(self.append.values)
@@ -94,13 +93,14 @@ class Edit:
 
 @dataclass(frozen=True)
 class EditInputs:
-    """The values that an edit takes from other tensors: float64, in memory."""
+    """The values that an edit uses from other tensors: float64, in memory."""
 
     times: torch.Tensor | None = None
     """One element for each slice along ``Edit.times.dim``."""
     plus: torch.Tensor | None = None
-    """Flat, one element for each of the tensor's."""
+    """One-dimensional, with as many elements as the edited tensor."""
     scale: torch.Tensor | None = None
+    """One element for each slice along ``Edit.scale.dim``."""
 
 
 def read_edit_inputs(
@@ -108,9 +108,10 @@ def read_edit_inputs(
     read: Callable[[str], torch.Tensor],
     rows: Callable[[str], Iterable[torch.Tensor]] | None = None,
 ) -> EditInputs:
-    """What ``edit`` takes from the tensors that ``read`` returns by name, all unedited.
+    """The values that ``edit`` uses from other tensors.
 
-    ``rows`` gives the same tensors in slices along their first dimension, for large ones.
+    ``read`` returns an unedited tensor by name. ``rows`` returns it in slices along its first
+    dimension, so that a large matrix need not be in memory as a whole.
     """
 
     def vector(found: Vector | None) -> torch.Tensor | None:
@@ -130,9 +131,9 @@ def in_rows(x: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 def _product(parts: Iterable[torch.Tensor], dim: int, by: torch.Tensor) -> torch.Tensor:
-    """The sum over ``dim`` of a matrix times a vector; ``parts`` are its rows, a few at a time.
+    """The sum over ``dim`` of a matrix times the vector ``by``.
 
-    They are converted in the same memory, one after the other.
+    ``parts`` are blocks of the matrix's rows. All are converted to float64 in the same buffer.
     """
     at, rows = 0, []
     total = torch.zeros(() if dim == 0 else 0, dtype=torch.float64)
@@ -150,12 +151,12 @@ def _product(parts: Iterable[torch.Tensor], dim: int, by: torch.Tensor) -> torch
 
 
 def to_float64(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """``x`` as float64, in the memory of ``into``. Float16 gets there faster through float32."""
+    """``x`` as float64, in the memory of ``into``. For float16, a detour by float32 is faster."""
     return into.copy_(x.float() if x.dtype == torch.float16 else x)
 
 
 def apply_edit(x: torch.Tensor, edit: Edit, values: EditInputs) -> torch.Tensor:
-    """The whole tensor ``x``, float64, edited; still float64."""
+    """The float64 tensor ``x`` after ``edit``, as a float64 tensor."""
     if edit.fill is not None:
         return torch.full_like(x, edit.fill)
     if edit.times is not None and values.times is not None:
@@ -172,7 +173,7 @@ def apply_edit(x: torch.Tensor, edit: Edit, values: EditInputs) -> torch.Tensor:
 
 
 def appended_slices(x: torch.Tensor, append: Append) -> torch.Tensor:
-    """The new slices alone."""
+    """The new slices for ``x``, without ``x`` itself."""
     values = torch.tensor(append.values, dtype=x.dtype)
     shape = list(x.shape)
     shape[append.dim] = len(append.values)
@@ -184,16 +185,17 @@ def appended_slices(x: torch.Tensor, append: Append) -> torch.Tensor:
 
 @dataclass
 class _Draft:
-    """What is known of one tensor's edit so far."""
+    """The edit of one tensor, collected from several writers."""
 
     axes: dict[Axis, None] = field(default_factory=dict)
     scale: str = ""
 
 
 def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
-    """The edits of a plan, by stored tensor; with ``held`` by parameter, for a model in memory.
+    """The edits of a plan by name of the stored tensor, or of the parameter with ``held``.
 
-    There the copies of what was tied are parameters already.
+    ``held`` is for a model in memory: its axes are those of the parameters, and untied parameters
+    are not copied, since there each is a parameter of its own already.
     """
     drafts: dict[str, _Draft] = {}
     scales: dict[str, None] = {}
@@ -221,7 +223,7 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
 
 
 def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:
-    """Add what one norm hands on to the edits of its readers."""
+    """Add the merge of one norm to the edits of the norm and of the layers that read it."""
 
     def known(named: NamedParameter) -> str:
         return named.parameter if held else named.tensor
@@ -245,7 +247,7 @@ def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:
 
 
 def _new_units(one: Widening) -> Iterator[tuple[GrownParameter, tuple[float, ...]]]:
-    """What each new hidden unit has for every feature, in each parameter of an MLP."""
+    """Each parameter of a widened MLP, with the value for all features of each new hidden unit."""
     zeros = (0.0,) * (one.to - one.size)
     rest = zeros[UNITS:] if one.subtracts else zeros
     yield one.first, (*read_by_units(one.features), *rest) if one.subtracts else rest

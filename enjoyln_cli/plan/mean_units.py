@@ -1,15 +1,16 @@
-"""The hidden units that make an MLP subtract the mean of the ``d`` features that it reads.
+"""Four hidden units that make an MLP subtract the mean of its ``d`` input features.
 
-    reads     s, -s, s, -s            of every feature, with no bias
-    writes    -c, c, -c', c'          to every feature
+    weights in the first layer      s, -s, s, -s      the same for every feature, no bias
+    weights in the second layer     -c, c, -c', c'    the same for every feature
 
-so that for ``act(u) - act(-u) = u`` they add ``-(c + c') s sum(h)``. ``s`` is the largest power of
-two of at most ``1 / d``: it is exact in every dtype, and ``s sum(h)`` is no larger than the largest
-feature, so that it overflows nowhere. ``c + c' = 1 / (s d)`` lies between 1 and 2; ``c`` has the
-few bits that every dtype holds, and ``c'`` is the rest, so that its rounding is the only one.
+With an activation for which ``act(u) - act(-u) = u``, they add ``-(c + c') s sum(h)`` to every
+output feature. ``s`` is the largest power of two of at most ``1 / d``: it is exact in every dtype,
+and ``s sum(h)`` is no larger than the largest feature, so it cannot overflow.
+``c + c' = 1 / (s d)`` lies between 1 and 2. ``c`` has so few bits that every dtype holds it
+exactly, and ``c'`` is the rest, so only ``c'`` is rounded.
 
-They stay what they are as long as nobody trains them. Then they are hidden units as all others, and
-move on to the next free place, since the order of hidden units has no meaning.
+Training changes these units like any others. After training, they are copied to unused hidden
+units (the order of hidden units has no meaning), and new mean-subtracting units take their place.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ import torch
 
 UNITS = 4
 BITS = 7
-"""Of ``c``, past its leading one: those of bfloat16."""
+"""Mantissa bits of ``c`` after the leading one, as many as bfloat16 has."""
 
 
 def read_by_units(features: int) -> tuple[float, ...]:
-    """What each unit has for every feature in the first weight."""
+    """The weight of each unit in the first layer, the same for all ``features`` inputs."""
     s = _scale(features)
     return (s, -s, s, -s)
 
 
 def written_by_units(features: int) -> tuple[float, ...]:
-    """What each unit has for every feature in the second weight."""
+    """The weight of each unit in the second layer, the same for all ``features`` outputs."""
     whole = 1 / (_scale(features) * features)
     high = math.floor(whole * 2**BITS + 0.5) / 2**BITS
     low = whole - high
@@ -44,20 +45,20 @@ def _scale(features: int) -> float:
 
 @dataclass(frozen=True)
 class Units:
-    """Where in a model such units are, as paths of parameters."""
+    """Where in a model the units are: the parameters of the MLP by name, and the first index."""
 
     first: str
     bias: str | None
     second: str
     dim: int
-    """Of hidden units, in ``second``; ``1 - dim`` in ``first``."""
+    """The dimension of hidden units in ``second``; in ``first`` it is ``1 - dim``."""
     start: int
-    """The index of the first of them."""
+    """The index of the first unit along the hidden dimension."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The parameters themselves: ``first`` and ``second`` of two dimensions, ``bias`` of one."""
+    """The parameters of the MLP: the weights of both layers, and the bias of the first."""
 
     first: torch.Tensor
     bias: torch.Tensor | None
@@ -65,7 +66,7 @@ class Layers:
 
 
 def rows(layers: Layers, units: Units, after: int = 0) -> Layers:
-    """The hidden units that come ``after`` others from the first one, as views."""
+    """Views of ``UNITS`` hidden units, ``after`` places behind the first of ``units``."""
     at = units.start + after
     return Layers(
         layers.first.narrow(1 - units.dim, at, UNITS),
@@ -75,7 +76,7 @@ def rows(layers: Layers, units: Units, after: int = 0) -> Layers:
 
 
 def intact(layers: Layers, units: Units, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether the units hold their values, as one of ``dtypes`` rounds them."""
+    """Whether the units still have their exact values, rounded to one of ``dtypes``."""
     held, exact = rows(layers, units), _exact(layers, units)
     if not torch.equal(held.first.double(), exact.first):
         return False
@@ -92,14 +93,17 @@ def intact(layers: Layers, units: Units, dtypes: tuple[torch.dtype, ...]) -> boo
 
 
 def room(layers: Layers, units: Units) -> int | None:
-    """How far behind the units as many others begin that write nothing; ``None`` without any."""
+    """How far behind the units the next unused ones begin, or ``None`` if there are none.
+
+    A hidden unit is unused if its weights in the second layer are zeros.
+    """
     behind = layers.second.shape[units.dim] - units.start - UNITS
     places = range(UNITS, behind + 1, UNITS)
     return next((at for at in places if not rows(layers, units, at).second.any()), None)
 
 
 def copy_units(layers: Layers, units: Units, after: int) -> None:
-    """Copy what the units have become to those that begin so far behind them."""
+    """Copy the present values of the units to those ``after`` places behind them."""
     held, free = rows(layers, units), rows(layers, units, after)
     free.first.copy_(held.first)
     free.second.copy_(held.second)
@@ -108,7 +112,7 @@ def copy_units(layers: Layers, units: Units, after: int) -> None:
 
 
 def set_units(layers: Layers, units: Units) -> None:
-    """Give the units their values, in place."""
+    """Set the units to their exact values, in place."""
     held, exact = rows(layers, units), _exact(layers, units)
     held.first.copy_(exact.first)
     held.second.copy_(exact.second)

@@ -1,4 +1,8 @@
-"""Which LayerNorms fold, by which edits, and why the others stay."""
+"""The plan: which LayerNorms become RMSNorm, by which edits, and why the others do not.
+
+To fold a LayerNorm is to replace it by an RMSNorm. Its input has to have zero mean, which is
+achieved by centring parameters, or by an explicit centring operation.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,19 @@ Place = Literal["output", "input"]
 
 @dataclass(frozen=True)
 class Options:
-    """What a user allows a plan to change besides centring. Each is exact; none is the default."""
+    """Edits besides centring that the user allows. All are exact; by default none is allowed."""
 
     widen_mlp: bool = False
-    """Hidden units may be added to an MLP, which subtract the mean of its residual input."""
+    """Add hidden units to MLPs, which subtract the mean of the residual input."""
     widen_to: int = 8
-    """The widened size is a multiple of this."""
+    """Round the size of a widened MLP up to a multiple of this."""
     merge: Literal["bias", "affine"] | None = None
-    """What of a folded norm may move into the linears that read it."""
+    """Move the bias, or weight and bias, of folded norms into the linear layers that read them."""
     untie: bool = False
-    """Tied parameters may become several, each with its own copy of the values."""
+    """Store tied parameters separately, each with its own copy of the values."""
 
     def __post_init__(self) -> None:
-        """Raises ``EnjoyLNError`` for what is no such option."""
+        """Raise ``EnjoyLNError`` for a value that is not allowed."""
         if self.merge not in (None, "bias", "affine"):
             raise EnjoyLNError(f"merge is {self.merge!r}, but must be None, 'bias' or 'affine'")
         if self.widen_to < 1:
@@ -40,12 +44,12 @@ PLAIN = Options()
 
 @dataclass(frozen=True)
 class Scale:
-    """A vector that is merged into the parameters of a layer before it, and becomes ones."""
+    """A vector (LayerScale) that is merged into the layer before it, and then set to ones."""
 
     parameter: str
     """Name in the model class of the plan, e.g. ``encoder.layer.0.lambda_1``."""
     tensor: str
-    """Name of the stored tensor, the only one of this parameter."""
+    """Name of the stored tensor; the parameter is stored once."""
 
 
 @dataclass(frozen=True)
@@ -57,81 +61,82 @@ class Writer:
     tensor: str
     """Name of the stored tensor; a parameter stored under several names has a writer for each."""
     axis: Axis
-    """Over the stored tensor: ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
+    """Axis of the stored tensor: ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
     shape: tuple[int, ...]
-    """Of the stored tensor."""
+    """Shape of the stored tensor."""
     held: Axis | None = None
-    """Over the parameter, where the class holds it in another layout than it is stored in."""
+    """Axis of the parameter, if the class uses another layout than the file."""
     scale: Scale | None = None
-    """Multiplied in before, along ``axis.dim``; merged into all of its writers or into none."""
+    """Merged in along ``axis.dim`` before centring; merged into all writers of a layer or none."""
 
 
 @dataclass(frozen=True)
 class Centring:
-    """An explicit centring operation, carried by a module and acting on each of its calls."""
+    """An explicit centring operation, attached to a module and applied in each of its calls."""
 
     module: str
     place: Place
     axis: Axis
-    """Over the module's output (or first input); ``axis.dim`` counts from the end: -1."""
+    """Axis of the module's output (or first input); ``axis.dim`` counts from the end, e.g. -1."""
     reason: str
     """Why the value cannot be centred in the weights."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of one LayerNorm module."""
+    """Whether one LayerNorm module is folded, and how, or why not."""
 
     norm: str
     """Path of the module in the model class of the plan, e.g. ``transformer.h.0.ln_1``."""
     status: Status
-    """``static``: folded in the weights alone; ``centred``: folded with the help of ``ops``."""
+    """``static``: folded by editing weights only; ``centred``: folded with centring operations
+    (``ops``); ``kept``: stays LayerNorm."""
     ops: tuple[str, ...] = ()
-    """Modules of the explicit centrings that this norm's zero mean rests on."""
+    """Modules with explicit centrings that this norm's zero-mean input depends on."""
     needs: tuple[str, ...] = ()
-    """Parameters of the writers (``Writer.parameter``) that this norm's zero mean rests on."""
+    """Parameters (``Writer.parameter``) that this norm's zero-mean input depends on."""
     mlps: tuple[str, ...] = ()
-    """MLPs (``Widening.second.parameter``) that subtract a mean for it."""
+    """Widened MLPs (``Widening.second.parameter``) that subtract a mean for this norm."""
     reason: str = ""
-    """For a kept norm: the obstacle, in words that norms with the same obstacle share."""
+    """For a kept norm: the obstacle; norms with the same obstacle have the same text."""
     culprit: str = ""
-    """For a kept norm: the module path or tensor that forbids it."""
+    """For a kept norm: the module path or tensor that prevents folding."""
     path: tuple[str, ...] = ()
     """For a kept norm: module paths and ops from the norm's input up to the culprit."""
 
 
 @dataclass(frozen=True)
 class GrownParameter:
-    """A parameter with an entry for each hidden unit, which gets more of them at its end."""
+    """A parameter of a widened MLP; entries for the new hidden units are appended to it."""
 
     parameter: str
     """Name in the model class of the plan, e.g. ``encoder.layer.0.output.dense.weight``."""
     tensor: str
-    """Name of the stored tensor, the only one of this parameter."""
+    """Name of the stored tensor; the parameter is stored once."""
     dim: int
     """The dimension of hidden units."""
 
 
 @dataclass(frozen=True)
 class Widening:
-    """An MLP that gets more hidden units: those of ``units``, and then units of zeros."""
+    """An MLP that gets more hidden units: those of ``plan.mean_units``, then units of zeros."""
 
     first: GrownParameter
     """The weight of the layer that computes the hidden units."""
     bias: GrownParameter | None
-    """Of that layer."""
+    """The bias of that layer, if it has one."""
     second: GrownParameter
-    """The weight of the layer that reads them."""
+    """The weight of the layer that reads the hidden units."""
     size: int
-    """How many hidden units there were, which is the index of the first new one."""
+    """How many hidden units there were before, and so the index of the first new one."""
     to: int
-    """How many there are."""
+    """How many hidden units there are afterwards."""
     features: int
-    """Of what the MLP reads and writes."""
+    """The number of input and output features of the MLP."""
     attribute: str
-    """The config's count of hidden units, with dots where it is nested; see ``Plan.settings``."""
+    """The config entry for the number of hidden units, written as in ``Setting.name``."""
     subtracts: bool
-    """Whether the new units subtract the mean of what is read; otherwise all of them are zeros."""
+    """Whether the new units subtract the mean of the input; otherwise all of them are zeros."""
 
     @property
     def parts(self) -> tuple[GrownParameter, ...]:
@@ -141,7 +146,7 @@ class Widening:
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter that is one stored tensor of its own layout."""
+    """A parameter that is stored once, in the layout that the class uses."""
 
     parameter: str
     """Name in the model class of the plan."""
@@ -151,28 +156,29 @@ class NamedParameter:
 
 @dataclass(frozen=True)
 class Reader:
-    """A linear layer that reads a norm: ``W <- W diag(g)``, ``b <- b + W v``."""
+    """A linear layer that reads a norm with weight g and bias v: ``W <- W diag(g)``,
+    ``b <- b + W v``."""
 
     weight: NamedParameter
     dim: int
-    """Of the inputs in the weight: 0 for a Conv1D."""
+    """The dimension of inputs in the weight: 0 for a Conv1D."""
     bias: NamedParameter | None = None
-    """Where the norm adds something that moves."""
+    """The bias of the layer, if the norm's bias moves into it."""
 
 
 @dataclass(frozen=True)
 class Merge:
-    """A folded norm of which something moves into all that reads it, each a linear layer."""
+    """A folded norm whose weight or bias moves into all of its readers, which are linear layers."""
 
     norm: str
-    """Its parameters are ``norm.weight`` and ``norm.bias`` in the model class."""
+    """Path of the module; its parameters are ``norm.weight`` and ``norm.bias``."""
     weight: str
-    """Name of the stored tensor that it multiplies by; empty where that stays."""
+    """Name of the norm's stored weight; empty if the weight does not move."""
     bias: str
-    """Name of the stored tensor that it adds, and that becomes zeros; empty where it has none."""
+    """Name of the norm's stored bias, which becomes zeros; empty if there is none."""
     readers: tuple[Reader, ...]
     offset: float = 0.0
-    """1 where the class multiplies by ``1 + weight``: the weight then becomes zeros, else ones."""
+    """1 if the class multiplies by ``1 + weight``. A moved weight becomes ``1 - offset``."""
 
     @property
     def names(self) -> tuple[NamedParameter, ...]:
@@ -187,48 +193,48 @@ class Merge:
 
 @dataclass(frozen=True)
 class UnmergedNorm:
-    """A folded norm that keeps what was to move into its readers."""
+    """A folded norm whose weight and bias cannot be merged into its readers."""
 
     norm: str
     reason: str
-    """In words that norms with the same obstacle share."""
+    """The obstacle; norms with the same obstacle have the same text."""
     culprit: str = ""
-    """The module path or parameter that forbids it."""
+    """The module path or parameter that prevents the merge."""
 
 
 @dataclass(frozen=True)
 class UntiedParameter:
-    """A parameter that gets its own copy of the values that it shared with another."""
+    """A tied parameter that gets its own copy of the values."""
 
     parameter: str
     """Name in the model class of the plan, e.g. ``lm_head.weight``."""
     tensor: str
-    """Name that its own tensor is stored under."""
+    """Name that the copy is stored under."""
     source: str
     """The parameter that it was tied to."""
     stored: str
-    """Name of the stored tensor that it becomes a copy of; ``tensor`` if it is stored already."""
+    """Name of the stored tensor to copy; equal to ``tensor`` if a copy is stored already."""
     shape: tuple[int, ...]
-    """Of both."""
+    """The shape of both tensors."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An entry of ``config.json`` that a plan changes, so that the result loads as it is stored."""
+    """An entry of ``config.json`` that has to change for the result to load."""
 
     name: str
-    """With dots where it lies in a nested config: ``text_config.tie_word_embeddings``."""
+    """A nested entry is named with dots: ``text_config.tie_word_embeddings``."""
     value: bool | int
 
 
 def size_settings(widened: Iterable[Widening]) -> tuple[Setting, ...]:
-    """The entries that wider MLPs change."""
+    """The config entries that change because of wider MLPs."""
     return tuple(dict.fromkeys(Setting(one.attribute, one.to) for one in widened))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The proven edits for one model. Everything is named as in ``model_class``."""
+    """The proven edits for one model. Modules and parameters are named as in ``model_class``."""
 
     model_type: str
     model_class: str
@@ -240,21 +246,23 @@ class Plan:
     entry_inputs: tuple[str, ...] = ()
     """Inputs of ``forward`` (``inputs_embeds``) that a folded model has to centre on entry."""
     unproven: tuple[str, ...] = ()
-    """Optional inputs and parameters that no trace has read."""
+    """Optional inputs and parameters that no trace covers."""
     other_norms: tuple[tuple[str, int], ...] = ()
-    """Classes of modules that are RMSNorm already, with how often each occurs."""
+    """Classes of modules that are already RMSNorm, with the number of modules of each."""
     outputs: tuple[str, ...] = ()
-    """Fields of the output, or patterns of them, that stay the same; empty for all that there are.
-    What a later call may be given, as a cache is, stays in any case."""
+    """Output fields, or patterns, that have to stay the same; empty means all fields.
+    Outputs that a later call may take as inputs, such as a cache, always stay the same."""
     by_example: tuple[str, ...] = ()
-    """The calls whose shapes depend on values, so that they are proven for inputs of this kind."""
+    """Calls that were traced with real values, since shapes depend on values; they are proven for
+    inputs of this kind only."""
     widened: tuple[Widening, ...] = ()
     merged: tuple[Merge, ...] = ()
     unmerged: tuple[UnmergedNorm, ...] = ()
     untied: tuple[UntiedParameter, ...] = ()
     settings: tuple[Setting, ...] = ()
     covered: CoveredCalls | None = None
-    """The calls that are proven; ``None`` for transformers' classes: all without ``unproven``."""
+    """The proven calls; ``None`` (transformers' own classes): all calls without an ``unproven``
+    input."""
 
     @property
     def folded(self) -> tuple[Verdict, ...]:

@@ -1,4 +1,4 @@
-"""The output directory is there as a whole or not at all."""
+"""The output directory appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_force_replaces_a_directory(tmp_path: Path, source: Path) -> None:
     assert names(tmp_path) == ["out", "source"]
 
 
-def test_force_replaces_a_file_and_a_link_but_not_what_it_leads_to(
+def test_force_replaces_a_file_and_a_link_but_not_the_target_of_the_link(
     tmp_path: Path, source: Path
 ) -> None:
     (tmp_path / "kept").mkdir()
@@ -125,7 +125,7 @@ def test_source_and_output_stay_apart(tmp_path: Path, source: Path) -> None:
         refuses(tmp_path / "x" / ".." / "source", source, "is the source itself", force)
         refuses(source / "out", source, "lies inside the source", force)
         refuses(tmp_path / "alias" / "out", source, "lies inside the source", force)
-        refuses(tmp_path, source, "holds the source", force)
+        refuses(tmp_path, source, "contains the source", force)
 
 
 def test_force_spares_the_working_directory(
@@ -133,7 +133,7 @@ def test_force_spares_the_working_directory(
 ) -> None:
     (tmp_path / "here" / "deep").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here" / "deep")
-    refuses(tmp_path / "here", source, "holds the working directory", force=True)
+    refuses(tmp_path / "here", source, "contains the working directory", force=True)
 
 
 def test_the_parent_has_to_be_a_directory(tmp_path: Path, source: Path) -> None:
@@ -274,7 +274,7 @@ except OutputError as error:
 
 
 def test_a_new_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    """As where the disk is full in the middle."""
+    """Writing fails in the middle, as on a disk that is full."""
     command = [sys.executable, "-c", PART, str(tmp_path / "picture.png")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"{tmp_path / 'picture.png'} cannot be written: File too large\n"

@@ -1,4 +1,4 @@
-"""A tensor is merged into, scaled, centred and made longer in one order, with one rounding."""
+"""The parts of an edit (merge, scale, centre, append) apply in one order and round once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from enjoyln_cli.verification.stored_tensors import check_tensors
 
 
 def by_definition(held: dict[str, torch.Tensor], name: str, edit: Edit) -> torch.Tensor:
-    """The formulas of the module, spelled out."""
+    """The edited tensor, from the formulas in the docstring of ``plan.edits``."""
     x = held[edit.source or name].double()
     if edit.fill is not None:
         return torch.full_like(x, edit.fill)
@@ -61,7 +61,7 @@ def by_definition(held: dict[str, torch.Tensor], name: str, edit: Edit) -> torch
 
 @pytest.fixture(params=[(1 << 18, 1 << 22), (50, 200), (40, 4000)], ids=["whole", "cut", "blocks"])
 def blocked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one block, and in many."""
+    """Run the test with each tensor in one block, and split into many."""
     monkeypatch.setattr(steps, "BLOCK", request.param[0])
     monkeypatch.setattr(blocks, "TRANSFER", request.param[1])
     monkeypatch.setattr(steps, "CHUNK", 10 * request.param[0])
@@ -88,7 +88,7 @@ def test_files_hold_what_the_definition_says(
 
 @pytest.mark.parametrize("case", EDITS)
 def test_another_dtype_and_memory(tmp_path: Path, case: str, blocked: None) -> None:
-    """On the way into another dtype, and on tensors in memory."""
+    """Edits also hold when files are written in another dtype, and for tensors in memory."""
     name, edit = EDITS[case]
     held = tensors(torch.float32)
     store(tmp_path / "model", held, "single")
@@ -211,10 +211,10 @@ def test_nan_is_refused_where_it_would_spread_and_values_that_overflow(tmp_path:
         ("s", "b", Edit(scale=Vector("s", 0))),
     ],
 )
-def test_what_is_merged_is_named_where_it_holds_nan(
+def test_an_error_about_nan_names_the_merged_tensor(
     tmp_path: Path, where: str, name: str, edit: Edit, bad: float
 ) -> None:
-    """Not what it is merged into; with leave it spreads as it does in the model."""
+    """Not the tensor that it is merged into. With ``allow_nonfinite``, NaN and Inf spread."""
     held = tensors(torch.float32)
     held[where].view(-1)[2] = bad
     store(tmp_path / "model", held, "single")
@@ -237,7 +237,7 @@ def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_two_numbers_of_16_bits_are_multiplied_in_their_dtype(dtype: torch.dtype) -> None:
-    """Every number, by small, large and odd ones: what float64 gives, rounded once."""
+    """Each number times small, large and random ones gives the float64 product, rounded once."""
     x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     x = x[x.isfinite()]
     limits = torch.finfo(dtype)

@@ -121,7 +121,7 @@ def test_ctrl_c_says_what_it_leaves(tmp_path: Path) -> None:
     assert process.returncode == 130
     (line,) = rest.splitlines()
     work = work_of(tmp_path / "out")
-    assert line.startswith(f"error: interrupted; 1 finished file kept in {work}; go on with")
+    assert line.startswith(f"error: interrupted; 1 finished file kept in {work}; continue with")
     assert list(tmp_path.iterdir()) == [work]
 
 
@@ -424,7 +424,7 @@ def test_with_kept_means_nothing_is_taken_over(source: Path, out: Path) -> None:
 
 def test_without_resume_nothing_is_lost(source: Path, out: Path) -> None:
     work = stopped(source, out)
-    refuses(source, out, f"3 finished files kept in {work}; go on with --resume, or .*--force")
+    refuses(source, out, f"3 finished files kept in {work}; continue with --resume, or .*--force")
     assert fold(source, out, force=True).resumed == 0
 
 
@@ -580,7 +580,7 @@ def test_a_link_in_place_of_the_work_directory(source: Path, out: Path, tmp_path
     (victim / "file").write_text("text")
     work_of(out).symlink_to(victim)
     with (
-        pytest.raises(OutputError, match="is a link to somewhere else; remove it"),
+        pytest.raises(OutputError, match="is a symbolic link; remove it"),
         staged_output(out, source=source, force=True),
     ):
         pytest.fail("the block must not run")

@@ -255,7 +255,7 @@ def test_a_call_whose_path_values_decide_is_not_proven() -> None:
         lambda *_: install(model, ["norm"], (), covered=plan.covered),
     ):
         with pytest.raises(
-            UnsupportedModel, match="Valued: no call of it is proven, since the val"
+            UnsupportedModel, match="Valued: no call could be proven, since its code"
         ):
             carry_out(model, plan)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -339,10 +339,10 @@ def test_a_flag_that_was_set_since_is_refused_by_name() -> None:
     plan = analyze(model, x()).plan
     assert converted(model, plan) is not None
     model.loud = True
-    with pytest.raises(UnsupportedModel, match=r"Flagged\.loud was False and is True"):
+    with pytest.raises(UnsupportedModel, match=r"Flagged\.loud was False and is now True"):
         converted(model, plan)
     del model.loud
-    with pytest.raises(UnsupportedModel, match=r"Flagged\.loud was False and is gone"):
+    with pytest.raises(UnsupportedModel, match=r"Flagged\.loud was False and is now gone"):
         converted(model, plan)
 
 
@@ -669,7 +669,7 @@ def test_a_config_that_says_something_else_is_refused(tmp_path: Path) -> None:
     source = own_checkpoint(tmp_path / "source", "_=None", loud)
     fold(source, tmp_path / "out", trust_remote_code=True, verify=False)
     load = {"trust_remote_code": True}
-    with pytest.raises(UnsupportedModel, match=r"OwnModel\.config\.loud was False and is True"):
+    with pytest.raises(UnsupportedModel, match=r"OwnModel\.config\.loud was False and is now True"):
         enjoyln_cli.from_pretrained(tmp_path / "out", loud=True, **load)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     calls = read_marker(config).covered
