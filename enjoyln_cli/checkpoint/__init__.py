@@ -1,1 +1,1 @@
-"""Where a model comes from, and what its directory holds."""
+"""Find a model on disk or on the Hub, and read its config and its weight files."""

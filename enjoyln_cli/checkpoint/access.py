@@ -1,7 +1,7 @@
-"""How the Hub is reached: with whose token, and through which cache.
+"""Access to the Hub: the token, and the cache directory.
 
-One value that every function between a command and a download hands on, so that a token is never
-taken apart from it, printed or stored.
+Commands pass both to the download functions as one ``HubAccess``, whose text does not show the
+token. So the token is never printed or stored by accident.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ class HubAccess:
     """Access to the Hub. Its text does not show the token, and nothing writes it to a file."""
 
     token: str | None = field(default=None, repr=False)
-    """``None`` for the one that ``hf auth login`` has stored, if it has."""
+    """``None``: use the token stored by ``hf auth login``, if there is one."""
     cache_dir: str | Path | None = None
-    """Where downloads are stored; ``None`` for the usual place."""
+    """Where downloads are stored; ``None`` for the default cache of ``huggingface_hub``."""
 
 
 DEFAULT_ACCESS = HubAccess()
-"""What ``hf auth login`` has stored, and the usual cache."""
+"""The token stored by ``hf auth login``, and the default cache."""
 
 
 def access_keywords(access: HubAccess) -> dict[str, Any]:
-    """``token`` and ``cache_dir``, as documented functions and ``huggingface_hub`` take them."""
+    """``token`` and ``cache_dir`` as keyword arguments for functions of ``huggingface_hub``."""
     return {"token": access.token, "cache_dir": access.cache_dir}
 
 
 def require_token(access: HubAccess) -> None:
-    """Raises ``ModelNotFound`` for a token that is none, before a library can quote it in an error.
+    """Raise ``ModelNotFound`` if the token cannot be valid.
 
-    A token is printable ASCII without spaces: one that ends in a line break cannot be sent.
+    A token consists of printable ASCII characters without spaces. For any other, for example one
+    that ends in a line break, libraries would raise an error that quotes the token.
     """
     token = access.token
     if token is not None and not re.fullmatch(r"[!-~]+", token):

@@ -1,8 +1,8 @@
-"""Is this model's configuration one that can be worked with?
+"""Read ``config.json``, and refuse models that cannot be converted.
 
-Reads ``config.json`` as it is on disk and refuses, before anything is computed: no config, one that
-is not a JSON object, an architecture that transformers does not know, code of its own that nobody
-allowed to run, sizes that no model has, quantised weights, a model that is folded already.
+Before anything is computed, the functions here refuse: a missing config, a config that is not a
+JSON object, an architecture that transformers does not know, custom code without
+``trust_remote_code``, implausible sizes, quantised weights, and models that are already folded.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 MARKER = "enjoyln"
 
 MOST_LAYERS = 10_000
-"""A config that asks for more layers, or experts in one of them, is damaged or hostile."""
-_ELSEWHERE = {"configuration_files", "attribute_map"}
-"""Another file in place of this one, another name for an attribute."""
+"""A config that asks for more layers, or for more experts in a layer, is damaged or hostile."""
+_REDIRECTING_KEYS = {"configuration_files", "attribute_map"}
+"""Keys that make transformers read another file, or another attribute, than the one given."""
 _COUNTS = re.compile(r"(.*_)?(layers?|depths?|blocks|experts)")
-"""Attributes that say how often a part is built."""
+"""Attributes that say how often a part of the model is repeated."""
 
-_INSTEAD = {
+_ADVICE_BY_FILE = {
     "adapter_config.json": "it is an adapter, merge it into its base model first",
     "model_index.json": "it is a diffusers pipeline, pass one of its models",
     MODULES: "the first module of its modules.json is no transformer",
@@ -40,13 +40,13 @@ _INSTEAD = {
 
 
 def raw_config(source: Source) -> dict[str, Any]:
-    """``config.json``, parsed and otherwise as it is on disk.
+    """The content of ``config.json``, parsed but not interpreted.
 
-    Raises ``UnsupportedModel`` where there is none, ``BadCheckpoint`` where it is no JSON object.
+    Raises ``UnsupportedModel`` if there is none, ``BadCheckpoint`` if it is not a JSON object.
     """
     path = source.path / CONFIG
     if not path.is_file():
-        raise UnsupportedModel(f"{source.model} has no {CONFIG}; {_what_instead(source.root)}")
+        raise UnsupportedModel(f"{source.model} has no {CONFIG}; {_advice(source.root)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -60,8 +60,9 @@ def raw_config(source: Source) -> dict[str, Any]:
     return config
 
 
-def _what_instead(path: Path) -> str:
-    for name, advice in _INSTEAD.items():
+def _advice(path: Path) -> str:
+    """What to do about a directory without a config."""
+    for name, advice in _ADVICE_BY_FILE.items():
         if (path / name).is_file():
             return advice
     inner = sorted(found.parent.name for found in path.glob(f"*/{CONFIG}"))
@@ -73,8 +74,9 @@ def _what_instead(path: Path) -> str:
 def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedConfig:
     """The configuration object of transformers; custom code runs with ``trust_remote_code`` only.
 
-    It returns hidden states where the pipeline around the model reads them, so that they count as
-    outputs. Raises ``UnsupportedModel``, and ``BadCheckpoint`` as ``raw_config`` does.
+    If a sentence-transformers pipeline around the model reads hidden states, the configuration sets
+    ``output_hidden_states``, so that they count as outputs. Raises ``UnsupportedModel``, and
+    ``BadCheckpoint`` as ``raw_config`` does.
     """
     raw = raw_config(source)
     require_plausible(raw, source.model)
@@ -90,7 +92,7 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
         config = AutoConfig.from_pretrained(
             source.path, trust_remote_code=trust_remote_code, **states
         )
-    except Exception as error:  # a config class rejects what it likes, and how; so may custom code
+    except Exception as error:  # config classes, also custom ones, may raise any exception
         first = first_line(error)
         raise UnsupportedModel(
             f"transformers rejects the {CONFIG} of {source.model}: {type(error).__name__}: {first}"
@@ -101,11 +103,13 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
 
 
 def require_plausible(config: Mapping[str, Any], model: str) -> None:
-    """Raises ``BadCheckpoint`` for what transformers would take hours, or no end, to refuse.
+    """Raise ``BadCheckpoint`` for a config that transformers must not be given.
 
-    And for what would make it read something else than what is looked at here.
+    That is a config so large that transformers would take hours to build the model, one that makes
+    transformers read other values than those checked here, and one with malformed
+    ``architectures``. ``model`` is a name for messages.
     """
-    for name in _ELSEWHERE & config.keys():
+    for name in _REDIRECTING_KEYS & config.keys():
         raise BadCheckpoint(
             f"the {CONFIG} of {model} has {name}, which makes transformers read another config "
             "than this file; remove it"
@@ -125,7 +129,7 @@ def require_plausible(config: Mapping[str, Any], model: str) -> None:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Every number of a nested config, with the key that it, or the list around it, stands at."""
+    """Every number of a nested config, with its key; a number in a list has the key of the list."""
     waiting: list[tuple[str, Any]] = list(config.items())
     while waiting:
         name, value = waiting.pop()
@@ -138,7 +142,7 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def require_unquantised(config: Mapping[str, Any], model: str) -> None:
-    """Raises ``UnsupportedModel`` where the config, or a part of it, says how it is quantised."""
+    """Raise ``UnsupportedModel`` if the config, or a part of it, has a quantisation config."""
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     for part in parts:
         found = part.get("quantization_config") or part.get("compression_config")
@@ -151,17 +155,17 @@ def require_unquantised(config: Mapping[str, Any], model: str) -> None:
 
 
 def require_no_code(config: Mapping[str, Any], model: str) -> None:
-    """Raises ``UnsupportedModel`` where the config names code of its own (``auto_map``)."""
+    """Raise ``UnsupportedModel`` if the config names custom code (``auto_map``)."""
     named = _code_of(config)
     if named:
         raise UnsupportedModel(
-            f"{model} comes with code of its own ({next(iter(named.values()))}), which is not run; "
-            "read it, then pass --trust-remote-code"
+            f"{model} comes with custom code ({next(iter(named.values()))}), which is not run by "
+            "default; review it, then pass --trust-remote-code"
         )
 
 
 def require_no_code_of(config: PretrainedConfig, model: str) -> None:
-    """``require_no_code`` of a loaded config, in which ``auto_map`` may have another name."""
+    """``require_no_code`` for a loaded config."""
     require_no_code({"auto_map": getattr(config, "auto_map", None)}, model)
 
 
@@ -171,7 +175,7 @@ def _code_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_known_type(config: Mapping[str, Any], model: str) -> None:
-    """Raises ``UnsupportedModel`` for a model type that transformers lacks, with the nearest."""
+    """Raise ``UnsupportedModel`` for a model type that transformers lacks; suggest similar ones."""
     found = config.get("model_type")
     if not isinstance(found, str) or not found:
         raise UnsupportedModel(
@@ -187,9 +191,9 @@ def require_known_type(config: Mapping[str, Any], model: str) -> None:
 def require_unfolded(
     config: Mapping[str, Any] | PretrainedConfig, model: str = "the model"
 ) -> None:
-    """Raises ``AlreadyFolded`` where the config, read or loaded, carries the ``enjoyln`` marker.
+    """Raise ``AlreadyFolded`` if the config has the ``enjoyln`` marker.
 
-    ``model`` is a name to show.
+    ``config`` is parsed JSON or a configuration object; ``model`` is a name for messages.
     """
     raw = config if isinstance(config, Mapping) else vars(config)
     if MARKER in raw:
@@ -202,9 +206,9 @@ def require_unfolded(
 
 
 def set_entry(config: Any, name: str, value: Any) -> None:
-    """Set an entry of a configuration in memory, where the part that ``name`` lies in is there.
+    """Set an entry of a configuration in memory; nothing happens if its nested config is missing.
 
-    A name has dots where the entry lies in a nested config, as in ``with_entries``.
+    A nested entry is named with dots, as in ``with_entries``.
     """
     *path, last = name.split(".")
     for part in path:
@@ -216,9 +220,9 @@ def set_entry(config: Any, name: str, value: Any) -> None:
 
 
 def with_entries(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a parsed ``config.json`` with other ``entries``, by name.
+    """A copy of a parsed ``config.json`` in which ``entries`` are set.
 
-    A name has dots where the entry lies in a nested config: ``text_config.hidden_size``.
+    A nested entry is named with dots: ``text_config.hidden_size``.
     """
     found = dict(config)
     for name, value in entries.items():

@@ -1,10 +1,10 @@
-"""What is fetched from the Hub, when, and what its answers mean.
+"""Download models from the Hub: which files, when, and what its error responses mean.
 
-Decides which files of a repository a task needs. The files of weights are fetched with the others,
-or, where there is no room for all of them, one by one: the headers first, by parts of files
-(HTTP ranges), each file when its turn comes. It is dropped again if it was not in the cache before.
-A connection that breaks is taken up where it broke; of a run that failed whole files stay in the
-cache, where they are not dropped.
+Weight files are downloaded with all others, or streamed (``--stream``, for disks that cannot hold
+all of them). Streaming reads the headers of all weight files first, with HTTP range requests. Then
+it downloads each file when it is needed, and deletes it afterwards unless it was in the cache
+before. A broken connection is resumed. If a run fails, files that are complete stay in the cache,
+except for those that streaming deletes.
 """
 
 from __future__ import annotations
@@ -36,33 +36,35 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Remote:
-    """The safetensors files of a repository, known from their headers, fetched one at a time."""
+    """The safetensors files of a repository: their headers, and downloads of one file at a time."""
 
     model: str
     path: Path
     """The directory of the commit in the cache."""
     headers: dict[str, bytes]
-    """File to its first bytes: the length of the header, and the header."""
+    """The first bytes of each file: the length of the header, and the header."""
     sizes: dict[str, int]
+    """The size of each file in bytes."""
     access: HubAccess
     is_offline: bool = False
-    """Whether only the cache is read, since the Hub gave no answer."""
+    """Whether only the cache is used, since the Hub cannot be reached."""
     here: dict[str, Path] = field(default_factory=dict)
-    """Files that are at hand, and where."""
+    """The path of each file that is downloaded at present."""
 
     def read(self, file: str, start: int, count: int) -> bytes:
-        """So many bytes of a file from ``start`` on, without fetching all of it.
+        """``count`` bytes of a file from byte ``start`` on, without downloading all of it.
 
-        Raises ``BadCheckpoint`` where the Hub sends others, ``ModelNotFound`` where it sends none.
+        Raises ``BadCheckpoint`` if the Hub sends another number of bytes, ``ModelNotFound`` if the
+        request fails.
         """
         return _part(self.model, self.path, file, start, count, self.access)
 
     @contextmanager
     def at_hand(self, file: str) -> Iterator[None]:
-        """Within the block the file is in the cache, whole and as the Hub has it.
+        """Download ``file`` into the cache; it is there for the length of the block.
 
-        Raises ``BadCheckpoint`` for one that is damaged, or does not have the header that it had;
-        ``ModelNotFound`` where it cannot be fetched.
+        Raises ``BadCheckpoint`` if it is damaged or its header differs from the one read before,
+        ``ModelNotFound`` if it cannot be downloaded.
         """
         from huggingface_hub import hf_hub_download
 
@@ -70,7 +72,7 @@ class Remote:
         fetch = {**access_keywords(self.access), "local_files_only": self.is_offline}
         try:
             hf_hub_download(self.model, file, revision=self.path.name, **fetch)
-        except Exception as error:  # of huggingface_hub, its HTTP library, or the disk of the cache
+        except Exception as error:  # by huggingface_hub, its HTTP library, or the cache's disk
             raise _hub_error(error, self.model, self.path.name) from error
         path = self.path / file
         real = path.resolve()
@@ -79,7 +81,10 @@ class Remote:
             with path.open("rb") as opened:
                 header = opened.read(len(self.headers[file]))
             if (header, path.stat().st_size) != (self.headers[file], self.sizes[file]):
-                raise BadCheckpoint(f"{file} of {self.model} is not what it was; start again")
+                raise BadCheckpoint(
+                    f"{file} of {self.model} has another header or size than at the start of this "
+                    "run; start again"
+                )
             self.here[file] = path
             yield
         finally:
@@ -93,7 +98,7 @@ class Remote:
 def remote(
     model: str, path: Path, files: Sequence[str], access: HubAccess, is_offline: bool
 ) -> Remote:
-    """``files`` of the commit that ``path`` is named after, with their headers.
+    """Read the headers of weight files of a commit, whose cache directory is ``path``.
 
     Raises ``UnsupportedModel`` for pickles, and as ``Remote.read`` does.
     """
@@ -122,7 +127,7 @@ def _size(model: str, path: Path, file: str, access: HubAccess) -> int:
 
 
 def _part(model: str, path: Path, file: str, start: int, count: int, access: HubAccess) -> bytes:
-    """From the cache where the file is there, else from the Hub."""
+    """``count`` bytes of a file from byte ``start`` on, from the cache or else from the Hub."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
@@ -133,24 +138,24 @@ def _part(model: str, path: Path, file: str, start: int, count: int, access: Hub
             opened.seek(start)
             return opened.read(count)
     url = hf_hub_url(model, file, revision=path.name)
-    asked = {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
+    part = {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
     try:
-        headers = {**build_hf_headers(token=access.token), **asked}
+        headers = {**build_hf_headers(token=access.token), **part}
         with http_stream_backoff("GET", url, headers=headers, follow_redirects=True) as response:
             hf_raise_for_status(response)
             data = response.read() if response.status_code == 206 else b""
-    except Exception as error:  # of huggingface_hub or its HTTP library
+    except Exception as error:  # by huggingface_hub or its HTTP library
         raise _hub_error(error, model, path.name) from error
     if len(data) != count:
         raise BadCheckpoint(
-            f"{count} bytes of {file} of {model} were asked for and {len(data)} came; leave "
-            "--stream out where the Hub does not serve parts of files"
+            f"the Hub sent {len(data)} of {count} requested bytes of {file} of {model}; leave "
+            "--stream out if the Hub does not serve parts of files"
         )
     return data
 
 
 def similar(path: str) -> str:
-    """What to add to an error where a directory has almost this name: three letters of four."""
+    """A hint to add to an error, if directories with similar names exist; otherwise empty."""
     parent, name = os.path.split(path.rstrip("/"))
     try:
         names = [entry.name for entry in os.scandir(parent or ".") if entry.is_dir()]
@@ -168,10 +173,11 @@ def snapshot(
     weights: bool,
     stream: bool,
 ) -> tuple[Path, Remote | None]:
-    """The directory in the cache, named after the commit, with what is needed in it.
+    """Download a model; returns its cache directory, which is named after the commit.
 
-    With ``weights`` that is all that a checkpoint consists of; with ``stream`` all but the files of
-    weights, which the ``Remote`` then gives. Raises what ``open_source`` does.
+    Without ``weights`` only ``config.json`` and code that it names are downloaded; with ``weights``
+    all files of the checkpoint; with ``stream`` all except the weight files, which the ``Remote``
+    downloads one by one. Raises as ``open_source`` does.
     """
     from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
 
@@ -211,21 +217,22 @@ def snapshot(
         if isinstance(answer := error.__cause__, errors.HfHubHTTPError):
             raise _hub_error(answer, model, revision) from answer
         raise _not_cached(model, what, unreachable or error) from error
-    except Exception as error:  # of huggingface_hub, its HTTP library, or the disk of the cache
+    except Exception as error:  # by huggingface_hub, its HTTP library, or the cache's disk
         raise _hub_error(error, model, revision) from error
 
 
 def blobs(path: Path) -> set[str]:
-    """Names in the cache of what a snapshot's files are links to."""
+    """Names of the cached files that the files of a snapshot may link to."""
     blobs = path.parent.parent / "blobs"
     return {entry.name for entry in os.scandir(blobs)} if blobs.is_dir() else set()
 
 
 def require_digests(path: Path, names: Iterable[str], cached: set[str], model: str) -> None:
-    """Raises ``BadCheckpoint`` for weights that arrived as other bytes than the Hub has.
+    """Raise ``BadCheckpoint`` if weights were damaged while they were downloaded.
 
-    The cache names a large file after its SHA-256, and ``huggingface_hub`` looks at the size alone.
-    What was there before is not read again, nor what Xet has stored, which checks by itself.
+    The cache names a large file after its SHA-256, but ``huggingface_hub`` checks only the size.
+    Files that were in the cache before are not checked, nor are files stored by Xet, which checks
+    them itself.
     """
     for name in sorted(names):
         blob = path / os.readlink(path / name) if (path / name).is_symlink() else path / name
@@ -236,13 +243,13 @@ def require_digests(path: Path, names: Iterable[str], cached: set[str], model: s
             (path / name).unlink()
             blob.unlink()
             raise BadCheckpoint(
-                f"{name} of {model} did not arrive as the Hub has it: its SHA-256 is {found[:12]}, "
+                f"{name} of {model} was damaged during the download: its SHA-256 is {found[:12]}, "
                 f"not {blob.name[:12]}; it was removed from the cache, fetch it again"
             )
 
 
 def _unreachable(model: str, revision: str | None, access: HubAccess) -> Exception | None:
-    """Why the Hub gives no answer, asked once; ``None`` if it gives one, whatever it says."""
+    """Why the Hub cannot be reached; ``None`` if it sends any response, even an error."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
 
     try:
@@ -293,7 +300,7 @@ def _hub_error(error: Exception, model: str, revision: str | None) -> EnjoyLNErr
                 "--token that may read it"
             )
         case errors.HfHubHTTPError() if status is not None and (status == 429 or status >= 500):
-            return ModelNotFound(f"the Hub does not give {model} now ({status}); try again later")
+            return ModelNotFound(f"the Hub cannot serve {model} now ({status}); try again later")
         case errors.EntryNotFoundError():
             return UnsupportedModel(f"{model} has no {CONFIG} on the Hub; see {page}/tree/main")
         case errors.HFValidationError():

@@ -1,8 +1,8 @@
-"""Which file of a model's directory is what: told from its name, and from the shard index.
+"""Which files of a model's directory are weights, and which are copied to a converted checkpoint.
 
-The weights are those that transformers would load (safetensors before pickles). Everything else
-comes along to a converted checkpoint, except the same weights in another form: a result must not
-hold a second, unconverted copy of the model.
+Decided by file names and the shard index. The weights are the files that transformers would load
+(safetensors before pickles). All other files "come along": they are copied. The exception is other
+forms of the same weights, since a result must not contain an unconverted copy of the model.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""In the order in which transformers looks for them."""
+"""Weight files or their indices, in the order in which transformers looks for them."""
 LONGEST_NAME = 255
-"""Bytes of a file's name."""
+"""Maximum bytes of a file name."""
 
 _AT_THE_TOP = ("*.safetensors", "pytorch_model*.bin", "*.index.json", "*.pt", "*.pth")
-"""Weights, where they are those of the model itself and not of a module in a subfolder."""
+"""Weights of the model, if they lie in its own directory; in a subfolder, a pipeline module's."""
 _FOREIGN = {
     "TensorFlow": ("*.h5", "*.ckpt", "*.ckpt.*", "*.ckpt-*", "*.tflite", "saved_model/*"),
     "Flax": ("*.msgpack",),
@@ -35,9 +35,9 @@ _FOREIGN = {
     "Core ML": ("coreml/*", "*.mlmodel", "*.mlpackage/*"),
     "GGUF": ("*.gguf", "*.ggml"),
 }
-"""The model once more, for other frameworks. In these patterns ``*`` stands for ``/`` too."""
+"""The same model for other frameworks. In these patterns ``*`` also matches ``/``."""
 _LEFT_OUT = ("checkpoint-*/*", "global_step*/*", "original/*", "optimizer.bin")
-"""States of a training, and the weights in the layout of their first publication."""
+"""Training states, and weights in the layout of the original publication."""
 _HOUSEKEEPING = (
     *(".git/*", ".gitattributes", ".cache/*", "__pycache__/*", "*/__pycache__/*"),
     *(".DS_Store", "*/.DS_Store", "Thumbs.db", "*/Thumbs.db"),
@@ -45,6 +45,10 @@ _HOUSEKEEPING = (
 
 
 def weights_among(names: Iterable[str], model: str) -> str:
+    """The weight file, or index of weight files, that transformers would load.
+
+    Raises ``UnsupportedModel`` if there is none; ``model`` is a name for messages.
+    """
     names = list(names)
     for name in WEIGHTS:
         if name in names:
@@ -64,7 +68,10 @@ def weights_among(names: Iterable[str], model: str) -> str:
 
 
 def shards_in_index(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The shards that an index names, sorted, and the shard that it promises for each tensor."""
+    """The shards named in an index file, sorted, and its ``weight_map`` (tensor name to shard).
+
+    Raises ``BadCheckpoint`` if the index is malformed or names a file outside its directory.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -95,17 +102,18 @@ def shards_in_index(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def is_file_name(name: str, *ends: str) -> bool:
-    """Whether it names a file that a directory itself can hold, with one of the endings."""
+    """Whether ``name`` is a file name without a path, and ends with one of ``ends``."""
     fits = name.isprintable() and len(name.encode()) <= LONGEST_NAME
     return fits and not {"/", "\\"} & {*name} and name.endswith(ends)
 
 
 def is_housekeeping(name: str) -> bool:
-    """Whether a file is a tool's own and no part of a model: of git, of a cache."""
+    """Whether a file belongs to a tool such as git, and not to the model."""
     return any(fnmatchcase(name, pattern) for pattern in _HOUSEKEEPING)
 
 
 def comes_along(name: str) -> bool:
+    """Whether a file is copied to a converted checkpoint; ``name`` is relative to the model."""
     patterns = [*_LEFT_OUT, *_HOUSEKEEPING, *(p for ps in _FOREIGN.values() for p in ps)]
     if "/" not in name:
         patterns += _AT_THE_TOP

@@ -1,10 +1,10 @@
-"""What the weight files of a checkpoint hold, and whether they can be believed.
+"""Read the headers of weight files, and check them.
 
 A safetensors file is ``8 bytes: header length n, little endian | n bytes: JSON | tensors``. The
-header is read and checked here without the library, because its offsets are used to read and write
-in place: the tensors have to fill the rest of the file exactly, in any order, without gap or
-overlap, each with ``bytes == elements * size(dtype)``. A ``.bin`` file is a pickle, loaded with
-``weights_only=True`` and mapped into memory where its format allows that.
+header is read and checked here without the safetensors library, because its offsets are used to
+read and write in place. The tensors have to fill the rest of the file exactly, in any order,
+without gap or overlap, each with ``bytes == elements * size(dtype)``. A ``.bin`` file is a pickle,
+loaded with ``weights_only=True`` and memory-mapped if its format allows it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.text import first_line
 
 MAX_HEADER = 100_000_000
-"""Bytes. The safetensors format forbids longer headers."""
+"""Maximum bytes of a header in the safetensors format."""
 
 MAX_ELEMENTS = (1 << 63) - 1
-"""Elements that torch can count, also along the other dimensions of a tensor that is empty."""
+"""Maximum elements of a tensor in torch; for an empty tensor, the product of its other sizes."""
 
 FIRST_READ_BYTES = 1 << 17
-"""Bytes read of a file at first: most headers are shorter."""
+"""Bytes of a file that are read first; most headers are shorter."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -49,7 +49,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Safetensors names of the dtypes that are read. Smaller floats come from quantisation only."""
+"""Supported dtypes by their safetensors names. Smaller floats only occur in quantised models."""
 
 FLOATS = {code: dtype for code, dtype in DTYPES.items() if dtype.is_floating_point}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -75,8 +75,8 @@ class StoredTensor:
 def read_safetensors_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     """The tensors of a file in the order of their offsets, and its ``__metadata__``.
 
-    Raises ``BadCheckpoint`` for a header that contradicts itself or the file, ``UnsupportedModel``
-    for dtypes that only quantised checkpoints have.
+    Raises ``BadCheckpoint`` if the header is inconsistent or does not match the file,
+    ``UnsupportedModel`` for dtypes that only quantised checkpoints have.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -92,8 +92,8 @@ def read_safetensors_header(path: Path) -> tuple[list[StoredTensor], dict[str, s
 def header_bytes(file: str, size: int, read: Callable[[int, int], bytes]) -> bytes:
     """The first bytes of a file of ``size`` bytes: the length of its header, and the header.
 
-    ``read`` gives so many bytes from a position on. Raises ``BadCheckpoint`` for a length that
-    cannot be.
+    ``read(start, count)`` returns bytes of the file. Raises ``BadCheckpoint`` for a length that is
+    impossible.
     """
     first = read(0, FIRST_READ_BYTES)
     prefix = first[:8]
@@ -111,7 +111,7 @@ def header_bytes(file: str, size: int, read: Callable[[int, int], bytes]) -> byt
 
 
 def tensors_in(file: str, header: bytes, size: int) -> tuple[list[StoredTensor], dict[str, str]]:
-    """As ``read_safetensors_header``, from the first bytes of a file of ``size`` bytes."""
+    """As ``read_safetensors_header``, from the header bytes of a file of ``size`` bytes."""
     found, metadata, end = _listed(file, header[8:])
     if end != size:
         _refuse_size(file, end, size)
@@ -119,9 +119,9 @@ def tensors_in(file: str, header: bytes, size: int) -> tuple[list[StoredTensor],
 
 
 def tensors_of_header(file: str, header: bytes) -> list[StoredTensor]:
-    """The tensors of ``file`` in the order of their offsets, from its first bytes alone.
+    """The tensors of ``file`` in the order of their offsets, from its header bytes alone.
 
-    Raises as ``read_safetensors_header`` does.
+    Raises as ``read_safetensors_header`` does, but does not check the size of the file.
     """
     length = int.from_bytes(header[:8], "little")
     if len(header) != 8 + length:
@@ -192,9 +192,9 @@ def _entry(file: str, name: str, value: Any, start: int) -> StoredTensor:
 
 
 def read_at(file: int, data: memoryview, stored: StoredTensor, start: int) -> None:
-    """Fill ``data`` from byte ``start`` of a tensor in an open safetensors file.
+    """Fill ``data`` from an open safetensors file, from byte ``start`` of a tensor on.
 
-    Raises ``BadCheckpoint`` where the file ends before.
+    ``file`` is a file descriptor. Raises ``BadCheckpoint`` if the file is too short.
     """
     done = 0
     while done < len(data):
@@ -214,7 +214,7 @@ def _naturals(value: Any) -> TypeGuard[list[int]]:
 
 
 def _end(file: str, found: list[StoredTensor], start: int) -> int:
-    """Where the last tensor ends; they follow each other in the order of their offsets."""
+    """Where the last tensor ends. Raises ``BadCheckpoint`` if tensors overlap or leave a gap."""
     end, before = start, "the header"
     for stored in found:
         if stored.offset != end:
@@ -236,7 +236,7 @@ def _refuse_size(file: str, end: int, size: int) -> NoReturn:
 
 
 def _require_printable(names: Iterable[str], file: str) -> None:
-    """Raises ``BadCheckpoint`` for a tensor name that would spoil a line of output."""
+    """Raise ``BadCheckpoint`` for a tensor name with unprintable characters."""
     for name in names:
         if not name.isprintable():
             raise BadCheckpoint(f"{file} names a tensor {name!r:.100}; fetch it again")
@@ -248,8 +248,8 @@ def read_bin_header(path: Path) -> list[StoredTensor]:
     for name, tensor in load_bin(path).items():
         if tensor.is_meta:
             raise BadCheckpoint(
-                f"{name} in {path.name} has a shape and no values (it is a meta tensor); load all "
-                "weights before saving the model anew"
+                f"{name} in {path.name} is a meta tensor, without values; load all weights, then "
+                "save the model again"
             )
         if tensor.is_nested:
             raise BadCheckpoint(
@@ -267,17 +267,17 @@ def read_bin_header(path: Path) -> list[StoredTensor]:
         nbytes = tensor.numel() * tensor.dtype.itemsize
         if nbytes > tensor.untyped_storage().nbytes():
             raise BadCheckpoint(
-                f"{name} in {path.name} says the same numbers again and again, and would take "
-                f"{nbytes} bytes; save the model anew"
+                f"{name} in {path.name} is an expanded view, which would take {nbytes} bytes in "
+                "safetensors; save the model anew"
             )
         found.append(StoredTensor(name, path.name, dtype, tuple(tensor.shape), -1, nbytes))
     return found
 
 
 def load_bin(path: Path) -> dict[str, torch.Tensor]:
-    """A pickled state dict. Its tensors are shared between callers: not to be written to.
+    """Load a pickled state dict. Callers share its tensors, and must not write to them.
 
-    Raises ``BadCheckpoint`` for a pickle that runs code, is damaged, or is no state dict.
+    Raises ``BadCheckpoint`` for a pickle that contains code, is damaged, or is not a state dict.
     """
     state = path.stat()
     return _load_bin(path, state.st_mtime_ns, state.st_size)
@@ -302,7 +302,7 @@ def _load_bin(path: Path, _changed: int, _size: int) -> dict[str, torch.Tensor]:
                 "ask its author for safetensors"
             ) from error
         raise _damaged(path, error) from error
-    except Exception as error:  # a damaged pickle makes torch.load fail in every way there is
+    except Exception as error:  # for a damaged pickle, torch.load may raise any exception
         raise _damaged(path, error) from error
     if not isinstance(content, dict):
         raise BadCheckpoint(
@@ -337,7 +337,7 @@ def _pointer(file: str) -> BadCheckpoint:
 
 
 def require_unpacked(tensors: dict[str, StoredTensor]) -> None:
-    """Raises ``UnsupportedModel`` where a weight matrix is stored as (packed) integers."""
+    """Raise ``UnsupportedModel`` if a weight matrix is stored as (packed) integers."""
     for stored in tensors.values():
         last = stored.name.rsplit(".", 1)[-1]
         if "weight" in last and len(stored.shape) == 2 and stored.dtype in _PACKED:

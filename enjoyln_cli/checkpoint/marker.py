@@ -1,7 +1,7 @@
-"""The ``enjoyln`` entry of a converted ``config.json``: what a loaded model tells about its fold.
+"""The marker: the ``enjoyln`` entry in the ``config.json`` of a converted checkpoint.
 
-It decides what a program needs to know that has the config alone: which norms can compute RMSNorm,
-for which classes and inputs, and on which centred parameters that rests. Version 4 is::
+It tells a program that only has the config which norms can compute RMSNorm, for which classes and
+inputs, and which parameters have to be centred for that. Version 4 is::
 
     {"version": 4,
      "source": "gpt2",                 what was converted: a Hub id, or an absolute path
@@ -9,35 +9,38 @@ for which classes and inputs, and on which centred parameters that rests. Versio
      "model_class": "GPT2LMHeadModel", whose module paths the lists below use
      "classes": [...],                 the classes for which the plan is proven
      "outputs": [...],                 fields of the output that stay the same; empty: all of them
-     "rmsnorm": [...],                 norms that see zero-mean inputs
-     "layernorm": [...],               norms that stay as they are
+     "rmsnorm": [...],                 folded norms: their inputs have zero mean
+     "layernorm": [...],               norms that stay LayerNorm
      "centering": [{"module": ..., "place": "output" | "input",
                     "axis": [dim, start, outer, size, inner]}],
-                                       and a step, where the groups do not begin side by side
+                                       explicit centring operations; the axis has a sixth number,
+                                       the step, if its groups are not adjacent
      "centered": [{"axis": [...], "parameters": [...]}],
                                        parameters with zero mean over the axis
-     "scales": {parameter: vector},    merged into a parameter: their product is what has zero mean
+     "scales": {parameter: vector},    the vector was merged into the parameter: their product has
+                                       zero mean
      "units": [{"first": weight, "bias": bias | null, "second": weight,
-                "dim": of hidden units in the second weight, "start": the first of them}],
-                                       those of MLPs that subtract a mean, and so write one
+                "dim": of hidden units in the second weight, "start": first index}],
+                                       hidden units of MLPs that subtract a mean
      "merged": {"weight": [...], "bias": [...]},
-                                       norms whose weight is ones (or 1 + weight is), or bias zeros,
-                                       since it moved into what reads them: RMSNorm without
-     "untied": {parameter: parameter}, what was tied, and is stored and loaded as two
+                                       norms whose weight (or 1 + weight) is ones, or whose bias is
+                                       zeros, since it was merged into the layers that read the norm
+     "untied": {parameter: parameter}, parameters that were tied, and are stored and loaded as two
      "entry_inputs": [...],            inputs of forward that have to be centred
      "unproven": [...],                inputs with which the folded norms have to compute LayerNorm
      "calls": null | {                 null: every call without an input of "unproven" is proven
         "proven": ["Net(x=float[a, b, 16]) if b <= 64 else refused", ...],
-                                       those of these forms alone are (see ``plan.call_text``)
+                                       only calls of these forms are (see ``plan.call_text``)
         "attributes": {"Net": {"flag": false}}},
-                                       what forward may read besides, by class
-     "nonfinite": true,                only where its user lets weights hold NaN and infinity
-     "proof": "5d41402abc...",         SHA-256 of all that is proven: not of source and tool
+                                       by class: values of attributes that forward may read
+     "nonfinite": true,                only if the user allowed NaN and infinity in weights
+     "proof": "5d41402abc...",         SHA-256 of the entry without source, revision, proof and tool
      "tool": "enjoyln 0.1.0"}
 
-Version 3 has no ``calls``, version 2 no ``units``, ``merged`` and ``untied`` either. Version 1 has
-no ``centered``, ``scales`` and ``proof``: nobody can tell whether the weights of such a result are
-still centred, so it is read, and not run as RMSNorm without asking for it.
+Version 3 has no ``calls``. Version 2 also has no ``units``, ``merged`` and ``untied``. Version 1
+also has no ``centered``, ``scales`` and ``proof``: it does not say which weights have to be
+centred, so this cannot be checked. Such a marker is read, but its model runs as RMSNorm only on
+request.
 """
 
 from __future__ import annotations
@@ -66,20 +69,20 @@ from enjoyln_cli.text import first_line
 
 VERSION = 4
 READABLE = (1, 2, 3, 4)
-MOST_DIMS = 8
-"""Of a tensor that is centred."""
+MAX_DIMS = 8
+"""Maximum dimensions of a tensor that is centred."""
 _NOT_PROVEN = ("source", "revision", "proof", "tool")
 
 
 @dataclass(frozen=True)
 class CentredTensor:
-    """A parameter whose values have zero mean, times ``scale`` where there is one."""
+    """A parameter that has zero mean, or whose product with ``scale`` has."""
 
     parameter: str
     axis: Axis
-    """Over the parameter as the class holds it."""
+    """Axis of the parameter in the layout of the class."""
     scale: str | None = None
-    """A parameter along ``axis.dim``, of ones since it was merged."""
+    """A parameter that multiplies along ``axis.dim``; it is ones since it was merged."""
 
 
 @dataclass(frozen=True)
@@ -98,22 +101,22 @@ class Marker:
     tool: str
     outputs: tuple[str, ...] = ()
     centred: tuple[CentredTensor, ...] | None = None
-    """``None`` for a result of version 1, which does not say."""
+    """``None`` for version 1, which does not list them."""
     units: tuple[Units, ...] = ()
     weightless: tuple[str, ...] = ()
-    """Norms that multiply by ones."""
+    """Norms whose weight was merged into the layers after them, and is ones now."""
     biasless: tuple[str, ...] = ()
-    """Norms that add zeros."""
+    """Norms whose bias was merged into the layers after them, and is zeros now."""
     untied: tuple[tuple[str, str], ...] = ()
-    """Parameters that have to be two, and would be one in the original."""
+    """Pairs of parameters that are tied in the original, and separate in the result."""
     nonfinite: bool = False
-    """Whether the user has said that weights may hold NaN and infinity."""
+    """Whether the user allowed NaN and infinity in weights."""
     covered: CoveredCalls | None = None
-    """The calls that are proven; ``None``: those without an input of ``unproven``."""
+    """The proven calls; ``None``: all calls without an input of ``unproven``."""
 
 
 def marker(plan: Plan, source: Source, nonfinite: bool = False) -> dict[str, Any]:
-    """The ``enjoyln`` entry for ``config.json``, as drawn in this module's docstring."""
+    """The ``enjoyln`` entry for ``config.json``, as described in this module's docstring."""
     local = Path(source.model).expanduser()
     entry = {
         "version": VERSION,
@@ -164,7 +167,7 @@ def _calls(covered: CoveredCalls | None) -> dict[str, Any] | None:
 
 
 def _by_axis(plan: Plan) -> list[dict[str, Any]]:
-    """One entry for each axis: most parameters of a model share theirs."""
+    """The centred parameters, grouped by axis: most parameters of a model share one."""
     groups: dict[Axis, dict[str, None]] = {}
     for writer in plan.writers:
         groups.setdefault(writer.held or writer.axis, {})[writer.parameter] = None
@@ -172,17 +175,16 @@ def _by_axis(plan: Plan) -> list[dict[str, Any]]:
 
 
 def proof_of(entry: Mapping[str, Any]) -> str:
-    """The digest of an entry's proven part, as its ``proof`` has it."""
+    """The SHA-256 of the proven part of an entry, for its field ``proof``."""
     proven = {key: value for key, value in entry.items() if key not in _NOT_PROVEN}
     text = json.dumps(proven, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
-    """The marker in the ``config.json`` of the converted checkpoint ``model``, a name to show.
+    """The marker in a parsed ``config.json``; ``model`` is a name for messages.
 
-    Raises ``BadCheckpoint`` where there is none, where it does not have the shape drawn above, and
-    where somebody has changed what is proven.
+    Raises ``BadCheckpoint`` if there is none, it is malformed, or its proven part was edited.
     """
     entry = config.get(MARKER)
     if not isinstance(entry, dict):
@@ -192,7 +194,7 @@ def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
     version = entry.get("version")
     if type(version) is not int or version not in READABLE:
         raise BadCheckpoint(
-            f"the enjoyln entry of config.json has version {version!r}, this program reads "
+            f"the enjoyln entry of config.json has version {version!r}, but this program reads "
             f"{' and '.join(map(str, READABLE))}; upgrade enjoyln"
         )
     found = Marker(
@@ -217,17 +219,18 @@ def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
     )
     if version > 1 and _text(entry, "proof") != proof_of(entry):
         raise BadCheckpoint(
-            "the enjoyln entry of config.json was edited after the fold, so its proof is void; "
-            "convert the source again (with --recipe you choose what is converted)"
+            "the enjoyln entry of config.json was edited after the fold, so its proof is invalid; "
+            "convert the source again (--recipe lets you choose which norms are converted)"
         )
     return found
 
 
 @contextmanager
 def blame_marker(what: str) -> Iterator[None]:
-    """Within it a model runs as a marker says: where it cannot, the marker is not to be believed.
+    """Blame the marker if a model that is set up according to it fails inside the block.
 
-    Raises ``BadCheckpoint`` for what a module makes of a centring that does not fit it.
+    Converts errors that a wrong marker can cause, for example a centring that does not fit its
+    module, to ``BadCheckpoint``. ``what`` names the model in the message.
     """
     try:
         yield
@@ -315,7 +318,7 @@ def _axis(entry: dict[str, Any]) -> Axis:
     axis = Axis(*numbers)
     counted = min(axis.outer, axis.size, axis.inner) > 0 and axis.start >= 0
     counted = counted and (not axis.step or axis.step > axis.size * axis.inner)
-    if not counted or abs(axis.dim) > MOST_DIMS or axis.stop > MAX_ELEMENTS:
+    if not counted or abs(axis.dim) > MAX_DIMS or axis.stop > MAX_ELEMENTS:
         raise _malformed("axis", numbers)
     return axis
 

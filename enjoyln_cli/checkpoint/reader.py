@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint: known from the headers of its weight files, read when asked for.
+"""Open a checkpoint by the headers of its weight files, and read single tensors from it.
 
-Nothing is believed that a file says about another: a tensor is read only at the place that the
-checked header of its own file gives.
+A tensor is always read from the place given in the checked header of its own file, never from what
+another file, such as the shard index, says.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from enjoyln_cli.checkpoint.source import Source, State, carried_files, locate, 
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 
 BLOCK = 1 << 22
-"""Bytes compared at once."""
+"""Bytes that ``blocks_of`` reads at once."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Every tensor of a model's weight files, known from their headers."""
+    """The tensors in a model's weight files, as listed in the headers of these files."""
 
     source: Source
     format: Literal["safetensors", "bin"]
     shards: tuple[str, ...]
     tensors: dict[str, StoredTensor]
     metadata: dict[str, dict[str, str]]
-    """Shard to the ``__metadata__`` of its header."""
+    """The ``__metadata__`` in the header of each shard."""
     index: str | None
     """Name of the index file, if there is one."""
     states: Mapping[str, State] = field(default_factory=dict)
-    """What the config and the weight files were before anything was read."""
+    """Size and time of the config and the weight files before anything was read."""
 
 
 def open_checkpoint(source: Source) -> Checkpoint:
-    """Every tensor of the weight files, from headers that were checked.
+    """Read and check the headers of all weight files.
 
-    Raises ``UnsupportedModel`` where there are no weights for PyTorch or only quantised ones,
-    ``BadCheckpoint`` for files that are missing, damaged, or contradict each other.
+    Raises ``UnsupportedModel`` if there are no weights for PyTorch or only quantised ones,
+    ``BadCheckpoint`` if files are missing, damaged, or contradict each other.
     """
     states = states_of(source.path, (CONFIG,))
     config = raw_config(source)
@@ -99,9 +99,9 @@ def open_checkpoint(source: Source) -> Checkpoint:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """One tensor of its stored dtype and shape, in memory of its own.
+    """One tensor with its stored dtype and shape, in its own memory.
 
-    Raises ``BadCheckpoint`` where it is not stored, or where its file has become shorter.
+    Raises ``BadCheckpoint`` if it is not stored, or if its file has become shorter.
     """
     stored = _stored(checkpoint, name)
     path = checkpoint.source.path / stored.file
@@ -114,7 +114,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 
 def read_part(checkpoint: Checkpoint, name: str, dim: int, start: int, count: int) -> torch.Tensor:
-    """``read_tensor(...).narrow(dim, start, count)``, without reading all of it where that works.
+    """``read_tensor(...).narrow(dim, start, count)``; reads only that part from local safetensors.
 
     Raises as ``read_tensor`` does.
     """
@@ -137,9 +137,10 @@ def read_part(checkpoint: Checkpoint, name: str, dim: int, start: int, count: in
 
 
 def read_rows(checkpoint: Checkpoint, name: str, elements: int) -> Iterator[torch.Tensor]:
-    """The slices of one tensor along its first dimension, about so many elements at a time.
+    """Blocks of one tensor along its first dimension, of about ``elements`` elements each.
 
-    A slice is there until the next is asked for. Raises as ``read_tensor`` does.
+    All blocks share a buffer: a block is valid until the next one is requested. Raises as
+    ``read_tensor`` does.
     """
     stored = _stored(checkpoint, name)
     if checkpoint.format == "bin" or stored.nbytes == 0:
@@ -158,7 +159,7 @@ def read_rows(checkpoint: Checkpoint, name: str, elements: int) -> Iterator[torc
 
 
 def same_values(checkpoint: Checkpoint, a: str, b: str) -> bool:
-    """Whether two stored tensors have the same dtype and shape and are equal bit for bit."""
+    """Whether two stored tensors have the same dtype, the same shape and identical bytes."""
     one, two = _stored(checkpoint, a), _stored(checkpoint, b)
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
@@ -175,14 +176,15 @@ def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
 def blocks_of(
     checkpoint: Checkpoint, name: str, first: int = 0, count: int | None = None
 ) -> Iterator[bytes]:
-    """The bytes of a stored tensor, a few megabytes at a time; ``count`` of them from ``first`` on.
+    """``count`` bytes of a stored tensor from byte ``first`` on, in blocks of ``BLOCK`` bytes.
 
-    Raises as ``read_tensor`` does, and for bytes that the tensor does not have.
+    By default all bytes. Raises as ``read_tensor`` does, and ``BadCheckpoint`` for a range that
+    exceeds the tensor.
     """
     stored = _stored(checkpoint, name)
     end = stored.nbytes if count is None else first + count
     if not 0 <= first <= end <= stored.nbytes:
-        raise BadCheckpoint(f"{name} has {stored.nbytes} bytes, and not those up to {end}")
+        raise BadCheckpoint(f"{name} has {stored.nbytes} bytes, not bytes {first} to {end}")
     starts = range(first, end, BLOCK)
     if checkpoint.format == "bin":
         data = bytes_of(load_bin(checkpoint.source.path / stored.file)[name])
@@ -204,7 +206,7 @@ def _bytes(checkpoint: Checkpoint, stored: StoredTensor, start: int, count: int)
 def _reading(
     checkpoint: Checkpoint, stored: StoredTensor
 ) -> Iterator[Callable[[memoryview, int], None]]:
-    """What fills memory from a byte of the tensor on."""
+    """Yields a function that fills a buffer from a byte of the tensor on."""
     if remote := checkpoint.source.remote:
 
         def fetch(data: memoryview, start: int) -> None:
@@ -217,7 +219,7 @@ def _reading(
 
 
 def file_of(checkpoint: Checkpoint, name: str) -> Path:
-    """Where a file of weights lies; one that is fetched has to be at hand."""
+    """The path of a weight file; a remote one has to be downloaded (``Remote.at_hand``)."""
     remote = checkpoint.source.remote
     return remote.here[name] if remote else checkpoint.source.path / name
 
@@ -232,18 +234,19 @@ def header_of(checkpoint: Checkpoint, name: str) -> bytes:
 
 
 def other_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Every file of the model that comes along: all but weights and their indices.
+    """The files of the model that are copied to the result (see ``file_roles``).
 
-    Names are relative to the model's directory. Raises ``BadCheckpoint`` for a link out of it or to
-    another directory.
+    Names are relative to the model's directory. Raises ``BadCheckpoint`` for a link to a directory,
+    or to a file outside of the model's directory.
     """
     return carried_files(checkpoint.source)
 
 
 def pipeline_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Every file of the pipeline outside of the model's folder, relative to the pipeline.
+    """The files of the pipeline outside of the model's folder that are copied to the result.
 
-    There is none where the model's directory is the whole. Raises as ``other_files`` does.
+    Names are relative to the pipeline. Empty if the model is not part of a pipeline. Raises as
+    ``other_files`` does.
     """
     source = checkpoint.source
     if not source.folder:

@@ -1,4 +1,4 @@
-"""The files of a converted checkpoint that this program writes, by their names."""
+"""Names of the files that enjoyln writes into a converted checkpoint."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ BENCH_FILE = "enjoyln_bench.json"
 CARD_FILE = "README.md"
 FOLDER = "enjoyln"
 FILE = "original.safetensors"
-"""In ``FOLDER``: what it takes to restore the original (``archive``)."""
+"""In ``FOLDER``: the data needed to restore the original (see ``archive``)."""
 REPORTS = (VERIFY_FILE, BENCH_FILE, CARD_FILE)
-"""Files that tell of a result, and may change without changing it."""
+"""Files that describe a result. They may change without invalidating its verification."""
 _OWN_FILES = (CONFIG, RECIPE_FILE, VERIFY_FILE)
 
 
 def verified_files(result: Source) -> list[str]:
-    """The files that a verification of ``result`` holds for: all but ``REPORTS``.
+    """The files whose digests a verification of ``result`` records: all but ``REPORTS``.
 
-    Relative to the directory of the whole pipeline, where ``result`` is part of one.
+    Names are relative to the model's directory, or to the pipeline's if ``result`` is part of one.
     """
     found = (path for path in result.root.rglob("*") if path.is_file())
     names = [path.relative_to(result.root).as_posix() for path in found]
@@ -29,5 +29,5 @@ def verified_files(result: Source) -> list[str]:
 
 
 def is_own(name: str) -> bool:
-    """Whether a file of a model's directory is written by a fold, and so never comes along."""
+    """Whether ``enjoyln fold`` writes this file itself, so that it is never copied."""
     return name in _OWN_FILES or name.startswith(f"{FOLDER}/")

@@ -1,7 +1,7 @@
-"""Where a model comes from: what ``MODEL`` means, and which files come along to its result.
+"""Find the model that ``MODEL`` names, and the files that are copied to its result.
 
-A directory if there is one of that name, otherwise a Hub id. A file is read only if it lies in the
-directory, or in the Hub cache that the directory is part of.
+``MODEL`` is a directory if there is one of that name, otherwise a Hub id. A file is read only if
+it lies in the directory, or in the Hub cache that the directory is part of.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class Source:
     """Where a model comes from."""
 
     model: str
-    """As the user gave it: a Hub id or a path."""
+    """The Hub id or path, as the user typed it."""
     path: Path
-    """The directory that holds config and weights; for a Hub id its snapshot in the cache."""
+    """The directory with config and weights; for a Hub id, its snapshot in the cache."""
     revision: str | None
     """The commit of a Hub id, ``None`` for a directory."""
     folder: str = ""
-    """Where ``path`` lies in the directory that ``model`` names: of a pipeline, the transformer."""
+    """In a sentence-transformers pipeline: the subfolder of the transformer, if it is in one."""
     remote: Remote | None = None
-    """The files of weights, where they are not in ``path`` but fetched one by one."""
+    """The weight files, if they are not in ``path`` but downloaded one by one."""
 
     @property
     def cached(self) -> bool:
-        """Whether it lies in the Hub's cache, where nobody else writes."""
+        """Whether the model lies in the Hub cache, where its files do not change."""
         return self.revision is not None
 
     @property
     def root(self) -> Path:
-        """The directory of the whole pipeline; that of the model where it is not part of one."""
+        """The directory of the whole pipeline; ``path`` if the model is not in a subfolder."""
         return self.path.parents[len(Path(self.folder).parts) - 1] if self.folder else self.path
 
 
@@ -61,11 +61,12 @@ def open_source(
 ) -> Source:
     """Find ``model``: a directory if there is one of that name, otherwise a Hub id.
 
-    Of a Hub id only ``config.json`` (and code that it names) is fetched; with ``weights`` also the
-    weights, safetensors if there are any, and all files that come along; with ``stream`` each file
-    of weights not before its turn comes (``Remote``). Raises ``ModelNotFound`` where it does not
-    exist or cannot be reached, ``UnsupportedModel`` without config or weights, and for a directory
-    or pickles with ``stream``.
+    For a Hub id, this downloads only ``config.json`` and code that it names. With ``weights`` it
+    also downloads the weights (safetensors if there are any) and all files that are copied to the
+    result. With ``stream``, weight files are downloaded later, one by one (``Remote``).
+
+    Raises ``ModelNotFound`` if the model does not exist or cannot be reached, ``UnsupportedModel``
+    if it has no config or no weights, and with ``stream`` for a directory and for pickles.
     """
     local = os.path.expanduser(model)
     if model and os.path.isdir(local):
@@ -88,24 +89,28 @@ def open_source(
 
 
 def states_of(folder: Path, names: Iterable[str]) -> dict[str, State]:
-    """What some files are now, by which a change can be told without reading them."""
+    """Size and time of some files, to detect later changes without reading them."""
     found = {name: (folder / name).stat() for name in names if (folder / name).is_file()}
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
 
 def require_unchanged(folder: Path, before: Mapping[str, State]) -> None:
-    """Raises ``BadCheckpoint`` for a file that is not what it was ``before``."""
+    """Raise ``BadCheckpoint`` if a file has changed since its state in ``before`` was taken."""
     now = states_of(folder, before)
     for name, state in before.items():
         if now.get(name) != state:
             what = "has vanished" if name not in now else "has changed"
             raise BadCheckpoint(
-                f"{name} {what} in {folder} while it was read; start again once nobody writes there"
+                f"{name} {what} in {folder} while it was read; start again when no other program "
+                "writes there"
             )
 
 
 def locate(source: Source, name: str) -> Path:
-    """The file, which has to lie in the directory, or in the Hub cache that it is part of."""
+    """The path of a file that lies in the directory, or in the Hub cache that it is part of.
+
+    Raises ``BadCheckpoint`` for a file elsewhere, a broken link, and a file that cannot be read.
+    """
     root = source.path.resolve()
     allowed = [root] + ([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])
     try:
@@ -124,7 +129,7 @@ def locate(source: Source, name: str) -> Path:
 
 
 def carried_files(source: Source, leaving: str = "") -> tuple[str, ...]:
-    """The files below ``source.path`` that come along, except for those of one folder."""
+    """The files below ``source.path`` to copy to the result, except those in ``leaving``."""
     found = []
     for folder, folders, files in os.walk(source.path):
         inside = Path(folder).relative_to(source.path)

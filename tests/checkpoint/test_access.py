@@ -1,4 +1,4 @@
-"""Access to the Hub: a token is handed on, and never shown."""
+"""Access to the Hub: a token is passed to libraries, and never shown."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def test_libraries_receive_what_the_user_has_set() -> None:
     assert found == {"token": TOKEN, "cache_dir": "cache"}
 
 
-def test_nobody_changes_it() -> None:
+def test_access_is_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         DEFAULT_ACCESS.token = TOKEN  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("token", ["", f"{TOKEN}\n", f"{TOKEN} {TOKEN}", f"{TOKEN}\u00e9"])
-def test_what_is_no_token_is_refused_unquoted(token: str) -> None:
+def test_an_invalid_token_is_refused_and_not_quoted(token: str) -> None:
     with pytest.raises(ModelNotFound, match="the --token (is empty|has characters)") as found:
         require_token(HubAccess(token=token))
     assert TOKEN not in "".join(traceback.format_exception_only(found.value))
 
 
 @pytest.mark.parametrize("access", [DEFAULT_ACCESS, HubAccess(token=TOKEN)])
-def test_a_token_that_may_be_one_passes(access: HubAccess) -> None:
+def test_a_possible_token_passes(access: HubAccess) -> None:
     require_token(access)

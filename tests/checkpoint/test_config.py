@@ -120,7 +120,7 @@ def test_code_runs_only_when_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     stored = {"model_type": "entirely-own", "auto_map": {"AutoConfig": "configuration.OwnConfig"}}
     folder = write(tmp_path / "model", stored)
     (folder / "configuration.py").write_text(CODE.format(mark=mark))
-    refused(folder, r"code of its own \(configuration.OwnConfig\).*--trust-remote-code")
+    refused(folder, r"custom code \(configuration.OwnConfig\).*--trust-remote-code")
     assert not mark.exists()
     config = load_config(open_source(str(folder)), trust_remote_code=True)
     assert type(config).__name__ == "OwnConfig"
@@ -141,7 +141,7 @@ def test_code_that_fails_is_an_error_of_one_line(
 
 def test_known_types_with_code_of_their_own_need_permission_too(tmp_path: Path) -> None:
     stored = {"model_type": "gpt2", "auto_map": {"AutoModel": "modeling.Own"}}
-    refused(write(tmp_path, stored), r"code of its own \(modeling.Own\)")
+    refused(write(tmp_path, stored), r"custom code \(modeling.Own\)")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_known_types_with_code_of_their_own_need_permission_too(tmp_path: Path) 
 def test_code_does_not_come_in_by_another_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any
 ) -> None:
-    """Through a file that is read in place of the config, or under another name."""
+    """Not by a key that redirects transformers to another file, nor by one that renames a key."""
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -166,15 +166,15 @@ def test_code_does_not_come_in_by_another_way(
     (folder / "modeling.py").write_text(CODE.format(mark=mark))
     with pytest.raises(BadCheckpoint, match=f"has {key}, .* remove it"):
         load_config(open_source(str(folder)))
-    monkeypatch.setattr("enjoyln_cli.checkpoint.config._ELSEWHERE", set())
-    with pytest.raises(UnsupportedModel, match=r"code of its own \(modeling.Own\)"):
+    monkeypatch.setattr("enjoyln_cli.checkpoint.config._REDIRECTING_KEYS", set())
+    with pytest.raises(UnsupportedModel, match=r"custom code \(modeling.Own\)"):
         load_config(open_source(str(folder)))
     assert not mark.exists()
 
 
 def test_code_of_a_config_in_memory_needs_permission_too() -> None:
     config = GPT2Config(auto_map={"AutoModel": "modeling.Own"})
-    with pytest.raises(UnsupportedModel, match=r"this GPT2Config comes with code of its own"):
+    with pytest.raises(UnsupportedModel, match=r"this GPT2Config comes with custom code"):
         analyze(config)
 
 

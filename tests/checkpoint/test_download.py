@@ -1,4 +1,4 @@
-"""A model of the Hub that is folded file by file, where there is no room for a second copy."""
+"""``fold --stream``: weight files are downloaded one by one, for disks without room for all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARDS = 3
 
 
 def sharded(name: str) -> dict[str, bytes]:
-    """The files of a trained checkpoint, its tensors dealt to three shards."""
+    """The files of a trained checkpoint, its tensors divided among three shards."""
     folder = CHECKPOINTS / name
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     del files["model.safetensors"]
@@ -66,7 +66,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def plain(hub: Hub, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GPT-2 folded after all of it was fetched."""
+    """GPT-2, folded after a complete download."""
     out = tmp_path_factory.mktemp("plain") / "out"
     call = ["fold", "org/gpt2", "-o", out, "--no-verify"]
     (done,) = enjoyln(hub, home, [*call, "--cache-dir", out.parent / "cache"])
@@ -83,13 +83,13 @@ def stream(hub: Hub, home: Path, model: str, out: Path, *options: object, **sett
 
 
 def weights(folder: Path) -> dict[str, str]:
-    """What of a result does not depend on how it was made, by its digest."""
+    """Digests of those files of a result that do not depend on how it was downloaded."""
     names = [*folder.glob("model*"), folder / "config.json", folder / "enjoyln_recipe.yaml"]
     return {path.name: sha256(path.read_bytes()) for path in names}
 
 
 def cached_weights(folder: Path) -> list[str]:
-    """Names of the weights in the cache beside an output; parts of downloads count."""
+    """Names of weight files in the cache beside an output, incomplete downloads included."""
     blobs = [path for path in (folder.parent / "cache").rglob("blobs/*") if path.is_file()]
     large = [path for path in blobs if path.stat().st_size > 50_000]
     links = [path.name for path in (folder.parent / "cache").rglob("snapshots/*/model-*.safet*")]
@@ -174,13 +174,13 @@ def test_offline_what_is_in_the_cache_is_enough(
 
 
 def asked(hub: Hub, oid: str) -> list[str]:
-    """The ranges of what was asked for of a file, without its header."""
+    """The byte ranges that were requested of a file, without those of its header."""
     ranges = [r.headers.get("range", "") for r in hub.requests if r.path == f"/storage/{oid}"]
     return [text for text in ranges if text != "bytes=0-131071"]
 
 
 def test_a_download_that_is_cut_goes_on(hub: Hub, home: Path, tmp_path: Path) -> None:
-    """Where it broke; where the run fails nothing of it is left, and the next one starts anew."""
+    """A broken download resumes within a run. If the run fails, the partial file is deleted."""
     files = hub.repositories["org/large"].files()
     oid = sha256(files["model-00001-of-00003.safetensors"])
     call = ["fold", "org/large", "--no-verify", "--cache-dir", tmp_path / "all"]
@@ -236,7 +236,7 @@ def test_a_file_that_arrives_changed_is_refused(
     hub.fault("GET", whole)  # nothing, while the header is asked for
     hub.fault("GET", whole, corrupt=True)
     done = stream(hub, home, "org/gpt2", tmp_path / "out")
-    assert "did not arrive as the Hub has it" in done.error
+    assert "was damaged during the download" in done.error
     assert not (tmp_path / "out").exists() and cached_weights(tmp_path / "out") == []
     done = stream(hub, home, "org/gpt2", tmp_path / "out")
     assert done.status == 0 and weights(tmp_path / "out") == weights(plain)
@@ -249,7 +249,7 @@ def test_a_hub_that_serves_whole_files_only(hub: Hub, home: Path, tmp_path: Path
 
 
 def test_vectors_from_other_files(hub: Hub, home: Path, tmp_path: Path) -> None:
-    """A norm's weight and bias go into linear layers of another file."""
+    """The weight and bias of a norm are merged into linear layers that lie in another file."""
     done = stream(hub, home, "org/phi", tmp_path / "out", "--merge", "affine")
     assert done.status == 0, done.err
     call = ["fold", CHECKPOINTS / "phi", "-o", tmp_path / "plain", "--no-verify"]
@@ -266,7 +266,7 @@ def test_vectors_from_other_files(hub: Hub, home: Path, tmp_path: Path) -> None:
 def test_a_head_that_is_stored_and_differs_is_not_tied(
     hub: Hub, home: Path, tmp_path: Path
 ) -> None:
-    """What tying rests on is read from the Hub, not believed."""
+    """Whether two tensors are equal, and so tied, is decided by their values on the Hub."""
     tensors = load_file(GPT2 / "model.safetensors")
     head = tensors["transformer.wte.weight"].clone()
     folded = {}

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and that nothing in it is believed without a check."""
+"""Opening a checkpoint: its tensors are found, and inconsistent files are refused."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_sharded_pickles(folder: Path) -> None:
         ({"a": ONE, "b": ONE}, f"{ONE} lacks b, which model.safetensors.index.json lists"),
     ],
 )
-def test_indices_that_lie(folder: Path, weight_map: Any, words: str) -> None:
+def test_wrong_indices(folder: Path, weight_map: Any, words: str) -> None:
     save_file(tensors("a"), folder / ONE)
     torch.save(tensors("a"), folder / "pytorch_model.bin")
     write_index(folder, weight_map)
@@ -139,7 +139,7 @@ def test_indices_that_lie(folder: Path, weight_map: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", "{}", '{"weight_map": null}'])
-def test_indices_that_are_none(folder: Path, text: str) -> None:
+def test_malformed_indices(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
     refused(folder, "index.json (is not valid JSON|has no weight_map)")
 
@@ -154,7 +154,7 @@ def test_metadata_of_an_index_may_be_anything_by_name(folder: Path, metadata: An
 
 @pytest.mark.parametrize("metadata", [[1, 2], [], "x", 5, 0, False])
 def test_metadata_of_an_index_without_names(folder: Path, metadata: Any) -> None:
-    """It would be read when everything else is written."""
+    """It is refused at once, since writing the index would fail after all other work."""
     save_file(tensors("a"), folder / ONE)
     index = {"metadata": metadata, "weight_map": {"a": ONE}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -164,7 +164,7 @@ def test_metadata_of_an_index_without_names(folder: Path, metadata: Any) -> None
 @pytest.mark.parametrize("index", [{}, {"metadata": None}], ids=["none", "null"])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_an_index_without_metadata(folder: Path, index: dict[str, Any], name: str) -> None:
-    """transformers raises ``KeyError`` or ``TypeError`` at it, for the original and the result."""
+    """transformers cannot load it (``KeyError`` or ``TypeError``), original and result alike."""
     shard = name.replace(".", "-00001-of-00001.")
     if name == "model.safetensors":
         save_file(tensors("a"), folder / shard)
@@ -277,7 +277,7 @@ def test_other_files(folder: Path) -> None:
     assert list(other_files(opened(folder))) == COMING
 
 
-def test_other_files_are_no_way_out(folder: Path, tmp_path: Path) -> None:
+def test_other_files_must_not_be_links_out_of_the_directory(folder: Path, tmp_path: Path) -> None:
     save_file(tensors("a"), folder / "model.safetensors")
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "key").write_text("k")

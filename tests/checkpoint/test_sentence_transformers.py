@@ -1,4 +1,4 @@
-"""sentence-transformers pipelines: the transformer is folded, everything else comes along."""
+"""sentence-transformers pipelines: the transformer is folded, everything else is copied."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def transformer(folder: Path, kind: str, **settings: Any) -> None:
-    """A model with random weights, and the tokenizer of another."""
+    """A model with random weights, and the tokenizer of another model."""
     vocabulary = json.loads((TOKENIZER / "config.json").read_text())["vocab_size"]
     sizes = {"vocab_size": vocabulary, "max_position_embeddings": 32, **settings}
     if kind == "bert":
@@ -192,12 +192,12 @@ def test_hidden_states_that_a_pipeline_reads_are_outputs(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("../source", "which is no folder of"),
-        ("0_Transformer/../../source", "which is no folder of"),
-        ("/etc", "which is no folder of"),
-        ("C:/models", "which is no folder of"),
-        ("..\\source", "which is no folder of"),
-        ("link", "which is no folder of"),
+        ("../source", "which is not a folder"),
+        ("0_Transformer/../../source", "which is not a folder"),
+        ("/etc", "which is not a folder"),
+        ("C:/models", "which is not a folder"),
+        ("..\\source", "which is not a folder"),
+        ("link", "which is not a folder"),
         ("a\nb", "names no path in"),
         (7, "names no path in"),
         (None, "names no path in"),

@@ -1,4 +1,4 @@
-"""Where a model comes from: directories, and a Hub that is a small server on this machine."""
+"""Opening a model: a directory, or a Hub id that a small local server answers."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(
     calls: list[dict[str, Any]], cache: Path, here: Path | None = None, **environment: str
 ) -> list[list[Any]]:
-    """What ``open_source`` gives or raises for each call, in a process of its own."""
+    """What ``open_source`` returns or raises for each call, in a separate process."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(cache), json.dumps(calls)],
         capture_output=True,
@@ -172,7 +172,7 @@ def test_code_that_the_config_names_is_fetched_with_it(answers: dict[str, list[A
         ("wrong/token", "ModelNotFound", ["refuses access", "--token"]),
         ("forbidden/model", "ModelNotFound", ["refuses access", "403"]),
         ("disabled/model", "ModelNotFound", ["access to disabled/model is disabled"]),
-        ("stumbling/model", "ModelNotFound", ["does not give", "(520); try again later"]),
+        ("stumbling/model", "ModelNotFound", ["cannot serve", "(520); try again later"]),
         ("empty/model", "UnsupportedModel", ["empty/model has no config.json"]),
         ("revision", "ModelNotFound", ["old/model has no revision 'v9'"]),
         ("flax", "UnsupportedModel", ["Flax weights only (flax_model.msgpack)"]),
@@ -213,7 +213,7 @@ def test_nobody_answers(answers: dict[str, list[Any]], cache: Path, commit: str)
 
 
 def test_a_directory_is_suggested_where_the_hub_has_no_such_model(hub: str, tmp_path: Path) -> None:
-    """Of a Hub that gives no answer, nobody knows whether the name is wrong."""
+    """If the Hub cannot be reached, there is no suggestion: the name may be right."""
     for name in ("missing/models", "other/vit"):
         (tmp_path / name).mkdir(parents=True)
     calls = [{"model": "missing/model"}, {"model": "missing/modles"}, {"model": "other/bit"}]

@@ -204,7 +204,7 @@ def test_weights_that_arrive_changed_are_refused_and_fetched_again(
     call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--no-verify", "--cache-dir", tmp_path]
     first, second = enjoyln(hub, home, call, call)
     digest = sha256((GPT2 / "model.safetensors").read_bytes())
-    assert "model.safetensors of org/gpt2 did not arrive as the Hub has it" in first.error
+    assert "model.safetensors of org/gpt2 was damaged during the download" in first.error
     assert digest[:12] in first.error and "fetch it again" in first.error
     assert second.status == 0, second.err
 
