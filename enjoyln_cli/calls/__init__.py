@@ -1,1 +1,1 @@
-"""The calls of a model that a proof has to cover, and inputs for them."""
+"""The calls of a model that a proof has to cover, and example inputs for them."""

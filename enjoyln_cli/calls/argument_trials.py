@@ -1,10 +1,10 @@
-"""Further calls of code that shares no conventions: what does each of its arguments do?
+"""Further calls for custom models: each optional argument is passed once.
 
-A class of transformers is called as the library documents it (see ``calls``). Of any other class
-the signature alone is known, so each argument that may be left out is tried by itself, beside the
-main inputs with and without a mask: a tensor where ``None`` is the default, another number where a
-number is. What such a call reads is then proven with the rest, or keeps a norm, on disk as well as
-at run time. Values that the code refuses stay unproven.
+Classes of transformers are called as the library documents it (see ``calls``). For any other class
+only the signature is known. So each optional argument is passed by itself, in addition to the main
+inputs with and without a mask: a tensor if the default is ``None``, another number if it is a
+number. The proof then also covers these calls, and may keep norms as LayerNorm because of them.
+Values that the code rejects stay unproven.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from enjoyln_cli.plan.covered_calls import is_stock
 
 
 def further_calls(model: Any, main: Call) -> Iterator[Call]:
-    """Calls beside ``main`` to trace, of which a model may accept some; none for stock classes."""
+    """Calls to trace in addition to ``main``; a model may reject some. None for stock classes."""
     if is_stock(model):
         return
     masked = main.steps[0][1]
@@ -42,7 +42,7 @@ def further_calls(model: Any, main: Call) -> Iterator[Call]:
 
 
 def _one_more(model: Any, inputs: dict[str, Any], known: set[str]) -> Iterator[Call]:
-    """``inputs`` and one further argument; of several values the first that runs is traced."""
+    """Calls with ``inputs`` and one further argument each, with several values to try for it."""
     beside, (rows, *others) = ", ".join(inputs), next(iter(inputs.values())).shape
     tokens, width = (*others, 1)[0], getattr(model.config, "hidden_size", None)
     shapes = [Spec((rows,), 2), Spec((rows, tokens), 2)]

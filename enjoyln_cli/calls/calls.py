@@ -1,7 +1,8 @@
-"""Which calls of a model a proof has to cover.
+"""Choose the calls of a model that a proof has to cover.
 
-A proof covers the paths traced, so every class is called as it is used: prefill and a decoding step
-with the cache in one graph, then once more with the optional inputs that it takes.
+A proof only covers traced paths. So every class is called as it is used in practice: a prefill and
+a decoding step with the cache, in one graph, and more calls with the optional inputs that it
+accepts.
 """
 
 from __future__ import annotations
@@ -42,35 +43,35 @@ from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.covered_calls import is_stock
 
 BATCH, TOKENS = 2, 7
-MOST_ELEMENTS = 1 << 30
-"""Of an input that is made up: the largest that a model of today takes has a hundredth of it."""
+MAX_ELEMENTS = 1 << 30
+"""Maximum elements of an example input. Inputs of today's models have at most a hundredth of it."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One way to call a model: ``steps`` run in turn, each handing its cache to the next."""
+    """One way to call a model: ``steps`` run in turn, each with the cache of the one before."""
 
     label: str
     steps: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
     flags: dict[str, Any] = field(default_factory=dict)
     required: bool = True
     cache: Any = None
-    """What the first step is given as ``past_key_values``: an empty cache, or nothing."""
+    """The ``past_key_values`` of the first step: an empty cache, or ``None``."""
 
 
 ExampleCalls = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
-"""Calls that a user hands in: of each the arguments by position, and those by name."""
+"""Example calls from the user: positional arguments and keyword arguments of each."""
 
 
 def calls_like(examples: ExampleCalls) -> list[Call]:
-    """The calls that a user hands in. Raises ``EnjoyLNError`` for what is no pair of arguments."""
+    """The user's example calls as ``Call`` objects. Raises ``EnjoyLNError`` for malformed ones."""
     found = []
     for number, example in enumerate(examples, 1):
         pair = isinstance(example, tuple | list) and len(example) == 2
         if not (pair and isinstance(example[0], tuple | list) and isinstance(example[1], Mapping)):
             raise EnjoyLNError(
-                f"example_calls: number {number} is no pair of positional arguments and keywords; "
-                "write it as ((x,), {'mask': mask})"
+                f"example_calls: number {number} is not a pair of positional arguments and "
+                "keywords; write it as ((x,), {'mask': mask})"
             )
         args, kwargs = example
         found.append(Call(f"example call {number}", ((tuple(args), dict(kwargs)),)))
@@ -78,34 +79,34 @@ def calls_like(examples: ExampleCalls) -> list[Call]:
 
 
 def ways_to_call(model: Any) -> Iterator[list[Call]]:
-    """The calls that a proof for a transformers model has to cover, the likeliest inputs first.
+    """Alternatives for the calls that a proof has to cover, the most likely inputs first.
 
-    A classifier without a padding token takes one row at a time, so a single row comes last.
-    Raises ``UnsupportedModel`` where no inputs can be made up.
+    A classifier without a padding token accepts only one row at a time, so calls with a single row
+    come last. Raises ``UnsupportedModel`` if no example inputs can be derived from the config.
     """
     try:
         for rows in (BATCH, 1):
             for given in forms(model, rows, TOKENS):
                 main, optional = main_call(model, given), list(_optional_calls(model, given, rows))
                 yield [main, *optional]
-                if len(main.steps) > 1:  # a model may go on in a way of its own
+                if len(main.steps) > 1:  # the second step may fail in a model with its own cache
                     yield [replace(main, label="one step", steps=main.steps[:1]), *optional]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of a config of any kind
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # from an unusual config
         raise UnsupportedModel(
-            f"no inputs for {type(model).__name__} can be told from its config ({error}); "
-            "pass example inputs to analyze() in Python"
+            f"no example inputs for {type(model).__name__} can be derived from its config "
+            f"({error}); pass example inputs to analyze() in Python"
         ) from error
 
 
 def forms(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """The inputs that ``model`` may take, the likeliest first, with ``tokens`` of text."""
+    """Alternative inputs for ``model``, the most likely first, with ``tokens`` tokens of text."""
     return (_with_placeholders(model, given) for given in main_inputs(model, rows, tokens))
 
 
 def _with_placeholders(model: Any, given: Inputs) -> Inputs:
-    """``given`` with a placeholder token for each feature that the other inputs are turned into.
+    """``given`` with a placeholder token for each image, video or audio feature.
 
-    Models of several modalities replace these tokens by what ``get_image_features`` gives.
+    Multimodal models replace these tokens by the features that ``get_image_features`` returns.
     """
     if "input_ids" not in given:
         return given
@@ -128,29 +129,31 @@ def _with_placeholders(model: Any, given: Inputs) -> Inputs:
 
 
 def _placeholder(model: Any, kind: str) -> int | None:
-    """The token that stands for a feature of one modality, if the config has one."""
+    """The placeholder token for features of one modality, if the config names one."""
     owners = with_parts([model.config])
     ids = (getattr(c, f"{kind}_token_{end}", None) for c in owners for end in ("id", "index"))
     marked = 0 if f"{kind}_embeds_position_mask" in accepted_by(model) else None
     return next((value for value in ids if isinstance(value, int)), marked)
 
 
-_TOLD = re.compile(r"do not match, tokens: \d+, features:? (\d+)|value tensor of shape \[(\d+)")
-"""How models, and torch, say that there are more or fewer placeholders than features."""
-_GIVEN_AS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
+_COUNT_IN_ERROR = re.compile(
+    r"do not match, tokens: \d+, features:? (\d+)|value tensor of shape \[(\d+)"
+)
+"""The number of features in error messages of models, and of torch, about placeholder tokens."""
+_INPUT_OF = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 
 
 def _features(model: Any, kind: str, token: int, given: Inputs, rows: int) -> int:
-    """How many vectors stand for the inputs of one modality in each row of the tokens."""
+    """How many feature vectors the inputs of one modality become in each row of tokens."""
     bare = without_weights(model)
-    owners = list(bare.modules())[::-1]  # the others hand on what they are given
+    owners = list(bare.modules())[::-1]  # innermost first: outer modules only pass arguments on
     found_by = (getattr(owner, f"get_{kind}_features", None) for owner in owners)
     encode = next((method for method in found_by if method is not None), None)
     own = {name: spec for name, spec in given.items() if name.startswith(f"{kind}_")}
     if encode is None and own.keys().isdisjoint(MAKERS):
-        # such models put them in place of one token, or say how many there are
-        return int(getattr(model.config, "latent_query_num", 1)) if _GIVEN_AS[kind] in given else 0
-    told_by_itself = encode is None  # the model is given one placeholder, and asks for more
+        # such models put the features in place of one token, or the config has their number
+        return int(getattr(model.config, "latent_query_num", 1)) if _INPUT_OF[kind] in given else 0
+    by_error = encode is None  # with one placeholder, the model's error says how many it needs
     if encode is None:
         encode, given = bare.forward, own | {"input_ids": Spec((rows, 1), token + 1, (token,))}
     parameters = inspect.signature(encode).parameters
@@ -163,24 +166,24 @@ def _features(model: Any, kind: str, token: int, given: Inputs, rows: int) -> in
     try:
         with torch.no_grad(), weightless():
             found = encode(**examples)
-    except Exception as error:  # most often, the form is not the one that the model takes
-        told = _TOLD.search(str(error))
-        return int(told[told.lastindex or 0]) // rows if told else 0
-    if told_by_itself:
+    except Exception as error:  # most often because the model needs inputs of another form
+        count = _COUNT_IN_ERROR.search(str(error))
+        return int(count[count.lastindex or 0]) // rows if count else 0
+    if by_error:
         return 1
     pooled = getattr(found, "pooler_output", None)
     if pooled is None and (deep := getattr(found, "deepstack_features", None)):
-        pooled = deep[0]  # as many for each layer
+        pooled = deep[0]  # every layer has the same number
     vectors = tensors_in(found if pooled is None else pooled)
     grid = given["image_grid_thw"].leading[1:] if "image_grid_thw" in given else None
-    shapes = [
+    shapes = [  # some models return channels first
         vector.shape[::-1] if vector.shape[1:] == grid else vector.shape for vector in vectors
     ]
-    return sum(math.prod(shape[:-1]) for shape in shapes) // rows  # channels first in some
+    return sum(math.prod(shape[:-1]) for shape in shapes) // rows
 
 
 def main_call(model: Any, given: Inputs) -> Call:
-    """One call with ``given``, or a prefill and a decoding step where the model keeps a cache."""
+    """One call with ``given``, or a prefill and a decoding step if the model keeps a cache."""
     reads_text = "input_ids" in given or "decoder_input_ids" in given
     if not (reads_text and keeps_cache(model)):
         kinds = {"input_ids": "tokens", "pixel_values": "images", "input_features": "audio"}
@@ -190,7 +193,7 @@ def main_call(model: Any, given: Inputs) -> Call:
     advancing = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
     rows, seen, *books = given[advancing].shape
     following[advancing] = Spec((rows, 1, *books), given[advancing].below)
-    if advancing == "input_ids":  # what is not text has been read with the first tokens
+    if advancing == "input_ids":  # images and audio are read in the first step only
         following = {n: s for n, s in following.items() if n == "input_ids" or "encoder_" in n}
     steps = (_step(model, given, 0), _step(model, following, seen))
     return Call("prefill and decode", steps, {"use_cache": True})
@@ -199,12 +202,15 @@ def main_call(model: Any, given: Inputs) -> Call:
 def keeps_cache(model: Any) -> bool:
     """Whether a call can return a cache that the next one takes."""
     parameters = inspect.signature(model.forward).parameters
-    hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return "past_key_values" in parameters and ("use_cache" in parameters or hands_on)
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return "past_key_values" in parameters and ("use_cache" in parameters or any_keyword)
 
 
 def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """One call, with a mask over its tokens and, for a decoder alone, those ``seen`` before."""
+    """The arguments of one call, with an attention mask if the model takes one.
+
+    The mask covers the tokens of this call and, in a decoder-only model, ``seen`` earlier ones.
+    """
     inputs = {name: example(model, spec) for name, spec in given.items()}
     if "input_ids" in given and "attention_mask" in accepted_by(model) - given.keys():
         rows, tokens = given["input_ids"].shape[:2]
@@ -214,14 +220,14 @@ def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[s
 
 
 def example(model: nn.Module, spec: Spec) -> torch.Tensor:
-    """An input with seeded values, real ones in the dtype of ``model``.
+    """An input with seeded random values; floats have the dtype of ``model``.
 
-    Raises ``UnsupportedModel`` for one that takes too much memory.
+    Raises ``UnsupportedModel`` if the input would be too large.
     """
-    if math.prod(spec.shape) > MOST_ELEMENTS:
+    if math.prod(spec.shape) > MAX_ELEMENTS:
         raise UnsupportedModel(
-            f"{type(model).__name__} asks for an input of shape {list(spec.shape)}, which is too "
-            "large to be made up; correct the sizes in the config"
+            f"{type(model).__name__} needs an input of shape {list(spec.shape)}, which is too "
+            "large for an example; correct the sizes in the config"
         )
     if spec.below is None:
         generator = torch.Generator().manual_seed(0)
@@ -230,7 +236,7 @@ def example(model: nn.Module, spec: Spec) -> torch.Tensor:
 
 
 def activations(model: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
-    """What another model has computed: without values."""
+    """A tensor in place of activations that another model computed; it has no values."""
     return torch.zeros(shape, dtype=dtype_of(model), device="meta")
 
 
@@ -258,7 +264,7 @@ def _optional_calls(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
 
 
 def _spoken(model: Any, given: Inputs) -> Iterator[Call]:
-    """With sound in place of the text, where a model takes either of the two."""
+    """Calls with audio instead of text, if a model takes either of the two."""
     for form in spoken_inputs(model, *given["input_ids"].shape[:2]):
         if form.keys().isdisjoint(given):
             with_decoder = {n: s for n, s in given.items() if n == "decoder_input_ids"}
@@ -267,18 +273,18 @@ def _spoken(model: Any, given: Inputs) -> Iterator[Call]:
 
 
 def _further(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
-    """With a film in place of the images, with prompts for what is to be found in them."""
+    """Calls with a video instead of images, and with prompts for a segmentation of the images."""
     for form in further_inputs(model, given, rows, TOKENS):
-        films = "pixel_values_videos" in form
-        if films and "input_ids" not in given:
+        video = "pixel_values_videos" in form
+        if video and "input_ids" not in given:
             continue
-        inputs = form if films else given | form
+        inputs = form if video else given | form
         call = main_call(model, _beside_text(model, given, inputs, rows))
         yield replace(call, label=f"with {next(iter(form))}", required=False)
 
 
 def _beside_text(model: Any, given: Inputs, form: Inputs, rows: int) -> Inputs:
-    """``form`` with text like that of ``given``, if there is any, and its own placeholders."""
+    """``form`` with text if ``given`` has any, and with placeholder tokens for ``form``."""
     if "input_ids" not in given:
         return form
     text = replace(given["input_ids"], shape=(rows, TOKENS), leading=())
@@ -286,10 +292,10 @@ def _beside_text(model: Any, given: Inputs, form: Inputs, rows: int) -> Inputs:
 
 
 def _switched(model: Any, given: Inputs) -> Iterator[Call]:
-    """With each switch of ``forward`` the other way."""
+    """One call for each boolean argument of ``forward``, with the opposite of its default."""
     defaults = {n: p.default for n, p in inspect.signature(model.forward).parameters.items()}
     names = [n for n in optional_inputs(model) if not n.startswith(("output_", "return_"))]
-    if not is_stock(model):  # a name says nothing in code that shares no conventions
+    if not is_stock(model):  # argument names say nothing about custom code
         names = [name for name in defaults if name not in _CHOOSING]
     for name in names:
         if isinstance(default := defaults[name], bool):
@@ -299,7 +305,7 @@ def _switched(model: Any, given: Inputs) -> Iterator[Call]:
 
 
 def _decoder_alone(model: Any, read: str, ids: Spec, rows: int) -> Iterator[Call]:
-    """As ``generate`` calls it: the encoder has run before, once for all steps."""
+    """Calls with ``encoder_outputs``, as in ``generate``, which runs the encoder once before."""
     encoded = {"encoder_outputs": (activations(model, _encoded(model, rows).shape),)}
     steps = tuple(
         ((), {read: example(model, Spec((rows, tokens), ids.below)), **encoded})
@@ -326,7 +332,7 @@ def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
 
 
 def _cross_attention(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
-    """As a decoder that reads what an encoder of its own has given."""
+    """Calls as a decoder with cross-attention to the output of a separate encoder."""
     accepted = accepted_by(model)
     if "encoder_hidden_states" in accepted:
         inputs = {"input_ids": given["input_ids"], "encoder_hidden_states": _encoded(model, rows)}
@@ -336,14 +342,14 @@ def _cross_attention(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
 
 
 def _encoded(model: Any, rows: int) -> Spec:
-    """What an encoder gives to the decoder of ``model``."""
+    """The output of an encoder for the decoder of ``model``."""
     config = model.config.get_text_config(decoder=True)
     width = getattr(config, "cross_attention_hidden_size", None) or hidden_size(config)
     return Spec((rows, TOKENS, width))
 
 
 def _input_embeddings(model: Any) -> Any:
-    """The table that tokens are looked up in; ``None`` for a model that does not name one."""
+    """The token embedding of ``model``; ``None`` if ``get_input_embeddings`` has none."""
     try:
         table = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
@@ -378,14 +384,16 @@ _CONVENTIONAL = _CHOOSING | {
     "mask_labels", "mc_labels", "next_sentence_label", "output_router_logits", "return_loss",
     "sentence_order_label", "start_positions",
 }  # fmt: skip
-"""Inputs that change no output that a class of transformers returns without them: targets are read
-behind the outputs, or shifted into the decoder's ids, and switches choose among the outputs."""
+"""Inputs that do not change the other outputs of a transformers class: labels are only used after
+the outputs are computed, or shifted into the decoder's ids, and switches choose what is returned.
+"""
 
 
 def optional_inputs(model: Any) -> list[str]:
-    """Inputs of ``forward`` that can change what a graph reads: no targets, nor known switches.
+    """Inputs of ``forward`` that can change the computation: all but labels and known switches.
 
-    The names say so for classes of transformers alone; see ``plan.covered_calls`` for any others.
+    This relies on the names of arguments, so it holds for transformers' own classes only; see
+    ``plan.covered_calls`` for others.
     """
     accepted = inspect.signature(model.forward).parameters.values()
     return [

@@ -1,9 +1,9 @@
-"""What ``generate`` asks of a language model whose code is not that of transformers.
+"""Record how ``generate`` calls a language model with custom code.
 
-Which arguments reach ``forward`` is decided by ``generate`` and by the model's own
-``prepare_inputs_for_generation``, so nobody guesses them: ``generate`` runs once without weights,
-and its calls are noted. A prefill, the decoding step after it, and the next turn of a
-conversation, which reads several tokens beside what the cache holds, are traced together.
+Which arguments reach ``forward`` depends on ``generate`` and on the model's own
+``prepare_inputs_for_generation``. So ``generate`` runs once without weights, and its calls of
+``forward`` are recorded. Three calls are traced together: a prefill, the decoding step after it,
+and the next turn of a conversation, which adds several tokens to the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from enjoyln_cli.models.meta_device import weightless, without_weights
 from enjoyln_cli.plan.covered_calls import is_stock
 
 _TURN = 3
-"""Tokens of the next turn."""
+"""Number of tokens in the next turn."""
 _FIXED = {"do_sample": False, "disable_compile": True, "eos_token_id": None}
 _WAYS: dict[str, dict[str, Any]] = {
     "": {},
@@ -34,7 +34,7 @@ Step = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def generated_calls(model: Any) -> Iterator[Call]:
-    """The calls of ``generate``: none for stock classes, of which no forms need to be known."""
+    """The calls of ``forward`` by ``generate``. Empty for stock classes, which do not need them."""
     if is_stock(model) or not (hasattr(model, "can_generate") and model.can_generate()):
         return
     if getattr(model.config, "is_encoder_decoder", False):
@@ -43,8 +43,8 @@ def generated_calls(model: Any) -> Iterator[Call]:
     for way, options in _WAYS.items():
         for tokens, padded in ((TOKENS, True), (TOKENS, False), (1, False)):
             try:
-                call = _call(_noted(model, tokens, padded, options))
-            except Exception:  # whatever a model raises that does not generate in this way
+                call = _call(_recorded(model, tokens, padded, options))
+            except Exception:  # custom models that cannot generate like this may raise anything
                 continue
             form = pytree.tree_map(_shape, call.steps)
             if (way, form) not in present:
@@ -54,21 +54,21 @@ def generated_calls(model: Any) -> Iterator[Call]:
 
 
 def _call(steps: list[Step]) -> Call:
-    """The steps that hand a cache on, without it; the first alone where there is none."""
+    """The steps that use the cache, without the cache itself; only the first if none does."""
     (args, first), *others = steps
     cache = first.pop("past_key_values", None)
     caching = [step for step in others if step[1].pop("past_key_values", None) is not None]
     return Call("generate", ((args, first), *caching), required=False, cache=cache)
 
 
-def _noted(model: nn.Module, tokens: int, padded: bool, options: dict[str, Any]) -> list[Step]:
-    """The arguments of ``forward`` while ``generate`` runs, and goes on with what it gave."""
+def _recorded(model: nn.Module, tokens: int, padded: bool, options: dict[str, Any]) -> list[Step]:
+    """The arguments of each call of ``forward`` while ``generate`` runs, and runs another turn."""
     bare: Any = without_weights(model)
     forward = bare.forward
     steps: list[Step] = []
 
     @functools.wraps(forward)
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def recording(*args: Any, **kwargs: Any) -> Any:
         steps.append(pytree.tree_map(_copied, (args, kwargs)))
         with weightless():
             result = forward(*args, **kwargs)
@@ -84,7 +84,7 @@ def _noted(model: nn.Module, tokens: int, padded: bool, options: dict[str, Any])
 
     ids = torch.arange(1, 1 + BATCH * tokens).reshape(BATCH, tokens) % bare.config.vocab_size
     own = "forward" in vars(bare)
-    bare.forward = noted
+    bare.forward = recording
     try:
         with torch.no_grad():
             found = generate(ids, 2, **options)

@@ -1,7 +1,7 @@
-"""The inputs that a transformers model takes, told from its ``forward`` and its config.
+"""Find the inputs of a transformers model, from its ``forward`` and its config.
 
-Decides which inputs go together in one call, the likeliest first. Whoever needs the tensors makes
-them, to trace a model or to compare two.
+The functions here decide which inputs belong together in one call, the most likely first. Inputs
+are described by ``Spec``; tensors are made from these elsewhere (``calls``).
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ def accepted_by(model: Any) -> frozenset[str]:
 
 
 def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """What one call of ``model`` needs, the likeliest form first.
+    """Alternative inputs for one call of ``model``, the most likely first.
 
-    The model's main inputs, what ``forward`` requires besides, and one of every other modality that
-    its config has a sub-model for. Raises ``UnsupportedModel`` for an input of no known kind.
+    They contain the model's main inputs, all other arguments that ``forward`` requires, and one
+    input of each other modality for which the config has a sub-config. Raises ``UnsupportedModel``
+    if a required input is of an unknown kind.
     """
     accepted = accepted_by(model)
     main = getattr(model, "main_input_name", "input_ids")
     mains, required = [main] if isinstance(main, str) else list(main), _required(model)
     read = [name for name in mains if name in accepted or not required]
     if "input_ids" in accepted and accepted.isdisjoint(read) and MAKERS.keys() & {*read}:
-        read = ["input_ids"]  # of a part that names the main input of the whole
+        read = ["input_ids"]  # a submodel that has the main_input_name of the whole model
     needed = dict.fromkeys(read + required)
     others = [name for name in _PARTS if name not in needed and _has_part(model, name, accepted)]
     others += [name for name in accepted if name not in needed and _kin(model, name)]
@@ -46,7 +47,7 @@ def main_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 
 def one_modality(model: Any, given: Inputs, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Of each of several modalities beside text that ``given`` has, what belongs to it."""
+    """If ``given`` has several modalities besides text: the inputs of each of them alone."""
     kinds = [name for name in given if name in _PARTS and name != "input_ids"]
     for name in kinds if len(kinds) > 1 else ():
         forms = _forms(model, name, rows, tokens)
@@ -54,13 +55,13 @@ def one_modality(model: Any, given: Inputs, rows: int, tokens: int) -> Iterator[
 
 
 def spoken_inputs(model: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Sound by itself, for a text model whose config has a part for it."""
+    """Audio inputs alone, for a text model whose config has a sub-config for audio."""
     if _has_part(model, "input_features", accepted_by(model)):
         yield from _forms(model, "input_features", rows, tokens)
 
 
 def further_inputs(model: Any, given: Inputs, rows: int, tokens: int) -> Iterator[Inputs]:
-    """What ``forward`` takes beside ``given``, one kind of input at a time, in all of its forms."""
+    """Further optional inputs of ``forward``, one kind at a time, each in all of its forms."""
     for name in ("pixel_values_videos", "input_boxes", "input_masks", "tile_fine_mask"):
         if name in accepted_by(model) and name not in given:
             yield from _forms(model, name, rows, tokens)
@@ -73,12 +74,12 @@ def _required(model: Any) -> list[str]:
 
 
 def _forms(model: Any, name: str, rows: int, tokens: int) -> list[Inputs]:
-    """The bundles of inputs that ``name`` can come in, of those that ``forward`` takes."""
+    """Alternatives for the input ``name``, each with the inputs that belong to it."""
     accepted = accepted_by(model)
     if name not in MAKERS and (kin := _kin(model, name)):
         return _forms_of_kin(name, *kin, accepted, rows, tokens)
     if name in _COMPANIONS and name not in MAKERS:
-        return [{}]  # comes along in the bundle of another one
+        return [{}]  # included with another input
     if name not in MAKERS:
         raise UnsupportedModel(
             f"{type(model).__name__} takes {name}, which cannot be made up. "
@@ -86,7 +87,7 @@ def _forms(model: Any, name: str, rows: int, tokens: int) -> list[Inputs]:
         )
     made = list(MAKERS[name](model.config, rows, tokens))
     found = [form for form in made if form.keys() <= accepted]
-    if name not in accepted:  # a forward that hands on what it is given
+    if name not in accepted:  # forward passes its keyword arguments on
         found = [form for form in made if form.keys() == {name}]
     required = {n for n in _required(model) if n in _COMPANIONS and n not in MAKERS}
     with_all = [form for form in found if required <= form.keys()]
@@ -94,9 +95,10 @@ def _forms(model: Any, name: str, rows: int, tokens: int) -> list[Inputs]:
 
 
 def _kin(model: Any, name: str) -> tuple[str, Any] | None:
-    """Of an input of a second tower, the known input it is like and the config of the tower.
+    """For an input of a second tower: the similar known input, and the config of that tower.
 
-    ``high_res_pixel_values`` are pixels for what ``high_res_vision_config`` describes.
+    Example: ``high_res_pixel_values`` are ``pixel_values`` for the tower that
+    ``high_res_vision_config`` describes.
     """
     for known in ("pixel_values", "input_features", "input_ids"):
         kind = name.removesuffix(known)

@@ -1,7 +1,8 @@
-"""One input of a model, and the forms that each of the known inputs comes in.
+"""Describe example inputs by ``Spec``, and derive them from a model's config.
 
-Decides names, shapes and ranges, told from a config alone. What a config does not say is tried in
-the order of likelihood, so every maker gives alternatives: bundles of inputs that belong together.
+There is a maker for each known input (``MAKERS``). It derives names, shapes and ranges from the
+config alone. The config may leave some of these open, so a maker yields alternatives, the most
+likely first. Each alternative is a set of inputs that belong together.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ from typing import Any
 import torch
 
 SAMPLES = 3600
-"""Of raw audio: ten frames behind the usual strides of 320 samples."""
+"""Length of raw audio: about ten frames with the usual stride of 320 samples."""
 FRAMES = 32
-"""Of audio features, where the config does not fix their number."""
+"""Number of frames of audio features, if the config does not give it."""
 SIDE = 64
-"""Of an image, where the config does not fix it."""
+"""Height and width of an image in pixels, if the config does not give it."""
 GRID = 4
-"""Patches to a side, where a model takes images as rows of patches."""
+"""Patches per side of an image, for models that take images as rows of patches."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One input: its shape, and what its elements are."""
+    """One input: its shape and its values."""
 
     shape: tuple[int, ...]
     below: int | None = None
-    """Whole numbers from 0 up to, but not including, this one; ``None`` for real numbers."""
+    """Elements are integers ``0 <= i < below``; ``None`` for floats."""
     leading: tuple[int, ...] = ()
-    """What each row (last dimension) starts with, and nothing else is: sizes, image tokens."""
+    """The first values of each row (last dimension), which occur nowhere else: sizes, or
+    placeholder tokens."""
     last: int | None = None
-    """What each row ends with, and nothing else is: the token that ends a text."""
+    """The last value of each row, which occurs nowhere else: the end-of-text token."""
     truth: bool = False
-    """Given as true and false."""
+    """Whether the dtype is bool."""
 
 
 Inputs = dict[str, Spec]
@@ -52,7 +54,7 @@ def hidden_size(config: Any) -> int:
 
 
 def whole_numbers(spec: Spec, generator: torch.Generator | None = None) -> torch.Tensor:
-    """An int64 (or bool) tensor as ``spec`` describes it, seeded by ``generator``."""
+    """An int64 (or bool) tensor with the shape and values of ``spec``, drawn from ``generator``."""
     generator = generator or torch.Generator().manual_seed(0)
     below = spec.below or 2
     drawn = torch.randint(0, below, spec.shape, generator=generator)
@@ -68,25 +70,25 @@ def whole_numbers(spec: Spec, generator: torch.Generator | None = None) -> torch
 
 
 def ones(*shape: int) -> Spec:
-    """A mask that hides nothing."""
+    """A mask of ones, which masks nothing."""
     return Spec(shape, 2, (1,) * shape[-1])
 
 
 def special_tokens(config: Any) -> list[int]:
-    """The token ids that a config gives a meaning: where text ends, where an image begins."""
+    """The token ids with a special meaning in the config, such as the end of a text."""
     named = (item for part in with_parts([config]) for item in vars(part).items())
     ends = ("_token_id", "_token_index")
     return [value for name, value in named if name.endswith(ends) and isinstance(value, int)]
 
 
 def positions(rows: int, tokens: int) -> Spec:
-    """Of tokens that come one after the other."""
+    """Position ids 0, 1, 2, ... for each row."""
     return Spec((rows, tokens), tokens, tuple(range(tokens)))
 
 
 def _ids(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
     end = getattr(config, "eos_token_id", None)
-    # Classifiers with two stacks read the one place where a row ends.
+    # Encoder-decoder classifiers read the output at the end-of-text token of each row.
     last = end if isinstance(end, int) and getattr(config, "is_encoder_decoder", False) else None
     ids: Inputs = {"input_ids": Spec((rows, tokens), vocabulary(config), last=last)}
     if entities := int(getattr(config, "entity_vocab_size", 0) or 0):
@@ -109,7 +111,7 @@ def _ids(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 
 def image_size(config: Any) -> tuple[int, int]:
-    """Height and width of the images that a model was made for."""
+    """Height and width of a model's images in pixels."""
     for part in _vision(config):
         side = getattr(part, "image_size", None) or getattr(part, "max_img_size", None)
         if side or (hasattr(part, "patch_size") and (side := getattr(part, "input_size", None))):
@@ -120,12 +122,12 @@ def image_size(config: Any) -> tuple[int, int]:
 
 
 def patch_size(config: Any) -> tuple[int, int]:
-    """Height and width of a patch; 1 where a model has none."""
+    """Height and width of a patch in pixels; 1 if a model has no patches."""
     return pair(next((c.patch_size for c in _vision(config) if getattr(c, "patch_size", None)), 1))
 
 
 def _vision(config: Any) -> list[Any]:
-    """The config and those of its parts that may say something about images, nearest first."""
+    """The config and those of its sub-configs that may describe images, most relevant first."""
     names = (
         "vision_config", "image_config", "backbone_config", "encoder_config", "vq_config",
         "vit_config", "encoder",
@@ -135,20 +137,20 @@ def _vision(config: Any) -> list[Any]:
 
 
 def with_parts(configs: list[Any]) -> list[Any]:
-    """These and the configs that they hold."""
+    """These configs, and the sub-configs in them."""
     inner = (value for config in configs for value in vars(config).values())
     return [*configs, *(value for value in inner if hasattr(value, "to_dict"))]
 
 
 def pair(value: int | Sequence[int]) -> tuple[int, int]:
-    """One number for both sides, or one each."""
+    """Height and width, from one number for both or a sequence that ends with the two."""
     if isinstance(value, int):
         return value, value
     return (int(value[0]), int(value[0])) if len(value) == 1 else (int(value[-2]), int(value[-1]))
 
 
 def _number(config: Any, *names: str, default: int) -> int:
-    """The first of the attributes that some vision config has as a number."""
+    """The first of these attributes that is a number in some vision config, else ``default``."""
     found = (getattr(c, name, None) for c in _vision(config) for name in names)
     return next((value for value in found if isinstance(value, int) and value), default)
 
@@ -202,7 +204,7 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
             for sizes in ("merge_sizes", "image_merge_sizes"):
                 yield {"pixel_values": Spec(shape), name: grid, sizes: merges}
             yield {"pixel_values": Spec(shape), name: grid}
-    merged = (rows * GRID * GRID, merge * side, merge * side, channels)  # of those put together
+    merged = (rows * GRID * GRID, merge * side, merge * side, channels)  # merged patches
     yield {"pixel_values": Spec(merged), "image_grid_thw": grid}
     yield {"pixel_values": Spec((count, width)), "image_grid_hw": sides}
     yield {"pixel_values": Spec((count, width))}
@@ -213,12 +215,12 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
             name: sides,
         }
     places = _number(config, "num_position_embeddings", default=GRID * GRID)
-    yield {  # of which some are put together for each token of the text
+    yield {  # several patches are pooled for each image token
         "pixel_values": Spec((rows, places, width)),
         "image_token_pooling": Spec((rows * GRID, GRID), rows * places),
         "image_grids": Spec((rows, 4), GRID + 1, (1, GRID, 0, 0)),
     }
-    yield {  # of each image to be read and of one to be made
+    yield {  # each sample has one input image and one to generate
         "pixel_values": Spec((count, width)),
         "image_grid_thw": Spec((2 * rows, 3), GRID + 1, (1, GRID, GRID)),
         "images_per_sample": Spec((rows,), 3, (2,) * rows),
@@ -231,7 +233,7 @@ def _patches(config: Any, rows: int, channels: int) -> Iterator[Inputs]:
 
 
 def _crops(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Of each image the whole, made smaller, and its only crop; with a mask over their patches."""
+    """For each image a downscaled copy and one crop, with a mask over their patches."""
     channels = _channels(config)
     (height, width), patch = image_size(config), patch_size(config)
     crop = _number(config, "crop_size", default=height)
@@ -243,7 +245,7 @@ def _crops(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 
 def _states(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Of a vision tower that takes its patches by this name."""
+    """For a vision tower whose argument for patches is called ``hidden_states``."""
     channels = _channels(config)
     for form in _patches(config, rows, channels):
         yield {"hidden_states" if name == "pixel_values" else name: s for name, s in form.items()}
@@ -257,14 +259,14 @@ def _videos(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 
 def _boxes(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Prompts for a segmentation; the labels tell those inside from those outside."""
+    """Box prompts for a segmentation; labels say whether a box is positive or negative."""
     boxes = {"input_boxes": Spec((rows, GRID, 4))}
     yield {**boxes, "input_boxes_labels": Spec((rows, GRID), 2)}
     yield boxes
 
 
 def _masks(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """An earlier mask, four times as fine as the grid of patches, or as the config says."""
+    """A mask prompt, with the size from the config or four times as fine as the patch grid."""
     for part in _vision(getattr(config, "prompt_encoder_config", config)):
         if isinstance(size := getattr(part, "mask_input_size", None), (list, tuple)):
             yield {"input_masks": Spec((rows, 1, *pair(size)))}
@@ -278,7 +280,7 @@ def _tiles(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 
 def _features(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Channels before frames where the encoder's table fixes their number, else after."""
+    """Audio features, with masks or lengths; the order of channels and frames varies."""
     hop = getattr(getattr(config, "audio_config", config), "hop_length", None)
     for shape, frames in dict.fromkeys(_feature_shapes(config, rows)):
         if isinstance(hop, int):
@@ -318,11 +320,11 @@ def _feature_shapes(config: Any, rows: int) -> Iterator[tuple[tuple[int, ...], i
                 yield (rows, 1, int(getattr(owner, "spec_size", FRAMES)), width), FRAMES
     for owner in owners:
         channels = getattr(owner, "subsampling_conv_channels", None)
-        if isinstance(channels, (list, tuple)) and channels:  # a bin for each of the first
+        if isinstance(channels, (list, tuple)) and channels:  # as many mel bins as first channels
             yield (rows, FRAMES, int(channels[0])), FRAMES
         if bins := getattr(owner, "num_mel_bins", None):
-            yield (rows, FRAMES, 4 * int(bins)), FRAMES  # of frames in fours
-    if hop := getattr(config, "hop_length", None):  # beside the sound that they were made of
+            yield (rows, FRAMES, 4 * int(bins)), FRAMES  # four frames stacked
+    if hop := getattr(config, "hop_length", None):  # for models that also take the raw audio
         frames = SAMPLES // int(hop)
         for width in (getattr(owner, "feature_projection_input_dim", None) for owner in owners):
             if isinstance(width, int):
@@ -330,7 +332,7 @@ def _feature_shapes(config: Any, rows: int) -> Iterator[tuple[tuple[int, ...], i
 
 
 def _sound(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Features of sound, with how many tokens each of them becomes."""
+    """Audio features, with the number of tokens that each sample becomes."""
     sound = getattr(config, "audio_config", config)
     reduced = -(-FRAMES // int(getattr(sound, "time_reduction", 1)))
     yield {
@@ -352,7 +354,7 @@ def _samples(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 
 def _past_values(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Time series; a window reaches back by the longest lag."""
+    """Time series; the context is extended by the longest lag."""
     lags = getattr(config, "lags_sequence", None) or [0]
     length = int(getattr(config, "context_length", None) or tokens) + max(lags)
     channels = int(getattr(config, "num_input_channels", 0) or 0)
@@ -378,7 +380,7 @@ def _past_values(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
 
 
 def _latents(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Of a decoder by itself; channels before frames, or after them."""
+    """Latents for a decoder, with channels before frames or after them."""
     for name in ("latent_dim", "hidden_size"):
         if width := getattr(config, name, None):
             yield {"latents": Spec((rows, int(width), tokens))}
@@ -402,7 +404,7 @@ def _hidden(name: str) -> Callable[..., Iterator[Inputs]]:
 
 
 def _inputs(config: Any, rows: int, tokens: int) -> Iterator[Inputs]:
-    """Of a model that hands on what it is given: images by their own name, ids, audio, features."""
+    """For a model whose argument is called ``inputs``: images, token ids, audio, or features."""
     yield from _pixels(config, rows, tokens)
     yield {"inputs": Spec((rows, tokens), vocabulary(config))}
     yield {"inputs": Spec((rows, SAMPLES))}
@@ -444,4 +446,5 @@ MAKERS: dict[str, Callable[..., Iterator[Inputs]]] = {
     "qformer_input_ids": _text_of("qformer_input_ids", "qformer_config"),
     "task_inputs": _text_of("task_inputs", "text_config"),
 }
-"""For each input that can be made up, the bundles that it comes in, with what belongs to it."""
+"""For each known input, a function that yields alternatives, each with all inputs that belong to
+it."""

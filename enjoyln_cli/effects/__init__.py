@@ -1,1 +1,1 @@
-"""What a call of a model reaches, changes and leaves behind besides what it returns."""
+"""Side effects of a call of a model: what it can reach, what it changes, and what it keeps."""

@@ -1,9 +1,9 @@
-"""What a call leaves behind: values that something still holds, and state that a module keeps.
+"""Find what a call of a model leaves behind: tensors that are still referenced, and module state.
 
-A value leaves a call in any way that Python has: in an object of any class, on a module, in a list,
-in a closure. A graph is told of none of these. But a tensor that nobody holds is gone when the call
-returns, so what is still alive, and was computed in the call, is an output. Where a call leaves
-something behind, the next one may compute with it, so a second one is traced in the same graph.
+Python code can store a tensor anywhere: in any object, on a module, in a list, in a closure. The
+graph shows none of this. But a tensor without references is freed when the call returns. So every
+tensor that was computed in the call and is still alive counts as an output. If a call leaves
+something behind, the next call may use it, so a second call is traced in the same graph.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ _LATER = (
     types.MethodType, functools.partial, map, filter, zip,
 )  # fmt: skip
 _DEPTH = 6
-"""How deep the objects are looked into that a module keeps."""
+"""How many levels of nested objects in a module's attributes are compared."""
 
 
 _WHOLE = {
     "__array__", "__dlpack__", "__format__", "__reduce_ex__", "__repr__", "numpy", "storage",
     "untyped_storage",
 }  # fmt: skip
-"""What else gives Python the values of a tensor."""
+"""Other methods by which Python gets the values of a tensor."""
 
 
 class WatchPython(TorchFunctionMode):
-    """Collects the tensors whose values Python reads as numbers, and what is asked of tensors.
+    """Records tensors whose values Python reads as numbers, and queries of gradient properties.
 
-    Raises ``TraceFailed`` where a tensor is given other memory, which no graph shows.
+    Raises ``TraceFailed`` if code assigns to ``.data`` of a tensor, which no graph shows.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.read: list[torch.Tensor] = []
         self.read_values = False
-        """Whether any value was read, be it of an input."""
+        """Whether any value was read, even that of an input."""
         self.questions: dict[str, None] = {}
-        """Those about gradients that code from outside asks."""
+        """Gradient properties of tensors that custom code has read (``mode_queries``)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -83,8 +83,9 @@ class WatchPython(TorchFunctionMode):
 
 
 def _question(func: Any, args: tuple[Any, ...]) -> str | None:
-    """What ``func`` asks of a computed tensor about gradients, as a name; ``None`` for nothing."""
-    attribute = getattr(func, "__self__", None)  # the descriptor whose method reads it
+    """The property in ``OF_TENSORS`` that ``func`` reads of a computed tensor, in words, or
+    ``None``."""
+    attribute = getattr(func, "__self__", None)  # the descriptor of the property
     names = {getattr(one, "__name__", "") for one in (func, attribute)} & OF_TENSORS
     if not names or not args or isinstance(args[0], nn.Parameter):
         return None
@@ -92,7 +93,7 @@ def _question(func: Any, args: tuple[Any, ...]) -> str | None:
 
 
 def require_finished(result: Any) -> None:
-    """Raises ``TraceFailed`` where a call returned something that computes only later."""
+    """Raise ``TraceFailed`` if a call returned something that computes later, as a generator."""
     waiting, visited = [result], set()
     while waiting:
         value = waiting.pop()
@@ -101,8 +102,8 @@ def require_finished(result: Any) -> None:
         visited.add(id(value))
         if isinstance(value, _LATER):
             raise TraceFailed(
-                f"forward returns a {type(value).__name__}, which computes when it is used, and "
-                "not in the call"
+                f"forward returns a {type(value).__name__}, which computes its values after the "
+                "call"
             )
         if isinstance(value, Mapping):
             waiting += value.values()
@@ -111,20 +112,20 @@ def require_finished(result: Any) -> None:
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """How often each was written in place, by identity."""
+    """The version counter of each tensor, by ``id``."""
     return {id(tensor): version(tensor) for tensor in tensors}
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often the tensor was written in place, where torch counts that."""
+    """How often the tensor was written in place; -1 for inference tensors, which do not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def still_alive(returned: Iterable[torch.Tensor], given: Mapping[int, int]) -> list[torch.Tensor]:
-    """The tensors of the call that is being traced that something holds, other than ``returned``.
+    """Tensors of the traced call that are still referenced, other than ``returned``.
 
-    What was there before, with these versions, is not among them, unless it was written in place,
-    and nothing without elements is.
+    Tensors that existed before (``given``: their versions by ``id``) only count if they were
+    written in place. Empty tensors never count.
     """
     mode: Any = get_proxy_mode()
     if mode is None:
@@ -133,7 +134,7 @@ def still_alive(returned: Iterable[torch.Tensor], given: Mapping[int, int]) -> l
     in_graph = _in_graph(mode.tracer)
     if not _held_by_python(_tracked(mode.tracer, known, given), in_graph):
         return []
-    gc.collect(0)  # everything since the trace began is in the youngest generation
+    gc.collect(0)  # all objects since the start of the trace are in the youngest generation
     return _held_by_python(_tracked(mode.tracer, known, given), in_graph)
 
 
@@ -148,33 +149,33 @@ def _tracked(tracer: Any, known: set[int], given: Mapping[int, int]) -> list[tor
 
 
 def _is_constant(node: Node) -> bool:
-    """Whether a value was there before the call, or is a number that its code writes."""
+    """Whether a value existed before the call, or is a constant in the code."""
     while node.op == "call_function" and packet(node) in _COPIES and node.args:
         node = node.args[0]  # type: ignore[assignment]
     return node.op != "call_function"
 
 
 def _in_graph(tracer: Any) -> Counter[int]:
-    """How often the graph itself holds a tensor, as the example of a node, by identity."""
+    """How many nodes of the graph hold each tensor as their example value, by ``id``."""
     values = (node.meta.get("val") for node in tracer.graph.nodes)
     return Counter(id(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def _held_by_python(tensors: list[torch.Tensor], in_graph: Counter[int]) -> list[torch.Tensor]:
-    """Without those that live only because another tensor is a view of them, or in the graph."""
+    """The tensors without those that are alive only by views of them, or by the graph."""
     counts = zip(tensors, _references(tensors), strict=True)
     return [tensor for tensor, count in counts if count != _UNHELD + in_graph[id(tensor)]]
 
 
 def _references(tensors: list[torch.Tensor]) -> list[int]:
-    """How many references Python has to each tensor of a list."""
+    """How many Python references each tensor of a list has."""
     counted: list[tuple[Any, int]] = [(tensor, sys.getrefcount(tensor)) for tensor in tensors]
-    # Other tensors, such as views of it, have one among them.
+    # Views and other tensors that own a tensor account for one reference together.
     return [count - (tensor._use_count() > _OWNERS) for tensor, count in counted]
 
 
 def _references_of_unheld() -> int:
-    """``_references`` of a tensor that only its list holds; -1 where that cannot be told."""
+    """``_references`` of a tensor that is only in its list; -1 if this Python's counts differ."""
     alone, viewed, held = (torch.empty(1) for _ in range(3))
     tensors, _view = [alone, viewed, held], viewed[:]
     del alone, viewed
@@ -187,9 +188,9 @@ _UNHELD = _references_of_unheld()
 
 
 def module_state(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """What each module keeps, by module and attribute: numbers, and the kinds of everything else.
+    """The attributes of each module by ``(path, name)``: plain values, and kinds of other objects.
 
-    Of a tensor the dtype and the number of dimensions count, not the values.
+    Tensors are described by dtype and number of dimensions, not by their values.
     """
     found: dict[tuple[str, str], Any] = {}
     for path, module in model.named_modules():
@@ -201,14 +202,14 @@ def module_state(model: nn.Module) -> dict[tuple[str, str], Any]:
 def changed_attributes(
     before: Mapping[Any, Any], after: Mapping[Any, Any]
 ) -> list[tuple[str, str]]:
-    """The attributes that differ."""
+    """The attributes, as ``(path, name)``, whose descriptions differ."""
     names = dict.fromkeys((*before, *after))
     return [name for name in names if before.get(name) != after.get(name)]
 
 
 _EQUAL_BY_VALUE = {bool, int, str, bytes, type(None), torch.dtype}
 _PLAIN = (*_EQUAL_BY_VALUE, float, complex)
-"""Numbers with a point, and subclasses, are compared by their text: NaN does not equal itself."""
+"""Floats, complex numbers and subclasses are compared as text, since NaN does not equal itself."""
 _CONTAINERS = {dict, OrderedDict, list, tuple, set}
 
 
@@ -241,7 +242,7 @@ def _described(value: Any, depth: int, around: set[int]) -> Any:
 
 
 def what_holds(tensors: Iterable[weakref.ref[torch.Tensor]]) -> list[str]:
-    """What holds those tensors of a trace that are still there, each in a few words."""
+    """For each tensor of a trace that is still alive: what refers to it, in a few words."""
     if not any(ref() is not None for ref in tensors):
         return []
     gc.collect()
@@ -251,7 +252,7 @@ def what_holds(tensors: Iterable[weakref.ref[torch.Tensor]]) -> list[str]:
 
 
 def _empty_caches_of_models() -> None:
-    """Empty the caches of functions in transformers' model files: they compute a result again."""
+    """Clear the ``lru_cache`` of functions in transformers' models, which is always safe."""
     for value in gc.get_objects():
         is_cache = type(value) is functools._lru_cache_wrapper
         if is_cache and str(value.__module__).startswith("transformers.models."):

@@ -1,7 +1,8 @@
-"""Runs the calls of a model as one that is captured, and hands out every value that leaves them.
+"""Run a model's calls for a trace: collect all values that leave them, then restore the model.
 
-Here a model is made ready to be captured: in eval mode, with its places marked, and so that what it
-keeps is afterwards what it was.
+``Steps`` runs the calls in one graph and returns every value that leaves them. ``ready`` prepares a
+model for that: eval mode, no gradients, norms observed and insertion points marked. Afterwards it
+restores everything that the model's code can reach.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from enjoyln_cli.models.outputs import by_field, tensors_in
 
 
 class Steps(nn.Module):
-    """Runs a model's calls in one graph and returns every tensor that it gives out."""
+    """Runs a model's calls in one graph and returns every tensor that leaves them."""
 
     def __init__(
         self,
@@ -51,9 +52,11 @@ class Steps(nn.Module):
         cache: Any = None,
         before: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None,
     ) -> None:
-        """``watchers`` are told where the ops of the model begin to be recorded, and what stays.
+        """Calls of ``model`` pass ``flags`` too; outputs of the submodule ``inner`` count as
+        returned.
 
-        The first step gets a copy of ``cache``; ``before`` is called with what each is given.
+        The first step gets a copy of ``cache``. ``before`` is called with the arguments of each
+        step. ``watchers`` are told when recording begins, and get the tensors that stay alive.
         """
         super().__init__()
         self.model = model
@@ -63,17 +66,18 @@ class Steps(nn.Module):
         self.cache = cache
         self.before = before
         self.replaced: set[str] = set()
-        """Parameters that a call changes or puts others in the place of."""
+        """Names of parameters that a call changes or replaces."""
         self.read_values = False
-        """Whether Python read a value of a tensor, and so may take another path with another."""
+        """Whether Python read a tensor's value, so that other values may lead to another path."""
 
     def forward(self, *steps: Any) -> list[tuple[dict[str, list[torch.Tensor]], Any]]:
-        """For each step the model's output by field, and all else that leaves it.
+        """Run the steps; returns for each the output by field, and what ``inner`` returned.
 
-        That is what ``inner`` returned, and what something still holds. Where a call leaves that,
-        or changes what the model keeps, the same steps run once more.
+        The last entry of the result holds the values that are still referenced after the calls, and
+        those that Python read. If a call leaves values behind or changes attributes of modules, the
+        same steps run once more.
 
-        Raises ``TraceFailed`` where each call changes it anew.
+        Raises ``TraceFailed`` if every call changes attributes again.
         """
         if self.watchers:
             self.watchers.norms.begin()
@@ -95,19 +99,19 @@ class Steps(nn.Module):
                 if moving := changed_attributes(after, module_state(self.model)):
                     where = ".".join(filter(None, moving[0]))
                     raise TraceFailed(
-                        f"each call changes {where}, so that no call tells what the next one does"
+                        f"each call changes {where}, so the next call may compute something else"
                     )
         self.read_values |= watch.read_values
         if self.watchers:
             self.watchers.left.extend(weakref.ref(one) for one in left if id(one) not in given)
         if asked := [*questions, *watch.questions]:
             raise TraceFailed(
-                f"its code asks for {asked[0]}, which may be another in a later call; a choice "
-                "that depends on it has to be an argument, or made before the call"
+                f"its code reads {asked[0]}, which may differ in a later call; pass it as an "
+                "argument, or decide before the call"
             )
         now = dict(self.model.named_parameters(remove_duplicate=False))
         if added := now.keys() - weights.keys():
-            raise TraceFailed(f"forward makes a parameter, {min(added)}")
+            raise TraceFailed(f"forward creates a parameter, {min(added)}")
         self.replaced |= {
             name
             for name, tensor in weights.items()
@@ -139,28 +143,27 @@ class Steps(nn.Module):
 
 
 def _fresh(cache: Any) -> Any:
-    """A copy of an empty cache, with tensors that belong to the graph."""
+    """A copy of an empty cache, whose tensors are cloned as part of the graph."""
     held = [vars(one) for one in (cache, *getattr(cache, "layers", ())) if hasattr(one, "__dict__")]
     return copy.deepcopy(cache, {id(tensor): tensor.clone() for tensor in tensors_in(held)})
 
 
 @dataclass(frozen=True)
 class Watchers:
-    """What is noted of a model while it is captured."""
+    """Records about a model while it is captured."""
 
     norms: NormRuns
     places: Places
     left: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    """Values of a call that something still held when it had ended."""
+    """Values of a call that were still referenced when it had ended."""
 
 
 @contextmanager
 def ready(model: nn.Module) -> Iterator[Watchers]:
-    """In eval mode, without gradients, without warnings, with norms and places watched.
+    """Prepare a model for a trace: eval mode, no gradients, no warnings, norms and places watched.
 
-    All that the model's code can reach is afterwards what it was.
-
-    Raises ``TraceFailed`` where something is not.
+    Afterwards, everything that the model's code can reach is restored. Raises ``TraceFailed`` if
+    something cannot be restored.
     """
     training = [module for module in model.modules() if module.training]
     with no_collections():
@@ -179,16 +182,16 @@ def ready(model: nn.Module) -> Iterator[Watchers]:
     left += what_holds([ref for ref in watchers.left if not remembered.has(ref())])
     if left:
         raise TraceFailed(
-            f"a call of the model changes {left[0]}, which cannot be put back after a trace; keep "
-            "what calls share in attributes of modules, and build the model anew"
+            f"a call of the model changes {left[0]}, which cannot be restored after a trace; keep "
+            "shared state in attributes of modules, and build the model again"
         )
 
 
 @contextmanager
 def _brief_export() -> Iterator[None]:
-    """Without what torch says about exceptions that it raises anyway.
+    """Inside the block, torch does not log the exceptions that it raises, and tracing is faster.
 
-    No Python stack is recorded with each node, which would take time.
+    Nodes are recorded without their Python stack.
     """
     logged = logging.root.manager.disable
     unrecorded = getattr(fx_config, "do_not_emit_stack_traces", False)  # since torch 2.13

@@ -1,9 +1,9 @@
-"""What the code of a model asks about the call that runs it: gradients, autocast, a compiler.
+"""Detect custom code that queries global modes: gradients, autocast, a compiler, default dtypes.
 
-A graph tells what a call computes under the answers that there are while it is traced. A later call
-may have others, and take another branch where no argument tells. So a model whose code asks one of
-these questions is refused by name. Torch, transformers and the libraries that carry their models
-out ask them to choose how to compute something, and not what.
+A graph is valid for the modes during the trace. In a later call they may differ, and the code may
+take another branch although all arguments are the same. So a model whose own code calls one of
+these functions is refused, and the function is named. Code of torch, transformers and related
+libraries (``HOMES``) is exempt: it uses these modes to choose how to compute something, not what.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ NAMES = (
     "transformers.utils.is_torchdynamo_compiling", "transformers.utils.is_torchdynamo_exporting",
     "transformers.utils.import_utils.is_tracing",
 )  # fmt: skip
-"""Functions whose answer may be another in a later call."""
+"""Functions whose result may differ in a later call."""
 OF_TENSORS = {"requires_grad", "is_leaf", "grad_fn", "is_inference", "data_ptr"}
-"""What a computed tensor tells of the same, or of where it lies."""
+"""Properties of computed tensors that depend on these modes, or on memory addresses."""
 HOMES = ("torch", "transformers", "enjoyln_cli", "accelerate", "peft", "bitsandbytes")
-"""Packages whose code may ask."""
+"""Packages whose code may use these functions."""
 
 
 def from_outside(caller: FrameType | None) -> bool:
-    """Whether the code of a frame belongs to none of ``HOMES``."""
+    """Whether the code of a frame is custom code, i.e. belongs to none of ``HOMES``."""
     return caller is not None and not _is_home(caller.f_globals.get("__name__"))
 
 
 def _is_home(module: Any) -> bool:
-    """Whether the name of a Python module is that of one in ``HOMES``."""
+    """Whether a Python module, given by name, belongs to one of ``HOMES``."""
     return str(module).partition(".")[0] in HOMES
 
 
 @contextmanager
 def watch_mode_queries(model: nn.Module) -> Iterator[dict[str, None]]:
-    """Within it, the names of the functions that code from outside of ``HOMES`` asks are collected.
+    """Inside the block, collect the names of those functions in ``NAMES`` that custom code calls.
 
-    They are watched where they are called, however that code has come by them. A model that
-    holds no such code is not watched: that takes about as long as the trace.
+    Calls are observed by a profile function, so it does not matter under which name the code holds
+    a function. A model without custom code is not observed, since this doubles the time of a trace.
     """
     found: dict[str, None] = {}
     if all(map(_is_at_home, _code_of(model))):
@@ -79,23 +79,23 @@ def watch_mode_queries(model: nn.Module) -> Iterator[dict[str, None]]:
         if callable(before):
             sys.setprofile(before)
         elif before is not None:
-            before.enable()  # of cProfile
+            before.enable()  # cProfile
 
 
 def _function(name: str) -> Any:
-    """The function of this name; something that nobody calls where there is none."""
+    """The function of this name; if there is none, an object that is never called."""
     home, _, last = name.rpartition(".")
     return getattr(sys.modules.get(home), last, last)
 
 
 def _code_of(model: nn.Module) -> Iterator[Any]:
-    """The classes of modules, and the functions that calls of these run."""
+    """The classes of all modules, and the functions that run when they are called."""
     for module in model.modules():
         yield from (type(module), type(module).forward, vars(module).get("forward"))
         yield from (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
 
 
 def _is_at_home(code: Any) -> bool:
-    while hasattr(code, "func"):  # of functools.partial
+    while hasattr(code, "func"):  # unwrap functools.partial
         code = code.func
     return code is None or _is_home(getattr(code, "__module__", type(code).__module__))

@@ -1,11 +1,11 @@
-"""What the code of a model can reach, as it is before a trace, to be put back after it.
+"""``Snapshot``: restore all state that the code of a model can reach after a trace.
 
-A traced call computes with tensors that have no values. One that the code keeps, in whatever place,
-would be met by the next real call. So before a trace all places are noted that the model's own code
-names: modules and what they hold, lists and other containers, objects with attributes or slots, the
-classes of all these, the globals and closures of their functions, and attributes of tensors. What
-belongs to torch, transformers, the standard library or another installed package is not opened.
-Afterwards each place holds again what it held, in the same object.
+A traced call computes with tensors without values. If the code stores one anywhere, the next real
+call would use it. So before a trace, a snapshot records all state that the model's own code can
+reach: modules and their contents, lists and other containers, objects with attributes or slots, the
+classes of all these, the globals and closures of their functions, and attributes of tensors. Code
+of torch, transformers, the standard library and other installed packages is not followed. After the
+trace, the content of all these objects is restored in place.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 _LIMIT = 100_000
-"""How many values are looked at."""
+"""Maximum number of objects that are visited."""
 _LARGEST = 65_536
-"""Bytes of a tensor or array that is copied, so that a write into it can be undone."""
+"""Tensors and arrays of up to this many bytes are copied, so that writes can be undone."""
 _PLAIN = {
     type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device,
     torch.Size, types.BuiltinFunctionType, types.CodeType,
@@ -47,29 +47,29 @@ _STATES: list[tuple[type, Any, Any]] = [
     (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
     (random.Random, random.Random.getstate, random.Random.setstate),
 ]
-"""How the state of an object is read, and written."""
+"""Classes with functions that read and write the state of their objects."""
 
 Look = Callable[[Any], None]
 
 
 class Snapshot:
-    """What the code of ``model`` can reach, to be put back."""
+    """The state that the code of ``model`` can reach; ``put_back`` restores it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._dicts: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
         self._lists: list[tuple[list[Any] | deque[Any], list[Any]]] = []
         self._sets: list[tuple[set[Any], set[Any]]] = []
         self._attributes: list[tuple[Any, str, Any]] = []
-        """Of tensors, cells and objects with slots."""
+        """Attributes of tensors, cells and objects with slots."""
         self._globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Those that functions name, also of modules."""
+        """Globals, and attributes of Python modules, that functions use."""
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
         self.memory: list[Any] = []
-        """Arrays, storages and views of memory, which Python reads without torch."""
+        """NumPy arrays, storages and memoryviews, which Python can read without torch."""
         self._arrays: list[tuple[Any, Any]] = []
         self._caches: list[Any] = []
-        """Those of functions, which were empty."""
+        """Functions with an ``lru_cache`` that was empty."""
         self._states: list[tuple[Any, Any, Any]] = []
         self._iterators: list[tuple[Any, Any]] = []
         self._followed = _own_packages(model)
@@ -82,7 +82,7 @@ class Snapshot:
                 continue
             visited[id(value)] = value
             look = self._looks.get(type(value)) or self._look_of(type(value))
-            with suppress(Exception):  # whatever the object of a model raises
+            with suppress(Exception):  # custom objects may raise any exception
                 look(value)
         del self._waiting, self._looks
 
@@ -90,7 +90,7 @@ class Snapshot:
         self._waiting.extend([value for value in values if type(value) not in _PLAIN])
 
     def _look_of(self, kind: type) -> Look:
-        """How objects of a class are looked at: by what they are, then by their attributes."""
+        """The function that records objects of a class: their content, then their attributes."""
         first = next((look for base, look in self._by_class() if issubclass(kind, base)), None)
         names = slots(kind)
         attributes = kind.__dictoffset__ != 0 and kind is not OrderedDict
@@ -128,7 +128,7 @@ class Snapshot:
         yield property, lambda p: self._wait_for([p.fget, p.fset, p.fdel])
         yield weakref.ref, lambda reference: self._wait_for([reference()])
         yield types.MappingProxyType, lambda proxy: self._wait_for(proxy.values())
-        yield types.ModuleType, lambda module: None  # by the names that functions read of it
+        yield types.ModuleType, lambda module: None  # functions record the names that they use
         yield types.GeneratorType, self._look_at_generator
         if numpy := sys.modules.get("numpy"):
             yield numpy.ndarray, self._look_at_array
@@ -171,7 +171,7 @@ class Snapshot:
         self._tensors.append((value, value._version, before))
 
     def _look_at_function(self, function: types.FunctionType) -> None:
-        """A function reaches its closure, its defaults, and the globals that its code names."""
+        """Record the closure of a function, its defaults, and the globals that its code uses."""
         for cell in function.__closure__ or ():
             self._note(cell, "cell_contents", getattr(cell, "cell_contents", _MISSING))
         self._wait_for([vars(function), function.__defaults__, function.__kwdefaults__])
@@ -200,7 +200,7 @@ class Snapshot:
         return isinstance(value, types.ModuleType) and self._is_own(value.__name__)
 
     def _is_own(self, module: Any) -> bool:
-        """Whether a module, by name, is no library, or is one that the model comes from."""
+        """Whether a Python module, given by name, belongs to the model and not to a library."""
         package = str(module).partition(".")[0]
         found = self._followed.get(package)
         if found is None:
@@ -208,16 +208,16 @@ class Snapshot:
         return found
 
     def has(self, value: Any) -> bool:
-        """Whether it is a tensor that was there before."""
+        """Whether ``value`` is a tensor that the snapshot has recorded."""
         return any(value is tensor for tensor, _, _ in self._tensors)
 
     def put_back(self) -> list[str]:
-        """Every place holds again what it held. What could not be put back is named."""
+        """Restore everything that has changed; returns words for what cannot be restored."""
         left: list[str] = []
         for value, undo in self._changes():
             try:
                 undo()
-            except Exception:  # whatever the object of a model raises
+            except Exception:  # custom objects may raise any exception
                 left.append(f"a {type(value).__name__}")
         for value, position in self._iterators:
             if _position(value) != position:
@@ -225,7 +225,7 @@ class Snapshot:
         return left
 
     def _changes(self) -> Iterator[tuple[Any, Any]]:
-        """Each value that is not as it was, and the function that puts it back."""
+        """Each object that has changed, with a function that restores it."""
         for held, pairs in self._dicts:
             now = _pairs(held)
             if len(now) != len(pairs) or any(map(_differ, _flat(now), _flat(pairs))):
@@ -262,7 +262,7 @@ class Snapshot:
 
 
 def _own_packages(model: nn.Module) -> dict[str, bool]:
-    """The packages of the model's classes, which may be installed ones."""
+    """The packages of the model's classes; these are followed even if they are installed."""
     kinds = {*map(type, model.modules())}
     homes = {cls.__module__.partition(".")[0] for kind in kinds for cls in kind.__mro__}
     return dict.fromkeys(homes - _LIBRARIES, True)
@@ -274,7 +274,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Every name of a global or attribute in a function and those inside of it."""
+    """All names of globals and attributes in a function and its nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -291,7 +291,7 @@ def slots(cls: type) -> list[str]:
 
 
 def _position(value: Any) -> Any:
-    """How far an iterator has come, where Python tells it."""
+    """A description of how far an iterator has come, as far as Python tells."""
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return frame and (frame.f_lasti, *map(_identity, frame.f_locals.values()))
@@ -304,7 +304,7 @@ def _identity(value: Any) -> Any:
 
 
 def _pairs(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """The items, whatever a subclass makes of ``items``."""
+    """The items of a dictionary, even if a subclass overrides ``items``."""
     kind = OrderedDict if isinstance(value, OrderedDict) else dict
     return list(kind.items(value))
 
@@ -350,7 +350,7 @@ def _set_item(space: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _set_attribute(kind: Any, owner: Any, name: str, value: Any) -> None:
-    """As ``kind`` does it, whatever the class of the owner forbids."""
+    """Set or delete an attribute as ``kind`` does, even if the owner's class forbids it."""
     if value is _MISSING:
         kind.__delattr__(owner, name)
     else:

@@ -1,1 +1,1 @@
-"""How a captured graph is read, and where operations can be put into it."""
+"""Helpers to read captured graphs, and to find where operations can be inserted."""

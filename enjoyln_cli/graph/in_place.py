@@ -1,7 +1,8 @@
-"""Writes in place: those that make no difference are undone, what the others reach is marked.
+"""In-place writes: replace those that no one else can see, and mark the values others may change.
 
-A graph with a write is no list of values any more: a node read after it stands for other numbers
-than before. Readers of old nodes (15.8 % error where this is ignored) are thus never followed.
+After an in-place write, a node of the graph no longer stands for one value: a reader after the
+write gets other numbers than a reader before. Ignoring this gave an error of 15.8 %. So the proof
+never follows values that are marked as written.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ aten = torch.ops.aten
 
 
 def mutating_ops(graph: Graph) -> list[Node]:
+    """The nodes that write to one of their operands."""
     harmless = {torch.ops.aten.detach_.default}
     return [
         node
@@ -37,17 +39,18 @@ _FRESH = {
 
 
 _DROPOUTS = {aten.dropout, aten.feature_dropout}
-"""Ops whose result is their operand outside training, which their schemas hide."""
+"""Ops that return their operand itself in eval mode, although their schemas do not say so."""
 _PUTS = {aten.index_add, aten.index_copy, aten.index_put}
-"""Ops that put rows into a tensor, with a form that leaves the tensor as it was."""
+"""Out-of-place ops that replace or add rows of a tensor; each also has an in-place form."""
 
 
 def replace_private_writes(graph: Graph) -> None:
-    """``x.add_(y)`` becomes ``x.add(y)`` where nothing else can see the memory of ``x`` any more.
+    """Replace ``x.add_(y)`` by ``x.add(y)`` if nothing else sees the memory of ``x`` afterwards.
 
-    That is so if ``x`` is fresh and its other readers came before and gave out fresh memory. It
-    spares a model with a residual ``+=`` the full functionalisation, ten times as slow. A graph has
-    those who read ``x`` after the write read its result.
+    That holds if ``x`` has its own memory, and all of its other readers come before the write and
+    return new memory. (Nodes that read ``x`` after the write refer to the result of the write.)
+    For a model with a residual ``+=`` this avoids full functionalisation, which takes ten times as
+    long.
     """
     writes = mutating_ops(graph)
     if writes:
@@ -66,14 +69,14 @@ def replace_private_writes(graph: Graph) -> None:
 
 
 def _writes_first(node: Node) -> bool:
-    """Whether the op writes its first argument, and not one that is called ``out``."""
+    """Whether the op writes to its first argument (and not to ``out``)."""
     target: Any = node.target
     first = target._schema.arguments[0].alias_info
     return first is not None and first.is_write
 
 
 def _drop_idle_dropout(graph: Graph) -> None:
-    """Dropout outside training gives out the very tensor that it was given."""
+    """Remove dropout in eval mode, which returns its input tensor itself."""
     for node in list(graph.nodes):
         idle = packet(node) in _DROPOUTS and argument(node, 2, "train") is False
         if idle and all(user.op != "output" for user in node.users):
@@ -82,13 +85,15 @@ def _drop_idle_dropout(graph: Graph) -> None:
 
 
 def hides_sharing(graph: Graph) -> bool:
-    """Whether a write may reach memory that went through an op whose schema does not say so."""
+    """Whether written memory may be shared by an op whose schema does not declare the sharing."""
     return any(packet(node) in {aten.einsum, *_DROPOUTS} for node in _written(graph))
 
 
 def _is_fresh(node: Node) -> bool:
-    """Whether the op gives out memory of its own: schemas tell, but for compositions and views
-    that are called unsafe."""
+    """Whether the result of the op has new memory.
+
+    The schema tells, except for composite ops and for views with "unsafe" in their name.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
@@ -102,9 +107,9 @@ def _is_fresh(node: Node) -> bool:
 
 
 def mark_written(graph: Graph, together: Sequence[Node] = ()) -> None:
-    """``meta["written"]`` on every value that may share memory with one written in place.
+    """Set ``meta["written"]`` on every value that may share memory with one written in place.
 
-    Those of ``together`` may share it from the start.
+    The nodes in ``together`` may share memory with each other from the start.
     """
     for node in _written(graph, together):
         node.meta["written"] = True
@@ -113,7 +118,7 @@ def mark_written(graph: Graph, together: Sequence[Node] = ()) -> None:
 def _written(graph: Graph, together: Sequence[Node] = ()) -> list[Node]:
     """The values that may share memory with one that is written in place.
 
-    A value is taken to share memory with all operands of the op that gives it, unless it is fresh.
+    The result of an op is assumed to share memory with all its operands, unless it is fresh.
     """
     group: dict[Node, Node] = {}
 

@@ -1,9 +1,11 @@
-"""Where an operation can stand: on what a leaf returns, or on the first input of a block.
+"""Find the values of a graph that a centring operation of a live model can act on.
 
-A block is a module with children that stands in a list. A proof is about one value of a graph, and
-a folded model changes what ``forward`` takes or returns, so both use the same two functions to tell
-which value that is. While a graph is captured, that very value is marked there. A module of which
-any call takes or returns something else has no such place.
+An operation can act on the output of a leaf module, or on the first input of a block (a module with
+children, in a ``ModuleList`` or ``Sequential``). The proof is about a value in a graph, while the
+folded model changes an input or output of ``forward``. Both use ``change_input`` and
+``change_output``, so that they refer to the same value, and while a graph is captured, that value
+is marked in it. A module has no such place if the value is not a floating-point tensor in one of
+its calls.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from enjoyln_cli.models.norm_modules import (
 
 Where = Literal["output", "input", "entry"]
 Spot = tuple[str, Where]
-"""A module, and which of its values."""
+"""The path of a module, and which of its values: its output or an input."""
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 MARK = "enjoyln_place"
@@ -42,7 +44,7 @@ aten = torch.ops.aten
 def change_input(
     change: Change, first: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]] | None:
-    """``args`` and ``kwargs`` with the first input changed; ``None`` if that is no real tensor."""
+    """``args`` and ``kwargs`` with the first input changed; ``None`` if it is no float tensor."""
     if args:
         return ((change(args[0]), *args[1:]), kwargs) if _is_real(args[0]) else None
     if not _is_real(kwargs.get(first)):
@@ -51,7 +53,7 @@ def change_input(
 
 
 def change_output(change: Change, output: Any) -> Any:
-    """A tensor, or the first element of a plain tuple, changed; ``None`` for anything else."""
+    """``output`` changed, if it is a float tensor or a tuple that begins with one, or ``None``."""
     if _is_real(output):
         return change(output)
     if type(output) is tuple and output and _is_real(output[0]):
@@ -65,14 +67,14 @@ def _is_real(value: Any) -> bool:
 
 @dataclass
 class Places:
-    """The places of a model that a capture meets."""
+    """Marks the places of a model while its graph is captured."""
 
     lost: set[Spot] = field(default_factory=set)
-    """Those where some call has another kind of value."""
+    """Places that cannot be used, since some call has another kind of value there."""
     _calls: int = 0
 
     def mark(self, path: str, where: Where, value: torch.Tensor) -> torch.Tensor:
-        """``value`` as a node of its own in the graph that is captured, which says where it is."""
+        """Give ``value`` its own node in the captured graph, with its place as metadata."""
         mode: Any = get_proxy_mode()
         if mode is None:
             return value
@@ -85,7 +87,7 @@ class Places:
 
 @contextmanager
 def mark_insertion_points(model: nn.Module) -> Iterator[Places]:
-    """Within it, graphs of ``model`` are captured with their places marked."""
+    """Inside the block, graphs of ``model`` are captured with their places marked."""
     places = Places()
     blocks = {
         id(block)
@@ -103,7 +105,7 @@ def mark_insertion_points(model: nn.Module) -> Iterator[Places]:
             patched.append((module, module.__dict__.get("forward")))
             module.__dict__["forward"] = _marking(places, path, module, leaf)
     hooks = [
-        module.register_forward_pre_hook(_be_called)
+        module.register_forward_pre_hook(_empty_hook)
         for module in model.modules()
         if id(module) in blocks
     ]
@@ -119,8 +121,8 @@ def mark_insertion_points(model: nn.Module) -> Iterator[Places]:
                 module.__dict__["forward"] = before
 
 
-def _be_called(module: nn.Module, args: Any) -> None:
-    """Makes ``nn.TransformerEncoderLayer`` call its children, and not one fused op."""
+def _empty_hook(module: nn.Module, args: Any) -> None:
+    """With a hook, ``nn.TransformerEncoderLayer`` calls its children instead of one fused op."""
 
 
 def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callable[..., Any]:
@@ -129,7 +131,7 @@ def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callab
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
-            return inner(*args, **kwargs)  # what is in a sub-graph has no place
+            return inner(*args, **kwargs)  # values in a subgraph have no place
         if not leaf:
             found = change_input(lambda x: places.mark(path, "input", x), first, args, kwargs)
             if found is None:
@@ -151,15 +153,15 @@ def _marking(places: Places, path: str, module: nn.Module, leaf: bool) -> Callab
 
 
 def _is_among(value: Any, given: Sequence[Any]) -> bool:
-    """Whether a value is one of those given, or inside of one."""
+    """Whether a value is one of those in ``given``, or nested in one of them."""
     several = [one for one in given if not isinstance(one, torch.Tensor)]
     return any(value is one for one in (*given, *pytree.tree_leaves(several)))
 
 
 def settle(graph: Graph) -> None:
-    """The mark of an output goes to the value itself, where nothing else reads that.
+    """Move the mark of an output from its own node to the value itself, if it has no other reader.
 
-    A cast that changes nothing does not get it: a decomposition may leave that out.
+    A cast to the same dtype does not get the mark, since a decomposition may remove that cast.
     """
     for node in list(graph.nodes):
         if _mark(node) is None or _mark(node)[1] != "output":
@@ -176,12 +178,12 @@ def settle(graph: Graph) -> None:
 
 
 def places_of(graph: Graph) -> dict[Node, Spot]:
-    """The marked values; those of calls that ended in several nodes are left out."""
+    """The marked values and their places, without calls whose mark is on several nodes."""
     return {nodes[0]: mark[:2] for mark, nodes in _by_mark(graph).items() if len(nodes) == 1}
 
 
 def lost_places(graph: Graph) -> set[Spot]:
-    """Those of which some call ended in several nodes."""
+    """The places for which the mark of some call is on several nodes."""
     return {mark[:2] for mark, nodes in _by_mark(graph).items() if len(nodes) > 1}
 
 

@@ -1,4 +1,4 @@
-"""How a node of a captured graph is read: its op, its arguments, the shape of its value."""
+"""Read the nodes of a captured graph: their ops, arguments and shapes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ aten = torch.ops.aten
 
 
 def packet(node: Node) -> Any:
-    """The op without its overload; what a node that is no op call targets otherwise."""
+    """The op of a node without its overload; for a node that calls no op, its target."""
     return getattr(node.target, "overloadpacket", node.target)
 
 
 def op_name(node: Node) -> str:
-    """The op as a person knows it: ``cat``, ``layer_norm``."""
+    """The short name of the op: ``cat``, ``layer_norm``."""
     return str(getattr(packet(node), "__name__", packet(node)))
 
 
@@ -27,7 +27,7 @@ _INT = frozenset({int})
 
 
 def shape_of(node: Any) -> tuple[int, ...] | None:
-    """The traced shape of a tensor-valued node; ``None`` too where it depends on values."""
+    """The traced shape of a node; ``None`` if it is not a tensor or its shape depends on values."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if not isinstance(value, torch.Tensor):
         return None
@@ -36,7 +36,7 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
 
 
 def rank_of(node: Any) -> int:
-    """Number of dimensions; 0 for what is no tensor."""
+    """Number of dimensions; 0 if the node is not a tensor."""
     return len(shape_of(node) or ())
 
 
@@ -47,19 +47,19 @@ def is_floating(node: Node) -> bool:
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument by position, or by its name in the op's schema."""
+    """An argument of the node's op, which may be passed by position or by name."""
     if position < len(node.args):
         return node.args[position]
     return node.kwargs.get(name, default)
 
 
 def is_part(node: Node) -> bool:
-    """Whether the node takes one of several results of another."""
+    """Whether the node selects one of several results of another node (``getitem``)."""
     return node.target is operator.getitem
 
 
 def occurrences(node: Node, operand: Node) -> int:
-    """How often ``operand`` stands among the arguments; a part counts its whole's arguments."""
+    """How often ``operand`` is an argument of the node; of a ``getitem``, of the op it reads."""
     whole: Any = node.args[0] if is_part(node) else node
     found: list[Node] = []
     torch.fx.map_arg((whole.args, whole.kwargs), lambda argument: found.append(argument))
@@ -67,7 +67,7 @@ def occurrences(node: Node, operand: Node) -> int:
 
 
 def constant_along(value: Any, axis: Axis, rank: int) -> bool:
-    """Whether ``value``, broadcast to ``rank`` dimensions, is the same all along ``axis.dim``."""
+    """Whether ``value``, broadcast to ``rank`` dimensions, is constant along ``axis.dim``."""
     if not isinstance(value, Node):
         return True
     shape = shape_of(value)
@@ -78,12 +78,12 @@ def constant_along(value: Any, axis: Axis, rank: int) -> bool:
 
 
 def broadcast(operand: Node, axis: Axis, rank: int) -> Axis:
-    """``axis`` of a result of ``rank`` dimensions, on an operand that is broadcast to it."""
+    """The axis of an operand that, broadcast to ``rank`` dimensions, becomes ``axis``."""
     return on_dimension(axis, axis.dim - (rank - rank_of(operand)))
 
 
 def is_whole(axis: Axis, shape: tuple[int, ...]) -> bool:
-    """Whether the axis is all of its dimension, as one group."""
+    """Whether the axis covers its whole dimension as one group."""
     return axis.start == 0 and axis.outer == axis.inner == 1 and axis.size == shape[axis.dim]
 
 
@@ -91,7 +91,7 @@ SPLITS = {aten.split, aten.split_with_sizes, aten.chunk}
 
 
 def slice_bounds(node: Node) -> tuple[int, int, int] | None:
-    """``(dim, start, stop)`` of the elements that a slice or one part of a split, takes."""
+    """``(dim, start, stop)`` of the elements that a slice, or one part of a split, selects."""
     source: Any = node.args[0] if node.args else None
     if packet(node) is aten.narrow:
         into, (dim, start, length) = shape_of(source), node.args[1:4]
@@ -119,7 +119,7 @@ def slice_bounds(node: Node) -> tuple[int, int, int] | None:
 
 
 def offsets(node: Node, part: Node) -> list[int]:
-    """Where ``part`` begins in a concatenation, once for each time it stands there."""
+    """The offsets of ``part`` in a concatenation, one for each time that it occurs."""
     parts: Any = node.args[0]
     dim = argument(node, 1, "dim", 0) % rank_of(node)
     starts, at = [], 0
@@ -139,7 +139,7 @@ def centred_operand(node: Node) -> tuple[Node, Axis] | None:
     if not isinstance(x, Node) or not isinstance(mean, Node) or mean.target is not aten.mean.dim:
         return None
     if x.meta.get("written") or mean.meta.get("written"):
-        return None  # perhaps between the two reads
+        return None  # x may be written between the mean and the subtraction
     dims, shape = argument(mean, 1, "dim"), shape_of(x)
     if mean.args[0] is not x or mean.kwargs.get("dtype") is not None or not shape:
         return None

@@ -1,9 +1,9 @@
-"""Graphs inside of a graph: what higher-order ops run, and the regions that export cuts out.
+"""Nested graphs: inline the regions that ``torch.export`` separates, and inspect all others.
 
-``torch.export`` puts what stands under ``autocast`` or ``enable_grad`` into a graph of its own. The
-function of real numbers is the same without, so such a region is put back. All others (``cond``,
-``while_loop``, ``scan``, ``map``) stay closed: they read all their operands, and whatever else the
-graphs inside them name.
+``torch.export`` puts code under ``autocast`` or ``enable_grad`` into a separate graph. In exact
+arithmetic this makes no difference, so such a region is inlined again. Other higher-order ops
+(``cond``, ``while_loop``, ``scan``, ``map``) are not opened: the proof assumes that they read all
+their operands, and all tensors that their graphs name.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
-"""Higher-order ops that change no value, with the number of arguments before the graph."""
+"""Higher-order ops that do not change values, with the number of arguments before the graph."""
 
 
 def put_back_regions(module: GraphModule) -> None:
-    """Every region under ``autocast`` or ``enable_grad`` becomes a part of the graph around it."""
+    """Inline every region under ``autocast`` or ``enable_grad`` into the graph around it."""
     for node in list(module.graph.nodes):
         before = _REGIONS.get(getattr(node.target, "__name__", ""))
         if node.op != "call_function" or before is None or not _is_higher_order(node):
@@ -53,12 +53,12 @@ def _put_back(module: GraphModule, node: Node, inside: GraphModule, operands: An
         part.replace_all_uses_with(value)
         graph.erase_node(part)
         if leaves and isinstance(value, Node) and value.op == "call_function":
-            value._rename(name)  # the signature of an exported program knows it by this
+            value._rename(name)  # the signature of the exported program refers to this name
     graph.erase_node(node)
 
 
 def graphs_of_higher_order_ops(module: GraphModule) -> Iterator[GraphModule]:
-    """Every graph that a higher-order op of ``module`` runs, and those inside of them."""
+    """Every graph that a higher-order op of ``module`` runs, including nested ones."""
     for node in module.graph.nodes:
         found = _attribute(module, str(node.target)) if node.op == "get_attr" else None
         if isinstance(found, GraphModule):
@@ -67,7 +67,7 @@ def graphs_of_higher_order_ops(module: GraphModule) -> Iterator[GraphModule]:
 
 
 def read_inside(module: GraphModule) -> list[torch.Tensor]:
-    """Tensors that the graphs of higher-order ops name, past their operands."""
+    """Tensors that the graphs of higher-order ops read without being passed them as operands."""
     found = [
         _attribute(inside, str(node.target))
         for inside in graphs_of_higher_order_ops(module)
@@ -78,12 +78,12 @@ def read_inside(module: GraphModule) -> list[torch.Tensor]:
 
 
 def has_closed(graph: Graph) -> bool:
-    """Whether a higher-order op is left."""
+    """Whether the graph has a higher-order op."""
     return any(node.op == "call_function" and _is_higher_order(node) for node in graph.nodes)
 
 
 def read_by_closed(node: Node) -> bool:
-    """Whether a higher-order op is given the value."""
+    """Whether the value is an operand of a higher-order op."""
     return any(_is_higher_order(user) for user in node.users)
 
 

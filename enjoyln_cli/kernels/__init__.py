@@ -1,4 +1,4 @@
-"""Kernels for the norms of a folded model: what ``ops`` says, compiled by ``build``."""
+"""Fast kernels for the norms of a folded model; see ``ops`` for what they compute."""
 
 from enjoyln_cli.kernels import native
 from enjoyln_cli.kernels.ops import (

@@ -1,11 +1,11 @@
-"""From ``csrc`` to a shared library: where it lies, and compiling it where it does not.
+"""Find the shared library with the kernels, or compile it from ``csrc``.
 
-A library's name carries the digest of its sources, flags and machine, so a stale one is never
-taken. It is looked for beside this file (a wheel may bring it), then in the user's cache, and is
-compiled into the cache otherwise: into a temporary directory, and renamed when it is complete,
-under a lock so that processes which start together compile once. Neither torch's headers nor
-Python's are needed, only a C++ compiler (for ``cuda`` nvcc), and the result serves every version of
-both.
+The name of a library contains a digest of its sources, flags and machine, so an outdated one is
+never used. It is searched for in ``lib`` beside this file (a wheel may include it), then in the
+user's cache. If it is in neither, it is compiled in a temporary directory and then moved into the
+cache. A lock makes sure that processes which start together compile it only once. Compilation needs
+a C++ compiler (for ``cuda`` nvcc), but no headers of torch or Python, and the library works with
+every version of both.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ X86 = {
     "avx2": "-mavx2 -mfma -mf16c",
     "plain": "",
 }
-"""Instruction sets of a processor and the compiler's flags for each."""
+"""Compiler flags for each instruction set of x86 processors."""
 
 COMMON = ["-std=c++17", "-O2", "-fPIC", "-w", "-fvisibility=hidden"]
 COMMON += ["-ffp-contract=fast", "-fno-math-errno"]
 LINK = ["-shared", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
 
 ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
-"""CUDA compute capabilities that a wheel is built for; the last comes as PTX too."""
+"""CUDA compute capabilities that a wheel is built for; PTX is included for the last one."""
 
 TIMEOUT = 300
+"""Seconds that the compiler may take."""
 
 
 class NoLibrary(Exception):
-    """There is no library, and why; the caller goes on without."""
+    """There is no library, and the reason; the caller continues without kernels."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One library: its name, the commands that make it from ``csrc``, and what it depends on."""
+    """One library: the compiler and linker arguments to build it from ``csrc``."""
 
     kind: str
     objects: tuple[tuple[str, ...], ...]
@@ -57,7 +58,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """``cpu-0123456789abcdef.so``"""
+        """The file name, e.g. ``cpu-0123456789abcdef.so``."""
         sha = hashlib.sha256(repr((self.objects, self.link, platform.machine())).encode())
         for path in sorted(SOURCES.iterdir()):
             if path.is_file():
@@ -66,7 +67,7 @@ class Target:
 
 
 def cpu() -> Target:
-    """The entry from Python and the kernels for every instruction set of this machine's family."""
+    """The CPU library: the Python interface, and kernels for each instruction set of the family."""
     family = X86 if platform.machine().lower() in ("x86_64", "amd64") else {"plain": ""}
     known = [f"-DCPU_{name}" for name in family]
     rows = [("rows.cpp", f"-DNAME={name}", *flags.split()) for name, flags in family.items()]
@@ -74,7 +75,7 @@ def cpu() -> Target:
 
 
 def cuda(architectures: tuple[str, ...] = ARCHITECTURES) -> Target:
-    """The CUDA kernels; on first use for the architectures of the devices at hand."""
+    """The CUDA library for these compute capabilities."""
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     ptx = f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}"
     flags = (
@@ -90,9 +91,10 @@ def cuda(architectures: tuple[str, ...] = ARCHITECTURES) -> Target:
 
 
 def library(target: Target, retry: bool = False) -> Path:
-    """The path of the compiled ``target``. Raises ``NoLibrary`` with the reason.
+    """The path of the library ``target``, which is compiled if it is not found.
 
-    A failure to compile is remembered beside where the library would be; ``retry`` tries again.
+    A compile error is stored in the cache, so that later calls fail at once; ``retry`` compiles
+    again. Raises ``NoLibrary`` with the reason.
     """
     name = target.name
     if (PREBUILT / name).exists():
@@ -115,7 +117,7 @@ def library(target: Target, retry: bool = False) -> Path:
 
 
 def cache_folders() -> list[Path]:
-    """Where compiled libraries are kept: the user's cache, or a temporary directory."""
+    """Where compiled libraries are stored: the user's cache, or else a temporary directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return [Path(cache) / "enjoyln", Path(tempfile.gettempdir()) / f"enjoyln-{_user()}"]
 
@@ -125,7 +127,7 @@ def _user() -> int:
 
 
 def is_trusted(folder: Path) -> bool:
-    """Whether nobody else can have put a library there."""
+    """Whether no other user can write to ``folder``."""
     try:
         found = folder.stat()
     except OSError:
@@ -134,7 +136,7 @@ def is_trusted(folder: Path) -> bool:
 
 
 def compiler(kind: str) -> str:
-    """The compiler for a kind of target. Raises ``NoLibrary`` where there is none."""
+    """The path of the compiler for ``cpu`` or ``cuda``. Raises ``NoLibrary`` if there is none."""
     if kind == "cuda":
         home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
         names = ["nvcc", os.path.join(home, "bin", "nvcc")]
@@ -166,7 +168,10 @@ def _compiled(target: Target, path: Path, retry: bool) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits for other processes; without locks (some network drives) the rename alone is safe."""
+    """Hold the lock file ``path``, after waiting for other processes.
+
+    If the file system has no locks (some network drives), the rename alone keeps this safe.
+    """
     with open(path, "w") as file:
         try:
             import fcntl
@@ -178,7 +183,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def compile_to(target: Target, tool: str, path: Path) -> None:
-    """Compiles ``target`` with ``tool`` into ``path``, which appears whole or not at all."""
+    """Compile ``target`` with the compiler ``tool``, and move the complete library to ``path``."""
     common = COMMON if target.kind == "cpu" else []
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         objects = [os.path.join(folder, f"{i}.o") for i in range(len(target.objects))]
@@ -192,7 +197,7 @@ def compile_to(target: Target, tool: str, path: Path) -> None:
 
 
 def _run(commands: Iterator[list[str]] | list[list[str]]) -> None:
-    """Runs them side by side. Raises ``NoLibrary`` with the first line of what one complained."""
+    """Run commands in parallel. Raises ``NoLibrary`` with the first error line if one fails."""
     try:
         running = [
             subprocess.Popen(c, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -201,16 +206,16 @@ def _run(commands: Iterator[list[str]] | list[list[str]]) -> None:
         ]  # fmt: skip
     except OSError as error:
         raise NoLibrary(f"the compiler does not start: {error}") from error
-    complaint, deadline = "", time.monotonic() + TIMEOUT
+    failure, deadline = "", time.monotonic() + TIMEOUT
     for process in running:
         try:
             output, _ = process.communicate(timeout=max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
-            complaint = complaint or f"the compiler took more than {TIMEOUT} s"
-        if process.returncode and not complaint:
+            failure = failure or f"the compiler took more than {TIMEOUT} s"
+        if process.returncode and not failure:
             lines = [line for line in output.splitlines() if "error" in line] or [output.strip()]
-            complaint = f"{Path(str(process.args[0])).name} failed: {lines[0]}"  # type: ignore
-    if complaint:
-        raise NoLibrary(complaint)
+            failure = f"{Path(str(process.args[0])).name} failed: {lines[0]}"  # type: ignore
+    if failure:
+        raise NoLibrary(failure)

@@ -1,8 +1,9 @@
-"""Where another way than the kernel was measured to be faster: the table that tuning writes.
+"""The tuning table: for which sizes torch's own norm is faster than the kernel.
 
-``dispatch.json`` holds, for each device, what ``scripts/tune_kernels.py`` measured there: from how
-many elements threads pay, and the ranges of rows and widths where ``F.layer_norm`` (or
-``F.rms_norm`` and a bias) beat the kernel. A device that is not in the table has no such ranges.
+``scripts/tune_kernels.py`` measures a device and writes the result to ``dispatch.json``: from how
+many elements on several threads are faster than one, and for which ranges of rows and widths
+``F.layer_norm`` (or ``F.rms_norm`` and adding the bias) is faster than the kernel. For a device
+that is not in the table, the kernel is always used.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any
 
 FILE = Path(__file__).parent / "dispatch.json"
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-"""In the order of ``call.h``."""
+"""In the same order as in ``csrc/call.h``."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Rows and widths, both ends included, of one dtype, and what is faster there."""
+    """A range of rows and widths (both ends included) of one dtype, and what is faster there."""
 
     dtype: str
     rows: tuple[int, int]
     widths: tuple[int, int]
     faster: str
-    """``layer_norm`` or ``rms_norm``, torch's own."""
+    """Torch's own ``layer_norm`` or ``rms_norm``."""
 
     def covers(self, dtype: str, rows: int, width: int) -> bool:
         inside = self.rows[0] <= rows <= self.rows[1] and self.widths[0] <= width <= self.widths[1]
@@ -35,18 +36,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Table:
-    """What is known of one device."""
+    """The measurements of one device."""
 
     serial_below: int = 1 << 16
-    """Elements of one call below which a second thread costs more than it brings."""
+    """A call with fewer elements runs on one thread, since starting more would take longer."""
     declined: tuple[Place, ...] = ()
+    """Sizes for which the kernel is not used."""
     measured: str = ""
-    """Where and with what it was measured; empty if it was not."""
+    """The hardware and versions of the measurement; empty if there was none."""
 
 
 @cache
 def table(device: str) -> Table:
-    """The entry of ``cpu-avx512``, ``cuda-90`` and so on; without ranges if there is none."""
+    """The entry for a device name such as ``cpu-avx512`` or ``cuda-90``; defaults if missing."""
     found: dict[str, Any] = json.loads(FILE.read_text()).get(device, {})
     if not found:
         return Table()

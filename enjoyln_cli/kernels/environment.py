@@ -1,4 +1,4 @@
-"""What this machine computes norms with, what is missing for more, and why: for ``enjoyln env``."""
+"""Which kernels this machine can use, and why others are not available: for ``enjoyln env``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from enjoyln_cli.kernels import build, dispatch, native
 
 
 def environment() -> dict[str, Any]:
-    """Everything that decides how fast a folded norm is here; compiles what can be compiled.
+    """Describe everything that decides the speed of folded norms; compiles missing kernels.
 
-    ``devices`` has one entry for ``cpu`` and one for ``cuda``: whether kernels are active, which,
-    from what file, or the reason why not and what is computed instead, and what was measured.
+    ``devices`` has one entry for ``cpu`` and one for ``cuda``. If kernels are active, it names
+    them, their file and their measurements; otherwise the reason, and what is computed instead.
     """
     return {
         "torch": torch.__version__,

@@ -1,10 +1,11 @@
-"""What the kernels compute, in plain PyTorch: for ``torch.compile``, export, subclasses and tests.
+"""The norms in plain PyTorch: for ``torch.compile``, export, tensor subclasses and tests.
 
     rms_norm      y = weight * x / sqrt(mean(x^2) + eps) + bias
     layer_norm    y = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias
 
-over the last dimension, in float32 or wider, rounded once to the dtype of ``x``. The backward
-formulas follow from ``h = x * r``, ``r = 1 / sqrt(mean(x^2) + eps)`` and ``g = weight * dy``:
+They are computed over the last dimension, in float32 or wider, and rounded once to the dtype of
+``x``. The gradients of RMSNorm, with ``r = 1 / sqrt(mean(x^2) + eps)``, ``h = x * r`` and
+``g = weight * dy``, are
 
     dx = r * (g - h * mean(g * h))        dweight = sum(dy * h)        dbias = sum(dy)
 """
@@ -17,14 +18,14 @@ from torch.nn import functional as F
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that is computed in: float32, or ``dtype`` where that is wider."""
+    """The dtype to compute in: float32, or ``dtype`` if that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """``x`` is ``(..., d)``, ``weight`` and ``bias`` broadcast against it, of any float dtype.
+    """RMSNorm of ``x`` ``(..., d)``; ``weight`` and ``bias`` broadcast to it, of any float dtype.
 
-    The result is contiguous, whatever ``x`` is, as that of a LayerNorm: models make views of it.
+    The result is always contiguous, like that of torch's LayerNorm: models take views of it.
     """
     wide = x.to(compute_dtype(x.dtype)).contiguous()
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -36,11 +37,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
 
 
 def exported_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """``rms_norm`` by torch's operator, which an exported graph keeps as one, with any ``eps``.
+    """``rms_norm`` by torch's operator, which stays one node in an exported graph.
 
-    Written out it would be several, in which the optimiser of ONNX drops an ``eps`` below 1e-8.
-    The operator of ONNX wants a weight; where torch's exporter has none, it makes one as large as
-    ``x``.
+    The formula would become several nodes, from which the ONNX optimiser drops an ``eps`` below
+    1e-8. ONNX's operator needs a weight. Without one, torch's exporter would create a weight as
+    large as ``x``, so a weight of ones is passed here.
     """
     dtype = x.dtype if bias is None else compute_dtype(x.dtype)
     weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
@@ -53,8 +54,8 @@ def exported_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """``F.layer_norm`` over the last dimension, with ``weight`` and ``bias`` of any float dtype.
 
-    torch takes parameters of the dtype of ``x`` and, on CPU, float32 ones beside a half ``x``;
-    any others are computed in float32 and rounded once.
+    If their dtype differs from that of ``x``, the norm is computed in float32 or wider and rounded
+    once: torch itself accepts few such combinations.
     """
     if all(p is None or p.dtype == x.dtype for p in (weight, bias)):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
@@ -66,7 +67,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``x`` (its shape and dtype), ``weight`` and ``bias`` (both ``(d,)``, wide)."""
+    """Gradients of ``x`` (with its dtype), ``weight`` and ``bias`` (``(d,)``, compute dtype)."""
     dtype = compute_dtype(x.dtype)
     wide, dy = x.to(dtype), grad.to(dtype)
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -79,7 +80,7 @@ def rms_norm_backward(
 def layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``rms_norm_backward``: LayerNorm is RMSNorm after a centring, which is its own adjoint."""
+    """As ``rms_norm_backward``: LayerNorm is RMSNorm after centring, which is self-adjoint."""
     wide = x.to(compute_dtype(x.dtype))
     centred = wide - wide.mean(-1, keepdim=True)
     dx, dweight, dbias = rms_norm_backward(grad, centred, weight, eps)

@@ -1,8 +1,8 @@
-"""The compiled kernels: loaded at first use, run once against the formula, and only then trusted.
+"""Load the compiled kernels at first use, and compare them with the formula before using them.
 
-Decides which devices have kernels here, and says why others have none. The library holds no code of
-torch's and none of Python's: it sees tensors through DLPack's exchange functions, which torch hands
-out, and threads through torch's own ``parallel_for``.
+``status`` tells which devices have kernels on this machine, and why others have none. The library
+is not linked with torch or Python: it accesses tensors by DLPack's exchange functions, which torch
+provides, and runs threads by torch's ``parallel_for``.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from torch.utils import _python_dispatch
 from enjoyln_cli.kernels import build, dispatch, formula
 
 DEVICES = {"cpu": 1, "cuda": 2}
-"""DLPack's numbers of the devices that there are kernels for."""
+"""Devices that have kernels, with DLPack's numbers for them."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What is known of one device's kernels."""
+    """Whether the kernels of one device are active."""
 
     device: str
     active: bool
     what: str
-    """The instruction set or the architecture if active, otherwise the reason why not."""
+    """If active, the instruction set or the CUDA architecture, otherwise the reason why not."""
     path: Path | None = None
 
 
 class Missing:
-    """Stands where nothing was loaded: every kernel declines."""
+    """Placeholder for ``entry`` if no library could be loaded: every kernel declines."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return _declines
 
 
 class Unloaded:
-    """Stands before the first use, which loads the library or finds that there is none."""
+    """Placeholder for ``entry`` until the first use, which tries to load the library."""
 
     def __getattr__(self, name: str) -> Any:
         status("cpu")
@@ -60,7 +60,9 @@ def _declines(*args: Any) -> Any:
 
 
 entry: Any = Unloaded()
-"""``rms_norm`` and the others with guards, and ``run(name, ...)`` without; see ``entry.cpp``."""
+"""The kernels: ``rms_norm`` and the others check their arguments, ``run(name, ...)`` does not.
+
+Each returns ``NotImplemented`` if the kernel cannot be used; see ``csrc/entry.cpp``."""
 
 _known: dict[str, Status] = {}
 _slower: dict[str, tuple[dispatch.Place, ...]] = {}
@@ -68,18 +70,18 @@ _lock = threading.RLock()
 
 
 def has(device: str) -> bool:
-    """Whether there is a kernel for tensors on this type of device; loads it at the first call."""
+    """Whether there are kernels for this type of device; loads them at the first call."""
     known = _known.get(device)
     return (known or status(device)).active
 
 
 def load(device: str) -> bool:
-    """Loads the kernels for tensors on this type of device, if nobody did; whether it found any."""
+    """Load the kernels for this type of device; whether this call has newly activated them."""
     return device not in _known and status(device).active
 
 
 def status(device: str, retry: bool = False) -> Status:
-    """Loads what ``device`` needs, once; ``retry`` compiles again what failed to before."""
+    """Load the kernels for ``device`` once; ``retry`` compiles again if that failed before."""
     with _lock:
         if device not in _known or (retry and not _known[device].active):
             try:
@@ -121,14 +123,14 @@ def _library() -> ctypes.PyDLL:
 
 
 def _load_cpu(retry: bool) -> tuple[Path, str]:
-    """Loads the library with the best instruction set that runs here."""
+    """Load the CPU library; returns its path and the best instruction set of this processor."""
     if sys.platform not in ("linux", "darwin"):
-        raise build.NoLibrary(f"the kernels are not made for {sys.platform}")
+        raise build.NoLibrary(f"the kernels do not support {sys.platform}")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise build.NoLibrary("the kernels are not made for a Python without its global lock")
+        raise build.NoLibrary("the kernels do not support free-threaded Python")
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is None:
-        raise build.NoLibrary(f"torch {torch.__version__} does not hand out DLPack's functions")
+        raise build.NoLibrary(f"torch {torch.__version__} does not provide DLPack's functions")
     path = build.library(build.cpu(), retry)
     try:
         library = ctypes.PyDLL(str(path))
@@ -143,7 +145,9 @@ def _load_cpu(retry: bool) -> tuple[Path, str]:
     library.enjoyln_maker.argtypes = [ctypes.c_void_p]
     grad = _address("libtorch_cpu", "aoti_torch_grad_mode_is_enabled")
     if grad is None or not library.enjoyln_start((exchange, *_hooks()), grad):
-        raise build.NoLibrary("torch hands out a DLPack or functions that are not known here")
+        raise build.NoLibrary(
+            f"the interface of torch {torch.__version__} differs from the one that the kernels use"
+        )
     _loaded.append(library)
     if functions := _maker():
         library.enjoyln_maker((ctypes.c_void_p * len(functions))(*functions))
@@ -152,7 +156,7 @@ def _load_cpu(retry: bool) -> tuple[Path, str]:
 
 
 def _hooks() -> tuple[Any, ...]:
-    """What the guards of ``entry.cpp`` ask, in the order of its ``Torch``."""
+    """The torch objects that the checks in ``entry.cpp`` use, in the order of its ``Torch``."""
     from torch.autograd import forward_ad
 
     def no_modes() -> int:
@@ -185,7 +189,7 @@ def _functions() -> dict[str, Any]:
 
 
 def _parallel_for() -> int | None:
-    """The address of torch's own, so that the kernels use its threads; None: one thread."""
+    """The address of torch's ``parallel_for``; without it, the kernels run on one thread."""
     return _address("libtorch_cpu", "torch_parallel_for")
 
 
@@ -196,7 +200,8 @@ MAKER = (
     ("libtorch_python", "_Z16THPVariable_WrapRKN2at10TensorBaseE"),
     *(("libtorch_cpu", f"aoti_torch_dtype_{dtype}") for dtype in dispatch.DTYPES),
 )
-"""What ``entry.cpp`` makes tensors with; without one of them it asks ``torch.empty_like``."""
+"""Functions with which ``entry.cpp`` creates tensors. It calls ``torch.empty_like`` unless this
+torch has all of them."""
 
 
 def _maker() -> list[int]:
@@ -205,7 +210,7 @@ def _maker() -> list[int]:
 
 
 def _address(library: str, function: str) -> int | None:
-    """Where a function of torch's libraries is, if this torch has it."""
+    """The address of a function in one of torch's libraries, or ``None``."""
     for path in (Path(torch.__file__).parent / "lib").glob(f"{library}.*"):
         if path.suffix in (".so", ".dylib"):
             found = getattr(ctypes.CDLL(str(path)), function, None)
@@ -218,14 +223,14 @@ def _load_cuda(retry: bool) -> Status:
     if not torch.cuda.is_available():
         raise build.NoLibrary("torch sees no CUDA device")
     if not has("cpu"):
-        raise build.NoLibrary(f"the way to it is missing: {status('cpu').what}")
+        raise build.NoLibrary(f"they are called through the CPU library: {status('cpu').what}")
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     here = tuple(f"{major}{minor}" for major, minor in sorted(found))
     unmeasured = [one for one in here if not dispatch.table(f"cuda-{one}").measured]
     if unmeasured and os.environ.get("ENJOYLN_KERNELS", "") != "unmeasured":
         raise build.NoLibrary(
-            f"nobody has measured them on sm_{unmeasured[0]} yet; scripts/tune_kernels.py --device "
-            "cuda does, and ENJOYLN_KERNELS=unmeasured takes them without"
+            f"their speed on sm_{unmeasured[0]} has not been measured; run scripts/tune_kernels.py "
+            "--device cuda, or set ENJOYLN_KERNELS=unmeasured to use them anyway"
         )
     whole = build.cuda()
     target = whole if (build.PREBUILT / whole.name).exists() else build.cuda(here)
@@ -247,11 +252,12 @@ def _load_cuda(retry: bool) -> Status:
 
 
 def table_name(status: Status) -> str:
-    """The entry of ``dispatch.json`` for active kernels: ``cpu-avx512``, ``cuda-90``."""
+    """The name of active kernels in ``dispatch.json``: ``cpu-avx512``, ``cuda-90``."""
     return f"{status.device}-{status.what.split(',')[0].removeprefix('sm_')}"
 
 
 def _decline(device: str, table: dispatch.Table) -> None:
+    """Tell the library for which sizes its kernels must decline."""
     _slower[device] = table.declined
     for place in table.declined:
         dtype = dispatch.DTYPES.index(place.dtype)
@@ -261,7 +267,7 @@ def _decline(device: str, table: dispatch.Table) -> None:
 
 
 def faster(x: Tensor) -> str | None:
-    """What was measured to be faster than the kernel for a tensor like this one, if anything."""
+    """The function of torch that is faster than the kernel for a tensor of this size, if any."""
     width = x.shape[-1]
     rows, dtype = x.numel() // max(width, 1), str(x.dtype).removeprefix("torch.")
     for place in _slower.get(x.device.type, ()):
@@ -271,13 +277,16 @@ def faster(x: Tensor) -> str | None:
 
 
 def use(isa: str) -> bool:
-    """Takes the CPU kernels of another instruction set, for tests and benchmarks."""
+    """Switch to the CPU kernels of another instruction set, for tests and benchmarks.
+
+    Returns whether this processor has it.
+    """
     return has("cpu") and _library().enjoyln_cpu(isa.encode()) is not None
 
 
 @contextmanager
 def _not_traced() -> Iterator[None]:
-    """Within it, ``torch.jit.trace`` records nothing."""
+    """Inside the block, ``torch.jit.trace`` records nothing."""
     compiled: Any = torch._C
     state = compiled._get_tracing_state()
     compiled._set_tracing_state(None)
@@ -290,9 +299,9 @@ def _not_traced() -> Iterator[None]:
 @_not_traced()
 @_python_dispatch._disable_current_modes()
 def _check(loaded: Any, device: str) -> None:
-    """A library made on somebody's machine is run against the formula before it is trusted.
+    """Compare the kernels with the formula on real tensors; raise ``NoLibrary`` if one is wrong.
 
-    On real tensors, also where the first use is in a graph that is being captured or traced.
+    Tracing and dispatch modes are switched off, since the first use may be inside a traced call.
     """
     if loaded.run("rms_norm", torch.ones(1, 8, device=device), None, None, 1e-5) is NotImplemented:
         raise build.NoLibrary(f"the kernels for {device} do not run")

@@ -1,4 +1,4 @@
-"""Which way a norm is computed, and the operators ``torch.ops.enjoyln.*``.
+"""The norm functions, which choose how a norm is computed, and operators ``torch.ops.enjoyln.*``.
 
 For ``norm`` one of ``rms_norm`` and ``layer_norm`` there are four functions and operators:
 
@@ -7,17 +7,22 @@ For ``norm`` one of ``rms_norm`` and ``layer_norm`` there are four functions and
     add_norm_(x, residual, weight, bias, eps) -> y          the sum replaces residual
     sum_norm(x, residual, weight, bias, eps) -> y           the sum is not kept (post-LN)
 
-The functions ``add_norm_over`` and ``sum_norm_over`` are ``add_norm_`` and ``sum_norm`` whose
-result may take the place of ``x``; the backend ``enjoyln`` calls them.
+The functions ``add_norm_over`` and ``sum_norm_over`` are ``add_norm_`` and ``sum_norm`` that may
+overwrite ``x`` with the result; the compile backend ``enjoyln`` calls them.
 
-The sum is rounded to its dtype before it is normalised, as in two separate steps. A function takes
-the native kernel (``native``) in plain eager calls, and the formula in a compiled graph, where
-Inductor fuses it, in an export and for subclasses. Without a native kernel, RMSNorm without a bias
-is ``F.rms_norm`` on the devices where torch computes it in one kernel (``torch_fuses``). Everywhere
-else a function computes ``F.layer_norm``, which is the same for the zero-mean rows that a folded
-norm sees, and one kernel on every device; also where a gradient is wanted, since torch records and
-computes that of LayerNorm in one step. An operator computes what its name says in every case, with
-that gradient.
+The sum is rounded to its dtype before it is normalised, as in two separate steps.
+
+A function uses
+
+* the native kernel (``native``) in plain eager calls;
+* the formula in compiled graphs, where Inductor fuses it, in exports, and for tensor subclasses;
+* ``F.rms_norm`` for RMSNorm without a bias, on devices where torch computes it in one kernel (see
+  ``torch_fuses``), if no gradient is wanted;
+* ``F.layer_norm`` in all other cases. It gives the same result, since a folded norm only sees rows
+  with zero mean. These cases are: there is no kernel for the device or the dtype; autocast, for
+  which torch has a rule; and gradients, which torch computes in one step for LayerNorm.
+
+An operator always computes the norm that it is named after, and its gradient.
 """
 
 from __future__ import annotations
@@ -55,9 +60,9 @@ _literal = False
 
 @contextmanager
 def literally() -> Iterator[None]:
-    """Within the block RMSNorm is RMSNorm: no LayerNorm in its place where no kernel computes it.
+    """Inside the block, RMSNorm is never replaced by LayerNorm, even if there is no kernel.
 
-    For a comparison that is to find rows which have a mean.
+    Verification uses this to detect rows whose mean is not zero.
     """
     global _literal
     before, _literal = _literal, True
@@ -68,7 +73,7 @@ def literally() -> Iterator[None]:
 
 
 def layer_norm_will_do() -> bool:
-    """Whether LayerNorm may be computed in the place of RMSNorm, where no kernel is."""
+    """Whether LayerNorm may be computed instead of RMSNorm if there is no kernel."""
     return not (_literal or is_compiling())
 
 
@@ -110,8 +115,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
 
     ``x`` is ``(..., d)`` of any floating dtype and layout; ``weight`` and ``bias`` are ``(d,)`` of
     any floating dtype. Returns a contiguous tensor of the shape and dtype of ``x``, computed in
-    float32 or wider and rounded once. The rows must have zero mean: where there is no kernel for
-    the device, LayerNorm is computed. The operator of this name makes no such demand.
+    float32 or wider and rounded once. The rows must have zero mean, since LayerNorm is computed if
+    there is no kernel. The operator of the same name accepts any rows.
     """
     if not is_dynamo_compiling():
         y = native.entry.rms_norm(x, weight, bias, eps)
@@ -179,7 +184,7 @@ def add_layer_norm_(
 def sum_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """``rms_norm(x + residual)`` where nobody else reads the sum, of the promoted dtype."""
+    """``rms_norm(x + residual)`` for a sum with no other reader; has the promoted dtype."""
     if not is_dynamo_compiling():
         y = native.entry.sum_rms_norm(x, residual, weight, bias, eps)
         if y is not NotImplemented:
@@ -190,7 +195,7 @@ def sum_rms_norm(
 def sum_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """``layer_norm(x + residual)`` where nobody else reads the sum."""
+    """``layer_norm(x + residual)`` for a sum with no other reader; has the promoted dtype."""
     if not is_dynamo_compiling():
         y = native.entry.sum_layer_norm(x, residual, weight, bias, eps)
         if y is not NotImplemented:
@@ -206,10 +211,10 @@ def _over(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return plain(x, residual, weight, bias, eps) if y is NotImplemented else y
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"""``{plain.__name__}`` whose result a kernel writes over ``x``.
+    function.__doc__ = f"""``{plain.__name__}`` that may overwrite ``x`` with the result.
 
-    For a graph that runs as it is, and memory that nobody else holds: autograd is not told.
-    ``x`` and ``residual`` lie apart.
+    For compiled graphs only: nothing else may use the memory of ``x``, and autograd does not see
+    the write. ``x`` and ``residual`` must not overlap.
     """
     return function
 
@@ -221,7 +226,7 @@ sum_layer_norm_over = _over("sum_layer_norm_over", sum_layer_norm)
 
 
 def _norm(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """The other ways, as the module's docstring has them."""
+    """Compute a norm without the kernel; the module's docstring says how."""
     if not layer_norm_will_do() or not _plain(x, weight, bias):
         return FORWARD[norm](x, weight, bias, eps)
     if norm == "rms_norm" and is_torchs(x, weight, bias):
@@ -245,7 +250,7 @@ def _add_norm(
 
 
 def _plain(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether these are ordinary tensors, and of the shapes that ``F.layer_norm`` takes."""
+    """Whether these are ordinary tensors, with shapes that ``F.layer_norm`` accepts."""
     given = [p for p in parameters if p is not None]
     kinds = all(type(t) in (Tensor, torch.nn.Parameter) for t in (x, *given))
     fits = all(p.shape == x.shape[-1:] for p in given)
@@ -260,7 +265,7 @@ PUBLIC: dict[str, Norm] = {"rms_norm": rms_norm, "layer_norm": layer_norm}
 
 
 def _define(norm: str) -> None:
-    """Registers the operators of one norm."""
+    """Register the operators of one norm."""
     compute, backward = FORWARD[norm], BACKWARD[norm]
     for name, schema in SCHEMAS.items():
         define(f"enjoyln::{name.format(norm)}", schema)
@@ -328,7 +333,9 @@ def _register_fakes(norm: str) -> None:
 
     def total_of(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         check(x, weight, bias)
-        torch._check(x.shape == residual.shape, lambda: f"{norm}: x and residual must be alike")
+        torch._check(
+            x.shape == residual.shape, lambda: f"{norm}: x and residual must have the same shape"
+        )
         dtype = torch.promote_types(x.dtype, residual.dtype)
         return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -363,7 +370,7 @@ def _register_fakes(norm: str) -> None:
 
 def _register_gradients(norm: str) -> None:
     def save(ctx: Any, inputs: tuple[Any, ...], kept: tuple[Tensor, ...]) -> None:
-        """``kept`` sum to what was normalised."""
+        """``kept`` are one or two tensors, whose sum is the input of the norm."""
         weight, bias, ctx.eps = inputs[-3:]
         ctx.save_for_backward(weight, *kept)
         ctx.dtypes = [t.dtype for t in inputs[:-3]]

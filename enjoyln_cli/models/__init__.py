@@ -1,1 +1,1 @@
-"""Model classes of transformers, without weights or with."""
+"""Model classes of transformers: build them without weights, load them, run and examine them."""

@@ -1,9 +1,10 @@
-"""Which arithmetic a module does: only what has one formula for all inputs, or something else.
+"""Check that a module computes the same formula for all inputs.
 
-A module that is tried on a few inputs may compute something else on others. It cannot where its
-``forward`` takes no decision and all its ops are analytic (sums, products, powers, moments). Its
-ops are read, and the functions of torch that it calls. If one of these could tell it a value or a
-size, it is run once more on a tensor without values, whose number of rows is a symbol.
+A module that is tested on a few inputs may compute something else on others. That is impossible if
+its ``forward`` does not branch and all its ops are analytic (sums, products, powers, moments). To
+find out, its ops are recorded, and the functions of torch that it calls. If one of these could tell
+it a value or a size, it is run once more on a tensor without values, whose number of rows is a
+symbol.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ ANALYTIC = {
     "pow", "reciprocal", "reshape", "rsqrt", "rsub", "sqrt", "square", "squeeze", "std", "std_mean",
     "sub", "sum", "t", "transpose", "unsqueeze", "var", "var_mean", "view",
 }  # fmt: skip
-"""Ops of ``aten`` with one formula for all values, and those that move values or change a dtype."""
+"""``aten`` ops that use one formula for all values, move values, or change the dtype."""
 SWAPS = {"alias", "clone", "detach", "permute", "t", "transpose"}
-"""Ops that put the dimensions into another order, or do nothing, whatever their sizes are."""
+"""Ops that permute dimensions or do nothing, and work for dimensions of any size."""
 FUNCTIONS = {
     getattr(home, name)
     for home in (torch, torch.Tensor, torch._C.TensorBase, nn.functional)
@@ -41,15 +42,16 @@ FUNCTIONS = {
                             "to", "type_as"}
     if hasattr(home, name)
 } | {cast(Any, torch.Tensor.dtype).__get__}  # fmt: skip
-"""Torch's functions for these ops. None tells its caller a value or a size; another dtype is tried
-apart."""
-VALUE = VALUE = "its forward reads values of its input in Python, as `if` and `.item()` do"
+"""Functions of torch for these ops. None of them returns a value or a size to Python. They may
+return a dtype, since other dtypes are tested separately."""
+VALUE = "its forward reads values of its input in Python, as `if` and `.item()` do"
 
 
 def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str | None:
-    """Why ``module`` may have another formula for some inputs of as many dimensions as ``size``.
+    """Why ``module`` may compute another formula for some inputs with ``len(size)`` dimensions.
 
-    Its parameters are in float64. The dimensions ``fixed`` always have that size, all others any.
+    ``None`` if it cannot. Parameters are float64. Dimensions in ``fixed`` have the given size, all
+    others may have any size.
     """
     ops, called = _observed(module, torch.ones(size, dtype=torch.float64))
     if called <= FUNCTIONS:
@@ -74,8 +76,8 @@ def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str |
         choices.look()
     except (DataDependentOutputException, GuardOnDataDependentSymNode):
         return VALUE
-    except Exception as error:  # whatever a foreign module raises, and what torch makes of it
-        return f"its forward cannot be read ({type(error).__name__})"
+    except Exception as error:  # custom modules may raise any exception, and so may torch
+        return f"its forward cannot be analysed ({type(error).__name__})"
     if choices.taken:
         return "its forward branches on the number of rows of its input"
     return ops.objection
@@ -84,10 +86,10 @@ def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str |
 def layer_norm_eps(
     module: nn.Module, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> float | None:
-    """The eps of torch's ``layer_norm``, if ``module`` computes that of ``x`` and nothing else.
+    """The eps that ``module`` passes to torch's ``layer_norm``, if it does nothing else with ``x``.
 
-    It asks nothing of ``x``, of ``weight`` or of ``bias`` but a dtype, so that it computes the same
-    of all inputs of as many dimensions.
+    ``None`` otherwise. Such a module does not read a size or a value of ``x``, ``weight`` or
+    ``bias``, so it computes the same for all inputs with the same number of dimensions.
     """
     ops, called = _observed(module, x)
     norms = [args for name, args in ops.calls if name == "native_layer_norm"]
@@ -108,7 +110,7 @@ def _observed(module: nn.Module, x: torch.Tensor) -> tuple[_Ops, set[Callable[..
 
 
 def other_op(module: nn.Module, x: torch.Tensor) -> str | None:
-    """Why ``module`` may have another formula for some inputs of the dtype of ``x``."""
+    """Why ``module`` may compute another formula for some inputs of the dtype of ``x``."""
     ops = _Ops()
     with torch.no_grad(), ops:
         module(x)
@@ -116,7 +118,7 @@ def other_op(module: nn.Module, x: torch.Tensor) -> str | None:
 
 
 class _Ops(TorchDispatchMode):
-    """Notes every op, and the first that is not analytic."""
+    """Records all ops, and the first op that is not analytic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +128,7 @@ class _Ops(TorchDispatchMode):
 
     @property
     def objection(self) -> str | None:
-        """What is wrong with that op, as a sentence."""
+        """A message about the first op that is not analytic; ``None`` if there is none."""
         if self.other in (None, "_local_scalar_dense"):
             return self.other and VALUE
         return f"its forward computes {self.other}, which is not part of a LayerNorm"
@@ -144,7 +146,7 @@ class _Ops(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Notes every function of torch that is called, down to the questions for a size or a dtype."""
+    """Records all functions of torch that are called, even to read a size or a dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +160,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Choices(TorchFunctionMode):
-    """Notes whether anything but torch's own functions asks how large a dimension is."""
+    """Records whether the module itself, and not a function of torch, reads a symbolic size."""
 
     def __init__(self, sizes: ShapeEnv) -> None:
         super().__init__()
@@ -167,7 +169,7 @@ class _Choices(TorchFunctionMode):
         self.known = len(sizes.guards)
 
     def look(self) -> None:
-        """What was asked since the last function of torch, the module itself has asked."""
+        """Check for new guards on sizes: the module added those since the last call of torch."""
         self.taken = self.taken or len(self.sizes.guards) > self.known
 
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""Which model classes a checkpoint serves, and how one is built without weights."""
+"""Find the model classes of a checkpoint, and build a model without weights."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.meta_device import KeepWhole, forget_stored
 from enjoyln_cli.text import did_you_mean, first_line
 
-MOST_MODULES = 500_000
-"""A model that wants more of them is none: a config of a few bytes can ask for any number."""
+MAX_MODULES = 500_000
+"""Building a larger model is refused, since a small config file can ask for any number of modules.
+"""
 
 
 def build(model_class: type, config: Any) -> nn.Module:
-    """An instance without weights; ``UnsupportedModel`` if the config does not describe one."""
+    """An instance on the meta device, in eval mode; ``UnsupportedModel`` if it cannot be built."""
     try:
-        with torch.device("meta"), KeepWhole(), _countable():
+        with torch.device("meta"), KeepWhole(), _limited_modules():
             model: Any = model_class(copy.deepcopy(config)).eval()
-    except Exception as error:  # a config can be wrong in as many ways as there are models
+    except Exception as error:  # for a wrong config, a model class may raise any exception
         first = first_line(error)
         raise UnsupportedModel(
             f"{model_class.__name__} cannot be built from this config: "
@@ -36,15 +37,15 @@ def build(model_class: type, config: Any) -> nn.Module:
 
 
 @contextmanager
-def _countable() -> Iterator[None]:
-    """Within it, building a model ends: with ``ValueError`` after ``MOST_MODULES`` modules."""
+def _limited_modules() -> Iterator[None]:
+    """Inside the block, building more than ``MAX_MODULES`` modules raises ``ValueError``."""
     built = 0
 
     def count(*_: Any) -> None:
         nonlocal built
         built += 1
-        if built > MOST_MODULES:
-            raise ValueError(f"it has more than {MOST_MODULES} modules")
+        if built > MAX_MODULES:
+            raise ValueError(f"it has more than {MAX_MODULES} modules")
 
     hook = register_module_module_registration_hook(count)
     try:
@@ -54,9 +55,9 @@ def _countable() -> Iterator[None]:
 
 
 def apply_experts(model: nn.Module, way: str = "batched_mm") -> None:
-    """Set how ``model`` and the models in it apply experts; some of these have none.
+    """Set how mixture-of-experts layers of ``model`` and its submodels are computed.
 
-    Without ``way`` it is the one whose shapes no value decides, and that float64 can run.
+    With the default ``way``, shapes do not depend on values, and float64 works.
     """
     for part in model.modules():
         if getattr(part, "_can_set_experts_implementation", bool)():
@@ -64,7 +65,7 @@ def apply_experts(model: nn.Module, way: str = "batched_mm") -> None:
 
 
 def class_named(name: str) -> type:
-    """A model class of transformers. Raises ``UnsupportedModel`` with the nearest names."""
+    """The transformers model class ``name``. Raises ``UnsupportedModel`` with similar names."""
     import transformers
 
     found = getattr(transformers, name, None)
@@ -76,7 +77,10 @@ def class_named(name: str) -> type:
 
 
 def classes_for(config: Any) -> list[type]:
-    """Every class that the auto classes know for this config, the config's own class first."""
+    """All classes that transformers' auto classes list for this config.
+
+    The class named in the config comes first. Raises ``UnsupportedModel`` if there is none.
+    """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto import modeling_auto
 
@@ -94,10 +98,10 @@ def classes_for(config: Any) -> list[type]:
 
 
 def naming_between(model: Any, reference: Any) -> Callable[[str], str]:
-    """Turns a path in ``model`` into the path of the same thing in ``reference``.
+    """A function that converts a path in ``model`` to the path of the same part in ``reference``.
 
-    Two classes of one family share their base model: one is it, another holds it as
-    ``transformer.``. What lies outside of the base keeps its path.
+    Classes of one family share a base model: one class is the base model itself, another holds it
+    under a prefix such as ``transformer.``. Paths outside of the base model do not change.
     """
     own, target = (f"{base_path(m)}." if base_path(m) else "" for m in (model, reference))
 
@@ -108,12 +112,12 @@ def naming_between(model: Any, reference: Any) -> Callable[[str], str]:
 
 
 def base_path(model: Any) -> str:
-    """Where a class with a head holds its base model; empty for a base model itself."""
+    """The path of the base model in a model with a head; empty for a base model itself."""
     prefix = getattr(model, "base_model_prefix", "")
     return prefix if prefix and hasattr(model, prefix) else ""
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """What a model computes in: the dtype of its weights."""
+    """The dtype of a model: that of its first floating-point parameter."""
     found = (p.dtype for p in model.parameters() if p.is_floating_point())
     return next(found, torch.get_default_dtype())

@@ -1,6 +1,6 @@
-"""The transformers models that an object holds: a pipeline, an adapter, a sentence encoder.
+"""Find the transformers models inside a pipeline, an adapter or a sentence encoder.
 
-What is done to a model is done to those inside, in place, and the object around stays what it is.
+enjoyln changes the inner models in place; the object around them stays the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 from enjoyln_cli.errors import UnsupportedModel
 
 LIBRARIES = ("transformers.pipelines.", "sentence_transformers.")
-"""Where classes come from that only hold a model, and tell its inputs by themselves."""
+"""Modules whose classes hold a model and prepare its inputs themselves."""
 
 
 def holds_a_model(found: Any) -> bool:
@@ -21,18 +21,17 @@ def holds_a_model(found: Any) -> bool:
 
 
 def models_in(found: Any) -> list[nn.Module]:
-    """The models of transformers in ``found``, or it, without those that are parts of another.
+    """The outermost transformers models in ``found``; a module without any counts as the model.
 
-    Of a module that holds none, itself. Raises ``UnsupportedModel`` for what is no module and has
-    none as its ``model``.
+    Raises ``UnsupportedModel`` if ``found`` is not a module and has no module as its ``model``.
     """
     from transformers import PreTrainedModel
 
     outer = found if isinstance(found, nn.Module) else getattr(found, "model", None)
     if not isinstance(outer, nn.Module):
         raise UnsupportedModel(
-            f"{type(found).__name__} is no model, and holds none as its attribute model; pass the "
-            "model itself"
+            f"{type(found).__name__} is not a model and has no model as its attribute model; pass "
+            "the model itself"
         )
     models: list[nn.Module] = []
 

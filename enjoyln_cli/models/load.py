@@ -1,4 +1,4 @@
-"""Loads a model by transformers, in any dtype, as a whole or weight by weight from the disk."""
+"""Load a model with transformers, in any dtype: in memory, or with weights left on disk."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ def load(
     offload: Offload | None = None,
     missing: set[str] | None = None,
 ) -> Any:
-    """The checkpoint in ``folder`` as ``model_class``, in eval mode on the CPU.
+    """Load the checkpoint in ``folder`` as ``model_class``, in eval mode on the CPU.
 
-    In float64 everything is float64; otherwise transformers decides what stays in float32. Weights
-    that the checkpoint does not hold get values that depend on their name alone and are exact in
-    every dtype; ``missing`` receives their names. With ``offload`` weights stay on the disk until
-    they are needed. Raises ``BadCheckpoint`` where transformers cannot load the directory.
+    With ``dtype`` float64 the whole model is float64; otherwise transformers may keep some weights
+    in float32. Weights that are missing in the checkpoint get values that depend only on their
+    name and are exact in every dtype; their names are added to ``missing``. With ``offload``,
+    weights stay on disk until they are needed. Raises ``BadCheckpoint`` if transformers cannot load
+    the directory.
     """
     cls: Any = _class(folder, model_class, config, trust_remote_code)
     where: dict[str, Any] = {}
     if offload:
-        again = offload.folder / "weights"
-        shutil.rmtree(again, ignore_errors=True)
-        where = {"device_map": {"": "disk"}, "offload_folder": again}
+        weights = offload.folder / "weights"
+        shutil.rmtree(weights, ignore_errors=True)
+        where = {"device_map": {"": "disk"}, "offload_folder": weights}
     with silent():
         try:
             model, info = cls.from_pretrained(
@@ -57,7 +58,7 @@ def load(
             )
         except (torch.OutOfMemoryError, MemoryError):
             raise
-        except Exception as error:  # of transformers, which believes what the files say
+        except Exception as error:  # transformers does not check files, and may raise anything
             first = first_line(error)
             known = isinstance(error, OSError | RuntimeError | ValueError)
             what = first if known else f"{type(error).__name__}: {first}"
@@ -76,14 +77,14 @@ def load(
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, under each of its names."""
+    """All parameters and buffers by name; a shared tensor appears under each of its names."""
     found: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
     found.update(model.named_parameters(remove_duplicate=False))
     return found
 
 
 def fill(tensor: torch.Tensor, name: str, reader: Reader | None, seed: str) -> None:
-    """Give a weight made-up values, which depend on the text ``seed`` alone."""
+    """Fill a weight with random values that depend only on the text ``seed``."""
     if reader and tensor.is_meta:
         reader.make(name, partial(_filling, seed, tensor.shape))
         return
@@ -94,13 +95,13 @@ def fill(tensor: torch.Tensor, name: str, reader: Reader | None, seed: str) -> N
 def elements(
     folder: Path, model_class: str, config: Any, trust_remote_code: bool = False
 ) -> dict[str, int]:
-    """How many each parameter of ``model_class`` has, by name. No weights are read."""
+    """The number of elements of each parameter of ``model_class``, without reading weights."""
     model = build(_class(folder, model_class, config, trust_remote_code), config)
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
 def _in_float64(model: Any) -> Any:
-    """All in float64; experts are applied one by one, as grouped products do not know the dtype."""
+    """The model in float64, with experts computed one by one: grouped products lack float64."""
     with silent():
         apply_experts(model, "eager")
     return model.double()
@@ -123,14 +124,14 @@ def _filling(name: str, shape: Sequence[int]) -> torch.Tensor:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """transformers and accelerate without progress bars and notes on the weights they load."""
+    """Inside the block, transformers and accelerate print no progress bars and no messages."""
     if os.environ.get("ENJOYLN_DEBUG"):
         yield
         return
     from transformers.utils import logging as chatter
 
     level, bars = chatter.get_verbosity(), chatter.is_progress_bar_enabled()
-    hub = chatter.hf_hub_utils  # whose bars transformers switches along with its own
+    hub = chatter.hf_hub_utils  # transformers switches the bars of the Hub along with its own
     hidden = hub.are_progress_bars_disabled()
     placing = logging.getLogger("accelerate")
     before = placing.level
@@ -148,7 +149,10 @@ def silent() -> Iterator[None]:
             hub.disable_progress_bars()
 
 
-def release(gone: weakref.ref[Any]) -> None:
-    """Make sure that a model without names is out of memory before the next one is loaded."""
-    if gone() is not None:
+def release(model: weakref.ref[Any]) -> None:
+    """Free a model that is no longer used before the next one is loaded.
+
+    Reference cycles may keep it alive; then the garbage collector runs.
+    """
+    if model() is not None:
         gc.collect()

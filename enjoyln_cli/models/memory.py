@@ -1,10 +1,11 @@
-"""Where a model is while it runs: in memory, or on the disk as far as it does not fit.
+"""Decide how much of a model is in memory while it runs, and how much stays on disk.
 
-Decides by the bytes of its parameters. With ``largest`` the bytes of the largest of them, a model
-runs in memory where ``HEADROOM * all <= room``; otherwise its weights are read when they are
-needed, ``COPIES * largest`` of the room is for the one that is, and what is left keeps others. A
-user may also ask for a model cut to its first blocks: a config with fewer layers loads the weights
-of those layers alone.
+The decision depends on the bytes of the parameters: ``all`` of them, and the ``largest`` one. If
+``HEADROOM * all`` bytes are free, the whole model is in memory. Otherwise weights are read from
+disk when they are needed: ``COPIES * largest`` bytes are reserved for the weight that is being
+read, and the rest of the memory keeps other weights.
+
+``first_blocks`` cuts a model to its first blocks, which needs the weights of those layers only.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.text import size
 
 HEADROOM = 1.3
-"""Memory of a model that runs over that of its parameters: the loader's copies and activations."""
+"""Memory of a running model relative to its parameters: copies by the loader, and activations."""
 COPIES = 2
-"""Of a tensor while it is read: converted, and edited. What is stored is mapped from its file."""
+"""Copies of a tensor in memory while it is read: the converted and the edited one. The stored one
+is mapped from its file."""
 M_MMAP_THRESHOLD, LARGE = -3, 1 << 20
-"""The name of a setting in ``malloc.h``: from how many bytes on a block is a mapping of its own."""
+"""The option of ``mallopt`` for the smallest block that gets its own mapping, and its new value.
+"""
 DEVICE_MAPS = ("auto", "cpu", "disk")
-"""Where weights are: in memory as far as they fit, all in memory, all on the disk."""
+"""``auto``: in memory as far as weights fit; ``cpu``: all in memory; ``disk``: all on disk."""
 
 DEPTHS = (
     "num_hidden_layers",
@@ -38,11 +41,14 @@ DEPTHS = (
     "encoder_layers",
     "decoder_layers",
 )
-"""What configs call the number of blocks."""
+"""Names of config attributes for the number of blocks."""
 
 
 def available_memory() -> int | None:
-    """Bytes that can be used without swapping, the control group's limit counted, if known."""
+    """Bytes that can be used without swapping, within the limit of the control group.
+
+    ``None`` if the system does not tell.
+    """
     found = []
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
@@ -59,19 +65,18 @@ def available_memory() -> int | None:
 
 
 def give_back() -> None:
-    """Have the C library return what is freed: now, and from now on at once where it is large.
+    """Make the C library return freed memory to the system: now, and later for large blocks.
 
-    Left to itself, glibc keeps blocks of up to 32 MB for later, which is most weights, and holes
-    between those that stay.
+    By default glibc keeps freed blocks of up to 32 MB, the size of most weights, for later use.
     """
-    with suppress(AttributeError, OSError, TypeError):  # another library, or another system
+    with suppress(AttributeError, OSError, TypeError):  # not glibc, or another system
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, LARGE)
         libc.malloc_trim(0)
 
 
 def used_memory() -> int:
-    """Bytes of this process that no file backs; 0 where the system does not tell."""
+    """Resident bytes of this process that no file backs; 0 if the system does not tell."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")]
@@ -81,11 +86,11 @@ def used_memory() -> int:
 def room_for_weights(
     sizes: Mapping[str, int], dtype: torch.dtype, device_map: str, max_memory: int | None
 ) -> int | None:
-    """Bytes of weights that may stay in memory, the rest on the disk; ``None`` for all of them.
+    """How many bytes of weights may stay in memory; ``None`` if all of them may.
 
-    ``sizes`` are elements by parameter. ``max_memory`` (bytes) is for the whole process; without it
-    the room is what the machine has left. Raises ``UnsupportedModel`` where it is too little for
-    the largest parameter.
+    ``sizes`` gives the number of elements of each parameter. ``max_memory`` is a limit in bytes for
+    the whole process; without it, the free memory of the machine is the limit. Raises
+    ``UnsupportedModel`` if that is too little for the largest parameter.
     """
     if device_map not in DEVICE_MAPS:
         raise UnsupportedModel(f"device_map is {device_map!r}, not one of {', '.join(DEVICE_MAPS)}")
@@ -110,8 +115,8 @@ def room_for_weights(
 def first_blocks(config: Any, blocks: int) -> Any:
     """A copy of ``config`` with at most ``blocks`` layers in every part of the model.
 
-    Lists with an entry for each layer are cut too. Raises ``UnsupportedModel`` where no part has
-    more layers than that.
+    Lists with an entry for each layer are cut too. Raises ``UnsupportedModel`` if no part has more
+    layers than that.
     """
     cut = copy.deepcopy(config)
     fewer = False
@@ -127,14 +132,14 @@ def first_blocks(config: Any, blocks: int) -> Any:
                 setattr(part, name, value[:blocks])
     if not fewer:
         raise UnsupportedModel(
-            f"this {config.model_type} has no more than {blocks} blocks, so --layers would leave "
-            "nothing out; drop it"
+            f"this {config.model_type} has at most {blocks} blocks, so --layers {blocks} has no "
+            "effect; drop it"
         )
     return cut
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """A config and all configs inside of it."""
+    """A config, and all configs nested in it."""
     yield config
     for value in vars(config).values():
         if hasattr(value, "model_type") and value is not config:

@@ -1,12 +1,12 @@
-"""Running a model without its weights, where shapes depend on the values of its inputs.
+"""Run a model without its weights, even if shapes depend on the values of its inputs.
 
-Weights, and all that is computed with them, have shapes only: they live on the meta device. What is
-given (token ids, masks, grids of patches, pixels), and what is computed from that alone, has
-values: it lives on the CPU. So a model of any size runs in a moment, and whatever Python reads of a
-tensor (``item``, ``tolist``) cannot have come from a weight or an activation: those have no values
-to read, and asking for one raises. Where an activation chooses positions (``nonzero``: the tokens
-of an expert, the pixels of a mask), all of them are taken to be chosen, so that a loop over the
-experts that were chosen runs through every one.
+Weights, and everything computed with them, have shapes only: they are on the meta device. Inputs
+(token ids, masks, grids of patches, pixels), and everything computed from inputs alone, have
+values: they are on the CPU. So a model of any size runs quickly. A value that Python reads from a
+tensor (``item``, ``tolist``) cannot depend on a weight or an activation: these have no values, and
+reading one raises an error. If an activation selects positions (``nonzero``: the tokens of an
+expert, the pixels of a mask), the run assumes that it selects all of them, so that a loop over
+selected experts runs for every expert.
 """
 
 from __future__ import annotations
@@ -31,31 +31,32 @@ _CONSTANTS = {
     aten.arange, aten.linspace, aten.new_ones, aten.ones, aten.ones_like, aten.randint,
     aten.randperm, aten.scalar_tensor, aten.tril_indices, aten.triu_indices,
 }  # fmt: skip
-"""What masks and positions start from: seldom written into, so that real ones have values too."""
+"""Ops that create masks and positions. Even float results have values: few are written into."""
 _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._index_put_impl_}
 
 
 @contextmanager
 def weightless() -> Iterator[Memory]:
-    """Within it, a model on the meta device runs on inputs that have values.
+    """Inside the block, a model on the meta device runs on inputs that have values.
 
-    Raises ``RuntimeError`` where a value is asked for that depends on a weight.
+    Reading a value that depends on a weight raises ``RuntimeError``. Yields the memory of all
+    values that the run computes.
     """
     all_chosen = symbolic.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
-    with _KeepWritten(), _KeepGiven() as run, all_chosen:
+    with _KeepConstants(), _KeepInputs() as run, all_chosen:
         yield run.computed
 
 
 class Memory:
-    """The memory of all values that a run computes."""
+    """The storages of all tensors that a run computes."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._whole: set[int] = set()
-        """Those computed from sizes, numbers in the code, and whole-number inputs alone."""
+        """Storages computed only from sizes, constants in the code, and integer inputs."""
 
     def add(self, result: Any, operands: Any, writes: bool) -> None:
-        """Note the memory of an op's results; ``writes``: it may have written into operands."""
+        """Record the results of an op; ``writes``: it may have written into its operands."""
         before = _storages(operands)
         found = _storages(result)
         self._storages |= {key: one for key, one in found.items() if key not in before}
@@ -66,11 +67,11 @@ class Memory:
             self._whole -= changed
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in it, whatever object of Python it is."""
+        """Whether the run computed the storage of ``tensor``, whatever its Python object."""
         return not self._storages.keys().isdisjoint(_storages(tensor))
 
     def holds_real(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in it that a weight, or an input of real numbers, may decide."""
+        """Whether the run computed ``tensor`` and it may depend on a weight or a float input."""
         return self.holds(tensor) and not self._is_whole(tensor)
 
     def _is_whole(self, tensor: torch.Tensor) -> bool:
@@ -91,16 +92,16 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
     found = {}
     for value in _tensors(values):
-        with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse, not made yet
+        with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse, or not materialised
             storage = value.untyped_storage()
             found[storage._cdata] = storage
     return found
 
 
-class _KeepWritten(TorchFunctionMode):
-    """Numbers that stand in the code keep their values, whatever device they are meant for.
+class _KeepConstants(TorchFunctionMode):
+    """Constants in the code keep their values on the CPU, whatever device the code names.
 
-    An index that an activation gives stays a tensor, where Python would read its number.
+    An index computed from activations stays a tensor; otherwise Python would read its value.
     """
 
     def __torch_function__(
@@ -115,9 +116,10 @@ class _KeepWritten(TorchFunctionMode):
 
 
 class KeepWhole(TorchFunctionMode):
-    """While a model is built without weights: a whole number that its code writes has a value.
+    """While a model is built without weights, integer constants in its code keep their values.
 
-    Such is the stride of a convolution, kept as a tensor. What a checkpoint fills is none.
+    An example is the stride of a convolution that is stored as a tensor. ``forget_stored`` then
+    removes the values of those that a checkpoint provides.
     """
 
     def __torch_function__(
@@ -130,14 +132,14 @@ class KeepWhole(TorchFunctionMode):
 
 
 def forget_stored(model: nn.Module) -> None:
-    """Buffers that a checkpoint fills lose their values."""
+    """Move buffers that are stored in checkpoints to the meta device."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 setattr(module, name, buffer.to("meta"))
 
 
-class _KeepGiven(TorchDispatchMode):
+class _KeepInputs(TorchDispatchMode):
     """Ops on tensors with values run on the CPU, all others on the meta device."""
 
     def __init__(self) -> None:
@@ -187,7 +189,7 @@ def _forgotten(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A tensor of the same shape on that device, for an op that reads nothing else."""
+    """A function that replaces a tensor by an empty one of its shape on ``device``."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device.type == device else torch.empty_like(tensor, device=device)
@@ -196,7 +198,7 @@ def _on(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _makes_new(func: Any, given: list[torch.Tensor]) -> bool:
-    """Whether the op reads the shape of its operands at most."""
+    """Whether the op creates a tensor, and reads no more than the shape of its operands."""
     takes_device = any(argument.name == "device" for argument in func._schema.arguments)
     name = func.overloadpacket.__name__
     return takes_device and (not given or name.endswith("_like") or name.startswith("new_"))
@@ -213,7 +215,7 @@ def _device_of_new(
 
 
 def _whole_indices(indices: Any) -> list[Any]:
-    """Masks with values become the positions that they select, so that shapes are known."""
+    """Replace masks with values by the positions that they select, so that shapes are known."""
     found: list[Any] = []
     for index in indices:
         masks = _known(index) and index.dtype in (torch.bool, torch.uint8)
@@ -222,9 +224,10 @@ def _whole_indices(indices: Any) -> list[Any]:
 
 
 def _check_put(target: torch.Tensor, indices: list[Any], values: Any = None) -> None:
-    """Raise, as with values, where what is written does not fit the places that it is put in.
+    """Raise ``RuntimeError`` if values do not fit the positions that they are written to.
 
-    How many an activation chooses is not known: all of them, which may be more than there are.
+    On the meta device, torch does not check this. If the positions depend on an activation, their
+    number is unknown and nothing is checked.
     """
     if not isinstance(values, torch.Tensor) or not all(i is None or _known(i) for i in indices):
         return
@@ -239,13 +242,11 @@ def _check_put(target: torch.Tensor, indices: list[Any], values: Any = None) -> 
 
 
 def without_weights(model: nn.Module, copied: list[torch.Tensor] | None = None) -> nn.Module:
-    """``model`` itself if its weights are on the meta device, else a copy with weights there.
+    """``model`` if all its weights are on the meta device, else a copy with its weights there.
 
-    To ``copied`` all other tensors are added that it holds a copy of.
-
-    Those that accelerate's hooks would bring there are not: the copy has no such hooks.
-
-    Raises ``TraceFailed`` where the model's own code, asked for a copy, gives its weights.
+    The copy has no hooks of accelerate, which would load the weights. The originals of all other
+    copied tensors are appended to ``copied``. Raises ``TraceFailed`` if the model's own code returns
+    a copy that shares the weights.
     """
     hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
     if not hooked and all(parameter.is_meta for parameter in model.parameters()):
@@ -258,7 +259,7 @@ def without_weights(model: nn.Module, copied: list[torch.Tensor] | None = None) 
     if any(not parameter.is_meta for parameter in bare.parameters()):
         raise TraceFailed(f"{type(model).__name__}: a copy of the model shares its weights")
     if copied is not None:
-        held = memo.get(id(memo), ())  # where deepcopy keeps what it has copied
+        held = memo.get(id(memo), ())  # deepcopy stores the originals here
         copied += [value for value in held if isinstance(value, torch.Tensor)]
     for module in bare.modules() if hooked else ():
         for name in ("forward", "_old_forward", "_hf_hook"):
@@ -267,7 +268,7 @@ def without_weights(model: nn.Module, copied: list[torch.Tensor] | None = None) 
 
 
 def beside(model: nn.Module, value: Any) -> Any:
-    """Nested inputs on the device of ``model``; those without values become zeros there."""
+    """Nested inputs, moved to the device of ``model``; tensors without values become zeros."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -278,5 +279,5 @@ def beside(model: nn.Module, value: Any) -> Any:
 
 
 def on_cpu(value: Any) -> Any:
-    """Nested inputs that have values, on the CPU; the others stay on the meta device."""
+    """Nested inputs, moved to the CPU; tensors without values stay on the meta device."""
     return pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.cpu(), value)

@@ -1,11 +1,12 @@
-"""A norm is its module's ``forward``, run once by each call of the module on one tensor.
+"""Check that a call of a norm module runs its class's ``forward`` on one tensor, and nothing else.
 
-A fold gives a norm another class with another ``forward``. So nothing may stand between a call of
-the module and that ``forward``, and the proof must have seen every time that it runs:
+To convert a norm of a live model, its class is replaced by one with another ``forward``. That is
+safe only if nothing comes between a call of the module and ``forward``, and if the proof covers
+every run of ``forward``:
 
-* ``interference`` reads the module itself: hooks, parametrisations, replaced methods. It is asked
+* ``interference`` inspects the module: hooks, parametrisations, replaced methods. It is called
   before a norm is proven, and again before a plan is installed;
-* ``NormRuns`` watches every run of ``forward`` while a model is traced.
+* ``NormRuns`` observes every run of ``forward`` while a model is traced.
 """
 
 from __future__ import annotations
@@ -25,25 +26,27 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as hooks_of_all
 
 METHODS = ("__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward")
-"""What a call of a module goes through before its ``forward``."""
+"""Methods that run before ``forward`` when a module is called."""
 ACCESS = ("__getattr__", "__getattribute__", "__setattr__", "__delattr__")
-"""What an attribute of a module is read and written by."""
+"""Methods that read and write attributes of a module."""
 HARMLESS = (
     "enjoyln_cli",
     "transformers.integrations.neftune",
     "transformers.modeling_utils",
     "transformers.utils.output_capturing",
 )
-"""Python modules whose hooks change no value in eval mode: they record it, or ask for gradients."""
+"""Python modules whose hooks change no values in eval mode: they record values, or request
+gradients."""
 PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def interference(module: nn.Module) -> str | None:
-    """Why a call of ``module`` may compute something else than its class's ``forward`` does."""
+    """Why a call of ``module`` may compute something else than its class's ``forward``, or
+    ``None``."""
     cls = type(module)
     before = (*module._forward_pre_hooks.values(), *hooks_of_all._global_forward_pre_hooks.values())
     if foreign_hooks((*before, *forward_hooks(module))):
-        return "a forward hook may change what it reads or returns"
+        return "a forward hook may change its input or output"
     if has_replaced_forward(module):
         return "its forward was replaced on the instance"
     own = [name for name in METHODS if getattr(cls, name) is not getattr(nn.Module, name)]
@@ -51,11 +54,11 @@ def interference(module: nn.Module) -> str | None:
     if own:
         return f"its class replaces {own[0]}"
     if getattr(module, "_compiled_call_impl", None) is not None:
-        return "it is compiled by itself"
+        return "it was compiled separately, by its own compile method"
     if type(cls).__module__ != "enjoyln_cli.runtime.modules" and type(cls) is not type:
-        return f"the class of its class is {type(cls).__name__}, so no other class can replace it"
+        return f"its class has the metaclass {type(cls).__name__}, so it cannot be replaced"
     if not inspect.isfunction(inspect.getattr_static(cls, "forward", None)):
-        return "its forward is no plain method"
+        return "its forward is not a plain method"
     if any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1]):
         return "its class replaces __init_subclass__"
     own = [name for name in ACCESS if getattr(cls, name) is not getattr(nn.Module, name)]
@@ -69,19 +72,19 @@ def interference(module: nn.Module) -> str | None:
             return f"its {name} is a parameter and another attribute"
     for name, tensor in tensors.items():
         if tensor is not None and type(tensor) not in PLAIN:
-            return f"its {name} is a {type(tensor).__name__}, and no plain tensor"
+            return f"its {name} is a {type(tensor).__name__}, not a plain tensor"
     return None
 
 
 def forward_hooks(module: nn.Module) -> tuple[Any, ...]:
-    """All that is called with what ``module`` returns."""
+    """All forward hooks of ``module``, including torch's global ones."""
     return *module._forward_hooks.values(), *hooks_of_all._global_forward_hooks.values()
 
 
 def foreign_hooks(hooks: Iterable[Any]) -> bool:
-    """Whether any of ``hooks`` comes from code that may change values."""
+    """Whether any of ``hooks`` is defined in code that is not known to be harmless."""
     for hook in hooks:
-        while hasattr(hook, "func"):  # of functools.partial
+        while hasattr(hook, "func"):  # unwrap functools.partial
             hook = hook.func
         home = f"{getattr(hook, '__module__', '')}."
         if not any(home.startswith(f"{name}.") for name in HARMLESS):
@@ -90,9 +93,10 @@ def foreign_hooks(hooks: Iterable[Any]) -> bool:
 
 
 def has_replaced_forward(module: nn.Module) -> bool:
-    """Whether another ``forward`` than that of the class is called.
+    """Whether the instance has a ``forward`` that does not call the ``forward`` of its class.
 
-    Accelerate keeps the forward it wraps in ``_old_forward``; other patches hide the class.
+    Accelerate's wrapper is no replacement: it stores the ``forward`` that it calls in
+    ``_old_forward``.
     """
     if "forward" not in vars(module):
         return False
@@ -101,7 +105,7 @@ def has_replaced_forward(module: nn.Module) -> bool:
 
 
 def become(module: nn.Module, cls: type) -> None:
-    """Give ``module`` the class ``cls``, whose ``forward`` accelerate's hooks call then, too."""
+    """Set the class of ``module`` to ``cls``, also for the ``forward`` that accelerate calls."""
     module.__class__ = cls
     if "_old_forward" in module.__dict__:
         module._old_forward = MethodType(cls.forward, module)  # type: ignore
@@ -115,7 +119,7 @@ def first_input(forward: Callable[..., Any]) -> str:
 
 
 def only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> torch.Tensor | None:
-    """The tensor that a call passes, by position or as ``name``; ``None`` if it passes more."""
+    """The tensor that is passed by position or as ``name``, if it is the only argument."""
     if kwargs:
         value = kwargs.get(name) if len(kwargs) == 1 and not args else None
     else:
@@ -124,7 +128,7 @@ def only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> t
 
 
 def runs_torchs_layer_norm(module: nn.Module) -> bool:
-    """Whether the ``forward`` of a module is that of ``nn.LayerNorm``, as torch defines it."""
+    """Whether a module uses the ``forward`` of ``nn.LayerNorm`` as torch defines it, unpatched."""
     forward = inspect.getattr_static(type(module), "forward", None)
     own = (forward, "torch.nn.modules.normalization"), (F.layer_norm, "torch.nn.functional")
     unpatched = all(getattr(one, "__module__", None) == home for one, home in own)
@@ -132,7 +136,7 @@ def runs_torchs_layer_norm(module: nn.Module) -> bool:
 
 
 def may_be_norm(module: nn.Module) -> bool:
-    """Whether a module holds so little that it may be a norm. What it computes is not tried."""
+    """Whether a module has so few tensors that it may be a norm; it is not run to find out."""
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
         return True
     if type(module).__module__.startswith("torch.nn.modules.") or any(module.children()):
@@ -142,31 +146,31 @@ def may_be_norm(module: nn.Module) -> bool:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of every module that is registered under several, by its other names."""
+    """For modules that are registered under several names: each other name, and the first name."""
     first = {module: name for name, module in model.named_modules()}
     every = model.named_modules(remove_duplicate=False)
     return {name: first[module] for name, module in every if name != first[module]}
 
 
 class NormRuns:
-    """Watches how the norms of a model run while it is traced, and tells which run otherwise.
+    """Observes how the norms of a model run while it is traced, and records unusual runs.
 
-    Each norm gets a class of its own with another ``forward``, as it does where a plan is
-    installed. So what reaches that ``forward`` here reaches ``RMSNorm`` there.
+    Each norm gets a new class with another ``forward``, in the same way as when a plan is
+    installed. So a call that runs this ``forward`` will run the ``forward`` of ``RMSNorm`` later.
     """
 
     def __init__(self) -> None:
         self.unseen: dict[str, str] = {}
-        """Why a call of a norm is none that the graph shows, by the norm's path."""
+        """By path of the norm: why the traced graph does not show all of its runs."""
         self._called: list[str] = []
         self._tracer: Any = None
 
     def begin(self) -> None:
-        """The model is called, and its ops are recorded from here on, or not."""
+        """Note that a call of the model begins, with the current tracer or none."""
         self._tracer = _tracer()
 
     def called(self, path: str, call: Callable[[], Any]) -> Any:
-        """What ``call`` returns, which is the call of the module at ``path``."""
+        """Run ``call``, which calls the module at ``path``, and return its result."""
         self._called.append(path)
         depth = len(self._called)
         try:
@@ -175,17 +179,17 @@ class NormRuns:
             del self._called[depth - 1 :]
 
     def ran(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
-        """The ``forward`` of the norm at ``path`` is run with these arguments."""
+        """Note a run of the ``forward`` of the norm at ``path`` with these arguments."""
         if not self._called or self._called.pop() != path:
-            self.unseen.setdefault(path, "its forward is run in another way than by calling it")
+            self.unseen.setdefault(path, "its forward runs without a call of the module")
         elif _tracer() is not self._tracer:
             self.hidden(path)
         elif only_input(args, kwargs, name) is None:
             self.unseen.setdefault(path, "it is called with more than one tensor")
 
     def hidden(self, path: str) -> None:
-        """The norm at ``path`` runs where the graph does not show it."""
-        self.unseen.setdefault(path, "it is called inside of an operator such as torch.cond")
+        """Note that the norm at ``path`` runs where the graph does not show it."""
+        self.unseen.setdefault(path, "it is called inside an operator such as torch.cond")
 
 
 def _tracer() -> Any:
@@ -194,7 +198,7 @@ def _tracer() -> Any:
 
 @contextmanager
 def watch_norms(model: nn.Module) -> Iterator[NormRuns]:
-    """Within it, every run of a norm of ``model`` is watched."""
+    """Inside the block, every run of a norm of ``model`` is observed."""
     runs = NormRuns()
     watched: list[tuple[nn.Module, type]] = []
     try:
@@ -209,7 +213,7 @@ def watch_norms(model: nn.Module) -> Iterator[NormRuns]:
 
 
 def _watching(base: Any, path: str, runs: NormRuns) -> type:
-    """``base`` with a ``forward`` that computes the same and tells ``runs`` of it."""
+    """A subclass of ``base`` that computes the same and reports each run to ``runs``."""
     name = first_input(base.forward)
 
     def hidden(_: Any) -> None:

@@ -1,17 +1,21 @@
-"""What a norm module computes, found by running it: the name of its class decides nothing.
+"""Find out whether a module computes LayerNorm, by running it. Its class name does not matter.
 
 A module is a LayerNorm if a copy in float64 with random parameters computes
 
     y = gain * (x - mean(x)) / sqrt(var(x) + eps) + bias
 
-over the last dimension or over the channels (dimension 1 of N, C, ...), with a gain of a parameter,
-1 + a parameter, or 1. It is tried on inputs of every magnitude, then read (see ``arithmetic``).
-Most hand their input to torch's ``layer_norm`` and do nothing else. Any other may take no decision
-by what it is given, nor compute anything that is not one formula. It is then tried where another
-formula would differ: rows of zeros and of one value, a single row, magnitudes around the root of
-eps, parameters that are zero, negative, tiny and huge, and its own. A module may compute something
-else for inputs of more or fewer dimensions, so it is a LayerNorm for those numbers of dimensions
-that were tried.
+over the last dimension or over the channels (dimension 1 of N, C, ...). The gain is a parameter,
+1 + a parameter, or 1. The test has three parts:
+
+1. The module is run on inputs of many magnitudes.
+2. Its ops are examined (see ``arithmetic``). Most modules only call torch's ``layer_norm``. Any
+   other must not branch on its input, and must consist of ops with one formula for all values.
+3. The module is run on inputs for which other formulas differ from LayerNorm: rows of zeros and of
+   one value, a single row, magnitudes around the root of eps; with parameters that are zero,
+   negative, tiny and huge, and with its own.
+
+A module may compute something else for inputs with another number of dimensions, so the result
+holds for the tested numbers of dimensions only.
 """
 
 from __future__ import annotations
@@ -35,26 +39,28 @@ from enjoyln_cli.models.arithmetic import decision, layer_norm_eps, other_op
 Gain = Literal["weight", "1 + weight", "1"]
 
 RANKS = range(2, 6)
-"""Numbers of dimensions that are tried."""
+"""Numbers of dimensions of test inputs."""
 OTHERS = (3, 5, 2)
-"""Lengths of the dimensions of an input that are neither its first one nor normalised."""
+"""Sizes of the dimensions of a test input that are neither the first one nor normalised."""
 ROWS = (6, 64)
-"""How often one input is normalised, at least and at most: a clamp shows in the largest of many."""
+"""Minimum and maximum of rows in a test input. Many rows are needed to detect a clamp, which may
+only change the largest elements."""
 LARGEST = 1 << 16
-"""Elements of a parameter above which a module is no norm, and is not copied to find out."""
+"""A module with larger parameters (in elements) is not a norm, and is not copied for a test."""
 TOLERANCE = 1e-5
-"""Of the largest element: float32 inside passes; a root of a sum over d - 1 elements does not."""
+"""Error relative to the largest element. It allows float32 computation inside the module, but not
+a variance with d - 1 in the denominator."""
 MAGNITUDES = (1e-6, 1e-3, 1.0, 1e5)
 SMALL = 1e-3
-"""The magnitude that a constant of usual size inside the root shows at."""
+"""A magnitude of inputs for which an eps of usual size is noticeable."""
 EXACTLY = 1e-7
-"""Of the largest element of a row, where all is computed in float64: a constant that is stored in
-float32 passes."""
+"""Error relative to the largest element of a row, if everything is computed in float64. It allows
+constants that are stored in float32."""
 EXTREMES = (1e-12, 1e-6, 1.0, 1e5, 1e12)
 AROUND = (1e-2, 0.3, 1.0, 1e2)
 """Magnitudes relative to the root of eps."""
 NARROW = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""How exact it has to be in other dtypes, in which a module might do something else."""
+"""Tolerances for other dtypes, for which a module may have other code."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +68,25 @@ class LayerNormForm:
     """How a module computes LayerNorm."""
 
     dim: int
-    """-1, or 1 for channels before positions."""
+    """The normalised dimension: -1, or 1 for channels before positions."""
     gain: Gain
     biased: bool
     eps: float
     ranks: tuple[int, ...] | None = None
-    """The numbers of dimensions of an input for which it does; ``None`` for any."""
+    """The numbers of input dimensions for which it does; ``None`` for any."""
     weight: str = "weight"
+    """Name of the tensor that the gain is computed from; it may have dimensions of size 1."""
     bias: str = "bias"
-    """Names of the tensors behind the gain and of the bias, which may have dimensions of size 1."""
+    """Name of the bias; it may have dimensions of size 1."""
 
     def holds_for(self, rank: int) -> bool:
-        """Whether inputs of ``rank`` dimensions are normalised in this way."""
+        """Whether inputs with ``rank`` dimensions are normalised in this way."""
         return self.ranks is None or rank in self.ranks
 
 
 @dataclass(frozen=True)
 class _Roles:
-    """Which of a module's tensors might be its weight and its bias, and what it would normalise."""
+    """A guess: which tensors of a module are weight and bias, and the shape that it normalises."""
 
     shape: tuple[int, ...]
     weight: str | None
@@ -88,7 +95,7 @@ class _Roles:
 
 @dataclass(frozen=True, eq=False)
 class _Probe:
-    """A copy of a module in float64 with random parameters, and what it normalises."""
+    """A float64 copy of a module with random parameters, and the shape that it normalises."""
 
     module: nn.Module
     shape: tuple[int, ...]
@@ -102,22 +109,22 @@ class _Probe:
         return (first, *between, *self.shape) if dim == -1 else (first, *self.shape, *between)
 
     def fixed(self, dim: int, rank: int) -> set[int]:
-        """The dimensions of an input whose size the module's parameters decide."""
+        """The dimensions of an input whose sizes are given by the module's parameters."""
         return {1} if dim == 1 else set(range(rank - len(self.shape), rank))
 
     def input(self, dim: int, rank: int) -> torch.Tensor:
-        """Normal numbers, to read only."""
+        """Normally distributed values; shared, so do not write to them."""
         return _normal(self.size(dim, rank))
 
     def ranks(self, dim: int) -> Iterator[int]:
-        """Those that an input can have: rows of what is normalised, or channels of positions."""
+        """The numbers of dimensions in ``RANKS`` that an input of this module can have."""
         yield from (rank for rank in RANKS if rank > (2 if dim == 1 else len(self.shape)))
 
     def run(self, x: torch.Tensor) -> torch.Tensor | None:
         try:
             with torch.no_grad():
                 y = self.module(x.clone())
-        except Exception:  # whatever a foreign module raises, it is no norm of this kind
+        except Exception:  # a module that fails on these inputs is not a norm of this kind
             return None
         return y.double() if isinstance(y, torch.Tensor) and y.shape == x.shape else None
 
@@ -156,19 +163,21 @@ def per_feature(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def layer_norm_form(module: nn.Module) -> LayerNormForm | None:
-    """How ``module`` computes LayerNorm; ``None`` if it does not."""
+    """How ``module`` computes LayerNorm; ``None`` if it does not, or not for all inputs."""
     found = examine(module, {})
     return found if isinstance(found, LayerNormForm) else None
 
 
 Known = dict[Any, LayerNormForm | str]
-"""What was found, for each kind of module: valid as long as no code is changed."""
+"""Results for each kind of module; valid as long as no code changes."""
 
 
 def examine(module: nn.Module, known: Known) -> LayerNormForm | str | None:
-    """How ``module`` computes LayerNorm; why it does not on all inputs, though on many; ``None``.
+    """Find out how ``module`` computes LayerNorm.
 
-    What was found for a module of the same kind is taken from ``known``.
+    Returns the form; or, as text, why the module computes LayerNorm for many inputs but perhaps not
+    for all; or ``None`` if it is not a LayerNorm. Results for modules of the same kind are taken
+    from ``known``, and new ones are added to it.
     """
     roles = _roles(module)
     if not roles:
@@ -180,7 +189,7 @@ def examine(module: nn.Module, known: Known) -> LayerNormForm | str | None:
     if found is None:
         try:
             found = _examined(module, roles)
-        except Exception:  # whatever a foreign module raises where it is copied
+        except Exception:  # copying a custom module may raise any exception
             found = None
     if found is not None and kind is not None:
         known[kind] = found
@@ -190,16 +199,18 @@ def examine(module: nn.Module, known: Known) -> LayerNormForm | str | None:
 
 
 _others: set[Any] = set()
-"""Kinds of modules that are no LayerNorm; to forget one would cost time, to keep one a fold."""
+"""Kinds of modules that are not LayerNorm. Kept to save time; if their code changes later, such a
+module is not converted, which is safe."""
 
 
 _INTERNAL = vars(nn.Module()).keys()
 
 
 def _kind(module: nn.Module) -> Any:
-    """The same for modules that compute the same with the same weights; ``None`` if not known.
+    """A key that is equal for modules which compute the same, given the same weights.
 
-    These have one class, parameters of the same shapes, and otherwise nothing but plain values.
+    Such modules have the same class, parameters of the same shapes and dtypes, and equal plain
+    attributes. ``None`` if a module has other attributes.
     """
     held = {name: value for name, value in vars(module).items() if name not in _INTERNAL}
     if not all(map(_is_plain, held.values())):
@@ -241,7 +252,7 @@ def _form(probe: _Probe, roles: _Roles) -> LayerNormForm | None:
 
 
 def _objection(module: nn.Module, roles: _Roles, form: LayerNormForm) -> str | None:
-    """Why a module that computes LayerNorm where it was tried may not do so elsewhere."""
+    """Why a module that passed the first test may not compute LayerNorm for all inputs."""
     probe = _probe(module, roles)
     inputs = [probe.input(form.dim, rank) for rank in form.ranks or ()]
     own = probe.weight, probe.bias
@@ -275,7 +286,7 @@ def _objection(module: nn.Module, roles: _Roles, form: LayerNormForm) -> str | N
         weight, bias = (getattr(narrow.module, n or "", None) for n in (roles.weight, roles.bias))
         wide = (None if part is None else part.double() for part in (weight, bias))
         y, expected = narrow.run(x), layer_norm(x.double(), form, *wide)
-        if y is None:  # not for this dtype
+        if y is None:  # the module does not support this dtype
             continue
         if found := other_op(narrow.module, x):
             return found
@@ -287,13 +298,13 @@ def _objection(module: nn.Module, roles: _Roles, form: LayerNormForm) -> str | N
 
 
 def _parameters(probe: _Probe) -> Iterator[tuple[str, Any, Any]]:
-    """Weights and biases of every kind, in words and as tensors of the module's shape."""
+    """Weights and biases to test, each pair with words for the error message."""
     generator = torch.Generator().manual_seed(2)
     like = next((p for p in (probe.weight, probe.bias) if p is not None), torch.ones(probe.shape))
     one, two = (torch.randn(like.shape, generator=generator, dtype=torch.float64) for _ in range(2))
     zero, sparse = torch.zeros_like(one), one * (two > 0)
     yield "", one, two
-    if probe.weight is probe.bias:  # there is none
+    if probe.weight is probe.bias:  # both are None
         return
     yield " where its parameters are negative", -one.abs() - 0.1, -two.abs() - 0.1
     yield " where its parameters are zero", zero, zero
@@ -303,17 +314,17 @@ def _parameters(probe: _Probe) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _every_row(probe: _Probe, form: LayerNormForm, rank: int) -> torch.Tensor:
-    """An input with rows of every magnitude, of zeros, and of one value."""
+    """An input with rows of many magnitudes, a row of zeros, and a row of one value."""
     x = probe.input(form.dim, rank)[:1] + 0.7
     scales = [*EXTREMES, *(math.sqrt(form.eps) * part for part in AROUND if form.eps)]
     rows = [scale * x for scale in scales] + [torch.zeros_like(x)]
-    if form.eps:  # otherwise 0 / 0, or what rounding makes of it
+    if form.eps:  # without eps, the result is 0 / 0, up to rounding
         rows.append(torch.full_like(x, 0.5))
     return torch.cat(rows)
 
 
 def _inputs(probe: _Probe, form: LayerNormForm, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Inputs of other kinds, in words and as tensors."""
+    """More inputs to test, each with words for the error message."""
     x = probe.input(form.dim, rank) + 0.7
     yield "huge inputs", EXTREMES[-1] * x
     yield "tiny inputs", EXTREMES[0] * x
@@ -325,7 +336,7 @@ def _inputs(probe: _Probe, form: LayerNormForm, rank: int) -> Iterator[tuple[str
 
 
 def _is_exact(probe: _Probe, form: LayerNormForm, x: torch.Tensor, gradients: bool = False) -> bool:
-    """Whether the module computes LayerNorm of ``x``, and neither writes ``x`` nor its weights."""
+    """Whether the module computes LayerNorm of ``x`` and changes neither ``x`` nor its weights."""
     held = [tensor for tensor in (probe.weight, probe.bias) if tensor is not None]
     given, before, x = x, [tensor.clone() for tensor in held], x.clone()
     expected = layer_norm(given, form, probe.weight, probe.bias).movedim(form.dim, -1)
@@ -333,7 +344,7 @@ def _is_exact(probe: _Probe, form: LayerNormForm, x: torch.Tensor, gradients: bo
         try:
             with torch.set_grad_enabled(enabled), _Wide():
                 y = probe.module(x.requires_grad_(enabled))
-        except Exception:  # whatever a foreign module raises, it computes nothing else
+        except Exception:  # a custom module may fail, but then it returns no wrong result
             continue
         if not isinstance(y, torch.Tensor) or y.shape != x.shape:
             return False
@@ -348,7 +359,7 @@ def _is_exact(probe: _Probe, form: LayerNormForm, x: torch.Tensor, gradients: bo
 
 
 class _Wide(TorchDispatchMode):
-    """What a module computes in float32 or narrower is computed in float64."""
+    """Inside the block, casts to float32 or narrower dtypes become casts to float64."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -362,7 +373,7 @@ class _Wide(TorchDispatchMode):
 
 
 def _by_own(module: nn.Module, form: LayerNormForm) -> LayerNormForm | str:
-    """``form`` if the module computes LayerNorm with the values that its parameters have."""
+    """``form`` if the module also computes LayerNorm with its own weights, else the reason."""
     tensors = [*module.parameters(), *module.buffers()]
     if (
         not tensors
@@ -385,7 +396,7 @@ def _by_own(module: nn.Module, form: LayerNormForm) -> LayerNormForm | str:
 
 
 def computes_rms_norm(module: nn.Module) -> bool:
-    """Whether ``module`` computes ``x / rms(x)`` times its weight, or 1 + weight, without bias."""
+    """Whether ``module`` computes ``x / rms(x)`` times its weight or 1 + its weight, no bias."""
     for roles in _roles(module):
         if roles.weight is None or roles.bias is not None:
             continue
@@ -400,7 +411,7 @@ def computes_rms_norm(module: nn.Module) -> bool:
 
 
 def _roles(module: nn.Module) -> list[_Roles]:
-    """What the tensors of a module might be, if it is a norm; the likeliest first."""
+    """The possible roles of a module's tensors if it is a norm, the most likely first."""
     if any(module.children()):
         return []
     tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
@@ -429,8 +440,8 @@ def _roles(module: nn.Module) -> list[_Roles]:
 def _bare(module: nn.Module) -> nn.Module:
     """A copy of ``module`` in eval mode, without hooks, whose methods are those of its class.
 
-    Its parameters want no gradients. Raises ``ValueError`` where the module's own code, asked for a
-    copy, gives one that shares memory with it: what is written into a copy would change the module.
+    Its parameters need no gradients. Raises ``ValueError`` if the module's own code returns a copy
+    that shares memory with it, since the copy is written to.
     """
     bare = object.__new__(type(module))
     bare.__dict__.update(vars(module))
@@ -467,7 +478,7 @@ def _probe(module: nn.Module, roles: _Roles) -> _Probe:
 
 
 def _possible_eps(probe: _Probe, form: LayerNormForm, rank: int) -> Iterator[float]:
-    """The numbers that the module holds, then what its answer to a small input says."""
+    """Candidates for eps: float attributes of the module, then a fit to its output."""
     yield from (v for v in vars(probe.module).values() if isinstance(v, float) and 0 <= v < 1)
     x = probe.input(form.dim, rank)
     y, whole = probe.run(x * SMALL), layer_norm(x, form, probe.weight, None)

@@ -1,9 +1,9 @@
-"""A model that does not fit in memory: a weight is read when the layer that holds it runs.
+"""Run a model that does not fit in memory: weights are read when their layer runs.
 
-Decides where a weight is. Every tensor is left on the disk, and accelerate's hooks ask a mapping
-for those of a layer before it runs, and let go of them afterwards. That mapping is a ``Reader``:
-what is asked for is what was made for its name, or else what the files hold, and stays in memory
-where there is room for it. So a model can be edited without being anywhere as a whole.
+All tensors stay on disk. Before a layer runs, accelerate's hooks get its weights from a mapping,
+and drop them afterwards. That mapping is a ``Reader``. It returns the value that was set for a
+name with ``make``, or else the value in the files, and keeps it in memory if there is room. So a
+model can be edited without having all of it in memory or on disk again.
 """
 
 from __future__ import annotations
@@ -24,27 +24,31 @@ Value = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Offload:
-    """How much of a model stays in memory, and where there is room for the rest."""
+    """How much of a model may stay in memory, and a folder on disk for temporary weights."""
 
     folder: Path
-    """For weights that the files hold in another layout than the model does."""
+    """Holds weights that the model needs in another layout than the files have."""
     room: int
-    """Bytes of weights that may stay in memory from one layer's run to its next."""
+    """Bytes of weights that may stay in memory between runs of their layers."""
 
 
 @dataclass
 class Reader(Mapping[str, torch.Tensor]):
-    """The weights of a model by the names of its parameters, each read when it is asked for."""
+    """The weights of a model by the names of its parameters; each is read when it is requested."""
 
     stored: Mapping[str, torch.Tensor]
+    """The weights in the files."""
     room: int
+    """Bytes of further weights that may be kept in memory."""
     made: dict[str, Value] = field(default_factory=dict)
+    """Functions that compute the weights which were set with ``make``."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Weights that are kept in memory."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self.kept:
             return self.kept[name]
-        with torch._C.DisableTorchFunction():  # however the model computes, files are read alike
+        with torch._C.DisableTorchFunction():  # modes around the model must not affect reading
             value = self.source(name)()
         if value.nbytes <= self.room:
             self.room -= value.nbytes
@@ -58,18 +62,18 @@ class Reader(Mapping[str, torch.Tensor]):
         return len(self.stored.keys() | self.made.keys())
 
     def source(self, name: str) -> Value:
-        """What gives the value that ``name`` has now, whatever it becomes later."""
+        """A function that returns the present value of ``name``, even if it is set again later."""
         return self.made.get(name) or partial(self.stored.__getitem__, name)
 
     def make(self, name: str, value: Value) -> None:
-        """From now on ``name`` is what ``value`` returns, of the parameter's dtype and shape."""
+        """Set ``name`` to what ``value()`` returns, which has the parameter's dtype and shape."""
         if name in self.kept:
             self.room += self.kept.pop(name).nbytes
         self.made[name] = value
 
 
 def read_when_needed(model: nn.Module, room: int) -> Reader:
-    """Put a ``Reader`` between the files and a model that accelerate has left on the disk."""
+    """Put a ``Reader`` between the files and a model that accelerate has left on disk."""
     maps = [found for module in model.modules() for found in _maps(module)]
     reader = Reader(maps[0].dataset, room)
     known = set(reader.stored)
@@ -82,13 +86,13 @@ def read_when_needed(model: nn.Module, room: int) -> Reader:
 
 
 def reader_of(model: nn.Module) -> Reader | None:
-    """What reads the weights of ``model``; ``None`` for one that is in memory."""
+    """The reader of a model whose weights are on disk; ``None`` if they are in memory."""
     found = (one.dataset for module in model.modules() for one in _maps(module))
     return next((one for one in found if isinstance(one, Reader)), None)
 
 
 def _maps(module: nn.Module) -> Iterator[Any]:
-    """The mappings that the hooks of ``module`` ask; several hooks are one that holds them."""
+    """The weight mappings of accelerate's hooks on ``module``."""
     hook = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
         found = getattr(one, "weights_map", None)
@@ -97,7 +101,7 @@ def _maps(module: nn.Module) -> Iterator[Any]:
 
 
 def on_disk(value: torch.Tensor, folder: Path) -> torch.Tensor:
-    """The same values in a file without a name, mapped into memory; it goes with the tensor."""
+    """Copy a tensor to an unnamed file that is mapped into memory, and vanishes with the tensor."""
     if not value.numel():
         return value
     handle, name = tempfile.mkstemp(dir=folder)

@@ -1,8 +1,8 @@
-"""What a model returns, tensor by tensor, under the names that its users know.
+"""Names for the tensors that a model returns.
 
-``logits`` is a field, ``vision_model_output.last_hidden_state`` a field of an output inside of it,
-``hidden_states.3`` and ``3`` are elements of tuples, ``output`` is a tensor returned alone. Decides
-which fields a pattern names, and which are needed whatever the user names.
+``logits`` is a field, ``vision_model_output.last_hidden_state`` a field of a nested output,
+``hidden_states.3`` and ``3`` are elements of tuples, ``output`` is a tensor returned alone. The
+functions here match patterns with fields, and tell which fields must always stay the same.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ STATES = "hidden_states"
 
 
 def as_names(outputs: str | Iterable[str]) -> tuple[str, ...]:
-    """``outputs`` as a tuple: a string is one name, not its letters."""
+    """``outputs`` as a tuple; a string is one name."""
     return (outputs,) if isinstance(outputs, str) else tuple(outputs)
 
 
 def config_returning(config: Any, outputs: Iterable[str]) -> Any:
-    """A transformers config with which a model returns ``outputs``: hidden states, if asked for."""
+    """``config``, or a copy with ``output_hidden_states`` if ``outputs`` names hidden states."""
     if not any(STATES in pattern for pattern in outputs):
         return config
     config = copy.deepcopy(config)
@@ -40,9 +40,9 @@ def config_returning(config: Any, outputs: Iterable[str]) -> Any:
 
 
 def by_field(value: Any) -> dict[str, list[torch.Tensor]]:
-    """Every tensor that a model returned, those inside of caches and nested outputs too.
+    """Every tensor that a model returned, by field, including those in caches and nested outputs.
 
-    A tensor that is returned twice stands under both names.
+    A tensor that is returned twice appears under both names.
     """
     found: dict[str, list[torch.Tensor]] = {}
     for path, tensor in _walk(value, (), (), {}):
@@ -51,15 +51,15 @@ def by_field(value: Any) -> dict[str, list[torch.Tensor]]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor that a model returned, those inside of caches and nested outputs too."""
+    """Every tensor that a model returned, including those in caches and nested outputs."""
     return [tensor for tensors in by_field(value).values() for tensor in tensors]
 
 
 def _walk(
     value: Any, path: tuple[str, ...], around: tuple[int, ...], opened: dict[int, Any]
 ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """The tensors with their paths; an object with attributes, which may lead on to many others,
-    is ``opened`` where it is met first."""
+    """The tensors with their paths. An object with attributes may refer to many others, so it is
+    visited only once; ``opened`` holds the visited ones."""
     if isinstance(value, torch.Tensor):
         yield path, value
         return
@@ -80,14 +80,14 @@ def _walk(
 
 
 def is_fed_back(field: str, accepted: Collection[str]) -> bool:
-    """Whether a later call may be given the field: the cache, or what ``forward`` also takes."""
+    """Whether a later call may take the field as input: a cache, or an argument of ``forward``."""
     return any(part == CACHE or part in accepted for part in field.split("."))
 
 
 def match_names(patterns: Iterable[str], fields: Iterable[str]) -> frozenset[str]:
-    """The fields that a pattern names: the field itself or one that holds it, or a wildcard.
+    """The fields that match a pattern: a name, possibly with wildcards, of the field or a parent.
 
-    ``vision_model_output`` names all that is in it, ``*.pooler_output`` that of every output.
+    ``vision_model_output`` matches all of its fields, ``*.pooler_output`` that of every output.
     """
     return frozenset(f for f in fields if any(_names(pattern, f) for pattern in patterns))
 
@@ -98,7 +98,7 @@ def _names(pattern: str, field: str) -> bool:
 
 
 def require_named(patterns: Iterable[str], fields: Collection[str], model_class: str) -> None:
-    """Raises ``EnjoyLNError`` for the first pattern that names none of the fields."""
+    """Raise ``EnjoyLNError`` for the first pattern that matches none of the fields."""
     for pattern in patterns:
         if not match_names((pattern,), fields):
             known = sorted(field for field in fields if CACHE not in field.split("."))

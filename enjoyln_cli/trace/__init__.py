@@ -1,1 +1,1 @@
-"""From a model and its calls to graphs."""
+"""Capture graphs of a model's calls."""

@@ -1,8 +1,8 @@
-"""From a bare graph to a trace: what its placeholders, its outputs and its memory are.
+"""Turn a captured graph into a ``Trace``: name its parameters, inputs and outputs.
 
-A graph is drawn in three ways: recorded, exported, or written down in a dry run. Whichever it was,
-parameters get all their names here, inputs and outputs those of the class, and what is known of
-shared memory, of norms and of places for operations is added.
+Graphs come from a recording (``recorder``), from ``torch.export`` (``export``), or from a dry run
+(``dry_run``). For all of them, this module adds the names of parameters, inputs and output fields,
+and what is known about shared memory, norms and insertion points.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from enjoyln_cli.trace.trace import Naming, Trace
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of a model that is traced, by its own names."""
+    """Facts about the parameters of a traced model, by the model's own names."""
 
     model: nn.Module
     ties: Mapping[str, tuple[str, ...]]
@@ -40,13 +40,13 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class CallToTrace:
-    """A call of a model that is about to be traced; the model may have no weights."""
+    """A call of a model that is about to be traced; the model's weights may be on meta."""
 
     model: nn.Module
     call: Call
     naming: Naming
     inner: str | None
-    """Path of the submodule whose results count as returned, too."""
+    """Path of a submodule whose outputs count as returned, too."""
     weights: Weights
     watchers: Watchers
 
@@ -64,11 +64,11 @@ def annotate(
     replaced: Iterable[str],
     outside: Iterable[Any],
 ) -> Trace:
-    """The trace of a graph.
+    """The trace of a captured graph.
 
-    ``inputs`` are the nodes of the flattened steps, in their order, ``returned`` has the fields of
-    each value that the call returns. ``replaced`` are parameters that the call changes, ``outside``
-    the tensors that the graph reads though they are no parameter, buffer or input.
+    ``inputs`` are the nodes of the flattened steps, in order. ``returned`` maps each value that the
+    call returns to its output fields. ``replaced`` are the parameters that the call changes.
+    ``outside`` are tensors that the graph reads and that are not parameters, buffers or inputs.
     """
     model, naming = this.model, this.naming
     order = inspect.signature(model.forward).parameters
@@ -111,7 +111,7 @@ def annotate(
 def _named(
     this: CallToTrace, parameters: Mapping[Node, torch.Tensor]
 ) -> dict[Node, tuple[str, ...]]:
-    """All names of the parameter behind each node."""
+    """All names of the parameter that each node stands for."""
     aliases: dict[int, dict[str, None]] = {}
     for name, tensor in this.model.named_parameters(remove_duplicate=False):
         tied = (this.naming(other) for other in this.weights.ties[name])
@@ -122,16 +122,17 @@ def _named(
 def _locked_by_call(
     this: CallToTrace, replaced: Iterable[str], outside: Iterable[Any]
 ) -> dict[str, str]:
-    """The parameters that the call changes, or sees under no name of theirs, and the reason."""
+    """The parameters that the call changes, or reads through unnamed tensors, with the reason."""
     tensors = [value for value in pytree.tree_leaves(list(outside)) if torch.is_tensor(value)]
     changed = dict.fromkeys(replaced, "a call of the model changes it")
     return changed | reason_outside(this.weights.model, tensors)
 
 
 def _may_call(model: nn.Module, naming: Naming, read: Container[str]) -> set[str]:
-    """The modules that a control flow operator may call, whose graph is not this one.
+    """The modules that a control flow operator may call inside its own graphs.
 
-    It may call those with a parameter that it has ``read``, and those without parameters.
+    These are modules with a parameter in ``read`` (which such an operator reads), and modules
+    without parameters.
     """
     found = set()
     for path, module in model.named_modules():
@@ -142,10 +143,11 @@ def _may_call(model: nn.Module, naming: Naming, read: Container[str]) -> set[str
 
 
 def fields_of(returned: list[Node], layout: pytree.TreeSpec) -> dict[Node, tuple[str, ...]]:
-    """The fields of each value that ``Steps`` returned; none for what ``inner`` alone returned.
+    """The output fields of each value that ``Steps`` returned, without escaped values.
 
-    ``layout`` is that of what ``Steps`` returned. What leaves a call in another way than by being
-    returned, which comes last, is not among them.
+    A value that only the submodule ``inner`` returned has no field. Values in the last entry of the
+    result, which left a call without being returned, are left out. ``layout`` is the structure of
+    the result.
     """
     fields: dict[Node, dict[str, None]] = {node: {} for node in returned}
     *steps, (_, others) = pytree.tree_unflatten(returned, layout)
@@ -157,9 +159,9 @@ def fields_of(returned: list[Node], layout: pytree.TreeSpec) -> dict[Node, tuple
 
 
 def _input_name(path: Any, order: Mapping[str, inspect.Parameter]) -> str:
-    """The argument of ``forward`` that is a value in ``steps``; ``extra.add`` for one inside of it.
+    """The name of the argument of ``forward`` for a value at ``path`` in the steps.
 
-    One of ``*args`` has no name: ``*2``.
+    A value nested in an argument is named ``extra.add``; items of ``*args`` are named ``*2``.
     """
     _, kind, *places = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
     if kind == "0":  # by position

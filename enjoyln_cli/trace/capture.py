@@ -1,10 +1,11 @@
-"""From a model and a call of it to a graph, with its parameters named.
+"""Capture the graph of one call of a model, by the first of three methods that works.
 
-A model class is built on the meta device (no weights), and what it runs is recorded (see
-``recorder``), or captured by ``torch.export`` where a recording cannot tell all. Where that fails,
-or leaves a norm's input without a shape, since shapes depend on the values of inputs, the ops of
-one run on example values are written down instead (see ``dry_run``), and the graph holds for calls
-of that kind.
+1. Record the ops of a run on the meta device (``recorder``). This is the fastest method, but only
+   for models without weights and calls without side effects.
+2. Capture the call with ``torch.export`` (``export``).
+3. If that fails, or if the input of a norm has no fixed shape since shapes depend on values: record
+   the ops of one run on example values (``dry_run``). The graph then holds for calls of this kind
+   only.
 """
 
 from __future__ import annotations
@@ -40,28 +41,28 @@ from enjoyln_cli.trace.trace import Naming, Trace
 
 
 class Captures:
-    """The graphs of the calls of one model; each that can be recorded is recorded once."""
+    """Captures the graphs of one model's calls, and keeps those that were recorded."""
 
     def __init__(self, model: nn.Module, naming: Naming = str, inner: str | None = None) -> None:
-        """``naming`` gives the plan's name of a path in ``model``.
+        """``naming`` converts a path in ``model`` to the name that the plan uses.
 
-        What the submodule ``inner`` returns counts as returned, so that a graph also proves the
-        class of that submodule.
+        Outputs of the submodule ``inner`` count as returned, so that a graph also proves the class
+        of that submodule.
         """
         self.model = model
         self.naming = naming
         self.inner = inner
         self._recordings: dict[int, tuple[Call, Trace | None]] = {}
-        """By the identity of a call. The call is kept too, so that no other gets its identity."""
+        """By the ``id`` of a call. The call itself is kept, so that its ``id`` is not reused."""
 
     def accepts(self, call: Call) -> bool:
-        """Whether the model takes inputs of this form: recorded, or tried without weights."""
+        """Whether the model accepts inputs of this form, found by a run without weights."""
         return self._recording(call) is not None or accepts(self.model, call)
 
     def capture(self, call: Call) -> Trace:
-        """The graph of one call in eval mode, with ``aten.linear``, ``layer_norm`` etc. whole.
+        """The graph of one call in eval mode, in which ``aten.linear`` etc. are single nodes.
 
-        Raises ``TraceFailed`` where the model neither exports nor runs without its weights.
+        Raises ``TraceFailed`` if the model can neither be exported nor run without its weights.
         """
         if recording := self._recording(call):
             return recording
@@ -70,7 +71,7 @@ class Captures:
         try:
             with ready(model) as watchers:
                 exported = export_call(self._of(model, call, weights, watchers))
-        except Exception as error:  # torch.export raises what it meets, of any class
+        except Exception as error:  # torch.export passes on exceptions of any class
             exported, exporting = None, error
         if exported is not None and not _normalises_unknown_shapes(exported.graph):
             return exported
@@ -88,14 +89,14 @@ class Captures:
             ) from exporting
 
     def _recording(self, call: Call) -> Trace | None:
-        """The graph of a call as it was recorded; ``None`` where export has to tell."""
+        """The recorded graph of a call; ``None`` if it cannot be recorded."""
         if id(call) not in self._recordings:
             self._recordings[id(call)] = call, self._record(call)
         return self._recordings[id(call)][1]
 
     def _record(self, call: Call) -> Trace | None:
         if is_recordable(self.model):
-            with suppress(Exception), ready(self.model) as watchers:  # whatever it is, export tells
+            with suppress(Exception), ready(self.model) as watchers:  # export reports any error
                 return record_call(self._of(self.model, call, self._weights, watchers))
         return None
 
@@ -125,19 +126,19 @@ class Captures:
 
 
 def _normalises_unknown_shapes(graph: Graph) -> bool:
-    """Whether a LayerNorm reads a tensor whose shape values decide, so that no axis is known."""
+    """Whether a LayerNorm reads a tensor whose shape depends on values, so its axis is unknown."""
     called = (node for node in graph.nodes if packet(node) is aten.layer_norm)
     return any(shape_of(node) is None for node in called)
 
 
 def record_call(this: CallToTrace) -> Trace:
-    """The graph of a call as it is recorded. Raises where a recording cannot tell all."""
+    """The recorded graph of a call. Raises an exception if a recording cannot capture it."""
     runner = this.runner()
     found = record(runner, this.call.steps)
     settle(found.graph)
     replace_private_writes(found.graph)
     if left := mutating_ops(found.graph):
-        raise TraceFailed(f"{left[0].target} writes where others may read")
+        raise TraceFailed(f"{left[0].target} writes to memory that other ops may read")
     return annotate(
         this,
         found.graph,

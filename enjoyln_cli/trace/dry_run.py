@@ -1,8 +1,8 @@
-"""Runs a call without weights: to see whether the model takes it, or to write down its operations.
+"""Run a call without weights: to test whether the model accepts it, or to record its graph.
 
-The second is for models whose shapes depend on the values of inputs, so that they do not export.
-The inputs have example values, and so has what is computed of these alone (see
-``models.meta_device``); the graph holds for calls of that kind.
+Recording is for models that cannot be exported since shapes depend on the values of inputs. Inputs
+have example values, and so has everything computed from inputs alone (see ``models.meta_device``).
+The graph holds for calls of this kind only.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from enjoyln_cli.trace.trace import Trace
 
 
 def accepts(model: nn.Module, call: Call) -> bool:
-    """Whether the model takes inputs of this form, tried without weights."""
+    """Whether the model accepts inputs of this form, found by a run without weights."""
     bare = without_weights(model)
     try:
         with ready(bare), weightless():
             Steps(bare, call.flags, None, cache=call.cache)(*on_cpu(call.steps))
-    except Exception:  # whatever a model raises at inputs of a wrong form
+    except Exception:  # with inputs of a wrong form, a model may raise any exception
         return False
     return True
 
 
 def run_call(this: CallToTrace) -> Trace:
-    """The graph of a call on its example values, of a model without weights."""
+    """The graph of a call with its example inputs, for a model without weights."""
     runner = this.runner()
     leaves, layout = pytree.tree_flatten(on_cpu(this.call.steps))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -94,13 +94,13 @@ def run_call(this: CallToTrace) -> Trace:
 
 
 def _tells_python(node: Node) -> bool:
-    """Whether values decide what comes after: they became a number, or a number of rows."""
+    """Whether the node's result makes later code depend on values: as a number or as a shape."""
     told = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return not told.isdisjoint(getattr(node.target, "tags", ()))
 
 
 def _sharing(this: CallToTrace, parameters: Mapping[Node, torch.Tensor]) -> list[Node]:
-    """The nodes of parameters that lie in memory of others."""
+    """The nodes of parameters that share memory with other tensors."""
     locked, tied = this.weights.locked, this.weights.ties
     named = {id(t): name for name, t in this.model.named_parameters(remove_duplicate=False)}
     names = {node: named[id(tensor)] for node, tensor in parameters.items()}
@@ -109,7 +109,7 @@ def _sharing(this: CallToTrace, parameters: Mapping[Node, torch.Tensor]) -> list
 
 @contextmanager
 def _recorded_modules(root: nn.Module) -> Iterator[None]:
-    """Every recorded op carries the module calls around it, as ``torch.export`` writes them."""
+    """Inside the block, every recorded op gets ``nn_module_stack``, as ``torch.export`` sets it."""
     names = {module: name for name, module in root.named_modules()}
     calls: Counter[str] = Counter()
     stack: dict[str, tuple[str, type]] = {}

@@ -1,6 +1,6 @@
-"""Captures a call with ``torch.export``, which reads the code of a model as a compiler does.
+"""Capture the graph of a call with ``torch.export``.
 
-It tells what a recording cannot: writes in place, operators that hold graphs, state that a call
+Unlike a recording, it can handle in-place writes, operators with subgraphs, and state that a call
 changes.
 """
 
@@ -21,7 +21,11 @@ from enjoyln_cli.trace.trace import Trace, path_in_model
 
 
 def export_call(this: CallToTrace) -> Trace:
-    """The graph of a call as it is exported. Raises what ``torch.export`` raises, of any class."""
+    """The exported graph of a call.
+
+    Raises ``TraceFailed`` for writes that cannot be analysed, and any exception of
+    ``torch.export``.
+    """
     runner = this.runner()
     program = torch.export.export(runner, beside(this.model, this.call.steps), strict=False)
     put_back_regions(program.graph_module)
@@ -33,7 +37,7 @@ def export_call(this: CallToTrace) -> Trace:
     replace_private_writes(program.graph)
     if mutating_ops(program.graph):
         if hides_sharing(program.graph):
-            raise TraceFailed("a write in place may be seen where no schema says so")
+            raise TraceFailed("an op may share memory that is written in place, and hides this")
         program = program.run_decompositions({})
     if left := mutating_ops(program.graph):
         raise TraceFailed(f"{left[0].target} writes in place, so the graph cannot be analysed")
@@ -58,7 +62,7 @@ def export_call(this: CallToTrace) -> Trace:
     )
     for spec, node in outputs:
         if spec.kind.name != "USER_OUTPUT":
-            returned.pop(node, None)  # it is written into a buffer too
+            returned.pop(node, None)  # the value is also written to a buffer
     return annotate(
         this,
         program.graph,

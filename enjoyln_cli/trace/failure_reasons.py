@@ -1,7 +1,7 @@
-"""Why code could not be recorded, as one sentence, from the exception that it ended in.
+"""Explain in one sentence why a model could not be traced, from the exception.
 
-The sentence says where in the model's own code that was, what is done there, and what to do
-instead. The first line of the exception comes last, for whoever knows torch.
+The sentence says where in the model's code it happened, what the code does there, and what to do
+instead. The first line of the exception follows in parentheses, for readers who know torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from types import FrameType, TracebackType
 
 from enjoyln_cli.errors import EnjoyLNError
 
-_LONGEST = 120
-"""Characters of the exception that are shown."""
+_MAX_QUOTED_CHARS = 120
+"""At most this many characters of the exception are shown."""
 _NOT_THE_MODELS = sys.stdlib_module_names | {"torch", "numpy", "enjoyln_cli"}
 
 _RUNS = "make sure that the model runs with them"
@@ -33,7 +33,7 @@ _CAUSES = [
     ),
     (
         r"writes what has no values into what has",
-        "writes what it computes into a tensor that is no parameter or buffer of the model",
+        "writes computed values into a tensor that is not a parameter or buffer of the model",
         "register that tensor as a buffer",
     ),
     (
@@ -44,7 +44,7 @@ _CAUSES = [
     (
         r"higherorderoperator|torch\.cond|while_loop",
         "uses a control flow operator of torch that cannot be recorded with these inputs",
-        "choose with torch.where, or with an if on a number that is no tensor",
+        "choose with torch.where, or with an if on a plain Python number",
     ),
     (
         r"dynamicoutputshape|dynamic output shape|nonzero|shape mismatch: value tensor",
@@ -53,39 +53,41 @@ _CAUSES = [
     ),
     (
         r"^keyerror: \w+\(",
-        "calls a copy of a module that it made in this call",
+        "calls a copy of a module that was made during this call",
         "make the copy once, in __init__",
     ),
 ]
-"""What an exception says, what the code does that ends in it, and what can be done."""
+"""A pattern of the exception's text, what the code does to cause it, and what to do instead."""
 
 
 def say_why(error: BaseException) -> str:
-    """One sentence for an exception of a model's code, or of torch while it records that code."""
+    """One sentence for an exception raised by a model's code, or by torch while tracing it."""
     if isinstance(error, EnjoyLNError):
         return str(error)
     text = re.sub(r"0x[0-9a-f]+", "...", str(error).strip().partition("\n")[0])
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    causes = ((does, do) for said, does, do in _CAUSES if re.search(said, text, re.IGNORECASE))
+    causes = (
+        (does, do) for pattern, does, do in _CAUSES if re.search(pattern, text, re.IGNORECASE)
+    )
     does, do = next(causes, ("fails with these inputs", _RUNS))
-    place, itself = _place(error)
-    if itself:
+    place, raised_there = _place(error)
+    if raised_there:
         does, do = "raises an error with these inputs", _RUNS
-    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    shown = text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]}..."
     return f"{place} {does}; {do} ({shown})"
 
 
 def _place(error: BaseException) -> tuple[str, bool]:
     """The last function of the model's own code with its line, and whether it raised the error."""
-    place, itself = "the model", False
+    place, raised_there = "the model", False
     for frame, line, step in _steps(error.__traceback__):
-        itself = False
+        raised_there = False
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_MODELS:
             code = frame.f_code
             name = str(getattr(code, "co_qualname", code.co_name)).rpartition("<locals>.")[2]
             place = f"{name.replace('<lambda>', 'a lambda')}, line {line},"
-            itself = dis.opname[code.co_code[step]] == "RAISE_VARARGS"
-    return place, itself
+            raised_there = dis.opname[code.co_code[step]] == "RAISE_VARARGS"
+    return place, raised_there
 
 
 def _steps(found: TracebackType | None) -> Iterator[tuple[FrameType, int, int]]:

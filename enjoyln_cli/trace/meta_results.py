@@ -1,7 +1,8 @@
-"""Results of operations on the meta device, computed once for operands of the same form.
+"""A cache for results of operations on the meta device.
 
-There an operation computes shapes, strides and dtypes, and nothing else. So a second call on
-operands of the same form gives the same, and layers that are alike cost little more than one.
+On the meta device, an operation only computes shapes, strides and dtypes. So its result is the same
+for all operands of the same form, and is computed once. This makes models with many equal layers
+faster to trace.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _VALUES = (
 
 
 class _Unknown(Exception):
-    """More than the form of its operands decides what a call gives."""
+    """The result does not only depend on the form of the operands."""
 
 
 @dataclass(frozen=True)
 class _New:
-    """A tensor with memory of its own."""
+    """A result with new memory."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -40,7 +41,7 @@ class _New:
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor with the memory of an operand."""
+    """A result that is a view of an operand."""
 
     operand: int
     shape: tuple[int, ...]
@@ -53,7 +54,7 @@ class _View:
 
 @dataclass(frozen=True)
 class _Operand:
-    """An operand itself."""
+    """A result that is the operand itself."""
 
     operand: int
 
@@ -63,8 +64,10 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _Several:
+    """A tuple or list of results."""
+
     kind: Callable[[Any], Any]
-    """A tuple or a list."""
+    """``tuple`` or ``list``."""
     parts: tuple[_New | _View | _Operand, ...]
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> Any:
@@ -75,7 +78,7 @@ _results: dict[Any, _New | _View | _Operand | _Several] = {}
 
 
 def compute(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)``; what it gave before, on the meta device, is made without it."""
+    """``func(*args, **kwargs)``, from the cache if operands of the same form were seen before."""
     operands: list[torch.Tensor] = []
     try:
         key = _key_of(func, args, kwargs, operands)
@@ -92,9 +95,9 @@ def compute(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _key_of(func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> Any:
-    """All that decides what an operation of torch gives; its tensors are added to ``operands``.
+    """A key with everything that the result of an op depends on; adds tensors to ``operands``.
 
-    Raises ``_Unknown`` where more does.
+    Raises ``_Unknown`` if the result may depend on more.
     """
     if func.namespace != "aten" or _is_changed():
         raise _Unknown
@@ -107,7 +110,7 @@ def _key_of(func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> 
 
 
 def _is_changed() -> bool:
-    """Whether a mode or a transform makes something else of an operation."""
+    """Whether an active mode or transform may change what an operation does."""
     return bool(
         torch.is_grad_enabled()
         or torch.is_inference_mode_enabled()
@@ -146,7 +149,7 @@ def _is_simple(tensor: torch.Tensor) -> bool:
 
 
 def _made_of(value: Any, operands: list[torch.Tensor]) -> _New | _View | _Operand | _Several | None:
-    """How to make ``value`` again of other ``operands``; ``None`` where that is not known."""
+    """How to build a result like ``value`` from other ``operands``; ``None`` if that is unclear."""
     if type(value) in (tuple, list):
         memory = [part.untyped_storage()._cdata for part in value]
         parts = [_part_made_of(part, operands) for part in value]

@@ -1,12 +1,12 @@
-"""Records the operations of a model on the meta device while they run, before any decomposition.
+"""Record the operations of a model on the meta device while they run, without decomposing them.
 
-The graph is that of ``torch.export``, in about a fourth of its time, for a model of which no value
-exists: weights, buffers and inputs have shapes only. So no value can choose a path, and one run is
-every run of these shapes. Whatever is not as simple as that is left to ``torch.export``: a number
-that Python reads, a write into what was there before, a tensor that came from elsewhere, an
-operator that holds a graph, anything that raises. Then ``NotRecorded`` is raised, even where the
-model's own code catches what happened first. Writes into memory of the call itself are recorded as
-they are; ``graph.in_place`` tells which of them make no difference.
+This gives the same graph as ``torch.export`` in about a quarter of the time. It works for models
+without any values: weights, buffers and inputs have shapes only. So no value can choose a path, and
+one run stands for all runs with these shapes. Everything else is left to ``torch.export``: a number
+that Python reads from a tensor, a write to memory that existed before the call, a tensor from
+elsewhere, an operator with a subgraph, any exception. Then ``NotRecorded`` is raised, even if the
+model's code catches the first exception. Writes to memory of the call itself are recorded as they
+are; ``graph.in_place`` then replaces those that no other op can see.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _READS = {
     "__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "allclose",
     "data_ptr", "equal", "is_nonzero", "item", "numpy", "tolist",
 }  # fmt: skip
-"""What gives Python a value of a tensor, or a way to it."""
+"""Functions by which Python gets the values of a tensor, or access to them."""
 _MASKS = (torch.bool, torch.uint8)
 _CONSTANT = {aten.lift_fresh_copy, aten.detach, aten._to_copy, aten.to}
-"""Through which a number that stands in the code stays known."""
+"""Ops whose result is a constant if their operand is one."""
 
 
 class NotRecorded(Exception):
-    """A call is not as simple as a recording needs it to be."""
+    """A call does something that cannot be recorded."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,29 +58,29 @@ class Recording:
     graph: Graph
     parameters: Mapping[Node, torch.Tensor]
     inputs: list[Node]
-    """Of the flattened steps, in their order."""
+    """The nodes of the flattened steps, in order."""
     constants: list[torch.Tensor]
-    """Tensors that are none of the above."""
+    """Other tensors that the graph reads, such as constants in the code."""
     returned: list[Node]
     layout: pytree.TreeSpec
-    """Of what ``Steps`` returned."""
+    """The structure of the result of ``Steps``."""
 
 
 def is_recordable(model: nn.Module) -> bool:
-    """Whether nothing that a model registers has values."""
+    """Whether all parameters and buffers are plain tensors on the meta device."""
     parameters, buffers = list(model.parameters()), list(model.buffers())
     plain = all(type(tensor) in _PLAIN and tensor.is_meta for tensor in (*parameters, *buffers))
     return bool(parameters) and plain
 
 
 def record(runner: Steps, steps: Any) -> Recording:
-    """The graph of ``runner`` on ``steps``; its model has to be recordable, and in eval mode.
+    """The graph of ``runner`` for ``steps``; its model has to be recordable, and in eval mode.
 
-    Raises ``NotRecorded``, or what the model raises.
+    Raises ``NotRecorded``, or any exception of the model.
     """
     leaves, layout = pytree.tree_flatten(beside(runner.model, steps))
     if any(isinstance(leaf, torch.Tensor) and type(leaf) is not torch.Tensor for leaf in leaves):
-        raise NotRecorded("an input is no plain tensor")
+        raise NotRecorded("an input is not a plain tensor")
     tracer = _Tracer()
     parameters: dict[Node, torch.Tensor] = {
         tracer.placeholder(tensor): tensor for tensor in runner.parameters()
@@ -113,7 +113,7 @@ def record(runner: Steps, steps: Any) -> Recording:
 
 
 class _Known:
-    """The node of a tensor, where torch's own tracers keep a proxy of it."""
+    """Holds the node of a tensor, with the interface of the proxies in torch's own tracers."""
 
     __slots__ = ("node",)
 
@@ -127,20 +127,20 @@ class _Known:
 
 @dataclass(eq=False)
 class _Tracer:
-    """A graph that grows, and which of its nodes gave each tensor."""
+    """The growing graph, and the node that each tensor comes from."""
 
     graph: Graph = field(default_factory=Graph)
     tensor_tracker: Any = field(default_factory=WeakTensorKeyDictionary)
     constants: dict[Node, torch.Tensor] = field(default_factory=dict)
     around: Mapping[str, tuple[str, type]] = field(default_factory=dict)
-    """The module calls that run, from the outermost inwards, as ``torch.export`` writes them."""
+    """The running module calls, outermost first, in the format of ``nn_module_stack``."""
     _first: Node | None = None
     """The first operation."""
     _given: set[int] = field(default_factory=set)
-    """The memory of all that was there before the call."""
+    """The storages of all tensors that existed before the call."""
 
     def placeholder(self, value: Any) -> Node:
-        """A node for a value from outside; before the operations, whenever it is met."""
+        """A node for a value from outside, inserted before the first operation."""
         if self._first is None:
             node = self.graph.placeholder("given")
         else:
@@ -154,20 +154,20 @@ class _Tracer:
         return node
 
     def made(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a tensor is the call's own."""
+        """Whether the memory of a tensor was allocated during the call."""
         return tensor.is_meta and tensor.untyped_storage()._cdata not in self._given
 
     def node_of(self, tensor: torch.Tensor) -> Node:
-        """The node that gave a tensor. One that stands in the code, with a value, is constant."""
+        """The node that a tensor comes from; a tensor with values is a constant in the code."""
         known = self.tensor_tracker.get(tensor)
         if known is not None:
             return known.node  # type: ignore[no-any-return]
         if tensor.is_meta or type(tensor) not in _PLAIN:
-            raise NotRecorded("a tensor comes from where nothing was recorded")
+            raise NotRecorded("a tensor was not created by a recorded operation")
         return self.stand_in(tensor)
 
     def stand_in(self, tensor: torch.Tensor) -> Node:
-        """A node for a tensor that was there before the call, or stands in the code."""
+        """A node for a tensor that existed before the call, or is a constant in the code."""
         node = self.placeholder(tensor)
         self.constants[node] = tensor
         return node
@@ -181,16 +181,16 @@ class _Tracer:
 
 
 def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, strides, dtype and device that keeps no other alive."""
+    """A tensor of the same shape, strides, dtype and device, without a reference to this one."""
     if tensor.is_meta:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return tensor.detach().clone()
 
 
 class _Recorder(ProxyTorchDispatchMode):
-    """Writes down every operation above autograd, where ``linear`` and the like are whole.
+    """Records every operation before autograd, where ``linear`` etc. are single operations.
 
-    It stands where torch keeps its own proxy mode, so ``get_proxy_mode`` finds it.
+    It is registered in place of torch's own proxy mode, so that ``get_proxy_mode`` finds it.
     """
 
     def __init__(self, tracer: _Tracer) -> None:
@@ -200,9 +200,9 @@ class _Recorder(ProxyTorchDispatchMode):
         self.pre_dispatch = True
         self.tracer: Any = tracer
         self.sure = True
-        """Whether all was recorded that happened."""
+        """Whether everything could be recorded so far."""
         self.writing = False
-        """Whether ``torch.tensor`` runs, on numbers that stand in the code."""
+        """Whether ``torch.tensor`` runs on constants in the code."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -215,39 +215,39 @@ class _Recorder(ProxyTorchDispatchMode):
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(func, torch._ops.OpOverload):
-            raise NotRecorded(f"{func} holds a graph")
+            raise NotRecorded(f"{func} has a subgraph")
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         if func is aten.index.Tensor:
             if any(index is not None and index.dtype in _MASKS for index in args[1]):
-                raise NotRecorded("a mask chooses how many elements there are")
+                raise NotRecorded("the number of selected elements depends on a mask")
             kind = ""
         else:
             kind = _kind_of(func)
         if kind == "reads":
             return self._number(func, args, kwargs)
-        if func is aten.detach_.default:  # which ends torch.tensor, also of another tensor
+        if func is aten.detach_.default:  # the last op of torch.tensor, also of another tensor
             if self.writing and args[0] not in self.tracer.tensor_tracker:
                 self.tracer.stand_in(args[0])
-            if self.writing and self._stands_in_code(args[0]):
+            if self.writing and self._is_in_code(args[0]):
                 return func(*args, **kwargs)
-            raise NotRecorded("a tensor is copied past the graph")
+            raise NotRecorded("a tensor is copied without a recorded operation")
         devices: dict[str, None] = {}
         if func is aten.lift_fresh.default and self.writing:
             self.tracer.stand_in(args[0])
         nodes = self._with_nodes(args, devices)
         named = self._with_nodes(kwargs, devices)
         if kind == "writes" and not self._writes_own_memory(args):
-            raise NotRecorded(f"{func} writes into what was there before the call")
+            raise NotRecorded(f"{func} writes to memory that existed before the call")
         if len(devices) > 1:
-            raise NotRecorded(f"{func} is given tensors with values and without")
+            raise NotRecorded(f"{func} mixes tensors with and without values")
         with no_python_dispatcher():
             if kind == "writes":
                 value = func(*args, **kwargs)
             else:
                 value = meta_results.compute(func, args, kwargs)
         if func is aten.dropout.default and value is args[0]:
-            value = aten.alias(value)  # another tensor, as for all of torch's own tracers
+            value = aten.alias(value)  # a new tensor, as in all of torch's own tracers
         if func is aten.lift_fresh.default:
             func = aten.lift_fresh_copy.default
         node = self.tracer.called(func, nodes, named, value)
@@ -260,16 +260,16 @@ class _Recorder(ProxyTorchDispatchMode):
         return value
 
     def _writes_own_memory(self, args: tuple[Any, ...]) -> bool:
-        """Whether the first argument, which most writes change, was made by the recorded call."""
+        """Whether the op writes to memory of the call: most ops write to their first argument."""
         return isinstance(args[0], torch.Tensor) and self.tracer.made(args[0])
 
     def _give(self, value: Any, node: Node) -> None:
         if type(value) not in _PLAIN:
-            raise NotRecorded("an operation gives something else than tensors")
+            raise NotRecorded("an operation returns something other than tensors")
         self.tracer.tensor_tracker[value] = _Known(node)
 
     def _with_nodes(self, value: Any, devices: dict[str, None]) -> Any:
-        """Arguments with the node of each tensor in its place; ``devices`` are those of most."""
+        """Arguments with tensors replaced by nodes; adds the devices of tensors with dimensions."""
         if isinstance(value, torch.Tensor):
             if value.dim():
                 devices[value.device.type] = None
@@ -279,21 +279,22 @@ class _Recorder(ProxyTorchDispatchMode):
         if type(value) is dict:
             return {key: self._with_nodes(item, devices) for key, item in value.items()}
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise NotRecorded("a size is a symbol")
+            raise NotRecorded("a size is symbolic")
         return value
 
     def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A number that stands in the code, which is the same in every run."""
+        """The value of a constant in the code, which is the same in every run."""
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if not all(map(self._is_constant, tensors)):
-            raise NotRecorded(f"{func} reads a value")
+            raise NotRecorded(f"{func} reads values")
         return func(*args, **kwargs)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         known = not tensor.is_meta and tensor.numel() == 1
-        return known and self._stands_in_code(tensor)
+        return known and self._is_in_code(tensor)
 
-    def _stands_in_code(self, tensor: torch.Tensor) -> bool:
+    def _is_in_code(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a constant in the code, or a copy or cast of one."""
         node = self.tracer.node_of(tensor)
         while node.op == "call_function" and packet(node) in _CONSTANT:
             node = node.args[0]
@@ -302,7 +303,7 @@ class _Recorder(ProxyTorchDispatchMode):
 
 @cache
 def _kind_of(func: Any) -> str:
-    """Whether an operation ``reads`` a value, ``writes`` into memory, or does neither."""
+    """``"reads"`` for an op that returns values, ``"writes"`` for an in-place op, else ``""``."""
     schema = func._schema
     tensors = all(str(result.type) in ("Tensor", "List[Tensor]") for result in schema.returns)
     told = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -316,7 +317,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 class _NoReads(TorchFunctionMode):
-    """Notes where Python asks for a value and is told that there is none."""
+    """Notes when reading a value of a tensor fails, even if the model catches the exception."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -341,7 +342,7 @@ class _NoReads(TorchFunctionMode):
 
 @contextmanager
 def _as_exporting() -> Iterator[None]:
-    """Within it, the code of a model takes the paths that it takes under ``torch.export``."""
+    """Inside the block, the code of a model takes the same branches as under ``torch.export``."""
     compiler, flags = torch.compiler, ("_is_compiling_flag", "_is_exporting_flag")
     before = {flag: getattr(compiler, flag) for flag in flags}
     traced = symbolic_trace._is_fx_tracing_flag
@@ -358,7 +359,7 @@ def _as_exporting() -> Iterator[None]:
 
 @contextmanager
 def _module_calls(root: nn.Module, tracer: _Tracer) -> Iterator[None]:
-    """Within it, ``tracer`` knows which modules of ``root`` are being called."""
+    """Inside the block, ``tracer.around`` lists the modules of ``root`` that are being called."""
     names = {id(module): name for name, module in root.named_modules()}
     counts: dict[str, int] = {}
     plain = nn.Module.__call__

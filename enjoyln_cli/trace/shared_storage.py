@@ -1,9 +1,9 @@
-"""Which tensors lie in the same memory: a weight is known by its storage, not by its name.
+"""Find tensors that share memory: tied parameters, and parameters that must not be edited.
 
-Two parameters over the same memory, with the same shape and strides, are one tied weight. Any other
-tensor over memory of a parameter (a part of it, another view, a buffer, a constant of the graph)
-reads that parameter where no graph shows it under the parameter's name, so the parameter has to
-stay as it is. On the meta device memory has no address; there the storage itself says which it is.
+Two parameters with the same memory, shape and strides are one tied weight. Any other tensor that
+shares memory with a parameter (a part of it, another view, a buffer, a constant of the graph) reads
+the parameter without its name in the graph. Such a parameter must not be edited. On the meta
+device, memory has no address; there tensors share memory if they have the same storage object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Extent:
     """The bytes between the first and the last element of a tensor."""
 
     memory: tuple[Any, ...]
-    """A device, or one storage that has no address."""
+    """A device, or a storage without an address."""
     start: int
     stop: int
     layout: tuple[Any, ...]
@@ -39,14 +39,14 @@ Place = tuple[str, Extent]
 
 
 def extent_of(tensor: torch.Tensor) -> Extent | None:
-    """Where a tensor lies; ``None`` for one without elements, or without memory of its own."""
+    """Where a tensor lies in memory; ``None`` for one without elements or without a storage."""
     try:
         storage = tensor.untyped_storage()
         address = 0 if tensor.is_meta else storage.data_ptr()
         item, offset = tensor.element_size(), tensor.storage_offset()
         if tensor.numel() == 0:
             return None
-    except (RuntimeError, NotImplementedError, ValueError):  # sparse, not made yet, a wrapper
+    except (RuntimeError, NotImplementedError, ValueError):  # sparse, lazy, or a wrapper
         return None
     memory = (str(tensor.device),) if address else ("storage", storage._cdata)
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -57,7 +57,7 @@ def extent_of(tensor: torch.Tensor) -> Extent | None:
 
 
 def ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Every parameter name to all names of the same weight, the model's first one first."""
+    """For each parameter name all names of the same weight, in the order of the model."""
     together: dict[Any, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         found = extent_of(tensor)
@@ -67,10 +67,10 @@ def ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def reason_of_sharing(model: nn.Module) -> dict[str, str]:
-    """Why a parameter cannot be edited: a part of it, or another view, is one of the model's too.
+    """Parameters that share memory with another parameter or buffer, and so must not be edited.
 
-    Parameters that are the same weight under several names (see ``analysis.untying``) are not among
-    them.
+    Maps names to reasons. Tied parameters, which are the same weight under several names, are not
+    included (see ``analysis.untying``).
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -85,20 +85,21 @@ def reason_of_sharing(model: nn.Module) -> dict[str, str]:
 
 
 def read_without_torch(model: nn.Module) -> dict[str, str]:
-    """Why a parameter cannot be edited: an array or storage that its code holds lies in its memory.
+    """Parameters whose memory the model's code can read through a NumPy array or a storage.
 
-    What is read of that is no operation, and stands in a graph as a number at most.
+    Maps names to reasons. Such reads are not operations of the graph, so these parameters must not
+    be edited.
     """
     parameters = _placed(model.named_parameters(remove_duplicate=False))
     if not any(len(extent.memory) == 1 for _, extent in parameters):
-        return {}  # none has an address
+        return {}  # no parameter has an address
     held = [("", found) for one in Snapshot(model).memory if (found := _extent_of_memory(one))]
-    reason = "its memory is also read without torch, as by an array over it"
+    reason = "its memory may also be read without torch, for example by a NumPy array"
     return dict.fromkeys(_shared_with_unnamed([*parameters, *held]), reason)
 
 
 def _extent_of_memory(held: Any) -> Extent | None:
-    """Where an array, a storage or a view of memory lies; ``None`` for one that has no bytes."""
+    """Where an array, a storage or a memoryview lies; ``None`` if it has no bytes."""
     if isinstance(held, (torch.UntypedStorage, torch.TypedStorage)):
         start, size = held.data_ptr(), held.nbytes()
         return Extent((str(held.device),), start, start + size, ()) if start and size else None
@@ -111,7 +112,7 @@ def _extent_of_memory(held: Any) -> Extent | None:
 
 
 def reason_outside(model: nn.Module, tensors: Iterable[torch.Tensor]) -> dict[str, str]:
-    """Why a parameter of ``model`` cannot be edited: one of ``tensors`` lies in its memory."""
+    """Parameters of ``model`` that share memory with one of ``tensors``: names to reasons."""
     others = _placed(("", tensor) for tensor in tensors)
     if not others:
         return {}
@@ -131,7 +132,7 @@ def _placed(named: Iterable[tuple[str, torch.Tensor]]) -> list[Place]:
 
 
 def _overlapping(places: Iterable[Place]) -> Iterator[tuple[Place, Place]]:
-    """Every two places that have bytes in common, by going through memory once."""
+    """All pairs of places that overlap, found in one pass over the sorted places."""
     before: list[Place] = []
     for place in sorted(places, key=lambda place: (str(place[1].memory), place[1].start)):
         before = [p for p in before if p[1].overlaps(place[1])]

@@ -1,9 +1,9 @@
-"""For which sizes of its inputs a call takes the path that was traced.
+"""Find the input sizes for which a call takes the same path as the traced one.
 
-Decided by a second trace in which every size is a symbol: each time Python reads one (a comparison,
-``range``, ``len``, an index) torch notes what has to hold for the path to stay the same. Sizes for
-which all of that holds run the same operations. That nothing else has led the two traces apart is
-checked by comparing their operations. A size of one is kept, since torch broadcasts it.
+A second trace makes every size a symbol. Whenever Python reads a size (a comparison, ``range``,
+``len``, an index), torch records a condition under which the path stays the same. For all sizes
+that meet these conditions, the call runs the same operations. As a check, the operations of both
+traces are compared. A size of 1 stays 1, since torch broadcasts it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ from enjoyln_cli.trace.trace import Trace
 
 
 def traced_forms(model: nn.Module, trace: Trace) -> tuple[CallForm, ...]:
-    """The forms of calls that a trace of ``model`` covers: one for each step that it took.
+    """The forms of calls that a trace of ``model`` covers: one for each step.
 
-    Where it is not known for which sizes they hold, the first with the sizes that it had.
+    If it is unknown for which sizes they hold, only the form of the first step, with its exact
+    sizes. Empty if Python read values of the example inputs.
     """
     call = trace.call
     if trace.by_values:
@@ -64,9 +65,9 @@ def traced_forms(model: nn.Module, trace: Trace) -> tuple[CallForm, ...]:
 
 
 def in_two_rows(model: nn.Module, call: Call) -> Iterator[Call]:
-    """The same call with two rows where it has one, which torch would take for any number.
+    """The same call with two rows if it has one, since torch may broadcast a single row.
 
-    For transformers' classes a single row stands for others.
+    Nothing for transformers' classes, where a single row stands for any number of rows.
     """
 
     def doubled(value: Any) -> Any:
@@ -81,7 +82,7 @@ def in_two_rows(model: nn.Module, call: Call) -> Iterator[Call]:
 
 @dataclass
 class _Before:
-    """What each step was given, and how many conditions on sizes were known when it began."""
+    """Records the form of each step, and how many conditions on sizes existed when it began."""
 
     model: nn.Module
     forms: list[CallForm | None] = field(default_factory=list)
@@ -97,9 +98,9 @@ class _Before:
 
 
 def in_one_row(model: nn.Module, call: Call, forms: Iterable[CallForm]) -> Iterator[Call]:
-    """The same call with a single row, where none of its ``forms`` holds for one.
+    """The same call with a single row, if not all of its ``forms`` hold for one.
 
-    torch spreads a single row over others, so that code may take another path with it.
+    torch broadcasts a single row, so code may take another path with it.
     """
     leaves = pytree.tree_leaves(call.steps)
     rows = next((leaf.shape[0] for leaf in leaves if torch.is_tensor(leaf) and leaf.ndim), 1)
@@ -115,19 +116,19 @@ def in_one_row(model: nn.Module, call: Call, forms: Iterable[CallForm]) -> Itera
 
 
 def _holds_for_one(form: CallForm) -> bool:
-    """Whether no condition is about the number of rows, the first size of the first tensor."""
+    """Whether no condition concerns the number of rows (the first size of the first tensor)."""
     first = next(_sizes(form), 1)
     return first == 1 or not any(first in names_in(one) for one in form.conditions)
 
 
 def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm, ...]:
-    """The forms with sizes as symbols; none where it is not known which sizes they hold for."""
+    """The forms with symbolic sizes; empty if it is unknown for which sizes they hold."""
     placed = beside(model, call.steps)
     free = pytree.tree_map(_free_sizes, placed)
     before = _Before(model)
     try:
         oblivious = symbolic.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-        uncached = dynamo.patch(fake_tensor_cache_enabled=False)  # slower with symbols than without
+        uncached = dynamo.patch(fake_tensor_cache_enabled=False)  # with symbols, it slows tracing
         steps = Steps(model, call.flags, None, cache=call.cache, before=before)
         with ready(model), oblivious, uncached, _read_as_text():
             program = torch.export.export(steps, placed, dynamic_shapes=(free,), strict=False)
@@ -138,13 +139,13 @@ def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm
         if _operations(program.graph) != _operations(trace.graph):
             return ()
         return tuple(_forms_with_conditions(before, len(call.steps)))
-    except Exception:  # torch.export raises what it meets, of any class
+    except Exception:  # torch.export passes on exceptions of any class
         return ()
 
 
 @contextmanager
 def _read_as_text() -> Iterator[None]:
-    """Within it, text made of a size is that of its number, which it then has to be."""
+    """Inside the block, text made of a symbolic size shows its number, which then is fixed."""
     plain = torch.SymInt.__repr__
 
     def number(size: torch.SymInt) -> str:
@@ -164,9 +165,9 @@ def _free_sizes(value: Any) -> Any:
 
 
 def _operations(graph: Graph) -> list[Any]:
-    """What is computed with tensors, in turn; reading a size and marking a place are not.
+    """The operations on tensors in order, without reads of sizes and marks of places.
 
-    ``torch.tensor`` detaches what it makes, which a recording leaves out.
+    ``detach_`` is left out too: ``torch.tensor`` runs it, but a recording does not contain it.
     """
     aten = torch.ops.aten
     others = (aten.sym_size, aten.sym_numel, aten.sym_stride, aten.alias, aten.detach_)
@@ -182,13 +183,16 @@ def _operations(graph: Graph) -> list[Any]:
 
 
 def _is_whole(node: Node) -> bool:
-    """Whether a slice takes everything, as ``x[:]`` does."""
+    """Whether a slice selects everything, as ``x[:]`` does."""
     whole = (0, sys.maxsize)
     return node.target is torch.ops.aten.slice.Tensor and tuple(node.args[2:]) in ((), whole)
 
 
 def _forms_with_conditions(before: _Before, steps: int) -> Iterator[CallForm]:
-    """From what export knows of sizes; ``ValueError`` for a condition not understood."""
+    """The forms of the steps with conditions from the guards of ``torch.export``.
+
+    Raises ``ValueError`` for a condition that cannot be expressed.
+    """
     environment = before.environment
     guards = [] if environment is None else list(environment.guards)
     if environment is not None and any(environment.deferred_runtime_asserts.values()):
@@ -203,9 +207,9 @@ def _forms_with_conditions(before: _Before, steps: int) -> Iterator[CallForm]:
 
 
 def _with_names(form: CallForm, earlier: list[Any], own: list[Any]) -> CallForm:
-    """``form`` with its sizes named, and with the conditions under which its path is the same.
+    """``form`` with named sizes, and the conditions under which its path is the same.
 
-    What ``earlier`` steps asked of sizes that this one does not have is nothing to it.
+    Conditions of ``earlier`` steps on sizes that this step does not have are left out.
     """
     fresh = _letters()
     names: dict[Any, str] = {}
@@ -228,7 +232,7 @@ def _with_names(form: CallForm, earlier: list[Any], own: list[Any]) -> CallForm:
     for expression, name in names.items():
         unknown = expression.free_symbols - set(symbols)
         if len(unknown) == 1 and len(expression.free_symbols) == 1:
-            (one,) = unknown  # such as a length of which the cache has one more
+            (one,) = unknown  # such as a length of which the cache adds one
             if (more := expression - one).is_number:
                 symbols[one] = type(one)(name) - more
                 conditions.append((">=", name, int(more)))
@@ -248,7 +252,7 @@ def _with_names(form: CallForm, earlier: list[Any], own: list[Any]) -> CallForm:
 
 
 def _renamed(form: Form, named: Callable[[Any], Any]) -> Form:
-    """``form`` with every size as ``named`` says."""
+    """``form`` with every size replaced by ``named(size)``."""
     if isinstance(form, TensorForm):
         return replace(form, sizes=tuple(map(named, form.sizes)))
     if isinstance(form, Length):
@@ -274,7 +278,7 @@ def _sizes(form: CallForm | None) -> Iterator[Any]:
 
 def _condition(expression: Any, symbols: dict[Any, Any]) -> Expression:
     if not expression.free_symbols <= set(symbols):
-        raise ValueError(f"{expression} is about a size that is no input's")
+        raise ValueError(f"{expression} depends on a size that is not the size of an input")
     renamed = expression.xreplace(symbols)
     return condition_of(ast.parse(PythonPrinter().doprint(renamed), mode="eval").body)
 

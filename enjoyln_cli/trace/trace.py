@@ -1,6 +1,6 @@
-"""What a traced call is: a graph, with all that the proof has to know of its nodes and modules.
+"""``Trace``: the graph of a call, with what the proof has to know about its nodes and modules.
 
-Names are those of the plan's reference class, whichever class a graph came from.
+Names are those of the plan's reference class, even if the graph comes from another class.
 """
 
 from __future__ import annotations
@@ -20,40 +20,42 @@ Naming = Callable[[str], str]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Trace:
-    """One captured graph, functional, with its placeholders named."""
+    """One captured functional graph with named placeholders."""
 
     label: str
     graph: Graph
     parameters: dict[Node, tuple[str, ...]]
-    """All names of the parameter behind a placeholder: several where weights are tied."""
+    """All names of the parameter that a placeholder stands for: several for a tied weight."""
     inputs: dict[Node, str]
     naming: Naming
+    """Converts a path in the traced model to the name in the reference class."""
     required: bool
-    """Whether every user makes this call; otherwise it only adds optional inputs."""
+    """Whether the proof needs this call; otherwise it only adds optional inputs."""
     leaves: frozenset[str]
-    """Paths of the modules without children, whose output can be replaced by class."""
+    """Paths of the modules without children, whose output a new class can change."""
     model_class: str
     returned: dict[Node, tuple[str, ...]]
-    """The fields of the class's output that hold a value; a value that goes out in another way than
-    by a field, and so has to stay whichever fields a user wants, is not among them."""
+    """The output fields that hold a value. Values that leave the call without being in a field are
+    not included; they must always stay the same."""
     fed_back: frozenset[str]
-    """Fields that a later call may be given."""
+    """Output fields that a later call may take as inputs."""
     call: Call
     unseen: Mapping[str, str] = field(default_factory=dict)
-    """Norms that run where the graph does not show it, or in another way than by a call, and why.
-    """
+    """Norms with runs that the graph does not show, or that are not calls of the module, with the
+    reason."""
     locked: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that others see under no name of theirs, or that a call changes, and why."""
+    """Parameters that must not be edited, with the reason: they are read through other tensors, or
+    a call changes them."""
     places: Mapping[Node, Spot] = field(default_factory=dict)
-    """The values that an operation can act on, with where it stands."""
+    """The values that an inserted operation can act on, with the place of the operation."""
     lost: frozenset[Spot] = frozenset()
-    """Places that act on something else, too, and so cannot be used."""
+    """Places that cannot be used, since an operation there would act on other values too."""
     hidden: frozenset[str] = frozenset()
-    """Modules that a control flow operator may call, whose graph is not this one."""
+    """Modules that a control flow operator may call inside its own graphs."""
     by_example: bool = False
-    """Whether the graph is that of the example's values, rather than of any."""
+    """Whether the graph was recorded with example values, and holds for calls of that kind only."""
     by_values: bool = False
-    """Whether Python read such a value, so that others may have another graph."""
+    """Whether Python read an example value, so that other values may lead to another graph."""
 
     def module_of(self, node: Node) -> str:
         """Path of the innermost module whose forward computed the node."""
@@ -61,17 +63,17 @@ class Trace:
         return self.naming(path_in_model(stack[-1][0])) if stack else ""
 
     def calls_of(self, node: Node) -> tuple[tuple[str, str], ...]:
-        """``(call, module path)`` from the outermost module call around the node inwards.
+        """``(call, module path)`` of the module calls around the node, from the outermost inwards.
 
-        ``call`` tells several calls of one module apart.
+        ``call`` is a key that differs between several calls of one module.
         """
         stack = node.meta.get("nn_module_stack", {})
         return tuple((key, self.naming(path_in_model(path))) for key, (path, _) in stack.items())
 
     def entering(self, paths: Container[str]) -> Iterator[tuple[str, list[Node]]]:
-        """For every call of the modules ``paths``: the values from outside that it computes with.
+        """For every call of the modules ``paths``: the path, and the outside values that it reads.
 
-        The module's own parameters and constants of the model are not among them.
+        The module's own parameters and constants of the model are not included.
         """
         found: dict[str, tuple[str, dict[Node, None]]] = {}
         for node in self.graph.nodes:
@@ -82,7 +84,10 @@ class Trace:
         yield from ((path, list(values)) for path, values in found.values())
 
     def leaving_unreturned(self, paths: Container[str]) -> set[str]:
-        """Those of the modules without children out of which more goes than what they return."""
+        """Those modules in ``paths`` of which a value is read outside that they did not return.
+
+        ``paths`` are modules without children.
+        """
         return {
             path
             for node in self.graph.nodes
@@ -93,9 +98,9 @@ class Trace:
         }
 
     def _is_given(self, node: Node, call: str) -> bool:
-        """Whether a value of a call is one from outside: a cast that changes nothing, of that.
+        """Whether a value in a call comes unchanged from outside, possibly through no-op casts.
 
-        What is not computed, such as a weight, comes from outside wherever it was first read.
+        A value that is not computed, such as a weight, always comes from outside.
         """
         source = uncast(node)
         dtypes = {getattr(n.meta.get("val"), "dtype", n) for n in (node, source)}
@@ -112,7 +117,7 @@ class Trace:
         ]
 
     def _held_by(self, node: Node, path: str) -> bool:
-        """Whether a module brings the value along: as its parameter, or as a constant."""
+        """Whether a value is a parameter of the module at ``path``, or a constant."""
         names = self.parameters.get(node)
         if names is None:
             given = node.op == "placeholder" and node not in self.inputs
@@ -121,12 +126,12 @@ class Trace:
 
 
 def uncast(node: Node) -> Node:
-    """The value behind casts; one that changes nothing hands out the tensor it was given."""
+    """The value before casts and aliases."""
     while packet(node) in (aten.to, aten._to_copy, aten.alias):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def path_in_model(path: str) -> str:
-    """A path in a model, from that in the module ``Steps`` that runs it and calls it ``model``."""
+    """The path of a module in the model, from its path in ``Steps`` (prefix ``model.``)."""
     return path.removeprefix("model").removeprefix(".")

@@ -1,8 +1,8 @@
-"""Which calls of a model are traced, and which calls are covered by their graphs.
+"""Choose and trace the calls of a model, and state which calls their graphs cover.
 
-A model is called in a form that it accepts. What follows from the graphs holds for calls like
-these. For transformers' classes that is said by the inputs that no trace was given; other code
-shares no such convention, so there it is said by the forms of the traced calls themselves.
+A model is called with inputs that it accepts, and the proof holds for calls like these. For
+transformers' classes, coverage is described by the inputs that no trace had. Custom models share no
+conventions, so for them it is described by the forms of the traced calls.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from enjoyln_cli.trace.trace import Trace
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TracedModel:
-    """The graphs of one model, and what its calls were given."""
+    """The graphs of one model, and the inputs of the traced calls."""
 
     captures: Captures
     traces: tuple[Trace, ...]
     inputs: frozenset[str]
-    """Names of the inputs that were given in any call."""
+    """Names of the inputs that any call had."""
     forms: tuple[CallForm, ...] | None = None
-    """The forms of the traced calls; ``None`` until ``with_forms`` has found them, which takes
+    """The forms of the traced calls; ``None`` until ``with_forms`` computes them, which takes
     longer than the traces."""
 
     @property
@@ -49,9 +49,9 @@ class TracedModel:
 
 
 def likely_calls(captures: Captures) -> list[Call]:
-    """The calls to trace: in a form that the model accepts, or the likeliest if it accepts none.
+    """The calls to trace: with inputs that the model accepts, or else the most likely inputs.
 
-    Raises ``UnsupportedModel`` where no inputs can be made up.
+    Raises ``UnsupportedModel`` if no example inputs can be made.
     """
     model = captures.model
     calls = accepted_calls(captures) or next(iter(ways_to_call(model)), None)
@@ -61,17 +61,16 @@ def likely_calls(captures: Captures) -> list[Call]:
 
 
 def accepted_calls(captures: Captures) -> list[Call] | None:
-    """The calls in the first form that the model accepts; ``None`` if it accepts none."""
+    """The first alternative of ``ways_to_call`` that the model accepts, or ``None``."""
     ways = ways_to_call(captures.model)
     return next((calls for calls in ways if captures.accepts(calls[0])), None)
 
 
 def trace_calls(captures: Captures, calls: Iterable[Call]) -> TracedModel:
-    """The graphs of the calls that can be traced.
+    """Trace the calls; optional ones only if the model accepts them and they can be traced.
 
-    A call of several steps that keeps its cache gives it to the next one. Of those with one label
-    that are not required, the first that the model accepts is traced. Raises ``TraceFailed`` where
-    a call that is required cannot be traced.
+    Of several optional calls with the same label, the first that works is traced. Raises
+    ``TraceFailed`` if a required call cannot be traced.
     """
     traces, inputs, labels = [], set(), set()
     parameters = inspect.signature(captures.model.forward).parameters
@@ -94,7 +93,7 @@ def trace_calls(captures: Captures, calls: Iterable[Call]) -> TracedModel:
 
 
 def with_forms(traced: TracedModel) -> TracedModel:
-    """With the forms of its calls, and with traces of a single row where these do not hold."""
+    """``traced`` with the forms of its calls, and with single-row traces if those need them."""
     traces = list(traced.traces)
     forms: list[CallForm] = []
     for trace in traced.traces:
@@ -109,17 +108,17 @@ def with_forms(traced: TracedModel) -> TracedModel:
 
 
 def coverage_is_known(traced: Sequence[TracedModel]) -> bool:
-    """Whether it is known which calls are covered: by convention, or by the forms of each call."""
+    """Whether coverage is known: for transformers' classes, or by the forms of the calls."""
     return _are_stock(traced) or _have_forms(traced)
 
 
 def covered_calls(
     traced: Sequence[TracedModel], settings: Iterable[Setting]
 ) -> CoveredCalls | None:
-    """The calls that were traced; ``None`` where the conventions of transformers say it.
+    """The covered calls of custom models.
 
-    ``None`` too where nobody asked for their forms, since no norm changes. What ``settings`` of the
-    config change is no longer as it was traced.
+    ``None`` for transformers' classes, which follow conventions, and if the forms were not computed
+    since no norm changes. Attributes that ``settings`` of the config change are left out.
     """
     if _are_stock(traced) or not _have_forms(traced):
         return None
@@ -138,8 +137,8 @@ def covered_calls(
 def unproven_inputs(traced: Sequence[TracedModel]) -> list[str]:
     """Optional inputs that no trace of any class covers.
 
-    A class hands keywords that it does not know on to its base model. What that makes of them is
-    proven where any class has been given them.
+    A class passes unknown keywords on to its base model, so the base model's optional inputs count
+    too, unless some class was traced with them.
     """
     if not _are_stock(traced):
         return [OTHER_CALLS] if _have_forms(traced) else []

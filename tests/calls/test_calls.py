@@ -1,4 +1,4 @@
-"""The inputs that are told from a signature and a config, and the calls that a proof covers."""
+"""Example inputs from a signature and a config, and the calls that a proof covers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_boxes_go_with_the_tokens_that_they_are_around() -> None:
 
 
 def test_text_comes_with_the_images_that_its_own_config_describes() -> None:
-    """ViLT has no config for its images apart: its own has the size of a patch."""
+    """ViLT has no separate config for images: its own config has the patch size."""
     vilt = model_of("ViltModel", "vilt", num_hidden_layers=1, image_size=64, patch_size=16)
     assert first(vilt).keys() == {"input_ids", "pixel_values"}
     calls = accepted_calls(Captures(vilt))
@@ -80,7 +80,7 @@ def test_entities_and_the_future_are_given_where_a_model_reads_them() -> None:
 
 
 def test_each_feature_of_audio_has_its_token_also_in_a_class_with_a_head() -> None:
-    """The method that counts them belongs to the model inside of it."""
+    """The method that counts features belongs to the inner model."""
     settings = {"audio_config": {"num_hidden_layers": 1}, "audio_token_id": 9}
     head = model_of("VoxtralForConditionalGeneration", "voxtral", **settings)
     form = next(forms(head, 2, TOKENS))
@@ -89,8 +89,8 @@ def test_each_feature_of_audio_has_its_token_also_in_a_class_with_a_head() -> No
     assert form["input_ids"].shape == (2, TOKENS + len(leading))
 
 
-def test_a_model_that_asks_for_more_placeholders_tells_how_many() -> None:
-    """Its method that counts them reads the text too, and compares the two."""
+def test_the_number_of_placeholders_is_read_from_the_models_error() -> None:
+    """The method that counts features also reads the text, and compares both."""
     config = CONFIG_MAPPING["musicflamingo"](audio_token_id=9)
     config.audio_config.num_hidden_layers = config.text_config.num_hidden_layers = 1
     form = next(forms(build(transformers.MusicFlamingoModel, config), 2, TOKENS))
@@ -98,14 +98,14 @@ def test_a_model_that_asks_for_more_placeholders_tells_how_many() -> None:
 
 
 def test_placeholders_of_a_model_without_a_method_that_counts_them() -> None:
-    """One placeholder is too few, and torch says for how many features."""
+    """One placeholder is too few; the error message of torch has the number of features."""
     config = CONFIG_MAPPING["phi4_multimodal"](num_hidden_layers=1)
     vision, audio = config.vision_config, config.audio_config
     vision.num_hidden_layers, vision.image_size, vision.image_token_id = 2, 56, 8
     audio.num_blocks, audio.audio_token_id = 1, 9
     calls = accepted_calls(Captures(build(transformers.Phi4MultimodalModel, config))) or []
     given = {call.label: call.steps[0][1] for call in calls}
-    # 2 x 2 patches of the whole and of its crop, a newline behind each row, and one between them
+    # 2 x 2 patches of the image and of its crop, a newline after each row, and one in between
     both, seen, heard = 2 * (4 + 2) + 1, (BATCH, 2, 3, 56, 56), (BATCH, 32, 80)
     ids = given["prefill and decode"]["input_ids"]
     assert (ids == 8).sum(1).tolist() == [both] * BATCH
@@ -142,7 +142,7 @@ def test_an_image_to_be_made_has_a_grid_of_its_own() -> None:
     assert placed["position_ids"].leading == tuple(range(tokens))
 
 
-def test_a_film_takes_the_place_of_the_images_in_a_call_of_its_own() -> None:
+def test_a_video_replaces_the_images_in_a_separate_call() -> None:
     vision = {"num_hidden_layers": 1, "image_size": 56, "patch_size": 28}
     settings = {"vision_config": vision, "text_config": {"num_hidden_layers": 1}}
     model = model_of("VideoLlavaModel", "video_llava", video_token_index=8, **settings)
@@ -187,7 +187,7 @@ def test_inputs_that_belong_to_others() -> None:
     assert accepted_calls(Captures(decoder)) is not None
 
 
-def test_a_mask_can_be_of_truth_values() -> None:
+def test_a_mask_can_be_boolean() -> None:
     assert whole_numbers(Spec((2, 1), 2, (1,), truth=True)).tolist() == [[True], [True]]
     assert whole_numbers(ones(2, 1)).tolist() == [[1], [1]]
 
@@ -223,7 +223,7 @@ def test_a_text_part_that_names_the_input_of_the_whole_is_given_text() -> None:
     assert part.main_input_name == "pixel_values" and first(part).keys() == {"input_ids"}
 
 
-def test_codes_come_in_a_row_for_each_book_under_one_mask() -> None:
+def test_audio_codes_have_a_row_for_each_codebook_and_one_mask() -> None:
     config = CONFIG_MAPPING["musicgen"]().decoder
     config.num_hidden_layers, config.num_codebooks = 1, 3
     calls = accepted_calls(Captures(build(transformers.MusicgenForCausalLM, config)))
@@ -243,7 +243,7 @@ def test_an_unknown_main_input_is_refused_by_name() -> None:
 def test_a_config_that_does_not_say_how_large_an_input_is_refused_in_one_line() -> None:
     model = model_of("ViTModel", "vit", num_hidden_layers=1)
     vars(model.config)["image_size"] = {"height": "large"}
-    with pytest.raises(UnsupportedModel, match="no inputs for ViTModel can be told"):
+    with pytest.raises(UnsupportedModel, match="no example inputs for ViTModel can be derived"):
         next(ways_to_call(model))
 
 
@@ -274,14 +274,14 @@ def test_a_classifier_that_takes_one_row_comes_to_it_last() -> None:
     assert accepted is not None and accepted[0].steps[0][1]["input_ids"].shape[0] == 1
 
 
-def test_targets_and_switches_are_no_optional_inputs() -> None:
+def test_labels_and_switches_are_no_optional_inputs() -> None:
     names = optional_inputs(model_of("GPT2LMHeadModel", "gpt2", n_layer=1))
     assert "encoder_hidden_states" in names and "inputs_embeds" in names
     assert not {"labels", "use_cache", "return_dict"} & set(names)
 
 
 def test_a_row_that_is_read_where_it_ends_is_traced_and_its_other_norms_proven() -> None:
-    """The place is a value, so what is read there has no shape: it is a reader of everything."""
+    """The position is a value, so the result has no fixed shape, and counts as an observer."""
     settings = {
         "vocab_size": 37, "d_model": 20, "encoder_layers": 1, "decoder_layers": 1,
         "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 33,
@@ -304,7 +304,7 @@ def test_inputs_have_values_in_the_dtype_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("channels", [256, [128, 32], [], None])
-def test_features_of_sound_whatever_the_channels_are(channels: object) -> None:
+def test_audio_features_for_any_kind_of_channels(channels: object) -> None:
     config = SimpleNamespace(num_mel_bins=80, subsampling_conv_channels=channels)
     shapes = {form["input_features"].shape for form in MAKERS["input_features"](config, 2, 16)}
     assert {shape[-1] for shape in shapes} >= {80} | ({128} if channels == [128, 32] else set())

@@ -334,7 +334,7 @@ def test_verify_of_the_first_blocks_says_so(folded: Path) -> None:
     assert "first 2 blocks only" in " ".join(out.split())
     stored = json.loads((folded / "enjoyln_verify.json").read_text())
     assert stored["blocks_checked"] == 2 and "first 2 blocks only" in stored["summary"]
-    assert "no more than 90 blocks" in refused("verify", folded, "--layers", "90")
+    assert "at most 90 blocks" in refused("verify", folded, "--layers", "90")
 
 
 def test_verify_with_the_weights_on_the_disk(folded: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every value that leaves a call counts as an output, in whatever way Python carries it away."""
+"""Every value that leaves a call counts as an output, in whatever way it leaves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BySlots:
 
 
 class Leaving(nn.Module):
-    """The norm folds by centring the embedding, if nobody else gets to see that."""
+    """The norm folds by centring the embedding, if no other value shows the change."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -115,8 +115,8 @@ def test_a_value_that_leaves_is_seen(how: str) -> None:
     assert found.error < 1e-12 and not found.folded
 
 
-def test_a_value_is_seen_where_no_garbage_is_looked_for() -> None:
-    """A server may ``gc.freeze`` what it has loaded, so that nobody finds what that refers to."""
+def test_a_value_is_seen_while_garbage_collection_is_off() -> None:
+    """A server may call ``gc.freeze`` after loading, which hides references of frozen objects."""
     OUTSIDE[:] = [[]]
     gc.freeze()
     try:
@@ -149,7 +149,7 @@ def test_a_hook_that_collects_outputs_sees_them() -> None:
 
 
 class Fused(nn.Module):
-    """A norm over the queries of a fused projection, whose keys are returned: a view of it."""
+    """A norm over the queries of a fused projection; a view, the keys, is returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,13 +161,13 @@ class Fused(nn.Module):
         return self.norm(q) * v, k.unflatten(-1, (2, -1)).transpose(1, 2)
 
 
-def test_what_lives_on_in_a_view_alone_is_not_seen() -> None:
+def test_a_tensor_that_only_a_view_keeps_alive_is_not_seen() -> None:
     found = fold_in_place(randomised(Fused()), ids())
     assert found.error < 1e-12 and found.folded == {"norm"}
 
 
 class Remembering(nn.Module):
-    """What one call keeps, the next one adds before the norm."""
+    """Each call keeps a value that the next call adds before the norm."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_what_a_call_keeps_for_the_next_one_is_followed_into_it(where: str) -> N
 
 
 class LeafOf(nn.Module):
-    """A leaf that looks up ids, and returns them in one way or another."""
+    """A leaf that looks up embeddings, and returns them in different ways."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class LeafOf(nn.Module):
 
 
 class Tied(nn.Module):
-    """The embedding is the head, too: the norms fold by an operation on its value, or not."""
+    """The embedding is tied to the head: norms fold only by an operation on its output."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def test_an_operation_acts_on_the_value_that_was_proven(how: str, folds: bool) -
 
 
 class Block(nn.Module):
-    """Reads its input in a norm; ``first`` says how it takes it."""
+    """Passes its input to a norm; ``first`` says how the input is passed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ class Named(Block):
 
 
 class Blocks(nn.Module):
-    """Two blocks on a value that no parameter alone writes."""
+    """Two blocks on a value that is not the output of parameters alone."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ class Blocks(nn.Module):
 
 
 class Several(Blocks):
-    """As ``Blocks``, with norms enough behind one input to pay for an operation."""
+    """Like ``Blocks``, with so many norms after one input that an operation is worthwhile."""
 
     def __init__(self, how: str) -> None:
         super().__init__(how)
@@ -364,7 +364,7 @@ def test_the_first_input_of_a_block_is_the_one_that_the_call_takes(how: str) -> 
 
 
 class Direct(nn.Module):
-    """A leaf that is called, and whose ``forward`` is called beside that."""
+    """A leaf that is called, and whose ``forward`` is also called directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ def test_a_forward_that_is_called_directly_is_a_call_of_the_place() -> None:
 
 
 class OwnNorm(nn.Module):
-    """LayerNorm in a class of its own, which may do more than return it."""
+    """LayerNorm in a custom class, which may do more than return the result."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -438,7 +438,7 @@ def test_a_norm_that_does_more_than_return_is_not_swapped(how: str, dynamic: boo
 
 
 class Casting(nn.Module):
-    """Casts its weight, which changes nothing, and keeps a cast that does."""
+    """Casts its weight to the same dtype, and keeps a cast to another dtype."""
 
     def __init__(self, keep: bool) -> None:
         super().__init__()
@@ -462,7 +462,7 @@ def test_a_weight_that_is_cast_leaves_only_as_what_it_becomes(keep: bool) -> Non
 
 
 class Own(torch.Tensor):
-    """A class whose objects lie in the memory of the tensor that they are made of."""
+    """A tensor subclass whose objects share the memory of the original tensor."""
 
 
 OTHER_OBJECTS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
@@ -474,7 +474,7 @@ OTHER_OBJECTS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 
 class OtherObject(nn.Module):
-    """Recorded, since values choose its tokens: a stream that leaves as another object."""
+    """Its tokens depend on values, so it is recorded; its stream leaves as another object."""
 
     def __init__(self, leave: Callable[[nn.Module, torch.Tensor], Any]) -> None:
         super().__init__()

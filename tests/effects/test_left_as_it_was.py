@@ -1,4 +1,4 @@
-"""An analysis leaves nothing in a model, wherever its code keeps what it computes."""
+"""An analysis leaves nothing in a model, wherever its code stores values."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ KEEP, FOUND = closure()
 
 
 class Keeping(nn.Module):
-    """Keeps the output of its embedding in one kind of place; ``held`` says what is there."""
+    """Stores the output of its embedding in one kind of place; ``held`` reads it."""
 
     last: Any = None
 
@@ -158,7 +158,7 @@ WAYS = [*Keeping("").held()]
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Any:
-    """What a call has left in this file is gone after a test."""
+    """Remove what a test has stored in this file's globals."""
     yield
     global REBOUND
     REBOUND, Keeping.last, Holder.shared = None, None, None
@@ -212,7 +212,7 @@ def test_a_value_that_is_kept_still_counts_as_an_output(how: str) -> None:
 
 
 class Counting(nn.Module):
-    """State that is no tensor of a trace: numbers, arrays, positions."""
+    """State other than tensors of a trace: random numbers, arrays, positions of iterators."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def test_numbers_outside_of_the_model_are_what_they_were(how: str, device: str) 
 
 
 class Advancing(nn.Module):
-    """Takes the next number of a generator, and keeps what no code can find."""
+    """Takes the next number of a generator, and stores a value that no code can find."""
 
     def __init__(self, hidden: bool) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ NUMBERS = (number for number in range(10**6))
 def test_what_cannot_be_put_back_is_named(hidden: bool) -> None:
     named = "a value in a list" if hidden else "the position of a generator"
     try:
-        with pytest.raises(TraceFailed, match=f"changes {named}.*build the model anew"):
+        with pytest.raises(TraceFailed, match=f"changes {named}.*build the model again"):
             analyze_module(randomised(Advancing(hidden)), ids())
     finally:
         globals().pop("HIDDEN", None)
@@ -273,7 +273,7 @@ def test_what_cannot_be_put_back_is_named(hidden: bool) -> None:
 
 
 def test_installed_packages_are_not_opened() -> None:
-    """What the model only calls keeps its caches: nobody walks through all of a library."""
+    """Libraries that a model calls keep their caches; the snapshot does not follow them."""
     from enjoyln_cli.effects.reachable import Snapshot
 
     remembered = Snapshot(randomised(Keeping("")))
@@ -312,7 +312,7 @@ class WritesItsInput(Layers):
 
 
 class IndexesInATransform(Layers):
-    """As the masks of transformers do: the graph holds what the transform hands out."""
+    """Like the masks of transformers: the graph holds a tensor that a transform created."""
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(len(x))

@@ -1,4 +1,4 @@
-"""A model whose code asks how it is called is refused by name; torch and transformers may ask."""
+"""A model whose own code queries global modes is refused; torch and transformers may do so."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ HARMLESS: dict[str, Choice] = {
 
 
 class Net(nn.Module):
-    """A stream that takes another way where ``choice`` says so, and a norm."""
+    """A stream that branches on ``choice``, and a norm."""
 
     def __init__(self, choice: Choice) -> None:
         super().__init__()
@@ -65,24 +65,24 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_a_model_that_asks_is_refused_by_name(name: str) -> None:
-    with pytest.raises(TraceFailed, match=f"its code asks for {name}, which may be another"):
+def test_a_model_that_queries_a_mode_is_refused(name: str) -> None:
+    with pytest.raises(TraceFailed, match=f"its code reads {name}, which may differ"):
         analyze(Net(QUESTIONS[name]).eval(), torch.randn(2, 5))
 
 
 @pytest.mark.parametrize("how", HIDDEN)
-def test_it_does_not_matter_how_the_code_has_come_by_the_function(how: str) -> None:
-    with pytest.raises(TraceFailed, match="its code asks for torch"):
+def test_it_does_not_matter_how_the_code_refers_to_the_function(how: str) -> None:
+    with pytest.raises(TraceFailed, match="its code reads torch"):
         analyze(Net(HIDDEN[how]).eval(), torch.randn(2, 5))
 
 
 @pytest.mark.parametrize("how", HARMLESS)
-def test_what_is_the_same_in_every_call_may_be_asked(how: str) -> None:
+def test_code_may_query_what_is_the_same_in_every_call(how: str) -> None:
     assert len(analyze(Net(HARMLESS[how]).eval(), torch.randn(2, 5)).plan.folded) == 1
 
 
-def test_a_question_in_a_recorded_run_counts() -> None:
-    """What torch.export does not take is recorded, with questions."""
+def test_a_query_in_a_recorded_run_counts() -> None:
+    """Models that cannot be exported are recorded; queries are noticed there, too."""
 
     class Recorded(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,11 +90,11 @@ def test_a_question_in_a_recorded_run_counts() -> None:
             return super().forward(found)
 
     model = Recorded(QUESTIONS["torch.is_grad_enabled"]).eval()
-    with pytest.raises(TraceFailed, match=r"its code asks for torch\.is_grad_enabled"):
+    with pytest.raises(TraceFailed, match=r"its code reads torch\.is_grad_enabled"):
         analyze(model, torch.randn(2, 5))
 
 
-def test_a_hook_on_a_stock_model_may_not_ask() -> None:
+def test_a_hook_on_a_stock_model_may_not_query_modes() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11)).eval()
     assert len(analyze(model).plan.folded) == 3
 
@@ -102,11 +102,11 @@ def test_a_hook_on_a_stock_model_may_not_ask() -> None:
         return (args[0].tanh(),) if torch.is_grad_enabled() else None
 
     model.transformer.h[0].mlp.register_forward_pre_hook(change)
-    with pytest.raises(TraceFailed, match=r"its code asks for torch\.is_grad_enabled"):
+    with pytest.raises(TraceFailed, match=r"its code reads torch\.is_grad_enabled"):
         analyze(model)
 
 
-def test_who_watches_python_calls_goes_on_watching() -> None:
+def test_another_profiler_stays_active() -> None:
     calls: list[str] = []
 
     def watch(frame: object, event: str, argument: object) -> None:

@@ -1,4 +1,4 @@
-"""A recorded run keeps the order of reads and writes: what is written later is read as it was."""
+"""In-place writes: values that a write may change are not used in a proof."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEEN: list[torch.Tensor] = []
 
 
 class Recorded(nn.Module):
-    """Its shapes depend on values of its input, so that it is recorded and not exported."""
+    """A model whose shapes depend on input values, so that it is recorded and not exported."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ WRITING = [
 
 
 @pytest.mark.parametrize("how", FOLDING)
-def test_writes_that_decide_nothing_do_not_disturb(how: str) -> None:
+def test_writes_without_effect_on_the_norm_do_not_matter(how: str) -> None:
     model = randomised(Recorded(how))
     assert analyze_module(model, ids()).plan.by_example
     found = fold_in_place(model, ids())
@@ -125,7 +125,7 @@ def test_writes_that_decide_nothing_do_not_disturb(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WRITING)
-def test_a_value_that_is_written_is_not_taken_for_what_it_was(how: str) -> None:
+def test_a_written_value_is_not_used_in_a_proof(how: str) -> None:
     model = randomised(Recorded(how))
     with torch.no_grad():
         model(ids())  # what it writes once and for all is there
@@ -134,7 +134,7 @@ def test_a_value_that_is_written_is_not_taken_for_what_it_was(how: str) -> None:
 
 
 class TwoNames(nn.Module):
-    """One memory under two parameters, written under one of them."""
+    """Two parameters share one memory, and a call writes to one of them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The graphs inside of a graph: control flow reads all that it is given; regions are put back."""
+"""Nested graphs: control flow reads all of its operands; other regions are inlined."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Inner(nn.Module):
-    """A norm behind an embedding, and something else that runs in a graph of its own."""
+    """A norm after an embedding, and other code that runs in a graph of its own."""
 
     def __init__(self, how: str, dynamic: bool = False) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Inner(nn.Module):
         h = self.emb(tokens)
         return self.norm(h) + getattr(self, self.how)(h, tokens)
 
-    # What these read is seen, so that the norm stays.
+    # These read the centred value, so that the norm is kept.
 
     def cond(self, h: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return torch.cond(tokens.sum() > 20, lambda x: x * 2, lambda x: x.tanh(), (h,))
@@ -85,7 +85,7 @@ class Inner(nn.Module):
         with torch.autocast("cpu", enabled=False):
             return h.exp()
 
-    # These read nothing that would show, so that both norms fold.
+    # These read nothing that centring changes, so that both norms fold.
 
     def plain(self, h: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return self.linear(self.second(h))

@@ -1,4 +1,4 @@
-"""Compiling on first use: once, side by side, with a reason where it cannot be."""
+"""Compiling the kernels on first use: once, in parallel, and with a reason if it fails."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_name_changes_with_sources_and_flags(tmp_path: Path, monkeypatch: An
 
 
 @needs_compiler
-def test_what_is_loaded_is_checked_also_where_a_graph_is_captured() -> None:
+def test_a_loaded_library_is_checked_even_while_a_graph_is_captured() -> None:
     wrong = SimpleNamespace(run=lambda name, x, *_: (x, x) if "add" in name else x)
     assert native.has("cpu")
     with FakeTensorMode():
@@ -121,7 +121,7 @@ def test_a_directory_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> 
 
 
 @needs_compiler
-def test_a_failure_to_compile_is_told_and_remembered(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_failed_compilation_is_reported_and_stored(tmp_path: Path, monkeypatch: Any) -> None:
     shutil.copytree(build.SOURCES, tmp_path / "csrc")
     (tmp_path / "csrc" / "call.h").write_text("#error this is broken\n")
     monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
@@ -159,7 +159,7 @@ def test_the_cuda_kernels_compile(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def wheel(tmp_path: Path, **environment: str) -> Path:
-    """A wheel of a copy of the sources, built without a network and without torch."""
+    """Build a wheel from a copy of the sources, without network access and without torch."""
     copy = tmp_path / "source"
     copy.mkdir()
     for name in ("enjoyln_cli", "recipes"):

@@ -1,4 +1,4 @@
-"""``enjoyln env``: what is active, what is missing and why."""
+"""``enjoyln env``: which kernels are active, which are missing, and why."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def env(*arguments: str) -> str:
 
 @pytest.fixture
 def fresh(monkeypatch: Any, tmp_path: Path) -> None:
-    """As in a new process, with an empty cache."""
+    """The state of a new process with an empty cache."""
     monkeypatch.setattr(native, "_known", {})
     monkeypatch.setattr(native, "entry", native.Unloaded())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -40,7 +40,7 @@ def test_active_kernels_are_named() -> None:
     assert cpu["threads_from"] == dispatch.table(native.table_name(status)).serial_below
 
 
-def test_what_is_missing_is_told(fresh: None, monkeypatch: Any, tmp_path: Path) -> None:
+def test_missing_kernels_are_explained(fresh: None, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -78,7 +78,7 @@ def test_the_committed_table_is_readable() -> None:
     assert dispatch.table("cpu-of-tomorrow") == dispatch.Table()
 
 
-def test_cuda_kernels_that_nobody_has_measured_are_left_alone(monkeypatch: Any) -> None:
+def test_cuda_kernels_that_were_not_measured_are_not_used(monkeypatch: Any) -> None:
     if not native.has("cpu"):
         pytest.skip(native.status("cpu").what)
     monkeypatch.setattr(native, "_known", {"cpu": native.status("cpu")})
@@ -86,4 +86,4 @@ def test_cuda_kernels_that_nobody_has_measured_are_left_alone(monkeypatch: Any) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (3, 7))
     status = native.status("cuda")
-    assert not status.active and "nobody has measured them on sm_37" in status.what
+    assert not status.active and "speed on sm_37 has not been measured" in status.what

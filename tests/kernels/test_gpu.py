@@ -1,4 +1,4 @@
-"""What needs a GPU: the kernels, with every form, dtype and way of reading a row, and timing."""
+"""Tests that need a GPU: all forms of the kernels, all dtypes, all row lengths, and timing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.kernels import native
 
 WIDTHS = (1, 7, 32, 129, 768, 1000, 1024, 1025, 4096, 8192, 8200, 20001, 65536)
-"""Short and long rows, with and without packs of 16 bytes, kept in registers and read twice."""
+"""Row lengths for each code path: vector loads of 16 bytes or not, one pass over a row or two."""
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
 
@@ -115,7 +115,7 @@ assert native.status("cuda").active
 
 
 def test_what_is_recorded_begins_anew_each_time() -> None:
-    """A replay prepares the same values again, reads new inputs, and runs no Python."""
+    """A replay of a CUDA graph restores the same values, reads new inputs, and runs no Python."""
     source, factor = torch.randn(3, 5, device="cuda"), torch.ones((), device="cuda")
     results: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Tensors that are not what their memory says: a folded norm computes what LayerNorm would."""
+"""Unusual tensors (nested, negated, functional): a folded norm gives the same as LayerNorm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ D = 16
 
 
 def rows(*shape: int) -> Tensor:
-    """With zero mean."""
+    """Random rows with zero mean."""
     x = torch.randn(*shape, D, generator=torch.Generator().manual_seed(2))
     return x - x.mean(-1, keepdim=True)
 

@@ -1,4 +1,4 @@
-"""The operators: what they compute, their gradients, and how torch's own machinery sees them."""
+"""The operators: their results, their gradients, and how torch's own tools handle them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from enjoyln_cli.kernels import formula
 
 
 def zero_mean(*shape: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
-    """Random rows; the mean is gone up to what rounding to ``dtype`` brings back."""
+    """Random rows with zero mean, up to rounding to ``dtype``."""
     x = torch.randn(*shape, dtype=torch.float64) * scale
     return (x - x.mean(-1, keepdim=True)).to(dtype)
 
 
-# What is computed.
+# Results.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -148,7 +148,7 @@ def test_parameters_of_any_dtype_or_none(norm: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 33), (0, 33), (1,) * 20 + (33,)])
-def test_results_are_tensors_as_any(shape: tuple[int, ...]) -> None:
+def test_results_are_ordinary_tensors(shape: tuple[int, ...]) -> None:
     x, residual = zero_mean(*shape, dtype=torch.float32), zero_mean(*shape, dtype=torch.float32)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
@@ -222,7 +222,7 @@ def test_an_in_place_sum_is_noticed_by_autograd() -> None:
         y.backward()
 
 
-# torch's own machinery.
+# torch's own tools.
 
 
 @pytest.mark.parametrize("grad", [False, True])

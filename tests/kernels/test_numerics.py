@@ -1,6 +1,7 @@
-"""How exact the kernels are: on zero-mean rows never further from float64 than torch's LayerNorm.
+"""Accuracy of the kernels: on zero-mean rows no further from float64 than torch's LayerNorm.
 
-Every instruction set that runs here is tested, and the CUDA kernels' row compiled for the host.
+Every instruction set of this processor is tested, and the row function of the CUDA kernels,
+compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def the_same_rows_every_time() -> None:
 
 
 def rows(kind: str, dtype: torch.dtype, n: int = 500, d: int = 768) -> Tensor:
-    """Rows whose mean is exactly zero in ``dtype``: every value comes with its negative."""
+    """Rows whose mean is exactly zero in ``dtype``: they hold the negative of every value."""
     x = torch.randn(n, d // 2, dtype=torch.float64)
     largest = torch.finfo(dtype).max
     if kind == "outlier":
@@ -61,7 +62,7 @@ def rows(kind: str, dtype: torch.dtype, n: int = 500, d: int = 768) -> Tensor:
 
 
 def error(y: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Root of the mean square, and the largest; not finite counts as infinite."""
+    """Root mean square and maximum of the error; infinite if a value is not finite."""
     off = (y.double() - exact).abs().nan_to_num(torch.inf)
     return float(off.square().mean().sqrt()), float(off.max())
 
@@ -82,11 +83,12 @@ def test_no_further_from_the_truth_than_layer_norm(
     with torch.no_grad():
         mean, most = error(kernels.rms_norm(x, weight, bias, eps), exact)
         torch_mean, torch_most = error(F.layer_norm(x, (768,), weight, bias, eps), exact)
-    # both sum float64 in float64, so the last bit is luck; narrower dtypes are summed wider
+    # Sums of float64 are computed in float64 by both, so the last bit is luck. Narrower dtypes are
+    # summed in a wider one.
     double = dtype == torch.float64
     luck = 2 * torch.finfo(dtype).eps * float(exact.abs().max()) if double else 0.0
     assert mean <= max(torch_mean * 1.02, luck)
-    assert most <= max(torch_most * 2, luck)  # the largest of few
+    assert most <= max(torch_most * 2, luck)  # a maximum over few values varies more
 
 
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
@@ -172,7 +174,7 @@ def test_threads_do_not_change_the_result(isa: str) -> None:
             torch.set_num_threads(before)
 
 
-# The row of the CUDA kernels, on the host.
+# The row function of the CUDA kernels, compiled for the CPU.
 
 
 class Call(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""``models.arithmetic``: a module that hands its input to torch's ``layer_norm`` is that."""
+"""``models.arithmetic``: modules that only pass their input to torch's ``layer_norm``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NOT_TORCHS: dict[str, Formula] = {
 
 
 class Computing(nn.LayerNorm):
-    """A LayerNorm with a ``forward`` that is handed in."""
+    """A LayerNorm with a given ``forward``."""
 
     def __init__(self, formula: Formula) -> None:
         super().__init__(WIDTH, eps=EPS, dtype=torch.float64)
@@ -69,12 +69,12 @@ def eps_of(formula: Formula) -> float | None:
 
 
 @pytest.mark.parametrize("kind", LOOKED_AT)
-def test_a_module_that_hands_its_input_to_torchs_layer_norm_is_that(kind: str) -> None:
+def test_a_module_that_only_calls_torchs_layer_norm_is_recognised(kind: str) -> None:
     assert eps_of(LOOKED_AT[kind]) == EPS
 
 
 @pytest.mark.parametrize("kind", NOT_TORCHS)
-def test_a_module_that_asks_or_computes_anything_else_is_not(kind: str) -> None:
+def test_a_module_that_reads_or_computes_anything_else_is_not(kind: str) -> None:
     assert eps_of(NOT_TORCHS[kind]) is None
 
 

@@ -1,4 +1,4 @@
-"""What holds a converted model, or changes its layers, beside transformers: others' libraries."""
+"""Converted models in pipelines, adapters and quantisation libraries."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_a_module_around_a_model(phi: Path) -> None:
     assert close(logits(around.inner), logits(AutoModelForCausalLM.from_pretrained(phi).eval()))
 
 
-def test_what_holds_no_model_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="dict is no model, and holds none"):
+def test_an_object_without_a_model_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="dict is not a model and has no model"):
         optimize({})
     with pytest.raises(UnsupportedModel, match="Linear has no config of transformers"):
         optimize(nn.Linear(2, 2))
@@ -133,7 +133,7 @@ def test_torchao_at_loading(phi: Path, torchao: Any) -> None:
 
 
 def test_torchao_in_place(phi: Path, torchao: Any) -> None:
-    """The result is that of the stock class with the same layers quantised."""
+    """The result equals that of the stock class with the same layers quantised."""
     model, stock = from_pretrained(phi), AutoModelForCausalLM.from_pretrained(phi).eval()
     logits(model)
     for one in (model, stock):

@@ -1,4 +1,4 @@
-"""A model that does not fit is run from the disk, and gives the same numbers as in memory."""
+"""A model that does not fit in memory runs from disk, with the same results."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_wrong_fold_fails_from_the_disk(tmp_path: Path) -> None:
 
 
 def test_weights_in_a_pickle(tmp_path: Path) -> None:
-    """A pickle is no file that one weight could be read from."""
+    """A single weight cannot be read from a pickle."""
     source = tmp_path / "source"
     config = GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=90, n_positions=40)
     model = _perturbed(config, "GPT2LMHeadModel")
@@ -101,7 +101,7 @@ def test_experts_that_are_stacked(tmp_path: Path) -> None:
     assert _same(run(read, batches), run(held, batches))
 
 
-def test_weights_that_no_file_holds(tmp_path: Path) -> None:
+def test_weights_that_are_in_no_file(tmp_path: Path) -> None:
     config = BertConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40,
         vocab_size=60,
@@ -136,7 +136,7 @@ def _same(got: compare.Outputs, expected: compare.Outputs) -> bool:
     )
 
 
-# Where weights are.
+# Weights in memory and on disk.
 
 
 def test_no_weight_stays_in_memory(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_no_weight_stays_in_memory(tmp_path: Path) -> None:
     assert _same(outputs, run(load(*given), batches))
 
 
-def test_what_there_is_room_for_stays(tmp_path: Path) -> None:
+def test_weights_stay_in_memory_if_there_is_room(tmp_path: Path) -> None:
     source = CHECKPOINTS / "gpt2"
     config = AutoConfig.from_pretrained(source)
     given = (source, "GPT2LMHeadModel", config, torch.float64)
@@ -165,7 +165,7 @@ def test_what_there_is_room_for_stays(tmp_path: Path) -> None:
     assert _same(first, second)
 
 
-def test_what_is_made_takes_the_place_of_what_is_kept() -> None:
+def test_a_weight_that_is_set_replaces_the_one_in_memory() -> None:
     reader = Reader({"a": torch.ones(4), "b": torch.full((8,), 2.0)}, room=40)
     assert reader["a"] is reader["a"] and reader["b"] is not None
     assert set(reader.kept) == {"a"} and reader.room == 24
@@ -199,7 +199,7 @@ def test_the_room_for_weights() -> None:
         room_for_weights(sizes, wide, "gpu", None)
 
 
-def test_what_the_message_asks_for_is_enough() -> None:
+def test_the_memory_named_in_the_message_is_enough() -> None:
     sizes = {"large": 10**8}
     with pytest.raises(UnsupportedModel) as caught:
         room_for_weights(sizes, torch.float64, "auto", used_memory() + 10**7)
@@ -260,7 +260,7 @@ def test_configs_inside_of_a_config_are_cut() -> None:
 
 
 def test_nothing_to_cut() -> None:
-    with pytest.raises(UnsupportedModel, match="no more than 12 blocks"):
+    with pytest.raises(UnsupportedModel, match="at most 12 blocks"):
         first_blocks(GPT2Config(n_layer=12), 12)
 
 

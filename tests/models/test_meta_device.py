@@ -1,4 +1,4 @@
-"""Models whose shapes depend on the values of their inputs: recorded, not exported."""
+"""Models whose shapes depend on input values: they are recorded by a dry run, not exported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WIDTH = 12
 
 
 class Images(nn.Module):
-    """Rows of patches, of which ``sizes`` says how many belong to each image."""
+    """Takes rows of patches; ``sizes`` has the number of patches of each image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Images(nn.Module):
 
 
 class Judged(Images):
-    """Which way it goes depends on an activation."""
+    """Branches on an activation."""
 
     def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         stream = self.stream(x, sizes)
@@ -61,7 +61,7 @@ class Judged(Images):
 
 
 class Overwritten(Images):
-    """The first image of the stream is replaced in place, by a value with a mean."""
+    """Replaces the first image of the stream in place by a value whose mean is not zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Overwritten(Images):
 
 
 class Replaced(Images):
-    """Rows of the stream are replaced by what another layer gives, and added to."""
+    """Replaces rows of the stream by the output of another layer, and adds to rows."""
 
     def __init__(self, views: bool = False) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Replaced(Images):
 
 
 class Shared(nn.Module):
-    """The stream is changed through memory that it shares with something else."""
+    """Changes the stream through another tensor that shares its memory."""
 
     def __init__(self, change: Any, by_example: bool) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def einsum(stream: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
 
 
 class Rescaled(nn.Module):
-    """What a LayerScale gives is written into."""
+    """Writes to the output of a LayerScale in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Rescaled(nn.Module):
 
 
 class Unpadded(nn.Module):
-    """Leaves out the rows of padding, so that values decide how many there are to normalise."""
+    """Removes padding rows, so that the number of normalised rows depends on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Unpadded(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each token goes to the expert that an activation chooses; only those chosen are run."""
+    """Routes each token to an expert by an activation, and runs only the selected experts."""
 
     def __init__(self, reads: bool = False) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Experts(nn.Module):
 
 
 class Strided(nn.Module):
-    """Keeps a number that Python reads as a tensor, another in a stored buffer."""
+    """Keeps two numbers that Python reads: one in a tensor, one in a stored buffer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Strided(nn.Module):
 
 
 class Table(Images):
-    """A table of its own is normalised, which no other op reads before."""
+    """Normalises a parameter directly, before any other op reads it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def example(*sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def converted(model: nn.Module, plan: Plan, guarded: bool = True) -> nn.Module:
-    """Without the guard, calls may have other values than those that were followed."""
+    """Without the check of covered calls, other values than the traced ones may be passed."""
     if not guarded:
         plan = replace(plan, covered=None, unproven=())
     folded = copy.deepcopy(model)
@@ -254,8 +254,8 @@ def test_a_model_that_reads_sizes_folds_for_every_size() -> None:
         assert error(folded, model, *example(*sizes)) <= 1e-12
 
 
-def test_rows_that_values_choose_are_followed_for_the_example() -> None:
-    """Such a model exports, with a shape that no rule can read."""
+def test_rows_that_values_select_are_traced_for_the_example() -> None:
+    """Such a model can be exported, but its shapes depend on values, so that no rule applies."""
     model, (x, _) = random(Unpadded()), example(8)
     found = analyze_module(model, x, torch.arange(8) % 3 > 0)
     assert found.problem.flow.traces[0].by_example
@@ -270,7 +270,7 @@ def test_a_model_that_reads_an_activation_is_refused() -> None:
         analyze_module(random(Judged()), *example(3, 4))
 
 
-def test_an_expert_that_an_activation_chooses_is_followed_and_so_are_the_others() -> None:
+def test_all_experts_are_traced_if_an_activation_selects_them() -> None:
     model, x = random(Experts()), torch.randn(7, 5, dtype=torch.float64)
     found = analyze_module(model, x)
     assert found.problem.flow.traces[0].by_example
@@ -285,7 +285,7 @@ def test_the_number_of_an_expert_is_not_read() -> None:
         analyze_module(random(Experts(reads=True)), torch.randn(7, 5, dtype=torch.float64))
 
 
-def test_a_number_that_code_writes_is_known_and_one_that_is_stored_is_not() -> None:
+def test_a_constant_in_code_has_a_value_and_a_stored_buffer_has_none() -> None:
     bare = build(Strided, SimpleNamespace(stride=4))
     assert not bare.stride.is_meta and int(bare.stride) == 4
     assert bare.stored.is_meta and all(parameter.is_meta for parameter in bare.parameters())
@@ -301,7 +301,7 @@ def test_a_norm_that_is_the_first_to_read_a_parameter_has_it_for_its_input() -> 
 
 
 class Put(nn.Module):
-    """Rows of an activation take the places that a mask with values has."""
+    """Writes rows of an activation to the positions of a mask that has values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def test_a_value_written_in_place_keeps_its_norm_and_no_other() -> None:
     assert error(forced, model, *example(2, 5)) > 1e-3
 
 
-def test_rows_that_are_put_in_place_are_followed() -> None:
+def test_rows_that_are_written_in_place_are_traced() -> None:
     model = random(Replaced())
     found = analyze_module(model, *example(3, 4))
     assert found.problem.flow.traces[0].by_example
@@ -394,7 +394,7 @@ def test_inputs_keep_their_values_and_activations_have_none() -> None:
 
 
 class Features(nn.Module):
-    """A tower of which only the merged patches are used."""
+    """A vision tower of which only the merged patches are used."""
 
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
@@ -456,7 +456,7 @@ def below(values: torch.Tensor) -> torch.Tensor:
 
 
 class Masked(nn.Module):
-    """A LayerNorm between two layers, whose rows a mask chooses."""
+    """A LayerNorm between two layers, on rows that a mask selects."""
 
     def __init__(self, mask: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A norm is its module's ``forward``, called through ``__call__``: what comes between is found."""
+"""Norm modules that do more in a call than run ``forward`` once on one tensor are kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Change = Callable[[Any], Any]
 
 
 def randomised(model: nn.Module) -> Any:
-    """Weights with means, gammas away from 1, betas and biases away from 0, in float64."""
+    """Random float64 weights: with means, gammas far from 1, betas and biases far from 0."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.double().eval().parameters():
@@ -42,7 +42,7 @@ def given(*shape: int) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """A writer, a norm and a reader; ``way`` calls the norm, and may call it on other things."""
+    """A writer, a norm and a reader; ``way`` calls the norm, perhaps on other values too."""
 
     def __init__(self, norm: nn.Module | None = None, way: Callable[..., Any] | None = None):
         super().__init__()
@@ -68,17 +68,17 @@ def error(model: nn.Module, plan: Plan, *inputs: torch.Tensor) -> float:
 
 
 def verdicts(model: nn.Module, *inputs: torch.Tensor) -> dict[str, str]:
-    """``""`` for norms that fold, else the reason; what folds computes what it did."""
+    """The reason of each kept norm, ``""`` for folded ones; also checks the folded model."""
     plan = analyze_module(model, *(inputs or (given(),))).plan
     assert error(model, plan, *(inputs or (3 * given(4, 3, D) + 1,))) < 1e-12
     return {v.norm: v.reason if v.status == "kept" else "" for v in plan.norms}
 
 
-# What stands between a call of a norm and its forward.
+# What can come between a call of a norm and its forward.
 
 
 def weighted(norm: Any) -> Any:
-    """The input of the norm is multiplied by something that is not constant along the features."""
+    """Multiplies the input of the norm by a vector that is not constant along the features."""
     scale = torch.linspace(0.5, 2, D, dtype=torch.float64)
     norm.register_forward_pre_hook(lambda module, args: (args[0] * scale,))
     return norm
@@ -138,7 +138,7 @@ class Reads(nn.LayerNorm):
 
 
 class Property(nn.LayerNorm):
-    """Reads its weight through a property, which is given to the class below."""
+    """A LayerNorm whose weight is read through a property, which ``with_property`` adds."""
 
 
 def with_property() -> nn.Module:
@@ -149,15 +149,15 @@ def with_property() -> nn.Module:
 
 
 class Abstract(nn.LayerNorm, abc.ABC):
-    """Its class has a class of its own, so that no class can be made of it and another."""
+    """Its class has a metaclass, so that no subclass can be made in the usual way."""
 
 
 class Positive(torch.Tensor):
-    """A tensor that may compute anything."""
+    """A tensor subclass, which may compute anything."""
 
 
 class Instance:
-    """A ``forward`` that is not called with the module."""
+    """A ``forward`` that does not get the module as ``self``."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (D,))
@@ -186,7 +186,7 @@ def subclassed(norm: Any) -> Any:
     return norm
 
 
-HOOK = "a forward hook may change what it reads or returns"
+HOOK = "a forward hook may change its input or output"
 
 
 @pytest.mark.parametrize(
@@ -204,15 +204,15 @@ HOOK = "a forward hook may change what it reads or returns"
         (CallImpl(D), "its class replaces _call_impl"),
         (Looks(D), "its class replaces __getattr__"),
         (Reads(D), "its class replaces __getattribute__"),
-        (Abstract(D), "the class of its class is ABCMeta"),
+        (Abstract(D), "its class has the metaclass ABCMeta"),
         (Final(D), "its class replaces __init_subclass__"),
-        (Attribute(D, elementwise_affine=False), "its forward is no plain method"),
-        (compiled(nn.LayerNorm(D)), "it is compiled by itself"),
+        (Attribute(D, elementwise_affine=False), "its forward is not a plain method"),
+        (compiled(nn.LayerNorm(D)), "it was compiled separately, by its own compile method"),
         (weight_normed(nn.LayerNorm(D)), HOOK),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_what_stands_between_a_call_and_forward_keeps_a_norm(norm: nn.Module, reason: str) -> None:
+def test_code_between_a_call_and_forward_keeps_a_norm(norm: nn.Module, reason: str) -> None:
     model = randomised(Block(norm))
     assert verdicts(model)["norm"].startswith(reason)
     with pytest.raises(UnsupportedModel, match="norm: "):
@@ -233,7 +233,7 @@ def test_a_hook_on_every_module_keeps_all_norms() -> None:
 
 
 @pytest.mark.parametrize("changed", [True, False])
-def test_a_layer_norm_whose_class_was_patched_is_looked_at(
+def test_a_layer_norm_whose_class_was_patched_is_examined(
     changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,7 @@ def test_a_layer_norm_whose_class_was_patched_is_looked_at(
             install(model, ["norm"], [])
 
 
-def test_what_is_edited_after_the_analysis_is_refused_and_nothing_is_changed() -> None:
+def test_a_module_edited_after_the_analysis_is_refused_and_nothing_is_changed() -> None:
     model = randomised(nn.Sequential(Block(), nn.Linear(3, D), Block()))
     plan = analyze_module(model, given()).plan
     assert len(plan.folded) == 2
@@ -279,7 +279,7 @@ def test_hooks_that_transformers_records_with_keep_no_norm() -> None:
 
 
 class Tied(nn.Module):
-    """An embedding that a head reads too, and two norms of it: one operation folds both."""
+    """An embedding with two norms and a tied head: one centring operation folds both norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class Tied(nn.Module):
 
 
 def test_no_operation_stands_on_a_module_whose_output_a_hook_changes() -> None:
-    """The operation would come before the hook, and the proof is for what comes after it."""
+    """The operation would run before the hook, but the proof concerns the value after the hook."""
     ids, model = torch.arange(7)[None], randomised(Tied())
     plan = analyze_module(model, ids).plan
     assert [op.module for op in plan.ops] == ["embed"] and error(model, plan, ids) < 1e-12
@@ -302,11 +302,11 @@ def test_no_operation_stands_on_a_module_whose_output_a_hook_changes() -> None:
         install(model, ["one", "two"], plan.ops)
 
 
-# How a norm is called.
+# Ways to call a norm.
 
 
 class Extra(nn.LayerNorm):
-    """Takes more than its input."""
+    """A norm with further arguments."""
 
     def forward(self, x: torch.Tensor, scale: Any = None, residual: Any = None) -> torch.Tensor:
         x = x if residual is None else x + residual
@@ -320,13 +320,25 @@ class Extra(nn.LayerNorm):
         (
             nn.LayerNorm(D),
             lambda b, y, x: b.norm.forward(y),
-            "run in another way than by calling it",
+            "its forward runs without a call of the module",
         ),
-        (nn.LayerNorm(D), lambda b, y, x: b.norm(y) + b.norm.forward(x.exp()), "in another way"),
-        (nn.LayerNorm(D), lambda b, y, x: b.norm(y) + type(b.norm).forward(b.norm, x.exp()), "way"),
-        (nn.LayerNorm(D), lambda b, y, x: b.norm(y) + b.norm._call_impl(x.exp()), "in another way"),
-        (nn.LayerNorm(D), lambda b, y, x: b.norm(y) + b.norm._wrapped_call_impl(x.exp()), "way"),
-        (nn.LayerNorm(D), lambda b, y, x: b.norm(y) + nn.Module.__call__(b.norm, x.exp()), "way"),
+        (nn.LayerNorm(D), lambda b, y, x: b.norm(y) + b.norm.forward(x.exp()), "without a call"),
+        (
+            nn.LayerNorm(D),
+            lambda b, y, x: b.norm(y) + type(b.norm).forward(b.norm, x.exp()),
+            "runs without",
+        ),
+        (nn.LayerNorm(D), lambda b, y, x: b.norm(y) + b.norm._call_impl(x.exp()), "without a call"),
+        (
+            nn.LayerNorm(D),
+            lambda b, y, x: b.norm(y) + b.norm._wrapped_call_impl(x.exp()),
+            "runs without",
+        ),
+        (
+            nn.LayerNorm(D),
+            lambda b, y, x: b.norm(y) + nn.Module.__call__(b.norm, x.exp()),
+            "runs without",
+        ),
         (Extra(D), lambda b, y, x: b.norm(y, scale=x), "called with more than one tensor"),
         (Extra(D), lambda b, y, x: b.norm(y, 2.0), "called with more than one tensor"),
         (Extra(D), lambda b, y, x: b.norm(y, residual=x.exp()), "called with more than one tensor"),
@@ -340,13 +352,13 @@ def test_a_norm_that_is_run_otherwise_than_by_a_call_on_one_tensor_stays(
 
 
 def test_a_forward_that_the_fold_does_not_replace_is_no_call_of_the_norm() -> None:
-    """``nn.LayerNorm.forward`` of a folded norm still computes LayerNorm."""
+    """``nn.LayerNorm.forward(norm, x)`` still computes LayerNorm after the fold."""
     model = randomised(Block(way=lambda b, y, x: b.norm(y) + nn.LayerNorm.forward(b.norm, x.exp())))
     assert verdicts(model)["norm"] == ""
 
 
 class Named(nn.Module):
-    """LayerNorm in its own words, whose input has another name."""
+    """A custom LayerNorm whose argument has another name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +378,7 @@ def test_a_norm_that_is_called_by_keyword_folds(norm: nn.Module, name: str) -> N
     assert verdicts(model) == {"norm": ""}
 
 
-def test_a_folded_norm_takes_what_it_took_and_computes_it_so() -> None:
+def test_a_folded_norm_accepts_the_same_arguments() -> None:
     model = randomised(Block(Extra(D)))
     changed, x = folded(model, analyze_module(model, given()).plan), given()
     assert isinstance(changed.norm, Folded)
@@ -377,11 +389,11 @@ def test_a_folded_norm_takes_what_it_took_and_computes_it_so() -> None:
         changed.norm()
 
 
-# Under which names.
+# Norms with several names.
 
 
 class TwoNames(nn.Module):
-    """One norm, called by one name on what can be centred, and by the other on something else."""
+    """One norm with two names: one is called on a value that can be centred, one on another."""
 
     def __init__(self, both: bool) -> None:
         super().__init__()
@@ -400,7 +412,7 @@ def test_one_norm_under_two_names_folds_if_all_calls_can(both: bool) -> None:
 
 
 class Repeated(nn.Module):
-    """A block that is registered three times, and gets something else at its last turn."""
+    """A block that is registered three times; with ``last``, its last run skips ``write``."""
 
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -416,14 +428,14 @@ class Repeated(nn.Module):
 
 @pytest.mark.parametrize("last", [True, False])
 def test_a_norm_of_a_block_that_stands_at_several_places(last: bool) -> None:
-    """Its input at the last turn is what ``read`` returns, and so does the model in the end."""
+    """With ``last``, the norm also reads the output of ``read``, which the model returns."""
     found = verdicts(randomised(Repeated(last)))
     assert list(found) == ["blocks.0.norm"]
     assert ("used elsewhere" in found["blocks.0.norm"]) == last
 
 
 class Hidden(nn.Module):
-    """Its norm is also reached through a list that is no part of the tree of modules."""
+    """The norm is also in a plain list, which is not part of the module tree."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,11 +458,11 @@ def test_a_norm_under_a_name_that_is_not_to_be_folded_is_not_installed() -> None
     assert type(model.first) is nn.LayerNorm
 
 
-# Where a graph does not show it.
+# Runs of a norm that the graph does not show.
 
 
 class Branches(nn.Module):
-    """Calls its norm, and again in a branch that values choose."""
+    """Calls its norm, and calls it again in a branch that depends on values."""
 
     def __init__(self, inside: bool) -> None:
         super().__init__()
@@ -471,7 +483,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_norm_in_a_branch_that_values_choose_stays(inside: bool) -> None:
     found = verdicts(randomised(Branches(inside)))["norm"]
-    assert found == ("it is called inside of an operator such as torch.cond" if inside else "")
+    assert found == ("it is called inside an operator such as torch.cond" if inside else "")
 
 
 class Checkpointed(nn.Module):
@@ -491,7 +503,7 @@ def test_a_checkpointed_norm_folds(reentrant: bool) -> None:
 
 
 class Borrowed(nn.Module):
-    """Runs its norm with the weights of another."""
+    """Runs its norm with the weights of another norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,7 +521,7 @@ def test_a_norm_that_is_called_with_other_weights_stays() -> None:
 
 
 class Chosen(Block):
-    """Its shapes depend on values, so that its ops are recorded."""
+    """A model whose shapes depend on values, so that a dry run records it."""
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         y = self.write(x)
@@ -525,9 +537,9 @@ class Chosen(Block):
     [
         (lambda b, y, x: b.norm(y), ""),
         (lambda b, y, x: b.norm(input=y), ""),
-        (lambda b, y, x: b.norm(y) + b.norm.forward(x.exp()), "in another way"),
-        (lambda b, y, x: b.norm(y) + type(b.norm).forward(b.norm, x.exp()), "in another way"),
-        (lambda b, y, x: b.norm(y) + b.norm._call_impl(x.exp()), "in another way"),
+        (lambda b, y, x: b.norm(y) + b.norm.forward(x.exp()), "without a call"),
+        (lambda b, y, x: b.norm(y) + type(b.norm).forward(b.norm, x.exp()), "without a call"),
+        (lambda b, y, x: b.norm(y) + b.norm._call_impl(x.exp()), "without a call"),
     ],
 )
 def test_a_recorded_run_is_watched_as_well(way: Callable[..., Any], reason: str) -> None:
@@ -541,7 +553,7 @@ def test_a_recorded_run_is_watched_as_well(way: Callable[..., Any], reason: str)
 
 
 class CastBack(nn.Module):
-    """In float32; for a model in float32 its casts change nothing."""
+    """A norm that computes in float32; in a float32 model its casts change nothing."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -555,7 +567,7 @@ class CastBack(nn.Module):
 
 
 class WritesResult(nn.Module):
-    """Into memory that it sees in two ways, for which the graph has to be decomposed."""
+    """Writes to memory that two tensors share, so that the graph has to be decomposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -600,11 +612,11 @@ def test_a_model_is_left_as_it_was() -> None:
     assert [(type(m), sorted(vars(m))) for m in model.modules()] == before
 
 
-# What is merged.
+# Merging.
 
 
 class Shared(nn.Module):
-    """Two norms with one gamma, each read by a linear layer."""
+    """Two norms that share one gamma; a linear layer reads each of them."""
 
     def __init__(self) -> None:
         super().__init__()

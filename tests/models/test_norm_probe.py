@@ -1,4 +1,4 @@
-"""A norm is known by what it computes: a LayerNorm is found, what only looks like one is not."""
+"""A LayerNorm is recognised by what it computes, not by its name or its looks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 13
 
 
 class Spelled(nn.Module):
-    """LayerNorm in its own words, and the ways in which it can be almost one."""
+    """A custom LayerNorm, with options that make it differ slightly from LayerNorm."""
 
     def __init__(self, kind: str = "last", eps: float = 1e-6) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Spelled(nn.Module):
 
 
 class Wide(nn.Module):
-    """Casts to float32, has no parameters, and hides its eps."""
+    """Casts to float32, has no parameters, and has no attribute for its eps."""
 
     normalized_shape = (WIDTH,)
 
@@ -59,14 +59,14 @@ class Wide(nn.Module):
 
 
 class Channels(nn.LayerNorm):
-    """Of (N, C, tokens), whose channels it normalises."""
+    """Normalises the channels of (N, C, tokens)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.permute(0, 2, 1)).permute(0, 2, 1)
 
 
 class Either(nn.LayerNorm):
-    """A LayerNorm of (batch, tokens, features); of images it does something else."""
+    """A LayerNorm for (batch, tokens, features) that computes something else for images."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.ndim == 3 else x / x.norm(dim=-1, keepdim=True)
@@ -86,7 +86,7 @@ class Either(nn.LayerNorm):
         (nn.LayerNorm(WIDTH, bias=False), LayerNormForm(-1, "weight", False, 1e-5, (2, 3, 4, 5))),
     ],
 )
-def test_a_layer_norm_is_found_in_any_words(module: nn.Module, form: LayerNormForm) -> None:
+def test_a_layer_norm_is_recognised_in_any_form(module: nn.Module, form: LayerNormForm) -> None:
     assert layer_norm_form(module) == form
     assert layer_norm_form(copy.deepcopy(module).to("meta")) == form
     assert not computes_rms_norm(module)
@@ -108,7 +108,7 @@ def test_a_layer_norm_is_found_in_any_words(module: nn.Module, form: LayerNormFo
     ],
     ids=lambda module: getattr(module, "kind", type(module).__name__),
 )
-def test_what_computes_something_else_is_no_layer_norm(module: nn.Module) -> None:
+def test_modules_that_compute_something_else_are_no_layer_norms(module: nn.Module) -> None:
     assert layer_norm_form(module) is None
 
 
@@ -118,7 +118,7 @@ def test_an_rms_norm_is_found_by_its_values() -> None:
 
 
 class Block(nn.Module):
-    """A writer, a norm and a reader, with features last, or channels first of so many positions."""
+    """A writer, a norm and a reader, with features last, or with channels before positions."""
 
     def __init__(self, norm: nn.Module, positions: int = 0) -> None:
         super().__init__()
@@ -186,20 +186,20 @@ def test_a_norm_that_is_almost_one_is_not_touched() -> None:
 
 
 class Named(nn.LayerNorm):
-    """Carries the name and computes RMSNorm."""
+    """Is called LayerNorm but computes RMSNorm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x / x.square().mean(-1, keepdim=True).sqrt()
 
 
-def test_the_name_of_a_class_decides_nothing() -> None:
+def test_the_name_of_a_class_does_not_matter() -> None:
     model = Block(Named(WIDTH, bias=False)).double()
     (verdict,) = analyze_module(model, torch.randn(2, 5, WIDTH, dtype=torch.float64)).plan.norms
     assert verdict.status == "kept" and "does not compute a LayerNorm" in verdict.reason
 
 
 class Both(nn.Module):
-    """Calls one norm with tokens and with images."""
+    """Calls one norm both with tokens and with images."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_a_norm_that_is_also_called_where_it_is_none_stays() -> None:
 
 @pytest.mark.parametrize(("groups", "listed"), [(1, "static"), (3, "kept")])
 def test_a_group_norm_of_rows_normalises_each_alone(groups: int, listed: str) -> None:
-    """One group is a LayerNorm; of several, nothing here computes the RMSNorm."""
+    """With one group it is a LayerNorm; for several groups there is no RMSNorm here."""
     width = 12
     rows = nn.Sequential(nn.Linear(5, width), nn.GroupNorm(groups, width), nn.Linear(width, 2))
     (verdict,) = analyze_module(rows, torch.randn(7, 5)).plan.norms
@@ -226,7 +226,7 @@ def test_a_group_norm_of_rows_normalises_each_alone(groups: int, listed: str) ->
 
 
 class Trap(Spelled):
-    """LayerNorm on common inputs, and something else on others."""
+    """Computes LayerNorm for common inputs, and something else for others."""
 
     def __init__(self, kind: str, eps: float = 1e-6) -> None:
         super().__init__("last", eps)
@@ -326,15 +326,15 @@ MORE = "which is not part of a LayerNorm"
         ("writes", "computes copy_, " + MORE),
     ],
 )
-def test_what_is_a_layer_norm_on_common_inputs_alone_stays(kind: str, reason: str) -> None:
+def test_a_layer_norm_for_common_inputs_only_is_kept(kind: str, reason: str) -> None:
     torch.manual_seed(0)
     norm = Trap(kind, 0.0 if kind == "eps outside" else 1e-6)
     model = Block(norm).double()
     assert layer_norm_form(norm) is None and reason in (examine(norm, {}) or "")
     refused = {
         "counts": "each call changes norm.calls",
-        "by gradient": "asks for torch.is_grad_enabled",
-        "by requires_grad": "asks for requires_grad of a tensor",
+        "by gradient": "reads torch.is_grad_enabled",
+        "by requires_grad": "reads requires_grad of a tensor",
     }
     if kind in refused:  # the whole model, whatever else it is made of
         with pytest.raises(TraceFailed, match=refused[kind]):
@@ -348,13 +348,13 @@ def test_what_is_a_layer_norm_on_common_inputs_alone_stays(kind: str, reason: st
 
 
 class Graded(nn.LayerNorm):
-    """Torch's, but for where gradients are computed."""
+    """Torch's LayerNorm, except while gradients are computed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (2 if torch.is_grad_enabled() else 1)
 
 
-def test_torchs_layer_norm_is_tried_with_gradients_too() -> None:
+def test_torchs_layer_norm_is_tested_with_gradients_too() -> None:
     assert examine(Graded(WIDTH), {}) == "it does not compute LayerNorm of huge inputs"
 
 
@@ -380,7 +380,7 @@ def test_a_module_whose_code_hands_out_itself_keeps_its_parameters(name: str) ->
 
 
 class Gain(Spelled):
-    """Its class tells how it computes, and may be told otherwise later."""
+    """Computes as an attribute of its class says, which may change later."""
 
     limit: float | None = None
 
@@ -397,7 +397,7 @@ def test_a_verdict_is_forgotten_where_code_may_have_changed() -> None:
 
 
 class Fields(Spelled):
-    """Holds things beside its parameters that only look plain."""
+    """Has attributes that look like plain values, but are not."""
 
     def __init__(self, limits: tuple[Any, ...]) -> None:
         super().__init__()
@@ -416,14 +416,14 @@ class Limits:
         return "Limits"
 
 
-def test_norms_that_only_look_alike_are_looked_at_one_by_one() -> None:
+def test_norms_that_only_look_alike_are_examined_one_by_one() -> None:
     model = nn.Sequential(Block(Fields((Limits(),))), Block(Fields((Limits(-2.0, 2.0),)))).double()
     plan = analyze_module(model, torch.randn(2, 5, WIDTH).double()).plan
     assert [v.norm for v in plan.folded] == ["0.norm"]
 
 
 class Custom(nn.Module):
-    """LayerNorm with parameters of other names, shapes and kinds."""
+    """LayerNorm whose parameters have other names, shapes and kinds."""
 
     def __init__(self, shape: tuple[int, ...] = (WIDTH,), dim: int = -1, kind: str = "") -> None:
         super().__init__()
@@ -442,7 +442,7 @@ class Custom(nn.Module):
 
 
 class Swapped(nn.Module):
-    """Its ``bias`` is what it multiplies by."""
+    """Multiplies by its ``bias``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +453,7 @@ class Swapped(nn.Module):
 
 
 class Shift(nn.Module):
-    """Adds, and multiplies by nothing."""
+    """Adds a bias and has no gain."""
 
     def __init__(self) -> None:
         super().__init__()

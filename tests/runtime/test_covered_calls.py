@@ -233,7 +233,7 @@ def test_a_call_of_another_form_is_proven_when_it_is_handed_in(
 def test_what_is_no_call_is_refused_as_an_example() -> None:
     model = moved(Labels())
     for wrong in ([x()], [(x(), x())], [((x(),), {}, {})], [{"x": x()}]):
-        with pytest.raises(EnjoyLNError, match=r"example_calls: number 1 is no pair of"):
+        with pytest.raises(EnjoyLNError, match=r"example_calls: number 1 is not a pair of"):
             analyze(model, x(), example_calls=wrong)
     with pytest.raises(TraceFailed, match=r"Labels could not be traced \(example call 2\)"):
         analyze(model, x(), example_calls=[((x(),), {}), ((torch.ones(2, 7, 3),), {})])

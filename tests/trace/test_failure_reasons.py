@@ -1,4 +1,4 @@
-"""What a refused model does, and where, in words; the exception itself comes last."""
+"""Errors about a refused model say what its code does, and where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from enjoyln_cli.errors import TraceFailed
 
 
 class Unwilling(nn.Module):
-    """Does something with what it has computed that no graph shows."""
+    """Does something with a computed value that no graph can show."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -55,14 +55,14 @@ SAID = {
     "if": NUMBER,
     "numpy": "makes a NumPy array of a tensor; use the functions of torch",
     "storage": "reads or replaces the memory of a tensor; compute with the tensor itself",
-    "copied": "calls a copy of a module that it made in this call; make the copy once",
+    "copied": "calls a copy of a module that was made during this call; make the copy once",
     "called": "fails with these inputs; make sure that the model runs with them",
     "assert": "raises an error with these inputs; .*AssertionError: five dimensions",
 }
 
 
 @pytest.mark.parametrize("how", SAID)
-def test_it_is_said_what_the_code_does(how: str) -> None:
+def test_the_message_says_what_the_code_does(how: str) -> None:
     with pytest.raises(TraceFailed, match=SAID[how]) as caught:
         analyze_module(randomised(Unwilling(how)), ids())
     assert re.search(r": Unwilling\.forward, line \d+, ", str(caught.value))

@@ -1,4 +1,4 @@
-"""What an operation on the meta device gave once is what it gives on operands of the same form."""
+"""Cached results of operations on the meta device equal those that torch computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from enjoyln_cli.trace.recorder import record
 
 aten = torch.ops.aten
 HOLD_VALUES = {"indices", "bags_of_embeddings", "expert_products"}
-"""Families whose functions bring numbers along, so that most of their calls are not recorded."""
+"""Families whose functions contain tensors with values, so most of their calls are not recorded."""
 
 
 class Called(nn.Module):
@@ -36,7 +36,7 @@ class Called(nn.Module):
 
 
 def form_of(value: Any, operands: list[torch.Tensor]) -> list[Any]:
-    """All that is to be known of tensors without values, and what of the operands is in them."""
+    """A description of tensors without values, and of the memory they share with operands."""
     found: list[Any] = [type(value)]
     for x in pytree.tree_leaves(value):
         shares = [x.untyped_storage()._cdata == o.untyped_storage()._cdata for o in operands]
@@ -53,9 +53,7 @@ def nothing_known() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_remembered_is_what_torch_gives(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_results_are_those_of_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0
 
     def judged(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,7 +86,7 @@ def plain(x: torch.Tensor) -> Any:
 
 
 class Doubling(TorchDispatchMode):
-    """Gives something else than torch does."""
+    """Returns another result than torch."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -106,7 +104,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_a_mode_around_an_operation_is_asked_each_time(around: str) -> None:
+def test_a_mode_around_an_operation_is_not_bypassed(around: str) -> None:
     with torch.no_grad():
         x = torch.empty(3, device="meta")
         plain(x)
@@ -121,14 +119,14 @@ def test_a_mode_around_an_operation_is_asked_each_time(around: str) -> None:
         assert meta_results._results == known
 
 
-def test_a_transform_around_an_operation_is_asked_each_time() -> None:
+def test_a_transform_around_an_operation_is_not_bypassed() -> None:
     with torch.no_grad():
         result = torch.func.vmap(plain)(torch.empty(2, 3, device="meta"))
     assert result.shape == (2, 3)
     assert not meta_results._results
 
 
-def test_a_remembered_result_depends_on_the_default_dtype() -> None:
+def test_a_cached_result_depends_on_the_default_dtype() -> None:
     whole = torch.empty(3, dtype=torch.int64, device="meta")
     found = []
     with torch.no_grad():
@@ -141,7 +139,7 @@ def test_a_remembered_result_depends_on_the_default_dtype() -> None:
     assert found == [torch.float32, torch.float64, torch.float32]
 
 
-def test_values_and_other_libraries_are_never_remembered() -> None:
+def test_values_and_other_libraries_are_never_cached() -> None:
     with torch.library._scoped_library("enjoyln_meta_results", "DEF") as library, torch.no_grad():
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: torch.empty_like(x), "Meta")

@@ -1,4 +1,4 @@
-"""What is recorded on the meta device is what ``torch.export`` gives; all else is left to it."""
+"""A recording gives the graph of ``torch.export``, or is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONFIGS = {
     },
 }  # fmt: skip
 FROM_EXPORT_ALONE = {"aten._assert_tensor_metadata.default", "aten.detach_.default"}
-"""Checks of a tensor's dtype, and a no-op behind ``torch.tensor``."""
+"""Checks of a tensor's dtype, and a no-op in ``torch.tensor``."""
 
 
 def stock(model_type: str) -> tuple[nn.Module, list[Call]]:
@@ -61,7 +61,7 @@ def traced(how: Callable[[CallToTrace], Trace], model: nn.Module, call: Call) ->
 
 
 def written(graph: Graph, trace: Trace) -> list[Any]:
-    """Every operation in turn: on which values, of which module, with which result."""
+    """Every operation in order: its operands, its module, and its result."""
     numbers: dict[Node, Any] = {}
     found = []
     for node in graph.nodes:
@@ -96,7 +96,7 @@ CONSTANT = torch.zeros(())
 
 
 class Code(nn.Module):
-    """A norm of a linear layer, and between them ``change``."""
+    """A linear layer, then ``change``, then a norm."""
 
     def __init__(self, change: Callable[[Code, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
-def test_what_a_recording_cannot_tell_is_refused(change: Any) -> None:
+def test_calls_that_cannot_be_recorded_are_refused(change: Any) -> None:
     model = Code(change).to("meta").eval()
     with pytest.raises(Exception):  # noqa: B017
         traced(record_call, model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
@@ -213,14 +213,14 @@ def test_verdicts_without_weights_are_those_of_the_live_module(change: Any) -> N
 
 
 @pytest.mark.parametrize("change", [scale, take_a_row], ids=lambda change: change.__name__)
-def test_numbers_that_stand_in_the_code_are_recorded(change: Any) -> None:
+def test_constants_in_the_code_are_recorded(change: Any) -> None:
     model = Code(change).to("meta").eval()
     with ready(model):
         found = record(Steps(model, {}, None), (((torch.ones(2, 3, 8),), {}),))
     assert len(found.parameters) == 4 and len(found.constants) >= 1
 
 
-def test_a_write_that_nobody_else_sees_is_recorded() -> None:
+def test_a_write_that_no_other_op_sees_is_recorded() -> None:
     model = Code(write).to("meta").eval()
     found = traced(record_call, model, Call("x", (((torch.ones(2, 3, 8),), {}),)))
     targets = {node.target for node in found.graph.nodes}

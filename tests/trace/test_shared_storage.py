@@ -1,4 +1,4 @@
-"""A weight is known by its memory: whoever else holds a tensor over it reads the weight."""
+"""Weights that share memory with other tensors are found, and are not edited."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_an_array_of_its_own_is_no_second_reader() -> None:
 
 
 def test_parameters_over_one_memory_are_one_tied_weight() -> None:
-    """With the same shape and strides it is a tie, and an operation on the value still folds."""
+    """Equal shape and strides make a tie; the norm folds by an operation on the value."""
     model = randomised(Stem())
     two_parameters(model)
     plan = analyze_module(model, ids()).plan
@@ -158,7 +158,7 @@ def test_parameters_over_one_memory_are_one_tied_weight() -> None:
 
 
 class TwoTables(nn.Module):
-    """Two embeddings; ``shared`` says what the memory of the second one is."""
+    """Two embeddings; ``shared`` gives the memory of the second one."""
 
     def __init__(self, shared: str) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_slices_that_overlap_are_not_centred() -> None:
 
 
 class OwnRows(nn.Module):
-    """Reads single rows of its table under another parameter's name."""
+    """Reads single rows of its table through another parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_a_parameter_that_is_a_row_of_another_locks_it() -> None:
 
 
 class Changing(nn.Module):
-    """Does something to its own weight when it is called."""
+    """Changes its own weight when it is called."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
