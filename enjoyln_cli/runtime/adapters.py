@@ -1,11 +1,13 @@
-"""Does an adapter on a centred layer see the mean that its weight has lost?
+"""Does an adapter (LoRA, DoRA, IA3) on a centred linear layer still compute the same function?
 
-What an adapter adds (LoRA) is added to a centred weight as well as to the original one: both
-outputs differ by the same number in every feature, which a LayerNorm does not see. One that
-multiplies (DoRA, IA3, orthogonal ones) and was trained on the original makes something else of that
-number, with LayerNorm too, and in the stock class. It is tried on a copy of the layer: to the
-weight inside is added what centring takes away, and the output may change by one number for each
-row alone.
+Centring the weight subtracts one number from all output features of a token, and the next norm
+ignores it. An adapter that adds to the output (LoRA) does not change this. An adapter that
+multiplies the output (DoRA, IA3, orthogonal ones) turns that number into different ones, which
+LayerNorm does not remove. If such an adapter was trained on the original model, its results on the
+converted model are wrong, in the stock class too.
+
+The check is numerical, on a copy of the layer. It adds to the weight what centring would remove,
+one random row for all outputs. Each row of the output may change by one number only.
 """
 
 from __future__ import annotations
@@ -19,51 +21,52 @@ from torch import nn
 from enjoyln_cli.errors import UnsupportedModel
 
 TOLERANCE = 1e-3
-"""Of the largest change, how far apart those of one row may be: rounding in any dtype."""
+"""Allowed spread of the changes within one row, relative to the largest change (for rounding)."""
 
 
 def quantisation_of(tensor: Any) -> str:
-    """As what a weight is quantised (``int8``, the class of a tensor), or empty if it is not.
+    """The quantised dtype or tensor class of a weight (for example ``int8``); empty if unquantised.
 
-    bitsandbytes stores other numbers; torchao a tensor of a class of its own, from whose module
-    this is told, since other libraries have such classes too (FakeTensor, DTensor).
+    bitsandbytes stores another dtype. torchao has tensor classes of its own. They are recognised
+    by their module, since unquantised tensors may have a subclass too (FakeTensor, DTensor).
     """
     if type(tensor).__module__.startswith("torchao."):
         return type(tensor).__name__
     dtype = getattr(tensor, "dtype", torch.float32)
-    known = dtype.is_floating_point and dtype.itemsize > 1
-    return "" if known else str(dtype).removeprefix("torch.")
+    unquantised = dtype.is_floating_point and dtype.itemsize > 1
+    return "" if unquantised else str(dtype).removeprefix("torch.")
 
 
-def about_quantised(path: str, kind: str) -> str:
-    """What to say of a centred layer that is quantised."""
+def quantised_message(path: str, kind: str) -> str:
+    """The message for a centred layer that is quantised."""
     return (
-        f"{path}: is quantised ({kind}), which gives what it writes a mean again; load the model "
-        "without quantisation for RMSNorm, or with transformers alone to go on with LayerNorm"
+        f"{path}: is quantised ({kind}), so its output no longer has zero mean; load the model "
+        "without quantisation for RMSNorm, or load it with transformers alone and keep LayerNorm"
     )
 
 
-def about_replaced(path: str, module: nn.Module, kind: type) -> str:
-    """What to say of ``module``, which took the place of a ``kind``."""
+def replaced_message(path: str, module: nn.Module, kind: type) -> str:
+    """The message for ``module``, which has replaced a layer of class ``kind``."""
     cls = type(module)
     found = next((what for p in module.parameters() if (what := quantisation_of(p))), "")
     if found:
-        return about_quantised(path, found)
+        return quantised_message(path, found)
     if any(type(inner) is kind for inner in module.modules()):
         return (
-            f"{path}: has an adapter ({cls.__module__}.{cls.__name__}), and what that adds has a "
-            "mean; merge it (merge_and_unload) and call enjoyln_cli.refold, or go on with LayerNorm"
+            f"{path}: has an adapter ({cls.__module__}.{cls.__name__}) whose output may have a "
+            "mean; merge it (merge_and_unload) and call enjoyln_cli.refold, or keep LayerNorm"
         )
     return (
-        f"{path}: is a {cls.__name__} now and was a {kind.__name__}, so what it "
-        "writes may have a mean; convert the model as it is now, or go on with LayerNorm"
+        f"{path}: was a {kind.__name__} and is now a {cls.__name__}, so its output may have a "
+        "mean; convert the model as it is now, or keep LayerNorm"
     )
 
 
-def require_addition(path: str, layer: nn.Module, kind: type, dim: int) -> None:
-    """Raises ``UnsupportedModel`` if ``layer``, which took the place of a ``kind``, multiplies.
+def require_additive_adapter(path: str, layer: nn.Module, kind: type, dim: int) -> None:
+    """Raises ``UnsupportedModel`` if the adapter ``layer`` around a ``kind`` does not only add.
 
-    ``dim`` of the weight inside are its outputs. Nothing is said of layers that hold no ``kind``.
+    ``dim`` is the output dimension of the weight inside. Layers that contain no ``kind`` are not
+    checked.
     """
     if type(layer) is kind or not any(type(m) is kind for m in layer.modules()):
         return
@@ -81,7 +84,7 @@ def require_addition(path: str, layer: nn.Module, kind: type, dim: int) -> None:
     if (change - change.mean(-1, keepdim=True)).abs().max() > TOLERANCE * size:
         raise UnsupportedModel(
             f"{path}: its adapter ({type(layer).__name__}) multiplies the output of a layer whose "
-            "weights were centred. If it was trained on the original model, its results are wrong "
-            "here, in the plain transformers class too: merge it into the original, and convert "
-            "that. If it was trained on this model, merge it here"
+            "weights were centred. If the adapter was trained on the original model, its results "
+            "are wrong here, and in the stock transformers class too: merge it into the original "
+            "model and convert the result. If it was trained on this model, merge it here"
         )

@@ -1,15 +1,17 @@
-"""``torch.compile(model, backend="enjoyln")``: residual additions go into the norms that read them.
+"""``torch.compile(model, backend="enjoyln")``: fuses residual additions with the norms after them.
 
-Decides which additions of the graph that Dynamo captures are computed together with a norm::
+Decides which additions in the graph that Dynamo captures are computed together with a norm::
 
     s = a + b;  y = norm(s)     becomes   y, s = add_norm(a, b)     pre-LN: the next block reads s
-                                          y = sum_norm(a, b)        post-LN: nobody else does
+                                          y = sum_norm(a, b)        post-LN: only the norm reads s
 
-for every folded norm and for every LayerNorm that was kept, whatever the model. The two operands
-have one shape and dtype; a view between sum and norm that keeps the last dimension is moved behind
-the norm; dropout that drops nothing is left out. Without gradients, s and y are written over a and
-b where the graph made these itself and nobody reads them later: new memory costs as much time as
-the norm. All else runs as it is, or in another backend: ``options={"inner": "inductor"}``.
+This applies to every converted norm and to every remaining LayerNorm, in any model. The two
+operands must have the same shape and dtype. A view between sum and norm that keeps the last
+dimension is moved behind the norm. Inactive dropout is removed.
+
+Without gradients, s and y overwrite a and b if the graph computed these itself and nothing reads
+them later: allocating new memory takes as long as the norm. All other nodes run unchanged, or in
+another backend: ``options={"inner": "inductor"}``.
 """
 
 from __future__ import annotations
@@ -41,23 +43,23 @@ FUSED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "rms_norm": (kernels.add_rms_norm, kernels.sum_rms_norm),
     "layer_norm": (kernels.add_layer_norm, kernels.sum_layer_norm),
 }
-"""Norm to what also returns the sum, and what does not."""
+"""For each norm: the kernel that returns norm and sum, and the one that returns the norm only."""
 IN_PLACE: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {
     kernels.add_rms_norm: (kernels.add_rms_norm_, kernels.add_rms_norm_over),
     kernels.add_layer_norm: (kernels.add_layer_norm_, kernels.add_layer_norm_over),
 }
-"""What returns the sum to what writes it over the second operand, and the result over the first."""
+"""For each kernel that returns norm and sum: the kernel that writes the sum over the second
+operand, and the kernel that also writes the norm over the first."""
 OVER: dict[Any, Callable[..., Any]] = {
     kernels.sum_rms_norm: kernels.sum_rms_norm_over,
     kernels.sum_layer_norm: kernels.sum_layer_norm_over,
 }
-"""What does not keep the sum to what writes the result over the first operand."""
+"""For each kernel that returns the norm only: the kernel that writes it over the first operand."""
 NEW: set[Any] = {F.linear, F.embedding, torch.addmm, torch.matmul, operator.matmul, *ADDITIONS}
 NEW |= {*OVER, *OVER.values(), *(function for pair in IN_PLACE.values() for function in pair)}
-"""Functions whose result lies in memory of its own or in memory that is free again, if they are not
-given ``out``."""
+"""Functions whose result shares memory with no value that is still needed (without ``out=``)."""
 MODES = ("set_grad_enabled", "inference_mode", "stream", "event")
-"""Parts of the names of calls after which gradients could be on, or other work at the same time."""
+"""Parts of names of functions that could enable gradients, or run work in parallel."""
 
 torch.compiler.allow_in_graph(rms_norm)
 
@@ -65,16 +67,16 @@ torch.compiler.allow_in_graph(rms_norm)
 def enjoyln(
     gm: fx.GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The backend. ``options`` may name the ``inner`` backend that the fused graph goes on to.
+    """The backend. ``options["inner"]`` may name another backend that compiles the fused graph.
 
     Raises ``EnjoyLNError`` for any other option.
     """
-    asked = dict(options or {})
-    inner = asked.pop("inner", None)
-    if asked:
+    unknown = dict(options or {})
+    inner = unknown.pop("inner", None)
+    if unknown:
         raise EnjoyLNError(
-            f"the backend {NAME} has no option {next(iter(asked))!r}; its one option is inner, the "
-            "name of another backend"
+            f"the backend {NAME} has no option {next(iter(unknown))!r}; its only option is inner, "
+            "the name of another backend"
         )
     fuse(gm)
     if inner is None:
@@ -84,24 +86,24 @@ def enjoyln(
 
 
 def fuse(gm: fx.GraphModule) -> int:
-    """Fuses what can be fused in ``gm``, in place; returns how many additions that were."""
+    """Fuses additions with norms in ``gm``, in place; returns the number of fused additions."""
     done = 0
-    if not _casts_by_itself(gm.graph):
+    if not _uses_autocast(gm.graph):
         for node in list(gm.graph.nodes):
             _skip_dropout(node)
         for node in list(gm.graph.nodes):
             done += _fuse_at(node)
         for node in list(gm.graph.nodes):
-            _call_kernel(node)
+            _call_kernel_directly(node)
     gm.recompile()
     return done
 
 
 def write_over(gm: fx.GraphModule) -> int:
-    """Writes sums and results over operands that nobody needs any more; returns at how many norms.
+    """Lets fused norms overwrite operands that nothing reads later; returns the number of norms.
 
-    For graphs that run as they are. None where a gradient could be wanted, and where not all runs
-    in the order of the graph.
+    Only for graphs that run as they are, without another backend. Changes nothing where gradients
+    may be enabled, or where nodes may not run in the order of the graph.
     """
     if torch.is_grad_enabled() or _calls(gm.graph, *MODES):
         return 0
@@ -111,7 +113,7 @@ def write_over(gm: fx.GraphModule) -> int:
     for node in nodes:
         if node.target in IN_PLACE or node.target in OVER:
             a, b, *affine = node.args
-            pairs = ((a, b), (b, a)) if _made(b) is b else ((b, a), (a, b))
+            pairs = ((a, b), (b, a)) if _view_base(b) is b else ((b, a), (a, b))
             spare = [(x, y) for x, y in pairs if _is_spare(x, [y, *affine], node, place)]
             if spare:
                 place[_write_over(node, spare, affine)] = place[node]
@@ -121,10 +123,10 @@ def write_over(gm: fx.GraphModule) -> int:
 
 
 def _write_over(fused: fx.Node, spare: list[tuple[fx.Node, fx.Node]], affine: list[Any]) -> fx.Node:
-    """Puts another function in the place of ``fused``; returns what it gives, the normed rows.
+    """Replaces ``fused`` by its in-place kernel; returns the node of the normed rows.
 
-    ``spare`` holds each spare operand with the other one. The sum, where it is kept, takes the
-    place of the last.
+    ``spare`` holds, for each operand that may be overwritten, the pair (operand, other operand). If
+    the sum is needed, it overwrites the operand of the last pair.
     """
     graph, (last, other) = fused.graph, spare[-1]
     with graph.inserting_before(fused):
@@ -146,36 +148,37 @@ def _write_over(fused: fx.Node, spare: list[tuple[fx.Node, fx.Node]], affine: li
 def _is_spare(
     operand: fx.Node, others: list[Any], fused: fx.Node, place: dict[fx.Node, int]
 ) -> bool:
-    """Whether ``fused``, which reads ``others`` too, is the last to read the memory of ``operand``.
+    """Whether ``fused``, which also reads ``others``, is the last reader of ``operand``'s memory.
 
-    Whatever is not known to return new memory counts as another name of what it reads. A view is
-    not spare where a caller would get it: it could not be written to with gradients.
+    A function that is not known to return new memory is taken to return a view of its arguments. A
+    view is not overwritten if the graph would return it, since autograd restricts later in-place
+    writes to a view.
     """
-    value, made = _value(operand), _made(operand)
+    value, base = _value(operand), _view_base(operand)
     ordinary = all(type(_value(one)) is FakeTensor for one in (operand, others[0]))
-    if not ordinary or not value.is_contiguous() or not _is_new(made):
+    if not ordinary or not value.is_contiguous() or not _is_new(base):
         return False
-    if made is not operand and _is_returned(fused):
+    if base is not operand and _is_returned(fused):
         return False
-    names = _names([made], fused)
-    readers = (user for name in names for user in name.users)
+    aliases = _aliases([base], fused)
+    readers = (user for alias in aliases for user in alias.users)
     if any(place[one] > place[fused] or not (_is_new(one) or _only_reads(one)) for one in readers):
         return False
-    return not any(other in names for other in others)
+    return not any(other in aliases for other in others)
 
 
-def _names(nodes: Iterable[fx.Node], but: fx.Node | None = None) -> list[fx.Node]:
-    """``nodes`` and all that could be other names of their memory; ``but`` is not followed."""
-    names = list(nodes)
-    for name in names:
-        for user in name.users:
-            if not _is_new(user) and user not in (but, *names):
-                names.append(user)
-    return names
+def _aliases(nodes: Iterable[fx.Node], but: fx.Node | None = None) -> list[fx.Node]:
+    """``nodes`` and all nodes that may share memory with them; ``but`` is not followed."""
+    aliases = list(nodes)
+    for alias in aliases:
+        for user in alias.users:
+            if not _is_new(user) and user not in (but, *aliases):
+                aliases.append(user)
+    return aliases
 
 
-def _made(node: fx.Node) -> fx.Node:
-    """What ``node`` is a view of, or itself."""
+def _view_base(node: fx.Node) -> fx.Node:
+    """The node that ``node`` is a view of, or ``node`` itself."""
     while node.op == "call_method" and node.target in VIEWS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -184,19 +187,19 @@ def _made(node: fx.Node) -> fx.Node:
 def _is_returned(fused: fx.Node) -> bool:
     """Whether the graph returns the sum or the normed rows, or a view of them."""
     results = [fused] if fused.target in OVER else fused.users
-    return any(name.op == "output" for name in _names(results))
+    return any(alias.op == "output" for alias in _aliases(results))
 
 
 def _is_new(node: fx.Node) -> bool:
-    """Whether nobody else has the memory in which the value of ``node`` lies, when it is made."""
+    """Whether the value of ``node`` shares memory with no other value when it is computed."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return node.args[0].target in IN_PLACE
     known = node.target in NEW or (node.op == "call_method" and node.target == "add")
     return known and "out" not in node.kwargs and _value(node) is not None
 
 
-def _casts_by_itself(graph: fx.Graph) -> bool:
-    """Under autocast an addition and a norm may be of two dtypes, which no node tells."""
+def _uses_autocast(graph: fx.Graph) -> bool:
+    """Whether autocast is on: then an addition and a norm may run in two dtypes, without a cast."""
     cast = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
     return cast or _calls(graph, "autocast")
 
@@ -212,14 +215,14 @@ def _skip_dropout(node: fx.Node) -> None:
     if node.op != "call_function" or node.target is not F.dropout:
         return
     training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-    given = node.args[0] if node.args else node.kwargs.get("input")
-    if training is False and isinstance(given, fx.Node):
-        node.replace_all_uses_with(given)
+    source = node.args[0] if node.args else node.kwargs.get("input")
+    if training is False and isinstance(source, fx.Node):
+        node.replace_all_uses_with(source)
         node.graph.erase_node(node)
 
 
 def _fuse_at(norm: fx.Node) -> bool:
-    """Fuses the addition that ``norm`` reads, where ``norm`` is one and reads one."""
+    """Fuses ``norm`` with the addition that it reads; returns whether there were both."""
     found = _norm_arguments(norm)
     if found is None:
         return False
@@ -231,7 +234,7 @@ def _fuse_at(norm: fx.Node) -> bool:
     a, b = (arg for arg in total.args if isinstance(arg, fx.Node))
     others = set(total.users) - ({views[0]} if views else {norm})
     others |= {user for view in views for user in set(view.users) - {norm, *views}}
-    if not _fits(total, weight, bias) or not _comes_first(total, norm, weight, bias, eps):
+    if not _fits(total, weight, bias) or not _can_move_up(total, norm, weight, bias, eps):
         return False
     with_sum, alone = FUSED[kind]
     graph = norm.graph
@@ -255,30 +258,31 @@ def _fuse_at(norm: fx.Node) -> bool:
 
 
 def _norm_arguments(node: fx.Node) -> tuple[str, fx.Node, Any, Any, Any] | None:
-    """Kind, input, weight, bias and eps of a norm over the last dimension; ``None`` of others."""
-    given: dict[str, Any]
+    """Kind, input, weight, bias and eps of a norm over the last dimension; ``None`` for others."""
+    arguments: dict[str, Any]
     if node.op != "call_function":
         return None
     if node.target is rms_norm:
-        given = _named(node, ("x", "weight", "bias", "eps", "dims"))
-        kind, read, over = "rms_norm", given["x"], given.get("dims", 1)
+        arguments = _named_arguments(node, ("x", "weight", "bias", "eps", "dims"))
+        kind, read, dims = "rms_norm", arguments["x"], arguments.get("dims", 1)
     elif node.target in LAYER_NORMS:
-        given = _named(node, ("input", "normalized_shape", "weight", "bias", "eps"))
-        kind, read, over = "layer_norm", given["input"], len(given["normalized_shape"])
+        names = ("input", "normalized_shape", "weight", "bias", "eps")
+        arguments = _named_arguments(node, names)
+        kind, read, dims = "layer_norm", arguments["input"], len(arguments["normalized_shape"])
     else:
         return None
-    eps = given.get("eps", 1e-5)
-    if over != 1 or not isinstance(read, fx.Node) or not isinstance(eps, float | fx.Node):
+    eps = arguments.get("eps", 1e-5)
+    if dims != 1 or not isinstance(read, fx.Node) or not isinstance(eps, float | fx.Node):
         return None
-    return kind, read, given.get("weight"), given.get("bias"), eps
+    return kind, read, arguments.get("weight"), arguments.get("bias"), eps
 
 
-def _named(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
+def _named_arguments(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _views_above(node: fx.Node) -> list[fx.Node]:
-    """The views that lead to ``node``, it included, none of which cuts or joins rows."""
+    """The chain of views that ends in ``node``, all of which keep the last dimension."""
     views: list[fx.Node] = []
     while node.op == "call_method" and node.target in VIEWS and isinstance(node.args[0], fx.Node):
         before, after = _value(node.args[0]), _value(node)
@@ -312,7 +316,7 @@ def _is_addition(node: fx.Node) -> bool:
 
 
 def _fits(total: fx.Node, weight: Any, bias: Any) -> bool:
-    """Whether weight and bias are absent, or vectors as long as a row of the sum."""
+    """Whether weight and bias are each absent, or a vector as long as a row of the sum."""
     width = _value(total).shape[-1:]
     return all(
         one is None
@@ -325,10 +329,11 @@ def _fits(total: fx.Node, weight: Any, bias: Any) -> bool:
     )
 
 
-def _comes_first(total: fx.Node, norm: fx.Node, *parameters: Any) -> bool:
-    """Whether the norm can be computed where the sum is: nothing is written in between.
+def _can_move_up(total: fx.Node, norm: fx.Node, *parameters: Any) -> bool:
+    """Whether the norm can be computed where the sum is; if so, moves its parameters before it.
 
-    Parameters that are made in between, of others, are made before.
+    It can if no node in between writes to memory, and if no parameter that is computed in between
+    depends on the sum or on another node in between.
     """
     between: list[fx.Node] = []
     node = total.next
@@ -357,8 +362,8 @@ def _only_reads(node: fx.Node) -> bool:
     return node.target not in WRITES and name != "__setitem__"
 
 
-def _call_kernel(node: fx.Node) -> None:
-    """A norm that stays alone goes to its kernel without a detour."""
+def _call_kernel_directly(node: fx.Node) -> None:
+    """Lets a norm that was not fused call its kernel directly, not through ``rms_norm``."""
     found = _norm_arguments(node)
     if found is not None and found[0] == "rms_norm":
         value = _value(found[1])
@@ -367,6 +372,6 @@ def _call_kernel(node: fx.Node) -> None:
 
 
 def _value(node: Any) -> Any:
-    """The fake tensor that a node stands for; ``None`` where it is no tensor."""
+    """The fake tensor that a node stands for; ``None`` if its value is not a tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None

@@ -1,7 +1,8 @@
-"""Hooks of a model that computes RMSNorm: where its calls begin and end, and what comes in.
+"""Hooks of a model that computes RMSNorm: they mark calls, centre inputs and guard inputs.
 
-Inputs of the residual stream are centred on entry. A call that is given an input which no proof
-covers computes LayerNorm, or is refused where LayerNorm would not give back what it computed.
+Inputs that enter the residual stream (``inputs_embeds``) are centred on entry. If a call passes an
+input that the proof does not cover, the model computes LayerNorm. If LayerNorm would not compute
+the original function either, the call is refused.
 """
 
 from __future__ import annotations
@@ -25,25 +26,28 @@ from enjoyln_cli.runtime.scope import Enter, Fold, Leave, compute_layer_norm, is
 def be_called(module: nn.Module, args: Any, output: Any) -> None:
     """A forward hook that changes nothing, but makes a parent call the module's ``forward``.
 
-    Without one ``nn.TransformerEncoderLayer`` computes from its children's weights alone, in one
-    fused op and only where no gradient is wanted: no trace shows that.
+    Without any hook, ``nn.TransformerEncoderLayer`` takes a fast path where no gradient is needed:
+    one fused op on its children's weights, without calling the children. No trace shows this path.
     """
 
 
 @dataclass(frozen=True)
 class CentreInputs:
-    """A forward pre-hook: centres the named inputs over their last dimension, where given."""
+    """A forward pre-hook that centres the named inputs over their last dimension, if passed."""
 
     names: tuple[str, ...]
     order: tuple[str, ...]
-    """Names of the inputs that come by position."""
+    """Names of the positional inputs of ``forward``."""
     alone: bool = False
-    """On an encoder: the model around it has looked after its inputs."""
+    """Whether the hook acts only if its module is not called by the model around it.
+
+    True for an encoder: the hook of the model around it has handled its inputs.
+    """
 
     def __call__(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if thread.running.proven is None or (self.alone and is_nested()):
             return None
-        if not _given(self.names, self.order, args, kwargs):
+        if not _passed_inputs(self.names, self.order, args, kwargs):
             return None
         values = [
             _centre_last(value) if name in self.names else value
@@ -55,12 +59,14 @@ class CentreInputs:
 
 @dataclass(frozen=True)
 class GuardInputs:
-    """A forward pre-hook: a call that is given a named input computes LayerNorm everywhere.
+    """A forward pre-hook: a call that passes one of the named inputs computes LayerNorm everywhere.
 
-    Where norms are ``merged`` into what reads them, something else may read them in such a call,
-    and LayerNorm does not bring back what they have lost: it is refused with ``UnsupportedModel``.
-    So is every call that is not ``proven`` of code outside of transformers: a path that no trace
-    had may read a value whose mean is gone from the weights, which LayerNorm does not bring back.
+    Raises ``UnprovenCall`` where LayerNorm cannot restore the original function:
+
+    * The affine of norms was ``merged`` into the layers after them. With the unproven input, other
+      layers may read these norms.
+    * ``proven`` is set (a model outside of transformers) and does not cover the call. A path that
+      no trace took may read a value whose mean was removed by centring the weights.
     """
 
     names: tuple[str, ...]
@@ -68,37 +74,37 @@ class GuardInputs:
     merged: bool = False
     alone: bool = False
     proven: ProvenCalls | None = None
-    """Where it is known, it decides in place of ``names``."""
+    """The calls that the proof covers. If set, they decide instead of ``names``."""
 
     def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
         if (self.alone or self.proven is not None) and is_nested():
             return
         if self.proven is not None:
             if found := self.proven.uncovered(args, kwargs):
-                raise UnprovenCall(_not_analysed(type(module).__name__, found))
+                raise UnprovenCall(_uncovered_message(type(module).__name__, found))
             return
-        found = _given(self.names, self.order, args, kwargs)
+        found = _passed_inputs(self.names, self.order, args, kwargs)
         if found and self.merged:
             raise UnprovenCall(
-                f"{type(module).__name__}: not proven for calls with {', '.join(found)}, and its "
-                "norms were merged, so LayerNorm cannot be used instead; leave that input out, or "
-                "fold without --merge"
+                f"{type(module).__name__}: not proven for calls with {', '.join(found)}; LayerNorm "
+                "cannot be used instead, since norm weights or biases were merged into other "
+                "layers; leave that input out, or fold without --merge"
             )
         if found:
             compute_layer_norm()
 
 
-def _not_analysed(name: str, found: Sequence[str]) -> str:
+def _uncovered_message(name: str, found: Sequence[str]) -> str:
     return (
         f"{name}: its proof covers no call with {', '.join(found)}; pass such a call in "
         "example_calls to analyze() or fold(), or use the original model for it"
     )
 
 
-def _given(
+def _passed_inputs(
     names: Sequence[str], order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[str]:
-    """Those of the inputs ``names`` that a call has, by name or by their place in ``order``."""
+    """Those of the inputs ``names`` that a call passes, by keyword or by position in ``order``."""
     found = [name for name in names if kwargs.get(name) is not None]
     if args:
         by_place = zip(order, args, strict=False)
@@ -111,7 +117,7 @@ def _centre_last(x: Any) -> Any:
 
 
 def encoder_of(model: nn.Module) -> nn.Module | None:
-    """The encoder inside that ``generate`` calls by itself, with the inputs of the model."""
+    """The encoder of an encoder-decoder model, which ``generate`` calls directly; else ``None``."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     found = model.get_encoder() if hasattr(model, "get_encoder") else None  # type: ignore
@@ -125,7 +131,10 @@ def add_hooks(
     merged: bool,
     covered: CoveredCalls | None,
 ) -> Fold:
-    """On the model, and on its base model and encoder, which may be called by themselves."""
+    """Registers the hooks on the model, and on its base model and encoder (callable on their own).
+
+    Hooks that are registered already stay. Returns the ``Fold`` that all of them share.
+    """
     models = {id(m): m for m in (model, getattr(model, "base_model", model))}
     encoders = [encoder_of(module) for module in models.values()]
     inner = {id(m): m for m in encoders if m is not None and id(m) not in models}
@@ -135,34 +144,34 @@ def add_hooks(
     for module in hooked.values():
         alone, order = id(module) in inner, tuple(inspect.signature(module.forward).parameters)
         enter = Enter(fold)
-        if _once(module, enter, module.register_forward_pre_hook):
+        if _register_once(module, enter, module.register_forward_pre_hook):
             fold.entries.append(enter)
             module.register_forward_hook(Leave(enter), always_call=True)
         taken = set(unproven) & set(order)
         if taken or covered is not None:
             proven = None if covered is None else covered.calls_of(module)
             guard = GuardInputs(tuple(sorted(taken)), order, merged, alone, proven)
-            _once(module, guard, module.register_forward_pre_hook, with_kwargs=True)
+            _register_once(module, guard, module.register_forward_pre_hook, with_kwargs=True)
         if entry_inputs:
             centre = CentreInputs(entry_inputs, order, alone)
-            _once(module, centre, module.register_forward_pre_hook, with_kwargs=True)
+            _register_once(module, centre, module.register_forward_pre_hook, with_kwargs=True)
     return fold
 
 
 def enter_of(module: nn.Module) -> Enter | None:
-    """The hook with which a call of ``module`` begins, if one was installed."""
+    """The hook that starts a call of ``module``, if one was installed."""
     found = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter))
     return next(found, None)
 
 
 def entries(model: nn.Module) -> list[tuple[nn.Module, Enter]]:
-    """Every hooked module in ``model``, with the hook that begins its calls."""
+    """Every module of ``model`` that has an ``Enter`` hook, with that hook."""
     found = ((module, enter_of(module)) for module in model.modules())
     return [(module, enter) for module, enter in found if enter is not None]
 
 
-def _once(module: nn.Module, hook: Any, register: Callable[..., Any], **how: bool) -> bool:
-    """Registers a hook unless there is one of its kind at the same place; whether it did."""
+def _register_once(module: nn.Module, hook: Any, register: Callable[..., Any], **how: bool) -> bool:
+    """Registers a hook unless there is one of its class already; returns whether it did."""
     before = register == module.register_forward_pre_hook
     present = module._forward_pre_hooks if before else module._forward_hooks
     if type(hook) in map(type, present.values()):
@@ -173,10 +182,11 @@ def _once(module: nn.Module, hook: Any, register: Callable[..., Any], **how: boo
 
 @contextmanager
 def input_means(model: nn.Module) -> Iterator[dict[str, float]]:
-    """Within the block, collects what mean every RMSNorm sees, relative to its input's rms.
+    """Within the block, measures the mean of every RMSNorm's input, relative to the input's rms.
 
-    Yields a dict from module path to the root mean square over tokens of ``mean(x) / rms(x)``, the
-    worst call of each module; it is complete when the block ends. 0 is right, 1 a constant input.
+    Yields a dict from module path to the root mean square over tokens of ``mean(x) / rms(x)``, of
+    the call with the largest value. It is complete when the block ends. 0 is correct; 1 means that
+    the input is constant along the features.
     """
     seen: dict[str, float] = {}
 

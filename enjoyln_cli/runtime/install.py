@@ -1,8 +1,9 @@
 """Install a proven plan in a live model: RMSNorm and explicit centring, in place.
 
-Decides how a plan acts on a live ``torch.nn.Module``, never which norms fold: which module a name
-means, which class it gets (``modules``), which hooks the model gets (``hooks``), and what is
-refused since something may come between.
+Decides how a plan changes a live ``torch.nn.Module``: which module a name refers to, which class
+that module gets (``modules``), which hooks the model gets (``hooks``), and which modules are
+refused because a hook or another ``forward`` may change their output. Which norms are converted is
+decided by the plan.
 """
 
 from __future__ import annotations
@@ -41,17 +42,22 @@ def install(
 ) -> nn.Module:
     """Make ``model`` compute with RMSNorm at ``norms`` and with the centrings ``ops``, in place.
 
-    Names are those of the class that the plan was made for; ``model`` may also be its base class,
-    or have its base class inside (``base_model_prefix``). Norms of a head that the base class does
-    not have are passed over. ``entry_inputs`` names inputs of ``forward`` (``inputs_embeds``) whose
-    last dimension is centred on entry; a call that is given one of the inputs ``unproven`` computes
-    LayerNorm, or is refused where norms were ``merged``. Where the plan says which calls are
-    ``covered``, any other call is refused with ``UnsupportedModel``. Installing twice changes
-    nothing; after training it says that weights are centred.
+    Names are those of the class that the plan was made for. ``model`` may be that class, its base
+    class, or a class with the same base class inside (``base_model_prefix``). Norms of a head that
+    ``model`` does not have are skipped. The parameters:
 
-    Returns ``model``. Raises ``UnsupportedModel`` for a module that is missing or is not a
-    LayerNorm, or whose calls may compute something else than its ``forward`` (see
-    ``models.norm_modules``); then nothing has been changed.
+    * ``entry_inputs``: inputs of ``forward`` (``inputs_embeds``) whose last dimension is centred on
+      entry.
+    * ``unproven``: a call that passes one of these inputs computes LayerNorm, or raises
+      ``UnprovenCall`` if norms were ``merged`` into other layers.
+    * ``covered``: if set, any call that it does not cover raises ``UnprovenCall``.
+
+    Installing twice changes nothing, except that a model that was trained computes RMSNorm again:
+    the caller vouches that its weights are centred.
+
+    Returns ``model``. Raises ``UnsupportedModel``, with nothing changed, for a module that is
+    missing or is not a LayerNorm, or whose calls may not compute its class's ``forward`` (see
+    ``models.norm_modules``).
     """
     norms, ops, unproven = tuple(norms), tuple(ops), tuple(unproven)
     if covered is None and OTHER_CALLS in unproven:
@@ -62,7 +68,7 @@ def install(
         covered.require_any(type(model).__name__)
     if covered is not None and (changed := covered.changed(model)) is not None:
         raise UnsupportedModel(
-            f"{changed}: the plan was proven with the earlier value; set it back, or analyse the "
+            f"{changed}: the plan was proven with the earlier value; restore it, or analyse the "
             "model again"
         )
     named = (*norms, *(op.module for op in ops))
@@ -112,9 +118,10 @@ def locate(
 ) -> str | None:
     """Path in ``model`` of the module ``name``, with the base model's prefix added or removed.
 
-    ``None`` for a module of a head, where ``model`` is the base class and other ``names`` carry the
-    base model's prefix. ``get`` finds other things than modules; it raises ``AttributeError``
-    for what is not there. Raises ``UnsupportedModel`` where there is no such module.
+    ``None`` for a module of a head that ``model`` does not have: ``model`` is the base class, and
+    others of ``names`` have the base model's prefix. ``get(model, path)`` may look up something
+    else than modules; it raises ``AttributeError`` if there is nothing at ``path``. Raises
+    ``UnsupportedModel`` if ``model`` has no such module.
     """
     prefix = getattr(model, "base_model_prefix", "") or ""
     head = f"{prefix}."
@@ -140,13 +147,16 @@ def _folded_class(module: nn.Module, path: str, known: Known) -> type:
     if not isinstance(form, LayerNormForm):
         why = "" if form is None else f" ({form})"
         raise UnsupportedModel(
-            f"{path}: {base.__name__} does not compute LayerNorm{why}, so it stays as it is"
+            f"{path}: {base.__name__} does not compute LayerNorm{why}, so it cannot become RMSNorm"
         )
     return rms_spelled_out(base, form)
 
 
 def _check_aliases(model: nn.Module, places: Iterable[str | None]) -> None:
-    """A norm that is registered under several names is proven under the first of them."""
+    """Raises ``UnsupportedModel`` if a norm to convert is also registered under a name that stays.
+
+    The plan knows a norm that is registered under several names by its first name.
+    """
     first, folded = first_names(model), set(places)
     for path in sorted(folded - {None}):  # type: ignore[type-var]
         if first.get(path or "", path) not in folded:
@@ -156,7 +166,7 @@ def _check_aliases(model: nn.Module, places: Iterable[str | None]) -> None:
 
 
 def _check_forward(module: nn.Module, path: str, centrings: Iterable[Centring]) -> None:
-    """Nobody may come between a module and the centring that it carries."""
+    """Raises ``UnsupportedModel`` if code may run between a module and the centring it carries."""
     after = any(op.place == "output" for op in centrings)
     if has_replaced_forward(module) or (after and foreign_hooks(forward_hooks(module))):
         what = "a forward hook may change what it returns" if after else ""

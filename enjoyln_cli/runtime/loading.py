@@ -1,8 +1,9 @@
-"""A converted checkpoint as a model that runs RMSNorm.
+"""Load a converted checkpoint as a model that runs RMSNorm.
 
-Decides when a loaded model may: its config carries the marker of a fold, its class is one that the
-fold was proven for, and the weights that were centred still have zero mean. Then norms and explicit
-centrings are installed in place. Nothing else about the model changes, and what is saved is stock.
+Decides whether a loaded model may run RMSNorm. It may if its config contains the ``enjoyln``
+marker, the fold was proven for its class, and the centred weights still have zero mean. Then
+RMSNorms and explicit centrings are installed in place. Nothing else about the model changes, and
+``save_pretrained`` writes a checkpoint of the stock class.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ from enjoyln_cli.runtime.weight_watch import keep_centred
 
 Model = TypeVar("Model", bound=nn.Module)
 Holder = TypeVar("Holder")
-"""A model, or what holds one: a pipeline, an adapter, a model of sentence-transformers."""
+"""A model or an object that contains one: a pipeline, a PEFT or sentence-transformers model."""
 
 NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
-"""Of blocks, in the path of a module."""
+"""Block numbers in the path of a module."""
 HUB = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only", "code_revision")
-"""Arguments of ``from_pretrained`` that the config needs, too."""
+"""Arguments of ``from_pretrained`` that loading the config needs too."""
 
 
 def from_pretrained(model: str | Path, cls: Any = None, **kwargs: Any) -> Any:
-    """The converted checkpoint ``model`` (a directory or a Hub id), running RMSNorm.
+    """Load the converted checkpoint ``model`` (a directory or a Hub id) so that it runs RMSNorm.
 
-    ``cls`` is an auto class or a model class, by default the one that the checkpoint was saved as;
-    ``kwargs`` are those of its ``from_pretrained``. Raises ``UnsupportedModel`` for a class that
-    the fold is not proven for, ``BadCheckpoint`` for a checkpoint without marker, ``NotCentred``
-    where weights have moved since.
+    ``cls`` is an auto class or a model class; by default the class that the checkpoint was saved
+    as. ``kwargs`` go to its ``from_pretrained``. Raises ``UnsupportedModel`` if the fold is not
+    proven for the class, ``BadCheckpoint`` if the config has no marker, ``NotCentred`` if weights
+    have changed since the fold.
     """
     folder = str(open_source(str(model)).path) if Path(model).expanduser().is_dir() else str(model)
     loaded = (cls or saved_class(folder, **kwargs)).from_pretrained(folder, **kwargs)
@@ -61,7 +62,10 @@ def from_pretrained(model: str | Path, cls: Any = None, **kwargs: Any) -> Any:
 
 
 def saved_class(folder: str, **kwargs: Any) -> Any:
-    """The class that the config names, which has to be one of those that are proven."""
+    """The class that the config names; ``kwargs`` are those of ``from_pretrained``.
+
+    Raises ``UnsupportedModel`` if the fold is not proven for the class.
+    """
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -79,11 +83,14 @@ def saved_class(folder: str, **kwargs: Any) -> Any:
 def optimize(model: Holder) -> Holder:
     """Make a loaded converted model compute with RMSNorm, in place; returns it.
 
-    Of a pipeline, or of any module around models of transformers, those inside. It goes on as every
-    model does: saving, copies, devices and dtypes, ``generate``. In training mode it computes
-    LayerNorm, and afterwards until ``refold``. Raises ``BadCheckpoint`` where the config has no
-    marker, ``UnsupportedModel`` for a class that the fold is not proven for, ``NotCentred`` where a
-    weight has moved or cannot be looked at; then nothing is changed.
+    For a pipeline, or a module that contains transformers models, converts the models inside. The
+    model can be used as before: saving, copying, ``.to(...)``, ``generate``. In training mode it
+    computes LayerNorm. After training it does so until ``refold``, unless its weights have not
+    changed.
+
+    Raises ``BadCheckpoint`` if the config has no marker, ``UnsupportedModel`` if the fold is not
+    proven for the class, ``NotCentred`` if a weight has changed or cannot be checked; then nothing
+    is changed.
     """
     proven = [(inner, marker_of(inner)) for inner in models_in(model)]
     for inner, found in proven:
@@ -94,7 +101,7 @@ def optimize(model: Holder) -> Holder:
 
 
 def installed(model: Model, found: Marker) -> Model:
-    """``optimize`` for a model whose weights were looked at, or are not there yet."""
+    """``optimize`` without the check of the weights: they were checked, or are not loaded yet."""
     unproven = (*found.unproven, *_inner_inputs(model, found))
     merged, covered = bool(found.weightless or found.biasless), found.covered
     install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven, merged, covered)
@@ -104,15 +111,17 @@ def installed(model: Model, found: Marker) -> Model:
 
 
 def refold(model: Holder) -> Holder:
-    """Centre the weights of a converted model again, after training, and ``optimize`` it.
+    """Centre the weights of a converted model again after training, and ``optimize`` it.
 
-    Of a pipeline, or of any module around models of transformers, those inside.
+    For a pipeline, or a module that contains transformers models, treats the models inside.
 
-    The function that the model computes with LayerNorm stays the same: which weights may be centred
-    was proven from the structure, whatever the values. Hidden units that subtracted a mean and have
-    been trained go on as such, in the place of some that write nothing. Raises as ``optimize`` does
-    where the structure is another one (adapters, quantised layers), weights are not in memory, or
-    there is no such place.
+    The function that the model computes with LayerNorm stays the same: the proof that these weights
+    may be centred depends on the model's structure, not on their values. If training has changed
+    the hidden units that subtract a mean (``--widen-mlp``), their trained values move to unused
+    hidden units, and the mean-subtracting values are restored.
+
+    Raises as ``optimize`` does. Raises ``NotCentred`` too if the structure has changed (adapters,
+    quantised layers), if weights are offloaded, or if no unused hidden units are left.
     """
     for inner in models_in(model):
         _refold(inner)
@@ -140,9 +149,9 @@ def _refold(model: nn.Module) -> None:
             continue
         if (after := room(layers, some)) is None:
             raise NotCentred(
-                f"{some.second}: its hidden units from {some.start} on, which subtract a mean, "
-                "have been trained, and no others are free to take their place; save the model, "
-                "`enjoyln unfold` it, and fold it again with --widen-mlp"
+                f"{some.second}: training has changed its hidden units from {some.start} on, which "
+                "subtract a mean, and no unused units are left to hold the trained values; save "
+                "the model, `enjoyln unfold` it, and fold it again with --widen-mlp"
             )
         trained.append((layers, some, after))
     for layers, some, after in trained:
@@ -150,18 +159,18 @@ def _refold(model: nn.Module) -> None:
     plan = Plan("", found.model_class, (), (), tuple(writers), ())
     centre_parameters(model, plan)
     if any(tensor_at(model, path).dtype == torch.float64 for path in watch.tensors):
-        centre_parameters(model, plan)  # a mean's own rounding, where it was far above the rest
+        centre_parameters(model, plan)  # a mean far above the other values is rounded: once more
     for layers, some in units:
         set_units(layers, some)
     optimize(model)
 
 
 def marker_of(model: nn.Module) -> Marker:
-    """The marker in a model's config, proven for its class. Raises as ``optimize`` does."""
+    """The marker in a model's config, checked against the model. Raises as ``optimize`` does."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise UnsupportedModel(
-            f"{type(model).__name__} has no config of transformers; use enjoyln_cli.install "
+            f"{type(model).__name__} has no transformers config; use enjoyln_cli.install "
             "for a model of your own"
         )
     found = read_marker(config.to_dict(), type(model).__name__)
@@ -174,13 +183,13 @@ def marker_of(model: nn.Module) -> Marker:
 def _require_proven(found: Marker, name: str) -> None:
     if name not in found.classes:
         raise UnsupportedModel(
-            f"the fold is proven for {', '.join(found.classes)}, and not for {name}; load it as "
-            f"one of them, or convert {found.source} with --model-class {name}"
+            f"the conversion is proven for {', '.join(found.classes)}, and not for {name}; load "
+            f"one of these classes, or convert {found.source} with --model-class {name}"
         )
 
 
 def _require_same_blocks(model: nn.Module, found: Marker) -> None:
-    """Raises ``NotCentred`` for a norm in one more block like those that were converted."""
+    """Raises ``NotCentred`` for a norm in a block that was added after the conversion."""
     names = (*found.rmsnorm, *found.layernorm)
     paths = set()
     for name in names:
@@ -191,39 +200,39 @@ def _require_same_blocks(model: nn.Module, found: Marker) -> None:
         if path not in paths and NUMBERS.sub("#", path) in alike:
             raise NotCentred(
                 f"{path}: was not there when the model was converted; convert the model as it is "
-                "now, or go on with LayerNorm"
+                "now, or keep LayerNorm"
             )
 
 
 def _require_untied(model: nn.Module, found: Marker) -> None:
-    """Raises ``NotCentred`` where two parameters that the fold has untied are one again."""
+    """Raises ``NotCentred`` if two parameters that the fold untied are tied again."""
     names = tuple(name for pair in found.untied for name in pair)
     for pair in found.untied:
         try:
             paths = [locate(model, name, names, tensor_at) for name in pair]
         except UnsupportedModel:
-            continue  # a layer that was replaced, which is looked at where it was centred
+            continue  # a replaced layer; ``check_centred`` reports it if it was centred
         tensors = [None if path is None else tensor_at(model, path) for path in paths]
         if tensors[0] is not None and tensors[0] is tensors[1]:
             raise NotCentred(
-                f"{pair[0]} and {pair[1]} are tied again, so the model computes something "
-                "else; load it with the config that it was converted with"
+                f"{pair[0]} and {pair[1]} are tied again, so the model computes another function; "
+                "load it with the config that the conversion wrote"
             )
 
 
 def _weights(found: Marker) -> tuple[CentredTensor, ...]:
     if found.centred is None:
         raise NotCentred(
-            f"this result of {found.tool} does not tell which weights it has centred, so nobody "
-            f"can see whether they still are; convert {found.source} again"
+            f"this result of {found.tool} does not say which weights were centred, so they cannot "
+            f"be checked; convert {found.source} again"
         )
     return found.centred
 
 
 def _inner_inputs(model: nn.Module, found: Marker) -> set[str]:
-    """Inputs of an unproven base model or encoder that the proven class around it does not take.
+    """Inputs that the base model or encoder takes and ``model`` does not, if its class is unproven.
 
-    They can reach it nevertheless, as further keywords or in a call of its own.
+    They can still reach the inner module, through ``**kwargs`` or if it is called directly.
     """
     encoder = encoder_of(model)
     inner = [getattr(model, "base_model", model), *([encoder] if encoder else [])]

@@ -1,14 +1,14 @@
-"""Modules that compute RMSNorm in the place of LayerNorm, or subtract a mean.
+"""Modules that compute RMSNorm instead of LayerNorm, or subtract a mean.
 
-Nothing is added to a model: an instance gets another class, so that parameters, their names, tying,
-hooks, ``generate``, ``save_pretrained``, copies and pickles go on working.
+No module is added to a model. Instead, the class of an instance is replaced, so that parameters,
+their names, tying, hooks, ``generate``, ``save_pretrained``, copies and pickles keep working.
 
     RMSNorm     y = weight * x / sqrt(mean(x^2) + eps) + bias        (LayerNorm where mean(x) = 0)
     centring    y = x - mean(x)            on what a module returns, or on its first input
 
-They do so within a proven call of the whole model (see ``scope``), and elsewhere compute what they
-were: in training mode, where dropout and updated weights break the zero mean, and where a part of
-the model is called by itself.
+They do so only within a proven call of the whole model (see ``scope``). Elsewhere they compute what
+their original class computes: in training mode, where dropout and updated weights break the zero
+mean, and where a part of the model is called directly.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def rms_norm(
 ) -> torch.Tensor:
     """``weight * x / sqrt(mean(x^2) + eps) + bias`` over the last ``dims`` dimensions.
 
-    ``x`` is ``(..., *shape)`` of any floating dtype; ``weight`` and ``bias`` broadcast against it.
-    Computed in float32 or wider and rounded once to the dtype of ``x``, by a kernel where there is
-    one (see ``kernels``); where there is none, as LayerNorm, so the rows must have zero mean. In
-    float64, which is for checking, it is this formula on every machine. In an export it is torch's
-    own operator, which stays one.
+    ``x`` has shape ``(..., *shape)`` and any floating dtype; ``weight`` and ``bias`` broadcast
+    against it. Computes in float32 or wider, and rounds once to the dtype of ``x``. Uses a fast
+    kernel if there is one (see ``kernels``), otherwise LayerNorm: the rows must have zero mean. In
+    float64, used for checks, it computes this formula on every machine. In an export it calls
+    torch's own RMSNorm operator, so that the graph has one node for it.
     """
     if dims > 1:
         weight, bias = (None if p is None else p.flatten() for p in (weight, bias))
@@ -65,30 +65,30 @@ def rms_norm(
 
 
 class Folded:
-    """Marks every module that computes RMSNorm in the place of LayerNorm."""
+    """Base class of every module that computes RMSNorm instead of LayerNorm."""
 
     _enjoyln_fold = NOT_INSTALLED
-    """What it shares with the model that it was installed in."""
+    """The state shared by all norms and hooks of the model that this norm is installed in."""
     dim = -1
-    """What is normalised; 1 for channels before positions."""
+    """The normalised dimension; 1 for channels-first inputs."""
     trained = 0
-    """How often any folded norm has gone into training mode."""
+    """How often ``train()`` was called on any folded norm (a class attribute)."""
     weightless = biasless = False
-    """Whether its weight multiplies by one, and its bias adds zero (see ``neutral``)."""
+    """Whether the weight multiplies by one, and whether the bias is zero (see ``neutral``)."""
     weight_name, bias_name, unit = "weight", "bias", 1.0
-    """Its parameters, and the weight that multiplies by one."""
+    """Names of the two parameters, and the weight's value that multiplies by one."""
 
     @property
     def shifted(self) -> bool:
-        """Whether its input may have a mean, so that it computes LayerNorm.
+        """Whether the norm computes LayerNorm, since its input may have a mean.
 
-        In the call that runs in this thread; where none runs, since something was found to have
-        moved or been edited.
+        The answer is for the call that runs in this thread. Outside of a call: whether the last
+        check found changed weights or modules.
         """
         return computes_layer_norm(self._enjoyln_fold)
 
     def train(self, mode: bool = True) -> Any:
-        """As any module; after training it computes LayerNorm until the weights are looked at."""
+        """As for any module. After training, computes LayerNorm until the weights are checked."""
         if mode:
             Folded.trained += 1
             for entry in self._enjoyln_fold.entries:
@@ -97,10 +97,11 @@ class Folded:
 
 
 def needs(parameter: Any, neutral: bool) -> bool:
-    """Whether a norm has to read its ``parameter``, which changes nothing now if it is ``neutral``.
+    """Whether a norm has to read its ``parameter``.
 
-    It has to where a gradient is wanted of it, and in code that would not see it change: where the
-    call of the model was compiled with the code around it. What was exported does not change.
+    ``neutral`` says that the parameter changes nothing now (a weight of one, a bias of zero). It is
+    read anyway if it needs a gradient, and if the model's call was compiled with the code around
+    it: that code would not notice a later change. An exported program has fixed parameters.
     """
     if not neutral or is_exporting():
         return not neutral
@@ -108,7 +109,7 @@ def needs(parameter: Any, neutral: bool) -> bool:
 
 
 class RMSNorm(Folded, nn.LayerNorm):
-    """A ``nn.LayerNorm`` whose input has zero mean: same parameters, names and options.
+    """An ``nn.LayerNorm`` whose input has zero mean: same parameters, names and options.
 
     In eval mode ``weight * x / sqrt(mean(x^2) + eps) + bias``, in training mode LayerNorm.
     """
@@ -116,7 +117,7 @@ class RMSNorm(Folded, nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not is_dynamo_compiling():
             call = self, input, thread.running.proven, thread.running.looked
-            y = kernels.native.entry.module_rms_norm(*call)  # the same in one step
+            y = kernels.native.entry.module_rms_norm(*call)  # all of this method in one C++ call
             if y is NotImplemented and kernels.native.load(input.device.type):
                 y = kernels.native.entry.module_rms_norm(*call)
             if y is not NotImplemented:
@@ -132,7 +133,7 @@ class RMSNorm(Folded, nn.LayerNorm):
 
 
 class FactoryClass(type):
-    """The class of the classes made here: each is pickled as the call that makes it."""
+    """The metaclass of the classes created here: pickling stores the call that creates a class."""
 
     made_by: tuple[Any, ...]
 
@@ -143,14 +144,14 @@ copyreg.pickle(FactoryClass, lambda cls: (cls.made_by[0], cls.made_by[1:]))  # t
 def make_class(
     name: str, bases: tuple[type, ...], factory: Callable[..., type], *given: Any, **body: Any
 ) -> type:
-    """A class that ``factory(*given)`` returns, and that pickles as this call."""
+    """Create the class that ``factory(*given)`` returns; it is pickled as this call."""
     members = {"__module__": __name__, "made_by": (factory, *given), **body}
     return FactoryClass(name, bases, members)
 
 
 @cache
 def rms_subclass(base: type) -> type:
-    """``base`` has the ``forward`` of ``nn.LayerNorm``, and gets that of ``RMSNorm``."""
+    """A subclass of ``base`` that computes RMSNorm; ``base`` has the ``forward`` of LayerNorm."""
     if base is nn.LayerNorm:
         return RMSNorm
     return make_class(f"RMS{base.__name__}", (RMSNorm, base), rms_subclass, base)
@@ -158,9 +159,10 @@ def rms_subclass(base: type) -> type:
 
 @cache
 def rms_spelled_out(base: type, form: LayerNormForm) -> type:
-    """``base`` computes LayerNorm in a ``forward`` of its own, in the way of ``form``.
+    """A subclass of ``base`` that computes RMSNorm; ``base`` has its own LayerNorm ``forward``.
 
-    A call with more than its input, which no proof covers, computes what it did.
+    ``form`` says how ``base`` computes LayerNorm: dimension, eps and the use of its parameters. A
+    call with further arguments than the input, which no proof covers, computes what ``base`` does.
     """
     plain: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
     name = first_input(plain)
@@ -188,7 +190,7 @@ def rms_spelled_out(base: type, form: LayerNormForm) -> type:
 
 
 def affine(module: Any, form: LayerNormForm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What a norm multiplies by and what it adds, by feature."""
+    """The factor and the summand that a norm applies, each of shape ``(features,)`` or ``None``."""
     weight = getattr(module, form.weight, None) if form.gain != "1" else None
     gain = None if weight is None else per_feature(weight)
     bias = per_feature(getattr(module, form.bias)) if form.biased else None
@@ -196,9 +198,10 @@ def affine(module: Any, form: LayerNormForm) -> tuple[torch.Tensor | None, torch
 
 
 def _wants_gradients(norm: Any, input: torch.Tensor) -> bool:
-    """Then LayerNorm is computed, as by ``kernels``: a backward pass may compute the call again.
+    """Whether to compute LayerNorm because the call needs gradients and LayerNorm is as fast.
 
-    There it runs outside of the proven call, and has to record what was recorded first.
+    Gradient checkpointing computes the call again in the backward pass, outside of the proven call,
+    with LayerNorm. Autograd has to record the same operations both times.
     """
     if not torch.is_grad_enabled() or not kernels.layer_norm_will_do():
         return False
@@ -207,9 +210,10 @@ def _wants_gradients(norm: Any, input: torch.Tensor) -> bool:
 
 @cache
 def centred_subclass(base: type) -> type:
-    """``base`` with ``self.centrings`` applied to its first input or its output in proven calls.
+    """A subclass of ``base`` that applies ``self.centrings`` to its first input or its output.
 
-    Which value that is, ``graph.insertion_points`` tells for the proof and here alike.
+    Only in proven calls. The proof and this class take the value to centre from the same module,
+    ``graph.insertion_points``.
     """
     inner: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
     first = first_input(inner)
@@ -219,31 +223,31 @@ def centred_subclass(base: type) -> type:
             return inner(self, *args, **kwargs)
         for op in self.centrings:
             if op.place == "input":
-                args, kwargs = _found(
+                args, kwargs = _require_change(
                     self, change_input(partial(centre_value, axis=op.axis), first, args, kwargs)
                 )
         output = inner(self, *args, **kwargs)
         for op in self.centrings:
             if op.place == "output":
                 change = partial(centre_value, axis=op.axis)
-                output = _found(self, change_output(change, output))
+                output = _require_change(self, change_output(change, output))
         return output
 
     return make_class(f"Centred{base.__name__}", (base,), centred_subclass, base, forward=forward)
 
 
-def _found(module: nn.Module, changed: Any) -> Any:
+def _require_change(module: nn.Module, changed: Any) -> Any:
     if changed is None:
         raise UnsupportedModel(
-            f"{type(module).__name__}: the plan subtracts a mean here, but this call gives no "
-            "tensor of real numbers; use the original model for such a call"
+            f"{type(module).__name__}: the plan subtracts a mean here, but in this call there is "
+            "no floating-point tensor to subtract it from; use the original model for such a call"
         )
     return changed
 
 
 def centre_value(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """``x - mean(x)`` over ``axis``, in float32 or wider, rounded once to the dtype of ``x``."""
-    if x.is_nested:  # what torch's encoder makes of padded rows
+    if x.is_nested:  # nn.TransformerEncoder turns padded rows into a nested tensor
         return torch.nested.as_nested_tensor([centre_value(row, axis) for row in x.unbind()])
     wide = torch.promote_types(x.dtype, torch.float32)
     if axis.outer == axis.inner == 1 and axis.size == x.shape[axis.dim]:

@@ -1,12 +1,13 @@
-"""Parameters of folded norms that change nothing: weights of one, biases of zero, after a merge.
+"""Neutral parameters of folded norms: weights of one and biases of zero, the result of a merge.
 
-They stay in the model under their names. As long as they hold these values nobody has to read them:
+They stay in the model under their names. As long as they have these values, the norm skips them:
 
     weightless      y = x / sqrt(mean(x^2) + eps) + bias
     biasless        y = weight * x / sqrt(mean(x^2) + eps)
 
-A norm is told so when its model is looked at (see ``weight_watch``), at the first call and after
-each change of these parameters, never by a config alone.
+The flags ``weightless`` and ``biasless`` of a norm are set from the actual values whenever the
+model is checked (see ``weight_watch``): at the first call and after each change of these
+parameters. The config alone never sets them.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from enjoyln_cli.runtime.modules import Folded
 
 @dataclass(frozen=True)
 class Neutral:
-    """A parameter of a norm that may change nothing."""
+    """A parameter of a folded norm that may be neutral."""
 
     norm: str
+    """Path of the norm."""
     name: str
-    """That of the parameter in the norm."""
+    """Name of the parameter in the norm."""
     flag: str
-    """The norm's attribute that says whether it changes nothing: ``weightless`` or ``biasless``."""
+    """The norm's attribute that says whether it is neutral: ``weightless`` or ``biasless``."""
     value: float
-    """What all its elements are if it changes nothing."""
+    """The value of all its elements if it is neutral."""
 
     @property
     def path(self) -> str:
@@ -42,7 +44,10 @@ class Neutral:
 def neutral_parameters(
     model: nn.Module, weightless: Iterable[str], biasless: Iterable[str]
 ) -> tuple[Neutral, ...]:
-    """Those of the norms at the paths ``weightless`` and ``biasless`` of ``model``."""
+    """The weights of the norms at the paths ``weightless``, the biases of those at ``biasless``.
+
+    Paths at which ``model`` has no folded norm are skipped.
+    """
     found = [
         Neutral(path, norm.weight_name, "weightless", norm.unit)
         for path, norm in _folded(model, weightless)
@@ -61,9 +66,9 @@ def _folded(model: nn.Module, paths: Iterable[str]) -> Iterator[tuple[str, Folde
 
 
 def set_flags(model: nn.Module, parameters: Iterable[Neutral], known: bool = True) -> list[Any]:
-    """Tells each norm which of its ``parameters`` change nothing; none where that is not ``known``.
+    """Set ``weightless`` and ``biasless`` on each norm; to false if values are not ``known``.
 
-    Returns what was told, as facts for a ``Snapshot``.
+    Returns the flags as facts for a ``Snapshot``.
     """
     facts = []
     for one in parameters:
@@ -76,7 +81,7 @@ def set_flags(model: nn.Module, parameters: Iterable[Neutral], known: bool = Tru
 
 
 def _all_are(tensor: Any, value: float) -> bool:
-    """Whether all elements are ``value``, and torch would count a change of them."""
+    """Whether all elements equal ``value``, in a tensor whose changes torch counts."""
     if type(tensor) not in PLAIN or isinstance(tensor, FakeTensor):
         return False
     if tensor.is_meta or tensor.is_inference() or not tensor.is_floating_point():

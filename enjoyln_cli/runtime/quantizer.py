@@ -1,9 +1,10 @@
 """``from_pretrained(OUT, quantization_config=EnjoyLNConfig())``: loading by transformers alone.
 
-For those who have nothing but a call of transformers, a ``pipeline`` say. transformers knows one
-extension point that sees a model before its weights and after: that of a quantiser. This one
-installs the norms before, looks at the weights after, and takes itself away, so that nothing of it
-is saved. Nothing is quantised. Importing this module registers it.
+For programs that only call transformers, for example a ``pipeline``. Quantisers are the one
+extension point of transformers that sees a model both before and after its weights are loaded. This
+quantiser installs the norms before, checks the weights after, and removes itself from the config,
+so that ``save_pretrained`` writes nothing of it. It quantises nothing. Importing this module
+registers it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class EnjoyLNConfig(QuantizationConfigMixin):
 
 @register_quantizer(MARKER)
 class EnjoyLNLoader(HfQuantizer):
-    """``optimize`` around the loading of weights. Raises as ``optimize`` does."""
+    """Does what ``optimize`` does while transformers loads a model. Raises as ``optimize`` does."""
 
     def preprocess_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         installed(model, marker_of(model))

@@ -1,15 +1,14 @@
 """Which call of a folded model is running in this thread, and may its norms compute RMSNorm?
 
-They may inside of a call of a hooked model whose weights, modules and inputs have been looked at
-and found to be those of the proof. Everywhere else the model computes what its stock class
-computes, with LayerNorm and without explicit centrings: in a block or tower that is called by
-itself, in another thread, in a backward pass that computes a forward again, in training mode. On
-centred weights that is the same function, since a LayerNorm does not see that its input was
-shifted.
+They may inside a call of a hooked model whose weights, modules and inputs were checked and match
+the proof. Everywhere else the model computes what its stock class computes, with LayerNorm and
+without explicit centrings: in a block or tower that is called directly, in another thread, in a
+backward pass that computes a forward again (gradient checkpointing), in training mode. With centred
+weights that is the same function, since LayerNorm ignores a shift of its input.
 
-The state of a call belongs to its thread. Dynamo reads, writes and guards an object that is held in
-a ``threading.local`` as Python does, so compiled code asks the same question. (What is set on the
-``threading.local`` itself it does not read again in the same graph.)
+The state of a call belongs to its thread. Compiled code reads the same state: Dynamo reads, writes
+and guards attributes of an object that is stored in a ``threading.local`` as Python does. (It does
+not do so for attributes of the ``threading.local`` itself, which it reads once per graph.)
 """
 
 from __future__ import annotations
@@ -33,18 +32,19 @@ class Running:
         self.proven: Fold | None = None
         """The model whose norms may compute RMSNorm now."""
         self.looked = False
-        """Whether the model of the innermost call is looked at each time that it is called.
+        """Whether the model of the innermost call is checked each time that it is called.
 
-        Where the call was compiled with the code around it, the look was taken once.
+        False if the call was compiled with the code around it: then it was checked once.
         """
         self.calls: tuple[Enter, Fold | None, bool, Any] | None = None
-        """The innermost call, what was proven and looked at around it, and the call around it."""
+        """A linked list: the innermost call, ``proven`` and ``looked`` of the code around it, and
+        the calls around it."""
         self.frame: FrameType | None = None
-        """Where the outermost call began, unless that was compiled."""
+        """The Python frame in which the outermost call began, unless it was compiled."""
 
 
 class Thread(threading.local):
-    """Each thread sees what runs in it."""
+    """Holds one ``Running`` for each thread."""
 
     def __init__(self) -> None:
         self.running = Running()
@@ -61,34 +61,35 @@ class Fold:
 
 
 NOT_INSTALLED = Fold()
-"""That of a norm which belongs to no hooked model: no call of it ever runs."""
+"""The ``Fold`` of a norm that is installed in no model: no call of it ever runs."""
 
 
 class Look(Protocol):
-    """Sets ``trouble`` and ``moved`` of an entry, after a look at its model."""
+    """A check of a model's weights and modules."""
 
-    def look(self, entry: Enter, model: nn.Module) -> None: ...
+    def look(self, entry: Enter, model: nn.Module) -> None:
+        """Check ``model``, and set ``trouble`` and ``moved`` of ``entry`` to the result."""
 
 
 class Enter:
-    """The forward pre-hook with which a call of a folded model begins; ``Leave`` ends it.
+    """The forward pre-hook that starts a call of a folded model; ``Leave`` ends it.
 
-    A model called from within another call of the same ``fold`` belongs to that call.
+    A call inside another call of the same ``fold`` belongs to that call: it is not checked again.
     """
 
     def __init__(self, fold: Fold) -> None:
         self.fold = fold
         self.check: Look | None = None
         self.moved = False
-        """Whether the model has been in training mode since its weights were looked at."""
+        """Whether the model has been in training mode since its weights were last checked."""
         self.trouble = ""
-        """Why the norms have to compute LayerNorm; empty if they need not."""
+        """The reason why the norms have to compute LayerNorm; empty if there is none."""
 
     def __call__(self, module: Any, args: Any) -> None:
         running = thread.running
         compiling = is_dynamo_compiling()
         if compiling:
-            comptime(_run_when_called_alone)
+            comptime(_skip_if_outermost)
         else:
             _forget_interrupted(running)
         above, around, looked = running.calls, running.proven, running.looked
@@ -111,7 +112,7 @@ class Enter:
 
 
 class Leave:
-    """The forward hook, always called, that goes with ``Enter``."""
+    """The forward hook that ends the call that ``Enter`` started, also after an exception."""
 
     def __init__(self, enter: Enter) -> None:
         self.enter = enter
@@ -119,10 +120,10 @@ class Leave:
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         running = thread.running
         if running.calls is None or running.calls[0] is not self.enter:
-            return  # another pre-hook failed before the call began
+            return  # another pre-hook raised before ``Enter`` ran
         _, around, running.looked, above = running.calls
         within = above is not None and above[0].fold is self.enter.fold
-        if not (within and running.proven is None):  # what was found inside counts around it, too
+        if not (within and running.proven is None):  # an unproven inner call makes the outer one so
             running.proven = around
         running.calls = above
         if above is None and not is_dynamo_compiling():
@@ -130,7 +131,7 @@ class Leave:
 
 
 def is_nested() -> bool:
-    """Whether the innermost call runs inside of another call of the same model."""
+    """Whether the innermost call runs inside another call of the same model."""
     running = thread.running
     if running.calls is None:
         return False
@@ -139,14 +140,17 @@ def is_nested() -> bool:
 
 
 def compute_layer_norm() -> None:
-    """The rest of the innermost call, and of those of the same model around it, is not proven."""
+    """Compute LayerNorm in the rest of the innermost call and of the same model's calls around it.
+
+    For a call that turns out not to be proven.
+    """
     thread.running.proven = None
 
 
 def computes_layer_norm(fold: Fold) -> bool:
-    """Whether norms of ``fold`` do so in the call that runs in this thread.
+    """Whether norms of ``fold`` compute LayerNorm in the call that runs in this thread.
 
-    Where none runs, whether a call has found a reason that still holds.
+    Outside of a call: whether the last checks found a reason for it, or no model was hooked.
     """
     running = thread.running
     if running.calls is not None and running.calls[0].fold is fold:
@@ -155,9 +159,11 @@ def computes_layer_norm(fold: Fold) -> bool:
 
 
 def _forget_interrupted(running: Running) -> None:
-    """Ctrl-C ends a call without its hooks. Only a frame that has ended can be cleared.
+    """Resets the state if the last call was interrupted: Ctrl-C ends a call without its hooks.
 
-    One that runs owns nothing yet, which is asked first, since it takes much less time.
+    ``frame.clear()`` tells whether the frame of that call has ended: it raises for a running one.
+    A running frame refers to nothing for the garbage collector. That is asked first, since it takes
+    much less time.
     """
     if running.frame is None or not gc.get_referents(running.frame):
         return
@@ -169,19 +175,21 @@ def _forget_interrupted(running: Running) -> None:
     running.looked = False
 
 
-def _run_when_called_alone(context: Any) -> None:
-    """The hook of a compiled model is a call of its own, which looks each time: it is not compiled.
+def _skip_if_outermost(context: Any) -> None:
+    """Tells Dynamo not to compile the hook if the model itself is the compiled function.
 
-    That of a model inside is compiled with the call around it.
+    Then the hook runs in Python and checks the model at every call. The hook of a model that is
+    called inside compiled code is compiled with that code.
     """
     if getattr(context, "_ComptimeContext__tx").parent is None:  # noqa: B009
-        raise SkipFrame("looks at the model at every call")
+        raise SkipFrame("checks the model at every call")
 
 
 def _look_while_compiling(context: Any) -> None:
-    """Where Dynamo compiles the call of a hook: with the objects that its names stand for.
+    """Checks the model once, while Dynamo compiles the hook; takes the real objects from Dynamo.
 
-    Functions that Dynamo takes for constant get no such objects before torch 2.13.
+    ``comptime`` is needed here: before torch 2.13, functions that Dynamo treats as constant do not
+    get the real objects.
     """
     entry, module = (
         context.get_local(name)._ComptimeVar__variable.value for name in ("self", "module")

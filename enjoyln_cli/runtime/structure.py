@@ -1,12 +1,11 @@
 """Is a model still built as it was when its norms were folded?
 
-The proof was about the whole model. What can be changed without anybody being told is compared
-with what was there: modules and their classes, ``forward`` on instances and classes, hooks,
-parameters that are there or not, training mode. What differs has no proof, and is named. Two kinds
-of places may change as they like, since no fold rests on what comes out of them: linear layers
-whose weights were not centred (adapters and quantised layers there go on), and hooks behind a norm
-that multiplies by weights. Hooks of transformers only record. Plain attributes of a module are not
-looked at.
+The proof is about the whole model, so every edit that could change its function is detected. The
+comparison covers modules and their classes, ``forward`` on instances and classes, hooks, which
+parameters exist, and training mode. The first difference is reported by name. Two kinds of places
+may change freely, since no converted norm depends on their output: linear layers whose weights were
+not centred (so adapters and quantisation work there), and hooks after a norm with a weight. Hooks
+of transformers are allowed too: they only record. Plain attributes of a module are not compared.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from torch.nn.modules import module as torch_module
 
 from enjoyln_cli import kernels
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, UnsupportedModel
-from enjoyln_cli.runtime.adapters import about_replaced
+from enjoyln_cli.runtime.adapters import replaced_message
 from enjoyln_cli.runtime.scope import Enter
 from enjoyln_cli.text import first_line
 
 SAME_IN_TRAINING = {nn.Linear, nn.Embedding, nn.LayerNorm, nn.Identity, nn.ModuleList}
-"""Classes whose ``forward`` is the same in training mode: a new layer often is in it."""
+"""Classes whose ``forward`` is the same in training mode; a newly created layer often is in it."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""Classes that may call children which they did not have."""
+"""Classes that may call a child that is added later."""
 RECORDING = ("transformers.", "enjoyln_cli.", "torch.utils.")
-"""Where hooks come from that change nothing."""
+"""Prefixes of modules whose hooks change no value."""
 
-_OR = "or go on with LayerNorm"
-_one_at_a_time = threading.RLock()
+_OR = "or keep LayerNorm"
+_check_lock = threading.RLock()
 _forwards: dict[type, Any] = {}
 """The ``forward`` that each class had when a model with it was first folded."""
 _FORWARD = attrgetter("forward")
@@ -46,22 +45,24 @@ _FORWARD = attrgetter("forward")
 
 @dataclass(frozen=True)
 class Part:
-    """What a module was."""
+    """One module as it was when its model was folded."""
 
     kind: type
+    """Its class before norms were folded."""
     parameters: frozenset[str]
     """Names of its own parameters that were not ``None``."""
     hooks: frozenset[int]
-    """Keys of hooks that were there, and belong to the model that was proven."""
+    """Keys of the hooks that were part of the proven model."""
     replaced: bool
     """Whether the instance had another ``forward`` than its class."""
 
 
 class Structure:
-    """How ``model`` is built, but for the linear layers at the paths ``loose``.
+    """How ``model`` was built, without the linear layers at the paths ``loose``.
 
-    Where there is no ``reference``, of the same class and config, all that is there has been seen
-    by the proof, hooks and replaced ``forward`` included. Where there is one, nobody has edited it.
+    ``reference`` is an unedited model of the same class and config. If it is given, hooks and
+    replaced ``forward`` methods of ``model`` count as edits. If not, ``model`` itself was proven,
+    with its hooks and replaced ``forward`` methods.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Structure:
             if part is None:
                 raise NotCentred(
                     f"{path}: is a {type(module).__name__} that was not there when norms were "
-                    "folded; convert the model as it is now, or go on with LayerNorm"
+                    f"converted; convert the model as it is now, {_OR}"
                 )
             _check_part(path or type(module).__name__, module, part, root=not path)
         gone = next((path for path in self.parts if path not in found), None)
@@ -105,22 +106,22 @@ class Structure:
 def _check_part(path: str, module: nn.Module, part: Part, root: bool) -> None:
     kind, cls = part.kind, type(module)
     if _without_ours(cls) is not kind:
-        raise NotCentred(about_replaced(path, module, kind))
+        raise NotCentred(replaced_message(path, module, kind))
     if _forwards.setdefault(cls, _FORWARD(cls)) is not _FORWARD(cls):
-        raise NotCentred(f"{path}: forward of {cls.__name__} was replaced; restore it, {_OR}")
+        raise NotCentred(f"{path}: the forward of {cls.__name__} was replaced; restore it, {_OR}")
     if "forward" in vars(module) and not (part.replaced or _is_accelerates(module)):
-        raise NotCentred(f"{path}: forward was replaced on the instance; restore it, {_OR}")
+        raise NotCentred(f"{path}: its forward was replaced on the instance; restore it, {_OR}")
     if module.training and _without_ours(cls) not in SAME_IN_TRAINING:
-        raise NotCentred(f"{path}: is in training mode; call eval() of the model, {_OR}")
+        raise NotCentred(f"{path}: is in training mode; call eval() on the model, {_OR}")
     new = next((name for name in _present(module) if name not in part.parameters), None)
     if new is not None:
         raise NotCentred(
-            f"{path}: has a {new} that it did not have when norms were folded; convert the model "
-            f"as it is now, {_OR}"
+            f"{path}: has a {new} that it did not have when norms were converted; convert the "
+            f"model as it is now, {_OR}"
         )
     pre = {key: hook for key, hook in module._forward_pre_hooks.items() if key not in part.hooks}
     post = {key: hook for key, hook in module._forward_hooks.items() if key not in part.hooks}
-    if root:  # before the call begins and after it has ended
+    if root:  # hooks that run before ``Enter`` or after the model's forward may do anything
         entered = [isinstance(hook, Enter) for hook in pre.values()]
         behind = entered.index(True) if True in entered else 0
         pre, post = dict(list(pre.items())[behind:]), {}
@@ -140,13 +141,13 @@ def _check_hooks(path: str, hooks: list[Any]) -> None:
     homes = (str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks)
     if not all(home.startswith(RECORDING) for home in homes):
         raise NotCentred(
-            f"{path}: has a forward hook that was not there, which may change what it writes; "
-            f"remove it, {_OR}"
+            f"{path}: has a forward hook that was not there at conversion and may change its "
+            f"output; remove it, {_OR}"
         )
 
 
 def _is_accelerates(module: nn.Module) -> bool:
-    """Whether accelerate has wrapped the class's ``forward``, with hooks that only move tensors."""
+    """Whether the instance's ``forward`` is accelerate's wrapper, which only moves tensors."""
     new, hook = vars(module)["forward"], vars(module).get("_hf_hook")
     hooks = (hook, *getattr(hook, "hooks", ()))
     return all(
@@ -156,7 +157,7 @@ def _is_accelerates(module: nn.Module) -> bool:
 
 
 def _global_hooks() -> list[Any]:
-    """Forward hooks of torch that are called with every module."""
+    """Global forward hooks, which torch calls for every module."""
     before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
     return [*before.values(), *after.values()] if before or after else []
 
@@ -166,7 +167,7 @@ def _present(module: nn.Module) -> list[str]:
 
 
 def _tree(model: nn.Module, loose: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, with its first path, without what is at and below the paths ``loose``."""
+    """Every module once, with its first path, except those at or below the paths ``loose``."""
     seen: set[int] = set()
 
     def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -182,13 +183,13 @@ def _tree(model: nn.Module, loose: Collection[str]) -> Iterator[tuple[str, nn.Mo
 
 
 Fact = tuple[dict[str, Any], str, Any]
-"""A dictionary, a key, and the value that it has there."""
+"""A dictionary, a key, and the object that was its value. Compared by identity."""
 
 
 class Snapshot:
-    """How a model is built at one time, and what ``facts`` there are, to be compared with now.
+    """The structure of a model and some ``facts`` at one time, to be compared with the present.
 
-    That is done at every call, so it takes some ten microseconds.
+    The comparison runs at every call of the model, so it takes only about ten microseconds.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class Snapshot:
         self.everywhere = _global_hooks()
         facts = [*facts]
         self.dicts: list[Any] = []
-        """Those whose sizes say whether anything was added or taken away."""
+        """Dictionaries whose sizes show whether an entry was added or removed."""
         self.hooked: list[Any] = []
         for module, kind in zip(self.modules, self.kinds, strict=True):
             own = vars(module)
@@ -221,7 +222,7 @@ class Snapshot:
         self.keys = [*chain.from_iterable(self.hooked)]
 
     def unchanged(self) -> bool:
-        """Whether ``Structure.compare`` would see what it saw then."""
+        """Whether ``Structure.compare`` would give the same result as then."""
         facts, sizes = (self.owners, self.names, self.values), (self.dicts, self.sizes)
         same = kernels.native.entry.same(*facts, *sizes, self.modules, self.kinds)
         if same is NotImplemented:
@@ -239,12 +240,12 @@ class Snapshot:
 
 
 def _is_fixed(held: Any) -> bool:
-    """Of what a module holds, parameters may be other ones at any time: their names count."""
+    """Whether a module's entry has to stay the same object; a parameter may be replaced."""
     return held is None or isinstance(held, nn.Module)
 
 
 class KeepStructure:
-    """Looks, when a call begins, whether a model is built as the proof knows it."""
+    """The check at the start of a call: whether the model is still built as it was when proven."""
 
     def __init__(
         self, model: nn.Module, loose: Collection[str] = (), reference: nn.Module | None = None
@@ -255,17 +256,20 @@ class KeepStructure:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "snapshot": None}
 
-    @torch.compiler.disable  # beside a compiled call it runs as it is
+    @torch.compiler.disable  # runs in plain Python next to a compiled call
     def look(self, entry: Enter, model: nn.Module) -> None:
-        """Sets the entry's ``trouble``, and warns of it where it is new."""
+        """Check ``model`` if it has changed since the last check, and set ``entry.trouble``.
+
+        Warns if the trouble is new. Raises ``UnsupportedModel`` if LayerNorm would be wrong too.
+        """
         if self.unchanged():
             return
-        with _one_at_a_time:
+        with _check_lock:
             if not self.unchanged():
                 self._look(entry, model)
 
     def unchanged(self) -> bool:
-        """Whether all is as it was at the last look."""
+        """Whether nothing has changed since the last check."""
         return self.snapshot is not None and self.snapshot.unchanged()
 
     def _look(self, entry: Enter, model: nn.Module) -> None:
@@ -275,7 +279,10 @@ class KeepStructure:
 
 
 def trouble_with(check: Callable[[nn.Module], None], model: nn.Module) -> str:
-    """The first line of what ``check`` raises. ``UnsupportedModel`` refuses the call."""
+    """The first line of the error that ``check(model)`` raises; empty if it raises none.
+
+    Does not catch ``UnsupportedModel``: then the call is refused.
+    """
     try:
         check(model)
     except UnsupportedModel:
@@ -286,7 +293,7 @@ def trouble_with(check: Callable[[nn.Module], None], model: nn.Module) -> str:
 
 
 def set_trouble(entry: Enter, trouble: str, told: bool = False) -> None:
-    """Warns of new trouble, unless somebody else has ``told`` of it."""
+    """Set ``entry.trouble``, and warn if it is new, unless another entry has ``told`` of it."""
     if trouble and not entry.trouble and not told:
         warnings.warn(f"computing LayerNorm: {trouble}", stacklevel=2)
     entry.trouble = trouble

@@ -1,13 +1,14 @@
 """Do the weights that a fold has centred still have zero mean?
 
-RMSNorm computes LayerNorm only as long as they do. What a mean may be is decided by rounding alone:
-values that were centred exactly and rounded once are off by half a step of their dtype at most, so
+RMSNorm equals LayerNorm only while they do. The allowed mean follows from rounding alone. Rounding
+an exactly centred value changes it by at most eps / 2 times its size, so
 
     |mean(w)| <= eps / 2 * mean(|w|)        for every group of the axis
 
-in the narrowest dtype that holds all values of the tensor: a bfloat16 result that is loaded in
-float32 is as exact as bfloat16. Fine-tuning goes far beyond that, and so does a single new row.
-Hidden units that subtract a mean have one themselves: they hold the values of ``plan.mean_units``.
+where eps is that of the narrowest dtype that can represent all values of the tensor: bfloat16
+weights that are loaded in float32 are as exact as bfloat16. Fine-tuning, or a single new embedding
+row, exceeds this bound by far. Hidden units that subtract a mean (``--widen-mlp``) do not have zero
+mean: they must have the values that ``plan.mean_units`` defines.
 """
 
 from __future__ import annotations
@@ -26,34 +27,35 @@ from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
 from enjoyln_cli.plan.axis import Axis, group_means, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, Layers, Units, intact
-from enjoyln_cli.runtime.adapters import about_quantised, about_replaced, quantisation_of
+from enjoyln_cli.runtime.adapters import quantisation_of, quantised_message, replaced_message
 from enjoyln_cli.runtime.install import locate
 
 Naming = Callable[[str], str | None]
-"""From a path to another one of the same thing, if it has one."""
+"""Maps a path to the path of the same tensor or module elsewhere, or to ``None``."""
 SLICE = 1 << 24
-"""Elements of a tensor that are looked at at once."""
+"""Number of elements of a tensor that are checked at a time."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""Narrowest first."""
-WHAT_NOW = "call enjoyln_cli.refold(model) to centre it again, or go on with LayerNorm"
+"""Dtypes that can be checked, narrowest first."""
+WHAT_NOW = "call enjoyln_cli.refold(model) to centre it again, or keep LayerNorm"
 
 
 @dataclass(frozen=True)
 class WatchList:
-    """What a folded model rests on, with the paths of a live model."""
+    """The tensors and modules that a folded model depends on, by their paths in a live model."""
 
     weights: tuple[CentredTensor, ...]
     ops: tuple[str, ...]
     """Modules that carry an explicit centring."""
     units: tuple[Units, ...] = ()
+    """Hidden units of MLPs that subtract a mean."""
     weightless: tuple[str, ...] = ()
     """Norms whose weight a merge has set to one."""
     biasless: tuple[str, ...] = ()
-    """Norms whose bias it has set to zero."""
+    """Norms whose bias a merge has set to zero."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Every parameter that is looked at."""
+        """Every parameter that is checked."""
         pairs = [(one.parameter, one.scale) for one in self.weights]
         parts = [(one.first, one.bias, one.second) for one in self.units]
         return tuple(dict.fromkeys(name for found in (*pairs, *parts) for name in found if name))
@@ -67,9 +69,10 @@ def watch_list_of(
     weightless: Iterable[str] = (),
     biasless: Iterable[str] = (),
 ) -> WatchList:
-    """The names of the class that was folded as names of ``model``, without those of a lost head.
+    """The watch list of ``model``, made from names of the class that was folded.
 
-    Raises ``NotCentred`` for what ``model`` does not have.
+    Names of a head that ``model`` does not have are left out. Raises ``NotCentred`` if ``model``
+    lacks anything else.
     """
     weights, ops, units = tuple(weights), tuple(ops), tuple(units)
     names = (*(one.parameter for one in weights), *ops)
@@ -80,11 +83,11 @@ def watch_list_of(
             lambda name: locate(model, name, names),
         )
     except EnjoyLNError as error:
-        raise NotCentred(_about_missing(model, names) or str(error)) from None
+        raise NotCentred(_missing_message(model, names) or str(error)) from None
 
 
-def _about_missing(model: nn.Module, names: tuple[str, ...]) -> str:
-    """What to say of the first layer that is there without its tensor; empty if there is none."""
+def _missing_message(model: nn.Module, names: tuple[str, ...]) -> str:
+    """The message for the first layer that exists but lacks its tensor; empty if there is none."""
     for name in names:
         path, _, own = name.rpartition(".")
         with suppress(EnjoyLNError):
@@ -92,12 +95,12 @@ def _about_missing(model: nn.Module, names: tuple[str, ...]) -> str:
             module = model.get_submodule(place) if place else None
             if module is not None and own not in {**module._buffers, **module._parameters}:
                 inner = (type(m) for m in module.modules() if own in m._parameters)
-                return about_replaced(place or "", module, next(inner, nn.Linear))
+                return replaced_message(place or "", module, next(inner, nn.Linear))
     return ""
 
 
 def rename(watch: WatchList, tensor: Naming, module: Naming) -> WatchList:
-    """``watch`` by other names of tensors and modules, without what has none."""
+    """``watch`` with new names of its tensors and modules; entries without one are dropped."""
     weights, units = [], []
     for one in watch.weights:
         path, scale = tensor(one.parameter), one.scale and tensor(one.scale)
@@ -115,7 +118,7 @@ def rename(watch: WatchList, tensor: Naming, module: Naming) -> WatchList:
 
 
 def tensor_at(model: nn.Module, path: str) -> torch.Tensor:
-    """The parameter or buffer at ``path``; ``AttributeError`` where there is none."""
+    """The parameter or buffer at ``path``. Raises ``AttributeError`` if there is none."""
     owner, _, name = path.rpartition(".")
     module = model.get_submodule(owner)
     tensor = {**module._buffers, **module._parameters}.get(name)
@@ -125,7 +128,7 @@ def tensor_at(model: nn.Module, path: str) -> torch.Tensor:
 
 
 def check_centred(model: nn.Module, watch: WatchList) -> None:
-    """Raises ``NotCentred``, naming the first tensor that has a mean or cannot be looked at."""
+    """Raises ``NotCentred`` for the first tensor that is not centred or cannot be checked."""
     for path in watch.ops:
         if not getattr(model.get_submodule(path), "centrings", ()):
             raise NotCentred(
@@ -135,26 +138,27 @@ def check_centred(model: nn.Module, watch: WatchList) -> None:
     beside = {some.second: some for some in watch.units}
     require_unquantised(model, watch.tensors)
     for one in watch.weights:
-        with _at_hand(model, one.parameter), _at_hand(model, one.scale or one.parameter):
+        scale_path = one.scale or one.parameter
+        with _in_memory(model, one.parameter), _in_memory(model, scale_path):
             tensor = tensor_at(model, one.parameter)
             scale = tensor_at(model, one.scale) if one.scale else None
             for part in _without_units(tensor.detach(), beside.get(one.parameter)):
                 _check_tensor(one, part, None if scale is None else scale.detach())
     _check_biases(model, watch)
     for some in watch.units:
-        with _at_hand(model, some.first), _at_hand(model, some.second):
+        with _in_memory(model, some.first), _in_memory(model, some.second):
             _check_units(some, layers_of(model, some))
 
 
 def require_unquantised(model: nn.Module, paths: Iterable[str]) -> None:
-    """Raises ``NotCentred`` for the first quantised tensor of those at ``paths``."""
+    """Raises ``NotCentred`` for the first of the tensors at ``paths`` that is quantised."""
     for path in paths:
         if found := quantisation_of(tensor_at(model, path)):
-            raise NotCentred(about_quantised(path.rpartition(".")[0], found))
+            raise NotCentred(quantised_message(path.rpartition(".")[0], found))
 
 
 def _check_biases(model: nn.Module, watch: WatchList) -> None:
-    """Raises ``NotCentred`` where a layer with a centred weight adds what was not centred."""
+    """Raises ``NotCentred`` if a layer with a centred weight has a bias that was not centred."""
     for one in watch.weights:
         path, _, name = one.parameter.rpartition(".")
         module = model.get_submodule(path)
@@ -163,19 +167,19 @@ def _check_biases(model: nn.Module, watch: WatchList) -> None:
         if added is not None and f"{path}.bias" not in watch.tensors:
             raise NotCentred(
                 f"{path}: has a bias that it did not have when it was centred; convert the model "
-                "as it is now, or go on with LayerNorm"
+                "as it is now, or keep LayerNorm"
             )
 
 
 def layers_of(model: nn.Module, units: Units) -> Layers:
-    """The parameters that hold ``units``, without gradients."""
+    """The parameters that contain ``units``, detached."""
     bias = tensor_at(model, units.bias).detach() if units.bias else None
     first, second = (tensor_at(model, path).detach() for path in (units.first, units.second))
     return Layers(first, bias, second)
 
 
 def _without_units(tensor: torch.Tensor, units: Units | None) -> list[torch.Tensor]:
-    """The hidden units before and after those, along their dimension."""
+    """The parts of ``tensor`` before and after the hidden units that subtract a mean."""
     if units is None or tensor.ndim != 2 or tensor.shape[units.dim] < units.start + UNITS:
         return [tensor]
     sizes = (units.start, UNITS, tensor.shape[units.dim] - units.start - UNITS)
@@ -188,9 +192,9 @@ def _check_units(units: Units, layers: Layers) -> None:
     for path, tensor in ((units.first, layers.first), (units.second, layers.second)):
         if tensor.is_meta or tensor.dtype not in FLOATS or tensor.ndim != 2:
             raise NotCentred(
-                f"{path}: {'on the meta device' if tensor.is_meta else tensor.dtype} has no "
-                "values that could be looked at; load the model unquantised, or go on with "
-                "LayerNorm"
+                f"{path}: cannot be checked "
+                f"({'on the meta device' if tensor.is_meta else tensor.dtype}); load the model "
+                "unquantised, or keep LayerNorm"
             )
     second, first = layers.second.shape[units.dim], layers.first.shape[1 - units.dim]
     dtypes = FLOATS[: FLOATS.index(layers.second.dtype) + 1]
@@ -201,8 +205,8 @@ def _check_units(units: Units, layers: Layers) -> None:
         )
 
 
-def _at_hand(model: nn.Module, path: str) -> AbstractContextManager[Any]:
-    """Within the block, a tensor that accelerate has put on the CPU or the disk is there."""
+def _in_memory(model: nn.Module, path: str) -> AbstractContextManager[Any]:
+    """Within the block, a tensor that accelerate has offloaded to CPU or disk is loaded."""
     owner = model.get_submodule(path.rpartition(".")[0])
     if not (tensor_at(model, path).is_meta and hasattr(owner, "_hf_hook")):
         return nullcontext()
@@ -213,34 +217,34 @@ def _at_hand(model: nn.Module, path: str) -> AbstractContextManager[Any]:
 
 def _check_tensor(one: CentredTensor, tensor: torch.Tensor, scale: torch.Tensor | None) -> None:
     if isinstance(tensor, FakeTensor):
-        return  # while the model is exported; it was looked at before
+        return  # during an export; the model was checked before
     if tensor.is_meta:
         raise NotCentred(f"{one.parameter}: its values are not in memory; load the model first")
     if tensor.dtype not in FLOATS:
         raise NotCentred(
-            f"{one.parameter}: {tensor.dtype} has no mean that could be looked at; load the model "
-            "in a floating dtype, or go on with LayerNorm"
+            f"{one.parameter}: the mean of {tensor.dtype} cannot be checked; load the model in a "
+            "floating dtype, or keep LayerNorm"
         )
     if one.axis.dim >= tensor.ndim or one.axis.stop > tensor.shape[one.axis.dim]:
         raise NotCentred(
-            f"{one.parameter}: has shape {list(tensor.shape)}, which dimension {one.axis.dim} of "
-            "the proof does not fit; convert the source again"
+            f"{one.parameter}: has shape {list(tensor.shape)}, which does not fit the proof "
+            f"(dimension {one.axis.dim}); convert the source again"
         )
     own = FLOATS.index(tensor.dtype)
     worst = 0.0
     for part in _parts(tensor, one.axis.dim):
-        beyond = _beyond(part, one.axis, scale, tensor.dtype)
-        if beyond <= 0:
+        excess = _excess_mean(part, one.axis, scale, tensor.dtype)
+        if excess <= 0:
             continue
-        alone = scale is None or bool((scale == 1).all())
-        narrower = FLOATS[:own] if alone else ()
-        held = (d for d in narrower if torch.equal(tensor.to(d).to(tensor.dtype), tensor))
-        narrow = next((d for d in held if _beyond(tensor, one.axis, scale, d) <= 0), None)
+        unscaled = scale is None or bool((scale == 1).all())
+        narrower = FLOATS[:own] if unscaled else ()
+        exact = (d for d in narrower if torch.equal(tensor.to(d).to(tensor.dtype), tensor))
+        narrow = next((d for d in exact if _excess_mean(tensor, one.axis, scale, d) <= 0), None)
         if narrow is not None:
             return
-        worst = max(worst, beyond)
+        worst = max(worst, excess)
     if worst > 0:
-        rounding = _bound(tensor.dtype)
+        rounding = _rounding_bound(tensor.dtype)
         raise NotCentred(
             f"{one.parameter}: its mean is {worst:.1e} of its size, and rounding explains at most "
             f"{rounding:.0e}, so it has changed since it was centred; {WHAT_NOW}"
@@ -248,7 +252,7 @@ def _check_tensor(one: CentredTensor, tensor: torch.Tensor, scale: torch.Tensor 
 
 
 def _parts(tensor: torch.Tensor, dim: int) -> Iterator[torch.Tensor]:
-    """``tensor`` in parts of bounded size that hold whole groups of ``dim``."""
+    """``tensor`` in parts of bounded size, each with the full length of dimension ``dim``."""
     free = [d for d in range(tensor.ndim) if d != dim]
     if tensor.numel() <= SLICE or not free:
         yield tensor
@@ -257,22 +261,23 @@ def _parts(tensor: torch.Tensor, dim: int) -> Iterator[torch.Tensor]:
     yield from tensor.split(max(1, SLICE * tensor.shape[along] // tensor.numel()), along)
 
 
-def _bound(dtype: torch.dtype) -> float:
-    """Half a step; in float64 the mean itself is not taken exactly."""
+def _rounding_bound(dtype: torch.dtype) -> float:
+    """The largest relative mean after rounding; more in float64, where the mean is rounded too."""
     eps = torch.finfo(dtype).eps
     return 16 * eps if dtype == torch.float64 else 0.51 * eps
 
 
-def _beyond(
+def _excess_mean(
     part: torch.Tensor, axis: Axis, scale: torch.Tensor | None, dtype: torch.dtype
 ) -> float:
-    """The largest mean over the size of its group where that is more than rounding; else 0."""
+    """The largest |mean(w)| / mean(|w|) among the groups that exceed the bound; 0 if none does."""
     half = part.dtype in (torch.float16, torch.bfloat16)
     wide = part.to(torch.float32 if half else torch.float64)
     if scale is not None:
         wide = scale_along(wide, scale.to(wide), axis.dim)
     means, sizes = group_means(wide, axis).abs(), group_means(wide.abs(), axis)
-    bad = ~(means <= _bound(dtype) * (sizes + torch.finfo(dtype).smallest_normal))
+    bound = _rounding_bound(dtype)
+    bad = ~(means <= bound * (sizes + torch.finfo(dtype).smallest_normal))
     if not bad.any():
         return 0.0
     worst = float((means / sizes.clamp_min(torch.finfo(wide.dtype).tiny))[bad].max())

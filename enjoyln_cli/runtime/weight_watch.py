@@ -1,8 +1,8 @@
-"""When is it looked at whether the weights are centred (``weight_check``)?
+"""When does a model check that its weights are still centred (``weight_check``)?
 
-Weights move after loading: training, ``load_state_dict``, adapters, resized embeddings, quantised
-layers. A hook sees at each call whether tensors and modules are the ones that were looked at, looks
-again where they are not, and makes the norms compute LayerNorm where it has to.
+Weights change after loading: by training, ``load_state_dict``, adapters, resized embeddings,
+quantisation. At each call, a hook compares tensors and modules with those of the last check. If
+they have changed, it checks again. If the check fails, the norms compute LayerNorm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 
 from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.plan.mean_units import Units
-from enjoyln_cli.runtime.adapters import require_addition
+from enjoyln_cli.runtime.adapters import require_additive_adapter
 from enjoyln_cli.runtime.hooks import encoder_of, enter_of
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.neutral import neutral_parameters, set_flags
@@ -38,12 +38,13 @@ _VERSION = attrgetter("_version")
 
 
 class KeepCentred(KeepStructure):
-    """Once what a model rests on has moved or been edited, its norms compute LayerNorm.
+    """The check at the start of a call: whether the model is unedited and its weights are centred.
 
-    The first call looks at the values; later ones see what torch counts as a change of a tensor,
-    or another tensor or module, and not what is written through ``tensor.data``. Under
-    ``torch.compile`` the look is taken when the call is compiled, and leaves no trace in the graph.
-    Copies and pickles look anew.
+    If not, its norms compute LayerNorm. The first call checks the values. Later calls check again
+    only if a tensor or module was replaced, or if torch has counted an in-place change of a tensor
+    (writes through ``tensor.data`` are not counted). If the call is compiled with the code around
+    it, the check runs at compile time and leaves no trace in the graph. Copies and unpickled models
+    check again.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class KeepCentred(KeepStructure):
         reference: nn.Module | None = None,
         outer: Enter | None = None,
     ) -> None:
-        super().__init__(model, _loose(reference or model, watch), reference)
+        super().__init__(model, _uncentred_linears(reference or model, watch), reference)
         self.watch = watch
-        self.linear = _linear(reference or model, watch)
+        self.linear = _centred_linears(reference or model, watch)
         self.outer = outer
-        """The entry of the model around, which tells of the same trouble."""
+        """The entry of the model around this one, which warns of the same trouble."""
         self.merged = neutral_parameters(model, watch.weightless, watch.biasless)
         self.paths = (*watch.tensors, *(one.path for one in self.merged))
         self.values: Any = Values(model, self.paths)
@@ -68,7 +69,7 @@ class KeepCentred(KeepStructure):
         return {**super().__getstate__(), "values": None}
 
     def unchanged(self) -> bool:
-        """Whether all modules and tensors are those of the last look, with the values of then."""
+        """Whether modules, tensors and their values are those of the last check."""
         looked = self.values is not None and self.trained == Folded.trained
         return looked and self.values.unchanged() and super().unchanged()
 
@@ -79,36 +80,36 @@ class KeepCentred(KeepStructure):
         snapshot = Snapshot(model, self.built.loose, [*values.facts, *flags])
         trouble = trouble_with(self._compare, model)
         if values.fake:
-            trouble = trouble or entry.trouble  # no values to look at: what is known goes on
+            trouble = trouble or entry.trouble  # fake tensors have no values: keep the last result
             if not trouble:
                 return
         set_trouble(entry, trouble, bool(self.outer and self.outer.trouble))
         self.snapshot, self.values, self.trained = snapshot, values, trained
-        for seen in [entry] if self.outer else entry.fold.entries:  # what is inside was seen, too
+        for seen in [entry] if self.outer else entry.fold.entries:  # this covers inner models too
             seen.moved = False
 
     def _compare(self, model: nn.Module) -> None:
         for path, (kind, dim) in self.linear.items():
-            with suppress(AttributeError):  # a layer that is gone
-                require_addition(path, model.get_submodule(path), kind, dim)
+            with suppress(AttributeError):  # a layer that was removed
+                require_additive_adapter(path, model.get_submodule(path), kind, dim)
         self.built.compare(model)
         check_centred(model, self.watch)
 
 
 class Values:
-    """Which tensors there are, with which values, as far as torch counts their changes."""
+    """Which tensors a model has at some paths, and their version counters and addresses."""
 
     def __init__(self, model: nn.Module, paths: Iterable[str]) -> None:
         held: list[tuple[dict[str, Any], str]] = []
         for path in paths:
             above, _, name = path.rpartition(".")
-            with suppress(AttributeError):  # a layer that is gone: the modules have changed
+            with suppress(AttributeError):  # a removed layer: ``Snapshot`` notices that
                 owner = model.get_submodule(above)
                 held.append((owner._buffers if name in owner._buffers else owner._parameters, name))
-        self.away = [(group, name) for group, name in held if _is_away(group.get(name))]
-        there = [(group, name) for group, name in held if not _is_away(group.get(name))]
+        self.absent = [(group, name) for group, name in held if _is_absent(group.get(name))]
+        there = [(group, name) for group, name in held if not _is_absent(group.get(name))]
         self.facts = [(group, name, group[name]) for group, name in there]
-        """To be compared with the modules."""
+        """The tensors, as facts for a ``Snapshot``."""
         tensors = [tensor for _, _, tensor in self.facts]
         self.fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         self.counted = [t for t in tensors if not (isinstance(t, FakeTensor) or t.is_inference())]
@@ -119,17 +120,17 @@ class Values:
         return (
             [*map(_VERSION, self.counted)] == self.versions
             and [*map(torch.Tensor.data_ptr, self.counted)] == self.addresses
-            and all(_is_away(group.get(name)) for group, name in self.away)
+            and all(_is_absent(group.get(name)) for group, name in self.absent)
         )
 
 
-def _is_away(tensor: Any) -> bool:
-    """Whether there is none, or one that accelerate fetches, which is another one every time."""
+def _is_absent(tensor: Any) -> bool:
+    """Whether there is no tensor, or one that accelerate offloads and creates anew at each call."""
     return tensor is None or bool(tensor.is_meta)
 
 
-def _linear(model: nn.Module, watch: WatchList) -> dict[str, tuple[type, int]]:
-    """The centred linear layers: their classes, and which dimension of the weight is centred."""
+def _centred_linears(model: nn.Module, watch: WatchList) -> dict[str, tuple[type, int]]:
+    """The centred linear layers by path: class, and the dimension of the weight that is centred."""
     found = {}
     for one in watch.weights:
         path, _, name = one.parameter.rpartition(".")
@@ -139,8 +140,8 @@ def _linear(model: nn.Module, watch: WatchList) -> dict[str, tuple[type, int]]:
     return found
 
 
-def _loose(model: nn.Module, watch: WatchList) -> list[str]:
-    """Linear layers that were not centred: what comes out of them may have any mean."""
+def _uncentred_linears(model: nn.Module, watch: WatchList) -> list[str]:
+    """Paths of the linear layers that were not centred: their outputs may have any mean."""
     paths = (*(name.rpartition(".")[0] for name in watch.tensors), *watch.ops)
     held = {id(model.get_submodule(path)) for path in paths}
     return [
@@ -160,7 +161,10 @@ def keep_centred(
     weightless: Iterable[str] = (),
     biasless: Iterable[str] = (),
 ) -> None:
-    """Have the calls of a model with installed norms look whether its weights are centred."""
+    """Make a model with installed norms check at its calls whether its weights are centred.
+
+    The names are those of the class that was folded. Raises ``NotCentred`` if the model lacks one.
+    """
     named = tuple(weights), tuple(ops), tuple(units), tuple(weightless), tuple(biasless)
     outer: Enter | None = None
     places = {id(m): m for m in (model, getattr(model, "base_model", model))}
@@ -178,17 +182,20 @@ def keep_centred(
 
 
 def _unedited(model: Any) -> nn.Module | None:
-    """Another model of this class and config, without weights; ``None`` where more is needed."""
+    """A new model of this class and config on the meta device; ``None`` if it cannot be built."""
     try:
         with torch.device("meta"):
             return type(model)(copy.deepcopy(model.config))  # type: ignore[no-any-return]
-    except Exception:  # code of any class: it may take more than the config
+    except Exception:  # the constructor of any class: it may need more than the config
         return None
 
 
 def _part_in(inner: nn.Module, model: nn.Module, watch: WatchList) -> WatchList:
-    """What of ``watch`` is in ``inner``, under whatever names: it may share with the rest."""
-    tensors = {id(t): name for name, t in _held(inner)}
+    """The part of ``watch`` that is in ``inner``, by the names that ``inner`` has for it.
+
+    Tensors and modules are matched by identity, since ``inner`` may share them with other parts.
+    """
+    tensors = {id(t): name for name, t in _named_tensors(inner)}
     modules = {id(m): name for name, m in inner.named_modules(remove_duplicate=False)}
     return rename(
         watch,
@@ -197,6 +204,6 @@ def _part_in(inner: nn.Module, model: nn.Module, watch: WatchList) -> WatchList:
     )
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)

@@ -263,7 +263,7 @@ def test_an_unproven_input_is_refused_where_norms_were_merged() -> None:
     model = centre_writers(gpt2())
     install(model, NORMS, [WTE], unproven=["position_ids"], merged=True)
     positions = torch.full((2, 9), 3)
-    with pytest.raises(UnsupportedModel, match="not proven for calls with position_ids, .*merged"):
+    with pytest.raises(UnsupportedModel, match="not proven for calls with position_ids; .*merged"):
         model(ids(), position_ids=positions)
     with pytest.raises(UnsupportedModel, match="leave that input out, or fold without --merge"):
         model.transformer(ids(), None, None, None, positions)
