@@ -1,1 +1,1 @@
-"""Runs two models on the same inputs and says how far their outputs are apart."""
+"""Run two models on the same inputs and measure the distance between their outputs."""

@@ -1,9 +1,9 @@
-"""The inputs on which two models are compared.
+"""The generated inputs on which two models are compared: seeded token ids or pixels.
 
-Decides what a model is run on where the user gives nothing (``user_data``): seeded token ids or
-pixels. Every floating input is rounded to the compute dtype first, so that the exact model and
-the rounded one see the same numbers. Tokens come with padding in one row of each batch, and one
-batch of several reaches the end of the table of positions.
+They are used where the user gives no inputs (``user_data``). Every floating input is rounded to the
+compute dtype first, so that the float64 model and the compute-dtype model see the same numbers. One
+row of each batch of tokens is padded. If there are several batches, one of them reaches the end of
+the position table.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from enjoyln_cli.trace.dry_run import accepts
 Batch = dict[str, torch.Tensor]
 
 TOKENS = 32
-"""Length of the rows of seeded tokens."""
+"""Usual number of tokens in a seeded row."""
 LONGEST_ROW = 512
-"""Tokens of the longest seeded row."""
+"""Number of tokens in the longest row."""
 MOST_RESERVED = 8
-"""Rows that a table of positions has beside those of positions: for padding."""
+"""Rows that a position table may have in addition to those of positions (for padding)."""
 WINDOW = 256
-"""Length of the rows that a text is cut into."""
+"""Number of tokens in the windows that a text is cut into."""
 ROWS_AT_ONCE = 8
+"""Number of rows in a batch."""
 
 
 def seeded_batches(
@@ -44,12 +45,13 @@ def seeded_batches(
 ) -> list[Batch]:
     """``rows`` examples for a transformers model, in batches, the same for the same seed.
 
-    A batch has ``at_once`` rows, or as many as the model takes.
+    A batch has ``at_once`` rows, or one row if the model takes no more.
 
-    ``input_ids`` are ``(batch, 32)`` int64 below the vocabulary's size, never the padding token,
-    with ``attention_mask``, token types and decoder ids where ``forward`` takes them;
-    ``pixel_values`` are normal, ``(batch, channels, height, width)`` in ``dtype``. Raises
-    ``UnsupportedModel`` for any other main input.
+    ``input_ids`` have shape ``(batch, 32)``, dtype int64 and values below the vocabulary size. The
+    padding token appears only in padding. ``attention_mask``, token types and decoder ids are added
+    if ``forward`` takes them. ``pixel_values`` are normally distributed, of shape
+    ``(batch, channels, height, width)``, in ``dtype``. Raises ``UnsupportedModel`` if the model
+    accepts no inputs that can be generated.
     """
     generator = torch.Generator().manual_seed(seed)
     bare = without_weights(model)
@@ -62,12 +64,12 @@ def seeded_batches(
 def at_last_positions(
     model: Any, batch: Batch, seed: int, dtype: torch.dtype, unproven: Sequence[str] = ()
 ) -> Iterator[Batch]:
-    """Batches that read the last rows of a table of positions, the cheapest first.
+    """Batches that read the last rows of the model's position table, the cheapest first.
 
-    ``batch`` with other ``position_ids``; else fewer and longer rows of text, whose number of
-    tokens is about that of a batch. There are none for a model without such a table: what is
-    computed from a position is not stored, and can be inexact far out for other reasons than its
-    weights. Inputs that are ``unproven`` are not given. Not every batch fits every table.
+    First ``batch`` with other ``position_ids``, unless that input is ``unproven``. Then longer rows
+    of text, but fewer, so that the number of tokens is about the same. Not every batch fits every
+    table: the caller has to try them. A model without a position table yields none: rotary and
+    other computed positions are not stored, and rounding can grow with the position.
     """
     limit = most_tokens(model.config.get_text_config())
     if "input_ids" not in batch or limit is None or not _has_position_table(model, limit):
@@ -88,7 +90,7 @@ def at_last_positions(
 
 
 def _has_position_table(model: Any, limit: int) -> bool:
-    """Whether the model holds an embedding with a row for each position, and a few more."""
+    """Whether the model has an embedding with one row for each position, and at most a few more."""
     words = []
     for find in (model.get_input_embeddings, model.get_output_embeddings):
         with suppress(NotImplementedError, AttributeError):
@@ -102,9 +104,9 @@ def _has_position_table(model: Any, limit: int) -> bool:
 
 
 def unpadded_batch(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
-    """One seeded example of ``rows`` rows with ``tokens`` tokens of text each, and no mask.
+    """One seeded batch of ``rows`` rows with ``tokens`` tokens each, without padding and mask.
 
-    Inputs other than text have the size that the config says. Raises as ``seeded_batches`` does.
+    Inputs other than text have the size that the config gives. Raises as ``seeded_batches`` does.
     """
     bare, generator = without_weights(model), torch.Generator().manual_seed(0)
     _, chosen = _accepted_form(model, bare, rows)
@@ -118,7 +120,10 @@ def unpadded_batch(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype)
 
 
 def _accepted_form(model: Any, bare: nn.Module, rows: int) -> tuple[int, int]:
-    """How many rows, ``rows`` or one, the model takes at once, and in which form of its inputs."""
+    """The number of rows that the model takes at once (``rows`` or 1), and the index of the form.
+
+    The index is that of the first of ``forms`` that the model accepts.
+    """
     tried: list[tuple[int, int, Inputs]] = []
     for n in dict.fromkeys((rows, 1)):
         found = list(forms(bare, n, _length(model)))
@@ -137,7 +142,7 @@ def _accepted_form(model: Any, bare: nn.Module, rows: int) -> tuple[int, int]:
         else:
             return n, position
     first = f": {first_line(errors[0])}" if errors else ""
-    raise UnsupportedModel(f"no inputs can be made up that {type(model).__name__} accepts{first}")
+    raise UnsupportedModel(f"could not generate inputs that {type(model).__name__} accepts{first}")
 
 
 def _batch(model: Any, form: Inputs, generator: torch.Generator, dtype: torch.dtype) -> Batch:
@@ -155,7 +160,7 @@ def _batch(model: Any, form: Inputs, generator: torch.Generator, dtype: torch.dt
 
 
 def rows_at_once(model: Any) -> int:
-    """A sequence classifier without a padding token refuses more than one row."""
+    """Rows of a batch: 8, but 1 for sequence classifiers without padding token: they need that."""
     unpadded = getattr(model.config, "pad_token_id", None) is None
     return 1 if unpadded and "SequenceClassification" in type(model).__name__ else ROWS_AT_ONCE
 
@@ -166,7 +171,7 @@ def _tokens(model: Any, spec: Spec, generator: torch.Generator) -> Batch:
     vocabulary = spec.below or 2
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     if not (isinstance(padding, int) and 0 <= padding < vocabulary):
-        padding = None  # a config may name one that the embedding has no row for
+        padding = None  # a config may name a token that the embedding has no row for
     ids = whole_numbers(replace(spec, leading=()), generator)
     special = [padding, *spec.leading, spec.last, *special_tokens(model.config)]
     reserved = torch.tensor([t for t in special if t is not None])
@@ -192,20 +197,26 @@ def _length(model: Any) -> int:
 
 
 def positions(config: Any) -> int:
-    """Tokens that the position table has room for, past the rows that some tables reserve."""
+    """Number of tokens that fit the position table, without the two rows that some models reserve.
+
+    256 if the config states no number of positions.
+    """
     limit = most_tokens(config)
     return max(1, limit - 2) if limit else WINDOW
 
 
 def most_tokens(config: Any) -> int | None:
-    """How many positions a text config names; ``None`` where it does not say."""
+    """The number of positions that a text config states; ``None`` if it states none."""
     names = ("max_position_embeddings", "max_target_positions")
     limits = [int(limit) for name in names if (limit := getattr(config, name, None))]
     return min(limits, default=None)
 
 
 def complete_batch(model: Any, own: Batch, dtype: torch.dtype) -> Batch:
-    """``own``, with made-up values for what the model needs besides: images for a text, say."""
+    """The user's batch ``own`` with generated values for the other inputs that the model needs.
+
+    For example images for a text. Returns ``own`` if no form of inputs fits it.
+    """
     rows = len(next(iter(own.values())))
     tokens = own["input_ids"].shape[1] if "input_ids" in own else _length(model)
     bare, generator = without_weights(model), torch.Generator().manual_seed(0)
@@ -221,7 +232,7 @@ def complete_batch(model: Any, own: Batch, dtype: torch.dtype) -> Batch:
 
 
 def with_masked_patches(model: Any, batch: Batch, seed: int) -> Batch | None:
-    """``batch`` with half of its patches masked; ``None`` where ``forward`` takes no such mask."""
+    """``batch`` with half of its patches masked; ``None`` if ``forward`` takes no patch mask."""
     if "bool_masked_pos" not in accepted_by(model):
         return None
     generator = torch.Generator().manual_seed(seed)
@@ -233,9 +244,10 @@ def with_masked_patches(model: Any, batch: Batch, seed: int) -> Batch | None:
 
 
 def mask_tokens(batch: Batch, mask_token: int, seed: int) -> tuple[Batch, torch.Tensor]:
-    """15 % of the tokens replaced by the mask token, at least one per row, and where they are.
+    """Replace 15 % of the tokens by the mask token, at least one per row.
 
-    The mask is bool, shaped as ``input_ids``. Source: Devlin et al. 2019, section 3.1.
+    Returns the new batch and a bool tensor, shaped as ``input_ids``, that is true at the replaced
+    tokens. Source: Devlin et al. 2019, section 3.1.
     """
     ids = batch["input_ids"]
     generator = torch.Generator().manual_seed(seed)

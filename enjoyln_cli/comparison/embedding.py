@@ -1,7 +1,7 @@
-"""The sentence embedding of a sentence-transformers pipeline, as an output to be compared.
+"""The sentence embedding of a sentence-transformers pipeline, as one more output to compare.
 
-The modules behind the transformer (pooling, dense, normalisation) are those of that library, each
-loaded from its folder, and are applied to what the transformer returns in the dtype it returns.
+The modules after the transformer (pooling, dense, normalisation) are loaded by that library, each
+from its folder. They are applied to the transformer's outputs, in the dtype of those outputs.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ Named = dict[str, torch.Tensor]
 
 
 def embedder(source: Source, event: Event) -> Callable[[Named, Batch], Named] | None:
-    """What adds the embedding to the outputs of a pipeline; ``None`` where there is none to add.
+    """A function that adds the sentence embedding to a transformer's outputs for a batch.
 
-    Where it cannot be computed, a stage says why, and what the transformer returns is compared.
+    ``None`` if the checkpoint is not a sentence-transformers pipeline, or if its modules cannot be
+    loaded. In the second case a stage reports why, and only the transformer's outputs are compared.
     """
     if not (source.root / MODULES).is_file():
         return None
     try:
         modules = _modules(source)
-    except Exception as error:  # of another library, which believes what the files say
+    except Exception as error:  # the library does not check the files: any error is possible
         first = first_line(error)
-        event("stage", f"comparing token embeddings, and not those of sentences: {first}")
+        event("stage", f"comparing token embeddings, not sentence embeddings: {first}")
         return None
 
     def add(outputs: Named, batch: Batch) -> Named:
@@ -50,20 +51,20 @@ def embedder(source: Source, event: Event) -> Callable[[Named, Batch], Named] | 
         with torch.no_grad():
             for module in modules:
                 features = copy.deepcopy(module).to(tokens.dtype)(features)
-        found = features.get(EMBEDDING)  # what lies behind need not pool
+        found = features.get(EMBEDDING)  # absent if no module pools
         return outputs if found is None else {**outputs, EMBEDDING: found}
 
     return add
 
 
 def _modules(source: Source) -> list[torch.nn.Module]:
-    """The modules behind the transformer; only of the library's own classes."""
+    """The modules after the transformer. Raises ``ValueError`` for a class of another library."""
     _, *behind = json.loads((source.root / MODULES).read_text(encoding="utf-8"))
     found = []
     for entry in behind:
         package, _, name = str(entry["type"]).rpartition(".")
         if package.partition(".")[0] != LIBRARY:
-            raise ValueError(f"{entry['type']} is no class of {LIBRARY}")
+            raise ValueError(f"{entry['type']} is not a class of {LIBRARY}")
         cls: Any = getattr(import_module(package), name)
         found.append(cls.load(str(source.root / entry["path"])).eval())
     return found

@@ -1,10 +1,10 @@
-"""How far two runs of a model are apart, over all positions and at each of them.
+"""The distance between the outputs of two runs, over all positions and at each position.
 
-A position is a vector along the last dimension of an output: a token, an image's logits, a row of
-pixels. Over an output the distance is ``||a - b|| / ||b||``, a root mean square that does not hang
-on single entries. So a rare position can be far off and not show in it. There the distance is
-``||a_p - b_p|| / max(||b_p||, m)`` with ``m`` the median of the ``||b_p||``: a position where the
-model says almost nothing is held against an ordinary one.
+A position is one vector along the last dimension of an output: a token, an image's logits, a row of
+pixels. The distance over a whole output is ``||a - b|| / ||b||``. It depends little on single
+entries, so a large error at one position may not show in it. Therefore the distance at each
+position ``p`` is measured too: ``||a_p - b_p|| / max(||b_p||, m)``, where ``m`` is the median of
+the ``||b_p||``. The median keeps positions with very small outputs from dominating.
 """
 
 from __future__ import annotations
@@ -16,40 +16,43 @@ from dataclasses import dataclass, replace
 import torch
 
 AT_ONCE = 1 << 22
-"""Entries that are held in float64 at once."""
-ROUNDED_AT_LEAST = 0.5
-"""No result in a dtype is nearer to the exact one than about half its eps."""
-POSITIONS = 4.0
-"""Times the original's worst position that a folded model's may be. Of 18 right folds, in three
-dtypes and with five seeds each, it was 2.2 times at most, and what storing costs 1.7 times."""
+"""Number of entries that are converted to float64 at a time."""
+MIN_ERROR_EPS = 0.5
+"""Smallest rounding error that is expected of a result, in units of the eps of its dtype."""
+POSITION_RATIO = 4.0
+"""Largest allowed ratio of the folded model's worst position to the original's worst position.
+Among 18 correct folds, in three dtypes and with five seeds each, the largest ratio was 2.2 (1.7 for
+the storage error)."""
 USUAL_RATIO = 1.25
+"""The default of ``max_ratio``."""
 FEWEST_ENTRIES = 128
-"""Entries of an output that the ratio of two rounding errors rests on, at least. A ratio of root
-mean squares over n entries is known to about 1 / sqrt(n): from 128 on, 1.25 is nearly three
-standard errors from 1. One entry of each of ``runs.MOST_ROWS`` inputs is as many."""
+"""Fewest entries of an output for which the ratio of two rounding errors is meaningful. A ratio of
+root mean squares over n entries has a standard error of about 1 / sqrt(n): with 128 entries, 1.25
+is nearly three standard errors from 1. ``sampling.MOST_ROWS`` inputs with one entry each are 128
+entries."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Two runs of one output."""
+    """The distance between two runs ``a`` and ``b``, for one output."""
 
     squares: torch.Tensor
-    """``||a_p - b_p||^2`` of each position, float64."""
+    """``||a_p - b_p||^2`` for each position, float64, shape ``(positions,)``."""
     sizes: torch.Tensor
-    """``||b_p||^2`` of each position."""
+    """``||b_p||^2`` for each position, float64, shape ``(positions,)``."""
     comparable: bool
-    """Whether the shapes are the same, and no entry is finite in one of the two alone."""
+    """Whether the shapes are equal, and no entry is finite in only one of the two."""
     entries: int = 0
-    """Numbers that were compared."""
+    """Number of compared entries."""
 
     @property
     def is_sparse(self) -> bool:
-        """Whether it rests on too few entries for the ratio of two rounding errors."""
+        """Whether there are too few entries for the ratio of two rounding errors."""
         return self.comparable and 0 < self.entries < FEWEST_ENTRIES
 
     @property
     def relative(self) -> float:
-        """``||a - b|| / ||b||``; infinite where they cannot be compared."""
+        """``||a - b|| / ||b||``; infinite if ``a`` and ``b`` cannot be compared."""
         if not self.comparable:
             return math.inf
         difference, size = float(self.squares.sum()), float(self.sizes.sum())
@@ -57,7 +60,7 @@ class Distance:
 
     @property
     def positions(self) -> torch.Tensor:
-        """The relative distance at each position."""
+        """The relative distance at each position, float64, shape ``(positions,)``."""
         if not self.comparable:
             return torch.full((1,), math.inf, dtype=torch.float64)
         sizes = self.sizes
@@ -65,19 +68,20 @@ class Distance:
         return (self.squares / sizes.clamp(min=least)).sqrt()
 
     def times(self, factor: float) -> Distance:
-        """The distance of runs that are so many times as far apart."""
+        """This distance multiplied by ``factor``."""
         return replace(self, squares=self.squares * factor**2)
 
 
 @dataclass(frozen=True)
 class WorstPosition:
-    """The position of any output that is furthest from the exact function."""
+    """The errors at the position, of all outputs, that is furthest from the exact function."""
 
     error: float
     original: float
-    """The original's own error, where that is at its worst."""
+    """The original's own rounding error: at its own worst position (``worst_position``), or at the
+    same position (``worst_stored``)."""
     ratio: float
-    """``error / original``, for the output where that is largest."""
+    """The largest ratio of ``error`` to ``original`` among the outputs."""
 
 
 def distances(
@@ -85,8 +89,8 @@ def distances(
 ) -> dict[str, Distance]:
     """The distance of every output, over all batches.
 
-    Entries that are the same infinity or NaN in both count as equal; one that is finite in one
-    alone makes the output incomparable.
+    Entries that are the same infinity, or NaN, in both runs count as equal. An entry that is finite
+    in only one of them makes the output incomparable.
     """
     return pool_distances([distances_of(a, b) for a, b in zip(got, exact, strict=True)])
 
@@ -101,7 +105,7 @@ def distances_of(
 
 
 def pool_distances(batches: Sequence[Mapping[str, Distance]]) -> dict[str, Distance]:
-    """The distances of several batches as one, by output."""
+    """The distances of several batches joined into one, for each output."""
     found = {}
     for name in dict.fromkeys(name for batch in batches for name in batch):
         parts = [batch[name] for batch in batches if name in batch]
@@ -143,18 +147,18 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> Distance:
 
 
 def relative(found: Mapping[str, Distance]) -> dict[str, float]:
-    """The distance over all positions, by output."""
+    """The relative distance over all positions, for each output."""
     return {name: distance.relative for name, distance in found.items()}
 
 
 def largest(errors: Mapping[str, float]) -> float:
-    """That of the worst output."""
+    """The error of the worst output; 0 if there are none."""
     return max(errors.values(), default=0.0)
 
 
 def ratio(errors: Mapping[str, float], own: Mapping[str, float], dtype: torch.dtype) -> float:
-    """Worst output of ``errors / own``; no own error counts less than half the dtype's eps."""
-    floor = ROUNDED_AT_LEAST * torch.finfo(dtype).eps
+    """The largest ``errors / own`` among the outputs; ``own`` is at least half the dtype's eps."""
+    floor = MIN_ERROR_EPS * torch.finfo(dtype).eps
     ratios = [errors[name] / max(own[name], floor) for name in own]
     return max((math.inf if math.isnan(value) else value for value in ratios), default=0.0)
 
@@ -162,9 +166,9 @@ def ratio(errors: Mapping[str, float], own: Mapping[str, float], dtype: torch.dt
 def worst_position(
     found: Mapping[str, Distance], own: Mapping[str, Distance], dtype: torch.dtype
 ) -> WorstPosition:
-    """The worst position of ``found`` beside the worst one of the original's ``own`` rounding.
+    """The worst position of ``found``, compared with the worst position of the original's ``own``.
 
-    They need not be the same: where rounding falls hardest differs from run to run.
+    These can be two positions: the position with the largest rounding error differs between runs.
     """
     worst = {name: _largest(distance.positions) for name, distance in found.items()}
     before = {name: _largest(distance.positions) for name, distance in own.items()}
@@ -178,16 +182,17 @@ def worst_position(
 def worst_stored(
     stored: Mapping[str, Distance], own: Mapping[str, Distance], dtype: torch.dtype
 ) -> WorstPosition:
-    """The position where rounding the stored weights costs most beside the original's rounding.
+    """The position with the largest ratio of storage error to the original's rounding error.
 
-    What storing costs is the same in every run, so it is held against what the original's rounding
-    is at that very position; or, as that may be small by luck, its root mean square if larger.
+    The storage error is the same in every run, so it is compared with the original's rounding error
+    at the same position. Since that may be small by chance, its root mean square over all positions
+    is used if it is larger.
     """
     found = WorstPosition(0.0, 0.0, 0.0)
     for name, distance in stored.items():
         errors, before = distance.positions, own[name].positions
         usual = float(before.square().mean().sqrt()) if before.numel() else 0.0
-        floor = max(usual, ROUNDED_AT_LEAST * torch.finfo(dtype).eps)
+        floor = max(usual, MIN_ERROR_EPS * torch.finfo(dtype).eps)
         if errors.shape != before.shape:
             return WorstPosition(math.inf, usual, math.inf)
         ratios = (errors / before.clamp(min=floor)).nan_to_num(math.inf)
@@ -200,14 +205,14 @@ def worst_stored(
 
 
 def position_bound(max_ratio: float) -> float:
-    """What the ratio of the worst positions may be, where ``max_ratio`` holds over all of them."""
-    return POSITIONS * max(max_ratio / USUAL_RATIO, 1.0)
+    """The limit for the ratio of worst positions; ``max_ratio`` is that over all positions."""
+    return POSITION_RATIO * max(max_ratio / USUAL_RATIO, 1.0)
 
 
 def gross_bound(max_ratio: float, entries: int) -> float:
-    """How far an output may be whose ``entries`` are too few for a ratio: what is no chance.
+    """The limit for the ratio of an output with few ``entries``, which only finds gross errors.
 
-    The fewer they are, the further apart two roundings can be by chance.
+    The fewer entries there are, the larger the ratio of two rounding errors can be by chance.
     """
     return position_bound(max_ratio) * FEWEST_ENTRIES / entries
 

@@ -1,10 +1,11 @@
-"""How much of a check fits into the time that it may take.
+"""How many inputs a check can run in the time that it may take.
 
-Two models are loaded twice each and run six times on the same inputs. Every run gets an equal share
-of the time that is left when it begins, after what loading the others will take. It does the inputs
-in order and stops before the one that would not fit; runs after it do no more than it did. So a
-check ends in time whatever dtype is slow on a machine, and with one batch at least. What is not run
-on inputs (loading, and the comparison of every stored tensor) is done in any case.
+A check loads two models twice each, and makes six runs on the same inputs. The remaining time,
+minus the time for the models that are still to be loaded, is shared equally among the remaining
+runs. A run takes the batches in order and stops before one that would not fit into its share. Later
+runs use no more batches than it did. So a check ends in time, even if one dtype is slow on this
+machine, and every run has at least one batch. Loading, and the comparison of every stored tensor,
+are never skipped.
 """
 
 from __future__ import annotations
@@ -19,46 +20,47 @@ from enjoyln_cli.clock import Clock
 LOADS = 4
 """Models that are loaded: the original and the folded one, in two dtypes each."""
 RUNS = 6
-"""Runs of these models: the original's weights, and centred; as stored; then in the dtype of users
-the original, the folded one in the stock class, and with RMSNorm."""
+"""Runs of these models. In float64: the original, the original with centred weights, the folded
+model as stored. In the compute dtype: the original, the folded model in the stock class, and the
+folded model with RMSNorm."""
 
 Result = TypeVar("Result")
 
 
 class Pace:
-    """The time of one check."""
+    """Shares the time of one check among its runs."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.costs: list[int] = []
-        """Of each batch that is still run: how many numbers it holds."""
+        """For each batch that is still run: its number of input elements."""
         self._loads, self._runs = LOADS, RUNS
         self._load_seconds = 0.0
-        self._of_a_number = 0.0
-        """Seconds of one number of an input in the run before."""
+        self._seconds_per_element = 0.0
+        """Time per input element in the last run."""
 
     @property
     def share(self) -> float:
-        """Seconds of the next run."""
+        """Seconds that the next run may take."""
         return (self.clock.left - self._loads * self._load_seconds) / max(self._runs, 1)
 
     def plan_run(self) -> None:
-        """Make room for one more run: a text is scored besides."""
+        """Reserve time for one more run, which scores a text."""
         self._runs += 1
 
     def end_run(self, was_planned: bool = True) -> None:
-        """A run is over, or left out."""
+        """Note that a run is over or was left out."""
         self._runs -= was_planned
         self.tell()
 
     def fitting(self, seconds: float) -> int | None:
-        """How many inputs fit, at ``seconds`` each: at least one. ``None`` for all."""
+        """How many inputs of ``seconds`` each fit into a run, at least 1; ``None`` for no limit."""
         share = self.share
         return None if math.isinf(share) else max(1, int(share / max(seconds, 1e-9)))
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Measure how long a model takes to be loaded."""
+        """Measure how long the block takes to load a model."""
         self.tell()
         begin = self.clock.now()
         yield
@@ -67,7 +69,10 @@ class Pace:
         self.tell()
 
     def run(self, one: Callable[[int], Result]) -> list[Result]:
-        """Call ``one`` with the number of each batch, as long as the share of this run lasts."""
+        """Call ``one`` with the index of each batch while the run's share of the time lasts.
+
+        At least once. Returns the results; later runs are limited to the same batches.
+        """
         begin, share = self.clock.now(), self.share
         found: list[Result] = []
         done = 0
@@ -77,17 +82,17 @@ class Pace:
                 break
             found.append(one(at))
             done += cost
-            self._of_a_number = (self.clock.now() - begin) / done
+            self._seconds_per_element = (self.clock.now() - begin) / done
             self.tell(sum(self.costs[at + 1 :]))
         self.costs = self.costs[: len(found)]
         self._runs -= 1
         return found
 
-    def tell(self, of_this_run: int = 0) -> None:
-        """Tell of the progress, with so many numbers left in this run."""
-        if not self.costs or not self._of_a_number:
+    def tell(self, elements_left: int = 0) -> None:
+        """Report the progress; ``elements_left`` input elements are left in the current run."""
+        if not self.costs or not self._seconds_per_element:
             self.clock.tell()
             return
-        others = self._runs - (of_this_run > 0)
-        numbers = of_this_run + others * sum(self.costs)
-        self.clock.tell(self._loads * self._load_seconds + numbers * self._of_a_number)
+        others = self._runs - (elements_left > 0)
+        elements = elements_left + others * sum(self.costs)
+        self.clock.tell(self._loads * self._load_seconds + elements * self._seconds_per_element)

@@ -1,8 +1,8 @@
-"""Runs a model and says what it returns.
+"""Run a model and collect the outputs to compare.
 
-Compared is every floating tensor that ``forward`` returns by default, the cache apart, or of these
-the outputs that a user has chosen. A run is exact when weights, activations and every place where a
-class asks for float32 are in float64.
+These are all floating tensors that ``forward`` returns by default, without the cache and the loss;
+the user can choose some of them. A run in float64 is taken as exact: weights and activations are
+float64, and operations for which a class asks for float32 run in float64 too.
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ from enjoyln_cli.models.offload import on_disk
 from enjoyln_cli.models.outputs import CACHE, by_field, match_names
 
 Outputs = list[dict[str, torch.Tensor]]
-"""One dict per batch: the name of an output to its values, on the CPU or mapped from the disk."""
+"""One dict per batch, from output name to its tensor, on the CPU or memory-mapped from disk."""
 
 
 class Float64(TorchFunctionMode):
-    """Float32 means float64: softmax, rotary angles and norms that widen keep up with the rest."""
+    """Replaces float32 by float64 in explicit conversions (in softmax, rotary angles, norms)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        wide = {name: _widened(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_widened, args), **wide)
+        wide = {name: _widen(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_widen, args), **wide)
 
 
-def _widened(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
 def run(model: nn.Module, batches: Sequence[Batch], folder: Path | None = None) -> Outputs:
-    """What ``model`` returns for every batch, in the dtype in which it returns it.
+    """The outputs of ``model`` for every batch, in the dtypes that it returns.
 
-    Floating inputs are cast to the model's dtype. A float64 model runs exactly (``Float64``). With
-    a ``folder`` outputs are kept on its disk.
+    Floating inputs are cast to the model's dtype. A float64 model runs under ``Float64``. If a
+    ``folder`` is given, outputs are stored in files there.
     """
 
-    def kept(value: torch.Tensor) -> torch.Tensor:
+    def store(value: torch.Tensor) -> torch.Tensor:
         return on_disk(value, folder) if folder else value.cpu()
 
     dtype = dtype_of(model)
     outputs: Outputs = []
     with torch.no_grad(), silent(), literally():
         for batch in batches:
-            given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+            cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
             if dtype == torch.float64:
                 with Float64():
-                    output = model(**given, **_flags(model))
+                    output = model(**cast, **_flags(model))
             else:
-                output = model(**given, **_flags(model))
-            outputs.append({name: kept(value) for name, value in tensors(output)})
+                output = model(**cast, **_flags(model))
+            outputs.append({name: store(value) for name, value in tensors(output)})
             del output
     return outputs
 
 
 def _flags(model: Any) -> dict[str, Any]:
-    """No cache: it would be kept in memory and is not compared."""
+    """Turn the cache off: it would take memory and is not compared."""
     return {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
 
 
@@ -82,20 +82,20 @@ def tensors(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def choose_outputs(outputs: Outputs, names: Sequence[str]) -> Outputs:
-    """The outputs that ``names`` (or patterns) choose; all of them where there are no names.
+    """The outputs that match ``names`` (names or patterns); all of them if ``names`` is empty.
 
-    Raises ``UnsupportedModel`` where a batch then has nothing to compare.
+    Raises ``UnsupportedModel`` if no output of a batch matches.
     """
     if not names:
         return outputs
-    kept = [
+    chosen = [
         {name: value for name, value in batch.items() if name in match_names(names, batch)}
         for batch in outputs
     ]
-    if not all(kept):
+    if not all(chosen):
         known = ", ".join(dict.fromkeys(name for batch in outputs for name in batch))
         raise UnsupportedModel(
             f"nothing to compare: the model returns {known}, and {', '.join(names)} matches "
             "none of these"
         )
-    return kept
+    return chosen

@@ -1,8 +1,9 @@
-"""Which inputs a check runs on: as many as make a ratio of two rounding errors stable.
+"""Which inputs a check runs on: enough to make the ratio of two rounding errors stable.
 
-The user's come first, and made-up ones fill up (``batches``). Where the time or the number of
-inputs is limited, the first two are timed, and batches are small and ordered, so that those that
-come first show most: rows with padding, the last positions of a table, masked patches.
+The user's inputs come first; generated ones are added if there are too few (``batches``). The first
+two inputs are timed to see how many fit into the time. If the time or the number of inputs is
+limited, batches are small and ordered by how much they reveal: rows with padding, the last rows of
+a position table, masked patches.
 """
 
 from __future__ import annotations
@@ -25,53 +26,58 @@ from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.errors import UnsupportedModel
 
 ENTRIES = 1 << 14
-"""Entries per output that a ratio of two rounding errors should at least rest on. The entries of a
-row err together, so this takes more than their number suggests."""
+"""Fewest entries of each output for a stable ratio of two rounding errors. The rounding errors
+within a row are correlated, so this is more than independent entries would need."""
 MOST_ENTRIES = 1 << 25
+"""Most entries of all outputs that are kept in memory."""
 FEWEST_ROWS, MOST_ROWS, TEXT_ROWS = 16, 128, 64
 FEWEST_BATCHES = 4
-"""Where inputs are limited, so that there is one of each kind."""
+"""Number of batches if inputs are limited, so that there is one of each kind."""
 
 
 @dataclass(frozen=True)
 class Runner:
-    """The original in float64, and what it takes to make inputs for it."""
+    """The original model in float64, and what is needed to generate inputs for it."""
 
     model: Any
     folder: Path
-    """Of the tokenizer and the image processor."""
+    """The directory of the tokenizer and the image processor."""
     dtype: torch.dtype
+    """The dtype to which floating inputs are rounded."""
     unproven: Sequence[str]
-    """Inputs that no proof covers."""
+    """Inputs that the proof does not cover."""
     trust_remote_code: bool
     run: Callable[[Batch], dict[str, torch.Tensor]]
+    """Runs ``model`` on one batch."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """What the models are run on, and the longer text that a perplexity is over."""
+    """The inputs that the models are run on, and the text on which perplexity is computed."""
 
     batches: list[Batch]
     own: int = 0
-    """Batches that the user gave; they come first."""
+    """Number of batches that the user gave; they come first."""
     full: int = 0
-    """Inputs of a check that nothing limits."""
+    """Number of inputs that an unlimited check would run."""
     kind: str = "inputs"
+    """The word for the inputs in messages: ``inputs`` or ``images``."""
     windows: list[Batch] = field(default_factory=list)
-    """All that a perplexity is over; none where the text is as limited as the inputs."""
+    """The text for the perplexity; empty if it is limited to the batches that are run."""
     is_scored: bool = False
+    """Whether a perplexity is computed."""
     mask_token: int | None = None
 
     def text(self, count: int) -> list[Batch]:
-        """What a perplexity is over, where the first ``count`` batches are run."""
+        """The text for the perplexity, if the first ``count`` batches are run."""
         if not self.is_scored:
             return []
         return self.windows or self.batches[: min(count, self.own)]
 
 
 def choose(runner: Runner, data: UserData, seed: int, pace: Pace) -> Examples:
-    """The user's examples first; seeded ones fill up to the rows that a stable ratio needs."""
-    own, mask_token, is_scored = _own(runner, data)
+    """Choose the user's examples, and seeded ones if a stable ratio needs more rows."""
+    own, mask_token, is_scored = _user_batches(runner, data)
     if is_scored:
         pace.plan_run()
         pace.plan_run()
@@ -90,7 +96,7 @@ def choose(runner: Runner, data: UserData, seed: int, pace: Pace) -> Examples:
     count = len(batches)
     missing = (rows if is_cut else max(rows, fewest)) - sum(map(length, batches))
     if missing > 0:
-        made, masked = _made(runner, missing, seed, is_cut)
+        made, masked = _seeded_batches(runner, missing, seed, is_cut)
         batches += made
         full += masked
     if not is_cut:
@@ -101,8 +107,8 @@ def choose(runner: Runner, data: UserData, seed: int, pace: Pace) -> Examples:
     return Examples(batches, count, full, kind, [] if is_limited else own, is_scored, mask_token)
 
 
-def _own(runner: Runner, data: UserData) -> tuple[list[Batch], int | None, bool]:
-    """The user's data as inputs, the mask token, and whether a perplexity can be taken on them."""
+def _user_batches(runner: Runner, data: UserData) -> tuple[list[Batch], int | None, bool]:
+    """The user's data as batches, the mask token, and whether to compute their perplexity."""
     if not data.is_given:
         return [], None, False
     model, is_scored, mask_token = runner.model, False, None
@@ -126,15 +132,15 @@ def _has_score(model: Any, mask_token: int | None) -> bool:
         return False
 
 
-def _made(runner: Runner, rows: int, seed: int, is_cut: bool) -> tuple[list[Batch], int]:
-    """Seeded batches of about ``rows`` rows, and how many rows with masked patches are on top."""
+def _seeded_batches(runner: Runner, rows: int, seed: int, is_cut: bool) -> tuple[list[Batch], int]:
+    """Seeded batches of about ``rows`` rows; how many masked rows an unlimited check would add."""
     model, dtype = runner.model, runner.dtype
     at_once = inputs.ROWS_AT_ONCE
     if is_cut:
         at_once = min(at_once, max(2, rows // FEWEST_BATCHES))
     plain = inputs.seeded_batches(model, rows, seed, dtype, at_once)
-    late = _late(runner, plain[-1], seed) if len(plain) > 1 else None
-    masked = _masked(model, plain[0], seed)
+    late = _last_positions(runner, plain[-1], seed) if len(plain) > 1 else None
+    masked = _masked_patches(model, plain[0], seed)
     if not is_cut:
         return [*plain[: -1 if late else None], *([late] if late else []), *masked], 0
     special = [*([late] if late else []), *masked][: len(plain) - 1]
@@ -143,12 +149,12 @@ def _made(runner: Runner, rows: int, seed: int, is_cut: bool) -> tuple[list[Batc
 
 
 def length(batch: Batch) -> int:
-    """Its inputs."""
+    """Its number of inputs (rows)."""
     return len(next(iter(batch.values())))
 
 
-def _late(runner: Runner, batch: Batch, seed: int) -> Batch | None:
-    """A batch at the last positions that the model takes, in place of ``batch``."""
+def _last_positions(runner: Runner, batch: Batch, seed: int) -> Batch | None:
+    """A batch like ``batch`` at the model's last positions; ``None`` if none can be run."""
     model = runner.model
     for late in inputs.at_last_positions(model, batch, seed, runner.dtype, runner.unproven):
         row = {name: value[:1] for name, value in late.items()}
@@ -156,9 +162,9 @@ def _late(runner: Runner, batch: Batch, seed: int) -> Batch | None:
         try:
             (found,) = run(model, [row])
             if plain.keys() < row.keys() and _equal(found, *run(model, [plain])):
-                continue  # a model that takes positions and counts them itself
+                continue  # the model accepts position_ids and ignores them
         except (RuntimeError, IndexError, ValueError, TypeError, AttributeError, KeyError):
-            continue  # a model that counts its positions in another way
+            continue  # the model numbers its positions in another way
         return late
     return None
 
@@ -167,8 +173,8 @@ def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def _masked(model: Any, batch: Batch, seed: int) -> list[Batch]:
-    """A batch with masked patches; a class may take the mask and refuse it for its config."""
+def _masked_patches(model: Any, batch: Batch, seed: int) -> list[Batch]:
+    """``batch`` with masked patches; empty if ``forward`` takes no mask, or refuses this one."""
     masked = inputs.with_masked_patches(model, batch, seed)
     try:
         row = {name: value[:1] for name, value in (masked or {}).items()}
@@ -178,7 +184,10 @@ def _masked(model: Any, batch: Batch, seed: int) -> list[Batch]:
 
 
 def _rows(outputs: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Enough for a ratio that hardly depends on the seed, and the most to be kept in memory."""
+    """The rows for a ratio that hardly depends on the seed, and the most that memory allows.
+
+    ``outputs`` are those of a small run, which give the number of entries per row.
+    """
     sizes = [value.numel() // max(len(value), 1) for value in outputs.values()]
     fewest = math.ceil(ENTRIES / max(min(sizes, default=1), 1))
     most = max(2, MOST_ENTRIES // max(sum(sizes), 1))
@@ -186,9 +195,9 @@ def _rows(outputs: dict[str, torch.Tensor]) -> tuple[int, int]:
 
 
 def _first_rows(batches: list[Batch], rows: int) -> list[Batch]:
-    kept = []
+    first = []
     for batch in batches:
         if rows > 0:
-            kept.append({name: value[:rows] for name, value in batch.items()})
+            first.append({name: value[:rows] for name, value in batch.items()})
         rows -= length(batch)
-    return kept
+    return first

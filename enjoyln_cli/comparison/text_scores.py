@@ -1,4 +1,4 @@
-"""What a text says of a language model: perplexity, and how far two models' predictions differ."""
+"""Scores of language models: perplexity on a text, and divergence of two models' predictions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from enjoyln_cli.errors import UnsupportedModel
 def divergence(got: Outputs, own: Outputs) -> tuple[float | None, float | None]:
     """Mean KL divergence of the folded model's logits from the original's, and top-1 agreement.
 
-    Over the last dimension of the output ``logits``, in nats; ``(None, None)`` where there is none.
+    Over the last dimension of the output ``logits``. The divergence is in nats, the agreement a
+    fraction. ``(None, None)`` if there is no such output.
     """
     total = agreed = 0.0
     count = 0
@@ -35,7 +36,10 @@ def divergence(got: Outputs, own: Outputs) -> tuple[float | None, float | None]:
 
 
 def head_kind(model: nn.Module) -> str:
-    """``causal`` or ``masked``: what a text can be scored by. ``UnsupportedModel`` for others."""
+    """The kind of language model head: ``causal`` or ``masked``.
+
+    Raises ``UnsupportedModel`` for other classes.
+    """
     from transformers.models.auto import modeling_auto as auto
 
     name = type(model).__name__
@@ -43,15 +47,15 @@ def head_kind(model: nn.Module) -> str:
         return "causal"
     if name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() or name.endswith("ForMaskedLM"):
         return "masked"
-    raise UnsupportedModel(f"{name} has no language head, so --text gives no perplexity")
+    raise UnsupportedModel(f"{name} has no language model head, so --text gives no perplexity")
 
 
 def perplexity(
     model: nn.Module, batches: Sequence[Batch], mask_token: int | None, seed: int
 ) -> tuple[float, int]:
-    """Exponential of the mean loss per token in float64, and the number of tokens it is over.
+    """The exponential of the mean loss per token, in float64, and the number of these tokens.
 
-    Causal heads predict each next token; masked heads the 15 % of tokens that are masked.
+    Causal heads predict each next token. Masked heads predict the 15 % of tokens that are masked.
     """
     kind, loss, count = head_kind(model), 0.0, 0
     if kind == "masked" and mask_token is None:

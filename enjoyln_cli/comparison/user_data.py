@@ -1,8 +1,8 @@
-"""What a user gives to compare two models on: a running text, a file of texts, or images.
+"""The user's data for comparing two models: a running text, a file of texts, or images.
 
-A running text (``--text``) is cut into windows, and a language model's perplexity is taken on it. A
-file of texts (``--samples FILE``) holds one on each line; each becomes one input as the tokenizer
-prepares it, with its special tokens. What a model needs besides is made up (``complete_batch``).
+A running text (``--text``) is cut into windows. For a language model, its perplexity is computed. A
+file of texts (``--samples FILE``) has one text on each line. The tokenizer turns each text into one
+input, with special tokens. Other inputs that a model needs are generated (``complete_batch``).
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from enjoyln_cli.text import first_line
 
 @dataclass(frozen=True)
 class UserData:
-    """What a user wants models to be run on; made-up inputs fill it up."""
+    """The inputs that a user wants models to be run on; generated inputs are added if needed."""
 
     text: str | None = None
     """A running text."""
     texts: tuple[str, ...] = ()
+    """Texts that become one input each."""
     images: tuple[str | Path, ...] = ()
+    """Image files."""
     number: int | None = None
-    """Of inputs; by default as many as a ratio of two rounding errors needs."""
+    """Number of inputs; by default as many as a ratio of two rounding errors needs."""
 
     @property
     def is_given(self) -> bool:
@@ -51,9 +53,9 @@ def read_user_data(
     images: Sequence[str | Path] = (),
     samples: int | str | Path | None = None,
 ) -> UserData:
-    """Read what a user gives. ``samples`` is a number, or a file with one text on each line.
+    """Read the user's data. ``samples`` is a number, or a file with one text on each line.
 
-    Raises ``UnsupportedModel`` for what is no such number or file, and for several at once.
+    Raises ``UnsupportedModel`` if ``samples`` is neither, or if more than one source is given.
     """
     own = {"--text": text is not None, "--image": bool(images)}
     own["--samples with a file"] = isinstance(samples, str | Path)
@@ -65,29 +67,32 @@ def read_user_data(
         is_number = isinstance(samples, int) and not isinstance(samples, bool) and samples > 0
         if samples is not None and not is_number:
             raise UnsupportedModel(
-                f"samples={samples!r} is not a number of inputs from 1 on, nor a file of texts"
+                f"samples={samples!r} is neither a positive number of inputs nor a file of texts"
             )
         return UserData(words, images=tuple(images), number=samples)
     if not Path(samples).is_file():
         raise UnsupportedModel(f"samples={str(samples)!r} is not a file of texts, one on each line")
     texts = tuple(line.strip() for line in text_of(samples).splitlines() if line.strip())
     if not texts:
-        raise UnsupportedModel(f"{samples} holds no text; write one on each line")
+        raise UnsupportedModel(f"{samples} contains no text; write one text on each line")
     return UserData(texts=texts, number=len(texts))
 
 
 def seconds_of(seconds: float | None) -> float:
-    """The time that a check may take, ``inf`` for ``None``; ``UnsupportedModel`` for no time."""
+    """The time limit of a check in seconds; ``inf`` for ``None``.
+
+    Raises ``UnsupportedModel`` if it is not a positive number.
+    """
     if seconds is None:
         return math.inf
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not is_number or not seconds > 0:
-        raise UnsupportedModel(f"seconds={seconds!r} is not a time above 0")
+        raise UnsupportedModel(f"seconds={seconds!r} is not a positive number")
     return float(seconds)
 
 
 def text_of(file: str | Path) -> str:
-    """What a text file holds; ``UnsupportedModel`` where it is not UTF-8."""
+    """The content of a text file. Raises ``UnsupportedModel`` if it is not UTF-8."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -97,7 +102,7 @@ def text_of(file: str | Path) -> str:
 
 
 def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer saved in ``folder``; ``UnsupportedModel`` where there is none."""
+    """The tokenizer saved in ``folder``. Raises ``UnsupportedModel`` if there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -105,13 +110,16 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         first = first_line(error)
         raise UnsupportedModel(f"a text needs the tokenizer of {folder}: {first}") from error
-    if not tokenizer.vocab_size:  # what a class makes of a directory without tokenizer files
-        raise UnsupportedModel(f"a text needs a tokenizer, and {folder} holds none")
+    if not tokenizer.vocab_size:  # some classes load from a directory without tokenizer files
+        raise UnsupportedModel(f"a text needs a tokenizer, and {folder} contains none")
     return tokenizer
 
 
 def from_text(model: Any, tokenizer: Any, text: str, rows: int) -> list[Batch]:
-    """The first ``rows`` windows of the text, at most 256 tokens each, without padding."""
+    """The first ``rows`` windows of the text, of at most 256 tokens each, without padding.
+
+    Raises ``UnsupportedModel`` if the text has fewer than two tokens.
+    """
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)[
         "input_ids"
     ][0]
@@ -119,14 +127,17 @@ def from_text(model: Any, tokenizer: Any, text: str, rows: int) -> list[Batch]:
     whole = len(ids) // length
     if whole == 0:
         if len(ids) < 2:
-            raise UnsupportedModel("the text holds fewer than two tokens: give a longer one")
+            raise UnsupportedModel("the text has fewer than two tokens: pass a longer one")
         return [{"input_ids": ids[None]}]
     windows = ids[: whole * length].view(whole, length)[:rows]
     return [{"input_ids": part} for part in windows.split(rows_at_once(model))]
 
 
 def from_texts(model: Any, tokenizer: Any, texts: Sequence[str]) -> list[Batch]:
-    """Each text as one input, in batches, cut to the tokens that the model takes."""
+    """Each text as one input, in batches, truncated to the number of tokens that the model takes.
+
+    Raises ``UnsupportedModel`` if the tokenizer returns no tokens.
+    """
     length = min(LONGEST_ROW, positions(model.config.get_text_config()))
     length = min(length, tokenizer.model_max_length)
     pads = tokenizer.pad_token_id is not None
@@ -143,7 +154,7 @@ def from_texts(model: Any, tokenizer: Any, texts: Sequence[str]) -> list[Batch]:
             verbose=False,
         )
         if found["input_ids"].shape[1] == 0:
-            raise UnsupportedModel(f"the tokenizer makes no token of {texts[first]!r:.60}")
+            raise UnsupportedModel(f"the tokenizer returns no tokens for {texts[first]!r:.60}")
         batches.append({name: ids for name, ids in found.items() if name in accepted})
     return batches
 
@@ -151,10 +162,10 @@ def from_texts(model: Any, tokenizer: Any, texts: Sequence[str]) -> list[Batch]:
 def from_images(
     model: nn.Module, files: Sequence[str | Path], folder: Path, dtype: torch.dtype
 ) -> list[Batch]:
-    """The images as the checkpoint's own processor prepares them, in ``dtype``.
+    """The images as ``pixel_values`` in ``dtype``, prepared by the checkpoint's own processor.
 
-    Raises ``UnsupportedModel`` for a model that takes no images, and where the directory holds no
-    image processor or a file no image.
+    Raises ``UnsupportedModel`` if the model takes no images, the directory has no image processor,
+    or a file is not an image.
     """
     if "pixel_values" not in accepted_by(model):
         main = getattr(model, "main_input_name", "input_ids")
@@ -168,16 +179,16 @@ def from_images(
         pixels = processor(images=images, return_tensors="pt")["pixel_values"].to(dtype)
     except (OSError, ValueError, ImportError) as error:
         first = first_line(error)
-        raise UnsupportedModel(f"images cannot be prepared: {first}") from error
+        raise UnsupportedModel(f"cannot prepare the images: {first}") from error
     return [{"pixel_values": part} for part in pixels.split(ROWS_AT_ONCE)]
 
 
 def runnable(
     model: Any, batches: list[Batch], dtype: torch.dtype, try_run: Callable[[Batch], Any]
 ) -> list[Batch]:
-    """``batches`` as the model takes them: as they are, or with made-up values for what it needs.
+    """``batches`` as the model accepts them: unchanged, or with generated values for other inputs.
 
-    ``try_run`` runs one row. Raises ``UnsupportedModel`` where it takes neither.
+    ``try_run`` runs the model on one row. Raises ``UnsupportedModel`` if the model accepts neither.
     """
     errors = []
     for complete in (False, True):
@@ -186,7 +197,7 @@ def runnable(
             try_run({name: value[:1] for name, value in made[0].items()})
         except (EnjoyLNError, MemoryError):
             raise
-        except Exception as error:  # of the model's own code, for want of an input
+        except Exception as error:  # any error of the model's code if an input is missing
             errors.append(error)
         else:
             return made

@@ -1,1 +1,1 @@
-"""Whether a folded checkpoint is as close to the exact function as its original."""
+"""Check whether a folded checkpoint is as close to the exact function as its original is."""

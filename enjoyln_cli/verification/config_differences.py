@@ -1,11 +1,15 @@
 """Does the ``config.json`` of a result describe the original's model?
 
-Decides what may differ: what tells where a model is from (``ORIGIN``), the ``enjoyln`` entry, the
-settings that a fold changes (the sizes of wider MLPs, the flags of what is untied), the dtype where
-it is that of the stored weights, the classes' names where the plan is proven for them. All else is
-what a model class computes by: with another epsilon or activation the function is another, and in
-16 bits the outputs may not show it. Both files are read by the class of the config, which fills in
-what they leave out, so that a file that says less and means the same is no difference.
+Decides which settings may differ:
+
+* the model's origin (``ORIGIN``) and the ``enjoyln`` entry;
+* settings that a fold changes: the sizes of widened MLPs, the flags of untied weights;
+* the dtype, if it is that of the stored weights;
+* the class names, if the plan is proven for these classes.
+
+All other settings can change the function (an epsilon, an activation), and 16-bit outputs may not
+show it. Both files are parsed by the config class, which fills in defaults. So a setting that is
+left out in one of them counts as its default.
 """
 
 from __future__ import annotations
@@ -34,10 +38,10 @@ def differing_settings(
     marker: Marker,
     dtype: str,
 ) -> str | None:
-    """What differs that must not, in one sentence; ``None`` where nothing does.
+    """The settings that differ and must not, in one sentence; ``None`` if there are none.
 
-    ``original`` and ``folded`` are the files as parsed, ``dtype`` the name of the one that the
-    result is stored in.
+    ``original`` and ``folded`` are the parsed files. ``dtype`` is the name of the dtype in which
+    the result is stored.
     """
     allowed = {
         one.name: one.value
@@ -49,7 +53,7 @@ def differing_settings(
     for path in dict.fromkeys((*expected, *found)):
         want, got = expected.get(path, _ABSENT), found.get(path, _ABSENT)
         if not (_same(want, got) or _may_differ(path, got, marker, dtype)):
-            wrong.append(f"{path} ({_shown(got)}, in the original {_shown(want)})")
+            wrong.append(f"{path} ({_text_of(got)}, in the original {_text_of(want)})")
     if not wrong:
         return None
     more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
@@ -67,7 +71,7 @@ def _read(config_class: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting by its path, with dots; an empty mapping counts as one."""
+    """Every setting with its dotted path; an empty mapping is one setting."""
     for key, value in config.items():
         below = f"{path}{key}"
         if isinstance(value, Mapping) and value:
@@ -79,7 +83,7 @@ def _entries(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, A
 def _same(a: Any, b: Any) -> bool:
     if a is _ABSENT or b is _ABSENT:
         return a is b or None in (a, b)
-    return bool(a == b) or _text(a) == _text(b)
+    return bool(a == b) or _json(a) == _json(b)
 
 
 def _may_differ(path: str, got: Any, marker: Marker, dtype: str) -> bool:
@@ -93,9 +97,9 @@ def _may_differ(path: str, got: Any, marker: Marker, dtype: str) -> bool:
     return False
 
 
-def _text(value: Any) -> str:
+def _json(value: Any) -> str:
     return json.dumps(value, default=str, sort_keys=True)
 
 
-def _shown(value: Any) -> str:
-    return "not set" if value is _ABSENT else f"{_text(value):.60}"
+def _text_of(value: Any) -> str:
+    return "not set" if value is _ABSENT else f"{_json(value):.60}"

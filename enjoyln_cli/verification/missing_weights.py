@@ -1,15 +1,15 @@
-"""Which weights may be missing from a checkpoint, and which make it another model.
+"""Which weights may be missing from a checkpoint, and which may not.
 
-transformers makes up what a checkpoint does not store. That is right for a part that its author
-never trained, such as a new head or a pooler that nobody reads, and both models are then compared
-with the same made-up values. It is wrong for a damaged checkpoint. A weight has to be stored where
+transformers initialises weights that a checkpoint does not store. That is right for a part that was
+never trained, such as a new head or an unused pooler: then both models are compared with the same
+generated values. It is wrong for a damaged checkpoint. A missing weight is an error if
 
     its module         has another parameter that is stored (a bias without its weight)
     another layer      stores the same weight (all layers but the third one)
-    every output       changes with the made-up values
+    every output       changes if the generated values change
 
-For a class that the config does not name (``--model-class``) a head may be new, so there the
-outputs are those of the base model.
+A class that the config does not name (``--model-class``) may have a new head. For such a class,
+only the outputs of the base model count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from enjoyln_cli.models.load import fill, values_of
 from enjoyln_cli.models.offload import reader_of
 
 MOST_TRIED = 32
-"""Weights whose influence is tried, one run for each."""
+"""Number of missing weights whose influence on the outputs is tested, by one run each."""
 MOST_NAMED = 3
 
 Run = Callable[[Any], Any]
@@ -35,16 +35,16 @@ Run = Callable[[Any], Any]
 
 
 def require_weights(model: Any, missing: Iterable[str], name: str, run: Run) -> None:
-    """Raises ``BadCheckpoint`` for weights that ``model`` needs and its checkpoint does not store.
+    """Raises ``BadCheckpoint`` if ``model`` needs weights that its checkpoint does not store.
 
-    ``missing`` have made-up values; ``name`` is the checkpoint's, to show. ``model`` is as before
-    afterwards.
+    ``missing`` are the names of weights with generated values. ``name`` is that of the checkpoint,
+    for the message. ``model`` is unchanged afterwards.
     """
     parameters = {found for found, _ in model.named_parameters(remove_duplicate=False)}
     left = sorted(set(missing) & parameters)
     if not left:
         return
-    needed = _beside_stored(left, parameters - set(left)) or _read_everywhere(model, left, run)
+    needed = _next_to_stored(left, parameters - set(left)) or _seen_by_all_outputs(model, left, run)
     if needed:
         more = f" and {len(needed) - MOST_NAMED} more" if len(needed) > MOST_NAMED else ""
         raise BadCheckpoint(
@@ -54,21 +54,22 @@ def require_weights(model: Any, missing: Iterable[str], name: str, run: Run) -> 
         )
 
 
-def _beside_stored(missing: list[str], stored: set[str]) -> list[str]:
+def _next_to_stored(missing: list[str], stored: set[str]) -> list[str]:
+    """Those of the ``missing`` weights that must be stored, by the first two rules (see above)."""
     modules = {found.rpartition(".")[0] for found in stored}
-    layers = {_of_any_layer(found) for found in stored}
+    layers = {_without_numbers(found) for found in stored}
     return [
         found
         for found in missing
-        if found.rpartition(".")[0] in modules - {""} or _of_any_layer(found) in layers
+        if found.rpartition(".")[0] in modules - {""} or _without_numbers(found) in layers
     ]
 
 
-def _of_any_layer(name: str) -> str:
+def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def _read_everywhere(model: Any, missing: list[str], run: Run) -> list[str]:
+def _seen_by_all_outputs(model: Any, missing: list[str], run: Run) -> list[str]:
     """Those of the ``missing`` weights on which every output depends."""
     prefix = str(getattr(model, "base_model_prefix", ""))
     base = getattr(model, prefix, None) if prefix else None
@@ -92,7 +93,7 @@ def _read_everywhere(model: Any, missing: list[str], run: Run) -> list[str]:
 
 
 def _outputs(part: nn.Module, model: Any, run: Run) -> dict[str, torch.Tensor]:
-    """What ``part`` returns while ``model`` runs, at its last call."""
+    """The outputs of the last call of ``part`` while ``model`` runs."""
     found: dict[str, torch.Tensor] = {}
 
     def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -1,10 +1,12 @@
-"""NaN and infinity in what the original computes exactly, and in its weights.
+"""NaN and infinity in the original's outputs in float64, and in its weights.
 
-Where the exact function is NaN, nothing can be compared: any other model that is NaN there passes.
-So a fold of such a model is not verified, unless its user has said that NaN in the weights is meant
-(``fold --allow-nonfinite``); then NaN is compared as NaN, place by place. Two things are no error:
-NaN in rows with padding, where a class has nothing to attend to, and infinity as a mask (a logit
-that is never chosen), as long as the weights are finite and not all of an output is infinite.
+An output that is NaN proves nothing: any other model that returns NaN there would pass. So such a
+model cannot pass, unless the user has said that NaN in the weights is intended
+(``fold --allow-nonfinite``). Then both models must return NaN at the same places.
+
+Two cases are no error: NaN in rows with padding, where attention may have no tokens, and infinity
+as a mask (a logit that is never chosen), if the weights are finite and some values of the output
+are finite.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ MOST_NAMED = 3
 
 
 def nonfinite_outputs(exact: Values, batches: Values) -> dict[str, str]:
-    """Outputs that are not finite everywhere, by name: ``nan``, ``nowhere`` (finite), ``inf``."""
+    """The outputs that have non-finite values, from name to kind.
+
+    The kind is ``nan`` (NaN in a row without padding), ``nowhere`` (no value is finite) or ``inf``
+    (others).
+    """
     found: dict[str, str] = {}
     for name in dict.fromkeys(name for batch in exact for name in batch):
         pairs = [
@@ -40,7 +46,7 @@ def nonfinite_outputs(exact: Values, batches: Values) -> dict[str, str]:
 
 
 def _unpadded(value: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The rows of an output whose inputs have no padding; all rows where that cannot be told."""
+    """The rows of an output whose inputs have no padding; all rows if no mask fits the output."""
     rows = torch.ones(len(value), dtype=torch.bool)
     for name, mask in given.items():
         if name.endswith("attention_mask") and mask.ndim > 1 and len(mask) == len(value):
@@ -49,7 +55,7 @@ def _unpadded(value: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.T
 
 
 def nonfinite_weights(checkpoint: Checkpoint) -> list[str]:
-    """The stored tensors that hold NaN or infinity. All of them are read."""
+    """The names of stored tensors that contain NaN or infinity. Reads all floating tensors."""
     floating = (name for name, one in checkpoint.tensors.items() if _floats(one.dtype))
     return [name for name in floating if not bool(read_tensor(checkpoint, name).isfinite().all())]
 
@@ -59,9 +65,9 @@ def _floats(dtype: str) -> bool:
 
 
 def failure(outputs: Mapping[str, str], original: Checkpoint, meant: bool) -> str | None:
-    """Why outputs that are not finite do not pass, in one sentence; ``None`` where they do.
+    """Why non-finite ``outputs`` do not pass, in one sentence; ``None`` if they pass.
 
-    With ``meant`` the user has said that the weights may hold NaN and infinity.
+    ``meant`` says that the user allows NaN and infinity in the weights.
     """
     if not outputs:
         return None
@@ -71,12 +77,12 @@ def failure(outputs: Mapping[str, str], original: Checkpoint, meant: bool) -> st
     wrong = {name: kind for name, kind in outputs.items() if weights or kind != "inf"}
     if not wrong:
         return None
-    what = "NaN" if "nan" in wrong.values() else "infinite"
-    text = f"nothing can be compared where {', '.join(wrong)} of the original is {what}"
+    what = "NaN" if "nan" in wrong.values() else "infinity"
+    text = f"cannot compare {', '.join(wrong)}: the original returns {what}"
     if not weights:
-        return f"{text}; its weights are finite, so look at its config.json"
+        return f"{text}; its weights are finite, so check its config.json"
     more = f" and {len(weights) - MOST_NAMED} more" if len(weights) > MOST_NAMED else ""
     return (
-        f"{text}; its weights hold NaN or Inf in {', '.join(weights[:MOST_NAMED])}{more}: repair "
+        f"{text}; its weights contain NaN or Inf ({', '.join(weights[:MOST_NAMED])}{more}): repair "
         "them, or fold with --allow-nonfinite"
     )

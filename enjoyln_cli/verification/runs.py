@@ -1,14 +1,14 @@
 """Run the original and the folded checkpoint, one model in memory at a time.
 
-Decides the order of the runs. Which inputs they get decides ``sampling``, and how many of them in a
-given time ``pace``.
+Decides the order of the runs. ``sampling`` chooses the inputs, and ``pace`` decides how many of
+them fit into the time.
 
-In float64 nothing exacter is at hand, and the original's run would be compared with itself. Its
-rounding there is told from that in float32: an error of rounding is, to first order, ``u * C``,
-with the dtype's unit ``u`` and a ``C`` that depends on the model, its inputs and the order of its
-sums, all of which are the same in both. So it is ``eps64 / eps32`` times the error in float32; and
-as what the folded model is compared with is then rounded as well, independently of it, ``sqrt(2)``
-times that. A fold that is wrong by more than rounding in float64 still is far above it.
+If the compute dtype is float64, there is no more exact run to compare the original with. So its
+rounding error in float64 is estimated from that in float32. To first order a rounding error is
+``u * C``, where ``u`` is the unit roundoff of the dtype, and ``C`` depends on the model, its inputs
+and the order of its sums, which are the same in both dtypes. So the error in float64 is
+``eps64 / eps32`` times the error in float32. The reference run in float64 is rounded too,
+independently, which gives a factor of ``sqrt(2)``. The error of a wrong fold is far above this.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ from enjoyln_cli.verification.nonfinite import nonfinite_outputs
 Embed = Callable[[dict[str, torch.Tensor], inputs.Batch], dict[str, torch.Tensor]]
 Distances = dict[str, Distance]
 Compared = list[Distances]
-"""Of each batch."""
+"""The distances of each batch."""
 
 FLOAT64_OVER_FLOAT32 = (
     math.sqrt(2) * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 )
-"""The original's error in float64 over that in float32, as it shows beside a rounded result."""
+"""The original's error in float64 divided by that in float32, for a float64 reference."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The two checkpoints, and what is to be done with them."""
+    """The two checkpoints, and how to load and run them."""
 
     original: Checkpoint
     folded: Checkpoint
@@ -80,20 +80,21 @@ class Subject:
     dtype: torch.dtype
     trust_remote_code: bool
     layers: int | None = None
-    """Run a model cut to its first so many blocks."""
+    """If set, run only the first ``layers`` blocks of both models."""
     device_map: str = "auto"
     max_memory: int | None = None
+    """Bytes of memory for the process; ``None`` for what the machine has left."""
     folder: Path | None = None
-    """A directory for what is on the disk while models run."""
+    """A directory for weights and outputs that are on disk while models run."""
     event: Event = default_listener
     embed: Embed | None = None
-    """Adds what a sentence-transformers pipeline makes of the outputs."""
+    """Adds the sentence embedding of a sentence-transformers pipeline to the outputs."""
     sizes: dict[Path, dict[str, int]] = field(default_factory=dict, compare=False)
-    """The number of elements of each weight, of the checkpoints that were loaded before."""
+    """For each checkpoint that was loaded before, the number of elements of each weight."""
 
     @property
     def reference_dtype(self) -> torch.dtype:
-        """In which the original's own rounding is measured."""
+        """The dtype in which the original's own rounding error is measured."""
         return torch.float32 if self.dtype == torch.float64 else self.dtype
 
     def load(
@@ -112,8 +113,8 @@ class Subject:
                 whole = elements(folder, name, uncut, self.trust_remote_code)
                 if sizes.keys() == whole.keys():
                     raise UnsupportedModel(
-                        f"{name} has the same weights with a config of {self.layers} blocks, so it "
-                        "cannot be cut: leave --layers out"
+                        f"{name} has the same weights with a config of {self.layers} blocks, so "
+                        "--layers cannot shorten it: leave that option out"
                     )
             self.sizes[folder] = sizes
         sizes = self.sizes[folder]
@@ -123,8 +124,8 @@ class Subject:
             offload = Offload(self.folder, room)
             total = sum(sizes.values()) * dtype.itemsize
             what = f"{size(total)} in {str(dtype).removeprefix('torch.')}"
-            kept = f"{size(min(room, total))} of it stay in memory"
-            self.event("stage", f"reading weights from the disk as layers run: {what}, {kept}")
+            resident = f"{size(min(room, total))} of it stay in memory"
+            self.event("stage", f"reading weights from disk as layers run: {what}, {resident}")
         return load(folder, name, config, dtype, self.trust_remote_code, offload, missing)
 
     def run(self, model: Any, batch: inputs.Batch) -> dict[str, torch.Tensor]:
@@ -174,7 +175,7 @@ class Subject:
 
 @dataclass
 class Measurement:
-    """What running the models gives; errors are the worst over the outputs."""
+    """The results of running the models. Errors are relative, of the worst output."""
 
     identity_error: float = math.nan
     storage_error: float = math.nan
@@ -189,12 +190,12 @@ class Measurement:
     perplexity: dict[str, float] | None = None
     rows: int = 0
     full_rows: int = 0
-    """Inputs of a check that nothing limits."""
+    """Number of inputs that an unlimited check would run."""
     own_rows: int = 0
-    """Inputs that the user gave."""
+    """Number of inputs that the user gave."""
     inputs_are: str = "inputs"
     sparse_outputs: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Outputs with too few entries for a ratio to be judged: ``entries`` and ``ratio``."""
+    """Outputs with too few entries to judge their ratio: ``entries`` and ``ratio``."""
     worst_position_error: float = math.nan
     worst_position_original: float = math.nan
     worst_position_ratio: float = math.nan
@@ -202,13 +203,15 @@ class Measurement:
     stored_position_original: float | None = None
     stored_position_ratio: float | None = None
     nonfinite: dict[str, str] = field(default_factory=dict)
-    """Outputs of the exact function that are not finite everywhere (``nonfinite_outputs``)."""
+    """The original's outputs that have non-finite values (see ``nonfinite_outputs``)."""
 
 
 def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measurement:
-    """Four models, one after the other: never two of them in memory.
+    """Load and run four models, one after the other, and measure their errors.
 
-    Each is run on as many of the inputs as its share of the time allows, and so are those after it.
+    Each run uses as many inputs as its share of the time allows; later runs use no more than it.
+    Raises ``UnsupportedModel`` if the model does not run in float64 or in the compute dtype, and
+    ``BadCheckpoint`` if the original does not store a weight that the model needs.
     """
     done = Measurement()
     text: list[inputs.Batch] = []
@@ -228,15 +231,15 @@ def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measurem
         if planned < examples.full and math.isfinite(pace.clock.limit):
             within = duration(pace.clock.limit)
             part = f"running {planned} of {examples.full} {examples.kind}"
-            subject.event("stage", f"{part}, as the check should end within {within}")
+            subject.event("stage", f"{part} to end within {within}")
         subject.require_weights(model, missing, batches[0])
         exact = pace.run(lambda at: subject.run(model, batches[at]))
     except (EnjoyLNError, MemoryError):
         raise
-    except Exception as error:  # of the model's own code
+    except Exception as error:  # any error of the model's code
         raise UnsupportedModel(
             f"{type(model).__name__} does not run in float64 ({_first_line(error)}), so there is "
-            "nothing exact to compare with; `enjoyln fold --no-verify` converts it unchecked"
+            "no exact result to compare with; `enjoyln fold --no-verify` converts it unverified"
         ) from error
 
     def compared(model: Any, results: list[dict[str, torch.Tensor]] | None = None) -> Compared:
@@ -311,9 +314,9 @@ def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measurem
 
 
 def _add_errors(done: Measurement, found: list[Distances], dtype: torch.dtype) -> None:
-    """Each error, and the ratios over the outputs that have enough entries for one.
+    """Set the errors of all outputs, and the ratios of the outputs that have enough entries.
 
-    ``found`` are the distances from the exact function in the order of ``_ERRORS``.
+    ``found`` are the distances from the exact function, in the order of ``_ERRORS``.
     """
     for name, one_error in zip(_ERRORS, found, strict=True):
         setattr(done, name, largest(relative(one_error)))
@@ -355,11 +358,14 @@ def _add_positions(
     own: dict[str, Distance],
     dtype: torch.dtype,
 ) -> None:
-    """The worst position of the way to run the folded model that is worst, and of its weights."""
+    """Set the errors at the worst positions: of the worst of ``ways``, and of the stored weights.
+
+    ``ways`` are the distances of the folded model as RMSNorm and in the stock class.
+    """
     found: WorstPosition = max((worst_position(way, own, dtype) for way in ways), key=_by_ratio)
     done.worst_position_error, done.worst_position_original = found.error, found.original
     done.worst_position_ratio = found.ratio
-    if dtype == torch.float64:  # where rounding while it runs is as large
+    if dtype == torch.float64:  # the rounding error of the run itself is as large
         return
     stored = worst_stored(storage, own, dtype)
     done.stored_position_error, done.stored_position_original = stored.error, stored.original
@@ -377,7 +383,7 @@ def _running(model: Any, dtype: torch.dtype) -> Iterator[None]:
         yield
     except (EnjoyLNError, MemoryError):
         raise
-    except Exception as error:  # of the model's own code
+    except Exception as error:  # any error of the model's code
         name = str(dtype).removeprefix("torch.")
         raise UnsupportedModel(
             f"{type(model).__name__} does not run in {name} ({_first_line(error)}); pass another "

@@ -1,8 +1,8 @@
-"""Are the stored tensors what the plan makes of the original's?
+"""Are the stored tensors those of the original, edited as the plan says?
 
-Decides it tensor by tensor, for every tensor of both checkpoints: the same bytes, or the same
-values in the new dtype, where nothing was edited; where the plan edits, what ``Edit`` says, rounded
-once, within half a step of the stored dtype. So the mean left is below the rounding.
+Checks every tensor of both checkpoints. An unedited tensor must have the same bytes, or the same
+values in the new dtype. An edited tensor must be the result of its ``Edit``, rounded once: within
+half a rounding step of the stored dtype. So any mean that remains is smaller than the rounding.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from enjoyln_cli.plan.axis import Axis, blocks, group_means
 from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, read_edit_inputs
 
 SLICE = 1 << 24
-"""Elements of a tensor that are held in float64 at once."""
+"""Number of elements of a tensor that are converted to float64 at a time."""
 
 
 def check_tensors(
     original: Checkpoint, folded: Checkpoint, edits: Mapping[str, Edit]
 ) -> tuple[dict[str, float], list[str]]:
-    """Every stored tensor against the original's, with the ``edits`` of some by stored name.
+    """Compare every stored tensor with the original's; ``edits`` are by name in ``folded``.
 
-    Returns the mean that is left in each centred tensor, relative to its rms, and what is wrong, in
-    sentences; there are none where everything is right.
+    Returns the mean that remains in each centred tensor, relative to its rms, and the failures as
+    sentences. The list is empty if every tensor is right.
     """
     made = {name: Edit() for name in original.tensors} | dict(edits)
     names = sorted(set(made) ^ set(folded.tensors))
@@ -52,7 +52,7 @@ def check_tensors(
         if not all(_is_rounded(a, b, edit, values) for a, b in parts):
             wrong.append(name)
         if edit.axes:
-            centred = [_kept(a, b, edit) for a, b in parts]
+            centred = [_without_appended(a, b, edit) for a, b in parts]
             drift[name] = max(_drift(centred, axis) for axis in edit.axes)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -71,7 +71,7 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _slices(
     old: torch.Tensor, new: torch.Tensor, edit: Edit
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both tensors in parts of bounded size, to each of which the edit applies by itself."""
+    """Both tensors in parts of bounded size, such that the edit applies to each part separately."""
     vectors = (edit.times, edit.scale, edit.append)
     taken = {axis.dim for axis in edit.axes} | {found.dim for found in vectors if found}
     free = [d for d in range(old.ndim) if d not in taken and edit.plus is None]
@@ -83,16 +83,16 @@ def _slices(
     yield from zip(old.split(step, dim), new.split(step, dim), strict=True)
 
 
-def _kept(old: torch.Tensor, new: torch.Tensor, edit: Edit) -> torch.Tensor:
-    """``new`` without what was appended."""
+def _without_appended(old: torch.Tensor, new: torch.Tensor, edit: Edit) -> torch.Tensor:
+    """``new`` without the values that the edit appends."""
     dim = edit.append.dim if edit.append else 0
     return new.narrow(dim, 0, old.shape[dim]) if edit.append else new
 
 
 def _is_rounded(old: torch.Tensor, new: torch.Tensor, edit: Edit, values: EditInputs) -> bool:
-    """``new`` is the exact edit rounded to its dtype: within half a step, ties either way.
+    """Whether ``new`` is the exact result of ``edit``, rounded to its dtype (ties either way).
 
-    Where the edit gives NaN or infinity, as it does where the original holds such, so has ``new``.
+    Where the exact result is NaN or infinite, because the original is, ``new`` must be the same.
     """
     before = apply_edit(old.double(), replace(edit, axes=(), append=None), values)
     finite = before.isfinite()
@@ -109,7 +109,7 @@ def _is_rounded(old: torch.Tensor, new: torch.Tensor, edit: Edit, values: EditIn
 
 
 def _drift(parts: list[torch.Tensor], axis: Axis) -> float:
-    """Root mean square of the groups' means over that of the elements."""
+    """Root mean square of the groups' means, divided by that of the elements."""
     means = torch.cat([group_means(part.double(), axis).flatten() for part in parts])
     spans = [(block.dim, block.start, block.length) for block in blocks(axis)]
     covered = [part.narrow(*span).double() for part in parts for span in spans]

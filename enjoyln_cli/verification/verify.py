@@ -1,20 +1,24 @@
 """Is a folded checkpoint as close to the exact function as the original is?
 
-Decides what passes. ``exact`` is the original's stored weights, run in float64. Beside it stand
+Decides whether a conversion passes. The reference is the original's stored weights, run in float64.
+These runs are compared with it:
 
     identity error   the same weights, centred and run as RMSNorm, in float64: is the algebra right?
-    storage error    the stored folded weights in float64: what rounding them costs
+    storage error    the stored folded weights in float64: the cost of rounding them
     runtime error    the folded model in the compute dtype
     stock error      the folded weights in the unchanged transformers class, in the compute dtype
-    original error   the original in the compute dtype: the rounding that users have today
+    original error   the original in the compute dtype: the rounding error that users have today
 
-It passes when the identity error is at most 1e-12, the runtime and stock errors are at most
-``max_ratio`` times the original's own, and every stored tensor is the original's, where the recipe
-says so centred and rounded once. No tolerance is guessed per dtype. Beside the errors over all
-positions stands that of the worst one, which may not be more than 4 times (``position_bound``)
-the original's at its worst; nor may the stored weights alone cost that much where the original's
-rounding is small. ``config.json`` says the same as the original's, every weight that the class
-needs is stored, and the outputs are finite.
+The conversion passes if
+
+* the identity error is at most 1e-12;
+* the runtime and stock errors are at most ``max_ratio`` times the original error, so that no
+  tolerance is guessed per dtype;
+* at the worst position, they are at most 4 times (``position_bound``) the original error at its
+  worst position, and the storage error at any position is at most 4 times the original error there;
+* every stored tensor is the original's, edited as the recipe says and rounded once;
+* ``config.json`` says the same as the original's, every weight that the class needs is stored, and
+  the outputs are finite.
 """
 
 from __future__ import annotations
@@ -62,57 +66,64 @@ IDENTITY_BOUND = 1e-12
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify`` measured. Errors are relative, the worst over the outputs of the model."""
+    """The result of ``verify``. Errors are relative, of the model's worst output."""
 
     passed: bool
     failures: tuple[str, ...]
-    """What failed, one sentence each."""
+    """One sentence for each check that failed."""
     identity_error: float
     storage_error: float
     runtime_error: float
     original_error: float
     stock_error: float
     ratio: float
-    """Runtime error over the original's own, for the worst output."""
+    """Runtime error divided by original error, for the worst output."""
     stock_ratio: float
+    """Stock error divided by original error, for the worst output."""
     max_ratio: float
+    """The limit for both ratios."""
     kl: float | None
+    """Mean KL divergence of the folded logits from the original's, in nats."""
     top1_agreement: float | None
+    """Fraction of positions at which both models have the same most likely class."""
     norm_input_mean: dict[str, float]
-    """Path of each RMSNorm to the mean it sees, relative to its input's rms; worst first."""
+    """From each RMSNorm's path to its input's mean, relative to the input's rms; worst first."""
     writer_drift: dict[str, float]
-    """Stored tensor to the mean left in it, relative to its rms; worst first."""
+    """From each centred tensor to its remaining mean, relative to its rms; worst first."""
     perplexity: dict[str, float] | None
     """``original``, ``folded`` and the number of ``tokens``."""
     model_class: str
     source: str
     compute_dtype: str
     rows: int
+    """Number of inputs that were run."""
     seed: int
     blocks_checked: int | None
-    """Number of first blocks that were run, where a user asked for a model cut to them."""
+    """Number of first blocks that were run, if ``layers`` was set."""
     full_rows: int = 0
-    """Inputs of a check that nothing limits; ``rows`` is how many were run."""
+    """Number of inputs that an unlimited check would run."""
     own_rows: int = 0
-    """How many of the inputs that were run the user gave."""
+    """Number of the inputs run that the user gave."""
     inputs_are: str = "inputs"
     """``images`` or ``inputs``."""
     sparse_outputs: dict[str, dict[str, float]] = field(default_factory=dict)
     """Outputs with too few entries to judge their rounding: ``entries``, and the ``ratio``."""
     outputs: tuple[str, ...] = ()
-    """The outputs that were compared, where the fold left it to others to change."""
+    """The outputs that were compared, if the fold kept only some outputs unchanged; else empty."""
     worst_position_error: float = math.nan
-    """That of the folded model at its worst position, as RMSNorm or in the stock class."""
+    """Error of the folded model at its worst position, as RMSNorm or in the stock class."""
     worst_position_original: float = math.nan
-    """The original's own at its worst position."""
+    """Error of the original in the compute dtype at its worst position."""
     worst_position_ratio: float = math.nan
+    """The largest ratio of these two among the outputs."""
     max_position_ratio: float = math.nan
+    """The limit for the ratios at one position."""
     stored_position_error: float | None = None
-    """What storing the weights costs at the position where that counts most."""
+    """Storage error at the position with the largest ratio to the original error."""
     stored_position_original: float | None = None
-    """What the original's rounding costs there, at least what it costs at most positions."""
+    """Original error at that position; at least its root mean square over all positions."""
     stored_position_ratio: float | None = None
-    """``None`` in float64, where it cannot be told from the rounding of a run."""
+    """Their ratio; ``None`` in float64, where the rounding error of a run is as large."""
 
     @property
     def is_partial(self) -> bool:
@@ -127,7 +138,7 @@ class Verification:
 
     @property
     def summary(self) -> str:
-        """One line: the verdict and the numbers that it rests on."""
+        """The verdict and its main numbers, in one line."""
         part = f", in the outputs {', '.join(self.outputs)}" if self.outputs else ""
         if (many := self.blocks_checked) is not None:
             part += ", first block only" if many == 1 else f", first {many} blocks only"
@@ -144,7 +155,7 @@ class Verification:
         return f"same outputs up to {self.compute_dtype} rounding ({error}){part}{few}"
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values; an infinite or undefined number is ``None``."""
+        """All fields as plain values; infinite and undefined numbers become ``None``."""
         return _plain({**asdict(self), "summary": self.summary})
 
 
@@ -181,30 +192,34 @@ def verify(
 ) -> Verification:
     """Measure whether the converted checkpoint ``out`` computes the original's function.
 
-    ``against`` is the original, by default the one that ``out`` remembers; ``plan`` the plan that
-    ``out`` was made by, by default its recipe. The outputs compared are those that the marker of
-    ``out`` names, by default all. ``text`` is a UTF-8 file of running text, or ``images`` are image
-    files; seeded inputs make them as many as a stable ratio needs. ``samples`` is another number of
-    inputs, or a UTF-8 file with one text on each line. ``seconds`` is the time that the check may
-    take: the number of inputs is chosen for it after the first two (one runs in any case), while
-    every stored tensor is compared and the identity is measured in float64 as ever. An output that
-    then has too few entries for its rounding to be judged is in ``sparse_outputs``. ``dtype`` is
-    what users compute in, by default what most of ``out`` is stored in.
+    The parameters:
 
-    A model that does not fit in ``max_memory`` (bytes for this process, by default what the machine
-    has left) is run with its weights read from the disk when a layer needs them, as far as there is
-    no room for them: the ``device_map`` ``auto``. ``cpu`` asks for all in memory, ``disk`` for
-    none. ``layers`` cuts both models to so many first blocks, and the result says so; all stored
-    tensors are looked at nevertheless. ``on_event`` receives stages and warnings, ``on_progress``
-    the seconds that have passed and those that the check should take (0 while that is not known).
+    * ``against``: the original; by default the one that the marker of ``out`` names.
+    * ``plan``: the plan that ``out`` was made by; by default its recipe.
+    * ``text``: a UTF-8 file of running text. ``images``: image files. Seeded inputs are added if a
+      stable ratio needs more.
+    * ``samples``: another number of inputs, or a UTF-8 file with one text on each line.
+    * ``seconds``: the time that the check may take. The number of inputs is chosen after timing the
+      first two; at least one is run. Every stored tensor is compared, and the identity error is
+      measured, as without a limit. An output that has too few entries to judge its rounding is
+      listed in ``sparse_outputs``.
+    * ``dtype``: the compute dtype; by default the one in which most of ``out`` is stored.
+    * ``max_memory``: bytes of memory for this process; by default what the machine has left.
+    * ``device_map``: ``auto`` reads those weights from disk, when their layer runs, that do not fit
+      in ``max_memory``; ``cpu`` keeps all weights in memory, ``disk`` none.
+    * ``layers``: run only this many first blocks of both models; the result says so. All stored
+      tensors are compared anyway.
+    * ``on_event`` receives stages and warnings. ``on_progress`` receives the seconds that have
+      passed and the expected total (0 if not known yet).
+    * ``write``: write the result and the SHA-256 digests of all files but reports (``REPORTS``) to
+      ``enjoyln_verify.json`` in ``out``. Nothing is written if ``out`` is a Hub id. If the
+      directory is not writable, there is a warning.
 
-    With ``write``, ``enjoyln_verify.json`` in ``out`` holds the result and the SHA-256 digests of
-    all files but those that tell of it (``REPORTS``). Nothing is written to the Hub's cache,
-    where ``out`` is a Hub id; a directory that cannot be written to is a warning.
+    Only the outputs that the marker of ``out`` names are compared, by default all.
 
-    Raises ``BadCheckpoint`` where ``out`` was not converted, or not from that original,
-    ``ModelNotFound`` where the original is gone, ``UnsupportedModel`` for inputs that cannot be
-    made.
+    Raises ``BadCheckpoint`` if ``out`` was not converted, or not from this original;
+    ``ModelNotFound`` if the original cannot be found; ``UnsupportedModel`` if the model cannot be
+    run on the inputs.
     """
     data = read_user_data(text, images, samples)
     pace = Pace(Clock(time.perf_counter, seconds_of(seconds), on_progress))
@@ -235,13 +250,13 @@ def verify(
             measured = measure(subject, data, seed, pace)
         except EnjoyLNError as error:
             if differing:
-                raise BadCheckpoint(f"{differing}, and it cannot be run so: {error}") from error
+                raise BadCheckpoint(f"{differing}; running it failed: {error}") from error
             raise
     failures += [differing] if differing else []
-    unfinished = vars(measured).pop("nonfinite")
+    nonfinite = vars(measured).pop("nonfinite")
     failures += _judge(measured, max_ratio, compute, stored)
-    if nothing := failure(unfinished, original, marker.nonfinite):
-        failures.append(nothing)
+    if reason := failure(nonfinite, original, marker.nonfinite):
+        failures.append(reason)
     result = Verification(
         passed=not failures,
         failures=tuple(failures),
@@ -263,7 +278,7 @@ def verify(
 
 @contextmanager
 def _room_on_disk(beside: Path | None) -> Iterator[Path]:
-    """A directory beside the result, where there is room; elsewhere if nobody may write there."""
+    """A temporary directory in ``beside``, or in the system's default place if not writable."""
     place = beside if beside is not None and os.access(beside, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix=".enjoyln.", dir=place) as name:
         yield Path(name)
@@ -278,8 +293,8 @@ def original_of(
 ) -> Checkpoint:
     """The checkpoint that ``result`` was made from: ``against``, or the one that ``marker`` names.
 
-    Raises ``ModelNotFound`` where it is gone, ``AlreadyFolded`` where it is a result itself,
-    ``BadCheckpoint`` where it is another model.
+    Raises ``ModelNotFound`` if it cannot be found, ``AlreadyFolded`` if it is converted itself, and
+    ``BadCheckpoint`` if it is of another model type.
     """
     name = marker.source if against is None else str(against)
     if against is None and revision is None:
@@ -314,13 +329,13 @@ def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UnsupportedModel(
-            f"{dtype!r} is no floating dtype: float64, float32, float16 or bfloat16"
+            f"{dtype!r} is not a floating dtype; use float64, float32, float16 or bfloat16"
         )
     return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As transformers writes it: ``bfloat16``."""
+    """The name that transformers uses, for example ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -330,7 +345,7 @@ def compute_dtype(checkpoint: Checkpoint, dtype: str | torch.dtype | None) -> to
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The floating dtype that most bytes are stored in."""
+    """The floating dtype of most stored bytes; float32 if there is none."""
     sizes: Counter[torch.dtype] = Counter()
     for stored in checkpoint.tensors.values():
         if DTYPES[stored.dtype].is_floating_point:
@@ -339,7 +354,7 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _write(result: Verification, of: Source, event: Event) -> None:
-    """The result with versions and the files' digests, to ``enjoyln_verify.json``."""
+    """Write the result, versions and the digests of the files to ``enjoyln_verify.json``."""
     import transformers
 
     report = {
@@ -361,8 +376,8 @@ def _judge(
     failures = []
     if not done.identity_error <= IDENTITY_BOUND:
         failures.append(
-            f"the edits change the function: identity error {done.identity_error:.1e} in float64, "
-            f"at most {IDENTITY_BOUND:.0e} is rounding"
+            f"the edits change the function: identity error {done.identity_error:.1e} in float64 "
+            f"(limit {IDENTITY_BOUND:.0e})"
         )
     if not math.isfinite(done.original_error):
         where = torch.float32 if compute == torch.float64 else compute
@@ -388,7 +403,10 @@ def _judge(
     ]
     if over:
         wider = torch.finfo(compute).eps < torch.finfo(stored).eps
-        cost = f"; storing the weights in {dtype_name(stored)} costs {done.storage_error:.1e}"
+        cost = (
+            f"; storing the weights in {dtype_name(stored)} adds an error of "
+            f"{done.storage_error:.1e}"
+        )
         failures.append(
             f"too far from the exact function: {' and '.join(over)} ({done.original_error:.1e}; "
             f"limit {max_ratio} x){cost if wider else ''}"
@@ -397,7 +415,7 @@ def _judge(
 
 
 def _judge_positions(done: Measurement, max_ratio: float, stored: torch.dtype) -> list[str]:
-    """The worst positions of a model that passes over all of them."""
+    """Failures at single positions, for a model that passes over all positions."""
     bound = position_bound(max_ratio)
     if not done.worst_position_ratio <= bound:
         return [
@@ -409,7 +427,7 @@ def _judge_positions(done: Measurement, max_ratio: float, stored: torch.dtype) -
     ratio = done.stored_position_ratio
     if ratio is not None and not ratio <= bound:
         return [
-            f"storing the weights in {dtype_name(stored)} costs {error:.1e} at one position, "
-            f"{ratio:.1f} x what rounding costs the original there ({own:.1e}; limit {bound:g} x)"
+            f"storing the weights in {dtype_name(stored)} adds an error of {error:.1e} at one "
+            f"position, {ratio:.1f} x the original's there ({own:.1e}; limit {bound:g} x)"
         ]
     return []

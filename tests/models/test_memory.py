@@ -277,4 +277,4 @@ def test_a_fold_says_that_its_check_reads_from_the_disk(
     monkeypatch.setattr("enjoyln_cli.models.memory.available_memory", lambda: 3_000_000)
     events: list[str] = []
     convert(CHECKPOINTS / "gpt2", tmp_path / "out", on_event=lambda _, text: events.append(text))
-    assert any("reading weights from the disk" in text for text in events)
+    assert any("reading weights from disk" in text for text in events)

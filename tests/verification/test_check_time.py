@@ -280,7 +280,7 @@ def test_sentence_embeddings_without_their_library(
     stages: list[str] = []
     found = verify(tmp_path / "out", write=False, on_event=lambda _, text: stages.append(text))
     assert found.passed
-    assert any(text.startswith("comparing token embeddings, and not those") for text in stages)
+    assert any(text.startswith("comparing token embeddings, not sentence") for text in stages)
 
 
 # What is refused.
@@ -313,7 +313,7 @@ def test_bad_values_are_one_line_before_any_work(wrong: dict[str, Any], tmp_path
 
 def test_a_file_without_texts(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n  \n")
-    with pytest.raises(UnsupportedModel, match="holds no text; write one on each line"):
+    with pytest.raises(UnsupportedModel, match="contains no text; write one text on each line"):
         read_user_data(samples=tmp_path / "empty.txt")
     with pytest.raises(UnsupportedModel, match="--text and --samples with a file cannot be comb"):
         read_user_data(text=sentences(tmp_path), samples=sentences(tmp_path))
@@ -373,7 +373,7 @@ def test_the_time_decides_in_the_command_too(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = command("fold", CHECKPOINTS / "gpt2", "-o", out, "--seconds", "1e-9")
     assert done.exit_code == 0 and "checked on 1 of 16 inputs in " in done.stdout
-    assert "running 1 of 16 inputs, as the check should end within" in done.stderr
+    assert "running 1 of 16 inputs to end within" in done.stderr
 
 
 # The script that watches a terminal.

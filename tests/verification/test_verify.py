@@ -272,7 +272,7 @@ def test_a_strict_ratio_fails(outs: dict[str, Path]) -> None:
 def test_storage_shows_in_a_wider_dtype(outs: dict[str, Path]) -> None:
     found = verify(outs["bfloat16"], dtype="float32", write=False)
     assert not found.passed and found.ratio > 100
-    assert "storing the weights in bfloat16 costs" in found.summary
+    assert "storing the weights in bfloat16 adds an error" in found.summary
     assert found.runtime_error == pytest.approx(found.storage_error, rel=0.01)
 
 
@@ -558,7 +558,7 @@ def test_verify_on_images(tmp_path: Path) -> None:
     assert found.rows > 3
     assert found.runtime_error != verify(out, write=False).runtime_error
     files[0].write_text("no image")
-    with pytest.raises(UnsupportedModel, match="images cannot be prepared"):
+    with pytest.raises(UnsupportedModel, match="cannot prepare the images"):
         verify(out, images=files)
 
 

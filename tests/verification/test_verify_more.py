@@ -182,7 +182,7 @@ def test_a_model_that_returns_nan_does_not_pass(
 ) -> None:
     """Unless its user has said that NaN is meant."""
     before = with_weights(source, tmp_path / "in", lambda t: t[name].fill_(value))
-    with pytest.raises(VerificationFailed, match=f"nothing can be compared .*{name}.*nonfinite"):
+    with pytest.raises(VerificationFailed, match=f"cannot compare .*{name}.*nonfinite"):
         enjoyln_cli.fold(before, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     result = enjoyln_cli.fold(before, tmp_path / "out", allow_nonfinite=True)
@@ -202,7 +202,7 @@ def test_nan_in_a_weight_that_is_centred(source: Path, tmp_path: Path) -> None:
 
 def test_nan_that_no_weight_explains(source: Path, tmp_path: Path) -> None:
     before = with_config(source, tmp_path / "in", layer_norm_epsilon=-100.0)
-    with pytest.raises(VerificationFailed, match="its weights are finite, so look at its config"):
+    with pytest.raises(VerificationFailed, match="its weights are finite, so check its config"):
         enjoyln_cli.fold(before, tmp_path / "out")
 
 
@@ -374,7 +374,7 @@ def test_float64_by_itself(tmp_path: Path) -> None:
 def test_float64_of_narrower_weights_shows_what_storing_costs(out: Path) -> None:
     found = verify(out, dtype="float64", write=False)
     assert not found.passed
-    assert "storing the weights in float32 costs" in found.summary
+    assert "storing the weights in float32 adds an error" in found.summary
     assert found.ratio > 1e6
 
 
