@@ -1,1 +1,1 @@
-"""A converted checkpoint on the Hub, with its model card."""
+"""Upload a converted checkpoint to the Hub, with a model card."""

@@ -1,18 +1,19 @@
-"""What the model card of a converted checkpoint says.
+"""The content of a converted checkpoint's model card.
 
-Decides its metadata and the values that fill the templates: all from the plan, from the files of
-the result (``enjoyln_verify.json``, ``enjoyln_bench.json``), and from the card of the original.
+Decides its metadata and the values that fill the templates. They come from the plan, the files of
+the result (``enjoyln_verify.json``, ``enjoyln_bench.json``), and the card of the original.
 
-Of the original's metadata comes along what stays true (``CARRIED``); ``base_model`` is the Hub id
-of the original. ``base_model_relation`` is one of ``adapter``, ``finetune``, ``merge`` and
-``quantized``. None means "the same function": ``quantized`` is where the Hub lists conversions of a
-model's own weights, as those to GGUF in full precision; without it the Hub takes the result for a
-fine-tune.
+Metadata of the original is copied if it stays true (``METADATA_OF_ORIGINAL``). ``base_model`` is
+the Hub id of the original. The Hub knows four values of ``base_model_relation``: ``adapter``,
+``finetune``, ``merge`` and ``quantized``. None of them means "the same function". We use
+``quantized``, under which the Hub lists conversions of a model's own weights (for example to GGUF
+in full precision). Without a value, the Hub would list the result as a fine-tune.
 
-One section, between ``BEGIN`` and ``END``, holds what may change once the fold is done: where the
-model lies, its verification, its speed. ``enjoyln push`` writes it anew; the rest is the owner's.
+One section, between ``BEGIN`` and ``END``, contains what may change after the fold: where the model
+is, its verification, its speed. ``enjoyln push`` rewrites this section; the rest of the card
+belongs to the owner.
 
-Of ``enjoyln_bench.json`` it reads what ``speeds.Bench.to_json`` writes there.
+The keys of ``enjoyln_bench.json`` are those that ``benchmark.results.Bench.to_json`` writes.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ METADATA_OF_ORIGINAL = (
 )
 
 MAX_LIST_ENTRIES = 1000
-"""Entries of a list in the original's metadata."""
+"""Longest list that is copied from the original's metadata."""
 
 Values = dict[str, Any]
 
 
 def is_card(path: Path) -> bool:
-    """Whether there is a card of a converted checkpoint at ``path``."""
+    """Whether the file ``path`` is the card of a converted checkpoint."""
     return path.is_file() and BEGIN.encode() in path.read_bytes()
 
 
@@ -69,22 +70,25 @@ def template(name: str) -> str:
 
 
 def metadata(found: Mapping[str, Any], source: Source, folder: Path) -> Values:
-    """The card's metadata, from that of the original's own card (``found``)."""
-    named = {key: _texts(value) for key, value in found.items()}
-    carried = {key: named[key] for key in METADATA_OF_ORIGINAL if named.get(key)}
-    tags = carried.get("tags") or []
+    """The card's metadata; ``found`` is the metadata of the original's card."""
+    texts = {key: _texts(value) for key, value in found.items()}
+    copied = {key: texts[key] for key in METADATA_OF_ORIGINAL if texts.get(key)}
+    tags = copied.get("tags") or []
     tags = [tags] if isinstance(tags, str) else tags
-    carried["tags"] = list(dict.fromkeys([*tags, *TAGS]))
+    copied["tags"] = list(dict.fromkeys([*tags, *TAGS]))
     library = "sentence-transformers" if (folder / MODULES).is_file() else "transformers"
-    carried.setdefault("library_name", library)
+    copied.setdefault("library_name", library)
     if source.revision is not None:
-        return {"base_model": source.model, "base_model_relation": RELATION, **carried}
-    kept = ("base_model", "base_model_relation")  # what a directory was made from
-    return {**{key: named[key] for key in kept if named.get(key)}, **carried}
+        return {"base_model": source.model, "base_model_relation": RELATION, **copied}
+    base = ("base_model", "base_model_relation")  # a local original: keep the base that it names
+    return {**{key: texts[key] for key in base if texts.get(key)}, **copied}
 
 
 def _texts(value: Any) -> str | list[str] | None:
-    """A text or a list of texts, nothing else; YAML takes Norwegian (``no``) for false."""
+    """``value`` if it is a text, the texts in it if it is a list, else ``None``.
+
+    YAML reads the language code ``no`` (Norwegian) as false; this restores it.
+    """
     if isinstance(value, list):
         texts = ["no" if entry is False else entry for entry in value[:MAX_LIST_ENTRIES]]
         return [text for text in texts if isinstance(text, str)]
@@ -92,12 +96,12 @@ def _texts(value: Any) -> str | list[str] | None:
 
 
 def display_name(source: Source) -> str:
-    """The original's name: its Hub id, or the name of its directory without the way there."""
+    """The original's name: its Hub id, or the name of its directory without the path."""
     return source.model if source.revision else Path(source.model).expanduser().resolve().name
 
 
 def command(source: Source, out: Path, options: Mapping[str, Any]) -> str:
-    """The command that makes the same result; ``options`` by their names in Python."""
+    """The command that reproduces the result; ``options`` have their names in Python."""
     place = display_name(source) if source.revision else f"./{display_name(source)}"
     words = ["enjoyln", "fold", place, "-o", out.name]
     for name, value in {**options, "revision": source.revision}.items():
@@ -123,7 +127,11 @@ def _words(name: str, value: Any) -> list[str]:
 def values(
     plan: Plan, source: Source, out: Path, options: Mapping[str, Any], card: str, state: str
 ) -> Values:
-    """What fills the template ``card``; ``card`` is the text of the original's own."""
+    """The values for the template ``card``.
+
+    ``options`` are those of the fold, ``card`` is the text of the original's card, ``state`` the
+    text of the section that may change.
+    """
     dtype = str(options.get("dtype") or "").removeprefix("torch.")
     name = display_name(source)
     found = row(name, plan)
@@ -135,7 +143,7 @@ def values(
         "origin": origin,
         "folded": found["become_rmsnorm"],
         "norms": found["layernorms"],
-        "done": _done(found, dtype),
+        "done": _plan_lines(found, dtype),
         "recipe": RECIPE_FILE,
         "outputs": ", ".join(f"`{key}`" for key in plan.outputs),
         "classes": ", ".join(f"`{cls}`" for cls in plan.classes),
@@ -153,10 +161,10 @@ def values(
     }
 
 
-def _done(found: Values, dtype: str) -> list[str]:
-    """What ``enjoyln fold`` prints of a plan."""
-    told = (line for line in notes(found)[1:] if UNTIED not in line)  # the card says more of it
-    lines = [f"converted {counts(found)}", *told]
+def _plan_lines(found: Values, dtype: str) -> list[str]:
+    """The lines that ``enjoyln fold`` prints for a plan."""
+    further = (line for line in notes(found)[1:] if UNTIED not in line)  # the card has a section
+    lines = [f"converted {counts(found)}", *further]
     return [*lines, f"  all floating weights were converted to {dtype}"] if dtype else lines
 
 
@@ -171,14 +179,14 @@ def _versions() -> list[str]:
 
 
 def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: str = "") -> Values:
-    """What fills the template ``state``.
+    """The values for the template ``state``.
 
-    ``folder`` of ``root`` holds the result's config and verification, ``place`` is where users load
-    it from, ``names`` are classes that may, ``complaint`` is what stands against a push that was
-    forced.
+    ``folder`` in ``root`` contains the result's config and verification. ``place`` is the name by
+    which users load the model, ``names`` are the classes that can load it. ``complaint`` is the
+    reason why the push had to be forced, if any.
     """
     inner = root / folder
-    place = json.dumps(place, ensure_ascii=False)[1:-1]  # as it stands between quotes
+    place = json.dumps(place, ensure_ascii=False)[1:-1]  # escaped for use between quotes
     checked, measured = read_json(inner / VERIFY_FILE), read_json(inner / BENCH_FILE)
     rows = verification_rows(checked) if checked else []
     is_pipeline = (root / MODULES).is_file()
@@ -199,7 +207,7 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
 
 
 def _homepage() -> str:
-    """Where this package can be had: the first of the project's URLs; empty where it has none."""
+    """The first of the URLs of this package; empty if it has none."""
     try:
         urls = package_metadata("enjoyln").get_all("Project-URL") or []
     except PackageNotFoundError:
@@ -208,13 +216,13 @@ def _homepage() -> str:
 
 
 def replace_section(text: str, section: str) -> str:
-    """A card with its changing section replaced; unchanged where the owner has taken it out."""
+    """A card with its enjoyln section replaced; unchanged if the owner has removed that section."""
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     return pattern.sub(lambda _: f"{BEGIN}\n{section}\n{END}", text, count=1)
 
 
 def read_json(path: Path) -> Values:
-    """What a file of the result says; nothing where somebody has made something else of it."""
+    """The JSON object in a file; empty if the file is missing or contains something else."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -234,22 +242,22 @@ def _speeds(found: Any) -> list[tuple[str, ...]]:
                 low, high = (f"{value:.3f}" for value in entry["speedup_interval"])
                 faster += f" ({low} to {high})"
             words = [str(entry[name])[:100].replace("|", "\\|") for name in ("case", "verdict")]
-        except (KeyError, TypeError, ValueError):  # by an older version, or written by somebody
+        except (KeyError, TypeError, ValueError):  # written by an older version, or edited
             continue
         lines.append((words[0], time, faster, words[1]))
     return lines
 
 
 def _conditions(found: Values) -> str:
-    """Where and how the times were measured, as one line."""
-    told = [str(found[name])[:100] for name in ("hardware", "dtype", "date") if name in found]
+    """The machine, dtype, date and number of rounds of the measured times, in one line."""
+    texts = [str(found[name])[:100] for name in ("hardware", "dtype", "date") if name in found]
     if "repeats" in found:
-        told.append(f"medians of at most {found['repeats']} rounds")
-    return ", ".join(told)
+        texts.append(f"medians of at most {found['repeats']} rounds")
+    return ", ".join(texts)
 
 
 def _of_pipeline(place: str) -> tuple[str, str]:
-    """How to load a sentence encoder, as it is and with RMSNorm."""
+    """Python code that loads a sentence encoder in the stock class, and code that adds RMSNorm."""
     known = "from sentence_transformers import SentenceTransformer\n"
     load = f'\nmodel = SentenceTransformer("{place}")'
     fast = f"{known}from enjoyln_cli import optimize\n{load}\noptimize(model[0].auto_model)"
@@ -257,7 +265,7 @@ def _of_pipeline(place: str) -> tuple[str, str]:
 
 
 def _of_model(inner: Path, place: str, names: Sequence[str]) -> tuple[str, str]:
-    """How to load a model, as it is and with RMSNorm."""
+    """Python code that loads a model in the stock class, and code that loads it with RMSNorm."""
     config = read_json(inner / "config.json")
     custom = ", trust_remote_code=True" if config.get("auto_map") else ""
     saved = next(iter(config.get("architectures") or ()), None)

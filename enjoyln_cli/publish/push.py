@@ -1,13 +1,15 @@
-"""A converted checkpoint goes to the Hub, with a card that says what it is.
+"""Upload a converted checkpoint to the Hub, with a model card.
 
-Decides what may be pushed: a directory that carries the marker of a fold, and whose
-``enjoyln_verify.json`` has passed for the very bytes that lie there. Everything in it goes along,
-but for housekeeping of git and caches. Uploads are ``HfApi.upload_folder`` at every size: with
-``hf_xet`` it commits hundreds of files in parts, without it all in one commit. Run again it goes on
-where it stopped, since the Hub knows the content that it has (``upload_large_folder`` did so
-before, and is gone from ``huggingface_hub`` 2). Where nothing differs nothing is sent.
+Decides what may be pushed: a directory whose config has the ``enjoyln`` marker, and whose
+``enjoyln_verify.json`` says that the present files have passed. All files are uploaded, except
+those of git and caches. If the Hub has all of them already, nothing is sent.
 
-No token is kept, printed or written.
+Uploads of every size use ``HfApi.upload_folder``. With ``hf_xet`` it commits hundreds of files in
+parts; without it, all files in one commit. A second push continues an interrupted one, since the
+Hub recognises content that it already has. (``upload_large_folder`` did this before; it was removed
+in ``huggingface_hub`` 2.)
+
+No token is stored or printed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from enjoyln_cli.publish.target import AGAIN, Target, own_pulls, refusal, target
 Change = Literal["new", "changed", "same"]
 
 MAX_METADATA_CHARS = 100_000
-"""Characters of a card's metadata that are read."""
+"""Longest metadata of a card that is parsed, in characters."""
 
 
 @dataclass(frozen=True)
@@ -51,40 +53,40 @@ class File:
 
 @dataclass(frozen=True)
 class Upload:
-    """What a push would send, settled before anything is sent; or what it has sent."""
+    """What a push will send, decided before anything is sent; afterwards, what it has sent."""
 
     out: Path
     target: Target
     files: tuple[File, ...]
     card: str | None
-    """The card's text as it will be; ``None`` where there is none."""
+    """The new text of the model card; ``None`` if there is no card."""
     complaint: str
-    """What stands against it, where the user insists."""
+    """Why the push needs ``force``; empty if it does not."""
     warnings: tuple[str, ...]
     url: str = ""
-    """Of the commit or of the pull request, or of what is there already; none before."""
+    """URL of the commit, of the pull request, or of the unchanged files; empty before the push."""
     commit: str = ""
 
     @property
     def size(self) -> int:
-        """Bytes of the files that the Hub does not have as they are."""
+        """Total bytes of the files that are new or changed."""
         return sum(file.size for file in self.files if file.change != "same")
 
     @property
     def changes_files(self) -> bool:
-        """Whether the Hub lacks a file as it is here."""
+        """Whether any file is new or changed."""
         return self.count("same") < len(self.files)
 
     @property
     def differs(self) -> bool:
-        """Whether there is anything to push: a file, or the branch itself."""
+        """Whether there is anything to push: a file or a new branch."""
         return self.target.new_branch or self.changes_files
 
     def count(self, change: Change) -> int:
         return sum(file.change == change for file in self.files)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """All fields as plain values."""
         files = [{"name": f.name, "size": f.size, "change": f.change} for f in self.files]
         target = self.target
         return {
@@ -111,13 +113,13 @@ class Upload:
 def write_card(
     out: Path, plan: Plan, source: Source, options: Mapping[str, Any], final: Path
 ) -> None:
-    """Write the card of a fold to ``out``, above the original's own if that lies there.
+    """Write the card of a fold to ``out``, above the text of the original's card if that is there.
 
-    ``final`` is the name that ``out`` is going to have, ``options`` are those of the command.
+    ``final`` is the path that ``out`` will be renamed to, ``options`` are those of the command.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    data, text = _parsed(out / CARD_FILE)
+    data, text = _parse_card(out / CARD_FILE)
     checked = section(out, source.folder, final.name, plan.classes)
     made = ModelCard.from_template(
         ModelCardData(**card.metadata(data, source, out)),
@@ -128,7 +130,7 @@ def write_card(
 
 
 def section(root: Path, folder: str, place: str, names: Sequence[str], complaint: str = "") -> str:
-    """The card's changing section, as text. The arguments are those of ``card.state``."""
+    """The text of the card's section that may change. The arguments are those of ``card.state``."""
     from huggingface_hub import ModelCard, ModelCardData
 
     return ModelCard.from_template(
@@ -138,10 +140,11 @@ def section(root: Path, folder: str, place: str, names: Sequence[str], complaint
     ).text.strip()
 
 
-def _parsed(path: Path) -> tuple[dict[str, Any], str]:
-    """A card's metadata and text; all of it as text where the metadata cannot be read.
+def _parse_card(path: Path) -> tuple[dict[str, Any], str]:
+    """A card's metadata and text; the whole card as text if the metadata cannot be parsed.
 
-    Read as any card's: ``ModelCard`` would compare its tags, however deep a stranger nested them.
+    Uses ``RepoCard``, since ``ModelCard`` compares tags, which may be deeply nested in an untrusted
+    file.
     """
     from huggingface_hub import RepoCard
 
@@ -153,7 +156,7 @@ def _parsed(path: Path) -> tuple[dict[str, Any], str]:
     try:
         found = RepoCard(content)
         return found.data.to_dict(), found.text
-    except Exception:  # whatever YAML and its reader make of what somebody has written
+    except Exception:  # any error of the YAML parser on an untrusted file
         return {}, content
 
 
@@ -161,7 +164,7 @@ def _parsed(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def publishing_objection(result: Source) -> str:
-    """Why ``result`` should not be published: never verified, failed, or each file that changed."""
+    """Why ``result`` should not be published; empty if it was verified and has not changed."""
     path = result.path / VERIFY_FILE
     if not path.is_file():
         return f"it was never verified (there is no {VERIFY_FILE})"
@@ -176,8 +179,8 @@ def publishing_objection(result: Source) -> str:
     changed = [n for n in here if n in digests and digest_of_file(result.root / n) != digests[n]]
     found = {
         "has changed since": changed,
-        "is gone since": {*digests} - {*here},
-        "came after": {*here} - {*digests},
+        "was deleted after": {*digests} - {*here},
+        "was added after": {*here} - {*digests},
     }
     return "; ".join(
         f"{name} {what} its verification" for what, names in found.items() for name in sorted(names)
@@ -195,22 +198,25 @@ def prepare(
     force: bool = False,
     look_only: bool = False,
 ) -> Upload:
-    """What pushing ``out`` to ``repo_id`` would send. Nothing is sent or written.
+    """Decide what pushing ``out`` to ``repo_id`` would send. Sends and writes nothing.
 
-    To ``look_only``, with nothing to be sent afterwards, takes no token.
+    With ``look_only`` no token is needed; the result cannot be passed to ``send``.
 
-    Raises ``PushRefused`` where the result is not verified as it lies there (unless ``force``), or
-    where the Hub refuses; ``ModelNotFound`` or ``BadCheckpoint`` where ``out`` is no fold's result.
+    Raises ``PushRefused`` if the present files were not verified (unless ``force``) or the Hub
+    refuses; ``ModelNotFound`` or ``BadCheckpoint`` if ``out`` is not the result of a fold.
     """
     out = Path(out).expanduser()
     if not out.is_dir():
-        raise ModelNotFound(f"there is no directory {str(out)!r}; push what `enjoyln fold` wrote")
+        raise ModelNotFound(
+            f"there is no directory {str(out)!r}; push a directory that `enjoyln fold` wrote"
+        )
     source = open_source(str(out))
     marker = read_marker(raw_config(source), source.model)
     complaint = publishing_objection(source)
     if complaint and not force:
         raise PushRefused(
-            f"{out} is not pushed: {complaint}; run `enjoyln verify {out}`, or insist with --force"
+            f"{out} is not pushed: {complaint}; run `enjoyln verify {out}`, or push it anyway with "
+            "--force"
         )
     found = target(
         repo_id,
@@ -225,25 +231,25 @@ def prepare(
     text = None
     if (out / CARD_FILE).is_file():
         text = (out / CARD_FILE).read_bytes().decode("utf-8", errors="replace")
-        renewed = section(out, source.folder, found.repo_id, marker.classes, complaint)
-        text = card.replace_section(text, renewed)
+        updated = section(out, source.folder, found.repo_id, marker.classes, complaint)
+        text = card.replace_section(text, updated)
     if complaint and complaint not in (text or ""):
         raise PushRefused(
-            f"{out} is not pushed: its {CARD_FILE} no longer has the section of enjoyln, which "
-            f"would have to say that {complaint}; run `enjoyln verify {out}`"
+            f"{out} is not pushed: {complaint}, and its {CARD_FILE} no longer has the enjoyln "
+            f"section, where --force must say so; run `enjoyln verify {out}`"
         )
     files = _files(out, found.there, text)
     return Upload(out, found, files, text, complaint, warnings)
 
 
 def _origins(result: Source, marked: str) -> dict[str, list[str]]:
-    """Each local path that the result's files call their original, and those files."""
-    told = {CONFIG: marked}
+    """From each local path of the original that files of the result contain, to these files."""
+    sources = {CONFIG: marked}
     for name in (VERIFY_FILE, BENCH_FILE):
-        told[name] = str(card.read_json(result.path / name).get("source", ""))
+        sources[name] = str(card.read_json(result.path / name).get("source", ""))
     found: dict[str, list[str]] = {}
-    for name, path in told.items():
-        if os.path.isabs(path) or path.startswith((".", "~")):  # as no Hub id does
+    for name, path in sources.items():
+        if os.path.isabs(path) or path.startswith((".", "~")):  # never the case for a Hub id
             found.setdefault(path, []).append(Path(result.folder, name).as_posix())
     return found
 
@@ -255,21 +261,22 @@ def _files(out: Path, there: Mapping[str, tuple[str, str]], text: str | None) ->
         if is_housekeeping(name):
             continue
         if not path.resolve().is_relative_to(out.resolve()):
-            raise BadCheckpoint(f"{name} is a link out of {out}; put the file itself there")
-        written = text.encode(errors="replace") if text is not None and name == CARD_FILE else None
-        size = path.stat().st_size if written is None else len(written)
-        found.append(File(name, size, _change(path, size, written, there.get(name))))
+            raise BadCheckpoint(f"{name} is a link to a file outside {out}; copy the file there")
+        data = text.encode(errors="replace") if text is not None and name == CARD_FILE else None
+        size = path.stat().st_size if data is None else len(data)
+        found.append(File(name, size, _change(path, size, data, there.get(name))))
     return tuple(found)
 
 
-def _change(path: Path, size: int, written: bytes | None, there: tuple[str, str] | None) -> Change:
+def _change(path: Path, size: int, data: bytes | None, there: tuple[str, str] | None) -> Change:
+    """How a file differs from the Hub's; ``data`` is its future content if that is not on disk."""
     if there is None:
         return "new"
     kind, known = there
     if kind == "sha256":
-        own = digest_of_file(path) if written is None else hashlib.sha256(written).hexdigest()
-    else:  # as git names it
-        data = path.read_bytes() if written is None else written
+        own = digest_of_file(path) if data is None else hashlib.sha256(data).hexdigest()
+    else:  # git's blob id
+        data = path.read_bytes() if data is None else data
         own = hashlib.sha1(b"blob %d\0" % size + data).hexdigest()
     return "same" if own == known else "changed"
 
@@ -283,11 +290,12 @@ def send(
     commit_message: str | None = None,
     access: HubAccess = DEFAULT_ACCESS,
 ) -> Upload:
-    """Carry out what ``prepare`` settled: write the card, make the repository, upload.
+    """Carry out what ``prepare`` returned: write the card, create the repository, upload.
 
-    What comes back has ``url`` and ``commit``. Nothing is sent or written where nothing differs.
+    Returns it with ``url`` and ``commit`` set. Sends and writes nothing if nothing differs.
 
-    Raises ``PushRefused``; what the Hub has then taken it need not be sent again.
+    Raises ``PushRefused`` if the Hub refuses or fails. A second push need not send again what the
+    Hub has received.
     """
     to = upload.target
     if not upload.differs:
@@ -297,13 +305,13 @@ def send(
         return _send(upload, commit_message, access)
     except KeyboardInterrupt:
         left = f"{to.repo_id} may now exist without all of its files"
-        raise KeyboardInterrupt(f"{left}; {_again(to, access)}") from None
-    except Exception as error:  # of huggingface_hub and its HTTP library
-        raise refusal(error, to.repo_id, _again(to, access)) from error
+        raise KeyboardInterrupt(f"{left}; {_how_to_continue(to, access)}") from None
+    except Exception as error:  # any error of huggingface_hub and its HTTP library
+        raise refusal(error, to.repo_id, _how_to_continue(to, access)) from error
 
 
 def _renew_card(upload: Upload) -> None:
-    """Raises ``PushRefused`` where the card in ``out`` is another and cannot be written."""
+    """Write the new card if it differs. Raises ``PushRefused`` if it cannot be written."""
     if upload.card is None:
         return
     path = upload.out / CARD_FILE
@@ -312,8 +320,9 @@ def _renew_card(upload: Upload) -> None:
             write_whole(path, upload.card)
     except OSError as error:
         raise PushRefused(
-            f"nothing was sent: {CARD_FILE} has to be written anew for {upload.target.repo_id}, "
-            f"which {upload.out} does not allow ({error.strerror}); push a copy of {upload.out}"
+            f"nothing was sent: {CARD_FILE} in {upload.out} must be updated for "
+            f"{upload.target.repo_id} and cannot be written ({error.strerror}); push a copy of "
+            f"{upload.out}"
         ) from error
 
 
@@ -338,17 +347,17 @@ def _send(upload: Upload, commit_message: str | None, access: HubAccess) -> Uplo
     return replace(upload, url=done.pr_url or done.commit_url, commit=done.oid)
 
 
-def _again(to: Target, access: HubAccess) -> str:
-    """How to go on; in the pull request that this push has opened, if it came to that."""
+def _how_to_continue(to: Target, access: HubAccess) -> str:
+    """How to continue an interrupted push: in the pull request that it has opened, if any."""
     if not to.create_pr:
         return AGAIN
     try:
         opened = own_pulls(to, access) - to.pulls
-    except Exception:  # of huggingface_hub and its HTTP library
+    except Exception:  # any error of huggingface_hub and its HTTP library
         return f"if {to.url}/discussions has its pull request, push to that with --revision"
     if not opened:
         return AGAIN
-    return f"push again with --revision {max(opened)} and without --create-pr, it goes on there"
+    return f"push again with --revision {max(opened)} and without --create-pr to continue there"
 
 
 def push(

@@ -1,9 +1,9 @@
-"""A repository on the Hub to push to: what it is before, and whether this push can go there.
+"""The repository on the Hub to push to: its present state, and whether this push is possible.
 
-Decides what is refused before anything is folded or sent. Of the right to write only what is
-certain: a token that may only read, and an owner who is neither the user nor an organization of
-theirs. A fine-grained token is left to the Hub, which alone knows its scope; so is whatever goes to
-a pull request of a repository that is there, which everybody may open.
+Decides what is refused before anything is folded or sent. Missing write access is reported only if
+it is certain: a read-only token, or an owner who is neither the user nor one of the user's
+organizations. Other cases are left to the Hub: only the Hub knows the scope of a fine-grained
+token, and everybody may open a pull request in an existing repository.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_tok
 from enjoyln_cli.errors import EnjoyLNError, PushRefused, without_credentials
 from enjoyln_cli.text import first_line
 
-AGAIN = "push again, it goes on where it stopped"
+AGAIN = "push again to continue where it stopped"
 PULLS = "refs/pr/"
-"""What the names of pull requests begin with."""
+"""Prefix of the revisions of pull requests."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A repository on the Hub to push to, as it is before."""
+    """A repository on the Hub to push to, in its state before the push."""
 
     repo_id: str
-    """With its owner."""
+    """``owner/name``."""
     url: str
     user: str
-    """Whose token it is; empty without one."""
+    """The user that the token belongs to; empty without a token."""
     exists: bool
     private: bool
-    """What it is, or what it is going to be."""
+    """Whether the repository is private, or will be."""
     revision: str | None
     create_pr: bool
     new_branch: bool = False
-    """Whether the push makes ``revision``, from the main branch."""
+    """Whether the push creates the branch ``revision``, from the main branch."""
     commit: str = ""
-    """What a push is compared with; none where there is no repository."""
+    """The commit that files are compared with; empty if there is no repository."""
     there: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Path of each file to its digest: ``("sha256" | "sha1", digits)``, the latter as in git."""
+    """From each path to its digest: ``("sha256", digits)``, or ``("sha1", digits)`` as in git."""
     pulls: frozenset[str] = frozenset()
-    """Pull requests of this user, where another is going to be opened."""
+    """This user's present pull requests, if the push will open another one."""
 
     @property
     def name(self) -> str:
@@ -52,14 +52,14 @@ class Target:
 
     @property
     def kind(self) -> str:
-        """``new, private``, and what else it may be."""
+        """For example ``new, private``, or ``new branch, public``."""
         new = "new branch, " if self.new_branch else ""
         new = new if self.exists else "new, "
         return new + ("private" if self.private else "public")
 
     @property
     def page(self) -> str:
-        """The URL of the files that are compared, or of the branch that is made of them."""
+        """The URL of the files at ``revision``, by default on the main branch."""
         return f"{self.url}/tree/{quote(self.revision or 'main', safe='')}"
 
 
@@ -72,10 +72,10 @@ def target(
     access: HubAccess = DEFAULT_ACCESS,
     look_only: bool = False,
 ) -> Target:
-    """The repository as it is now. Raises ``PushRefused`` where this user cannot push there.
+    """The repository as it is now. Raises ``PushRefused`` if this user cannot push there.
 
-    To ``look_only`` takes no token: then nothing is known of anybody's rights, and a private
-    repository looks as if it were not there.
+    With ``look_only`` no token is needed. Without a token, rights are unknown, and a private
+    repository seems not to exist.
     """
     if create_pr and revision is not None:
         raise PushRefused("a pull request starts from the main branch; drop --revision")
@@ -84,7 +84,7 @@ def target(
         return _target(repo_id, private, revision, create_pr, access, look_only)
     except EnjoyLNError:
         raise
-    except Exception as error:  # of huggingface_hub and its HTTP library
+    except Exception as error:  # any error of huggingface_hub and its HTTP library
         raise refusal(error, repo_id) from error
 
 
@@ -104,7 +104,7 @@ def _target(
     anonymous = look_only and not (access.token or get_token())
     who = {"name": ""} if anonymous else api.whoami()
     if "/" not in repo_id and anonymous:
-        raise PushRefused(f"whose {repo_id} is it? write owner/{repo_id}, or pass --token")
+        raise PushRefused(f"{repo_id!r} has no owner; write owner/{repo_id}, or pass --token")
     repo_id = repo_id if "/" in repo_id else f"{who['name']}/{repo_id}"
     url = without_credentials(f"{constants.ENDPOINT}/{repo_id}")
     made = revision is not None
@@ -154,7 +154,7 @@ def own_pulls(to: Target, access: HubAccess) -> frozenset[str]:
 
 
 def _require_rights(to: Target, who: Mapping[str, Any]) -> None:
-    """Raises ``PushRefused`` where it is certain that ``who`` may not write, says ``whoami``."""
+    """Raises ``PushRefused`` if ``who`` (the Hub's ``whoami``) says that the user may not write."""
     from huggingface_hub import constants
 
     if to.exists and (to.create_pr or (to.revision or "").startswith(PULLS)):
@@ -162,7 +162,7 @@ def _require_rights(to: Target, who: Mapping[str, Any]) -> None:
     role = who.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
         raise PushRefused(
-            f"the token may only read; make one that may write to {to.repo_id} at "
+            f"the token may only read; create one that may write to {to.repo_id} at "
             f"{without_credentials(constants.ENDPOINT)}/settings/tokens and pass it as --token, or "
             "run `hf auth login` with it"
         )
@@ -172,24 +172,23 @@ def _require_rights(to: Target, who: Mapping[str, Any]) -> None:
     own += ", or open a pull request with --create-pr" if to.exists else ""
     if role == "write" and "orgs" in who and owner.lower() not in {to.user.lower(), *orgs}:
         raise PushRefused(
-            f"{to.user} may not write to {to.repo_id}: {owner} is not an organization of theirs; "
-            f"{own}"
+            f"{to.user} may not write to {to.repo_id}: {to.user} is not a member of {owner}; {own}"
         )
     org = orgs.get(owner.lower(), {})
     if not to.exists and org.get("roleInOrg") == "read" and not org.get("resourceGroups"):
         raise PushRefused(
             f"{to.user} may only read in {owner}, and cannot create {to.repo_id}; {own}, or ask "
-            f"{owner} for the right to write"
+            f"{owner} for write access"
         )
 
 
 def _require_no_pull(to: Target) -> None:
-    """Raises ``PushRefused`` where the push needs a pull request, or what one starts from."""
+    """Raises ``PushRefused`` if the push needs a pull request or repository that does not exist."""
     if (to.revision or "").startswith(PULLS):
         raise PushRefused(f"{to.repo_id} has no {to.revision}; see {to.url}/discussions")
     if to.create_pr and not to.exists:
         raise PushRefused(
-            f"there is no {to.repo_id}, and a pull request needs a repository that is there; push "
+            f"there is no {to.repo_id}, and a pull request needs an existing repository; push "
             "without --create-pr"
         )
 
@@ -199,15 +198,15 @@ def _require_kind(found: Target, private: bool | None) -> None:
         return
     is_so, flag = ("private", "--no-private") if found.private else ("public", "--private")
     raise PushRefused(
-        f"{found.repo_id} is {is_so}, and {flag} makes new repositories only; drop it, name "
+        f"{found.repo_id} is {is_so}, and {flag} applies to new repositories only; drop it, name "
         f"another repository, or change this one at {found.url}/settings first"
     )
 
 
 def refusal(error: Exception, repo_id: str, again: str = AGAIN) -> PushRefused:
-    """One line for whatever stopped a push: the Hub's answer decides, however it is wrapped.
+    """The error in one line, by the Hub's answer, which may be wrapped in other exceptions.
 
-    ``again`` says how to go on where that makes sense.
+    ``again`` says how to continue; it is added if pushing again may help.
     """
     from huggingface_hub import constants, errors
 
@@ -224,7 +223,7 @@ def refusal(error: Exception, repo_id: str, again: str = AGAIN) -> PushRefused:
     if any(isinstance(one, errors.OfflineModeIsEnabled) for one in causes):
         return PushRefused("HF_HUB_OFFLINE is set; go online to push")
     if any(isinstance(one, errors.HFValidationError) for one in causes):
-        return PushRefused(f"{repo_id!r} is no name of a repository, as owner/name is: {first}")
+        return PushRefused(f"{repo_id!r} is not a repository name (owner/name): {first}")
     if status == 401:
         return PushRefused("the Hub does not know the token; run `hf auth login` or pass --token")
     if status == 403:
@@ -232,9 +231,9 @@ def refusal(error: Exception, repo_id: str, again: str = AGAIN) -> PushRefused:
     if status == 404:
         return PushRefused(f"{repo_id} cannot be found by this token ({first})")
     if status is not None and (status == 429 or status >= 500):
-        return PushRefused(f"the Hub did not take the upload ({status}); wait, then {again}")
+        return PushRefused(f"the Hub rejected the upload ({status}); wait, then {again}")
     if status is not None:
-        return PushRefused(f"the Hub did not take the upload ({status}: {first})")
+        return PushRefused(f"the Hub rejected the upload ({status}: {first})")
     if any(isinstance(one, errors.HTTPError) for one in causes):
         kind = type(causes[-1]).__name__
         return PushRefused(f"{constants.ENDPOINT} cannot be reached ({kind}: {first}); {again}")

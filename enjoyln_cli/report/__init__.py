@@ -1,1 +1,1 @@
-"""A plan as tables, text and pictures."""
+"""Show a plan as tables, text and pictures."""

@@ -1,9 +1,9 @@
-"""A picture as data, and where its parts go: boxes within boxes, with links between them.
+"""A picture as data (nested boxes and links), and the layout of its parts.
 
-What a box means is decided in ``model_graph``, what it looks like in a file in ``render``. Links
-run from top to bottom. Where boxes go is decided once for each box that holds others, so that a
-block is a box like any other outside: by Graphviz where that is installed, otherwise by grandalf
-(both in layers, Sugiyama's method).
+``model_graph`` decides what a box means, ``render`` how it is drawn in a file. Links run from top
+to bottom. The graph inside a box is laid out on its own; outside, that box is placed like any
+other. Graphviz computes the layout if it is installed, otherwise grandalf. Both place boxes in
+layers (Sugiyama's method).
 """
 
 from __future__ import annotations
@@ -32,39 +32,42 @@ Shape = Literal["box", "dot"]
 Point = tuple[float, float]
 
 FONT, LINE, CHARACTER = 12, 16, 7.8
-"""Size of text, height of a line and an upper estimate of a character's width, in pixels."""
+"""Font size, line height and an upper estimate of a character's width, in pixels."""
 MARGIN, DOT, SPACE_X, SPACE_Y = 12.0, 18.0, 26.0, 22.0
+"""Padding of a box, size of a dot, horizontal and vertical gap between boxes, in pixels."""
 INCH = 72.0
-"""Pixels of the unit in which Graphviz gives and takes lengths."""
+"""Pixels per inch, the unit of lengths in Graphviz."""
 PATIENCE = 20
-"""Seconds that Graphviz may take."""
+"""Time limit of Graphviz in seconds."""
 MAX_LINE_CHARS = 44
-"""Characters of a line in a box."""
+"""Longest line in a box, in characters."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """One thing in a picture. The first of its lines are its name."""
+    """One box of a picture. Its first lines are its name."""
 
     key: str
+    """Identifies the box in its graph."""
     lines: tuple[str, ...]
     tone: Tone = "plain"
     title: str = ""
-    """What is shown where the pointer rests on it."""
+    """The tooltip."""
     shape: Shape = "box"
     inside: Graph | None = None
+    """The graph drawn inside the box, if any."""
     names: int = 1
-    """How many lines its name has."""
+    """Number of lines of the name."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """From one box of a graph to another of the same graph, by key."""
+    """An arrow from one box to another box of the same graph, by their keys."""
 
     start: str
     end: str
     seen: bool = False
-    """Whether this is how somebody sees a mean, and no step of the computation that is drawn."""
+    """Whether the end observes the start's mean (a dashed arrow), instead of computing from it."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Picture:
-    """A graph with what stands above it."""
+    """A graph with the title and notes above it."""
 
     title: str
     notes: tuple[str, ...]
@@ -85,8 +88,8 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A box with its upper left corner and its size."""
+class PlacedBox:
+    """A box with its upper left corner and its size, in pixels."""
 
     box: Box
     x: float
@@ -97,7 +100,10 @@ class Placed:
 
 @dataclass(frozen=True)
 class Route:
-    """A link as points, in pairs that are joined by straight lines, with curves between pairs."""
+    """The drawn path of a link.
+
+    ``points`` come in pairs. Straight lines join the two points of a pair, curves join the pairs.
+    """
 
     link: Link
     points: tuple[Point, ...]
@@ -105,21 +111,21 @@ class Route:
 
 @dataclass(frozen=True)
 class Layout:
-    """All parts of a graph and of the graphs inside of it, outermost first."""
+    """All boxes and routes of a graph and of the graphs inside it, outermost first."""
 
     width: float
     height: float
-    boxes: tuple[Placed, ...]
+    boxes: tuple[PlacedBox, ...]
     routes: tuple[Route, ...]
 
 
 def shorten(text: str, most: int = MAX_LINE_CHARS) -> str:
-    """Text that fits a line: its middle left out where it is longer."""
+    """The text in at most ``most`` characters; the middle of a longer text is replaced by dots."""
     return text if len(text) <= most else f"{text[: most // 2 - 2]}...{text[-(most // 2 - 1) :]}"
 
 
 def wrap_name(text: str) -> list[str]:
-    """All of a name in lines, each of which ends at a dot where that is possible."""
+    """Split a name into lines, after a dot where possible."""
     lines = [""]
     for piece in re.findall(rf"[^. ,]{{1,{MAX_LINE_CHARS - 1}}}[. ,]?|[. ,]", text):
         if len(lines[-1] + piece) > MAX_LINE_CHARS:
@@ -129,7 +135,7 @@ def wrap_name(text: str) -> list[str]:
 
 
 def every_box(graph: Graph) -> Iterator[Box]:
-    """The boxes of a graph, each before those inside of it."""
+    """The boxes of a graph, each before those inside it."""
     for box in graph.boxes:
         yield box
         if box.inside:
@@ -142,20 +148,20 @@ def tones(graph: Graph) -> set[Tone]:
 
 
 def layout(graph: Graph) -> Layout:
-    """Where everything goes."""
+    """Compute the positions of all boxes and the routes of all links, inner graphs included."""
     inner = {box.key: layout(box.inside) for box in graph.boxes if box.inside}
     sizes = {box.key: _size(box, inner.get(box.key)) for box in graph.boxes}
-    whole = _arranged(graph, sizes)
+    whole = _arrange(graph, sizes)
     routes = whole.routes
-    boxes: list[Placed] = []
+    boxes: list[PlacedBox] = []
     for box in graph.boxes:
         x, y = whole.at[box.key]
-        boxes.append(Placed(box, x, y, *sizes[box.key]))
+        boxes.append(PlacedBox(box, x, y, *sizes[box.key]))
         if box.key in inner:
             part = inner[box.key]
             left, top = x + (sizes[box.key][0] - part.width) / 2, y + LINE * len(box.lines) + MARGIN
             boxes += [replace(p, x=p.x + left, y=p.y + top) for p in part.boxes]
-            routes += [_shifted(route, left, top) for route in part.routes]
+            routes += [_shift(route, left, top) for route in part.routes]
     return Layout(whole.width, whole.height, tuple(boxes), tuple(routes))
 
 
@@ -171,17 +177,17 @@ def _size(box: Box, inner: Layout | None) -> tuple[float, float]:
     return max(width, inner.width + 2 * MARGIN), height + inner.height + MARGIN
 
 
-def _shifted(route: Route, x: float, y: float) -> Route:
+def _shift(route: Route, x: float, y: float) -> Route:
     return Route(route.link, tuple((px + x, py + y) for px, py in route.points))
 
 
 Links = dict[tuple[str, str], list[Link]]
-"""By the keys of the boxes that they join, the earlier one in the order of computation first."""
+"""Links by the keys of the two boxes, the one that is computed earlier first."""
 
 
 @dataclass
-class _Arranged:
-    """Corners of boxes and routes of links, from nought, with the size of all."""
+class _Arrangement:
+    """Upper left corners of boxes, routes of links, and the size of the whole graph."""
 
     at: dict[str, Point] = field(default_factory=dict)
     routes: list[Route] = field(default_factory=list)
@@ -189,12 +195,12 @@ class _Arranged:
     height: float = 0.0
 
     def add(self, links: list[Link], first: str, points: tuple[Point, ...]) -> None:
-        """The way of ``links`` from the box ``first`` on."""
+        """Add the route ``points``, which begins at the box ``first``, for all ``links``."""
         for link in links:
             self.routes.append(Route(link, points if link.start == first else points[::-1]))
 
 
-def _arranged(graph: Graph, sizes: Mapping[str, Point]) -> _Arranged:
+def _arrange(graph: Graph, sizes: Mapping[str, Point]) -> _Arrangement:
     order = {box.key: place for place, box in enumerate(graph.boxes)}
     links: Links = {}
     for link in graph.links:
@@ -204,14 +210,14 @@ def _arranged(graph: Graph, sizes: Mapping[str, Point]) -> _Arranged:
     whole = _by_graphviz(links, sizes) or _by_grandalf(links, sizes)
     for box in graph.boxes:
         if box.inside:
-            _land_apart(whole, box.key, sizes[box.key][0])
+            _spread_ends(whole, box.key, sizes[box.key][0])
     return whole
 
 
-def _land_apart(whole: _Arranged, key: str, width: float) -> None:
-    """Let links end side by side on a box that holds others.
+def _spread_ends(whole: _Arrangement, key: str, width: float) -> None:
+    """Let links end side by side on a box that contains others.
 
-    What it computes from several values is no sum of them, as links look that meet in one point.
+    Links that meet in one point would look as if their values were added there.
     """
     left, top = whole.at[key]
     ending = []
@@ -227,8 +233,8 @@ def _land_apart(whole: _Arranged, key: str, width: float) -> None:
         whole.routes[place] = Route(route.link, (*route.points[:-straight], *moved))
 
 
-def _by_graphviz(links: Links, sizes: Mapping[str, Point]) -> _Arranged | None:
-    """Places and routes from the program ``dot``; ``None`` where it is not there, or fails."""
+def _by_graphviz(links: Links, sizes: Mapping[str, Point]) -> _Arrangement | None:
+    """The arrangement that the program ``dot`` finds; ``None`` if it is not installed or fails."""
     keys = list(sizes)
     number = {key: at for at, key in enumerate(keys)}
     text = "\n".join((
@@ -242,17 +248,19 @@ def _by_graphviz(links: Links, sizes: Mapping[str, Point]) -> _Arranged | None:
     try:
         command = ["dot", "-Tplain"]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE)
-        return _told(done.stdout, keys, links, sizes) if done.returncode == 0 else None
+        return _parse_dot(done.stdout, keys, links, sizes) if done.returncode == 0 else None
     except (OSError, subprocess.SubprocessError, ValueError, LookupError):
         return None
 
 
-def _told(text: str, keys: list[str], links: Links, sizes: Mapping[str, Point]) -> _Arranged:
-    """What ``dot`` has printed, in inches from the lower left corner.
+def _parse_dot(
+    text: str, keys: list[str], links: Links, sizes: Mapping[str, Point]
+) -> _Arrangement:
+    """Parse the output of ``dot -Tplain``, which is in inches from the lower left corner.
 
-    Raises ``ValueError`` or ``LookupError`` for what makes no sense.
+    Raises ``ValueError`` or ``LookupError`` if the output is malformed or incomplete.
     """
-    whole = _Arranged()
+    whole = _Arrangement()
     for kind, *words in filter(None, map(str.split, text.splitlines())):
         if kind == "graph":
             whole.width, whole.height = float(words[1]) * INCH, float(words[2]) * INCH
@@ -264,7 +272,7 @@ def _told(text: str, keys: list[str], links: Links, sizes: Mapping[str, Point]) 
             ends = keys[int(words[0])], keys[int(words[1])]
             numbers = [float(word) * INCH for word in words[3 : 3 + 2 * int(words[2])]]
             points = [(x, whole.height - y) for x, y in zip(*[iter(numbers)] * 2, strict=True)]
-            corners = list(dict.fromkeys(points[::3]))  # between them lie the controls of splines
+            corners = list(dict.fromkeys(points[::3]))  # the points between are spline controls
             straight = tuple(point for pair in pairwise(corners) for point in pair)
             whole.add(links[ends], ends[0], straight)
     if whole.at.keys() != sizes.keys() or len(whole.routes) != sum(map(len, links.values())):
@@ -274,15 +282,15 @@ def _told(text: str, keys: list[str], links: Links, sizes: Mapping[str, Point]) 
 
 @dataclass
 class _View:
-    """What grandalf asks of a vertex."""
+    """The size and position of a vertex, as grandalf expects them."""
 
     w: float
     h: float
     xy: Point = (0.0, 0.0)
 
 
-def _by_grandalf(links: Links, sizes: Mapping[str, Point]) -> _Arranged:
-    """The connected parts side by side."""
+def _by_grandalf(links: Links, sizes: Mapping[str, Point]) -> _Arrangement:
+    """The arrangement that grandalf finds, with the connected components side by side."""
     from grandalf.graphs import Edge, Vertex
     from grandalf.graphs import Graph as Vertices
     from grandalf.layouts import SugiyamaLayout
@@ -291,7 +299,7 @@ def _by_grandalf(links: Links, sizes: Mapping[str, Point]) -> _Arranged:
     for key, vertex in vertices.items():
         vertex.view = _View(*sizes[key])
     edges = [Edge(vertices[a], vertices[b], data=(a, b)) for a, b in links]
-    whole = _Arranged()
+    whole = _Arrangement()
     for component in Vertices(list(vertices.values()), edges).C:
         found = SugiyamaLayout(component)
         found.xspace, found.yspace = SPACE_X, SPACE_Y
@@ -303,8 +311,13 @@ def _by_grandalf(links: Links, sizes: Mapping[str, Point]) -> _Arranged:
     return whole
 
 
-def _add_component(whole: _Arranged, found: Any, links: Links, sizes: Mapping[str, Point]) -> None:
-    """Take the library's layers and its x; heights follow from the tallest box of each layer."""
+def _add_component(
+    whole: _Arrangement, found: Any, links: Links, sizes: Mapping[str, Point]
+) -> None:
+    """Add a component, with grandalf's layers and x positions.
+
+    The height of a layer is that of its tallest box.
+    """
     heights = [
         max([v.view.h for v in layer if not found.grx[v].dummy] or [0]) for layer in found.layers
     ]

@@ -1,9 +1,9 @@
-"""Layers that look alike are drawn once, with how many they are.
+"""Draw consecutive layers that look alike as one box, with their number.
 
-Two layers next to each other are alike where they hold parts of the same names, kinds and tones.
-Each is a box that holds a graph of its own. A link that leaves a layer, also for the next of those
-that are drawn with it, goes through a dot at the layer's end; one that enters it through a dot at
-its beginning, one for everything that reaches the same parts.
+Two consecutive layers look alike if they contain parts of the same names, kinds and tones. Their
+box contains a graph. A link that leaves a layer goes through a dot at the end of the box, also if
+it leads to the next layer of the same box. A link that enters a layer goes through a dot at the
+beginning of the box. Links that reach the same parts share one dot.
 """
 
 from __future__ import annotations
@@ -19,27 +19,32 @@ from enjoyln_cli.report.notes import compact
 
 @dataclass(frozen=True)
 class Part:
-    """One thing of the model: its dotted name, what it is shown as, and why."""
+    """One part of the model: its kind, its dotted name, how it is shown, and why."""
 
     kind: str
     path: str
     tone: Tone
     lines: tuple[str, ...] = ()
-    """Beneath its name."""
+    """Lines below its name."""
     why: str = ""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a part is drawn: the layers that hold it, outermost first, and its own name."""
+    """Where a part is drawn: the layers that contain it, outermost first, and its own name."""
 
     layers: tuple[tuple[str, int], ...]
-    """Each as it is drawn (``transformer.h.0-11``), with the number that it is of itself."""
+    """For each layer: the name of its box (``transformer.h.0-11``), and its own number."""
     path: str
+    """The part's dotted name, with the numbers of the boxes."""
 
 
 def collapse_groups(parts: Sequence[Part], links: Mapping[tuple[Part, Part], bool]) -> Graph:
-    """The graph of ``parts``, which are in order; of a link, whether its end sees a mean."""
+    """The graph of ``parts``, with layers that look alike as one box.
+
+    ``parts`` are in the order of computation. The value of a link says whether its end observes the
+    mean of its start.
+    """
     addresses = addresses_of(parts)
     shown: dict[tuple[str, str], list[Part]] = {}
     for part in parts:
@@ -57,7 +62,7 @@ def collapse_groups(parts: Sequence[Part], links: Mapping[tuple[Part, Part], boo
 
 
 def addresses_of(parts: Sequence[Part]) -> dict[Part, Address]:
-    """Layers next to each other that hold parts of the same names, kinds and tones are one."""
+    """The address of each part; consecutive layers that look alike get the same box name."""
     words = {part: part.path.split(".") for part in parts}
     original = {part: tuple(w) for part, w in words.items()}
     layers = layers_of(part.path for part in parts)
@@ -124,7 +129,7 @@ def _box(kind: str, path: str, inside: str, parts: list[Part]) -> Box:
 
 @dataclass
 class _Level:
-    """One graph in the making: a layer's, or the whole model's."""
+    """A graph under construction: that of a layer, or of the whole model."""
 
     path: str
     boxes: dict[str, Box] = field(default_factory=dict)
@@ -132,8 +137,9 @@ class _Level:
     order: list[str] = field(default_factory=list)
     links: dict[Link, None] = field(default_factory=dict)
     entries: dict[str, dict[str, None]] = field(default_factory=dict)
-    """What comes from outside: by whom, and what is computed from it."""
+    """For each name outside: the boxes in this graph that are computed from it."""
     exits: dict[str, None] = field(default_factory=dict)
+    """The boxes whose values are used outside."""
 
     def child(self, path: str) -> _Level:
         if path not in self.inner:
@@ -142,7 +148,7 @@ class _Level:
         return self.inner[path]
 
     def graph(self) -> Graph:
-        """With a dot for each way in and one for the way out."""
+        """The finished graph, with a dot for each entry and one for the exit."""
         ways: dict[tuple[str, ...], list[str]] = {}
         for name, ends in self.entries.items():
             ways.setdefault(tuple(sorted(ends)), []).append(name)
@@ -176,7 +182,10 @@ class _Level:
 def _connect(
     tree: _Level, start: Part, end: Part, addresses: dict[Part, Address], seen: bool
 ) -> None:
-    """A link at the level where the two part, with ways out of and into what holds them."""
+    """Add a link in the innermost graph that contains both parts.
+
+    In the graphs inside it, ``start`` gets a link to the exit and ``end`` one from an entry.
+    """
     here, there = addresses[start], addresses[end]
     depth = 0
     while depth < min(len(here.layers), len(there.layers)) and (

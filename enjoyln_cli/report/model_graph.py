@@ -1,11 +1,15 @@
-"""What a picture of a model shows, and what of it is one box.
+"""Decides what a picture of a model shows, and what becomes one box.
 
-Of the first graph that was traced: the values that the zero mean of the norms rests on (the
-residual stream), what writes them, the norms, the operations that are put in, whoever sees a mean
-that would have to go, and the model's outputs. What lies between two of these is left out, and a
-link says that one is computed from the other. Layers that look alike are drawn once, with their
-number. For one norm: its zero-mean graph (Enjoy-LN, Definition 4 and Figure 3), where a mark says
-of every value whether it is zero-mean.
+The picture of a model shows, for the first traced graph:
+
+* the residual stream: the values that must have zero mean for norms to be converted;
+* the layers that write to it, the norms, and the added mean subtractions;
+* observers: layers that would notice a missing mean;
+* the model's inputs and outputs.
+
+Other operations are left out; a link says that one box is computed from the other. Layers that look
+alike are drawn once, with their number. The picture of one norm is its zero-mean graph (Enjoy-LN,
+Definition 4 and Figure 3), which shows for each value whether it has zero mean.
 """
 
 from __future__ import annotations
@@ -46,29 +50,31 @@ VERDICTS: dict[str, tuple[Tone, str]] = {
 
 @dataclass
 class Sketch:
-    """The parts of one traced graph by name, and what they are computed from."""
+    """The parts of one traced graph, and the links between them."""
 
     trace: Trace
     parts: dict[tuple[str, str], Part] = field(default_factory=dict)
+    """All parts, by kind and path."""
     of_node: dict[Node, Part] = field(default_factory=dict)
+    """The part that shows a node."""
     after: dict[Node, Part] = field(default_factory=dict)
-    """Operations on what a node hands out."""
+    """The mean subtraction that is applied to a node's value."""
     links: dict[tuple[Part, Part], bool] = field(default_factory=dict)
-    """With whether one sees the mean of the other."""
+    """For each link, whether its end observes the mean of its start."""
 
     def add(self, part: Part) -> Part:
         return self.parts.setdefault((part.kind, part.path), part)
 
 
 def picture(name: str, analysis: Analysis, norm: str | None = None) -> Picture:
-    """A model's picture, or one of its norms'. Raises ``EnjoyLNError`` without such a norm."""
+    """The picture of a model, or of its norm ``norm``. Raises ``EnjoyLNError`` if there is none."""
     if norm is None:
         return model_picture(name, analysis)
     return norm_picture(name, norm, analysis.why(norm))
 
 
 def model_picture(name: str, analysis: Analysis) -> Picture:
-    """The residual stream of a model. Raises ``EnjoyLNError`` where there is no LayerNorm."""
+    """The picture of a model. Raises ``EnjoyLNError`` if the model has no LayerNorm."""
     plan, others = analysis.plan, len(analysis.plan.classes) - 1
     if not analysis.problem.flow.traces:
         raise EnjoyLNError(f"{name}: no LayerNorm in this model, so there is nothing to draw")
@@ -82,7 +88,7 @@ def model_picture(name: str, analysis: Analysis) -> Picture:
     return Picture(
         title,
         ("converts " + counts(row(name, plan)),),
-        collapse_groups(_ordered(found), found.links),
+        collapse_groups(_sort_parts(found), found.links),
     )
 
 
@@ -103,15 +109,15 @@ def _add_norms(found: Sketch, analysis: Analysis) -> None:
 
 
 def _add_stream(found: Sketch, analysis: Analysis) -> None:
-    """Writers, sums and what keeps a mean, of the whole residual stream.
+    """Add the whole residual stream: the layers that write to it, its sums, and opaque values.
 
-    That is the zero-mean graphs of all norms together, and what is added to them where no norm
-    reads the sum, or none through what its mean passes: the last block before a concatenation.
+    These are the zero-mean graphs of all norms, and the sums after them that no norm reads, for
+    example those of the last block before a concatenation.
     """
     problem = analysis.problem
     starts = (v for values in problem.norms.values() for v in values if v.trace == 0)
-    proven = _reached(analysis, [problem.item(value) for value in starts])
-    items = _reached(analysis, proven, onwards=True)
+    proven = _trace_sources(analysis, [problem.item(value) for value in starts])
+    items = _trace_sources(analysis, proven, onwards=True)
     numbers: Counter[str] = Counter()
     place = {node: at for at, node in enumerate(found.trace.graph.nodes)}
     values = sorted((i for i in items if isinstance(i, Value)), key=lambda v: place[v.node])
@@ -142,10 +148,13 @@ def _add_stream(found: Sketch, analysis: Analysis) -> None:
                         found.of_node[held] = part
 
 
-def _reached(
+def _trace_sources(
     analysis: Analysis, starts: Iterable[Item], onwards: bool = False
 ) -> dict[Item, Opaque | tuple[Item, ...]]:
-    """All items that a mean in ``starts`` comes from; ``onwards``, and all that it goes on to."""
+    """All items from which a mean can reach ``starts``, each with its own sources.
+
+    With ``onwards`` also all values that a mean can reach from these items.
+    """
     found: dict[Item, Opaque | tuple[Item, ...]] = {}
     waiting = list(starts)
     while waiting:
@@ -178,7 +187,7 @@ def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> 
         why = "centred in the weights: " + ", ".join(weight.name for weight in weights)
     else:
         tone, lines = "plain", ()
-        why = "could be centred in the weights, but no norm would become RMSNorm by it"
+        why = "could be centred in the weights, but no norm needs it to become RMSNorm"
     part = found.add(Part("writer", path, tone, lines, why))
     for weight in blocked:
         _add_observer(found, analysis, weight, part)
@@ -186,7 +195,10 @@ def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> 
 
 
 def _add_observer(found: Sketch, analysis: Analysis, weight: Parameter, part: Part) -> None:
-    """Who would see the mean of a weight go; where it is of another class, that box alone."""
+    """Add the layer that would notice if the weight lost its mean.
+
+    If that layer is in another model class, only its box is added, since its graph is not drawn.
+    """
     seen = analysis.problem.observer(weight)
     if seen is None or seen.node.op == "output" or seen.node in found.of_node:
         return
@@ -218,7 +230,10 @@ def _add_ops(found: Sketch, analysis: Analysis) -> None:
 
 
 def _add_links(found: Sketch) -> None:
-    """From every part to the next ones; an input only to what is computed from nothing else."""
+    """Link every part to the parts computed from it.
+
+    Inputs are linked only to parts that are computed from no other part.
+    """
     trace = found.trace
     reach: dict[Node, dict[Part, None]] = {}
     given: dict[Part, dict[Part, None]] = {}
@@ -252,8 +267,8 @@ def _add_links(found: Sketch) -> None:
         found.add(part)
 
 
-def _ordered(found: Sketch) -> list[Part]:
-    """Inputs, then everything in the order of computation, then outputs."""
+def _sort_parts(found: Sketch) -> list[Part]:
+    """Inputs, then all other parts in the order of computation, then outputs."""
     ends = {"input": -1, "output": 2}
     order: dict[Part, int] = {}
     for at, node in enumerate(found.trace.graph.nodes):
@@ -268,13 +283,13 @@ def _ordered(found: Sketch) -> list[Part]:
 
 
 def norm_picture(name: str, norm: str, tree: Tree) -> Picture:
-    """The zero-mean graph of one norm, from its sources down to it; each value once."""
+    """The zero-mean graph of one norm, from its sources down to the norm; each value once."""
     boxes: dict[Tree, Box] = {}
     links: dict[Link, None] = {}
 
     def visit(node: Tree) -> str:
         if node not in boxes:
-            keys = [visit(child) for child in map(_merged, _alike(node.children))]
+            keys = [visit(child) for child in map(_merge_trees, _group_alike(node.children))]
             boxes[node] = _vertex(f"{len(boxes)}", node)
             links.update({Link(key, boxes[node].key): None for key in keys})
         return boxes[node].key
@@ -290,8 +305,8 @@ def _vertex(key: str, node: Tree) -> Box:
     return Box(key, lines, "zero" if node.zero_mean else "mean", node.text, names=len(names))
 
 
-def _alike(trees: Iterable[Tree]) -> list[list[Tree]]:
-    """Trees that differ in the numbers of layers only, together."""
+def _group_alike(trees: Iterable[Tree]) -> list[list[Tree]]:
+    """Group trees that differ only in the numbers of layers."""
     groups: dict[object, list[Tree]] = {}
     for tree in trees:
         groups.setdefault(_form(tree), []).append(tree)
@@ -303,11 +318,11 @@ def _form(tree: Tree) -> object:
     return pattern, tree.zero_mean, tuple(map(_form, tree.children))
 
 
-def _merged(trees: list[Tree]) -> Tree:
-    """One tree for several of the same form."""
+def _merge_trees(trees: list[Tree]) -> Tree:
+    """One tree for several that differ only in the numbers of layers."""
     first = trees[0]
     if len(trees) == 1:
         return first
-    children = tuple(map(_merged, map(list, zip(*(t.children for t in trees), strict=True))))
+    children = tuple(map(_merge_trees, map(list, zip(*(t.children for t in trees), strict=True))))
     text = compact(tree.text for tree in trees)[0]
     return Tree(text, first.zero_mean, children)

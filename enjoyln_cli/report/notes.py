@@ -1,6 +1,6 @@
-"""A plan, and the result of a fold, as plain data and plain text: what JSON, CSV and Markdown hold.
+"""A plan as plain data and plain text, for JSON, CSV, Markdown and the terminal.
 
-Counts are of a plan's own entries; nothing is decided or measured here.
+The numbers are counts of the plan's entries. Nothing is decided or measured here.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Row = dict[str, Any]
 """One model's report, ready for JSON."""
 
 UNTIED = "an engine that ignores the copy gives wrong results; docs/untied_heads.md has a check"
-"""What a user has to know of a result with untied weights."""
+"""Warning for a result with untied weights."""
 
 MOST_CALLS = 3
-"""Of the proven calls in one line."""
+"""Number of proven calls that are named in one line."""
 
 _PATH = re.compile(r"\w+(?:\.\w+)+")
 _LAYER = re.compile("(?<![0-9])(?:0|[1-9][0-9]*)(?![0-9])")
-"""A number as Python counts: not ``01``, which would not be the same when it is written again."""
+"""A layer number without leading zeros: ``01`` would be lost when the number is written again."""
 
 
 def row(
@@ -44,10 +44,13 @@ def row(
 ) -> Row:
     """One model's report as plain data: all that ``report`` shows.
 
-    ``paper``: the norms that Algorithm 1 as printed would fold; without it there is no such entry.
-    ``gains``: what folds besides if some output may change. ``options``: the plans with one more
-    option each. ``suggested``: the options of ``fold`` that convert more. The keys are documented
-    in ``docs/formats.md``.
+    * ``paper``: the norms that the paper's Algorithm 1 would convert; without it there is no such
+      entry.
+    * ``gains``: norms that could be converted too if some outputs may change.
+    * ``options``: from option name to the plan with this option added.
+    * ``suggested``: options of ``fold`` that convert more norms.
+
+    The keys are documented in ``docs/formats.md``.
     """
     shapes = {(w.parameter, w.tensor if w.held else ""): w.shape for w in plan.writers}
     found: Row = {
@@ -57,7 +60,7 @@ def row(
         "classes": list(plan.classes),
         "outputs": list(plan.outputs),
         "layernorms": len(plan.norms),
-        **_counted(plan),
+        **_norm_counts(plan),
         "stay_layernorm": len(plan.kept),
         "tensors_centred": len(shapes),
         "parameters_centred": sum(prod(shape) for shape in shapes.values()),
@@ -116,11 +119,11 @@ def row(
     if paper is not None:
         found["paper"] = list(paper)
     if options:
-        found["options"] = {name: _with_old_names(_counted(p)) for name, p in options.items()}
+        found["options"] = {name: _with_old_names(_norm_counts(p)) for name, p in options.items()}
     return _with_old_names(found)
 
 
-def _counted(plan: Plan) -> Row:
+def _norm_counts(plan: Plan) -> Row:
     statuses = [verdict.status for verdict in plan.norms]
     return {
         "become_rmsnorm": len(plan.folded),
@@ -135,7 +138,7 @@ VERDICTS = {
     "centred": "with_added_subtraction",
     "kept": "stays_layernorm",
 }
-"""The ``status`` of a ``plan.Verdict`` in the words that users read."""
+"""The ``status`` of a ``plan.Verdict``, and its name in reports."""
 
 _OLD_NAMES = {
     "norms": "layernorms",
@@ -154,14 +157,14 @@ _OLD_STATUSES = {verdict: status for status, verdict in VERDICTS.items()}
 
 
 def _with_old_names(found: Row) -> Row:
-    """With the keys of version 0.1 too, which will go in version 0.3."""
+    """``found`` with the keys of version 0.1 added, which version 0.3 will remove."""
     for one in found.get("verdicts", ()):
         one |= {"status": _OLD_STATUSES[one["verdict"]], "ops": one["subtractions"]}
     return found | {name: found[new] for name, new in _OLD_NAMES.items() if new in found}
 
 
 def number(value: float | None) -> str:
-    """``1.2e-16`` for small and large values, three digits in between, ``-`` for none."""
+    """``1.2e-16`` for small and large values, three digits in between, ``-`` for ``None``."""
     if value is None:
         return "-"
     if value == 0:
@@ -172,7 +175,7 @@ def number(value: float | None) -> str:
 
 
 def compact(names: Iterable[str]) -> list[str]:
-    """Names that differ in layer numbers only, as one: ``h.0-11.ln_1``. Order is kept."""
+    """Join names that differ only in layer numbers into one: ``h.0-11.ln_1``. Keeps the order."""
     groups: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
         pattern, numbers = layers_in(name)
@@ -181,9 +184,10 @@ def compact(names: Iterable[str]) -> list[str]:
 
 
 def layers_in(text: str) -> tuple[str, tuple[int, ...]]:
-    """``text`` with ``\\0`` for every layer number, and these numbers.
+    """``text`` with ``\\0`` for every layer number, and the list of these numbers.
 
-    They are those in dotted paths that hold a name, ``h.3.ln_1``: ``0.05`` and ``1e-05`` have none.
+    Layer numbers are those in dotted paths that contain a name, such as ``h.3.ln_1``. The numbers
+    in ``0.05`` and ``1e-05`` are none.
     """
     numbers: list[int] = []
 
@@ -224,17 +228,17 @@ _COLUMNS = {
     "of these with an added mean subtraction": "with_added_subtraction",
     "stay": "stay_layernorm",
 }
-"""Heads of the report's table, and the keys of a row that stand below them."""
+"""Column heads of the report's table, and the key of a ``Row`` for each."""
 _FURTHER_COLUMNS = {
     "added mean subtractions": "added_subtractions",
     "tensors centred": "tensors_centred",
     "parameters centred": "parameters_centred",
 }
-"""Of CSV and Markdown, where no notes stand below the table."""
+"""Further columns of CSV and Markdown, which have no notes below the table."""
 
 
 def cells(rows: Sequence[Row], further: bool = False) -> tuple[list[str], list[list[str]]]:
-    """Heads of columns, and one list of texts for each row."""
+    """The column heads, and one list of cell texts for each row."""
     columns = _COLUMNS | (_FURTHER_COLUMNS if further else {})
     options = list(dict.fromkeys(name for found in rows for name in found.get("options", ())))
     paper = any("paper" in found for found in rows)
@@ -257,7 +261,7 @@ def reasons(found: Row) -> list[tuple[str, list[dict[str, Any]]]]:
 
 
 def notes(found: Row) -> list[str]:
-    """What the numbers of one row leave out: what is added, and why norms stay."""
+    """The lines below the table for one model: what is added or merged, and why norms stay."""
     model, already = found["model"], sum(found["already_rmsnorm"].values())
     if not found["layernorms"]:
         if already:
@@ -269,13 +273,13 @@ def notes(found: Row) -> list[str]:
     for op in found["subtractions"]:
         where = f"{'result' if op['place'] == 'output' else 'input'} of {op['module']}"
         lines.append(f"  subtract the mean from the {where}: {op['reason']}")
-    lines += _widened(found["widened"])
-    lines += _merged(found)
+    lines += _widened_lines(found["widened"])
+    lines += _merged_lines(found)
     for copy in found["untied"]:
-        lines.append(f"  store {copy['tensor']} separately{_copied(copy)}")
+        lines.append(f"  store {copy['tensor']} separately{_copy_of(copy)}")
     if found["untied"]:
         lines.append(f"    {UNTIED}")
-    if more := _more(found):
+    if more := _added_size(found):
         lines.append(f"  {more} more than the original")
     for reason, kept in reasons(found):
         lines.append(
@@ -285,12 +289,10 @@ def notes(found: Row) -> list[str]:
         culprits = compact(dict.fromkeys(k["culprit"] for k in kept if k["culprit"]))
         lines += [f"    because of {culprit}" for culprit in culprits]
     lines += [f"  {suggestion(one)}" for one in found["suggestions"]]
-    lines += [_gain(gain, found) for gain in found["gains"]]
+    lines += [_gain_line(gain, found) for gain in found["gains"]]
     if found["by_example"]:
         called = ", ".join(found["by_example"])
-        lines.append(
-            f"  proven on example inputs, since the values of inputs decide shapes: {called}"
-        )
+        lines.append(f"  proven on example inputs, since shapes depend on input values: {called}")
     if found["calls"] is not None:
         lines.append(_proven_calls(found["calls"]))
     elif found["unproven"]:
@@ -300,29 +302,29 @@ def notes(found: Row) -> list[str]:
 
 
 def _proven_calls(calls: Sequence[str]) -> str:
-    """One line: the forms themselves stand in the marker, and in the row."""
+    """The proven calls in one short line; the marker and the row have them in full."""
     shown = list(dict.fromkeys(call_text.summary(text) for text in calls))
     if not shown:
-        return "  no form of call could be proven, so it cannot be converted"
+        return "  no call could be proven, so the model cannot be converted"
     more = f" and {len(shown) - MOST_CALLS} more" if len(shown) > MOST_CALLS else ""
     named = "; ".join(shown[:MOST_CALLS])
-    return f"  proven for calls with {named}{more}; any other is refused"
+    return f"  proven for calls with {named}{more}; any other call is refused"
 
 
-def _copied(copy: Row) -> str:
+def _copy_of(copy: Row) -> str:
     same = copy["tensor"] == copy["copy_of"]
     return "" if same else f", as a copy of {copy['copy_of']}"
 
 
 def suggestion(one: Row) -> str:
-    """What a ``suggest.Suggestion``, as plain data, says to a user."""
+    """The line for a ``suggest.Suggestion``, given as plain data."""
     if one["become_rmsnorm"] is None:
         return f"{one['option']} may convert more"
     return f"{one['option']} would convert {one['become_rmsnorm']} of {one['layernorms']}"
 
 
-def _widened(mlps: Sequence[Row]) -> list[str]:
-    """One line for each attribute of the config."""
+def _widened_lines(mlps: Sequence[Row]) -> list[str]:
+    """One line for each config attribute that gives the width of MLPs, and each change of it."""
     groups: dict[tuple[str, int, int], list[Row]] = {}
     for one in mlps:
         groups.setdefault((one["attribute"], one["from"], one["to"]), []).append(one)
@@ -335,8 +337,8 @@ def _widened(mlps: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _merged(found: Row) -> list[str]:
-    """What moves out of the norms into what reads them, and which keep it why."""
+def _merged_lines(found: Row) -> list[str]:
+    """Which norms are merged into the layers after them, and why others are not."""
     groups: dict[str, list[Row]] = {}
     for one in found["merged_norms"]:
         moving = " and ".join(name for name in ("weight", "bias") if one[name])
@@ -357,15 +359,15 @@ def _merged(found: Row) -> list[str]:
     return lines
 
 
-def _more(found: Row) -> str:
-    """What a result has more than the original: bytes where they are known."""
+def _added_size(found: Row) -> str:
+    """How much larger a result is than the original: in bytes if known, else in parameters."""
     if "bytes_added" in found:
         return size(found["bytes_added"]) if found["bytes_added"] else ""
     parameters = sum(copy["parameters"] for copy in found["untied"])
     return f"{parameters:,} parameters" if parameters else ""
 
 
-def _gain(gain: Row, found: Row) -> str:
+def _gain_line(gain: Row, found: Row) -> str:
     norms = f"{gain['norms']} more LayerNorm" + ("s become" if gain["norms"] != 1 else " becomes")
     alone = f"; for {found['model_class']} alone" if len(found["classes"]) > 1 else ""
     outputs = ",".join(gain["outputs"])
@@ -390,7 +392,7 @@ def counts(found: Row) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """One line per model under a line of heads."""
+    """A line of column heads, then one line per model."""
     head, body = cells(rows, further=True)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -401,7 +403,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """A table for a README or a pull request."""
+    """A Markdown table, for example for a README or a pull request."""
     head, body = cells(rows, further=True)
     lines = ["| " + " | ".join([*head, "why they stay"]) + " |"]
     lines.append("|---|" + "---:|" * (len(head) - 1) + "---|")

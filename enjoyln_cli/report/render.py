@@ -1,8 +1,8 @@
-"""A picture as a file: SVG, one HTML page that needs nothing else, or PNG.
+"""Write a picture to a file: SVG, one self-contained HTML page, or PNG.
 
-All three draw the same layout in the same colours. Names come from strangers' files: text is
-escaped, and characters that XML does not allow are replaced. PNG is drawn with Pillow, which brings
-a font of its own and needs no system library.
+All three draw the same layout in the same colours. Names come from untrusted files, so text is
+escaped, and characters that XML does not allow are replaced. PNG is drawn with Pillow, which has
+its own font and needs no system library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from enjoyln_cli.report.graph_layout import (
     Box,
     Layout,
     Picture,
-    Placed,
+    PlacedBox,
     Point,
     Route,
     Tone,
@@ -47,9 +47,9 @@ COLOURS: dict[Tone, tuple[str, str, str]] = {
     "plain": ("#ffffff", "#455a64", "input, output, or unchanged weights"),
     "group": ("#f5f7f8", "#546e7a", ""),
 }
-"""Fill, line, which is also the colour of text, and what the legend says.
+"""For each tone: fill colour, colour of lines and text, and its entry in the legend.
 
-No two fills are alike to people who see some colours less than others do.
+The fills are chosen to be distinguishable with colour vision deficiency.
 """
 
 SUFFIXES = (".svg", ".html", ".png")
@@ -57,14 +57,15 @@ TEXT, DIM, LINK = "#212121", "#616161", "#78909c"
 FAMILY = "'DejaVu Sans', Verdana, Helvetica, Arial, sans-serif"
 HEAD = 26.0
 PIXELS = 2
-"""Pixels of a PNG for each of the layout, so that text is sharp."""
+"""PNG pixels per pixel of the layout, in each direction, so that text is sharp."""
 STEPS = 24
-"""Straight pieces of a curve in a PNG."""
+"""Number of straight segments that draw a curve in a PNG."""
 MOST_PIXELS = 100_000_000
+"""Largest number of pixels of a PNG."""
 
 
 def check(file: Path) -> None:
-    """Raises ``OutputError`` for a file that cannot be drawn, before there is anything to draw."""
+    """Raises ``OutputError`` if no picture can be saved as ``file``; called before the analysis."""
     if file.suffix.lower() not in SUFFIXES:
         raise OutputError(
             f"unsupported picture format {file.suffix or file.name!r}; use {', '.join(SUFFIXES)}"
@@ -72,15 +73,15 @@ def check(file: Path) -> None:
     if find_spec("grandalf") is None:
         raise OutputError("a picture needs the layout library grandalf; pip install grandalf")
     if file.suffix.lower() == ".png" and find_spec("PIL") is None:
-        raise OutputError("a PNG needs Pillow, which an .svg does not; pip install pillow")
+        raise OutputError("a PNG needs Pillow; save as .svg, or pip install pillow")
     check_file(file)
 
 
 def save(picture: Picture, file: Path) -> None:
-    """Write a picture in the format that the file's name says.
+    """Write a picture in the format given by the file's suffix.
 
-    Raises ``OutputError`` for another name, where a library is missing, or for a file that cannot
-    be written.
+    Raises ``OutputError`` if the suffix is not in ``SUFFIXES``, a library is missing, or the file
+    cannot be written.
     """
     check(file)
     ways = {".svg": _svg_bytes, ".html": _html_bytes, ".png": as_png}
@@ -102,7 +103,7 @@ def _legend(picture: Picture) -> list[Tone]:
 
 
 def _page(picture: Picture, found: Layout) -> tuple[float, float, float, list[tuple[Tone, Point]]]:
-    """Size of the page, where the graph begins, and where each entry of the legend stands."""
+    """Width and height of the page, top of the graph, and the position of each legend entry."""
     text = max(len(line) for line in (picture.title, *picture.notes)) * CHARACTER
     width = max(found.width, text * 1.15, 420.0) + 2 * MARGIN
     entries: list[tuple[Tone, Point]] = []
@@ -118,18 +119,18 @@ def _page(picture: Picture, found: Layout) -> tuple[float, float, float, list[tu
 
 
 def _clean(text: str) -> str:
-    """Text for XML: escaped, with a question mark for what XML does not allow."""
-    kept = "".join(
+    """The text escaped for XML, with question marks for characters that XML does not allow."""
+    allowed = "".join(
         c if c in "\n\t" or (c.isprintable() and ord(c) < 0x110000) else "?" for c in text
     )
-    return escape(kept.encode(errors="replace").decode())
+    return escape(allowed.encode(errors="replace").decode())
 
 
 # SVG and HTML.
 
 
 def as_svg(picture: Picture) -> str:
-    """The picture as an SVG document; reasons are in ``<title>`` elements."""
+    """The picture as an SVG document; reasons are tooltips (``<title>`` elements)."""
     found = layout(picture.graph)
     width, height, top, legend = _page(picture, found)
     left = (width - found.width) / 2
@@ -166,7 +167,7 @@ def _text(x: float, y: float, text: str, how: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {how}>{_clean(text)}</text>'
 
 
-def _svg_box(placed: Placed) -> str:
+def _svg_box(placed: PlacedBox) -> str:
     box = placed.box
     fill, line, _ = COLOURS[box.tone]
     round_ = placed.height / 2 if box.shape == "dot" else 6
@@ -183,8 +184,8 @@ def _svg_box(placed: Placed) -> str:
     return "".join([*parts, "</g>"])
 
 
-def _lines(placed: Placed) -> Iterable[tuple[str, Point, bool]]:
-    """Each line of a box: its text, the middle of its baseline, and whether it is the name."""
+def _lines(placed: PlacedBox) -> Iterable[tuple[str, Point, bool]]:
+    """Each line of a box: its text, the middle of its baseline, and whether it is in the name."""
     box: Box = placed.box
     x, y = placed.x + placed.width / 2, placed.y + MARGIN / 2 + FONT
     if box.shape == "dot":
@@ -211,7 +212,7 @@ def _svg_route(route: Route) -> str:
 
 
 def as_html(picture: Picture) -> str:
-    """One page with the picture, and the reasons as a list for where no pointer can rest."""
+    """The picture as an HTML page; a list repeats the reasons, for devices without tooltips."""
     boxes = (b for b in every_box(picture.graph) if b.title and b.shape == "box")
     said = dict.fromkeys((box.tone, box.title) for box in boxes if COLOURS[box.tone][2])
     rows = "".join(
@@ -242,7 +243,7 @@ pre {{ margin: 0; font: inherit; white-space: pre-wrap; overflow-wrap: anywhere;
 
 
 def as_png(picture: Picture) -> bytes:
-    """The picture as a PNG. Raises ``OutputError`` for one too large to draw."""
+    """The picture as a PNG. Raises ``OutputError`` if it is too large."""
     from PIL import Image, ImageDraw, ImageFont
 
     found = layout(picture.graph)
@@ -297,7 +298,7 @@ def as_png(picture: Picture) -> bytes:
 
 
 def _straight(route: Route) -> list[Point]:
-    """The points of a route with its curves in straight pieces, none of them of no length."""
+    """The points of a route, with curves as straight segments, without repeated points."""
     points: list[Point] = []
     for number, (x, y) in enumerate(route.points):
         if number % 2 or not number:
@@ -322,7 +323,7 @@ def _arrow(start: Point, end: Point) -> list[Point]:
 
 
 def _dashes(points: list[Point]) -> Iterable[tuple[Point, Point]]:
-    """Every second piece of a line, all pieces of one length."""
+    """The dashes of a dashed line: every second segment, all segments of equal length."""
     piece, at = 5.0 * PIXELS, 0.0
     for (ax, ay), (bx, by) in zip(points, points[1:], strict=False):
         length, done = hypot(bx - ax, by - ay), 0.0

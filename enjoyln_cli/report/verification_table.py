@@ -1,4 +1,4 @@
-"""What a check has measured, as rows of texts: the table of the terminal and of the model card."""
+"""The results of a verification as rows of text, for the terminal and the model card."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Texts = tuple[str, str, str, str]
 HEADS: Texts = ("", "folded", "original", "")
 
 NONE = "-"
-"""In place of a number that was not measured."""
+"""Shown for a number that was not measured."""
 
 FEW_TOKENS = 256
-"""Below this many, a perplexity depends on which tokens they are: less than one window of text."""
+"""A perplexity over fewer tokens (less than one window of text) is marked as unreliable."""
 
 
 def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
-    """Each error beside the original's own rounding, below ``HEADS``.
+    """Each error next to the original's own rounding error, in the columns ``HEADS``.
 
-    ``found`` has the fields of a ``Verification``, as an object of Python or as they stand in
-    ``enjoyln_verify.json``. A number that is missing there is ``NONE``.
+    ``found`` has the fields of a ``Verification``, from the object or from ``enjoyln_verify.json``.
+    A number that is missing is shown as ``NONE``.
     """
     own, dtype = _number(found, "original_error"), found.get("compute_dtype")
     rows: list[Texts] = [
@@ -39,13 +39,13 @@ def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
     if isinstance(scores, Mapping) and scores:
         before, after = (_number(scores, key, "{:.4f}") for key in ("original", "folded"))
         count = _value(scores, "tokens") or 0
-        doubt = ": too few for more than a sign" if count < FEW_TOKENS else ""
+        doubt = ": too few to be reliable" if count < FEW_TOKENS else ""
         rows.append(("perplexity", after, before, f"over {count:.0f} tokens{doubt}"))
     return rows
 
 
 def _ratio_rows(found: Mapping[str, Any]) -> list[Texts]:
-    """What decides whether it passes; positions are not judged where there are too few inputs."""
+    """The ratio and the worst position with their limits; one row if there are too few inputs."""
     ratio = _value(found, "ratio")
     if ratio is None or math.isnan(ratio):
         return [("ratio", NONE, "", "too few inputs to judge it")]
@@ -65,13 +65,13 @@ def _number(found: Mapping[str, Any], key: str, form: str = "") -> str:
 
 
 def _value(found: Mapping[str, Any], key: str) -> float | None:
-    """``None`` also for what somebody has written into the file in place of a number."""
+    """The number at ``key``; ``None`` if there is none, for example in an edited file."""
     value = found.get(key)
     return value if isinstance(value, int | float) else None
 
 
 def count_inputs(found: Mapping[str, Any]) -> str:
-    """How many inputs were run: ``16 inputs``, or ``8 of 128 images``."""
+    """The number of inputs that were run: ``16 inputs``, or ``8 of 128 images``."""
     rows, full = found.get("rows"), found.get("full_rows")
     kind = str(found.get("inputs_are", "inputs"))[:20]
     is_partial = isinstance(rows, int) and isinstance(full, int) and rows < full

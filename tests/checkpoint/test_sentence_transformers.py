@@ -122,7 +122,7 @@ def test_the_transformer_is_folded_and_the_rest_comes_along(
     ("name", "words"),
     [
         ("2_Dense/model.safetensors", "2_Dense/model.safetensors has changed since"),
-        ("modules.py", "modules.py came after"),
+        ("modules.py", "modules.py was added after"),
         ("README.md", ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""The model card: what it takes over, what it says, and what a push changes of it."""
+"""The model card: what it copies from the original's card, its content, and what a push changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ A table of {{ braces }} and {% tags %} that are no template.
 
 
 def folded(tmp_path: Path, own: bytes = b"", name: str = "gpt2", **options: Any) -> Path:
-    """A checkpoint with a card of its own, folded."""
+    """Fold a checkpoint that has the model card ``own``; returns the result's directory."""
     source, out = tmp_path / "tiny", tmp_path / "tiny-rms"
     tmp_path.mkdir(exist_ok=True)
     shutil.copytree(CHECKPOINTS / name, source)
@@ -58,7 +58,7 @@ def made(out: Path) -> ModelCard:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folded with a card and verified; nobody writes into it."""
+    """A verified result whose original has a card; tests only read it."""
     return folded(tmp_path_factory.mktemp("card"), OWN.encode(), dtype="bfloat16")
 
 
@@ -104,8 +104,8 @@ def test_a_card_that_is_damaged_is_kept_as_text(tmp_path: Path, own: bytes) -> N
     assert found.text.rstrip().endswith(own.decode(errors="replace").strip())
 
 
-def test_metadata_of_a_stranger_is_no_bomb(tmp_path: Path) -> None:
-    """Lists of lists that stand for a thousand million texts, and more lines than are read."""
+def test_huge_metadata_is_not_expanded(tmp_path: Path) -> None:
+    """YAML aliases that expand to 10^9 texts, and metadata longer than the limit."""
     levels = [f"- &{a}0 [x, x, x, x, x, x, x, x, x, x]" for a in "ab"]
     levels += [f"- &{a}{i} [{f'*{a}{i - 1}, ' * 10}]" for i in range(1, 10) for a in "ab"]
     listed = "\n".join(levels)
@@ -186,7 +186,7 @@ def test_the_examples_of_the_card_run(out: Path, monkeypatch: pytest.MonkeyPatch
     assert type(names["model"].transformer.h[0].ln_1).__name__ == "RMSNorm"
 
 
-def test_measured_speed_is_told_where_it_was_measured(out: Path, tmp_path: Path) -> None:
+def test_the_card_states_where_speed_was_measured(out: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(out, tmp_path / "copy"))
     good: dict[str, Any] = {"case": "1 x 512 | eager", "speedup": 1.25, "verdict": "faster"}
     good["models"] = {"original": {"median_ms": 20.0}}

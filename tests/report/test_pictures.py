@@ -1,4 +1,4 @@
-"""Pictures: what they show of a model, where boxes go, and files of every kind."""
+"""Pictures: their content, their layout, and the files of each format."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def names(boxes: list[tuple[list[str], str]]) -> list[str]:
     return [texts[0] for texts, _ in boxes]
 
 
-# What is shown.
+# Content.
 
 
-def test_a_model_is_its_stream_with_layers_once(gpt2: Analysis) -> None:
+def test_a_picture_shows_the_stream_and_alike_layers_once(gpt2: Analysis) -> None:
     found = drawn(model_picture("gpt2", gpt2))
     assert names(found["group"]) == ["transformer.h.0-2 (3 layers)"]
     assert names(found["centred"]) == ["ln_1", "ln_2", "transformer.ln_f"]
@@ -135,7 +135,7 @@ def test_a_widened_mlp_says_that_it_subtracts() -> None:
 
 
 def test_the_stream_goes_on_where_no_proof_does() -> None:
-    """What the last block of a stage adds is read through a concatenation alone."""
+    """In Swin, only a concatenation reads the sum that the last block of a stage adds to."""
     from transformers import SwinConfig
 
     sizes = {"image_size": 16, "patch_size": 2, "window_size": 2, "embed_dim": 8, "num_labels": 2}
@@ -181,7 +181,7 @@ def test_a_norm_is_its_zero_mean_graph_with_shared_values_once() -> None:
 
 
 def test_names_and_reasons_are_there_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a PNG there is no pointer to rest on anything."""
+    """A PNG has no tooltips, so it must contain the whole text."""
     image = pytest.importorskip("PIL.ImageDraw")
     name = ".".join(f"block_{i}" for i in range(20)) + "x" * 100
     reason = " ".join(f"word{i}" for i in range(60))
@@ -197,11 +197,11 @@ def test_names_and_reasons_are_there_as_a_whole(monkeypatch: pytest.MonkeyPatch)
     assert set(texts) <= set(written)
 
 
-# Where boxes go.
+# Layout.
 
 
 def dot(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make ``text`` the one program there is."""
+    """Install a shell script ``text`` as ``dot``, the only program in the PATH."""
     folder.mkdir(exist_ok=True)
     (folder / "dot").write_text(f"#!/bin/sh\n{text}\n")
     (folder / "dot").chmod(0o755)
@@ -212,14 +212,14 @@ def dot(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def pixels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> float:
-    """How exact the library is that lays out; the other is not there."""
+    """The precision in pixels of the layout library; the other library is made unavailable."""
     if request.param == "grandalf":
         monkeypatch.setenv("PATH", str(tmp_path))
         return 0.0
     if shutil.which("dot") is None:
         pytest.skip("Graphviz is not installed")
     monkeypatch.setitem(sys.modules, "grandalf.layouts", None)
-    return 1.5  # it gives five digits of a length, and ends a link at a whole pixel
+    return 1.5  # dot prints five digits of a length, and ends links at whole pixels
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -289,7 +289,7 @@ def test_links_into_a_group_end_apart_and_those_into_a_sum_in_one_point(pixels: 
         "exec sleep 60",
     ],
 )
-def test_where_graphviz_fails_another_lays_out(
+def test_grandalf_is_used_if_graphviz_fails(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     graph = Graph((Box("a", ("a",)), Box("b", ("b",))), (Link("a", "b"),))
@@ -305,13 +305,13 @@ def test_where_graphviz_fails_another_lays_out(
 
 
 def linear(colour: str) -> list[float]:
-    """The three parts of a colour as amounts of light."""
+    """The red, green and blue of a colour in linear light."""
     parts = [part / 255 for part in bytes.fromhex(colour[1:])]
     return [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG 2 defines it."""
+    """The contrast ratio of two colours, as defined by WCAG 2."""
     weights = torch.tensor([0.2126, 0.7152, 0.0722])
     dark, bright = sorted(float(weights @ torch.tensor(linear(c))) for c in (one, other))
     return (bright + 0.05) / (dark + 0.05)
@@ -330,11 +330,12 @@ SIGHT = {
     "no green": [[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]],
     "no blue": [[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]],
 }
-"""What is seen of light (Machado, Oliveira and Fernandes 2009)."""
+"""Maps of linear light that simulate colour vision deficiencies (Machado, Oliveira and Fernandes
+2009)."""
 
 
 def seen(colour: str, sight: str) -> torch.Tensor:
-    """A colour in CIELAB, where distances are those of perception."""
+    """A colour as seen with ``sight``, in CIELAB, where distances are perceptual."""
     light = (torch.tensor(SIGHT[sight]) @ torch.tensor(linear(colour))).clamp(0, 1)
     to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
     xyz = torch.tensor(to_xyz) @ light / torch.tensor([0.9505, 1.0, 1.089])
@@ -362,7 +363,7 @@ def test_the_legend_says_what_every_colour_of_a_box_means(gpt2: Analysis) -> Non
 # Files.
 
 
-def test_names_of_strangers_are_text() -> None:
+def test_untrusted_names_are_escaped() -> None:
     picture = Picture(RUDE, (RUDE,), Graph((Box("1", (RUDE,), "kept", RUDE),), ()))
     texts, title = drawn(picture)["kept"][0]
     assert texts == [title] == ['a<script>alert("&")</script>???']

@@ -1,4 +1,4 @@
-"""The table of a check: the same for the terminal and for the model card."""
+"""The table of verification results, which is the same in the terminal and the model card."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_too_few_inputs_judge_neither_ratio_nor_positions() -> None:
         assert "worst position" not in [row[0] for row in rows]
 
 
-def test_a_perplexity_of_few_tokens_is_only_a_sign() -> None:
+def test_a_perplexity_of_few_tokens_is_marked() -> None:
     scores = {"original": 12.5, "folded": 12.25, "tokens": 255}
     *few, note = verification_rows(vars(replace(WHOLE, perplexity=scores)))[-1]
     assert few == ["perplexity", "12.2500", "12.5000"]
-    assert note == "over 255 tokens: too few for more than a sign"
+    assert note == "over 255 tokens: too few to be reliable"
     many = verification_rows(vars(replace(WHOLE, perplexity={**scores, "tokens": 256})))[-1]
     assert many[3] == "over 256 tokens"
     none = verification_rows(vars(replace(WHOLE, perplexity=None)))
@@ -62,7 +62,7 @@ def test_a_perplexity_of_few_tokens_is_only_a_sign() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "1.0", [], {}, {"tokens": None}])
-def test_a_file_that_somebody_has_written_to_is_shown_as_far_as_it_goes(value: Any) -> None:
+def test_an_edited_file_is_shown_as_far_as_possible(value: Any) -> None:
     found = dict.fromkeys(vars(WHOLE), value)
     assert {row[1] for row in verification_rows(found)} == {NONE}
     assert {row[1] for row in verification_rows({})} == {NONE}

@@ -1,4 +1,4 @@
-"""Code outside of transformers is proven in the calls that were traced, and refuses others."""
+"""Models outside of transformers: the proof covers traced calls, and other calls are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SLOW = pytest.mark.slow
 
 
 class Net(nn.Module):
-    """A stream that ``extra`` adds to, in the calls that ``wants`` names, and then a norm."""
+    """A residual stream before a norm; in calls that ``wants`` selects, ``extra`` adds to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def computes_rms(model: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 CASES: list[tuple[type[Net], tuple[Any, ...], dict[str, Any], list[Any], list[Any]]] = [
-    # a module, its example, calls that are proven too, calls that are not
+    # a module, its example call, other calls that are proven, calls that are not proven
     (Labels, (x(),), {}, [((x(3, 4),), {"style_labels": None})],
      [((x(),), {"style_labels": torch.ones(2)}), ((x(), torch.ones(2)), {})]),
     (Returned, (x(),), {}, [((x(1, 9), False), {})], [((x(),), {"return_best": True})]),
@@ -212,7 +212,7 @@ def test_a_call_of_another_form_is_refused(
             ):
                 folded(*given, **named)
         folded.eval()
-    assert computes_rms(folded, *args, **kwargs)  # a refusal ends with its call
+    assert computes_rms(folded, *args, **kwargs)  # a refused call has no effect on later calls
 
 
 @pytest.mark.parametrize(
@@ -227,10 +227,10 @@ def test_a_call_of_another_form_is_proven_when_it_is_handed_in(
     for given, named in ((args, kwargs), *proven, *others):
         assert error(folded, model, *given, **named) <= 1e-12
         assert computes_rms(folded, *given, **named) == bool(plan.folded)
-    assert not plan.folded  # what was refused would have been wrong: nobody can centre a square
+    assert not plan.folded  # refusing was right: these calls add a square, which cannot be centred
 
 
-def test_what_is_no_call_is_refused_as_an_example() -> None:
+def test_an_example_that_is_no_call_is_refused() -> None:
     model = moved(Labels())
     for wrong in ([x()], [(x(), x())], [((x(),), {}, {})], [{"x": x()}]):
         with pytest.raises(EnjoyLNError, match=r"example_calls: number 1 is not a pair of"):
@@ -273,7 +273,7 @@ READ_OF_SIZES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 class Read(nn.Module):
-    """One row gets a mean of its own where what is read of ``sizes`` is one."""
+    """Adds a mean to one row if the value that ``read`` takes from ``sizes`` is one."""
 
     def __init__(self, read: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -346,16 +346,16 @@ def test_a_flag_that_was_set_since_is_refused_by_name() -> None:
         converted(model, plan)
 
 
-def test_what_is_proven_is_said_in_one_line() -> None:
+def test_proven_calls_are_listed_in_one_line() -> None:
     def line(model: nn.Module, *given: Any, **named: Any) -> str:
         return notes(row("it", analyze(model, *given, **named).plan))[-1].strip()
 
-    falls_back = "any other is refused"
+    falls_back = "any other call is refused"
     assert line(Labels(), x().float()) == f"proven for calls with x; {falls_back}"
     said = line(Kind(), x().float(), mode="quiet")
     assert said == f'proven for calls with x and mode="quiet"; {falls_back}'
     assert line(Positional(), x().float()) == f"proven for calls with 1 by position; {falls_back}"
-    assert "no form of call could be proven" in line(Valued(), x().float(), torch.tensor([1, 2]))
+    assert "no call could be proven" in line(Valued(), x().float(), torch.tensor([1, 2]))
 
 
 def test_one_compiled_graph_and_a_pickle() -> None:
@@ -388,7 +388,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_form_is_read_as_it_was_written(form: CallForm) -> None:
+def test_a_form_survives_writing_and_reading(form: CallForm) -> None:
     assert call_text.from_text(call_text.to_text(form)) == form
 
 
@@ -509,7 +509,7 @@ def test_custom_code_on_disk_is_right_with_inputs_that_no_list_names(
             with torch.no_grad():
                 got = model(IDS, **named).logits
         except UnsupportedModel:
-            assert named and case not in ("adds", "reads")  # a value or pair that nobody tried
+            assert named and case not in ("adds", "reads")  # a value or pair that was not traced
             continue
         with torch.no_grad():
             expected = original(IDS, **named).logits
