@@ -1,4 +1,4 @@
-"""Residual additions that are computed together with the norm that reads them."""
+"""The torch.compile backend: residual additions are fused with the norms after them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from enjoyln_cli.runtime.dynamo_backend import fuse, write_over
 from enjoyln_cli.runtime.modules import Folded, rms_norm
 
 ADDITIONS = {"gpt2": 6, "opt": 9, "bloom": 8, "phi": 4, "vit": 6, "bert": 6}
-"""By hand: two for each block before a norm (Phi's parallel blocks have one), the first norm's
-input apart, which is an embedding or a sum of two shapes. OPT's positions have a row each."""
+"""Fused additions, counted by hand: two for each block (Phi's parallel blocks have one). The sum
+before the first norm does not count where its operands have two shapes; in OPT they have one."""
 D = 24
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +42,7 @@ def anew() -> Iterator[None]:
 
 
 class Counting:
-    """The backend, remembering what it fused and wrote over, and what is called afterwards."""
+    """The backend, recording fused additions, overwritten operands and the functions called."""
 
     def __init__(self) -> None:
         self.fused: list[int] = []
@@ -97,7 +97,7 @@ def test_a_model_computes_the_same(outs: dict[str, Path], name: str, dtype: torc
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     got = logits(compiled, given)
     assert backend.fused == [ADDITIONS[name]]
-    # the positions that OPT adds first may be a part of more
+    # OPT's first addition has no operand to overwrite: the positions may be a view of other memory
     assert backend.over == [ADDITIONS[name] - (name == "opt")]
     post = backend.count(kernels.sum_layer_norm_over, kernels.sum_rms_norm_over)
     assert post == (6 if name == "bert" else 1)  # the last sum of a pre-LN model is read once
@@ -166,7 +166,7 @@ def test_training_fuses_layer_norms_and_has_gradients(outs: dict[str, Path]) -> 
         call = torch.compile(model, backend=backend) if compiling else model
         call(**given, labels=given["input_ids"]).loss.backward()
         grads.append([parameter.grad for parameter in model.parameters()])
-    # dropout is there, with a probability of 0, and keeps the first operand of each sum
+    # active dropout (here with p = 0) stays in the graph
     assert sum(backend.fused) == 6
     assert backend.count(kernels.add_layer_norm, kernels.sum_layer_norm) == 6
     assert not backend.count(kernels.add_rms_norm, kernels.rms_norm, rms_norm)
@@ -196,7 +196,7 @@ def centred(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def outcome(function: Callable[..., Any], *given: Any) -> Counting:
-    """Compiles and compares with a plain call."""
+    """Compiles ``function``, and compares the result with that of a plain call."""
     backend = Counting()
     copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in given]
     with torch.no_grad():
@@ -367,7 +367,7 @@ def test_a_sum_is_written_over_what_nobody_reads_later(kind: str, returned: bool
 
     found = outcome(block, centred(2, 3, D))
     assert (found.fused, found.over) == ([2], [2])
-    # x is an input, and a caller gets no view
+    # x is an input, so it stays; a view is not overwritten if the graph returns it
     assert found.count(getattr(kernels, f"add_{kind}_")) == 1 + returned
     assert found.count(getattr(kernels, f"add_{kind}_over")) == 1 - returned
 

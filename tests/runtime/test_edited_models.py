@@ -39,16 +39,16 @@ def blocks(model: Any) -> nn.ModuleList:
     return next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 2)
 
 
-def a_bias(model: Any) -> bool:
-    """Is given to a writer that had none."""
+def add_bias(model: Any) -> bool:
+    """Add a bias to a centred layer that had none."""
     bare = [module for _, module in writers(model) if module.bias is None]
     for module in bare[-1:]:
         module.bias = nn.Parameter(torch.arange(16.0).double())
     return bool(bare)
 
 
-def a_block(model: Any) -> bool:
-    """Is appended, with weights that nobody has centred."""
+def append_block(model: Any) -> bool:
+    """Append a block with weights that are not centred."""
     block = copy.deepcopy(blocks(source(model.config.model_type))[1])
     inner = getattr(model.config, "text_config", model.config)
     for name in ("num_hidden_layers", "encoder_layers"):
@@ -61,35 +61,35 @@ def a_block(model: Any) -> bool:
     return True
 
 
-def a_block_less(model: Any) -> bool:
+def remove_block(model: Any) -> bool:
     del blocks(model)[0]
     return True
 
 
-def a_forward(model: Any) -> bool:
-    """Is replaced on the instance of a writer."""
+def replace_forward(model: Any) -> bool:
+    """Replace ``forward`` on the instance of a centred layer."""
     _, module = [one for one in writers(model) if not isinstance(one[1], nn.Conv2d)][-1]
     call = type(module).forward
     module.forward = lambda x: call(module, x) + torch.arange(16.0).double()
     return True
 
 
-def a_hook(model: Any) -> bool:
-    """Shifts what a module in between returns."""
+def add_hook(model: Any) -> bool:
+    """Add a hook that changes the mean of a dropout's output, or of a centred layer's."""
     between = [m for m in model.modules() if isinstance(m, nn.Dropout)]
     target = between[0] if between else writers(model)[-1][1]
     target.register_forward_hook(lambda m, args, out: out + torch.ones_like(out).cumsum(-1))
     return True
 
 
-def a_hook_before_a_norm(model: Any) -> bool:
+def add_hook_before_norm(model: Any) -> bool:
     norm = [m for m in model.modules() if isinstance(m, nn.LayerNorm)][-1]
     norm.register_forward_pre_hook(lambda m, args: (args[0] + torch.arange(16.0) ** 2,))
     return True
 
 
-def a_hook_of_the_whole(model: Any) -> bool:
-    """Changes inputs after our own hooks have seen them."""
+def add_hook_to_model(model: Any) -> bool:
+    """Add a hook to the model that replaces its inputs after our own hooks have run."""
     embedded = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(5)).double() + 3
 
     def replace(module: Any, args: Any, kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def a_hook_of_the_whole(model: Any) -> bool:
     return True
 
 
-def another_dropout(model: Any) -> bool:
+def replace_dropout(model: Any) -> bool:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Dropout):
@@ -114,8 +114,8 @@ class AddsOne(nn.Module):
         return x + torch.arange(x.shape[-1], dtype=x.dtype)
 
 
-def dropouts(model: Any) -> bool:
-    """Alone in training mode, as Monte-Carlo dropout has them."""
+def train_dropouts(model: Any) -> bool:
+    """Put only dropout modules into training mode, as in Monte-Carlo dropout."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.4
@@ -123,8 +123,8 @@ def dropouts(model: Any) -> bool:
     return any(isinstance(m, nn.Dropout) for m in model.modules())
 
 
-def blocks_in_training_mode(model: Any) -> bool:
-    """Their own dropout is a function."""
+def train_blocks(model: Any) -> bool:
+    """Put blocks into training mode whose dropout is a function call."""
     for block in blocks(model):
         block.training = True
         block.dropout = 0.4 if isinstance(getattr(block, "dropout", None), float) else None
@@ -132,8 +132,8 @@ def blocks_in_training_mode(model: Any) -> bool:
 
 
 EDITS = [
-    a_bias, a_block, a_block_less, a_forward, a_hook, a_hook_before_a_norm, a_hook_of_the_whole,
-    another_dropout, dropouts, blocks_in_training_mode,
+    add_bias, append_block, remove_block, replace_forward, add_hook, add_hook_before_norm,
+    add_hook_to_model, replace_dropout, train_dropouts, train_blocks,
 ]  # fmt: skip
 
 
@@ -158,8 +158,10 @@ def computes_rms(model: Any, name: str) -> bool:
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("name", KINDS)
-def test_an_edit(folder: Path, name: str, edit: Callable[[Any], bool]) -> None:
-    """Of a model that has been called already."""
+def test_an_edited_model_computes_what_the_edited_stock_model_does(
+    folder: Path, name: str, edit: Callable[[Any], bool]
+) -> None:
+    """An edit after the model's first call."""
     model, stock = pair(name, folder)
     assert difference(model, stock, name) < 1e-9 and computes_rms(model, name)
     if edit(model):
@@ -214,13 +216,15 @@ def test_a_hook_of_every_module(folder: Path) -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_know_how_the_model_was_built(folder: Path, copied: Any) -> None:
     model, stock = pair("gpt2", folder)
-    a_block(model), a_block(stock)
+    append_block(model), append_block(stock)
     other = copied(model)
     with pytest.warns(UserWarning, match=r"h\.2: .* was not there"):
         assert difference(other, stock, "gpt2") < 1e-9
 
 
-@pytest.mark.parametrize("edit", [a_bias, a_block, a_forward, a_hook, another_dropout])
+@pytest.mark.parametrize(
+    "edit", [add_bias, append_block, replace_forward, add_hook, replace_dropout]
+)
 def test_an_edit_before_the_model_is_optimized(folder: Path, edit: Callable[[Any], bool]) -> None:
     for name in ("opt", "bert", "phi"):
         _, model = pair(name, folder)
@@ -237,7 +241,7 @@ def test_an_edit_before_the_model_is_optimized(folder: Path, edit: Callable[[Any
             assert difference(model, stock, name) < 1e-9
 
 
-def test_what_is_put_back_computes_rms_norm_again(folder: Path) -> None:
+def test_an_undone_edit_computes_rms_norm_again(folder: Path) -> None:
     model, stock = pair("bert", folder)
     assert computes_rms(model, "bert")
     layer = model.encoder.layer[0].output
@@ -252,7 +256,7 @@ def test_what_is_put_back_computes_rms_norm_again(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_training_that_changes_no_centred_weight_leaves_rms_norm(folder: Path, name: str) -> None:
-    """One call of the whole model tells that of what is inside of it, too."""
+    """One call of the whole model checks the weights for the models inside it too."""
     model, _ = pair(name, folder)
     norms = [module for module in model.modules() if isinstance(module, Folded)]
     model.train().eval()
@@ -261,8 +265,8 @@ def test_training_that_changes_no_centred_weight_leaves_rms_norm(folder: Path, n
     assert not any(norm.shifted for norm in norms)
 
 
-def test_layers_that_only_read_may_be_anything(folder: Path) -> None:
-    """Adapters and quantised layers; a hook behind a norm that multiplies by weights."""
+def test_layers_that_only_read_may_change(folder: Path) -> None:
+    """Adapters on layers that read the stream are allowed, and hooks after a norm with a weight."""
     for name, path in (("gpt2", "transformer.h.0.attn.c_attn"), ("phi", "model.layers.0.mlp.fc1")):
         model, stock = pair(name, folder)
         for one in (model, stock):
@@ -287,8 +291,8 @@ class Adapter(nn.Module):
         return self.inner(x) + self.added(x)
 
 
-def test_a_module_of_your_own_is_looked_at(folder: Path) -> None:
-    """``install`` alone: nobody knows its weights, but how it is built."""
+def test_the_structure_of_a_custom_module_is_checked(folder: Path) -> None:
+    """After ``install`` alone the weights are not checked, but the structure is."""
     from enjoyln_cli.runtime.install import install
 
     net = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.5), nn.LayerNorm(16)).double().eval()
@@ -304,7 +308,7 @@ def test_a_module_of_your_own_is_looked_at(folder: Path) -> None:
 
 
 class Beside(nn.Module):
-    """In the manner of PEFT: holds the layer, and changes what it writes."""
+    """An adapter like those of PEFT: contains the layer and changes its output."""
 
     def __init__(self, base_layer: nn.Module, way: str) -> None:
         super().__init__()
@@ -315,18 +319,18 @@ class Beside(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.base_layer(x)
-        if self.way == "scales":  # as IA3 does
+        if self.way == "scales":  # like IA3
             return y * self.size
         y = y + x @ self.down @ self.up
-        if self.way == "adds":  # as LoRA does
+        if self.way == "adds":  # like LoRA
             return y
-        weight = self.base_layer.weight + (self.down @ self.up).T  # as DoRA does
+        weight = self.base_layer.weight + (self.down @ self.up).T  # like DoRA
         return y * self.size / weight.norm(dim=1)
 
 
 @pytest.mark.parametrize("way", ["adds", "scales", "divides"])
 def test_an_adapter_of_the_original(folder: Path, way: str) -> None:
-    """One that adds computes the same on the centred layer; one that multiplies does not."""
+    """An adapter that adds computes the same on the centred layer; one that multiplies does not."""
     model, stock = pair("phi", folder)
     original = source("phi")
     assert computes_rms(model, "phi")

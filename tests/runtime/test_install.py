@@ -51,7 +51,7 @@ def gpt2(cls: type = GPT2LMHeadModel) -> Any:
 
 
 def centre_writers(model: Any) -> Any:
-    """Everything that flows into the stream but the token embedding."""
+    """Centre all weights that write to the residual stream, except the token embedding."""
     base = getattr(model, "transformer", model)
     with torch.no_grad():
         base.wpe.weight -= base.wpe.weight.mean(1, keepdim=True)
@@ -71,8 +71,8 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def no_layer_norm_in_its_place() -> Iterator[None]:
-    """Also where no kernel can be compiled, a folded norm shows whether its input has a mean."""
+def no_layer_norm_fallback() -> Iterator[None]:
+    """Turn off the fallback to LayerNorm, which would hide an input with a mean."""
     with literally():
         yield
 
@@ -116,7 +116,7 @@ def test_float64_stays_float64() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_result_is_contiguous_as_that_of_a_layer_norm(dtype: torch.dtype) -> None:
-    """Models make views of it."""
+    """Models call ``view`` on the result."""
     norm = randomised(nn.LayerNorm(D)).to(dtype)
     x = torch.randn(3, D, 5).to(dtype).mT
     assert norm(x).is_contiguous() and not x.is_contiguous()
@@ -137,7 +137,7 @@ def test_training_computes_layer_norm() -> None:
 
 
 def test_kernels_are_looked_for_where_the_input_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once; ``meta`` stands for a device whose kernels nobody has asked for yet."""
+    """The first call on a device looks for kernels; ``meta`` stands for any unused device."""
     norm, x = RMSNorm(8, device="meta").eval(), torch.empty(2, 8, device="meta")
     known = {name: found for name, found in native._known.items() if name != "meta"}
     monkeypatch.setattr(native, "_known", known)
@@ -236,7 +236,7 @@ def test_an_unproven_input_makes_the_norms_compute_layer_norm() -> None:
     model = gpt2()
     positions = torch.full((2, 9), 3)
     with torch.no_grad():
-        model.transformer.wpe.weight[3] += 1.5  # stays uncentred: no proof has read it
+        model.transformer.wpe.weight[3] += 1.5  # this row stays uncentred: no trace reads it
         row = model.transformer.wpe.weight[3].clone()
         expected = model(ids(), position_ids=positions).logits
         centre_writers(model).transformer.wpe.weight[3] = row
@@ -259,7 +259,7 @@ def test_an_unproven_input_makes_the_norms_compute_layer_norm() -> None:
 
 
 def test_an_unproven_input_is_refused_where_norms_were_merged() -> None:
-    """Something else may read them in such a call, and misses what they have lost."""
+    """Other layers may read the merged norms in such a call, and would miss the merged affine."""
     model = centre_writers(gpt2())
     install(model, NORMS, [WTE], unproven=["position_ids"], merged=True)
     positions = torch.full((2, 9), 3)
@@ -399,14 +399,14 @@ def test_a_norm_that_is_rms_already_is_refused() -> None:
 
 
 class Pair(nn.Module):
-    """Returns a tuple, takes its input by position or by name."""
+    """Takes its input by position or by keyword, and returns a tuple."""
 
     def forward(self, hidden: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, float]:
         return hidden * scale, scale
 
 
 class Named(nn.Module):
-    """Hands its input on by name."""
+    """Passes its input on by keyword."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -436,7 +436,7 @@ def test_centring_over_groups_of_the_last_dimension() -> None:
     assert torch.allclose(module(x).view(2, 4, 8), heads - heads.mean(-1, keepdim=True))
 
 
-# What the norms see.
+# The means of the norms' inputs.
 
 
 def test_the_norm_with_the_worst_mean_stands_out() -> None:

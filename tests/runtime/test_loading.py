@@ -1,4 +1,4 @@
-"""Converted checkpoints as models that run RMSNorm, and what stops them from doing so."""
+"""Converted checkpoints that run RMSNorm, and the conditions under which they do not."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
-def no_surprise() -> Iterator[None]:
-    """A model that goes over to LayerNorm says so; nobody else may."""
+def no_unexpected_fallback() -> Iterator[None]:
+    """Fail on a warning that a model computes LayerNorm, unless the test expects it."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="computing LayerNorm")
@@ -78,7 +78,7 @@ def norms(model: Any) -> list[Any]:
 
 
 def computes_rms(model: Any, given: dict[str, Any]) -> bool:
-    """Whether each norm that was called computed RMSNorm; all or none of them have to."""
+    """Whether the norms computed RMSNorm in this call; asserts that all or none of them did."""
     seen: list[bool] = []
     hooks = [
         norm.register_forward_hook(lambda n, *_: seen.append(not (n.training or n.shifted)))
@@ -92,7 +92,7 @@ def computes_rms(model: Any, given: dict[str, Any]) -> bool:
 
 
 def shift_a_writer(model: Any) -> str:
-    """As training would: every weight moves a little, so that one has a mean."""
+    """Change every weight a little, as training would; returns a name that the error contains."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.02 * parameter.std() * (torch.randn_like(parameter) + 1)
@@ -187,7 +187,7 @@ def test_a_marker_that_was_changed_is_refused(outs: dict[str, Path], tmp_path: P
     assert not norms(model)
 
 
-def test_a_marker_in_front_of_other_weights_is_refused(outs: dict[str, Path]) -> None:
+def test_a_marker_with_other_weights_is_refused(outs: dict[str, Path]) -> None:
     model = original("gpt2")
     model.config.enjoyln = AutoModelForCausalLM.from_pretrained(outs["gpt2"]).config.enjoyln
     with pytest.raises(NotCentred, match=r"transformer\.\S+: its mean is \d"):
@@ -215,7 +215,7 @@ def test_a_marker_for_another_shape_is_refused(outs: dict[str, Path]) -> None:
 
 
 def test_the_transformer_of_a_pipeline(tmp_path: Path) -> None:
-    """sentence-transformers keep it in a folder that modules.json names."""
+    """In a sentence-transformers pipeline, ``modules.json`` names the folder of the transformer."""
     kind = "sentence_transformers.models.Transformer"
     listed = [{"idx": 0, "name": "0", "path": "0_Transformer", "type": kind}]
     shutil.copytree(CHECKPOINTS / "gpt2", tmp_path / "source" / "0_Transformer")
@@ -238,7 +238,7 @@ def layer_scaled() -> Any:
 
 
 def test_a_scale_that_was_merged(tmp_path: Path) -> None:
-    """It is all ones after the fold; trained again, its product with the weights has a mean."""
+    """The scale is all ones after the fold; if it is trained, scale times weight has a mean."""
     source, given = layer_scaled(), inputs("vit")
     source.save_pretrained(tmp_path / "source")
     fold(tmp_path / "source", tmp_path / "out", verify=False)
@@ -296,7 +296,7 @@ def test_a_pipeline_with_a_quantization_config(outs: dict[str, Path]) -> None:
     assert found[0]("Once upon a", **given) == found[1]("Once upon a", **given)
 
 
-def test_loading_makes_the_backend_known() -> None:
+def test_loading_registers_the_backend() -> None:
     code = (
         "import torch, enjoyln_cli; enjoyln_cli.optimize; "
         "print(torch.compile(torch.nn.LayerNorm(8), backend='enjoyln')(torch.ones(2, 8)).shape)"
@@ -304,7 +304,7 @@ def test_loading_makes_the_backend_known() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# What users do with a model.
+# Usual operations on a model.
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_a_pipeline(outs: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", FOLDED)
-def test_what_is_saved_is_stock(outs: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_saved_models_are_stock(outs: dict[str, Path], tmp_path: Path, name: str) -> None:
     model, given = from_pretrained(outs[name]), inputs(name)
     model.save_pretrained(tmp_path / "saved")
     stock = type(model).from_pretrained(tmp_path / "saved")
@@ -361,7 +361,7 @@ def test_what_is_saved_is_stock(outs: dict[str, Path], tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_look_for_themselves(outs: dict[str, Path], copied: Any) -> None:
+def test_copies_check_their_own_weights(outs: dict[str, Path], copied: Any) -> None:
     model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
     other = copied(model)
     assert computes_rms(other, given) and torch.equal(run(other, given), run(model, given))
@@ -463,7 +463,7 @@ def test_compile_in_one_graph(outs: dict[str, Path], name: str) -> None:
     assert not any(norm.shifted for norm in norms(model))
 
 
-# What moves the weights.
+# Changes of the weights.
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -517,7 +517,7 @@ def test_training_mode_that_trains_nothing_changes_nothing(outs: dict[str, Path]
 
 
 def test_an_update_that_leaves_no_trace_is_seen_by_the_first_call(outs: dict[str, Path]) -> None:
-    """As an adapter makes it that is merged right after loading."""
+    """For example by an adapter that is merged right after loading."""
     model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
     model.transformer.h[1].mlp.c_proj.weight.data.add_(0.1)
     with pytest.warns(UserWarning, match=r"h\.1\.mlp\.c_proj\.weight: its mean is"):
@@ -570,7 +570,7 @@ def test_compiled_calls_look_again_after_training(outs: dict[str, Path]) -> None
 
 @pytest.mark.parametrize("name, folds", [("gpt2", True), ("phi", False)])
 def test_new_embedding_rows(outs: dict[str, Path], name: str, folds: bool) -> None:
-    """GPT-2 centres the rows as they are looked up; Phi's are weights, and new ones have a mean."""
+    """GPT-2 centres rows at run time. Phi's rows are centred in the weights; new ones are not."""
     model, stock = (
         load(outs[name]) for load in (from_pretrained, AutoModelForCausalLM.from_pretrained)
     )
@@ -601,7 +601,7 @@ def test_an_embedding_that_loses_its_centring(outs: dict[str, Path]) -> None:
 
 
 class Quantised(nn.Linear):
-    """In the manner of bitsandbytes: another class, int8 values and a scale for each row."""
+    """A layer like those of bitsandbytes: another class, int8 values and a scale for each row."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
@@ -623,7 +623,7 @@ def quantise(model: Any) -> Any:
 
 
 def test_linears_that_are_quantised_after_loading(outs: dict[str, Path]) -> None:
-    """Rounding to int8 leaves means that no proof covers: LayerNorm removes them."""
+    """Rounding to int8 leaves means in the weights, which LayerNorm removes."""
     given = inputs("phi")
     stock = quantise(AutoModelForCausalLM.from_pretrained(outs["phi"]))
     model = quantise(from_pretrained(outs["phi"]))
@@ -648,7 +648,7 @@ def test_compiled_calls_look_at_replaced_layers(outs: dict[str, Path]) -> None:
         assert error(compiled, stock, given) < 1e-6
 
 
-def test_a_hook_that_steers(outs: dict[str, Path]) -> None:
+def test_a_steering_hook(outs: dict[str, Path]) -> None:
     model, given = from_pretrained(outs["opt"]), inputs("opt")
     stock = AutoModelForCausalLM.from_pretrained(outs["opt"])
     vector = torch.randn(72) + 1
@@ -671,7 +671,7 @@ def test_hidden_states_and_attentions_change_nothing(outs: dict[str, Path]) -> N
         assert computes_rms(model, given)
 
 
-def test_quantised_readers_are_nobodys_business(outs: dict[str, Path]) -> None:
+def test_quantised_readers_are_allowed(outs: dict[str, Path]) -> None:
     model, given = from_pretrained(outs["phi"]), inputs("phi")
     for layer in model.model.layers:
         layer.mlp.fc1 = Quantised(layer.mlp.fc1)
@@ -683,14 +683,14 @@ def test_quantised_readers_are_nobodys_business(outs: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "phi"])
 def test_a_prefix_of_soft_prompts(outs: dict[str, Path], name: str) -> None:
-    """As prompt tuning does it: learned rows in front of the embedded tokens."""
+    """Prompt tuning: learned rows before the embedded tokens."""
     ids = inputs(name)["input_ids"]
     prefix = torch.randn(1, 4, 1) + torch.randn(1, 4, original(name).config.hidden_size)
     found = []
     for model in (original(name), from_pretrained(outs[name])):
         model = model.double()
         with torch.no_grad():
-            # the rows themselves: a centred embedding returns them centred
+            # rows of the weight: the embedding module would return them centred
             rows = nn.functional.embedding(ids, original(name).get_input_embeddings().weight)
             given = torch.cat([prefix.expand(2, -1, -1), rows], 1).double()
             found.append(model(inputs_embeds=given).logits)
@@ -705,7 +705,7 @@ def test_a_prefix_of_soft_prompts(outs: dict[str, Path], name: str) -> None:
 
 
 def test_masked_patches_make_a_vit_compute_layer_norm(tmp_path: Path) -> None:
-    """The mask token is stored, and no proof has read it: the class is built without one."""
+    """The mask token is stored, but no trace reads it: the traced class is built without one."""
     config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "vit")
     source = ViTModel(config, use_mask_token=True)
     with torch.no_grad():
@@ -782,7 +782,7 @@ def test_prompt_tuning(outs: dict[str, Path]) -> None:
     assert error(*models, given) < 1e-6
 
 
-# Encoders, which `generate` calls by themselves.
+# Encoders, which `generate` calls directly.
 
 SIZES = {
     "vocab_size": 97, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
@@ -798,7 +798,7 @@ WHISPER = {
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
-    """Encoder-decoder models and where they were converted to."""
+    """Encoder-decoder models, each with the directory of its converted checkpoint."""
     made: dict[str, tuple[Any, Path]] = {}
     for kind, cls, settings in (
         ("pegasus", transformers.PegasusForConditionalGeneration, SIZES),
@@ -817,7 +817,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path
 
 
 def generated(model: Any, **given: Any) -> torch.Tensor:
-    """The logits of six greedy steps."""
+    """The logits of six steps of greedy generation."""
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     with torch.no_grad():
         found = transformers.GenerationMixin.generate(

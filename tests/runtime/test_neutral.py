@@ -1,4 +1,4 @@
-"""Norms after ``--merge``: weights of one and biases of zero stay stored, and nobody reads them."""
+"""Norms after ``--merge``: weights of one and biases of zero stay stored, and are not read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def poison(model: nn.Module, how: str) -> None:
-    """NaN where nobody may look, written so that torch does not count it."""
+    """Write NaN into parameters that must not be read, without a change of torch's counter."""
     for name in ("bias",) if how == "bias" else ("bias", "weight"):
         for norm in folded_norms(model):
             if getattr(norm, f"{name}less"):
@@ -59,7 +59,7 @@ def poison(model: nn.Module, how: str) -> None:
 
 
 def shift(model: nn.Module, name: str = "bias") -> dict[str, torch.Tensor]:
-    """A state dict whose merged norms are not neutral any more."""
+    """A state dict in which the parameter ``name`` of merged norms is no longer neutral."""
     state = {key: value.clone() for key, value in model.state_dict().items()}
     for path, module in model.named_modules():
         if isinstance(module, Folded):
@@ -67,14 +67,14 @@ def shift(model: nn.Module, name: str = "bias") -> dict[str, torch.Tensor]:
     return state
 
 
-def told(model: Any, flag: str) -> list[str]:
-    """The norms that were told that a parameter of theirs changes nothing."""
+def flagged(model: Any, flag: str) -> list[str]:
+    """The paths of the norms whose ``flag`` (``weightless`` or ``biasless``) is set."""
     named = model.named_modules()
     return [path for path, norm in named if isinstance(norm, Folded) and getattr(norm, flag)]
 
 
 def merged_norms(model: Any, name: str) -> list[str]:
-    """What the marker has; other norms of the model keep theirs."""
+    """The norms that the marker lists as merged; asserts that they are not all norms."""
     names = model.config.enjoyln["merged"][name]
     assert 3 < len(names) < len(folded_norms(model)) or not names
     return sorted(names)
@@ -85,9 +85,9 @@ def test_neutral_parameters_are_not_read(merged: dict[str, Path], how: str) -> N
     stock = AutoModelForCausalLM.from_pretrained(merged[how]).eval()
     names, expected = list(stock.state_dict()), logits(stock)
     model = from_pretrained(merged[how])
-    assert sorted(told(model, "biasless")) == merged_norms(model, "bias")
-    assert sorted(told(model, "weightless")) == merged_norms(model, "weight")
-    assert bool(told(model, "weightless")) == (how == "affine")
+    assert sorted(flagged(model, "biasless")) == merged_norms(model, "bias")
+    assert sorted(flagged(model, "weightless")) == merged_norms(model, "weight")
+    assert bool(flagged(model, "weightless")) == (how == "affine")
     assert list(model.state_dict()) == names
     logits(model)
     poison(model, how)
@@ -107,13 +107,13 @@ def test_without_kernels_too(merged: dict[str, Path], monkeypatch: pytest.Monkey
 
 
 def test_a_norm_that_was_not_merged_is_read(merged: dict[str, Path]) -> None:
-    """Values alone do not count: the marker names the norms that a merge has left."""
+    """A weight of ones is still read if the marker does not list the norm as merged."""
     model = from_pretrained(merged["bias"])
     with torch.no_grad():
         for norm in folded_norms(model):
             norm.weight.fill_(1.0)
     expected = logits(model)
-    assert not told(model, "weightless")
+    assert not flagged(model, "weightless")
     for norm in folded_norms(model):
         norm.weight.data.fill_(torch.nan)
     assert expected.isfinite().all() and logits(model).isnan().all()
@@ -130,7 +130,7 @@ def test_other_values_are_read_again(merged: dict[str, Path], name: str, assign:
     stock.load_state_dict(state)
     after = logits(model)
     assert close(after, logits(stock)) and not close(after, before)
-    assert not told(model, f"{name}less")
+    assert not flagged(model, f"{name}less")
 
 
 @pytest.mark.parametrize("how", ["copy", "pickle", "data"])
@@ -228,7 +228,7 @@ def test_compiled(merged: dict[str, Path], backend: str) -> None:
 
 
 def test_code_that_was_compiled_around_a_call_reads_them(merged: dict[str, Path]) -> None:
-    """Such a call does not look again, so that it would not see them change."""
+    """Such a call does not check the parameters again, so it would not notice a change."""
     torch._dynamo.reset()
     model = from_pretrained(merged["affine"])
     stock = AutoModelForCausalLM.from_pretrained(merged["affine"]).eval()
@@ -251,8 +251,8 @@ def test_loading_by_transformers_alone(merged: dict[str, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         merged["affine"], quantization_config=EnjoyLNConfig()
     )
-    assert sorted(told(model, "biasless")) == merged_norms(model, "bias")
-    assert sorted(told(optimize(model), "weightless")) == merged_norms(model, "weight")
+    assert sorted(flagged(model, "biasless")) == merged_norms(model, "bias")
+    assert sorted(flagged(optimize(model), "weightless")) == merged_norms(model, "weight")
 
 
 @pytest.mark.parametrize("opset", [20, 23])

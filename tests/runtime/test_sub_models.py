@@ -1,4 +1,4 @@
-"""Parts of a folded model that are called by themselves compute what the stock class's do."""
+"""Parts of a folded model that are called directly compute what those of the stock class do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same_everywhere(model: Any, stock: Any, name: str) -> None:
-    """Every module is called by itself, as a call of the whole model calls it, and shifted."""
+    """Call every module directly, with its inputs in the whole model and with shifted inputs."""
     for path, (args, kwargs) in calls_inside(stock, given(name)).items():
         for shift in (0.0, 3.0):
             moved = [
@@ -53,7 +53,7 @@ def test_every_module_by_itself(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_module_by_itself_with_other_weights(folder: Path, name: str) -> None:
-    """Nothing but a call of the part has looked at the weights yet."""
+    """The weights change before the whole model, which would check them, is called."""
     model, stock = pair(name, folder)
     with torch.no_grad():
         for one in (model, stock):
@@ -147,7 +147,7 @@ def test_a_block_that_is_copied_or_shared_belongs_to_no_call(folder: Path) -> No
 
 
 def test_a_call_inside_of_another_models_call(folder: Path) -> None:
-    """A hook of one folded model runs a block of another one, and the whole of a third."""
+    """A hook in one folded model calls blocks of another folded model, and the whole of it."""
     model, stock = pair("phi", folder)
     second, plain = pair("gpt2", folder)
     x = torch.randn(2, 6, 16).double() + 3
@@ -164,7 +164,7 @@ def test_a_call_inside_of_another_models_call(folder: Path) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Drops what is between its two norms, and computes it again in the backward pass."""
+    """Checkpoints the block with its two norms: the backward pass computes the block again."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_forward_that_a_backward_pass_computes_again(reentrant: bool) -> None:
-    """That is outside of the call, so it has to record what was recorded inside."""
+    """The second forward runs outside of the call, and must record the same operations."""
     stock = moved(Checkpointed(reentrant)).float()
     with torch.no_grad():
         for layer in (stock.first, stock.second):
@@ -217,7 +217,7 @@ def test_a_call_that_is_interrupted(folder: Path, interrupt: type[BaseException]
 
 
 def test_base_models_are_models(folder: Path) -> None:
-    """So that calls inside of a call are counted at more than one level."""
+    """Nested calls of models inside models are tracked at each level."""
     model, _ = pair("whisper", folder)
     assert sum(isinstance(m, PreTrainedModel) for m in model.modules()) == 4
     depths = []

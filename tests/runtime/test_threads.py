@@ -1,4 +1,4 @@
-"""Threads that share a folded model: what one call is given is nothing to another one."""
+"""Threads that share a folded model: the inputs of one call do not affect another one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def threads_take_turns_often() -> Iterator[None]:
 
 
 class Stream(nn.Module):
-    """Has an entry input, an explicit centring and an input that no proof covers."""
+    """A model with an entry input, an explicit centring and an unproven input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Stream(nn.Module):
 
 
 def streams(cls: type[nn.Module] = Stream) -> tuple[Any, Any]:
-    """Folded, and as it was."""
+    """A folded model and the original."""
     stock = moved(cls())
     with torch.no_grad():
         for layer in stock.layers:
@@ -82,7 +82,7 @@ def kinds_of_calls(model: Any) -> list[Callable[[], torch.Tensor]]:
 
 
 def wrong_calls(rounds: int, workers: int, calls: list[Any], expected: list[Any]) -> int:
-    """Of those in ``workers`` threads, each of which begins with another kind."""
+    """The number of wrong results in ``workers`` threads, each beginning with another call."""
     start = threading.Barrier(workers)
 
     def work(first: int) -> int:
@@ -114,7 +114,7 @@ def test_calls_with_and_without_an_unproven_input(rounds: int) -> None:
 )
 @pytest.mark.parametrize("name", ["whisper", "opt"])
 def test_a_model_and_its_parts(tmp_path: Path, name: str, rounds: int) -> None:
-    """Calls of the whole, of its decoder and of a block, in threads of their own."""
+    """Calls of the whole model, of its encoder or decoder, and of a block, in several threads."""
     model, stock = pair(name, tmp_path)
     x = torch.randn(2, 5, 16).double() + 3
     inputs = given(name)
@@ -139,7 +139,7 @@ def test_a_model_and_its_parts(tmp_path: Path, name: str, rounds: int) -> None:
 
 
 def test_compiled_calls_in_threads() -> None:
-    """Compiled code asks its own thread, and calls are compiled beside calls that run."""
+    """Compiled code reads the state of its own thread, also while other threads run or compile."""
     torch._dynamo.reset()
     model, stock = streams()
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_compiled_calls_in_threads() -> None:
 
 
 class Broken(Stream):
-    """Compiled in two parts."""
+    """A model that is compiled in two parts."""
 
     def forward(self, ids: Any = None, embeds: Any = None, more: Any = None) -> torch.Tensor:
         x = self.rows(ids) if embeds is None else embeds

@@ -1,4 +1,4 @@
-"""A check that is limited in time or inputs: what it leaves out, what it never does, and says."""
+"""Checks with a limit of time or inputs: what they leave out, never leave out, and report."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SOON = 1e-9
-"""Seconds in which nothing but the least that a check does fits."""
+"""A time limit so short that a check does only the minimum."""
 
 
 class Hands:
-    """A clock that only moves when it is told to."""
+    """A clock that moves only when its ``time`` is set."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -42,7 +42,7 @@ class Hands:
 
 
 def changed(out: Path, into: Path, name: str, factor: float) -> Path:
-    """``out`` with one stored tensor multiplied."""
+    """A copy of ``out`` with one stored tensor multiplied by ``factor``."""
     shutil.copytree(out, into)
     weights = load_file(into / "model.safetensors")
     weights[name] = weights[name] * factor
@@ -143,7 +143,7 @@ def test_a_short_check_compares_every_stored_tensor(outs: dict[str, Path], tmp_p
 def test_a_short_fold_refuses_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bound that no float64 keeps stands for algebra that is wrong."""
+    """A bound below float64 rounding stands in for wrong algebra."""
     assert fold(CHECKPOINTS / "gpt2", tmp_path / "out", seconds=SOON).verification.rows == 1
     monkeypatch.setattr(sys.modules["enjoyln_cli.verification.verify"], "IDENTITY_BOUND", 1e-30)
     with pytest.raises(VerificationFailed, match="the edits change the function"):
@@ -155,7 +155,7 @@ def test_a_short_fold_refuses_what_is_wrong(
 
 
 def test_too_few_entries_for_a_ratio_are_said_and_not_judged(outs: dict[str, Path]) -> None:
-    """Its logits are few, so that 2 images have fewer of them than a ratio takes."""
+    """The model has few logits, so two images have too few entries for a ratio."""
     few = verify(outs["vit"], write=False, samples=2)
     (one,) = few.sparse_outputs.values()
     assert one["entries"] < FEWEST_ENTRIES and one["ratio"] > 0

@@ -1,4 +1,4 @@
-"""A right fold passes, a wrong one fails, and the numbers are what they say."""
+"""``verify``: a correct fold passes, a wrong one fails, and the reported numbers are right."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def outs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return {dtype: folded(sources[dtype], root / dtype, right_plan()) for dtype in DTYPES}
 
 
-# Right folds.
+# Correct folds.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,7 +110,7 @@ def test_the_seed_decides_the_inputs(outs: dict[str, Path]) -> None:
     assert verify(outs["float32"], seed=1, write=False) == one
 
 
-def test_a_conversion_on_the_way_passes(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_fold_to_another_dtype_passes(sources: dict[str, Path], tmp_path: Path) -> None:
     out = folded(sources["float32"], tmp_path / "out", right_plan(), torch.bfloat16)
     found = verify(out, write=False)
     assert found.passed, found.summary
@@ -222,7 +222,7 @@ def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Pat
 def test_a_marker_with_a_centring_that_does_not_fit(
     outs: dict[str, Path], tmp_path: Path, place: int, value: int
 ) -> None:
-    """With its digest made right again."""
+    """The marker's digest is updated, so that only its content is wrong."""
     out = tmp_path / "out"
     shutil.copytree(outs["float32"], out)
     config = json.loads((out / "config.json").read_text())
@@ -430,7 +430,7 @@ def test_a_model_that_refuses_float64_is_one_line_and_leaves_nothing(tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_inputs_that_cannot_be_made_up() -> None:
+def test_inputs_that_cannot_be_generated() -> None:
     model = gpt2()
     model.main_input_name = "spectrogram"
     with pytest.raises(UnsupportedModel, match="spectrogram"):
@@ -578,7 +578,7 @@ def test_a_result_is_not_its_own_original(outs: dict[str, Path]) -> None:
 
 
 def test_a_text_without_a_language_head(tmp_path: Path) -> None:
-    """Its outputs are compared, and there is no perplexity."""
+    """The outputs are compared, but no perplexity is computed."""
     source = CHECKPOINTS / "bert"
     out = folded(source, tmp_path / "out", proven(source, "BertModel"))
     found = verify(out, text=Path(__file__), write=False)

@@ -1,4 +1,4 @@
-"""What outputs alone do not show: settings, missing weights, NaN, rare positions, float64."""
+"""Faults that outputs alone may hide: settings, missing weights, NaN, rare positions, float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def out(source: Path) -> Path:
 
 
 def with_config(found: Path, into: Path, **entries: Any) -> Path:
-    """A copy whose config has other entries; those that are ``None`` are taken out."""
+    """A copy with changed config entries; entries that are ``None`` are removed."""
     shutil.copytree(found, into)
     config = json.loads((into / "config.json").read_text()) | entries
     config = {key: value for key, value in config.items() if value is not None}
@@ -92,8 +92,8 @@ def test_a_setting_with_which_it_cannot_be_loaded(out: Path, tmp_path: Path) -> 
         verify(other, write=False)
 
 
-def test_what_tells_where_a_model_is_from_may_differ(out: Path, tmp_path: Path) -> None:
-    """And what says the same with other words, or is a default that is left out."""
+def test_settings_about_the_origin_may_differ(out: Path, tmp_path: Path) -> None:
+    """Other names of the same setting, and defaults that are left out, are no difference either."""
     entries = {"_name_or_path": "there", "transformers_version": "5.0.0", "dtype": None}
     entries |= {"torch_dtype": "float32", "architectures": None, "resid_pdrop": None}
     assert verify(with_config(out, tmp_path / "out", **entries), write=False).passed
@@ -120,7 +120,7 @@ def test_a_result_that_transformers_has_saved_again(out: Path, tmp_path: Path) -
         (["transformer.wte.weight"], "transformer.wte.weight"),
     ],
 )
-def test_a_weight_that_no_checkpoint_of_the_two_holds(
+def test_a_weight_missing_in_both_checkpoints(
     source: Path, out: Path, tmp_path: Path, names: list[str], words: str
 ) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
@@ -134,7 +134,7 @@ def test_a_weight_that_no_checkpoint_of_the_two_holds(
     assert "\n" not in str(caught.value)
 
 
-def test_a_fold_of_a_checkpoint_with_a_hole_leaves_nothing(tmp_path: Path) -> None:
+def test_a_fold_with_a_missing_weight_leaves_nothing(tmp_path: Path) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["transformer.h.2.mlp.c_fc.weight"]
 
@@ -155,7 +155,7 @@ def test_a_head_that_its_own_class_lacks(tmp_path: Path) -> None:
 
 
 def test_a_new_head_and_a_pooler_that_nobody_trained(tmp_path: Path) -> None:
-    """A class that the user names may have parts that the checkpoint never had."""
+    """A class that the user chooses may have parts that the checkpoint does not store."""
     head = "GPT2ForSequenceClassification"
     result = enjoyln_cli.fold(CHECKPOINTS / "gpt2", tmp_path / "a", model_class=head)
     assert result.verification.passed
@@ -180,7 +180,7 @@ def test_a_new_head_and_a_pooler_that_nobody_trained(tmp_path: Path) -> None:
 def test_a_model_that_returns_nan_does_not_pass(
     source: Path, tmp_path: Path, name: str, value: float
 ) -> None:
-    """Unless its user has said that NaN is meant."""
+    """It passes only with ``allow_nonfinite``."""
     before = with_weights(source, tmp_path / "in", lambda t: t[name].fill_(value))
     with pytest.raises(VerificationFailed, match=f"cannot compare .*{name}.*nonfinite"):
         enjoyln_cli.fold(before, tmp_path / "out")
@@ -206,8 +206,8 @@ def test_nan_that_no_weight_explains(source: Path, tmp_path: Path) -> None:
         enjoyln_cli.fold(before, tmp_path / "out")
 
 
-def test_leave_for_nan_where_there_is_none(source: Path, tmp_path: Path) -> None:
-    """Saying that NaN is meant does not make any NaN pass."""
+def test_allow_nonfinite_does_not_excuse_other_nan(source: Path, tmp_path: Path) -> None:
+    """``allow_nonfinite`` does not allow NaN that no weight explains."""
     before = with_config(source, tmp_path / "in", layer_norm_epsilon=-100.0)
     with pytest.raises(VerificationFailed, match="its weights are finite"):
         enjoyln_cli.fold(before, tmp_path / "out", allow_nonfinite=True)
@@ -251,8 +251,8 @@ def test_positions_of_outputs_of_any_shape() -> None:
     assert not other.comparable and other.positions.isinf().all()
 
 
-def test_one_late_position_that_is_off(tmp_path: Path) -> None:
-    """Everywhere else the original errs more than the result, so over all it is nearer."""
+def test_an_error_at_one_late_position(tmp_path: Path) -> None:
+    """Elsewhere the result is more exact than the original, so the ratio over all is low."""
     model = gpt2().half()
     with torch.no_grad():
         model.transformer.wpe.weight.add_(20.0)
@@ -276,11 +276,11 @@ def test_one_late_position_that_is_off(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_matters_at_the_last_position_alone(tmp_path: Path) -> None:
-    """The plan forgets the table of positions, in which one row has a mean."""
+    """The plan leaves out the position table, in which one row has a mean."""
     model = gpt2()
     with torch.no_grad():
         table = model.transformer.wpe.weight
-        table.copy_((table * 64).round() / 64)  # sums of such are exact
+        table.copy_((table * 64).round() / 64)  # sums of these values are exact
         table[:, 0] -= table.sum(1)
         table[-1] += 1e-3
     model.save_pretrained(tmp_path / "in")
@@ -324,7 +324,7 @@ def test_a_decoder_that_takes_no_positions_gets_longer_rows(tmp_path: Path) -> N
 
 
 def in_float64(family: str, into: Path) -> Path:
-    """The trained checkpoint with weights that no narrower dtype holds."""
+    """The trained checkpoint with weights that no narrower dtype can represent."""
     name = json.loads((CHECKPOINTS / family / "config.json").read_text())["architectures"][0]
     cls = getattr(transformers, name)
     model = cls.from_pretrained(CHECKPOINTS / family, dtype=torch.float64)
@@ -342,7 +342,7 @@ SLOWLY = [pytest.param(f, marks=() if f in ("gpt2", "vit") else pytest.mark.slow
 
 @pytest.mark.parametrize("family", SLOWLY)
 def test_a_float64_checkpoint(tmp_path: Path, family: str) -> None:
-    """A right fold passes; one whose weights are off by a billionth does not."""
+    """A correct fold passes; a fold with a weight that is off by a billionth does not."""
     source = in_float64(family, tmp_path / "in")
     plan = proven(source, FAMILIES[family])
     out = folded(source, tmp_path / "out", plan)
@@ -358,8 +358,8 @@ def test_a_float64_checkpoint(tmp_path: Path, family: str) -> None:
     assert tensor in found.summary and found.ratio > 100 and found.stock_ratio > 100
 
 
-def test_float64_by_itself(tmp_path: Path) -> None:
-    """The ratio alone fails it, without a look at the weights: a fold that forgets a writer."""
+def test_the_float64_ratio_alone_finds_a_weight_left_out(tmp_path: Path) -> None:
+    """A fold that leaves out a weight fails by the ratio alone, not only by the stored tensors."""
     source = in_float64("gpt2", tmp_path / "in")
     plan = proven(source, "GPT2LMHeadModel")
     (first, *_) = (w for w in plan.writers if len(w.shape) > 1)
