@@ -27,6 +27,18 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked ``one_case``, all cases but the first are slow."""
+    seen: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("one_case"):
+            name = item.nodeid.partition("[")[0]
+            if name in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(name)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_this_module_alone() -> None:
     """Each ``gc.collect`` passes over what was imported and made before: up to a second a time."""

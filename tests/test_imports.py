@@ -179,6 +179,7 @@ def test_importing_is_cheap(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_every_public_name_is_there() -> None:
     code = "import enjoyln_cli as e; assert all(callable(getattr(e, name)) for name in e.__all__)"
     subprocess.run([sys.executable, "-c", code], check=True)

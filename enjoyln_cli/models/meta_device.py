@@ -245,8 +245,8 @@ def without_weights(model: nn.Module, copied: list[torch.Tensor] | None = None) 
     """``model`` if all its weights are on the meta device, else a copy with its weights there.
 
     The copy has no hooks of accelerate, which would load the weights. The originals of all other
-    copied tensors are appended to ``copied``. Raises ``TraceFailed`` if the model's own code returns
-    a copy that shares the weights.
+    copied tensors are appended to ``copied``. Raises ``TraceFailed`` if the model's own code
+    returns a copy that shares the weights.
     """
     hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
     if not hooked and all(parameter.is_meta for parameter in model.parameters()):

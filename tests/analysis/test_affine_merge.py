@@ -63,6 +63,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("options", [AFFINE, BIAS], ids=["affine", "bias"])
 @pytest.mark.parametrize(("kind", "settings", "name", "merged", "reasons"), MODELS)
 def test_the_function_stays_the_same(
@@ -294,6 +295,7 @@ FILES = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "model_class", "merged", "dtype"), FILES)
 def test_as_exact_as_the_original(
     name: str, model_class: str | None, merged: int, dtype: str, tmp_path: Path
@@ -365,6 +367,7 @@ def test_the_recipe_is_the_plan_again(out: tuple[Path, Plan]) -> None:
     assert set(again.merged) == set(plan.merged) and set(again.unmerged) == set(plan.unmerged)
 
 
+@pytest.mark.slow
 def test_a_recipe_chooses_and_is_followed_or_refused(
     out: tuple[Path, Plan], tmp_path: Path
 ) -> None:

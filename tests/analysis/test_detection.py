@@ -50,6 +50,7 @@ CLASSES = [
 ]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("model_type", "settings", "model_class"), CLASSES)
 def test_a_class_by_itself_computes_what_it_did(
     model_type: str, settings: dict[str, Any], model_class: str
@@ -69,6 +70,7 @@ def test_a_class_by_itself_computes_what_it_did(
         assert set(seen) == {verdict.norm for verdict in plan.folded}, sorted(given)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("model_type", "settings", "saved", "others"),
     [
@@ -140,6 +142,7 @@ def test_a_live_model_is_guarded_against_inputs_that_its_example_did_not_give() 
     assert error(converted(original, plan, guarded=False), original, given) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_live_transformers_model_needs_no_example() -> None:
     original = live("PhiModel", CONFIG_MAPPING["phi"](**PHI))
     plan = analyze(original).plan
@@ -163,6 +166,7 @@ def test_an_input_that_no_call_gave_makes_the_norms_compute_layer_norm() -> None
     assert error(converted(original, plan, guarded=False), original, given) > 1e-3
 
 
+@pytest.mark.slow
 def test_cross_attention_is_proven_with_what_an_encoder_gives() -> None:
     original = live("GPT2Model", CONFIG_MAPPING["gpt2"](**GPT2, add_cross_attention=True))
     plan = analyze(original).plan

@@ -93,6 +93,7 @@ def test_by_default_every_output_stays() -> None:
         assert torch.allclose(after[name], value, rtol=1e-11, atol=1e-12), name
 
 
+@pytest.mark.slow
 def test_the_choice_is_carried_by_the_marker_the_recipe_and_the_check(out: Path) -> None:
     assert read_marker(json.loads((out / "config.json").read_text())).outputs == WANTED
     recipe = load_recipe(out / "enjoyln_recipe.yaml")
@@ -104,6 +105,7 @@ def test_the_choice_is_carried_by_the_marker_the_recipe_and_the_check(out: Path)
     assert json.loads((out / "enjoyln_verify.json").read_text())["outputs"] == list(WANTED)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("named", "stay"), [((), ()), (("1",), (1,)), (("*",), (0, 1))])
 def test_hidden_states_stay_where_they_are_named(
     named: tuple[str, ...], stay: tuple[int, ...], tmp_path: Path
@@ -128,6 +130,7 @@ def test_hidden_states_stay_where_they_are_named(
     assert torch.allclose(before.logits, after.logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("left", [[], None, ["vision_model_output"]], ids=str)
 def test_verify_compares_what_the_marker_says(out: Path, tmp_path: Path, left: Any) -> None:
     folder = tmp_path / "edited"
@@ -144,6 +147,7 @@ def test_verify_compares_what_the_marker_says(out: Path, tmp_path: Path, left: A
     assert not found.passed and "the edits change the function" in found.summary
 
 
+@pytest.mark.slow
 def test_a_recipe_is_followed_for_its_outputs(source: Path, out: Path, tmp_path: Path) -> None:
     recipe = out / "enjoyln_recipe.yaml"
     again = fold(source, tmp_path / "again", recipe=recipe)
@@ -158,6 +162,7 @@ def test_a_recipe_is_followed_for_its_outputs(source: Path, out: Path, tmp_path:
         fold(source, tmp_path / "bare", recipe=bare)
 
 
+@pytest.mark.slow
 def test_a_fold_for_fewer_outputs_than_are_checked_is_not_kept(
     source: Path, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ class Encoder(nn.Module):
         return self.head(self.encoder(self.project(x)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_a_pre_ln_encoder_of_torch_folds_whole(batch_first: bool) -> None:
     model, x = moved(Encoder(True, batch_first)), torch.randn(2, 7, 5, dtype=torch.float64)
@@ -78,6 +79,7 @@ class Heads(nn.Module):
         return torch.cat([head(x) for head in self.heads], -1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_fused_layer_of_torch_does_not_pass_over_a_centring(gradients: bool) -> None:
@@ -95,6 +97,7 @@ def test_a_fused_layer_of_torch_does_not_pass_over_a_centring(gradients: bool) -
     assert torch.allclose(got, expected, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_a_state_space_vision_model() -> None:
     """7 of 15 norms fold; the paper's criterion calls 70.59 % foldable.
 

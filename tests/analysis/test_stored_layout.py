@@ -203,6 +203,7 @@ def test_experts_of_a_part_are_applied_as_those_of_the_whole() -> None:
         assert part.config._experts_implementation == way
 
 
+@pytest.mark.slow
 def test_the_recipe_names_experts_in_one_line_and_serves_the_check(tmp_path: Path) -> None:
     saved("phimoe", "PhimoeForCausalLM", PHIMOE, tmp_path / "double")
     stored = transformers.PhimoeForCausalLM.from_pretrained(tmp_path / "double", dtype="float32")

@@ -130,6 +130,7 @@ CASES: dict[str, tuple[Any, str, tuple[int, int, int], dict[str, str], tuple[str
 """Config, class, (norms, folded, ops), the copies, and the changed entries of the config."""
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", CASES)
 def test_the_plan_treats_tied_weights_as_separate(case: str) -> None:
     config, name, counts, copies, entries = CASES[case]
@@ -154,6 +155,7 @@ def stored(config: Any, name: str, folder: Path, **saving: Any) -> Path:
     return folder
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", ["gpt2", "bert", "bart", "bloom", "two configs"])
 def test_files_load_in_stock_transformers_and_agree(case: str, tmp_path: Path) -> None:
     config, name, _, copies, entries = CASES[case]
@@ -181,6 +183,7 @@ def test_files_load_in_stock_transformers_and_agree(case: str, tmp_path: Path) -
         assert torch.equal(model.get_parameter(tensor), after[tensor])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "bert"])
 def test_trained_checkpoints_are_as_exact_as_before(
@@ -204,6 +207,7 @@ def test_trained_checkpoints_are_as_exact_as_before(
     assert loaded.get_output_embeddings().weight is not loaded.get_input_embeddings().weight
 
 
+@pytest.mark.slow
 def test_a_base_model_is_untied_for_the_head_that_loads_it(tmp_path: Path) -> None:
     source = stored(GPT2, "GPT2Model", tmp_path / "model")
     result = convert(source, tmp_path / "out", options=UNTIE)
@@ -223,6 +227,7 @@ def test_a_base_model_is_untied_for_the_head_that_loads_it(tmp_path: Path) -> No
     optimize(head)
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_stored_twice_needs_no_more_bytes(tmp_path: Path) -> None:
     source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model")
     held = load_file(source / "model.safetensors")
@@ -238,6 +243,7 @@ def test_a_tensor_that_is_stored_twice_needs_no_more_bytes(tmp_path: Path) -> No
     assert not torch.equal(after["transformer.wte.weight"], held["transformer.wte.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_tensor_that_is_stored_twice_in_two_files_stays_where_it_is(
     alone: bool, tmp_path: Path
@@ -265,6 +271,7 @@ def test_a_tensor_that_is_stored_twice_in_two_files_stays_where_it_is(
         assert (tmp_path / "back" / file).read_bytes() == (source / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_head_that_is_stored_in_the_place_of_the_embedding(tmp_path: Path) -> None:
     source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model")
     held = load_file(source / "model.safetensors")
@@ -279,6 +286,7 @@ def test_a_head_that_is_stored_in_the_place_of_the_embedding(tmp_path: Path) -> 
     assert float(after["transformer.wte.weight"].mean(1).abs().max()) < 1e-6
 
 
+@pytest.mark.slow
 def test_shards_with_an_index_and_in_another_dtype(tmp_path: Path) -> None:
     source = stored(GPT2, "GPT2LMHeadModel", tmp_path / "model", max_shard_size="12KB")
     ready = prepare(source, None, Opening(options=UNTIE))
@@ -297,6 +305,7 @@ def test_shards_with_an_index_and_in_another_dtype(tmp_path: Path) -> None:
     assert opened(out).tensors["lm_head.weight"].dtype == "BF16"
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_not_one_is_found(tmp_path: Path) -> None:
     out = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=UNTIE, verify=False).out
     held = load_file(out / "model.safetensors")
@@ -310,6 +319,7 @@ def test_a_copy_that_is_not_one_is_found(tmp_path: Path) -> None:
     assert found.runtime_error > 1e-3
 
 
+@pytest.mark.slow
 def test_untied_and_wider_at_once(tmp_path: Path) -> None:
     both = Options(untie=True, widen_mlp=True)
     result = convert(CHECKPOINTS / "bert", tmp_path / "out", options=both)
@@ -327,6 +337,7 @@ def test_untied_and_wider_at_once(tmp_path: Path) -> None:
     from_pretrained(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge", ["affine", "bias"])
 def test_a_head_that_a_norm_is_merged_into_is_untied_although_its_embedding_stays(
     merge: Any, tmp_path: Path
@@ -405,6 +416,7 @@ def test_a_class_that_computes_something_else_is_refused() -> None:
         require_same(tied, other, ids)
 
 
+@pytest.mark.slow
 def test_a_class_that_settles_its_attention_in_its_first_call_is_the_same_afterwards() -> None:
     config = tf.BigBirdConfig(
         vocab_size=31, hidden_size=12, num_hidden_layers=1, num_attention_heads=3,
@@ -468,6 +480,7 @@ def test_a_recipe_is_followed_or_refused() -> None:
     assert any("tie_word_embeddings: the recipe sets it to False" in line for line in found)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_a_result_repeats_it(tmp_path: Path) -> None:
     first = convert(CHECKPOINTS / "gpt2", tmp_path / "a", options=UNTIE, verify=False).out
     recipe = first / "enjoyln_recipe.yaml"
@@ -485,6 +498,7 @@ def test_the_recipe_of_a_result_repeats_it(tmp_path: Path) -> None:
         convert(CHECKPOINTS / "gpt2", tmp_path / "c", recipe=edited)
 
 
+@pytest.mark.slow
 def test_the_marker_tells_what_was_untied_and_a_tie_is_noticed(tmp_path: Path) -> None:
     out = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=UNTIE, verify=False).out
     config = json.loads((out / "config.json").read_text())
@@ -501,6 +515,7 @@ def test_the_marker_tells_what_was_untied_and_a_tie_is_noticed(tmp_path: Path) -
     assert config["enjoyln"]["untied"] == {} and read_marker(config).untied == ()
 
 
+@pytest.mark.slow
 def test_what_runs_as_rmsnorm_is_saved_and_loaded_again(tmp_path: Path) -> None:
     out = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=UNTIE, verify=False).out
     model = from_pretrained(out)
@@ -518,6 +533,7 @@ def enjoyln(*arguments: object) -> Result:
     return done
 
 
+@pytest.mark.slow
 def test_the_command_line_says_what_is_untied_and_what_it_costs() -> None:
     source = CHECKPOINTS / "gpt2"
     size = opened(source).tensors["transformer.wte.weight"].nbytes
@@ -536,6 +552,7 @@ def test_the_command_line_says_what_is_untied_and_what_it_costs() -> None:
     assert "transformer.wte.weight (dimension 1, 96 elements): centred in the weights" in why
 
 
+@pytest.mark.slow
 def test_a_report_of_options_shows_the_gain_in_the_weights() -> None:
     text = enjoyln("report", CHECKPOINTS / "gpt2", "--options", "--format", "csv").stdout
     head, body = (line.split(",") for line in text.splitlines()[:2])

@@ -65,6 +65,7 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("kind", "settings", "name", "plain", "wider"), FAMILY)
 def test_the_function_stays_the_same(
     kind: str, settings: dict[str, Any], name: str, plain: int, wider: int
@@ -131,6 +132,7 @@ def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {dtype: root / dtype for dtype in ("float32", "float16", "bfloat16")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_as_exact_as_the_original(outs: dict[str, Path], dtype: str) -> None:
     found = verify(outs[dtype])
@@ -177,6 +179,7 @@ def test_stock_transformers_loads_it(outs: dict[str, Path]) -> None:
     assert float((a - b).norm() / b.norm()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings", "name", "sizes"),
     [
@@ -197,6 +200,7 @@ def test_other_attributes(
     assert {key: getattr(found, key) for key in sizes} == sizes
 
 
+@pytest.mark.slow
 def test_an_attribute_that_config_json_leaves_out_is_written(tmp_path: Path) -> None:
     config = BertConfig(**{**BERT, "num_hidden_layers": 1, "intermediate_size": 3072})
     live("BertModel", config).float().save_pretrained(tmp_path / "source")
@@ -210,6 +214,7 @@ def test_an_attribute_that_config_json_leaves_out_is_written(tmp_path: Path) -> 
 # Errors that verify has to find.
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("column", [320, 321, 323, 326])
 def test_a_wrong_unit_is_seen(outs: dict[str, Path], column: int, tmp_path: Path) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
@@ -243,6 +248,7 @@ def test_a_forced_wrong_widening_is_refuted(tmp_path: Path) -> None:
 # Recipes.
 
 
+@pytest.mark.slow
 def test_the_recipe_says_it_all(outs: dict[str, Path]) -> None:
     recipe = load_recipe(outs["float32"] / "enjoyln_recipe.yaml")
     assert recipe.options == {"widen_mlp": True}
@@ -256,6 +262,7 @@ def test_the_recipe_says_it_all(outs: dict[str, Path]) -> None:
     assert parse_recipe(dump_recipe(recipe), where="again") == recipe
 
 
+@pytest.mark.slow
 def test_a_recipe_is_followed(outs: dict[str, Path], tmp_path: Path) -> None:
     fold(SOURCE, tmp_path / "out", recipe=outs["float32"] / "enjoyln_recipe.yaml", verify=False)
     for name in ("model.safetensors", "enjoyln_recipe.yaml"):
@@ -275,6 +282,7 @@ def with_second(line: Widening, name: str) -> Widening:
     return replace(line, second=replace(line.second, parameter=name, tensor=name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -423,6 +431,7 @@ def test_there_is_no_place_for_units_trained_twice(outs: dict[str, Path]) -> Non
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_units_trained_twice_take_the_next_place_that_is_free(tmp_path: Path) -> None:
     fold(SOURCE, tmp_path / "out", options=replace(WIDEN, widen_to=16), verify=False)
     model = trained(refold(trained(from_pretrained(tmp_path / "out"), 0)), 1)
@@ -455,6 +464,7 @@ def test_the_marker(outs: dict[str, Path]) -> None:
         read_marker(config)
 
 
+@pytest.mark.slow
 def test_the_base_model_of_a_result(outs: dict[str, Path], tmp_path: Path) -> None:
     """Loaded without its head, the model has the base model's parameter names."""
     live("BertModel", BertConfig(**BERT)).float().save_pretrained(tmp_path / "source")
@@ -471,6 +481,7 @@ def enjoyln(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_fold_says_what_it_widens(tmp_path: Path) -> None:
     done = enjoyln(
         "fold", SOURCE, "-o", tmp_path / "out", "--widen-mlp", "--widen-to", 64, "--json"
@@ -490,6 +501,7 @@ def test_fold_says_what_it_widens(tmp_path: Path) -> None:
     assert checked.exit_code == 0, checked.output
 
 
+@pytest.mark.slow
 def test_a_dry_run_knows_the_size(tmp_path: Path) -> None:
     rows = [
         json.loads(enjoyln("fold", SOURCE, "--dry-run", "--json", *options).stdout)
@@ -500,6 +512,7 @@ def test_a_dry_run_knows_the_size(tmp_path: Path) -> None:
     assert "3 MLPs widened" in enjoyln("fold", SOURCE, "--dry-run", "--widen-mlp").stdout
 
 
+@pytest.mark.slow
 def test_a_report_of_what_options_gain() -> None:
     alone = ("report", SOURCE, "--model-class", "BertModel")
     table = enjoyln(*alone, "--options", "--format", "csv").stdout.splitlines()
@@ -523,6 +536,7 @@ def test_a_report_of_what_options_gain() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_report_with_the_option() -> None:
     shown = enjoyln("report", SOURCE, "--widen-mlp").stdout
     assert "add 8 hidden units to 3 MLPs (intermediate_size 320 becomes 328)" in shown

@@ -485,6 +485,7 @@ NEMOTRON = {
 }  # fmt: skip
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("name", "settings"), [("gpt2", GPT2), ("nemotron", NEMOTRON)])
 def test_the_variants_are_what_they_say(name: str, settings: dict[str, Any]) -> None:
     """``torch_rms_norm`` computes the same as the folded model; ``no_norm`` has no norms."""
@@ -511,6 +512,7 @@ def test_the_variants_are_what_they_say(name: str, settings: dict[str, Any]) -> 
     assert all(other == first for other in others), "no weight is held twice"
 
 
+@pytest.mark.slow
 def test_the_modes_run_the_same_models() -> None:
     original, folded, norms = parts("gpt2", **GPT2)
     found = variants(original, folded, norms)
@@ -582,6 +584,7 @@ def measured(out: Path) -> Bench:
     return bench(out, asked=SMALL, device="cpu")
 
 
+@pytest.mark.slow
 def test_every_case_is_measured(measured: Bench) -> None:
     assert [(r.batch_size, r.seq_len, r.phase, r.mode) for r in measured.rows] == [
         (*pair, phase, "eager") for pair in SMALL.pairs for phase in ("prefill", "decode")
@@ -647,6 +650,7 @@ def test_the_card_says_whether_there_is_a_gain(tmp_path: Path) -> None:
     assert {line[1] for line in speeds} == {"20 ms"}
 
 
+@pytest.mark.slow
 def test_a_model_without_a_cache_or_a_length_is_measured_as_it_is(tmp_path: Path) -> None:
     vit = tmp_path / "vit"
     fold(CHECKPOINTS / "vit", vit, model_class="ViTForImageClassification", verify=False)
@@ -745,6 +749,7 @@ def test_the_lines_below_say_what_the_times_do(capsys: pytest.CaptureFixture[str
     assert lines[7] == "left out: one thing"
 
 
+@pytest.mark.slow
 def test_by_default_the_sizes_are_chosen(out: Path) -> None:
     """The model has positions for 64 tokens, so shorter sizes stand in for the usual ones."""
     result = enjoyln(out, "--repeats", "3", "--device", "cpu")
@@ -841,6 +846,7 @@ def test_what_was_not_folded_is_refused_by_name() -> None:
     assert f"{CHECKPOINTS / 'gpt2'} was not folded: its config.json has no" in result.stderr
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("measure", ["bench", "verify"])
 def test_what_cannot_be_kept_is_shown_all_the_same(
     out: Path, measure: str, monkeypatch: pytest.MonkeyPatch

@@ -192,6 +192,7 @@ def test_a_mask_can_be_boolean() -> None:
     assert whole_numbers(ones(2, 1)).tolist() == [[1], [1]]
 
 
+@pytest.mark.slow
 def test_speech_can_take_the_place_of_text() -> None:
     config = {"encoder_layers": 1, "speech_encoder_layers": 1, "decoder_layers": 1}
     calls = accepted_calls(Captures(model_of("SeamlessM4TModel", "seamless_m4t", **config))) or []

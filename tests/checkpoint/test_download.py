@@ -121,6 +121,7 @@ def test_a_single_file_of_a_private_repository(hub: Hub, home: Path, tmp_path: P
     assert not any("authorization" in request.headers for request in of_storage)
 
 
+@pytest.mark.slow
 def test_one_file_at_a_time(hub: Hub, home: Path, tmp_path: Path) -> None:
     code = f"""
 import json

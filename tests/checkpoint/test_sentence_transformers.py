@@ -102,6 +102,7 @@ def files(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
 
 
+@pytest.mark.one_case
 @KINDS
 def test_the_transformer_is_folded_and_the_rest_comes_along(
     kind: str, inside: str, norm: str, tmp_path: Path
@@ -118,6 +119,7 @@ def test_the_transformer_is_folded_and_the_rest_comes_along(
     assert verify(out).passed
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -138,6 +140,7 @@ def test_a_verification_holds_for_the_whole_pipeline(
     assert words in complaint and bool(words) == bool(complaint)
 
 
+@pytest.mark.slow
 @KINDS
 def test_every_command_takes_the_whole_pipeline(
     kind: str, inside: str, norm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +175,7 @@ def test_the_embeddings_are_the_same(kind: str, inside: str, norm: str, tmp_path
     assert expected.shape == (3, 7) and (got - expected).abs().max() < 1e-6
 
 
+@pytest.mark.slow
 def test_hidden_states_that_a_pipeline_reads_are_outputs(tmp_path: Path) -> None:
     """GPT-2's base model folds in its weights alone. Where the streams into both of its blocks are
     read, only what the second block adds may change: behind a centring of its input its two norms

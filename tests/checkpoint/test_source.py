@@ -137,6 +137,7 @@ def answers(hub: str, cache: Path) -> dict[str, list[Any]]:
     return dict(zip(calls, found, strict=True))
 
 
+@pytest.mark.slow
 def test_only_the_config_is_fetched_for_a_report(
     answers: dict[str, list[Any]], commit: str
 ) -> None:
@@ -188,6 +189,7 @@ def test_refusals_of_the_hub(
         assert word in message
 
 
+@pytest.mark.slow
 def test_offline(answers: dict[str, list[Any]], hub: str, cache: Path) -> None:
     calls = [
         {"model": "good/model", "weights": True},
@@ -201,6 +203,7 @@ def test_offline(answers: dict[str, list[Any]], hub: str, cache: Path) -> None:
     assert "other/model is not in the cache, and HF_HUB_OFFLINE is set" in unknown[1]
 
 
+@pytest.mark.slow
 def test_nobody_answers(answers: dict[str, list[Any]], cache: Path, commit: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -212,6 +215,7 @@ def test_nobody_answers(answers: dict[str, list[Any]], cache: Path, commit: str)
     assert f"not in the cache, and {closed} cannot be reached" in unknown[1]
 
 
+@pytest.mark.slow
 def test_a_directory_is_suggested_where_the_hub_has_no_such_model(hub: str, tmp_path: Path) -> None:
     """If the Hub cannot be reached, there is no suggestion: the name may be right."""
     for name in ("missing/models", "other/vit"):

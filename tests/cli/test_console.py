@@ -243,6 +243,7 @@ def shown(**environment: str) -> subprocess.CompletedProcess[bytes]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
 def test_any_encoding_does(encoding: str) -> None:
     done = shown(PYTHONIOENCODING=encoding, PYTHONUTF8="0")
@@ -276,6 +277,7 @@ def on_a_terminal(width: int, **environment: str) -> str:
     return received.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [20, 80])
 def test_terminals_of_any_width_do(width: int) -> None:
     text = on_a_terminal(width)
@@ -297,6 +299,7 @@ def test_nothing_of_a_table_is_lost(
         assert word in text
 
 
+@pytest.mark.slow
 def test_no_color_is_respected() -> None:
     text = on_a_terminal(80, NO_COLOR="1")
     assert "\x1b[32m" not in text and "\x1b[31m" not in text

@@ -110,6 +110,7 @@ def test_usage_errors_exit_with_2_and_a_hint(arguments: list[str], hint: str) ->
     assert hint in " ".join(refused(*arguments, status=2).split())
 
 
+@pytest.mark.slow
 def test_options_that_look_like_these_and_go_together(tmp_path: Path) -> None:
     """``--yes`` may stand in a script that pushes one time and not the other."""
     assert "nothing was written" in good("fold", GPT2, "--dry-run", "--yes")
@@ -240,6 +241,7 @@ def test_json_is_one_object_and_nothing_else(tmp_path: Path) -> None:
     assert found["verification"]["passed"] is True
 
 
+@pytest.mark.slow
 def test_a_fold_for_one_class_warns_about_the_class_that_was_saved(tmp_path: Path) -> None:
     narrow = good("fold", BERT, "-o", tmp_path / "out", "--model-class", "BertModel", "--json")
     (warning,) = json.loads(narrow)["warnings"]
@@ -294,6 +296,7 @@ def test_a_written_recipe_can_be_followed(tmp_path: Path) -> None:
     good("fold", GPT2, "-o", tmp_path / "out", "--recipe", recipe, "--dry-run")
 
 
+@pytest.mark.slow
 def test_a_recipe_that_keeps_every_norm_is_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     good("report", GPT2, "--write-recipe", recipe)
@@ -394,6 +397,7 @@ def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
     assert "nowhere" in refused("fold", tmp_path / "nowhere", "-o", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     process = running("fold", GPT2, "-o", tmp_path / "out")
     assert process.stderr is not None
@@ -415,6 +419,7 @@ def closed_pipe() -> Iterator[int]:
     os.close(writing)
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_silent(closed_pipe: int, llama: Path) -> None:
     for arguments in (["--help"], ["report", str(llama)]):
         process = subprocess.run(

@@ -92,6 +92,7 @@ def blocked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 # The way back
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["single", "sharded"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [False, True], ids=["plain", "scaled"])
@@ -236,6 +237,7 @@ def test_without_kept_means_the_marker_goes(source: Path, tmp_path: Path, back: 
     assert others == {name: text for name, text in files(back).items() if name != "config.json"}
 
 
+@pytest.mark.slow
 def test_an_unfolded_result_loads_as_what_it_is(outs: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -310,6 +312,7 @@ def test_an_existing_place(source: Path, out: Path, back: Path) -> None:
     assert files(back) == files(source)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["out.weight", "big.weight", "qkv.weight", "ln.weight", "ids"])
 def test_weights_that_were_changed_since(out: Path, back: Path, name: str) -> None:
     """One element, in a tensor that was centred or in one that was not."""
@@ -322,6 +325,7 @@ def test_weights_that_were_changed_since(out: Path, back: Path, name: str) -> No
     assert not unfold(out, back).restored
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("model", "options", "name"),
     [

@@ -428,6 +428,7 @@ class WithOwnNorm(nn.Module):
         OUTSIDE.clear()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("how", ["writes its input", "keeps a value", "adds to a list"])
 def test_a_norm_that_does_more_than_return_is_not_swapped(how: str, dynamic: bool) -> None:

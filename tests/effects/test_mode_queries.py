@@ -76,6 +76,7 @@ def test_it_does_not_matter_how_the_code_refers_to_the_function(how: str) -> Non
         analyze(Net(HIDDEN[how]).eval(), torch.randn(2, 5))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("how", HARMLESS)
 def test_code_may_query_what_is_the_same_in_every_call(how: str) -> None:
     assert len(analyze(Net(HARMLESS[how]).eval(), torch.randn(2, 5)).plan.folded) == 1
@@ -94,6 +95,7 @@ def test_a_query_in_a_recorded_run_counts() -> None:
         analyze(model, torch.randn(2, 5))
 
 
+@pytest.mark.slow
 def test_a_hook_on_a_stock_model_may_not_query_modes() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11)).eval()
     assert len(analyze(model).plan.folded) == 3

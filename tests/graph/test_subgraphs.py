@@ -133,12 +133,14 @@ FOLDING = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("how", SEEING)
 def test_what_a_graph_inside_reads_is_seen(how: str) -> None:
     found = fold_in_place(randomised(Inner(how)), ids())
     assert found.error < 1e-12 and "norm" not in found.folded
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("how", ["cond_calls_the_norm", "cond_calls_the_leaf"])
 def test_modules_that_a_graph_inside_calls_have_no_place(how: str) -> None:
     found = fold_in_place(randomised(Inner(how)), ids(), others=[(ids(2, 9, s),) for s in range(4)])

@@ -47,6 +47,7 @@ def answer(process: subprocess.Popen[str]) -> Any:
     return json.loads(output)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     found = [answer(p) for p in [start(tmp_path) for _ in range(3)]]
@@ -91,11 +92,13 @@ def test_without_a_compiler_it_computes_and_says_why(tmp_path: Path) -> None:
     assert not active and "C++ compiler (g++ or clang++) is not on PATH" in what
 
 
+@pytest.mark.slow
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
     active, what, _ = answer(start(tmp_path, ENJOYLN_KERNELS="0"))
     assert not active and "ENJOYLN_KERNELS=0" in what
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("not a directory")
@@ -120,6 +123,7 @@ def test_a_directory_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> 
         build.library(build.cpu())
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_failed_compilation_is_reported_and_stored(tmp_path: Path, monkeypatch: Any) -> None:
     shutil.copytree(build.SOURCES, tmp_path / "csrc")
@@ -185,6 +189,7 @@ def test_a_wheel_is_pure_and_brings_every_module_and_the_sources(tmp_path: Path)
     assert not any(name.endswith(".so") for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/usr/bin/g++").exists(), reason="needs g++")
 def test_a_wheel_can_bring_the_library(tmp_path: Path) -> None:
     made = wheel(tmp_path, ENJOYLN_PREBUILT="1")

@@ -50,6 +50,7 @@ def test_missing_kernels_are_explained(fresh: None, monkeypatch: Any, tmp_path: 
     assert "LayerNorm of torch" in text
 
 
+@pytest.mark.slow
 def test_a_failed_build_is_tried_again(fresh: None, tmp_path: Path) -> None:
     folder = tmp_path / "enjoyln"
     folder.mkdir(mode=0o700)

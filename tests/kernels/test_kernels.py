@@ -225,6 +225,7 @@ def test_an_in_place_sum_is_noticed_by_autograd() -> None:
 # torch's own tools.
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("norm", NORMS)

@@ -61,6 +61,7 @@ def test_a_pipeline_is_optimised_inside(phi: Path) -> None:
     assert pipe("You may", **given) == reference("You may", **given)
 
 
+@pytest.mark.slow
 def test_an_analysis_of_a_pipeline_is_that_of_its_model() -> None:
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2")
     pipe = pipeline(

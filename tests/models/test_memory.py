@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_result_from_the_disk(case: str, tmp_path: Path) -> None:
     name, asked = CASES[case]
@@ -60,6 +61,7 @@ def test_the_same_result_from_the_disk(case: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_a_wrong_fold_fails_from_the_disk(tmp_path: Path) -> None:
     convert(CHECKPOINTS / "phi", tmp_path / "out", verify=False)
     file = tmp_path / "out" / "model.safetensors"
@@ -211,6 +213,7 @@ def test_the_memory_named_in_the_message_is_enough() -> None:
 # The first blocks.
 
 
+@pytest.mark.slow
 def test_the_first_blocks_alone(tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(CHECKPOINTS / "phi", out, verify=False)

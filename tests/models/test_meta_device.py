@@ -405,6 +405,7 @@ class Features(nn.Module):
         return merged
 
 
+@pytest.mark.slow
 def test_a_tower_that_takes_rows_of_patches_folds_for_other_grids() -> None:
     config = CONFIG_MAPPING["qwen2_vl"]().vision_config
     config.depth, config.embed_dim, config.hidden_size, config.num_heads = 2, 32, 24, 2

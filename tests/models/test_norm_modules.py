@@ -532,6 +532,7 @@ class Chosen(Block):
         return self.read(torch.cat(parts))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("way", "reason"),
     [

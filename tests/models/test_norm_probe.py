@@ -131,6 +131,7 @@ class Block(nn.Module):
         return self.read(self.norm(self.write(x)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("norm", "shape", "tolerance"),
     [
@@ -466,6 +467,7 @@ class Shift(nn.Module):
 TOKENS, ROW, IMAGE = (2, 5, WIDTH), (2, WIDTH, 7), (2, WIDTH, 3, 5)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("norm", "shape"),
     [

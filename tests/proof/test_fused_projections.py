@@ -101,6 +101,7 @@ def fold(model: nn.Module, *others: torch.Tensor) -> Any:
     return plan
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_norms_of_queries_and_keys_fold(form: str, bias: bool) -> None:
@@ -160,6 +161,7 @@ OBSERVERS: dict[str, tuple[Callable[..., torch.Tensor], set[str]]] = {
 """The other reader, and the norms that fold nevertheless."""
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", OBSERVERS)
 def test_other_readers_of_a_part_are_checked(name: str) -> None:
     reads, folded = OBSERVERS[name]

@@ -78,6 +78,7 @@ def test_the_proof_says_what_is_merged() -> None:
     assert "centred in the weights after encoder.layer.0.layer_scale1.lambda1 is merged" in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_check_from_the_recipe_alone_passes(dtype: torch.dtype, tmp_path: Path) -> None:
     save("dinov2", "Dinov2Model", tmp_path / "source", dtype)
@@ -97,6 +98,7 @@ def test_a_scale_that_was_put_back_fails_the_check(tmp_path: Path) -> None:
     assert not found.passed and name in "".join(found.failures)
 
 
+@pytest.mark.slow
 def test_a_recipe_merges_a_scale_into_all_that_it_scales_or_not_at_all(tmp_path: Path) -> None:
     save("dinov2", "Dinov2Model", tmp_path / "source", torch.float32)
     plan = fold(tmp_path / "source", tmp_path / "out", verify=False).plan

@@ -197,6 +197,7 @@ def test_models_of_one_op_compute_the_same() -> None:
     assert found[True] > 30 and found[False] > 30, found
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", FOLDED)
 def test_what_is_proven_is_folded(name: str) -> None:
     assert folded(FOLDED[name])

@@ -447,6 +447,7 @@ class Heads(nn.Module):
         return F.scaled_dot_product_attention(self.query(q), self.key(k), v)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_norms_per_head_fold_behind_any_projection(fused: bool, bias: bool) -> None:

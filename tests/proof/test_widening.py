@@ -99,6 +99,7 @@ def test_the_norm_after_an_mlp_folds_only_when_asked_for() -> None:
     assert "second.weight" in verdict.needs and "second.bias" in verdict.needs
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("multiple", "size", "to"),
     [(8, 20, 24), (8, 21, 32), (64, 20, 64), (64, 64, 128), (8, 64, 72), (1, 20, 24)],
@@ -138,12 +139,14 @@ OTHERS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_that_pass(name: str) -> None:
     kind = type("Other", (Toy,), {"act": lambda self, u: ACTIVATIONS[name](u)})
     assert status(planned(kind)) == "static"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", OTHERS)
 def test_activations_that_do_not(name: str) -> None:
     act, named = OTHERS[name]
@@ -253,6 +256,7 @@ class Turned(Toy):
         return self.head(self.after(h.transpose(0, 1) + self.mlp(h).view(5, 2, D)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
@@ -272,6 +276,7 @@ def test_refused_with_the_reason(kind: type[Toy], why: str) -> None:
     assert f"and the MLP cannot subtract it: {why}" in reason(planned(kind))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", [Learned, SeenElsewhere, Scaled, Elsewhere, Turned])
 def test_what_is_no_mlp_that_is_added_to_what_it_reads(kind: type[Toy]) -> None:
     assert reason(planned(kind)) == "the output of a LayerNorm with weights is not zero-mean"
@@ -345,6 +350,7 @@ def test_a_nested_config() -> None:
 # On the post-LN family.
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("kind", "settings", "name", "plain", "wider"), FAMILY)
 def test_the_post_ln_family(
     kind: str, settings: dict[str, Any], name: str, plain: int, wider: int
@@ -359,6 +365,7 @@ def test_the_post_ln_family(
     assert len(without) == plain
 
 
+@pytest.mark.slow
 def test_bert_base() -> None:
     for name, norms, folded in (("BertModel", 25, 13), ("BertForMaskedLM", 26, 12)):
         plan = analyze_config(CONFIG_MAPPING["bert"](), model_class=name, options=WIDEN).plan
@@ -392,6 +399,7 @@ class Viewed(Toy):
         return F.gelu(u.reshape(-1, u.shape[-1])).view(u.shape)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", [Scaled, Cut, Divided])
 def test_what_computes_with_the_number_of_hidden_units(kind: type[Toy]) -> None:
     """The model computes with the number of hidden units, so more of them change the result."""

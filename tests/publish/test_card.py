@@ -94,6 +94,7 @@ def test_the_originals_card_is_kept_below(out: Path) -> None:
     assert text.rstrip().endswith(own) and text.index(card.END) < text.index(own)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "own",
     [b"---\nlicense: [mit\n---\n# Mine\n", b"---\n- a list\n---\n# Mine\n", b"# Mine \xff\n"],
@@ -221,6 +222,7 @@ def test_code_of_its_own_is_asked_for_by_name(tmp_path: Path) -> None:
     assert 'AutoModel.from_pretrained("me/x", trust_remote_code=True)' in section
 
 
+@pytest.mark.slow
 def test_a_sentence_encoder_is_loaded_as_one(tmp_path: Path) -> None:
     source = tmp_path / "encoder"
     shutil.copytree(CHECKPOINTS / "bert", source / "0_Transformer")

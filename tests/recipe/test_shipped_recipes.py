@@ -9,6 +9,7 @@ from live_models import ROOT
 RECIPES = ROOT / "recipes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", write_recipes.FAMILIES)
 def test_regenerates_identically(family: str) -> None:
     shipped = (RECIPES / f"{family}.yaml").read_text(encoding="utf-8")

@@ -124,6 +124,7 @@ def test_a_kept_norm_says_why() -> None:
     assert all(any(reason in title for reason in reasons) for _, title in kept)
 
 
+@pytest.mark.slow
 def test_a_widened_mlp_says_that_it_subtracts() -> None:
     opening = Opening(options=Options(widen_mlp=True))
     wide = inspect(str(CHECKPOINTS / "bert"), opening).analysis

@@ -62,6 +62,7 @@ def together(*commands: Sequence[object]) -> list[tuple[int, str]]:
     return [(process.returncode, text) for process, text in zip(running, said, strict=True)]
 
 
+@pytest.mark.slow
 def test_the_bytes_are_those_of_one_process(source: Path, out: Path) -> None:
     fold(source, out)
     whole = contents(out)
@@ -72,6 +73,7 @@ def test_the_bytes_are_those_of_one_process(source: Path, out: Path) -> None:
     assert sorted(os.listdir(out.parent)) == ["model", "out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_process_that_dies_ends_the_run_and_it_can_be_resumed(
     source: Path, out: Path, dies: int
@@ -93,6 +95,7 @@ def test_a_process_that_dies_ends_the_run_and_it_can_be_resumed(
     assert contents(out) == whole
 
 
+@pytest.mark.slow
 def test_a_process_with_another_option_is_refused(source: Path, out: Path) -> None:
     found = together((MEMBER, source, out), (MEMBER, source, out, "dtype=bfloat16"))
     assert found[0] == (
@@ -104,6 +107,7 @@ def test_a_process_with_another_option_is_refused(source: Path, out: Path) -> No
     assert os.listdir(out.parent) == ["model"]
 
 
+@pytest.mark.slow
 def test_machines_that_do_not_share_a_directory(source: Path, out: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     found = together((MEMBER, source, out), (MEMBER, source, tmp_path / "elsewhere" / "out"))
@@ -112,6 +116,7 @@ def test_machines_that_do_not_share_a_directory(source: Path, out: Path, tmp_pat
     assert not out.exists() and os.listdir(tmp_path / "elsewhere") == []
 
 
+@pytest.mark.slow
 def test_the_process_that_finds_nan_names_the_tensor(tmp_path: Path, out: Path) -> None:
     tensors = state(torch.float32)
     tensors["out.weight"][1, 7] = float("nan")
@@ -128,6 +133,7 @@ def test_keeping_means_takes_one_process(source: Path, out: Path) -> None:
     assert os.listdir(out.parent) == ["model"]
 
 
+@pytest.mark.slow
 def test_only_the_first_process_prints(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("-m", "enjoyln_cli", "fold", GPT2, "-o", out, "--no-verify", "--json")

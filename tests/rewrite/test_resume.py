@@ -75,6 +75,7 @@ def refuses(source: Path, out: Path, words: str, **options: Any) -> None:
 # Killed.
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     """``ENJOYLN_KILLS`` sets the number of rounds; in each, a run is killed at least once."""
     runs = os.environ.get("ENJOYLN_KILLS", "20")
@@ -89,6 +90,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     assert seen["0 finished"] and seen["1 finished"] and seen["gone on"]
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
     out = tmp_path / "out"
     good("fold", GPT2, "-o", out)
@@ -110,6 +112,7 @@ def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_what_it_leaves(tmp_path: Path) -> None:
     process = running("fold", GPT2, "-o", tmp_path / "out")
     assert process.stderr is not None
@@ -128,6 +131,7 @@ def test_ctrl_c_says_what_it_leaves(tmp_path: Path) -> None:
 # Resumed.
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["single", "sharded", "bin", "sharded bin"])
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"max_shard_size": 3 << 20}])
 def test_the_bytes_are_those_of_an_undisturbed_run(
@@ -231,6 +235,7 @@ def another(note: dict[str, Any]) -> None:
     note["reads"][0][3] = "0" * 32
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("damage", [forgotten, unknown, beyond, another])
 def test_a_note_of_other_reads(source: Path, out: Path, damage: Any, signed: bool) -> None:
@@ -309,6 +314,7 @@ def rewrite(source: Path, old: torch.Tensor, new: torch.Tensor) -> None:
     os.utime(path, ns=(time, time))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["sharded", "sharded bin"])
 @pytest.mark.parametrize("tensor", ["c_attn.weight", "wide.weight", "qkv.weight", "ln.weight"])
 def test_weights_that_changed_in_secret(tmp_path: Path, out: Path, kind: str, tensor: str) -> None:
@@ -482,6 +488,7 @@ print(sorted(path.name for path in disk.iterdir()))
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_during_the_write(tmp_path: Path) -> None:
     store(tmp_path / "model", {"w": torch.randn(1000, 30_000)}, "single")
     disk = tmp_path / "disk"

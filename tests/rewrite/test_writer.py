@@ -188,6 +188,7 @@ def test_resharding_into_one_file_needs_no_index(source: Path, tmp_path: Path) -
     assert all(same(written(tmp_path / "out")[n], t) for n, t in state(torch.float32).items())
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["sharded", "bin"])
 @pytest.mark.parametrize("into", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_another_dtype_on_the_way(tmp_path: Path, into: torch.dtype, kind: str) -> None:

@@ -516,6 +516,7 @@ def test_custom_code_on_disk_is_right_with_inputs_that_no_list_names(
         assert (got - expected).norm() <= 1e-6 * expected.norm(), sorted(named)
 
 
+@pytest.mark.slow
 def test_a_check_that_makes_calls_of_no_proven_form_says_so(tmp_path: Path) -> None:
     longer = "x = x.cumsum(-1) if input_ids.shape[1] > 9 else x"
     source = own_checkpoint(tmp_path / "source", "_=None", longer)
@@ -524,6 +525,7 @@ def test_a_check_that_makes_calls_of_no_proven_form_says_so(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_call_of_custom_code_on_disk_is_proven_when_it_is_handed_in(tmp_path: Path) -> None:
     signature, branch, given = OWN_CASES["keyword"]
     source = own_checkpoint(tmp_path / "source", signature, branch)
@@ -619,6 +621,7 @@ class ChatModel(PreTrainedModel, GenerationMixin):
 """
 
 
+@pytest.mark.slow
 def test_generate_of_custom_code_runs_rms_norm_and_is_not_refused(tmp_path: Path) -> None:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -664,6 +667,7 @@ def test_generate_of_custom_code_runs_rms_norm_and_is_not_refused(tmp_path: Path
         model.generate(IDS[:, :2].repeat(1, 20), max_new_tokens=5)  # past 40, where it scales
 
 
+@pytest.mark.slow
 def test_a_config_that_says_something_else_is_refused(tmp_path: Path) -> None:
     loud = "x = x.cumsum(-1) if self.config.loud else x"
     source = own_checkpoint(tmp_path / "source", "_=None", loud)

@@ -90,6 +90,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 # Whole models.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", ADDITIONS)
 def test_a_model_computes_the_same(outs: dict[str, Path], name: str, dtype: torch.dtype) -> None:
@@ -107,6 +108,7 @@ def test_a_model_computes_the_same(outs: dict[str, Path], name: str, dtype: torc
     )
 
 
+@pytest.mark.slow
 def test_the_backend_by_its_name(outs: dict[str, Path]) -> None:
     model, given = loaded(outs, "gpt2", torch.float32), inputs("gpt2", torch.float32)
     compiled = torch.compile(model, backend="enjoyln", fullgraph=True)
@@ -114,6 +116,7 @@ def test_the_backend_by_its_name(outs: dict[str, Path]) -> None:
     assert distance(logits(compiled, given), logits(model, given)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_inductor_inside(outs: dict[str, Path], name: str) -> None:
     model, given = loaded(outs, name, torch.float32), inputs(name, torch.float32)
@@ -127,6 +130,7 @@ def test_another_option_is_refused() -> None:
         compiled(torch.randn(2, D))
 
 
+@pytest.mark.slow
 def test_dynamic_shapes(outs: dict[str, Path]) -> None:
     model, backend = loaded(outs, "opt", torch.float64), Counting()
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
@@ -136,6 +140,7 @@ def test_dynamic_shapes(outs: dict[str, Path]) -> None:
     assert backend.fused == [9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "phi"])
 def test_generation_compiles_nothing_anew_for_each_token(
@@ -154,6 +159,7 @@ def test_generation_compiles_nothing_anew_for_each_token(
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_training_fuses_layer_norms_and_has_gradients(outs: dict[str, Path]) -> None:
     grads = []
     for compiling in (False, True):

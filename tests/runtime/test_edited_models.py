@@ -222,6 +222,7 @@ def test_copies_know_how_the_model_was_built(folder: Path, copied: Any) -> None:
         assert difference(other, stock, "gpt2") < 1e-9
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "edit", [add_bias, append_block, replace_forward, add_hook, replace_dropout]
 )

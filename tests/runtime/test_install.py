@@ -210,6 +210,7 @@ def test_generate_goes_on_working() -> None:
     assert torch.equal(got, expected)
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph_and_exports() -> None:
     model = install(centre_writers(gpt2()), NORMS, [WTE], ["inputs_embeds"])
     expected = logits(model)

@@ -142,6 +142,7 @@ def test_arguments_and_loading_info_go_through(outs: dict[str, Path]) -> None:
     assert computes_rms(model, inputs("opt"))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("loaded", ["float64", "float32", "float16", "bfloat16"])
 def test_any_dtype_of_any_result(tmp_path: Path, stored: str, loaded: str) -> None:
@@ -296,6 +297,7 @@ def test_a_pipeline_with_a_quantization_config(outs: dict[str, Path]) -> None:
     assert found[0]("Once upon a", **given) == found[1]("Once upon a", **given)
 
 
+@pytest.mark.slow
 def test_loading_registers_the_backend() -> None:
     code = (
         "import torch, enjoyln_cli; enjoyln_cli.optimize; "
@@ -390,6 +392,7 @@ def test_casts_leave_it_centred(outs: dict[str, Path], name: str, dtype: torch.d
     assert error(model, original(name), given) < 4 * (torch.finfo(dtype).eps + rounding)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 @pytest.mark.parametrize("name", ["gpt2", "phi"])
 def test_offloaded_weights(outs: dict[str, Path], tmp_path: Path, name: str, where: str) -> None:
@@ -441,6 +444,7 @@ def test_gradient_checkpointing(outs: dict[str, Path]) -> None:
     assert torch.allclose(*grads, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", FOLDED)
 def test_export(outs: dict[str, Path], name: str) -> None:
     model, given = from_pretrained(outs[name]), inputs(name)
@@ -454,6 +458,7 @@ def test_export(outs: dict[str, Path], name: str) -> None:
     assert computes_rms(model, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDED)
 def test_compile_in_one_graph(outs: dict[str, Path], name: str) -> None:
     torch._dynamo.reset()
@@ -552,6 +557,7 @@ def test_a_base_model_that_is_called_by_itself_is_looked_at(outs: dict[str, Path
         model.transformer(**inputs("gpt2"))
 
 
+@pytest.mark.slow
 def test_compiled_calls_look_again_after_training(outs: dict[str, Path]) -> None:
     torch._dynamo.reset()
     model, given = from_pretrained(outs["gpt2"]), inputs("gpt2")
@@ -636,6 +642,7 @@ def test_linears_that_are_quantised_after_loading(outs: dict[str, Path]) -> None
         refold(model)
 
 
+@pytest.mark.slow
 def test_compiled_calls_look_at_replaced_layers(outs: dict[str, Path]) -> None:
     torch._dynamo.reset()
     given = inputs("phi")
@@ -840,6 +847,7 @@ def encoder_computes_rms(model: Any, **given: Any) -> bool:
     return seen.pop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: optimize(m)])
 def test_generate_with_embeddings_for_the_encoder(
     pairs: dict[str, tuple[Any, Path]], copied: Any
@@ -899,6 +907,7 @@ def test_an_encoder_that_is_called_first_is_looked_at(pairs: dict[str, tuple[Any
         assert not encoder_computes_rms(model, **given)
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_in_one_graph(pairs: dict[str, tuple[Any, Path]]) -> None:
     source, out = pairs["pegasus"]
     given = {

@@ -80,6 +80,7 @@ def merged_norms(model: Any, name: str) -> list[str]:
     return sorted(names)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("how", ["bias", "affine"])
 def test_neutral_parameters_are_not_read(merged: dict[str, Path], how: str) -> None:
     stock = AutoModelForCausalLM.from_pretrained(merged[how]).eval()
@@ -182,6 +183,7 @@ def placeholders_that_are_used(program: Any) -> set[str]:
     return {target for name, target in inputs.items() if name in used}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["bias", "affine"])
 def test_exported(merged: dict[str, Path], how: str) -> None:
     model = from_pretrained(merged[how])
@@ -206,6 +208,7 @@ def test_values_that_changed_before_an_export_are_read(merged: dict[str, Path]) 
     assert close(program.module()(input_ids=ids(), use_cache=False).logits, logits(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "enjoyln"])
 def test_compiled(merged: dict[str, Path], backend: str) -> None:
     torch._dynamo.reset()
@@ -227,6 +230,7 @@ def test_compiled(merged: dict[str, Path], backend: str) -> None:
     assert close(logits(compiled), logits(stock))
 
 
+@pytest.mark.slow
 def test_code_that_was_compiled_around_a_call_reads_them(merged: dict[str, Path]) -> None:
     """Such a call does not check the parameters again, so it would not notice a change."""
     torch._dynamo.reset()

@@ -43,6 +43,7 @@ def same_everywhere(model: Any, stock: Any, name: str) -> None:
             assert far(*outputs) < 1e-9, (path, shift)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", KINDS)
 def test_every_module_by_itself(folder: Path, name: str) -> None:
     model, stock = pair(name, folder)
@@ -107,6 +108,7 @@ def test_known_parts_compute_rms_norm(folder: Path) -> None:
         assert seen == {False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_compiled_call_computes_rms_norm(folder: Path, name: str) -> None:
     torch._dynamo.reset()

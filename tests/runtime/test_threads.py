@@ -138,6 +138,7 @@ def test_a_model_and_its_parts(tmp_path: Path, name: str, rounds: int) -> None:
     assert wrong_calls(rounds, 3, calls, expected) == 0
 
 
+@pytest.mark.slow
 def test_compiled_calls_in_threads() -> None:
     """Compiled code reads the state of its own thread, also while other threads run or compile."""
     torch._dynamo.reset()

@@ -34,6 +34,7 @@ ROWS: list[tuple[str, dict[str, Any], str, tuple[int, int, int, int]]] = [
 ]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("model_type", "settings", "model_class", "expected"), ROWS)
 def test_norms_static_folded_and_operations(
     model_type: str, settings: dict[str, Any], model_class: str, expected: tuple[int, ...]
@@ -71,6 +72,7 @@ HEADS: list[tuple[str, str, tuple[int, int, int, int]]] = [
 ]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("model_type", "model_class", "expected"), HEADS)
 def test_every_head_has_verdicts_of_its_own(
     model_type: str, model_class: str, expected: tuple[int, ...]

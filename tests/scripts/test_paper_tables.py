@@ -114,6 +114,7 @@ def small() -> Any:
         return found, paper_tables.page(found, "the command", "float32", CPU_DEVICE, scale)
 
 
+@pytest.mark.slow
 def test_every_case_is_measured_once(small: tuple[Measured, str]) -> None:
     found, _ = small
     assert list(found.rows) == [

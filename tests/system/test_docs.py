@@ -195,6 +195,7 @@ def online(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> str:
     return hub.url
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_examples_of_a_page_run(page: Path, online: str, subtests: pytest.Subtests) -> None:
     run(page, subtests, online)

@@ -179,6 +179,7 @@ HEADERS = damaged(HEADER).map(lambda header: file_of(json.dumps(header).encode()
 FILES = HEADERS | edited(file_of(json.dumps(HEADER).encode(), DATA)) | st.binary(max_size=80)
 
 
+@pytest.mark.slow
 @cases(150)
 @given(content=FILES)
 def test_safetensors_files(folder_of_cases: Path, content: bytes) -> None:
@@ -215,6 +216,7 @@ def test_indices(folder_of_cases: Path, index: bytes) -> None:
     in_bounds(case)
 
 
+@pytest.mark.slow
 @cases(150)
 @given(text=st.sampled_from(RECIPES).flatmap(lambda text: changed_recipes(text)))
 def test_recipes(text: str) -> None:
@@ -230,6 +232,7 @@ def changed_recipes(text: str) -> st.SearchStrategy[str]:
     return whole | edited(text.encode()).map(lambda data: data.decode(errors="replace"))
 
 
+@pytest.mark.slow
 @cases(40)
 @given(config=st.sampled_from(FAMILIES).flatmap(lambda name: damaged(CONFIGS[name])))
 def test_configs(folder_of_cases: Path, config: Any) -> None:

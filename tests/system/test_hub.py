@@ -184,6 +184,7 @@ def test_a_hub_that_stumbles_is_asked_again(hub: Hub, home: Path, tmp_path: Path
     assert not any(fault.times for fault in hub.faults)
 
 
+@pytest.mark.slow
 def test_a_download_goes_on_where_it_broke(hub: Hub, tmp_path: Path) -> None:
     """What has arrived is kept, in blocks of ten megabytes."""
     weights = b"no tensors, but many bytes" * 1_000_000
@@ -406,6 +407,7 @@ def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tup
     return process.wait(timeout=60), shown.decode()
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_user_decides_and_sees_it_go(hub: Hub, home: Path, out: Path) -> None:
     hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
     call = ["push", out, "me/seen", "--private"]
@@ -489,6 +491,7 @@ def test_who_may_perhaps_write_is_not_refused(hub: Hub, home: Path, out: Path) -
     assert "the token may not write to org/gpt2 (You don't have" in last.error
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_what_is_left_and_a_second_push_goes_on(
     hub: Hub, home: Path, out: Path
 ) -> None:
@@ -694,6 +697,7 @@ def test_a_push_tells_where_a_local_source_lay(hub: Hub, home: Path, tmp_path: P
     assert str(GPT2.parent) not in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_no_token_is_written_anywhere(folded: Path, home: Path) -> None:
     """It was given to the fold by name."""
     assert token_files(folded) == [] and token_files(home) == []

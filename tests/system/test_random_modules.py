@@ -19,6 +19,7 @@ def failures(results: Iterable[Result]) -> list[str]:
     return [f"seed {r.seed}: {r.outcome} {r.error:.2g} {r.call} {r.where[-300:]}" for r in found]
 
 
+@pytest.mark.slow
 def test_random_modules_fold_exactly_or_stay(one_thread: None) -> None:
     results = [check(seed) for seed in QUICK]
     assert failures(results) == []

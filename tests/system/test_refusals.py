@@ -136,6 +136,7 @@ def test_objects_that_cannot_be_looked_at_do_not_matter() -> None:
     assert len(analyze(NoSecond(), ids()).plan.folded) == 1
 
 
+@pytest.mark.slow
 def test_a_folded_model_is_traced_by_jit_before_its_first_call() -> None:
     """The kernel is loaded and tried at the first use, of which nothing may stand in the trace."""
     code = """if True:

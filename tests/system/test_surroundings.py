@@ -29,6 +29,7 @@ def started(words: list[object], redirected: str = "", **environment: str) -> li
     return [done.returncode, done.stdout, done.stderr]
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away() -> None:
     """As ``| head`` does once it has its lines."""
     words = [GPT2, GPT2]
@@ -44,6 +45,7 @@ def test_a_reader_that_goes_away() -> None:
     assert process.wait() == 1
 
 
+@pytest.mark.slow
 def test_a_fold_without_a_reader_is_whole(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -58,6 +60,7 @@ def test_a_fold_without_a_reader_is_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] in ([], ["out"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirected", ["2>&-", "<&- >&- 2>&-"])
 def test_closed_streams(tmp_path: Path, redirected: str) -> None:
     """Nothing that is printed may end in a file that got the number of a closed stream."""
@@ -71,6 +74,7 @@ def test_closed_streams(tmp_path: Path, redirected: str) -> None:
             assert path.read_bytes() == (again / path.name).read_bytes(), path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [PLAIN, {"LC_ALL": "C"}], ids=["without", "with"])
 def test_a_locale_without_utf8(tmp_path: Path, environment: dict[str, str]) -> None:
     """Names of files that the locale cannot spell are read and written all the same."""
@@ -107,6 +111,7 @@ def on_a_terminal(words: list[object], **environment: str) -> str:
     return received.decode()
 
 
+@pytest.mark.slow
 def test_a_narrow_terminal_shows_every_number() -> None:
     text = on_a_terminal(["report", GPT2], COLUMNS="20", NO_COLOR="1")
     lines = [line.strip() for line in text.splitlines()]
@@ -120,6 +125,7 @@ def test_a_narrow_terminal_shows_help() -> None:
     assert "--resume" in text
 
 
+@pytest.mark.slow
 def test_a_fold_on_a_narrow_terminal(tmp_path: Path) -> None:
     words = ["fold", GPT2, "-o", tmp_path / "out", "--no-verify"]
     text = on_a_terminal(words, COLUMNS="20", NO_COLOR="1")

@@ -79,6 +79,7 @@ def written(graph: Graph, trace: Trace) -> list[Any]:
     return found
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_a_recording_is_the_graph_of_export(model_type: str) -> None:
     model, calls = stock(model_type)
@@ -197,6 +198,7 @@ def take_a_row(code: Code, h: torch.Tensor) -> torch.Tensor:
     return h[:, torch.tensor([0, 2], device=h.device)] + h.split(1, dim=1)[0]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("change", [scale, take_a_row, write, *REFUSED], ids=lambda c: c.__name__)
 def test_verdicts_without_weights_are_those_of_the_live_module(change: Any) -> None:
     def verdicts(model: nn.Module) -> Any:
