@@ -285,7 +285,7 @@ def write_environment(found: dict[str, Any]) -> None:
     for device in found["devices"]:
         if not device["active"]:
             say(f"{device['device']}: no kernels: {device['why']}", style="yellow")
-            say(f"  folded norms compute the {device['instead']}, which is no slower than before")
+            say(f"  folded norms compute {device['instead']}")
             continue
         say(f"{device['device']}: {device['kernels']} kernels", style="green")
         say(f"  library: {device['library']}")

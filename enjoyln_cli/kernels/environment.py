@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.kernels import build, dispatch, native
+from enjoyln_cli.kernels import build, dispatch, native, ops
 
 
 def environment() -> dict[str, Any]:
@@ -31,11 +31,18 @@ def _compiler(kind: str) -> str:
         return str(error)
 
 
+def _instead(device: str) -> str:
+    """What a folded norm runs on a device without kernels, as a sentence's end."""
+    if ops.torch_fuses(device):
+        return "torch's rms_norm, or its LayerNorm if they have a bias (see fold --merge bias)"
+    return "torch's LayerNorm, which is no slower than before"
+
+
 def _device(name: str) -> dict[str, Any]:
     status = native.status(name, retry=True)
     found: dict[str, Any] = {"device": name, "active": status.active}
     if not status.active:
-        return found | {"why": status.what, "instead": "LayerNorm of torch"}
+        return found | {"why": status.what, "instead": _instead(name)}
     table = dispatch.table(native.table_name(status))
     return found | {
         "kernels": status.what,

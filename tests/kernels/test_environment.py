@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from enjoyln_cli.cli.main import main
-from enjoyln_cli.kernels import build, dispatch, native
+from enjoyln_cli.kernels import build, dispatch, native, ops
 
 
 def env(*arguments: str) -> str:
@@ -47,7 +47,7 @@ def test_missing_kernels_are_explained(fresh: None, monkeypatch: Any, tmp_path: 
     text = env()
     assert "cpu: no kernels: a C++ compiler (g++ or clang++) is not on PATH" in text
     assert "CUDA compiler: nvcc (the CUDA toolkit) is not on PATH" in text
-    assert "LayerNorm of torch" in text
+    assert "folded norms compute torch's LayerNorm, which is no slower than before" in text
 
 
 @pytest.mark.slow
@@ -88,3 +88,11 @@ def test_cuda_kernels_that_were_not_measured_are_not_used(monkeypatch: Any) -> N
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (3, 7))
     status = native.status("cuda")
     assert not status.active and "speed on sm_37 has not been measured" in status.what
+
+
+def test_a_device_where_torch_fuses_rms_norm_says_which_norms_use_it(
+    fresh: None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(ops, "torch_fuses", lambda device: device == "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "folded norms compute torch's rms_norm, or its LayerNorm if they have a bias" in env()
