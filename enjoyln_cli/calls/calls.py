@@ -384,9 +384,8 @@ _CONVENTIONAL = _CHOOSING | {
     "mask_labels", "mc_labels", "next_sentence_label", "output_router_logits", "return_loss",
     "sentence_order_label", "start_positions",
 }  # fmt: skip
-"""Inputs that do not change the other outputs of a transformers class: labels are only used after
-the outputs are computed, or shifted into the decoder's ids, and switches choose what is returned.
-"""
+"""Inputs that do not change the other outputs of a transformers class: labels are used after the
+outputs are computed, or shifted into the decoder's ids, and switches choose what is returned."""
 
 
 def optional_inputs(model: Any) -> list[str]:

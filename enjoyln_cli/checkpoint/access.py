@@ -42,4 +42,4 @@ def require_token(access: HubAccess) -> None:
     token = access.token
     if token is not None and not re.fullmatch(r"[!-~]+", token):
         what = "has characters that no token has, such as a line break" if token else "is empty"
-        raise ModelNotFound(f"the --token {what}; copy it anew, or run `hf auth login` instead")
+        raise ModelNotFound(f"the --token {what}; copy it again, or run `hf auth login` instead")

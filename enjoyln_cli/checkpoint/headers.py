@@ -254,7 +254,7 @@ def read_bin_header(path: Path) -> list[StoredTensor]:
         if tensor.is_nested:
             raise BadCheckpoint(
                 f"{name} in {path.name} is a nested tensor, which safetensors cannot hold; save "
-                "the model anew"
+                "the model again"
             )
         dtype = _NAMES.get(tensor.dtype)
         if tensor.is_quantized or tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
@@ -262,13 +262,13 @@ def read_bin_header(path: Path) -> list[StoredTensor]:
         if dtype is None or tensor.layout != torch.strided:
             raise BadCheckpoint(
                 f"{name} in {path.name} is a {tensor.layout} tensor of {tensor.dtype}, which "
-                "safetensors cannot hold; save the model anew"
+                "safetensors cannot hold; save the model again"
             )
         nbytes = tensor.numel() * tensor.dtype.itemsize
         if nbytes > tensor.untyped_storage().nbytes():
             raise BadCheckpoint(
                 f"{name} in {path.name} is an expanded view, which would take {nbytes} bytes in "
-                "safetensors; save the model anew"
+                "safetensors; save the model again"
             )
         found.append(StoredTensor(name, path.name, dtype, tuple(tensor.shape), -1, nbytes))
     return found
@@ -306,13 +306,13 @@ def _load_bin(path: Path, _changed: int, _size: int) -> dict[str, torch.Tensor]:
         raise _damaged(path, error) from error
     if not isinstance(content, dict):
         raise BadCheckpoint(
-            f"{path.name} holds a {type(content).__name__}, not a state dict; save the model anew"
+            f"{path.name} holds a {type(content).__name__}, not a state dict; save the model again"
         )
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise BadCheckpoint(
                 f"{path.name} is no state dict: {name!r:.60} is a {type(tensor).__name__}, not a "
-                "tensor; save the model anew"
+                "tensor; save the model again"
             )
     _require_printable(content, path.name)
     return dict(content)

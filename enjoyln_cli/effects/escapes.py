@@ -93,7 +93,7 @@ def _question(func: Any, args: tuple[Any, ...]) -> str | None:
 
 
 def require_finished(result: Any) -> None:
-    """Raise ``TraceFailed`` if a call returned something that computes later, as a generator."""
+    """Raise ``TraceFailed`` if a call returned something that computes later (a generator ...)."""
     waiting, visited = [result], set()
     while waiting:
         value = waiting.pop()

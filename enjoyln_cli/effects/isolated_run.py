@@ -104,9 +104,9 @@ class Steps(nn.Module):
         self.read_values |= watch.read_values
         if self.watchers:
             self.watchers.left.extend(weakref.ref(one) for one in left if id(one) not in given)
-        if asked := [*questions, *watch.questions]:
+        if queried := [*questions, *watch.questions]:
             raise TraceFailed(
-                f"its code reads {asked[0]}, which may differ in a later call; pass it as an "
+                f"its code reads {queried[0]}, which may differ in a later call; pass it as an "
                 "argument, or decide before the call"
             )
         now = dict(self.model.named_parameters(remove_duplicate=False))

@@ -16,8 +16,7 @@ from enjoyln_cli.models.meta_device import KeepWhole, forget_stored
 from enjoyln_cli.text import did_you_mean, first_line
 
 MAX_MODULES = 500_000
-"""Building a larger model is refused, since a small config file can ask for any number of modules.
-"""
+"""Building a larger model is refused: a small config file can ask for any number of modules."""
 
 
 def build(model_class: type, config: Any) -> nn.Module:

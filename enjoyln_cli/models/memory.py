@@ -28,8 +28,7 @@ COPIES = 2
 """Copies of a tensor in memory while it is read: the converted and the edited one. The stored one
 is mapped from its file."""
 M_MMAP_THRESHOLD, LARGE = -3, 1 << 20
-"""The option of ``mallopt`` for the smallest block that gets its own mapping, and its new value.
-"""
+"""The option of ``mallopt`` for the smallest block with its own mapping, and its new value."""
 DEVICE_MAPS = ("auto", "cpu", "disk")
 """``auto``: in memory as far as weights fit; ``cpu``: all in memory; ``disk``: all on disk."""
 

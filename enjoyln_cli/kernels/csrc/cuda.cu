@@ -1,11 +1,12 @@
-// CUDA kernels: a warp for each row of up to 1024 elements, otherwise 256 threads for a row.
+// CUDA kernels: one warp for a row of up to 1024 elements, 256 threads for a longer row.
 #include <cuda_runtime.h>
 
 #include "team.h"
 
 namespace {
 
-const int WARPS = 4, THREADS = 256, EACH = 32;  // rows of a block, threads of a long row, registers
+// Short rows in a block, threads for a long row, elements that a thread keeps in registers.
+const int WARPS = 4, THREADS = 256, EACH = 32;
 
 struct Warp {
   int rank, size;
@@ -21,7 +22,7 @@ struct Block {
   template <class S> __device__ S sum(S v) const {
     __shared__ S partial[THREADS / 32];
     v = Warp{0, 32}.sum(v);
-    __syncthreads();  // the sum before may still be read
+    __syncthreads();  // other threads may still read the previous sum
     if (rank % 32 == 0) partial[rank / 32] = v;
     __syncthreads();
     v = 0;
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(THREADS) long_rows(Call c) {
                           Block{(int)threadIdx.x, THREADS});
 }
 
-// Rows that cannot be read in packs are read twice.
+// Rows that are not aligned for packs are not kept in registers, but read twice.
 template <class T, class P, int N> void start(const Call& c, cudaStream_t stream) {
   const int kept = N > 1 ? EACH / N : 0;
   if (c.d <= 32 * EACH) {
@@ -64,7 +65,7 @@ template <class T, class P, int N> void start(const Call& c, cudaStream_t stream
   }
 }
 
-// Whether everything lies so that N elements can be read at once.
+// Whether all pointers and the row length allow reading N elements at once.
 template <class T, class P, int N> bool aligned(const Call& c) {
   const uintptr_t rows = (uintptr_t)c.x | (uintptr_t)c.r | (uintptr_t)c.y | (uintptr_t)c.s;
   const uintptr_t parameters = (uintptr_t)c.w | (uintptr_t)c.b;
@@ -79,12 +80,13 @@ template <class T, class P> void typed(const Call& c, cudaStream_t stream) {
 
 }  // namespace
 
-// Starts the kernel on the stream. Returns 0, or not where it has no way or could not start.
+// Starts the kernel on the stream. Returns 0 if it has started; not if there is no kernel, or it
+// fails.
 extern "C" __attribute__((visibility("default"))) int enjoyln_launch(const Call* call,
                                                                      int32_t device, void* on) {
   const Call& c = *call;
   cudaStream_t stream = (cudaStream_t)on;
-  // Parameters that are missing have any dtype; both have the same one.
+  // The dtype of the parameters, which has to be the same for both; a missing one fits any dtype.
   const Dtype given = c.w ? c.w_dtype : c.b ? c.b_dtype : c.dtype;
   if ((c.w && c.b && c.w_dtype != c.b_dtype) || c.rows > 0x7fffffff || c.d > 0x7fffffff) return 1;
   int before = device;

@@ -1,8 +1,9 @@
-// The way from Python to the kernels: tensors in, contiguous results out, in about a microsecond.
+// The Python interface of the kernels: takes tensors and returns contiguous results, with about a
+// microsecond of overhead.
 //
-// Every function returns NotImplemented, having changed nothing, where a kernel must not or cannot
-// compute: a subclass, a wanted gradient, tracing, a transform, an unknown dtype, shapes that do not
-// fit. The caller then goes another way.
+// Every function returns NotImplemented, without changing anything, if the kernel cannot be used:
+// for tensor subclasses, gradients, tracing, transforms, unknown dtypes, and shapes that do not
+// match. The caller then computes the norm in another way.
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,7 +12,7 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// One set of kernels for the CPU; build.py says with CPU_* which were compiled.
+// The CPU kernels for one instruction set; build.py defines CPU_* for those that were compiled.
 #define DECLARE(name)                                                     \
   extern "C" int has_##name(Dtype);                                       \
   extern "C" void rows_##name(const Call*, int64_t, int64_t);             \
@@ -54,16 +55,16 @@ bool runs(const Cpu& cpu) {
   return true;
 }
 
-// What Python hands over once; see native.py.
+// Objects that Python passes once; see native.py.
 struct Torch {
   const DLPackExchangeAPI* dlpack;
-  PyObject *tensor, *parameter;             // the two types that are plain
+  PyObject *tensor, *parameter;             // the two types of plain tensors
   PyObject *modes, *tracing;                // functions without arguments
-  PyObject *forward_ad, *level;             // a module's dict and the name in it
+  PyObject *forward_ad, *level;             // the dict of a module, and a name in it
   PyObject *empty_like, *contiguous, *increment_version, *autocast, *is_neg;
 } torch;
 
-// torch's own functions in C, as far as it has them, to make a tensor without a way through Python.
+// torch's C functions to create a tensor without calling Python; null if this torch lacks them.
 struct Maker {
   int32_t (*empty_strided)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**);
   int32_t (*data)(void*, void**);
@@ -72,7 +73,7 @@ struct Maker {
   int32_t (*dtypes[DTYPES])();
 } maker;
 bool (*grad_enabled)() = nullptr;
-const int MOST_DIMENSIONS = 16;
+const int MAX_DIMENSIONS = 16;
 
 struct Names {
   PyObject *requires_grad, *training, *fold, *parameters, *weight, *bias, *eps, *shape;
@@ -85,9 +86,9 @@ typedef int (*Launch)(const Call*, int32_t device, void* stream);
 const Cpu* cpu = nullptr;
 ParallelFor parallel_for = nullptr;
 Launch launch_cuda = nullptr;
-int64_t serial_below = 1 << 16;  // elements
+int64_t serial_below = 1 << 16;  // calls with fewer elements run on one thread
 
-struct Place {  // where another way was measured to be faster
+struct Place {  // sizes for which torch's own norm was measured to be faster
   int32_t device_type, dtype;
   int64_t min_rows, max_rows, min_d, max_d;
 } places[64];
@@ -113,7 +114,7 @@ bool plain_tensor(const PyObject* t) {
   return t->type == torch.tensor || t->type == torch.parameter;
 }
 
-// Calls a function without arguments; 1 or 0 as it returned something true, -1 for an error.
+// Calls a function without arguments. Returns whether its result is true, or -1 for an error.
 int asks(PyObject* function) {
   PyObject* answer = PyObject_CallNoArgs(function);
   if (!answer) return -1;
@@ -131,7 +132,8 @@ int requires_grad(PyObject* t) {
   return yes;
 }
 
-// Whether somebody watches who would not see a kernel: modes, a trace, forward or backward mode.
+// Whether a mode, a trace, or forward or backward differentiation is active, which would miss a
+// kernel.
 bool watched(PyObject* const* tensors, int n) {
   if (asks(torch.modes) != 0 || asks(torch.tracing) != 0) return true;
   PyObject* level = PyDict_GetItemWithError(torch.forward_ad, torch.level);
@@ -147,7 +149,7 @@ int64_t size(const DLTensor& t) {
   return n;
 }
 
-// References that end with the call.
+// A reference that is released at the end of the call.
 struct Held {
   PyObject* p = nullptr;
   ~Held() { if (p) Py_DecRef(p); }
@@ -158,8 +160,8 @@ PyObject* call1(PyObject* function, PyObject* argument) {
   return PyObject_Vectorcall(function, &argument, 1, nullptr);
 }
 
-// Where the elements of a tensor are. DLPack's function tells nothing of a lazy negation, and gives no
-// address for what only stands for a tensor (zeros, a functionalised one).
+// Describes the memory of a tensor. DLPack's function ignores a lazy negation, which is checked
+// here, and returns no address for tensors without memory (zero tensors, functional tensors).
 bool view(PyObject* t, DLTensor* out, Dtype* dtype) {
   if (torch.dlpack->tensor_from_python(t, out)) return false;
   if (!out->data && size(*out)) return false;
@@ -190,7 +192,7 @@ bool alike(const DLTensor& a, const DLTensor& b) {
          !memcmp(a.shape, b.shape, sizeof(int64_t) * a.ndim);
 }
 
-// Tells autograd that a tensor was written.
+// Tells autograd that a tensor was written in place.
 bool written(PyObject* t) {
   Held one, done;
   one.p = PyTuple_New(1);
@@ -201,7 +203,7 @@ bool written(PyObject* t) {
   return done.p;
 }
 
-// Views a tensor, or a contiguous copy of it that is then held.
+// As view, but of a contiguous copy (owned by `copy`) if the tensor is not contiguous.
 bool contiguous_view(PyObject* t, Held& copy, DLTensor* out, Dtype* dtype) {
   if (!view(t, out, dtype)) return false;
   if (contiguous(*out)) return true;
@@ -209,11 +211,11 @@ bool contiguous_view(PyObject* t, Held& copy, DLTensor* out, Dtype* dtype) {
   return copy.p && view(copy.p, out, dtype);
 }
 
-struct Scratch {  // one for each thread
+struct Scratch {  // a buffer; each thread has its own
   void* data = nullptr;
   int64_t bytes = 0;
   ~Scratch() { free(data); }
-  bool grow(int64_t n) {  // whether it did; what was in it is lost
+  bool grow(int64_t n) {  // returns whether it grew; the old content is then lost
     if (n <= bytes) return false;
     free(data);
     data = malloc(n);
@@ -223,12 +225,13 @@ struct Scratch {  // one for each thread
 };
 thread_local Scratch converted[2], floats[2], neutral[2][DTYPES];
 
-// A parameter as the kernels want it: F32, F64 or BF16.
+// A parameter in the dtype that the kernels need: F32, F64 or BF16. If it is missing, ones or
+// zeros.
 const void* parameter(const void* p, Dtype dtype, Dtype want, int64_t d, bool is_bias) {
   if (p && dtype == want) return p;
   if (!p) {
     Scratch& room = neutral[is_bias][want];
-    if (room.grow(d * 8))  // filled once
+    if (room.grow(d * 8))  // filled when it grows
       for (int64_t i = 0; i < d; i++) {
         if (want == F64) ((double*)room.data)[i] = !is_bias;
         else if (want == F32) ((float*)room.data)[i] = !is_bias;
@@ -281,10 +284,10 @@ bool run_cuda(Call& c, const DLTensor& x) {
   return launch_cuda(&c, x.device_id, stream) == 0;
 }
 
-// A new contiguous tensor like x, which is `like` in Python, and where its elements are.
+// Creates a contiguous tensor like x (`like` in Python), and returns the address of its elements.
 bool make(const DLTensor& x, Dtype dtype, PyObject* like, Held& to, void** data) {
-  if (maker.wrap && x.device_type == DL_CPU && x.ndim <= MOST_DIMENSIONS) {
-    int64_t strides[MOST_DIMENSIONS], step = 1;
+  if (maker.wrap && x.device_type == DL_CPU && x.ndim <= MAX_DIMENSIONS) {
+    int64_t strides[MAX_DIMENSIONS], step = 1;
     for (int i = x.ndim - 1; i >= 0; i--) {
       strides[i] = step;
       if (x.shape[i] > 1) step *= x.shape[i];
@@ -303,7 +306,7 @@ bool make(const DLTensor& x, Dtype dtype, PyObject* like, Held& to, void** data)
   return true;
 }
 
-// The last two are ADD_ and SUM whose result takes the place of x.
+// ADD_OVER and SUM_OVER are ADD_ and SUM with a result that overwrites x.
 enum Form { NORM, ADD, ADD_, SUM, ADD_OVER, SUM_OVER };
 
 // args: x, then residual unless the form is NORM, then weight, bias, eps.
@@ -384,20 +387,20 @@ PyObject* function(PyObject*, PyObject* const* args, ptrdiff_t n) {
   return norm(form, layer, guarded, args, n);
 }
 
-// Whether a module's own attribute is there and not false.
+// Whether an attribute in a module's dict is true; `if_missing` without such an attribute.
 bool is_set(PyObject* attributes, PyObject* name, bool if_missing) {
   PyObject* value = PyDict_GetItemWithError(attributes, name);
   return value ? PyObject_IsTrue(value) != 0 : if_missing;
 }
 
-// Whether a parameter changes nothing, as a module's own attribute says, and no gradient is wanted of it.
+// Whether a parameter has no effect, as an attribute of the module says, and needs no gradient.
 bool is_neutral(PyObject* attributes, PyObject* name, PyObject* parameter) {
   return is_set(attributes, name, false) && !(grad_enabled() && requires_grad(parameter) != 0);
 }
 
-// args: a module like nn.LayerNorm, its input, what it has to belong to for its input to have zero
-// mean, and whether parameters that change nothing need not be read. Declines where it does not, in
-// training mode, and where its parameters are not plain.
+// args: a module like nn.LayerNorm, its input, the fold that the module has to belong to (otherwise
+// its input may have a mean), and whether to skip parameters without effect. Declines if the module
+// belongs to another fold, in training mode, and if its parameters are not plain tensors.
 PyObject* module_rms_norm(PyObject*, PyObject* const* args, ptrdiff_t n) {
   Held attributes;
   attributes.p = n == 4 ? PyObject_GenericGetDict(args[0], nullptr) : nullptr;
@@ -422,9 +425,10 @@ PyObject* module_rms_norm(PyObject*, PyObject* const* args, ptrdiff_t n) {
   return norm(NORM, false, true, given, 4);
 }
 
-// args: three lists of as many dictionaries, names and values, two of dictionaries and sizes, two of
-// objects and types. Whether each dictionary has that value of that name (None: or nothing), each that
-// size, and each object that type. Not about tensors, and here since it is asked before every call.
+// args: three lists of equal length of dictionaries, names and values; two of dictionaries and
+// sizes; two of objects and types. Returns whether each dictionary has the value under the name
+// (None also stands for a missing name), each dictionary has the size, and each object has the
+// type. This is not about tensors; it is in C++ because it runs before every call of a model.
 PyObject* same(PyObject*, PyObject* const* args, ptrdiff_t n) {
   if (n != 7) return declines();
   ptrdiff_t lengths[7];
@@ -464,16 +468,17 @@ const int COUNT = sizeof(FUNCTIONS) / sizeof(FUNCTIONS[0]);
 
 }  // namespace
 
-// All that follows is called through ctypes, with Python's lock held.
+// The functions below are called through ctypes, with the GIL held.
 
-// Of index i: a function, or null after the last. A name that ends in "!" is without guards.
+// The Python function with index i, or null after the last. A function whose name ends in "!" does
+// not check its arguments.
 EXPORT PyObject* enjoyln_function(int i) {
   return i < COUNT ? PyCFunction_NewEx(&FUNCTIONS[i], nullptr, nullptr) : nullptr;
 }
 EXPORT const char* enjoyln_name(int i) { return i < COUNT ? FUNCTIONS[i].name : nullptr; }
 
-// Takes the exchange capsule, the other 11 objects of `Torch` in its order, and what torch says about
-// gradients by. Returns 0 where the DLPack is not one known here.
+// Takes the DLPack capsule and the 11 other objects of `Torch`, in order, and torch's function that
+// tells whether gradients are enabled. Returns 0 if the version of DLPack is unknown.
 EXPORT int enjoyln_start(PyObject* given, void* grad) {
   PyObject* objects[12];
   for (int i = 0; i < 12; i++) {
@@ -492,7 +497,8 @@ EXPORT int enjoyln_start(PyObject* given, void* grad) {
   return 1;
 }
 
-// Takes the kernels called `name`, or the best that run here for an empty one; the name taken.
+// Selects the kernels called `name`, or the best for this processor if it is empty. Returns the
+// name of the selected kernels, or null.
 EXPORT const char* enjoyln_cpu(const char* name) {
   for (const Cpu& found : CPUS)
     if (runs(found) && (!*name || !strcmp(name, found.name))) {
@@ -502,7 +508,7 @@ EXPORT const char* enjoyln_cpu(const char* name) {
   return nullptr;
 }
 
-// Addresses for `Maker`, in its order.
+// Takes the addresses for `Maker`, in order.
 EXPORT void enjoyln_maker(void* const* functions) { memcpy(&maker, functions, sizeof maker); }
 
 EXPORT void enjoyln_parallel(void* function, int64_t elements) {

@@ -1,5 +1,6 @@
-// What is needed of CPython's stable ABI (the same since 3.10) and of DLPack 1.x, declared here: so
-// one file serves all Python versions, and a machine needs neither of the two packages of headers.
+// Declarations from CPython's stable ABI (unchanged since 3.10) and from DLPack 1.x. They are
+// repeated here so that one library works with all Python versions and no headers have to be
+// installed.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

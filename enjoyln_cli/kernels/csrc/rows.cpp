@@ -1,10 +1,10 @@
-// The rows of one call on the CPU, compiled once for every instruction set, which NAME names.
+// The CPU kernel for the rows of one call. It is compiled once for each instruction set, NAME.
 //
-// A few rows go together: two are summed up side by side, so that the processor has enough to add,
-// and the parameters are read once for all. Sums are kept in float lanes that are emptied into
-// doubles every few additions. Where the squares leave the range of a float (overflow, or so small
-// that they lose digits and eps does not hide it) the row is done again in double, one number at a
-// time.
+// Several rows are processed together: two are summed at the same time, which keeps the processor's
+// adders busy, and parameters are loaded once for all of them. Sums are collected in float lanes,
+// and added to doubles after every few additions. If the squares leave the range of a float
+// (overflow, or so small that they lose digits and eps does not hide this), the row is computed
+// again in double, one number at a time.
 #include <math.h>
 
 #include "call.h"
@@ -19,16 +19,17 @@
 
 namespace {
 
-// Additions to a float sum, before it goes into a double.
+// Additions to a float sum before it is added to a double.
 template <class T> const int BLOCK = sizeof(T) == 2 ? 32 : LANES > 8 ? 8 : 4;
-// Rows that are written at a time; they are summed up in twos.
+// Rows that are written together; they are summed in pairs.
 template <class T> const int MANY = sizeof(T) == 8 ? 1 : 4;
 
 template <class T> using Vec = typename Wide<T>::type;
 template <class T> using Scalar = typename Wide<T>::scalar;
 
-// Sums up K rows, each in the same order for any K: f(k, i, a, b) adds what the two vectors from i of
-// row k give to the sums a and b, and rest(k, i, n) is what the n elements from i give.
+// Sums K rows; the order of additions in a row is the same for any K. f(k, i, a, b) adds the terms
+// of the two vectors of row k at i to the sums a and b. rest(k, i, n) returns the terms of the n
+// elements at i.
 template <class T, int K, class F, class G> INLINE void summed(int64_t d, double* sums, F f, G rest) {
   const int L = Wide<T>::lanes, TWO = 2 * L;
   Doubles total[K] = {};
@@ -91,12 +92,12 @@ INLINE void sum_of_deviations(const T* x, int64_t d, const double* means, double
       },
       [&](int k, int64_t i, int64_t n) INLINE_LAMBDA {
         auto v = load_some(x + k * d + i, n) - mean[k];
-        for (int64_t j = n; j < Wide<T>::lanes; j++) v[j] = 0;  // what lies after the row's end
+        for (int64_t j = n; j < Wide<T>::lanes; j++) v[j] = 0;  // lanes after the end of the row
         return v * v;
       });
 }
 
-// s = x + r as the dtype stores it, and the sums of what was stored, or of its squares.
+// s = x + r rounded to the dtype, and the sums of the stored values, or of their squares.
 template <class T, bool LAYER, int K>
 INLINE void add(T* s, const T* x, const T* r, int64_t d, double* sums) {
   summed<T, K>(
@@ -120,10 +121,10 @@ template <class T> struct Row {
   const T* x;  // or the sum
   T* y;
   double mean, scale;
-  bool fits;  // whether floats held its sums
+  bool fits;  // whether its sums fit into floats
 };
 
-// y = (x - mean) * scale * w + b for K rows; with w and b of null, which BARE says, without them.
+// y = (x - mean) * scale * w + b for K rows; with BARE, w and b are null and left out.
 template <class T, class P, bool LAYER, bool BARE, int K>
 void write(const Row<T>* rows, const P* w, const P* b, int64_t d) {
   const int L = Wide<T>::lanes;
@@ -174,7 +175,7 @@ void write(const Row<T>* rows, const P* w, const P* b, int64_t d) {
   }
 }
 
-// A row whose sums do not fit into floats; doubles that do not fit are scaled by a power of two.
+// Computes a row whose sums do not fit into floats; if they may not fit into doubles, it is scaled.
 template <class T, class P>
 APART void careful(const Row<T>& row, const P* w, const P* b, int64_t d, double eps, bool layer) {
   double largest = 0, shrink = 1, mean = 0, sum = 0;
@@ -184,7 +185,7 @@ APART void careful(const Row<T>& row, const P* w, const P* b, int64_t d, double 
     if (v != v) break;
   }
   if (largest > 1e150) shrink = 1e-200;
-  double bad = largest * 0;  // NaN where the row has an Inf or a NaN
+  double bad = largest * 0;  // NaN if the row has an Inf or a NaN
   for (int64_t i = 0; layer && i < d; i++) mean += one(row.x + i) * shrink / d;
   for (int64_t i = 0; i < d; i++) {
     double v = one(row.x + i) * shrink - mean;
@@ -196,7 +197,7 @@ APART void careful(const Row<T>& row, const P* w, const P* b, int64_t d, double 
         (one(row.x + i) * shrink - mean) * scale * (w ? one(w + i) : 1) + (b ? one(b + i) : 0));
 }
 
-// Adds and sums up K rows.
+// Adds the residual to K rows if there is one, and computes their sums.
 template <class T, bool LAYER, int K> void sum_up(const Call& c, int64_t row, Row<T>* rows) {
   const int64_t d = c.d, at = row * d;
   const bool wide = sizeof(Scalar<T>) == 8;
@@ -225,7 +226,7 @@ template <class T, bool LAYER, int K> void sum_up(const Call& c, int64_t row, Ro
 
 template <class T, class P, bool LAYER, bool BARE> void norms(const Call& c, int64_t row, int64_t end) {
   const P *w = (const P*)c.w, *b = (const P*)c.b;
-  const int many = c.d * sizeof(T) <= 16384 ? MANY<T> : 1;  // or they drive each other from the cache
+  const int many = c.d * sizeof(T) <= 16384 ? MANY<T> : 1;  // several long rows exceed the cache
   Row<T> rows[MANY<T>];
   while (row < end) {
     const int count = row + many <= end ? many : 1;
@@ -258,11 +259,11 @@ template <class T> void widen(float* to, const T* from, int64_t n) {
 
 #define HIDDEN extern "C" __attribute__((visibility("hidden")))
 
-// Whether the instruction set has a way with the dtype.
+// Whether there is a kernel for the dtype.
 HIDDEN int HAS(NAME)(Dtype dtype) { return dtype != F16 || HAS_HALF; }
 
-// Computes the rows from begin to end. w and b are of float32, or float64 for float64, or both bfloat16
-// for bfloat16; RMSNorm may be without both, and else neither is null.
+// Computes the rows from begin to end. w and b are float32, or float64 for float64 rows, or both
+// bfloat16 for bfloat16 rows. For RMSNorm both may be null; otherwise neither is.
 HIDDEN void ROWS(NAME)(const Call* c, int64_t begin, int64_t end) {
   if (c->dtype == BF16 && c->w_dtype == BF16) typed<bfloat, bfloat>(*c, begin, end);
   if (c->dtype == BF16 && c->w_dtype == F32) typed<bfloat>(*c, begin, end);
@@ -273,7 +274,7 @@ HIDDEN void ROWS(NAME)(const Call* c, int64_t begin, int64_t end) {
 #endif
 }
 
-// n parameters of a narrower dtype as float32.
+// Converts n parameters of a narrower dtype to float32.
 HIDDEN void WIDEN(NAME)(float* to, const void* from, Dtype dtype, int64_t n) {
   if (dtype == BF16) widen(to, (const bfloat*)from, n);
 #if HAS_HALF

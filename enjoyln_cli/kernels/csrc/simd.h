@@ -1,5 +1,5 @@
-// Vectors of the instruction set that this file is compiled for, as GCC and Clang spell them for
-// any: arithmetic is + - *, contracted to fused multiply-adds by the compiler.
+// Vectors for the instruction set that this file is compiled for, written with the portable vector
+// extensions of GCC and Clang. The compiler contracts + - * to fused multiply-adds.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -32,7 +32,7 @@ typedef uint16_t Shorts __attribute__((vector_size(LANES * 2)));
 typedef double Doubles __attribute__((vector_size(LANES * 4)));      // half as many
 typedef float HalfFloats __attribute__((vector_size(LANES * 2)));
 
-// What a dtype is computed in, and how many of it go through a register at a time.
+// The vector type that a dtype is computed in, and the number of elements in one vector.
 template <class T> struct Wide { typedef Floats type; typedef float scalar; static const int lanes = LANES; };
 template <> struct Wide<double> { typedef Doubles type; typedef double scalar; static const int lanes = LANES / 2; };
 
@@ -44,13 +44,13 @@ INLINE Doubles load(const double* p) { return raw_load<Doubles>(p); }
 INLINE void store(float* p, Floats v) { raw_store(p, v); }
 INLINE void store(double* p, Doubles v) { raw_store(p, v); }
 
-// To bfloat16, to nearest even; a NaN stays one.
+// Rounds to bfloat16, to nearest even; NaN stays NaN.
 INLINE Words rounded(Floats v) {
   Words u = (Words)v;
   Words up = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   return v == v ? up : Words{} + 0x7fc0u;
 }
-// Between 16 bits and 32; GCC's own conversion of whole vectors takes detours.
+// Conversions between 16 and 32 bits; GCC's own conversion of vectors is slower.
 #if LANES == 16
 INLINE Words longer(Shorts v) { return (Words)_mm512_cvtepu16_epi32((__m256i)v); }
 INLINE Shorts shorter(Words v) { return (Shorts)_mm512_cvtepi32_epi16((__m512i)v); }
@@ -84,10 +84,10 @@ INLINE void store(half* p, Floats v) { vst1_u16(&p->bits, vreinterpret_u16_f16(v
 #define HAS_HALF 0
 #endif
 
-// Two vectors at a time. Those of bfloat16 are its even and its odd elements, the halves of every
-// word: so nothing has to be brought in order. A result halfway between two bfloat16 goes away from
-// zero; a sum, which often is, to the even one, and so does all at the end of a row that fills no two
-// vectors.
+// Two vectors at a time. For bfloat16 these are the even and the odd elements, i.e. the halves of
+// each 32-bit word, so that no shuffle is needed. A result halfway between two bfloat16 numbers is
+// rounded away from zero here. Sums, which are often halfway, are rounded to even (`stored`), and
+// so are all values at the end of a row that do not fill two vectors.
 template <class V> struct Two { V a, b; };
 template <class T> INLINE Two<typename Wide<T>::type> load_two(const T* p) {
   return {load(p), load(p + Wide<T>::lanes)};
@@ -104,8 +104,8 @@ INLINE void store_two(bfloat* p, Two<Floats> v) {
   raw_store(p, (((Words)v.a + 0x8000u) >> 16) | (((Words)v.b + 0x8000u) & 0xffff0000u));
 }
 
-// Parameters in the order of the two vectors of T. A NaN of float32 gets the bits that a result's
-// rounding leaves a NaN.
+// Loads parameters in the element order of the two vectors of T. A float32 NaN is replaced by one
+// whose bits stay NaN when a result is rounded to bfloat16.
 template <class T, class P> struct Parameters {
   INLINE Two<typename Wide<T>::type> load(const P* p) { return load_two(p); }
 };
@@ -129,12 +129,13 @@ template <> struct Parameters<bfloat, float> {
   }
 };
 
-// Stores a sum of two numbers of T, and gives what was stored.
+// Stores a sum rounded to T, and returns the stored value.
 template <class T> INLINE Two<typename Wide<T>::type> stored(T* p, Two<typename Wide<T>::type> v) {
   store_two(p, v);
   return load_two(p);
 }
-// To nearest even, as a float. NaNs of bfloat16 have nothing that would round up.
+// Rounds to bfloat16 (nearest even), as a float. NaNs that come from bfloat16 have no lower bits,
+// so rounding does not change them.
 INLINE Floats even(Floats v) {
 #if LANES == 16
   const __mmask16 odd = _mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi32(0x10000));
@@ -151,7 +152,7 @@ INLINE Two<Floats> stored(bfloat* p, Two<Floats> v) {
   return v;
 }
 
-// The first n elements only, zeros after them.
+// Loads and stores the first n elements only; a load fills the vector with zeros.
 template <class T> APART typename Wide<T>::type load_some(const T* p, int64_t n) {
   T all[Wide<T>::lanes] = {};
   for (int64_t i = 0; i < n; i++) all[i] = p[i];
@@ -180,7 +181,7 @@ INLINE void store_some(half* p, Floats v, int64_t n) {
 }
 #endif
 
-// Float lanes as doubles, added in pairs: the sums of long rows are kept in double.
+// Converts float lanes to doubles and adds them in pairs: sums of long rows are kept in double.
 #if LANES == 16
 INLINE Doubles widened(Floats v) {
   __m512d all = _mm512_castps_pd((__m512)v);
@@ -213,7 +214,7 @@ INLINE double added(Doubles v) {
 #endif
 }
 
-// One number, for the rows that floats cannot sum up.
+// Loads and stores one number as a double, for rows whose sums do not fit into floats.
 INLINE double one(const float* p) { return *p; }
 INLINE double one(const double* p) { return *p; }
 INLINE double one(const bfloat* p) { uint32_t u = (uint32_t)p->bits << 16; float f; memcpy(&f, &u, 4); return f; }

@@ -1,10 +1,10 @@
-// One row of a norm, computed by a team of threads: what the CUDA kernels do, and what a test does
-// on the host with a team of one.
+// Computes one row of a norm by a team of threads. The CUDA kernels use this, and a test runs it on
+// the CPU with a team of one thread.
 //
-// The row is read once, in packs of 16 bytes where its place in memory allows, and stays in
-// registers (KEPT packs for each thread); a longer row (KEPT = 0) is read again from the cache. A
-// team sums in a fixed order, so results are the same in every run. Where the squares leave the
-// range of a float, they are summed again in double.
+// The row is read once, in packs of 16 bytes if its alignment allows, and kept in registers (KEPT
+// packs for each thread). A longer row (KEPT = 0) is read again from the cache. A team sums in a
+// fixed order, so results are the same in every run. If the squares leave the range of a float,
+// they are summed again in double.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -40,7 +40,7 @@ BOTH_SIDES float wide(Bfloat v) {
 BOTH_SIDES void narrow(float v, float& to) { to = v; }
 BOTH_SIDES void narrow(double v, double& to) { to = v; }
 BOTH_SIDES void narrow(double v, float& to) { to = (float)v; }
-#if defined(__CUDA_ARCH__)  // the processor's own conversions, to nearest even
+#if defined(__CUDA_ARCH__)  // the GPU's own conversions, to nearest even
 BOTH_SIDES void narrow(float v, Bfloat& to) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(v)); }
 BOTH_SIDES void narrow(float v, Half& to) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(v)); }
 BOTH_SIDES float wide(Half v) {
@@ -63,7 +63,7 @@ BOTH_SIDES float wide(Half v) {
   memcpy(&f, &v, 2);
   return (float)f;
 }
-#else  // the host's pass of nvcc only parses
+#else  // the host pass of nvcc only has to compile
 BOTH_SIDES void narrow(float, Bfloat&) {}
 BOTH_SIDES void narrow(float, Half&) {}
 BOTH_SIDES float wide(Half) { return 0; }
@@ -73,18 +73,19 @@ BOTH_SIDES void narrow(double v, Half& to) { narrow((float)v, to); }
 
 template <class T, int N> struct alignas(sizeof(T) * N) Pack { T v[N]; };
 
-template <class T, class P> struct Place {  // of one row
+template <class T, class P> struct Place {  // the pointers of one row
   const T *x, *r;
   T *y, *s;
   const P *w, *b;
 };
 
-// A row whose sums do not fit, after its addition; doubles that do not fit are scaled.
+// Computes a row whose sums do not fit into floats, after the addition. If they do not even fit
+// into doubles, the row is scaled.
 template <class T, class P, class Team>
 FAR void careful_row(Place<T, P> at, int d, double eps, bool layer, Team team) {
   const T* x = at.r ? at.s : at.x;
   double shrink = 1, mean = 0, sum = 0;
-  team.wait();  // the sum was written in another order
+  team.wait();  // other threads wrote the elements of s that are read now
   for (int attempt = 0; attempt < 2; attempt++) {
     mean = sum = 0;
     if (layer) {
@@ -99,9 +100,9 @@ FAR void careful_row(Place<T, P> at, int d, double eps, bool layer, Team team) {
     if (sum <= 1e300) break;
     if (!attempt) shrink = 1e-200;
   }
-  // NaN where the row has an Inf or a NaN
+  // NaN if the row has an Inf or a NaN
   const double scale = sum <= 1e300 ? 1 / sqrt(sum / d + eps * shrink * shrink) : (double)NAN;
-  team.wait();  // y may be where the sum is
+  team.wait();  // y may overwrite the sum
   LOOP for (int i = team.rank; i < d; i += team.size) {
     double u = (wide(x[i]) * shrink - mean) * scale;
     if (at.w) u *= wide(at.w[i]);
@@ -117,7 +118,8 @@ BOTH_SIDES void norm_row(Place<T, P> at, int d, double eps, bool layer, Team tea
   const int packs = d / N;
   S kept[KEPT ? KEPT * N : 1];
 
-  // first and again: f(i, v) for every pack i of this thread with its values v, fetched at first.
+  // first and again: call f(i, v) for each pack i of this thread, with its values v. first loads
+  // them.
   auto fetch = [&](int i, S* v) {
     Packed x = ((const Packed*)at.x)[i];
     if (at.r) {
