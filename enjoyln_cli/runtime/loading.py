@@ -96,11 +96,11 @@ def optimize(model: Holder) -> Holder:
     for inner, found in proven:
         check_centred(inner, watch_list_of(inner, _weights(found), (), found.units))
     for inner, found in proven:
-        installed(inner, found)
+        optimize_unchecked(inner, found)
     return model
 
 
-def installed(model: Model, found: Marker) -> Model:
+def optimize_unchecked(model: Model, found: Marker) -> Model:
     """``optimize`` without the check of the weights: they were checked, or are not loaded yet."""
     unproven = (*found.unproven, *_inner_inputs(model, found))
     merged, covered = bool(found.weightless or found.biasless), found.covered

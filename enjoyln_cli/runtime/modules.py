@@ -105,7 +105,7 @@ def needs(parameter: Any, neutral: bool) -> bool:
     """
     if not neutral or is_exporting():
         return not neutral
-    return not thread.running.looked or (torch.is_grad_enabled() and parameter.requires_grad)
+    return not thread.running.is_checked or (torch.is_grad_enabled() and parameter.requires_grad)
 
 
 class RMSNorm(Folded, nn.LayerNorm):
@@ -116,7 +116,7 @@ class RMSNorm(Folded, nn.LayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not is_dynamo_compiling():
-            call = self, input, thread.running.proven, thread.running.looked
+            call = self, input, thread.running.proven, thread.running.is_checked
             y = kernels.native.entry.module_rms_norm(*call)  # all of this method in one C++ call
             if y is NotImplemented and kernels.native.load(input.device.type):
                 y = kernels.native.entry.module_rms_norm(*call)

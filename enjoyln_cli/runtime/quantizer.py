@@ -15,7 +15,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from enjoyln_cli.checkpoint.config import MARKER
-from enjoyln_cli.runtime.loading import installed, marker_of, optimize
+from enjoyln_cli.runtime.loading import marker_of, optimize, optimize_unchecked
 
 
 @register_quantization_config(MARKER)
@@ -31,7 +31,7 @@ class EnjoyLNLoader(HfQuantizer):
     """Does what ``optimize`` does while transformers loads a model. Raises as ``optimize`` does."""
 
     def preprocess_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        installed(model, marker_of(model))
+        optimize_unchecked(model, marker_of(model))
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
         self.remove_quantization_config(model)

@@ -31,14 +31,14 @@ class Running:
     def __init__(self) -> None:
         self.proven: Fold | None = None
         """The model whose norms may compute RMSNorm now."""
-        self.looked = False
+        self.is_checked = False
         """Whether the model of the innermost call is checked each time that it is called.
 
         False if the call was compiled with the code around it: then it was checked once.
         """
         self.calls: tuple[Enter, Fold | None, bool, Any] | None = None
-        """A linked list: the innermost call, ``proven`` and ``looked`` of the code around it, and
-        the calls around it."""
+        """A linked list: the innermost call, ``proven`` and ``is_checked`` of the code around it,
+        and the calls around it."""
         self.frame: FrameType | None = None
         """The Python frame in which the outermost call began, unless it was compiled."""
 
@@ -92,7 +92,7 @@ class Enter:
             comptime(_skip_if_outermost)
         else:
             _forget_interrupted(running)
-        above, around, looked = running.calls, running.proven, running.looked
+        above, around, checked = running.calls, running.proven, running.is_checked
         if above is not None and above[0].fold is self.fold:
             proven = around
         else:
@@ -104,10 +104,10 @@ class Enter:
                 self.check.look(self, module)
             ready = not (module.training or self.moved or self.trouble)
             proven = self.fold if ready else None
-            running.looked = not compiling
+            running.is_checked = not compiling
         if above is None and not compiling:
             running.frame = sys._getframe(1)
-        running.calls = (self, around, looked, above)
+        running.calls = (self, around, checked, above)
         running.proven = proven
 
 
@@ -121,7 +121,7 @@ class Leave:
         running = thread.running
         if running.calls is None or running.calls[0] is not self.enter:
             return  # another pre-hook raised before ``Enter`` ran
-        _, around, running.looked, above = running.calls
+        _, around, running.is_checked, above = running.calls
         within = above is not None and above[0].fold is self.enter.fold
         if not (within and running.proven is None):  # an unproven inner call makes the outer one so
             running.proven = around
@@ -172,7 +172,7 @@ def _forget_interrupted(running: Running) -> None:
     except RuntimeError:
         return
     running.proven = running.calls = running.frame = None
-    running.looked = False
+    running.is_checked = False
 
 
 def _skip_if_outermost(context: Any) -> None:
