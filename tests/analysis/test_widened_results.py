@@ -426,7 +426,7 @@ def test_units_trained_in_float64_are_centred_to_its_rounding(outs: dict[str, Pa
 def test_there_is_no_place_for_units_trained_twice(outs: dict[str, Path]) -> None:
     model = trained(refold(trained(from_pretrained(outs["float32"]), 0)), 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(NotCentred, match="no others are free to take their place"):
+    with pytest.raises(NotCentred, match="no unused units are left to hold the trained values"):
         refold(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
