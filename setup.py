@@ -2,7 +2,8 @@
 
 Neither torch nor anything else is needed for that, and nothing here can make an installation fail:
 without the libraries the kernels are compiled on first use. ``ENJOYLN_PREBUILT=1`` asks for the
-libraries, which make the wheel one of this platform; otherwise it stays pure Python.
+library of the CPU kernels, which makes the wheel one of this platform; otherwise it stays pure
+Python.
 """
 
 from __future__ import annotations
@@ -40,14 +41,10 @@ class WithLibraries(build_py):
         try:
             build = builder()
             folder.mkdir(parents=True, exist_ok=True)
-            for target in (build.cpu(), build.cuda()):
-                try:
-                    tool = build.compiler(target.kind)
-                    build.compile_to(target, tool, folder / target.name)
-                except build.NoLibrary as error:
-                    print(f"enjoyln: no {target.kind} kernels in this wheel: {error}")
+            target = build.cpu()
+            build.compile_to(target, build.compiler(), folder / target.name)
         except Exception as error:  # an installation must not fail for want of a kernel
-            print(f"enjoyln: no kernels in this wheel: {error}")
+            print(f"enjoyln: no compiled kernels in this wheel: {error}")
 
 
 class OfThisPlatform(bdist_wheel):

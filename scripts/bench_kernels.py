@@ -1,4 +1,4 @@
-"""Times the kernels beside torch's own norms: interleaved, medians, one JSON object.
+"""Times the CPU kernels beside torch's own norms: interleaved, medians, one JSON object.
 
     OMP_NUM_THREADS=1 python scripts/bench_kernels.py --out kernels.json
 
@@ -72,50 +72,45 @@ def keep_pages() -> None:
             library.mallopt(option, 1 << 25)
 
 
-def timed(candidates: Ways, seconds: float, wait: Callable[[], None]) -> dict[str, float]:
+def timed(candidates: Ways, seconds: float) -> dict[str, float]:
     """Median time of one call in microseconds."""
-    found = turns(candidates, seconds, wait)
+    found = turns(candidates, seconds)
     return {name: round(statistics.median(times), 3) for name, times in found.items()}
 
 
-def turns(candidates: Ways, seconds: float, wait: Callable[[], None]) -> dict[str, list[float]]:
+def turns(candidates: Ways, seconds: float) -> dict[str, list[float]]:
     """Time of one call in microseconds, for every turn; in a turn each candidate has one."""
     calls = {}
     for name, call in candidates.items():
         call()
-        wait()
         start = time.perf_counter()
         for _ in range(10):
             call()
-        wait()
         calls[name] = max(1, int(2e-4 / ((time.perf_counter() - start) / 10)))
     found: dict[str, list[float]] = {name: [] for name in candidates}
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or len(found[name]) < 15:
         for name, call in candidates.items():
             call()  # what the one before has left in the caches is nobody's merit
-            wait()
             start = time.perf_counter()
             for _ in range(calls[name]):
                 call()
-            wait()
             found[name].append((time.perf_counter() - start) / calls[name] * 1e6)
     return found
 
 
 def measure(args: argparse.Namespace, dtype: torch.dtype) -> list[dict[str, Any]]:
-    wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     found = []
     for width in args.widths:
         for rows in args.rows:
             x, residual = (torch.randn(rows, width) for _ in range(2))
             tensors = (x - x.mean(-1, keepdim=True), residual * 0, *torch.randn(2, width))
-            given = [t.to(args.device, dtype) for t in tensors]
+            given = [t.to(dtype) for t in tensors]
             given[0] *= 1e-3  # the sum in place grows with every call, and must not overflow
             candidates = ways(*given)
             if args.compiled:
                 candidates |= compiled(given[0], *given[2:])
-            times = turns(candidates, args.seconds, wait)
+            times = turns(candidates, args.seconds)
             us = {name: round(statistics.median(one), 3) for name, one in times.items()}
             found.append({"rows": rows, "width": width, "us": us} | ratios(times))
     return found
@@ -167,7 +162,7 @@ def one_token(seconds: float) -> dict[str, Any]:
     folded = install(nn.LayerNorm(768).eval(), [""], [])
     x = torch.randn(1, 768)
     calls: Ways = {"nn.LayerNorm": lambda: stock(x), "folded": lambda: folded(x)}
-    times = turns(calls, seconds, lambda: None)
+    times = turns(calls, seconds)
     each = [a / b for a, b in zip(times["folded"], times["nn.LayerNorm"], strict=True)]
     low, middle, high = (round(one, 3) for one in statistics.quantiles(each, n=4))
     us = {name: round(statistics.median(one), 3) for name, one in times.items()}
@@ -183,7 +178,6 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="file for the JSON; $OUT/bench_kernels.json if set"
     )
-    parser.add_argument("--device", default="cpu", choices=native.DEVICES)
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rows", type=numbers, default=ROWS)
     parser.add_argument("--widths", type=numbers, default=WIDTHS)
@@ -192,10 +186,9 @@ def main() -> None:
     parser.add_argument("--isa", default="", help="CPU instruction set: avx512, avx2, plain")
     parser.add_argument("--compiled", action="store_true")
     args = parser.parse_args()
-    os.environ.setdefault("ENJOYLN_KERNELS", "unmeasured")
     torch.set_num_threads(args.threads)
     keep_pages()
-    status = native.status(args.device)
+    status = native.status("cpu")
     if args.isa and not native.use(args.isa):
         parser.error(f"{args.isa} does not run here")
     result: dict[str, Any] = {
@@ -206,8 +199,7 @@ def main() -> None:
         "dtypes": {},
     }
     with torch.no_grad():
-        if args.device == "cpu":
-            result["one_token"] = one_token(args.seconds)
+        result["one_token"] = one_token(args.seconds)
         for name in args.dtypes.split(","):
             shapes = measure(args, getattr(torch, name))
             result["dtypes"][name] = {"summary": summary(shapes), "shapes": shapes}
@@ -216,7 +208,7 @@ def main() -> None:
     )
     if out:
         out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({"one_token": result.get("one_token")}))
+    print(json.dumps({"one_token": result["one_token"]}))
     for name, found in result["dtypes"].items():
         print(name, json.dumps(found["summary"]))
 

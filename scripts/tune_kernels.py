@@ -1,8 +1,8 @@
-"""Measures the kernels of this machine against torch's norms and writes ``dispatch.json``.
+"""Measures this machine's CPU kernels against torch's norms and writes ``dispatch.json``.
 
     OMP_NUM_THREADS=<cores> python scripts/tune_kernels.py --seconds 0.2
 
-Two decisions for the device: from how many elements a second thread pays, and where another way
+Two decisions for the processor: from how many elements a second thread pays, and where another way
 than the kernel is faster. A shape counts as lost only if the kernel took more than ``--margin``
 times the best other way in each of three runs, and a range joins neighbouring lost shapes.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,8 @@ from enjoyln_cli.kernels import dispatch, native
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 WIDTHS = (64, 256, 768, 1024, 2048, 4096, 8192)
-LARGEST = {"cpu": 1 << 21, "cuda": 1 << 27}
-"""Elements. On a CPU both ways wait for memory and for fresh pages above, and times are luck; on a
-GPU the memory is what large rows are about, and a cache holds 50 MB."""
-
-
-def wait(device: str) -> Any:
-    return torch.cuda.synchronize if device == "cuda" else lambda: None
+LARGEST = 1 << 21
+"""Elements. For more, both ways wait for memory and for fresh pages, and times are luck."""
 
 
 def serial_below(seconds: float, cores: int) -> int:
@@ -49,7 +43,7 @@ def serial_below(seconds: float, cores: int) -> int:
             kernels.rms_norm(x, None, None, 1e-5)
 
         torch.set_num_threads(cores)
-        us = timed({"one": alone, "all": together}, seconds, lambda: None)
+        us = timed({"one": alone, "all": together}, seconds)
         if us["all"] * 1.05 > us["one"]:
             break
         best = 1 << power
@@ -57,21 +51,21 @@ def serial_below(seconds: float, cores: int) -> int:
     return best
 
 
-def lost(device: str, dtype: str, args: argparse.Namespace) -> list[tuple[int, int, str]]:
+def lost(dtype: str, args: argparse.Namespace) -> list[tuple[int, int, str]]:
     """(rows, width, the faster way) of the shapes where the kernel is slower each time."""
     found: list[tuple[int, int, str]] = []
-    one = torch.ones(1, 8, dtype=getattr(torch, dtype), device=device)
+    one = torch.ones(1, 8, dtype=getattr(torch, dtype))
     if native.entry.rms_norm(one, None, None, 1e-5) is NotImplemented:
         return found  # the kernels leave this dtype to torch anyway
     for width in WIDTHS:
-        for rows in (n for n in ROWS if n * width <= LARGEST[device]):
-            x = torch.randn(rows, width, device=device)
+        for rows in (n for n in ROWS if n * width <= LARGEST):
+            x = torch.randn(rows, width)
             tensors = (x - x.mean(-1, keepdim=True), torch.zeros_like(x), *torch.randn(2, width))
-            given = ways(*(t.to(device, getattr(torch, dtype)) for t in tensors))
+            given = ways(*(t.to(getattr(torch, dtype)) for t in tensors))
             wanted = ("layer_norm", "torch_rms_norm", "rms_norm")
             given = {name: given[name] for name in wanted}
             for _ in range(3):
-                us = timed(given, args.seconds, wait(device))
+                us = timed(given, args.seconds)
                 other = min(("layer_norm", "torch_rms_norm"), key=lambda name: us[name])
                 if us["rms_norm"] <= us[other] * args.margin:
                     break
@@ -97,7 +91,6 @@ def ranges(dtype: str, places: list[tuple[int, int, str]]) -> list[dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=LARGEST)
     parser.add_argument("--isa", default="", help="CPU instruction set: avx512, avx2, plain")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
     parser.add_argument("--seconds", type=float, default=0.1, help="for every shape and run")
@@ -105,22 +98,21 @@ def main() -> None:
     parser.add_argument("--threads", type=numbers, default=(torch.get_num_threads(),))
     parser.add_argument("--out", type=Path, default=dispatch.FILE)
     args = parser.parse_args()
-    os.environ.setdefault("ENJOYLN_KERNELS", "unmeasured")
-    status = native.status(args.device)
+    status = native.status("cpu")
     if not status.active or (args.isa and not native.use(args.isa)):
         parser.error(f"no kernels: {status.what}")
     keep_pages()
     cores = args.threads[0]
     name = f"cpu-{args.isa}" if args.isa else native.table_name(status)
     with torch.no_grad():
-        below = serial_below(args.seconds, cores) if args.device == "cpu" and cores > 1 else 1 << 16
+        below = serial_below(args.seconds, cores) if cores > 1 else 1 << 16
         torch.set_num_threads(1)
         places = [p for dtype in args.dtypes.split(",")
-                  for p in ranges(dtype, lost(args.device, dtype, args))]  # fmt: skip
-    where = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
+                  for p in ranges(dtype, lost(dtype, args))]  # fmt: skip
     known = json.loads(args.out.read_text()) if args.out.exists() else {}
+    threads = f"{cores} thread{'s' * (cores > 1)}"
     known[name] = {
-        "measured": f"{where}, torch {torch.__version__}, {cores} thread{'s' * (cores > 1)}",
+        "measured": f"{platform.machine()}, torch {torch.__version__}, {threads}",
         "serial_below": below,
         "declined": places,
     }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from enjoyln_cli import kernels
 from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.benchmark import machine
 from enjoyln_cli.benchmark.baselines import require
@@ -37,7 +38,8 @@ from enjoyln_cli.recipe.read import load_recipe
 from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.loading import optimize
-from enjoyln_cli.text import first_line
+from enjoyln_cli.runtime.neutral import kinds_of_norms
+from enjoyln_cli.text import counted, first_line
 from enjoyln_cli.verification.verify import compute_dtype, dtype_name, original_of
 
 DEVICES = ("cpu", "cuda", "mps")
@@ -104,6 +106,8 @@ def bench(
     before = _loaded(original, marker, chosen, trust_remote_code)
     load_seconds = time.perf_counter() - begin
     after = optimize(_loaded(folded, marker, chosen, trust_remote_code))
+    if hint := _merge_hint(after, marker, place):
+        event("warning", hint)
     weights = {"original": weight_bytes(before), "folded": weight_bytes(after)}
     stage("analysing the model once more, to time how long folding takes")
     plan, plan_seconds = _planned(original, folded, marker, trust_remote_code)
@@ -159,6 +163,18 @@ def _loaded(of: Checkpoint, marker: Marker, dtype: torch.dtype, trust_remote_cod
     config = load_config(of.source, trust_remote_code)
     model = load(of.source.path, marker.model_class, config, dtype, trust_remote_code)
     return model.requires_grad_(False)
+
+
+def _merge_hint(folded: Any, marker: Marker, place: torch.device) -> str:
+    """That the norms of the folded model have a bias, where torch's RMSNorm is one kernel."""
+    kinds = kinds_of_norms(folded, marker.weightless, marker.biasless)
+    biased = sum(kind.bias for _, kind in kinds)
+    if not biased or not kernels.torch_fuses(place.type):
+        return ""
+    return (
+        f"{counted(biased, 'folded norm')} with a bias: on this device torch computes RMSNorm in "
+        "one kernel without a bias only; fold with --merge bias"
+    )
 
 
 def _planned(

@@ -67,6 +67,9 @@ def write_json(found: Any) -> None:
     print(json.dumps(found))
 
 
+FOR_A_GPU = "for a GPU: fold with --merge bias; torch computes RMSNorm without a bias in one kernel"
+
+
 def write_rows(rows: Sequence[Row], form: str) -> None:
     """Print the report as ``table``, ``markdown``, ``csv``, or ``json``: one line per model."""
     if form == "table":
@@ -98,6 +101,8 @@ def _write_table(rows: Sequence[Row]) -> None:
     for found in rows:
         for line in notes(found):
             say(line)
+    if any(found["become_rmsnorm"] and not found["merged_norms"] for found in rows):
+        say(FOR_A_GPU, "dim")
 
 
 def _colour(some: int, all_of_them: int) -> str:
@@ -282,15 +287,40 @@ def write_environment(found: dict[str, Any]) -> None:
     for kind, name in (("cpu", "C++"), ("cuda", "CUDA")):
         say(f"{name} compiler: {found['compilers'][kind]}")
     say(f"compiled libraries: {found['cache']}")
-    for device in found["devices"]:
-        if not device["active"]:
-            say(f"{device['device']}: no kernels: {device['why']}", style="yellow")
-            say(f"  folded norms compute {device['instead']}")
-            continue
-        say(f"{device['device']}: {device['kernels']} kernels", style="green")
-        say(f"  library: {device['library']}")
-        say(f"  measured: {device['measured']}")
-        if device["threads_from"]:
-            say(f"  threads: from {device['threads_from']} elements")
-        for way in device["other_ways"]:
+    cpu, cuda = found["devices"]
+    if _write_device(cpu):
+        say(f"  library: {cpu['library']}")
+        say(f"  measured: {cpu['measured']}")
+        say(f"  threads: from {cpu['threads_from']} elements")
+        for way in cpu["other_ways"]:
             say(f"  faster there: {way}")
+    _write_device(cuda)
+    for index, choices in cuda["choices"].items():
+        for choice in choices:
+            say(f"  GPU {index}: {_choice(choice)}")
+        if not choices:
+            reason = cuda["not_measured"] or "measured when a converted model is loaded on it"
+            say(f"  GPU {index}: no measurements yet ({reason})")
+
+
+def _write_device(found: dict[str, Any]) -> bool:
+    """Say whether a device has kernels, and why not; returns it."""
+    if found["active"]:
+        say(f"{found['device']}: {found['kernels']} kernels", style="green")
+    else:
+        say(f"{found['device']}: no kernels: {found['why']}", style="yellow")
+        say(f"  folded norms compute {found['instead']}")
+    return bool(found["active"])
+
+
+def _choice(choice: dict[str, Any]) -> str:
+    """What was measured for one kind of norm and number of rows, and what is taken."""
+    norms, times = choice["norms"], choice["microseconds"]
+    affine = [name for name in ("weight", "bias") if norms[name]]
+    parameters = f", {' and '.join(affine)} in {norms['parameters']}" if affine else ""
+    added = ", after an addition" if choice["added"] else ""
+    rows = counted(choice["rows"], "row")
+    measured = ", ".join(f"{name} {time:.1f} \u00b5s" for name, time in times.items())
+    out = "".join(f"; {name}: {reason}" for name, reason in choice["left_out"].items())
+    what = f"{rows} of {norms['width']} in {norms['dtype']}{parameters}{added}"
+    return f"{what}: {choice['taken']} ({measured or 'not timed'}{out})"

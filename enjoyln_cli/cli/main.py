@@ -31,12 +31,19 @@ for command in (report, fold, unfold, verify, bench, push):  # in the order in w
 
 
 @main.command()
+@click.option(
+    "--tune", "out", metavar="OUT", help="First measure the norms of the converted checkpoint OUT."
+)
 @json_option
-def env(as_json: bool) -> None:
+def env(out: str | None, as_json: bool) -> None:
     """Show which kernels this machine uses, what is missing and why. Compiles them."""
     from enjoyln_cli.cli.console import write_environment, write_json
     from enjoyln_cli.kernels.environment import environment
 
+    if out is not None:
+        from enjoyln_cli.runtime.loading import tune
+
+        tune(out)
     found = environment()
     if as_json:
         write_json(found)

@@ -1,11 +1,10 @@
-"""Find the shared library with the kernels, or compile it from ``csrc``.
+"""Find the shared library with the CPU kernels, or compile it from ``csrc``.
 
 The name of a library contains a digest of its sources, flags and machine, so an outdated one is
 never used. It is searched for in ``lib`` beside this file (a wheel may include it), then in the
 user's cache. If it is in neither, it is compiled in a temporary directory and then moved into the
 cache. A lock makes sure that processes which start together compile it only once. Compilation needs
-a C++ compiler (for ``cuda`` nvcc), but no headers of torch or Python, and the library works with
-every version of both.
+a C++ compiler, but no headers of torch or Python, and the library works with every version of both.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +36,6 @@ COMMON = ["-std=c++17", "-O2", "-fPIC", "-w", "-fvisibility=hidden"]
 COMMON += ["-ffp-contract=fast", "-fno-math-errno"]
 LINK = ["-shared", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
 
-ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
-"""CUDA compute capabilities that a wheel is built for; PTX is included for the last one."""
-
 TIMEOUT = 300
 """Seconds that the compiler may take."""
 
@@ -52,18 +48,22 @@ class NoLibrary(Exception):
 class Target:
     """One library: the compiler and linker arguments to build it from ``csrc``."""
 
-    kind: str
     objects: tuple[tuple[str, ...], ...]
     link: tuple[str, ...]
 
     @property
     def name(self) -> str:
         """The file name, e.g. ``cpu-0123456789abcdef.so``."""
-        sha = hashlib.sha256(repr((self.objects, self.link, platform.machine())).encode())
-        for path in sorted(SOURCES.iterdir()):
-            if path.is_file():
-                sha.update(path.name.encode() + path.read_bytes())
-        return f"{self.kind}-{sha.hexdigest()[:16]}.so"
+        return f"cpu-{digest(self.objects, self.link, platform.machine())}.so"
+
+
+def digest(*facts: object) -> str:
+    """16 hexadecimal digits that change with these facts and with any file in ``csrc``."""
+    sha = hashlib.sha256(repr(facts).encode())
+    for path in sorted(SOURCES.iterdir()):
+        if path.is_file():
+            sha.update(path.name.encode() + path.read_bytes())
+    return sha.hexdigest()[:16]
 
 
 def cpu() -> Target:
@@ -71,48 +71,63 @@ def cpu() -> Target:
     family = X86 if platform.machine().lower() in ("x86_64", "amd64") else {"plain": ""}
     known = [f"-DCPU_{name}" for name in family]
     rows = [("rows.cpp", f"-DNAME={name}", *flags.split()) for name, flags in family.items()]
-    return Target("cpu", (*rows, ("entry.cpp", *known)), tuple(LINK))
-
-
-def cuda(architectures: tuple[str, ...] = ARCHITECTURES) -> Target:
-    """The CUDA library for these compute capabilities."""
-    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-    ptx = f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}"
-    flags = (
-        "-std=c++17",
-        "-O3",
-        "-w",
-        "--threads=0",
-        "-Xcompiler=-fPIC,-fvisibility=hidden",
-        *codes,
-        ptx,
-    )
-    return Target("cuda", (("cuda.cu", *flags),), ("-shared", "-cudart=static"))
+    return Target((*rows, ("entry.cpp", *known)), tuple(LINK))
 
 
 def library(target: Target, retry: bool = False) -> Path:
     """The path of the library ``target``, which is compiled if it is not found.
 
-    A compile error is stored in the cache, so that later calls fail at once; ``retry`` compiles
-    again. Raises ``NoLibrary`` with the reason.
+    Raises as ``cached``.
     """
-    name = target.name
-    if (PREBUILT / name).exists():
-        return PREBUILT / name
+    if (PREBUILT / target.name).exists():
+        return PREBUILT / target.name
+    return cached(target.name, lambda path: compile_to(target, compiler(), path), retry)
+
+
+def cached(name: str, make: Callable[[Path], None], retry: bool = False) -> Path:
+    """The file ``name`` in the cache; if it is not there, ``make`` writes it at the path it gets.
+
+    The ``NoLibrary`` that ``make`` raises is stored in the cache, so that later calls fail at once;
+    ``retry`` calls ``make`` again. Raises ``NoLibrary`` with the reason.
+    """
+    folder = writable_folder(name)
+    path, failed = folder / name, (folder / name).with_suffix(".failed")
+    if path.exists():
+        return path
+    with locked(path.with_suffix(".lock")):
+        if path.exists():
+            return path
+        if failed.exists() and not retry:
+            raise NoLibrary(failed.read_text())
+        with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as temporary:
+            made = Path(temporary) / name
+            try:
+                make(made)
+            except NoLibrary as error:
+                failed.write_text(str(error))
+                raise
+            os.replace(made, path)
+        failed.unlink(missing_ok=True)
+    return path
+
+
+def writable_folder(name: str = "") -> Path:
+    """The first cache folder that can be written to, or that has the file ``name``.
+
+    Creates it. Raises ``NoLibrary`` with the reasons if there is none.
+    """
     reasons = []
     for folder in cache_folders():
         try:
-            if is_trusted(folder) and (folder / name).exists():
-                return folder / name
+            if name and is_trusted(folder) and (folder / name).exists():
+                return folder
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not is_trusted(folder):
                 raise OSError(f"{folder} can be written by other users")
             with tempfile.TemporaryFile(dir=folder):
-                pass
+                return folder
         except OSError as error:
             reasons.append(f"cannot write to {folder}: {error.strerror or error}")
-            continue
-        return _compiled(target, folder / name, retry)
     raise NoLibrary("; ".join(reasons))
 
 
@@ -135,39 +150,16 @@ def is_trusted(folder: Path) -> bool:
     return found.st_uid in (_user(), 0) and not found.st_mode & 0o022
 
 
-def compiler(kind: str) -> str:
-    """The path of the compiler for ``cpu`` or ``cuda``. Raises ``NoLibrary`` if there is none."""
-    if kind == "cuda":
-        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-        names = ["nvcc", os.path.join(home, "bin", "nvcc")]
-    else:
-        names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
-    for name in filter(None, names):
+def compiler() -> str:
+    """The path of the C++ compiler. Raises ``NoLibrary`` if there is none."""
+    for name in filter(None, (os.environ.get("CXX", ""), "c++", "g++", "clang++")):
         if found := shutil.which(name):
             return found
-    wanted = "nvcc (the CUDA toolkit)" if kind == "cuda" else "a C++ compiler (g++ or clang++)"
-    raise NoLibrary(f"{wanted} is not on PATH")
-
-
-def _compiled(target: Target, path: Path, retry: bool) -> Path:
-    tool = compiler(target.kind)
-    failed = path.with_suffix(".failed")
-    with _locked(path.with_suffix(".lock")):
-        if path.exists():
-            return path
-        if failed.exists() and not retry:
-            raise NoLibrary(failed.read_text())
-        try:
-            compile_to(target, tool, path)
-        except NoLibrary as error:
-            failed.write_text(str(error))
-            raise
-        failed.unlink(missing_ok=True)
-    return path
+    raise NoLibrary("a C++ compiler (g++ or clang++) is not on PATH")
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold the lock file ``path``, after waiting for other processes.
 
     If the file system has no locks (some network drives), the rename alone keeps this safe.
@@ -183,12 +175,11 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def compile_to(target: Target, tool: str, path: Path) -> None:
-    """Compile ``target`` with the compiler ``tool``, and move the complete library to ``path``."""
-    common = COMMON if target.kind == "cpu" else []
+    """Compile ``target`` with the compiler ``tool``, and write the complete library to ``path``."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         objects = [os.path.join(folder, f"{i}.o") for i in range(len(target.objects))]
         _run(
-            [tool, *common, *flags, "-c", str(SOURCES / source), "-o", out]
+            [tool, *COMMON, *flags, "-c", str(SOURCES / source), "-o", out]
             for (source, *flags), out in zip(target.objects, objects, strict=True)
         )
         made = os.path.join(folder, path.name)
@@ -196,7 +187,7 @@ def compile_to(target: Target, tool: str, path: Path) -> None:
         os.replace(made, path)
 
 
-def _run(commands: Iterator[list[str]] | list[list[str]]) -> None:
+def _run(commands: Iterable[list[str]]) -> None:
     """Run commands in parallel. Raises ``NoLibrary`` with the first error line if one fails."""
     try:
         running = [
@@ -215,7 +206,12 @@ def _run(commands: Iterator[list[str]] | list[list[str]]) -> None:
             output, _ = process.communicate()
             failure = failure or f"the compiler took more than {TIMEOUT} s"
         if process.returncode and not failure:
-            lines = [line for line in output.splitlines() if "error" in line] or [output.strip()]
-            failure = f"{Path(str(process.args[0])).name} failed: {lines[0]}"  # type: ignore
+            failure = f"{Path(str(process.args[0])).name} failed: {first_error(output)}"  # type: ignore
     if failure:
         raise NoLibrary(failure)
+
+
+def first_error(output: str) -> str:
+    """The first line of a compiler's ``output`` that reports an error, or all of it."""
+    lines = (line.strip() for line in output.splitlines() if "error:" in line)
+    return next(lines, output.strip())

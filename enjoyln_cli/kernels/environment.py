@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from enjoyln_cli.kernels import build, dispatch, native, ops
+from enjoyln_cli.kernels import build, cuda, dispatch, gpu, native, ops
 
 
 def environment() -> dict[str, Any]:
-    """Describe everything that decides the speed of folded norms; compiles missing kernels.
+    """Describe everything that decides the speed of folded norms; compiles missing CPU kernels.
 
     ``devices`` has one entry for ``cpu`` and one for ``cuda``. If kernels are active, it names
     them, their file and their measurements; otherwise the reason, and what is computed instead.
@@ -18,17 +20,22 @@ def environment() -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "compilers": {kind: _compiler(kind) for kind in ("cpu", "cuda")},
+        "compilers": {"cpu": _or_reason(build.compiler), "cuda": _or_reason(_nvrtc)},
         "cache": str(build.cache_folders()[0]),
-        "devices": [_device(name) for name in native.DEVICES],
+        "devices": [_cpu(), _cuda()],
     }
 
 
-def _compiler(kind: str) -> str:
+def _or_reason(find: Callable[[], str]) -> str:
     try:
-        return build.compiler(kind)
+        return find()
     except build.NoLibrary as error:
         return str(error)
+
+
+def _nvrtc() -> str:
+    library = cuda.nvrtc()
+    return f"NVRTC {cuda.nvrtc_version(library)}, {library._name}"
 
 
 def _instead(device: str) -> str:
@@ -38,20 +45,32 @@ def _instead(device: str) -> str:
     return "torch's LayerNorm, which is no slower than before"
 
 
-def _device(name: str) -> dict[str, Any]:
-    status = native.status(name, retry=True)
-    found: dict[str, Any] = {"device": name, "active": status.active}
+def _status(device: str) -> tuple[native.Status, dict[str, Any]]:
+    """The status of a device, and its entry as far as it is the same for each."""
+    status = native.status(device, retry=True)
+    found: dict[str, Any] = {"device": device, "active": status.active}
     if not status.active:
-        return found | {"why": status.what, "instead": _instead(name)}
+        return status, found | {"why": status.what, "instead": _instead(device)}
+    return status, found | {"kernels": status.what, "library": str(status.path)}
+
+
+def _cpu() -> dict[str, Any]:
+    status, found = _status("cpu")
+    if not status.active:
+        return found
     table = dispatch.table(native.table_name(status))
     return found | {
-        "kernels": status.what,
-        "library": str(status.path),
         "measured": table.measured or "not on a device like this one",
-        "threads_from": table.serial_below if name == "cpu" else None,
+        "threads_from": table.serial_below,
         "other_ways": [
             f"{place.faster} for {place.dtype}, {place.rows[0]} to {place.rows[1]} rows of "
             f"{place.widths[0]} to {place.widths[1]}"
             for place in table.declined
         ],
     }
+
+
+def _cuda() -> dict[str, Any]:
+    _, found = _status("cuda")
+    stored = {index: [asdict(one) for one in some] for index, some in gpu.stored().items()}
+    return found | {"choices": stored, "not_measured": gpu.why_not_tuned()}

@@ -12,6 +12,9 @@ They are computed over the last dimension, in float32 or wider, and rounded once
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -62,6 +65,34 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     wide = compute_dtype(x.dtype)
     weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def torch_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``F.rms_norm``, then the bias. Where dtypes differ, computes as ``layer_norm`` does.
+
+    Under autocast, torch casts the arguments, and the result has the dtype that it gives it.
+    """
+    alike = all(p is None or p.dtype == x.dtype for p in (weight, bias))
+    if alike or torch.is_autocast_enabled(x.device.type):
+        y = F.rms_norm(x, x.shape[-1:], weight, eps)
+        return y if bias is None else y + bias
+    wide = compute_dtype(x.dtype)
+    weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
+    return torch_rms_norm(x.to(wide), weight, bias, eps).to(x.dtype)
+
+
+@cache
+def liger() -> Callable[..., Tensor]:
+    """Liger's RMSNorm with its gradient. Raises ``ImportError`` if it is not installed."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return LigerRMSNormFunction.apply  # type: ignore[no-any-return]
+
+
+def liger_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm by Liger's Triton kernel, computed in float32; ``weight`` must not be ``None``."""
+    y = liger()(x.contiguous(), weight, eps, 0.0, "gemma")
+    return y if bias is None else y + bias
 
 
 def rms_norm_backward(

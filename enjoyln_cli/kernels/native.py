@@ -1,8 +1,11 @@
-"""Load the compiled kernels at first use, and compare them with the formula before using them.
+"""Load the compiled kernels, and compare them with the formula before using them.
 
 ``status`` tells which devices have kernels on this machine, and why others have none. The library
 is not linked with torch or Python: it accesses tensors by DLPack's exchange functions, which torch
 provides, and runs threads by torch's ``parallel_for``.
+
+The CPU's kernels are loaded at first use. Those of a GPU are loaded by ``load_cuda`` for a pair of
+dtypes, and used for the sizes that ``choose`` was told (see ``tuning``).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
 
-from enjoyln_cli.kernels import build, dispatch, formula
+from enjoyln_cli.kernels import build, cuda, dispatch, formula
 
 DEVICES = {"cpu": 1, "cuda": 2}
 """Devices that have kernels, with DLPack's numbers for them."""
@@ -36,8 +39,9 @@ class Status:
     device: str
     active: bool
     what: str
-    """If active, the instruction set or the CUDA architecture, otherwise the reason why not."""
+    """If active, the instruction set or the GPUs' architectures, otherwise the reason why not."""
     path: Path | None = None
+    """The library with the kernels, or with NVRTC, which compiles those for CUDA."""
 
 
 class Missing:
@@ -65,7 +69,7 @@ entry: Any = Unloaded()
 Each returns ``NotImplemented`` if the kernel cannot be used; see ``csrc/entry.cpp``."""
 
 _known: dict[str, Status] = {}
-_slower: dict[str, tuple[dispatch.Place, ...]] = {}
+_slower: tuple[dispatch.Place, ...] = ()
 _lock = threading.RLock()
 
 
@@ -76,8 +80,8 @@ def has(device: str) -> bool:
 
 
 def load(device: str) -> bool:
-    """Load the kernels for this type of device; whether this call has newly activated them."""
-    return device not in _known and status(device).active
+    """Load the kernels of the CPU in a call of a norm; whether this call has activated them."""
+    return device == "cpu" and device not in _known and status(device).active
 
 
 def status(device: str, retry: bool = False) -> Status:
@@ -110,7 +114,7 @@ def _load(device: str, retry: bool) -> Status:
     bare = {name[:-1]: f for name, f in functions.items() if name.endswith("!")}
     loaded.run = lambda name, *args: bare[name](*args)
     _check(loaded, "cpu")
-    _decline("cpu", table)
+    _decline(table)
     entry = loaded
     return found
 
@@ -141,7 +145,9 @@ def _load_cpu(retry: bool) -> tuple[Path, str]:
     library.enjoyln_cpu.restype = ctypes.c_char_p
     library.enjoyln_start.argtypes = [ctypes.py_object, ctypes.c_void_p]
     library.enjoyln_parallel.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    library.enjoyln_cuda.argtypes = [ctypes.c_void_p]
+    library.enjoyln_driver.argtypes = [ctypes.c_void_p]
+    library.enjoyln_cuda.argtypes = [*[ctypes.c_int32] * 3, ctypes.c_void_p, ctypes.c_void_p]
+    library.enjoyln_choose.argtypes = [*[ctypes.c_int32] * 5, *[ctypes.c_int64] * 3]
     library.enjoyln_maker.argtypes = [ctypes.c_void_p]
     grad = _address("libtorch_cpu", "aoti_torch_grad_mode_is_enabled")
     if grad is None or not library.enjoyln_start((exchange, *_hooks()), grad):
@@ -224,56 +230,93 @@ def _load_cuda(retry: bool) -> Status:
         raise build.NoLibrary("torch sees no CUDA device")
     if not has("cpu"):
         raise build.NoLibrary(f"they are called through the CPU library: {status('cpu').what}")
-    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    here = tuple(f"{major}{minor}" for major, minor in sorted(found))
-    unmeasured = [one for one in here if not dispatch.table(f"cuda-{one}").measured]
-    if unmeasured and os.environ.get("ENJOYLN_KERNELS", "") != "unmeasured":
-        raise build.NoLibrary(
-            f"their speed on sm_{unmeasured[0]} has not been measured; run scripts/tune_kernels.py "
-            "--device cuda, or set ENJOYLN_KERNELS=unmeasured to use them anyway"
-        )
-    whole = build.cuda()
-    target = whole if (build.PREBUILT / whole.name).exists() else build.cuda(here)
-    path = build.library(target, retry)
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise build.NoLibrary(f"{path} does not load: {error}") from error
-    launch = ctypes.cast(library.enjoyln_launch, ctypes.c_void_p)
-    _library().enjoyln_cuda(launch)
-    try:
-        _check(entry, "cuda")
-    except build.NoLibrary:
-        _library().enjoyln_cuda(None)
-        raise
-    active = Status("cuda", True, "sm_" + ", sm_".join(here), path)
-    _decline("cuda", dispatch.table(table_name(active)))
-    return active
+    compiler = cuda.nvrtc()
+    functions = cuda.driver().functions
+    _library().enjoyln_driver((ctypes.c_void_p * len(functions))(*functions))
+    found = sorted({architecture(i) for i in range(torch.cuda.device_count())})
+    return Status("cuda", True, ", ".join(found), Path(compiler._name))
+
+
+def architecture(index: int) -> str:
+    """The architecture of GPU ``index``, such as ``sm_90``."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+_on_gpu: set[tuple[int, str, str]] = set()
+
+
+def load_cuda(index: int, dtype: str, parameters: str, retry: bool = False) -> None:
+    """Compile and load the kernels for rows of ``dtype`` and ``parameters`` on GPU ``index``.
+
+    They are compared with the formula. Raises ``NoLibrary`` if they cannot be used.
+    """
+    with _lock:
+        if (index, dtype, parameters) in _on_gpu:
+            return
+        if not (active := status("cuda")).active:
+            raise build.NoLibrary(active.what)
+        if (dtype, parameters) not in cuda.PAIRS:
+            raise build.NoLibrary(f"there are none for {dtype} with parameters of {parameters}")
+        path = cuda.cubin(architecture(index), dtype, parameters, retry)
+        kernels = cuda.driver().load(index, path.read_bytes())
+        place = index, dispatch.DTYPES.index(dtype), dispatch.DTYPES.index(parameters)
+        context = cuda.driver().context(index)
+        if not _library().enjoyln_cuda(*place, context, (ctypes.c_void_p * len(kernels))(*kernels)):
+            raise build.NoLibrary(f"GPU {index} is beyond the GPUs that the kernels support")
+        try:
+            _check(entry, f"cuda:{index}", ((dtype, parameters),))
+        except build.NoLibrary:
+            _library().enjoyln_cuda(*place, None, None)
+            raise
+        _on_gpu.add((index, dtype, parameters))
+
+
+def choose(
+    index: int,
+    added: bool,
+    dtypes: tuple[str, str],
+    affine: tuple[bool, bool],
+    width: int,
+    rows: tuple[int, int],
+) -> None:
+    """Use the kernels on GPU ``index`` for these norms; they decline all others.
+
+    ``added``: the norm of a sum. ``dtypes``: of the rows and of the parameters. ``affine``: whether
+    there are weight and bias. ``rows``: the fewest and the most rows, both included.
+    """
+    numbers = (dispatch.DTYPES.index(dtype) for dtype in dtypes)
+    _library().enjoyln_choose(index, added, *numbers, affine[0] + 2 * affine[1], width, *rows)
+
+
+def forget_choices() -> None:
+    """Use the kernels of GPUs for no norm."""
+    if _loaded:
+        _library().enjoyln_forget()
 
 
 def table_name(status: Status) -> str:
-    """The name of active kernels in ``dispatch.json``: ``cpu-avx512``, ``cuda-90``."""
-    return f"{status.device}-{status.what.split(',')[0].removeprefix('sm_')}"
+    """The name of active kernels in ``dispatch.json``, such as ``cpu-avx512``."""
+    return f"{status.device}-{status.what}"
 
 
-def _decline(device: str, table: dispatch.Table) -> None:
-    """Tell the library for which sizes its kernels must decline."""
-    _slower[device] = table.declined
+def _decline(table: dispatch.Table) -> None:
+    """Tell the library for which sizes the CPU's kernels must decline."""
+    global _slower
+    _slower = table.declined
     for place in table.declined:
         dtype = dispatch.DTYPES.index(place.dtype)
-        _library().enjoyln_decline(
-            DEVICES[device], dtype, *(ctypes.c_int64(n) for n in (*place.rows, *place.widths))
-        )
+        sizes = (ctypes.c_int64(n) for n in (*place.rows, *place.widths))
+        _library().enjoyln_decline(dtype, *sizes)
 
 
 def faster(x: Tensor) -> str | None:
-    """The function of torch that is faster than the kernel for a tensor of this size, if any."""
+    """The function of torch that is faster than the CPU's kernel for this size, if there is one."""
+    if x.device.type != "cpu":
+        return None
     width = x.shape[-1]
     rows, dtype = x.numel() // max(width, 1), str(x.dtype).removeprefix("torch.")
-    for place in _slower.get(x.device.type, ()):
-        if place.covers(dtype, rows, width):
-            return place.faster
-    return None
+    return next((place.faster for place in _slower if place.covers(dtype, rows, width)), None)
 
 
 def use(isa: str) -> bool:
@@ -296,28 +339,36 @@ def _not_traced() -> Iterator[None]:
         compiled._set_tracing_state(state)
 
 
+DTYPES = tuple((dtype, dtype) for dtype in dispatch.DTYPES)
+
+
 @_not_traced()
 @_python_dispatch._disable_current_modes()
-def _check(loaded: Any, device: str) -> None:
+def _check(loaded: Any, device: str, dtypes: tuple[tuple[str, str], ...] = DTYPES) -> None:
     """Compare the kernels with the formula on real tensors; raise ``NoLibrary`` if one is wrong.
 
-    Tracing and dispatch modes are switched off, since the first use may be inside a traced call.
+    ``dtypes`` are pairs of the dtypes of rows and parameters. Tracing and dispatch modes are
+    switched off, since the first use may be inside a traced call.
     """
-    if loaded.run("rms_norm", torch.ones(1, 8, device=device), None, None, 1e-5) is NotImplemented:
+    one = torch.ones(1, 8, device=device, dtype=getattr(torch, dtypes[0][0]))
+    if loaded.run("rms_norm", one, None, None, 1e-5) is NotImplemented:
         raise build.NoLibrary(f"the kernels for {device} do not run")
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        for d in (1, 17, 200, 1500):
+    for row, parameter in dtypes:
+        for d in (1, 17, 200, 1500, 9000) if device != "cpu" else (1, 17, 200, 1500):
             i = torch.arange(2 * d, dtype=torch.float64, device=device).view(2, d)
-            x, r = (torch.sin(i * k).to(dtype) for k in (0.7, 1.3))
-            w, b = (torch.cos(i[0] * k).to(dtype) for k in (0.3, 0.9))
+            x, r = (torch.sin(i * k).to(getattr(torch, row)) for k in (0.7, 1.3))
+            w, b = (torch.cos(i[0] * k).to(getattr(torch, parameter)) for k in (0.3, 0.9))
             for norm in ("rms_norm", "layer_norm"):
                 pair = loaded.run(f"add_{norm}", x, r, w, b, 1e-5)
                 if pair is NotImplemented:
                     continue
                 total = x + r
-                wide = [t.double() for t in (total, w, b)]
-                expected = getattr(formula, norm)(*wide, 1e-5)
-                bound = 4 * max(torch.finfo(dtype).eps, 1e-9) * (2 + expected.abs())
-                close = (pair[0].double() - expected).abs() <= bound
-                if not (close.all() and torch.equal(pair[1], total)):
-                    raise build.NoLibrary(f"the kernel of {norm} is wrong for {dtype}, d = {d}")
+                y = getattr(formula, norm)(*(t.double() for t in (total, w, b)), 1e-5)
+                if not (is_close(pair[0], y) and torch.equal(pair[1], total)):
+                    raise build.NoLibrary(f"the kernel of {norm} is wrong for {x.dtype}, d = {d}")
+
+
+def is_close(found: Tensor, exact: Tensor) -> bool:
+    """Whether a norm is right: its distance from the float64 formula is a few roundings."""
+    bound = 4 * max(torch.finfo(found.dtype).eps, 1e-9) * (2 + exact.abs())
+    return bool(((found.double() - exact).abs() <= bound).all())

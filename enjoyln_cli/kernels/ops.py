@@ -16,8 +16,9 @@ A function uses
 
 * the native kernel (``native``) in plain eager calls;
 * the formula in compiled graphs, where Inductor fuses it, in exports, and for tensor subclasses;
-* ``F.rms_norm`` for RMSNorm without a bias, on devices where torch computes it in one kernel (see
-  ``torch_fuses``), if no gradient is wanted;
+* what was measured to be the fastest on this GPU, if no gradient is wanted (see ``tuning``);
+* without a measurement ``F.rms_norm``, for RMSNorm without a bias on devices where torch computes
+  it in one kernel (see ``torch_fuses``), if no gradient is wanted;
 * ``F.layer_norm`` in all other cases. It gives the same result, since a folded norm only sees rows
   with zero mean. These cases are: there is no kernel for the device or the dtype; autocast, for
   which torch has a rule; and gradients, which torch computes in one step for LayerNorm.
@@ -38,7 +39,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.library import define, impl, register_autocast, register_autograd, register_fake
 
-from enjoyln_cli.kernels import formula, native
+from enjoyln_cli.kernels import choices, formula, native
 
 Norm = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
 
@@ -94,20 +95,29 @@ def _has_autocast_rule(device: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", key)
 
 
-def is_torchs(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether ``F.rms_norm`` computes RMSNorm of ``x`` in one kernel, and no gradient is wanted.
+def is_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether a folded norm of ``x`` computes ``F.layer_norm`` where the kernel declines."""
+    return layer_norm_will_do() and _substitute(x, weight, bias) == choices.LAYER_NORM
 
-    It does without a bias, and with a weight of the dtype of ``x`` or under autocast, which casts
-    both.
+
+def _substitute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> str:
+    """What computes a folded RMSNorm without the kernel (see ``choices``).
+
+    ``F.rms_norm`` is one kernel without a bias, and with a weight of the dtype of ``x`` or under
+    autocast, which casts both.
     """
     device = x.device.type
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None):
+        return choices.LAYER_NORM
+    autocast = torch.is_autocast_enabled(device)
+    measured = None if autocast else choices.taken_for(x, weight, bias)
+    if measured is not None and measured != choices.KERNEL:
+        return measured
     if bias is not None or not torch_fuses(device):
-        return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight) if t is not None):
-        return False
-    if torch.is_autocast_enabled(device):
-        return _has_autocast_rule(device)
-    return weight is None or weight.dtype == x.dtype
+        return choices.LAYER_NORM
+    fits = weight is None or weight.dtype == x.dtype
+    one_kernel = _has_autocast_rule(device) if autocast else fits
+    return choices.RMS_NORM if one_kernel else choices.LAYER_NORM
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -229,11 +239,14 @@ def _norm(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
     """Compute a norm without the kernel; the module's docstring says how."""
     if not layer_norm_will_do() or not _plain(x, weight, bias):
         return FORWARD[norm](x, weight, bias, eps)
-    if norm == "rms_norm" and is_torchs(x, weight, bias):
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
-    if native.has(x.device.type) and native.faster(x) == norm == "rms_norm":
-        y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
-        return y if bias is None else y + bias
+    if norm == "rms_norm":
+        substitute = _substitute(x, weight, bias)
+        if substitute == choices.RMS_NORM:
+            return formula.torch_rms_norm(x, weight, bias, eps)
+        if substitute == choices.LIGER:
+            return formula.liger_rms_norm(x, weight, bias, eps)
+        if native.faster(x) == norm:
+            return formula.torch_rms_norm(x, weight, bias, eps)
     return formula.layer_norm(x, weight, bias, eps)
 
 

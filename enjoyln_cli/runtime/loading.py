@@ -17,16 +17,18 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from enjoyln_cli import kernels
 from enjoyln_cli.checkpoint.marker import CentredTensor, Marker, read_marker
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
-from enjoyln_cli.models.classes import class_named
+from enjoyln_cli.models.classes import build, class_named
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
 from enjoyln_cli.plan.plan import Plan, Scale, Writer
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.hooks import encoder_of
 from enjoyln_cli.runtime.install import install, locate
+from enjoyln_cli.runtime.neutral import kinds_of_norms
 from enjoyln_cli.runtime.weight_check import (
     FLOATS,
     check_centred,
@@ -107,7 +109,28 @@ def optimize_unchecked(model: Model, found: Marker) -> Model:
     install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven, merged, covered)
     ops = [op.module for op in found.centering]
     keep_centred(model, _weights(found), ops, found.units, found.weightless, found.biasless)
+    kernels.prepare(kinds_of_norms(model, found.weightless, found.biasless))
     return model
+
+
+def tune(model: str | Path) -> None:
+    """Measure again what computes the norms of the converted checkpoint ``model`` on this GPU.
+
+    Reads its config, and no weights. Later loads of the checkpoint use the result. Raises
+    ``UnsupportedModel`` if nothing can be measured here, otherwise as ``from_pretrained``.
+    """
+    from transformers import AutoConfig
+
+    if reason := kernels.why_not_tuned():
+        raise UnsupportedModel(f"nothing can be measured: {reason}")
+    folder = str(open_source(str(model)).path) if Path(model).expanduser().is_dir() else str(model)
+    config = AutoConfig.from_pretrained(folder)
+    found = read_marker(config.to_dict(), folder)
+    empty = build(saved_class(folder, config=config), config).to(config.dtype or torch.float32)
+    install(empty, found.rmsnorm, found.centering, covered=found.covered)
+    here = torch.device("cuda", torch.cuda.current_device())
+    kinds = kinds_of_norms(empty, found.weightless, found.biasless)
+    kernels.prepare(((here, kind) for _, kind in kinds), again=True)
 
 
 def refold(model: Holder) -> Holder:

@@ -127,7 +127,7 @@ class RMSNorm(Folded, nn.LayerNorm):
             return super().forward(input)
         weight = self.weight if needs(self.weight, self.weightless) else None
         bias = self.bias if needs(self.bias, self.biasless) else None
-        if kernels.layer_norm_will_do() and not kernels.is_torchs(input, weight, bias):
+        if kernels.is_layer_norm(input, weight, bias):
             return super().forward(input)
         return rms_norm(input, weight, bias, self.eps, len(self.normalized_shape))
 

@@ -16,9 +16,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
+from enjoyln_cli.kernels import Norms
 from enjoyln_cli.models.norm_modules import PLAIN
 from enjoyln_cli.runtime.modules import Folded
 
@@ -87,3 +89,33 @@ def _all_are(tensor: Any, value: float) -> bool:
     if tensor.is_meta or tensor.is_inference() or not tensor.is_floating_point():
         return False
     return bool((tensor.detach() == value).all())
+
+
+def kinds_of_norms(
+    model: nn.Module, weightless: Iterable[str], biasless: Iterable[str]
+) -> list[tuple[torch.device, Norms]]:
+    """The device of each folded norm of ``model``, and all that its speed depends on.
+
+    Norms at the paths ``weightless`` and ``biasless`` are taken as without this parameter. Norms
+    that have no tensor at all, or whose tensors are offloaded, are left out.
+    """
+    without = set(weightless), set(biasless)
+    found = []
+    for path, norm in model.named_modules():
+        if not isinstance(norm, Folded):
+            continue
+        own = vars(norm)["_parameters"]
+        named = (own.get(norm.weight_name), own.get(norm.bias_name))
+        tensors = [tensor for tensor in named if tensor is not None]
+        if not tensors or not tensors[0].is_floating_point():
+            continue
+        used = [t is not None and path not in skip for t, skip in zip(named, without, strict=True)]
+        rows = getattr(model, "dtype", tensors[0].dtype)
+        parameters = tensors[0].dtype if any(used) else rows
+        kind = Norms(_name(rows), _name(parameters), used[0], used[1], tensors[0].numel())
+        found.append((tensors[0].device, kind))
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

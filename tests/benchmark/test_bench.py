@@ -23,7 +23,7 @@ from bench_models import folded_of, norms_of
 from click.testing import CliRunner, Result
 from live_models import CHECKPOINTS, moved
 
-from enjoyln_cli import analyze, fold
+from enjoyln_cli import analyze, fold, kernels
 from enjoyln_cli.benchmark import cases, machine, plot
 from enjoyln_cli.benchmark.baselines import COLUMNS, in_mode, variants
 from enjoyln_cli.benchmark.bench import bench
@@ -672,15 +672,18 @@ def test_an_encoder_has_no_decoding(tmp_path: Path) -> None:
     assert found.left_out == ("decode: BertModel has no cache",)
 
 
-def test_the_original_may_have_moved(tmp_path: Path) -> None:
+def test_the_original_may_have_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(CHECKPOINTS / "gpt2", tmp_path / "here")
     fold(tmp_path / "here", tmp_path / "out", model_class="GPT2LMHeadModel", verify=False)
     (tmp_path / "here").rename(tmp_path / "there")
     asked = BenchOptions(((1, 8),), phases=("prefill",), repeats=3)
     with pytest.raises(ModelNotFound, match="name the original with --against"):
         bench(tmp_path / "out", asked=asked)
+    monkeypatch.setattr(kernels, "torch_fuses", lambda device: device == "cpu")  # as on a GPU
     found = bench(tmp_path / "out", against=tmp_path / "there", asked=asked, device="cpu")
     assert found.source == str(tmp_path / "there") and len(found.rows) == 1
+    assert "7 folded norms with a bias" in str(found.warnings)
+    assert "fold with --merge bias" in str(found.warnings)
 
 
 def test_folded_means_optimized(out: Path) -> None:

@@ -99,6 +99,9 @@ def test_notes_name_ops_reasons_and_culprits() -> None:
     assert "LayerNorm is used in calls with inputs_embeds" in text
 
 
+MERGED = {"name": "h.0.ln", "weight": False, "bias": True, "into": ["h.0.fc.weight"]}
+
+
 def test_a_model_without_layernorm_says_why() -> None:
     assert notes.notes(notes.row("LLaMA", ONLY_RMS)) == [
         "LLaMA: 33 norms are RMSNorm already, no LayerNorm to convert"
@@ -137,6 +140,15 @@ def test_the_table_shows_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert "LLaMA: 33 norms are RMSNorm already" in out
     assert "never used to convert" in out
+
+
+def test_the_form_for_gpus_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    found = notes.row("m", PLAN)
+    console.write_rows([found, {**found, "model": "n"}], "table")
+    assert capsys.readouterr().out.count("for a GPU: fold with --merge bias") == 1
+    for others in ({"become_rmsnorm": 0}, {"merged_norms": [MERGED]}):
+        console.write_rows([{**found, **others}], "table")
+        assert "for a GPU" not in capsys.readouterr().out
 
 
 def test_without_layernorms_there_is_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -14,14 +11,14 @@ import torch
 from kernel_cases import DTYPES, FORMS, NORMS, arguments, close, exact, op, results
 from live_models import CHECKPOINTS
 
-from enjoyln_cli import fold, kernels
+from enjoyln_cli import fold, from_pretrained, kernels
 from enjoyln_cli.benchmark.baselines import MODES, record_graphs
 from enjoyln_cli.benchmark.bench import bench
 from enjoyln_cli.benchmark.cases import BenchOptions
 from enjoyln_cli.benchmark.timing import WARM_UP, Task
 from enjoyln_cli.benchmark.workload import PHASES
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.kernels import native
+from enjoyln_cli.kernels import build, choices, cuda, gpu, native, tuning
 
 WIDTHS = (1, 7, 32, 129, 768, 1000, 1024, 1025, 4096, 8192, 8200, 20001, 65536)
 """Row lengths for each code path: vector loads of 16 bytes or not, one pass over a row or two."""
@@ -30,15 +27,22 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is
 
 
 @pytest.fixture(autouse=True, scope="module")
-def active() -> Iterator[None]:
-    if not torch.cuda.is_available():
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ENJOYLN_KERNELS", "unmeasured")
-        status = native.status("cuda", retry=True)
-        assert status.active, status.what
-        yield
+def loaded() -> None:
+    """The kernels of all dtypes, on each GPU."""
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            for pair in cuda.PAIRS:
+                native.load_cuda(index, *pair)
+
+
+@pytest.fixture
+def chosen() -> Iterator[None]:
+    """The kernels are used for every norm of ``WIDTHS`` with weight and bias of its dtype."""
+    for width, added, dtype in product(WIDTHS, (False, True), DTYPES):
+        name = str(dtype).removeprefix("torch.")
+        native.choose(0, added, (name, name), (True, True), width, (1, 2**31 - 1))
+    yield
+    native.forget_choices()
 
 
 def on_gpu(args: tuple) -> tuple:
@@ -63,6 +67,7 @@ def test_every_form_is_right(norm: str, form: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", ["add_{}", "sum_{}"])
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.usefixtures("chosen")
 def test_results_over_the_input(norm: str, form: str, dtype: torch.dtype) -> None:
     for width in WIDTHS:
         x, residual, *rest = on_gpu(arguments(form, dtype, 5, width))
@@ -74,6 +79,7 @@ def test_results_over_the_input(norm: str, form: str, dtype: torch.dtype) -> Non
         assert torch.equal(residual, total if form == "add_{}" else before), width
 
 
+@pytest.mark.usefixtures("chosen")
 def test_a_captured_graph_replays_on_new_values() -> None:
     x, weight, bias, eps = on_gpu(arguments("{}", torch.float16, 64, 768))
     x -= x.mean(-1, keepdim=True)
@@ -86,6 +92,7 @@ def test_a_captured_graph_replays_on_new_values() -> None:
     assert close(y, exact("rms_norm", "{}", x, weight, bias, eps)[0])
 
 
+@pytest.mark.usefixtures("chosen")
 def test_the_current_stream_is_used() -> None:
     stream = torch.cuda.Stream()
     x, weight, bias, eps = on_gpu(arguments("{}", torch.float32, 4096, 1024))
@@ -99,22 +106,53 @@ def test_the_current_stream_is_used() -> None:
     assert close(y, exact("rms_norm", "{}", centred, weight, bias, eps)[0])
 
 
-def test_a_folded_module_finds_the_kernels_by_itself() -> None:
-    code = """
-import torch
-from enjoyln_cli.kernels import native
-from enjoyln_cli.runtime.modules import RMSNorm
-norm, x = RMSNorm(768).cuda().eval(), torch.ones(2, 768, device="cuda")
-with torch.no_grad():
-    y = norm(x)  # ones are what LayerNorm would make zeros
-assert y.mean() > 0.9, y
-assert native.status("cuda").active
-"""
-    environment = {**os.environ, "ENJOYLN_KERNELS": "unmeasured"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_kernel_runs_on_the_gpu_of_its_tensor() -> None:
+    args = arguments("{}", torch.float32, 64, 1024)
+    for index in range(2):
+        native.choose(index, False, ("float32", "float32"), (True, True), 1024, (1, 100))
+        given = [a.to(f"cuda:{index}") if isinstance(a, torch.Tensor) else a for a in args]
+        for current in range(2):
+            with torch.cuda.device(current), torch.no_grad():
+                found = native.entry.rms_norm(*given)
+                assert found.device.index == index and torch.cuda.current_device() == current
+            assert close(found, exact("rms_norm", "{}", *given)[0])
 
 
-def test_what_is_recorded_begins_anew_each_time() -> None:
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_measured_is_right_and_is_stored(
+    dtype: str, bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "cache_folders", lambda: [tmp_path / "cache"])
+    norms = choices.Norms(dtype, dtype, True, bias, 768)
+    device = gpu.Gpu(0)
+    found = tuning.choose(device, (norms,))
+    assert {(one.rows, one.added) for one in found} == set(product(tuning.ROWS, (False, True)))
+    for one in found:
+        assert set(one.left_out) <= {"liger"}, one
+        assert one.taken in one.microseconds
+    assert tuning.choose(device, (norms,)) == found == gpu.stored()[0]
+
+
+def test_a_model_that_is_loaded_on_a_gpu_uses_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "cache_folders", lambda: [tmp_path / "cache"])
+    out = fold(CHECKPOINTS / "gpt2", tmp_path / "out", model_class="GPT2LMHeadModel").out
+    model = from_pretrained(out, device_map="cuda")
+    width = model.config.hidden_size
+    assert {one.norms.width for one in gpu.stored()[0]} == {width}
+    ids = torch.arange(3, 35, device="cuda").reshape(4, 8)
+    with torch.no_grad():
+        found, expected = model(ids).logits, from_pretrained(out)(ids.cpu()).logits
+    assert (found.cpu() - expected).abs().max() < 1e-4 * expected.abs().max()
+    choices.forget()
+    native.forget_choices()
+
+
+def test_what_is_recorded_begins_again_each_time() -> None:
     """A replay of a CUDA graph restores the same values, reads new inputs, and runs no Python."""
     source, factor = torch.randn(3, 5, device="cuda"), torch.ones((), device="cuda")
     results: list[torch.Tensor] = []

@@ -1,6 +1,14 @@
 // `Call`: the arguments of one norm on contiguous rows, as passed to the kernels of a device.
 #pragma once
+#ifdef __CUDACC_RTC__  // has no <stdint.h>
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uintptr_t;
+#else
 #include <stdint.h>
+#endif
 
 enum Dtype : int32_t { F32, F16, BF16, F64, DTYPES };
 

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "call.h"
+#include "launch.h"
 #include "python.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -81,24 +81,58 @@ struct Names {
 } names;
 
 typedef int (*ParallelFor)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
-typedef int (*Launch)(const Call*, int32_t device, void* stream);
 
+// Functions of CUDA's driver.
+struct Driver {
+  int (*push)(void* context);
+  int (*pop)(void** context);
+  int (*launch)(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                unsigned bz, unsigned shared, void* stream, void** arguments, void** extra);
+} driver;
+
+// The kernels for a pair of dtypes on one GPU, in the context that torch uses there.
+struct Cuda {
+  void* context;
+  void* kernels[KERNELS];  // null where they are not loaded
+};
+const int MAX_GPUS = 64;
+Cuda cudas[MAX_GPUS][DTYPES][DTYPES] = {};
 const Cpu* cpu = nullptr;
 ParallelFor parallel_for = nullptr;
-Launch launch_cuda = nullptr;
 int64_t serial_below = 1 << 16;  // calls with fewer elements run on one thread
 
-struct Place {  // sizes for which torch's own norm was measured to be faster
-  int32_t device_type, dtype;
+struct Slower {  // sizes for which torch's own norm was measured to be faster on the CPU
+  int32_t dtype;
   int64_t min_rows, max_rows, min_d, max_d;
-} places[64];
-int place_count = 0;
+} slower[64];
+int slower_count = 0;
 
-bool declined(int32_t device_type, const Call& c) {
-  for (int i = 0; i < place_count; i++) {
-    const Place& p = places[i];
-    if (p.device_type == device_type && p.dtype == c.dtype && p.min_rows <= c.rows &&
-        c.rows <= p.max_rows && p.min_d <= c.d && c.d <= p.max_d)
+bool is_slower(const Call& c) {
+  for (int i = 0; i < slower_count; i++) {
+    const Slower& p = slower[i];
+    if (p.dtype == c.dtype && p.min_rows <= c.rows && c.rows <= p.max_rows && p.min_d <= c.d &&
+        c.d <= p.max_d)
+      return true;
+  }
+  return false;
+}
+
+// Norms for which the kernels were measured to be the fastest on a GPU.
+struct Chosen {
+  int32_t device, added, dtype, parameters, affine;  // affine: 1 for a weight + 2 for a bias
+  int64_t d, min_rows, max_rows;
+} chosen[256];
+int chosen_count = 0;
+
+// The dtype of weight and bias; without them, that of x.
+Dtype parameters_of(const Call& c) { return c.w ? c.w_dtype : c.b ? c.b_dtype : c.dtype; }
+
+bool is_chosen(const Call& c, int32_t device) {
+  for (int i = 0; i < chosen_count; i++) {
+    const Chosen& p = chosen[i];
+    if (p.device == device && p.d == c.d && p.dtype == c.dtype && p.added == (c.r != nullptr) &&
+        p.affine == (c.w != nullptr) + 2 * (c.b != nullptr) && p.parameters == parameters_of(c) &&
+        p.min_rows <= c.rows && c.rows <= p.max_rows)
       return true;
   }
   return false;
@@ -278,10 +312,24 @@ bool run_cpu(Call& c) {
   return !failed;
 }
 
-bool run_cuda(Call& c, const DLTensor& x) {
-  void* stream = nullptr;
-  if (torch.dlpack->current_stream(DL_CUDA, x.device_id, &stream)) return false;
-  return launch_cuda(&c, x.device_id, stream) == 0;
+// The kernels for a call on a GPU, or null. Weight and bias have to have one dtype.
+const Cuda* cuda_for(const Call& c, int32_t device) {
+  if (device < 0 || device >= MAX_GPUS || (c.w && c.b && c.w_dtype != c.b_dtype)) return nullptr;
+  if (c.rows > 0x7fffffff || c.d > 0x7fffffff) return nullptr;
+  const Cuda* found = &cudas[device][c.dtype][parameters_of(c)];
+  return found->context ? found : nullptr;
+}
+
+// Starts a kernel on the stream, in the context of its GPU, which need not be the current one.
+bool run_cuda(Call& c, const Cuda& cuda, void* stream) {
+  c.w_dtype = parameters_of(c);
+  const Launch l = launch_of(c);
+  void *arguments[] = {&c}, *popped = nullptr;
+  if (driver.push(cuda.context)) return false;
+  const int failed = driver.launch(cuda.kernels[l.kernel], l.blocks, 1, 1, l.threads, 1, 1, 0,
+                                   stream, arguments, nullptr);
+  driver.pop(&popped);
+  return !failed;
 }
 
 // Creates a contiguous tensor like x (`like` in Python), and returns the address of its elements.
@@ -330,12 +378,12 @@ PyObject* norm(Form form, bool layer, bool guarded, PyObject* const* args, ptrdi
   if (!contiguous_view(args[0], x_copy, &x, &c.dtype) || x.ndim < 1) return declines();
   if (over && x_copy.p) return declines();
   const bool on_cpu = x.device_type == DL_CPU;
-  if (!on_cpu && (x.device_type != DL_CUDA || !launch_cuda)) return declines();
+  if (!on_cpu && x.device_type != DL_CUDA) return declines();
   if (guarded && !on_cpu && c.dtype != F32 && asks(torch.autocast) != 0) return declines();
   c.d = x.shape[x.ndim - 1];
   if (c.d < 1) return declines();
   c.rows = size(x) / c.d;
-  if (guarded && declined(x.device_type, c)) return declines();
+  if (guarded && on_cpu && is_slower(c)) return declines();
   c.x = x.data;
   c.layer = layer;
   c.eps = PyFloat_AsDouble(args[n - 1]);
@@ -360,6 +408,13 @@ PyObject* norm(Form form, bool layer, bool guarded, PyObject* const* args, ptrdi
     }
     c.r = r.data;
   }
+  const Cuda* cuda = nullptr;
+  void* stream = nullptr;
+  if (!on_cpu) {
+    cuda = cuda_for(c, x.device_id);
+    if (guarded && !is_chosen(c, x.device_id)) return declines();
+    if (!cuda || torch.dlpack->current_stream(DL_CUDA, x.device_id, &stream)) return declines();
+  }
   PyObject* like = x_copy.p ? x_copy.p : args[0];
   if (over) {
     Py_IncRef(args[0]);
@@ -370,7 +425,7 @@ PyObject* norm(Form form, bool layer, bool guarded, PyObject* const* args, ptrdi
   }
   c.s = in_place ? r.data : c.y;
   if (form == ADD && !make(x, c.dtype, like, total, &c.s)) return declines();
-  if (c.rows && !(on_cpu ? run_cpu(c) : run_cuda(c, x))) return declines();
+  if (c.rows && !(on_cpu ? run_cpu(c) : run_cuda(c, *cuda, stream))) return declines();
   if (form == ADD_ && guarded) {
     if (!written(args[1])) return nullptr;
   }
@@ -515,8 +570,39 @@ EXPORT void enjoyln_parallel(void* function, int64_t elements) {
   parallel_for = (ParallelFor)function;
   serial_below = elements;
 }
-EXPORT void enjoyln_cuda(void* function) { launch_cuda = (Launch)function; }
-EXPORT void enjoyln_decline(int device_type, int dtype, int64_t min_rows, int64_t max_rows,
-                            int64_t min_d, int64_t max_d) {
-  if (place_count < 64) places[place_count++] = {device_type, dtype, min_rows, max_rows, min_d, max_d};
+
+// Takes the addresses for `Driver`, in order.
+EXPORT void enjoyln_driver(void* const* functions) { memcpy(&driver, functions, sizeof driver); }
+
+// Takes the kernels for a GPU and a pair of dtypes, in the order of `Kernel`; null takes them away.
+// Returns 0 for a GPU that has no place here.
+EXPORT int enjoyln_cuda(int32_t device, Dtype dtype, Dtype parameters, void* context,
+                        void* const* kernels) {
+  if (device < 0 || device >= MAX_GPUS) return 0;
+  Cuda& cuda = cudas[device][dtype][parameters];
+  cuda.context = nullptr;  // declines until all of them are there
+  if (kernels) memcpy(cuda.kernels, kernels, sizeof cuda.kernels);
+  cuda.context = kernels ? context : nullptr;
+  return 1;
 }
+
+// Runs a call on a stream of a GPU, if the kernels were chosen for it. Returns 0 if it has started.
+EXPORT int enjoyln_launch(const Call* call, int32_t device, void* stream) {
+  Call c = *call;
+  const Cuda* cuda = cuda_for(c, device);
+  return !cuda || !is_chosen(c, device) || !run_cuda(c, *cuda, stream);
+}
+
+// Declines rows of d elements on the CPU; all bounds are included.
+EXPORT void enjoyln_decline(int dtype, int64_t min_rows, int64_t max_rows, int64_t min_d,
+                            int64_t max_d) {
+  if (slower_count < 64) slower[slower_count++] = {dtype, min_rows, max_rows, min_d, max_d};
+}
+
+// Uses the kernels on a GPU for norms like this; a later choice for the same norms has no effect.
+EXPORT void enjoyln_choose(int32_t device, int32_t added, int32_t dtype, int32_t parameters,
+                           int32_t affine, int64_t d, int64_t min_rows, int64_t max_rows) {
+  if (chosen_count < 256)
+    chosen[chosen_count++] = {device, added, dtype, parameters, affine, d, min_rows, max_rows};
+}
+EXPORT void enjoyln_forget() { chosen_count = 0; }

@@ -6,19 +6,21 @@
 // fixed order, so results are the same in every run. If the squares leave the range of a float,
 // they are summed again in double.
 #pragma once
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
 #include "call.h"
+#ifdef __CUDACC_RTC__  // has no headers of the C library, but their functions
+#define NAN __int_as_float(0x7fffffff)
+#else
+#include <math.h>
+#include <string.h>
+#endif
 
-#if defined(__CUDACC__)
-#define BOTH_SIDES __host__ __device__ __forceinline__
-#define FAR __host__ __device__ __noinline__
+#ifdef __CUDA_ARCH__
+#define INLINE __device__ __forceinline__
+#define FAR __device__ __noinline__
 #define UNROLLED _Pragma("unroll")
 #define LOOP _Pragma("unroll 1")
 #else
-#define BOTH_SIDES inline
+#define INLINE inline
 #define FAR inline
 #define UNROLLED
 #define LOOP
@@ -29,47 +31,46 @@ struct Bfloat { uint16_t bits; };
 template <class T> struct Computed { typedef float type; };
 template <> struct Computed<double> { typedef double type; };
 
-BOTH_SIDES float wide(float v) { return v; }
-BOTH_SIDES double wide(double v) { return v; }
-BOTH_SIDES float wide(Bfloat v) {
+INLINE float wide(float v) { return v; }
+INLINE double wide(double v) { return v; }
+INLINE float wide(Bfloat v) {
   uint32_t bits = (uint32_t)v.bits << 16;
   float f;
   memcpy(&f, &bits, 4);
   return f;
 }
-BOTH_SIDES void narrow(float v, float& to) { to = v; }
-BOTH_SIDES void narrow(double v, double& to) { to = v; }
-BOTH_SIDES void narrow(double v, float& to) { to = (float)v; }
-#if defined(__CUDA_ARCH__)  // the GPU's own conversions, to nearest even
-BOTH_SIDES void narrow(float v, Bfloat& to) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(v)); }
-BOTH_SIDES void narrow(float v, Half& to) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(v)); }
-BOTH_SIDES float wide(Half v) {
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v.bits));
-  return f;
-}
-#elif !defined(__CUDACC__)
-BOTH_SIDES void narrow(float v, Bfloat& to) {
+INLINE void narrow(float v, float& to) { to = v; }
+INLINE void narrow(double v, double& to) { to = v; }
+INLINE void narrow(double v, float& to) { to = (float)v; }
+#if __CUDA_ARCH__ >= 800  // the GPU's own conversion, to nearest even
+INLINE void narrow(float v, Bfloat& to) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(v)); }
+#else
+INLINE void narrow(float v, Bfloat& to) {
   uint32_t bits;
   memcpy(&bits, &v, 4);
   to.bits = v == v ? (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16) : 0x7fc0;
 }
-BOTH_SIDES void narrow(float v, Half& to) {
+#endif
+#ifdef __CUDA_ARCH__
+INLINE void narrow(float v, Half& to) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(v)); }
+INLINE float wide(Half v) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v.bits));
+  return f;
+}
+#else
+INLINE void narrow(float v, Half& to) {
   _Float16 f = (_Float16)v;
   memcpy(&to, &f, 2);
 }
-BOTH_SIDES float wide(Half v) {
+INLINE float wide(Half v) {
   _Float16 f;
   memcpy(&f, &v, 2);
   return (float)f;
 }
-#else  // the host pass of nvcc only has to compile
-BOTH_SIDES void narrow(float, Bfloat&) {}
-BOTH_SIDES void narrow(float, Half&) {}
-BOTH_SIDES float wide(Half) { return 0; }
 #endif
-BOTH_SIDES void narrow(double v, Bfloat& to) { narrow((float)v, to); }
-BOTH_SIDES void narrow(double v, Half& to) { narrow((float)v, to); }
+INLINE void narrow(double v, Bfloat& to) { narrow((float)v, to); }
+INLINE void narrow(double v, Half& to) { narrow((float)v, to); }
 
 template <class T, int N> struct alignas(sizeof(T) * N) Pack { T v[N]; };
 
@@ -112,7 +113,7 @@ FAR void careful_row(Place<T, P> at, int d, double eps, bool layer, Team team) {
 }
 
 template <class T, class P, int N, int KEPT, class Team>
-BOTH_SIDES void norm_row(Place<T, P> at, int d, double eps, bool layer, Team team) {
+INLINE void norm_row(Place<T, P> at, int d, double eps, bool layer, Team team) {
   typedef typename Computed<T>::type S;
   typedef Pack<T, N> Packed;
   const int packs = d / N;

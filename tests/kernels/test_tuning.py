@@ -1,0 +1,317 @@
+"""What computes the norms on a GPU is right, the fastest, stored, and the same in each process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_models import CHECKPOINTS, ROOT
+from simulated_gpu import SPEEDS, SimulatedGpu, fused, kernel
+
+from enjoyln_cli import fold, from_pretrained, kernels
+from enjoyln_cli.kernels import build, choices, gpu, native, ops, tuning
+from enjoyln_cli.kernels.choices import KERNEL, LAYER_NORM, LIGER, RMS_NORM, SEPARATE, Norms
+from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.runtime.neutral import kinds_of_norms
+
+PLAIN = Norms("float32", "float32", True, False, 24)
+BIASED = replace(PLAIN, bias=True)
+BFLOAT = Norms("bfloat16", "float32", True, True, 24)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and no choices before or after the test."""
+    monkeypatch.setattr(build, "cache_folders", lambda: [tmp_path / "cache"])
+    yield tmp_path / "cache"
+    choices.forget()
+    native.forget_choices()
+
+
+def taken(device: SimulatedGpu, norms: Norms = PLAIN, rows: int = 32) -> tuple[str, str]:
+    """What is taken for a norm alone, and after an addition."""
+    alone, added = tuning.measure(device, norms, rows)
+    return alone.taken, added.taken
+
+
+@pytest.mark.parametrize("norms", [PLAIN, BIASED, BFLOAT], ids=["plain", "biased", "bfloat16"])
+def test_the_fastest_is_taken(norms: Norms) -> None:
+    default = LAYER_NORM if norms.bias else RMS_NORM
+    assert taken(SimulatedGpu(), norms) == (default, KERNEL)
+    assert taken(SimulatedGpu({**SPEEDS, KERNEL: 5e-6}), norms) == (KERNEL, KERNEL)
+    other = RMS_NORM if norms.bias else LAYER_NORM
+    assert taken(SimulatedGpu({**SPEEDS, other: 9e-6, KERNEL: 20e-6}), norms) == (other, SEPARATE)
+
+
+def test_a_margin_is_asked_for() -> None:
+    for speed, name in ((9.6e-6, RMS_NORM), (9.4e-6, KERNEL)):
+        assert taken(SimulatedGpu({**SPEEDS, KERNEL: speed}))[0] == name
+
+
+def wrong_after_row_3(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+    y = kernel(x, residual, weight, bias)
+    y[3:] *= 1.001
+    return y
+
+
+def wrong_sum(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+    y, total = fused(x, residual, weight, bias)
+    return y, total + 1e-3
+
+
+def raises(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+    raise RuntimeError("an illegal memory access\nwas encountered")
+
+
+def of_another_dtype(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+    return kernel(x, residual, weight, bias).double()
+
+
+@pytest.mark.parametrize(
+    ("compute", "reason"),
+    [
+        (wrong_after_row_3, "its result is wrong"),
+        (of_another_dtype, "its result is wrong"),
+        (raises, "RuntimeError: an illegal memory access"),
+        ("it does not compile", "it does not compile"),
+    ],
+)
+def test_a_wrong_kernel_is_not_taken(compute: Any, reason: str) -> None:
+    fast = {**SPEEDS, KERNEL: 1e-6}
+    alone, added = tuning.measure(SimulatedGpu(fast, replaced={KERNEL: compute}), PLAIN, 32)
+    assert alone.taken == RMS_NORM and alone.left_out[KERNEL] == reason
+    assert KERNEL not in alone.microseconds
+    assert added.taken == KERNEL, "the kernel that adds is right"
+    alone, added = tuning.measure(SimulatedGpu(fast, adds=wrong_sum), PLAIN, 32)
+    assert (alone.taken, added.taken) == (KERNEL, SEPARATE)
+    assert added.left_out == {KERNEL: "its sum is wrong"}
+
+
+def test_a_default_that_is_wrong_stays_the_default() -> None:
+    """It is what the norm computes without a measurement, and no times are compared with it."""
+    device = SimulatedGpu({**SPEEDS, KERNEL: 1e-6}, replaced={RMS_NORM: wrong_after_row_3})
+    alone, _ = tuning.measure(device, PLAIN, 32)
+    assert alone.taken == RMS_NORM and not alone.microseconds
+
+
+def test_noise_does_not_decide() -> None:
+    for seed in range(100):
+        device = SimulatedGpu({**SPEEDS, SEPARATE: 10e-6}, noise=0.1, seed=seed)
+        assert taken(device) == (RMS_NORM, SEPARATE), seed
+        device = SimulatedGpu({**SPEEDS, KERNEL: 7e-6}, noise=0.1, seed=seed)
+        assert taken(device) == (KERNEL, KERNEL), seed
+
+
+@pytest.mark.parametrize("time", [0.0, -1e-6, float("nan"), float("inf")])
+def test_a_clock_that_fails_decides_nothing(time: float) -> None:
+    assert taken(SimulatedGpu({**SPEEDS, KERNEL: time, RMS_NORM: 1.0})) == (RMS_NORM, SEPARATE)
+
+
+def test_the_time_is_bounded() -> None:
+    device = SimulatedGpu(step=1.0)
+    kinds = [replace(PLAIN, width=width) for width in (8, 16, 24, 32, 40)]
+    first = tuning.choose(device, kinds)
+    numbers = len(first)
+    assert 0 < numbers <= 2 * tuning.SECONDS < 2 * len(kinds) * len(tuning.ROWS)
+    then = tuning.choose(device, kinds)
+    assert len(then) > numbers and then[:numbers] == first, "the next process goes on"
+
+
+def test_a_choice_is_stored(cache: Path) -> None:
+    device = SimulatedGpu({**SPEEDS, KERNEL: 5e-6})
+    first = tuning.choose(device, (PLAIN, BIASED))
+    assert {one.rows for one in first} == set(tuning.ROWS)
+    later = SimulatedGpu({**SPEEDS, KERNEL: 50e-6})
+    assert tuning.choose(later, (BIASED,)) == first and not later.measured
+    more = tuning.choose(later, (BIASED, BFLOAT))
+    assert later.measured and more[: len(first)] == first
+    assert {one.norms for one in more} == {PLAIN, BIASED, BFLOAT}
+    again = tuning.choose(later, (PLAIN,), again=True)
+    assert {one.taken for one in again if one.norms == PLAIN and not one.added} == {RMS_NORM}
+    assert {one.norms for one in again} == {PLAIN, BIASED, BFLOAT}
+    (file,) = cache.glob("choices-*.json")
+    assert file.stat().st_mode & 0o022 == 0
+    other = SimulatedGpu(name="another GPU")
+    tuning.choose(other, (PLAIN,))
+    assert other.measured and len(list(cache.glob("choices-*.json"))) == 2
+
+
+def damage_json(content: dict[str, Any]) -> str:
+    return json.dumps(content)[:-20]
+
+
+def other_format(content: dict[str, Any]) -> str:
+    return json.dumps({**content, "format": choices.FORMAT + 1})
+
+
+def other_key(content: dict[str, Any]) -> str:
+    return json.dumps({**content, "key": {**content["key"], "torch": "1.0"}})
+
+
+def unknown_field(content: dict[str, Any]) -> str:
+    content["choices"][0]["speed"] = 1
+    return json.dumps(content)
+
+
+def text_for_a_number(content: dict[str, Any]) -> str:
+    content["choices"][0]["norms"]["width"] = "24"
+    return json.dumps(content)
+
+
+def time_of_nothing(content: dict[str, Any]) -> str:
+    content["choices"][0]["taken"] = "magic"
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_json, other_format, other_key, unknown_field, text_for_a_number, time_of_nothing],
+)
+def test_a_damaged_or_foreign_file_counts_as_none(cache: Path, damage: Any) -> None:
+    tuning.choose(SimulatedGpu(), (PLAIN,))
+    (file,) = cache.glob("choices-*.json")
+    before = file.read_text()
+    file.write_text(damage(json.loads(before)))
+    device = SimulatedGpu()
+    assert choices.read(file, device.key()) == ()
+    tuning.choose(device, (PLAIN,))
+    assert device.measured and file.read_text() == before
+
+
+def test_a_full_disk_costs_a_warning(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(choices.os, "replace", full)
+    with pytest.warns(UserWarning, match="measured norms are not stored: .*No space left"):
+        found = tuning.choose(SimulatedGpu({**SPEEDS, KERNEL: 5e-6}), (PLAIN,))
+    assert {one.taken for one in found if not one.added} == {KERNEL}
+    assert {path.suffix for path in cache.iterdir()} == {".lock"}
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(build, "cache_folders", lambda: [tmp_path / "file" / "cache"])
+    with pytest.warns(UserWarning, match="measured norms are not stored: cannot write to"):
+        found = tuning.choose(SimulatedGpu(), (PLAIN,))
+    assert {one.rows for one in found} == set(tuning.ROWS)
+
+
+@pytest.mark.slow
+def test_processes_that_start_together_agree(tmp_path: Path) -> None:
+    program, start = ROOT / "tests" / "support" / "simulated_gpu.py", tmp_path / "start"
+    paths = os.pathsep.join((str(ROOT), str(program.parent)))
+    given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": paths}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(start), str(seed)],
+            env=given, stdout=subprocess.PIPE, text=True,
+        )
+        for seed in range(8)
+    ]  # fmt: skip
+    start.write_text("")
+    found = [json.loads(process.communicate(timeout=240)[0]) for process in running]
+    assert sum(one["measured"] for one in found) == 1, "one measures, the others read"
+    assert all(one["taken"] == found[0]["taken"] for one in found)
+
+
+def test_each_number_of_rows_uses_the_nearest_measurement() -> None:
+    assert choices.bounds((1, 32, 1024, 8192)) == [5, 181, 2896, 2**31 - 1]
+    device = SimulatedGpu()
+    by_rows = {1: LAYER_NORM, 32: RMS_NORM, 1024: LAYER_NORM, 8192: LAYER_NORM}
+    tuning.apply(device, [choices.Choice(PLAIN, n, False, t, {}, {}) for n, t in by_rows.items()])
+    weight = torch.ones(24)
+    for rows, name in ((1, LAYER_NORM), (5, LAYER_NORM), (6, RMS_NORM), (181, RMS_NORM)):
+        assert choices.taken_for(torch.ones(1, rows, 24), weight, None) == name
+    assert choices.taken_for(torch.ones(10**6, 24), weight, None) == LAYER_NORM
+    others = (
+        (torch.ones(6, 23), torch.ones(23), None),
+        (torch.ones(6, 24), None, None),
+        (torch.ones(6, 24), weight, weight),
+        (torch.ones(6, 24), weight.half(), None),
+        (torch.ones(6, 24, device="meta"), weight, None),
+    )
+    for given in others:
+        assert choices.taken_for(*given) is None
+
+
+@pytest.mark.parametrize("norms", [PLAIN, BIASED], ids=["plain", "biased"])
+@pytest.mark.parametrize("name", [LAYER_NORM, RMS_NORM, LIGER])
+def test_a_norm_computes_what_was_taken(
+    norms: Norms, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with a mean tell LayerNorm and RMSNorm apart."""
+    monkeypatch.setattr(native, "entry", native.Missing())
+    monkeypatch.setattr(native, "_known", {"cpu": native.Status("cpu", False, "simulated")})
+    called: list[tuple[Any, ...]] = []
+
+    def liger(*args: Any) -> Any:
+        called.append(args)
+        return torch.ops.enjoyln.rms_norm(args[0], args[1], None, args[2])
+
+    monkeypatch.setattr(ops.formula, "liger", lambda: liger)
+    choices.use(torch.device("cpu"), norms, {1: name})
+    x, weight = torch.randn(7, 24) + 2, torch.randn(24)
+    bias = torch.randn(24) if norms.bias else None
+    found = kernels.rms_norm(x, weight, bias, 1e-5)
+    norm = "layer_norm" if name == LAYER_NORM else "rms_norm"
+    exact = getattr(torch.ops.enjoyln, norm)(x.double(), weight.double(), None, 1e-5)
+    exact = exact if bias is None else exact + bias.double()
+    assert native.is_close(found, exact)
+    assert [args[2:] for args in called] == ([(1e-5, 0.0, "gemma")] if name == LIGER else [])
+    trained = kernels.rms_norm(x, weight.clone().requires_grad_(), bias, 1e-5)
+    plain = torch.nn.functional.layer_norm(x, (24,), weight, bias, 1e-5)
+    assert torch.equal(trained, plain), "with gradients it stays LayerNorm"
+
+
+def test_the_kinds_of_norms_of_a_model(tmp_path: Path) -> None:
+    options = Options(merge="bias")
+    out = fold(CHECKPOINTS / "phi", tmp_path / "out", verify=False, options=options).out
+    model = from_pretrained(out, dtype=torch.bfloat16)
+    marker = model.config.enjoyln
+    width = model.config.hidden_size
+    found = kinds_of_norms(model, marker.get("weightless", ()), marker["merged"]["bias"])
+    assert {device for device, _ in found} == {torch.device("cpu")}
+    kinds = [kind for _, kind in found]
+    biasless = Norms("bfloat16", "bfloat16", True, False, width)
+    assert kinds.count(biasless) == len(marker["merged"]["bias"])
+    heads = replace(biasless, bias=True, width=width // model.config.num_attention_heads)
+    assert set(kinds) <= {biasless, replace(biasless, bias=True), heads} and heads in kinds
+
+
+def test_nothing_is_measured_where_it_should_not(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [(torch.device("cpu"), PLAIN), (torch.device("meta"), PLAIN)]
+    kernels.prepare(wanted)
+    wanted.append((torch.device("cuda", 0), PLAIN))
+    assert gpu.why_not_tuned() == "torch sees no GPU"
+    kernels.prepare(wanted)
+    measured: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    monkeypatch.setattr(gpu, "Gpu", lambda index: measured.append(index) or SimulatedGpu())
+    capturing = [1]
+    kernels.prepare(wanted)
+    capturing.clear()
+    for name in ("ENJOYLN_TUNE", "ENJOYLN_KERNELS"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(name, "0")
+            assert gpu.why_not_tuned() == f"switched off by {name}=0"
+            kernels.prepare(wanted)
+    assert not measured and not cache.exists()
+    kernels.prepare(wanted)
+    assert measured == [0] and len(list(cache.glob("choices-*.json"))) == 1
