@@ -6,20 +6,15 @@ compiled for the CPU.
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from live_models import ROOT
 from torch import Tensor
 from torch.nn import functional as F
 
 from enjoyln_cli import kernels
-from enjoyln_cli.kernels import build, formula, native
+from enjoyln_cli.kernels import formula, native
 
 EPS = 1e-5
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -172,87 +167,3 @@ def test_threads_do_not_change_the_result(isa: str) -> None:
             assert torch.equal(kernels.rms_norm(x, None, None, EPS), one)
         finally:
             torch.set_num_threads(before)
-
-
-# The row function of the CUDA kernels, compiled for the CPU.
-
-
-class Call(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "r", "y", "s", "w", "b")),
-        *((name, ctypes.c_int64) for name in ("rows", "d")),
-        ("eps", ctypes.c_double),
-        *((name, ctypes.c_int32) for name in ("dtype", "w_dtype", "b_dtype", "layer")),
-    ]
-
-
-@pytest.fixture(scope="module")
-def cuda_row(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Tensor, Tensor]]:
-    if not (tool := shutil.which("g++")):
-        pytest.skip("needs g++")
-    made = tmp_path_factory.mktemp("row") / "row.so"
-    source = ROOT / "tests" / "support" / "row_host.cpp"
-    command = [tool, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{build.SOURCES}"]
-    subprocess.run([*command, str(source), "-o", str(made)], check=True)
-    library = ctypes.CDLL(str(made))
-
-    def run(
-        norm: str,
-        x: Tensor,
-        r: Tensor | None,
-        w: Tensor,
-        b: Tensor,
-        eps: float,
-        *way: int,
-        to: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        y, s = to or (torch.empty_like(x), torch.empty_like(x))
-        pointers = [None if t is None else t.data_ptr() for t in (x, r, y, s, w, b)]
-        codes = [CODES[t.dtype] for t in (x, w, b)]
-        call = Call(*pointers, *x.shape, eps, *codes, int(norm == "layer_norm"))
-        library.run(ctypes.byref(call), *way)
-        return y, s
-
-    return run
-
-
-@pytest.mark.parametrize("way", [(0, 1), (0, 0), (1, 0)], ids=["kept", "again", "unaligned"])
-@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_row_of_the_cuda_kernels(
-    cuda_row: Any, dtype: torch.dtype, norm: str, way: tuple[int, int]
-) -> None:
-    for d in (17, 33, 129) if way[0] else (16, 48, 128):
-        x, r = (torch.randn(5, d).to(dtype) for _ in range(2))
-        for parameters in {dtype, torch.float32 if dtype == torch.bfloat16 else dtype}:
-            w, b = (torch.randn(d).to(parameters) for _ in range(2))
-            y, total = cuda_row(norm, x, r, w, b, EPS, *way)
-            assert torch.equal(total, x + r)
-            assert torch.equal(cuda_row(norm, total, None, w, b, EPS, *way)[0], y)
-            for kept in (True, False):  # over the input, with the sum over the other or not kept
-                x_too, r_too = x.clone(), r.clone()
-                to = (x_too, r_too if kept else x_too)
-                cuda_row(norm, x_too, r_too, w, b, EPS, *way, to=to)
-                assert torch.equal(x_too, y) and torch.equal(r_too, total if kept else r)
-            exact = getattr(formula, norm)(total.double(), w.double(), b.double(), EPS)
-            bound = 0.51 * torch.finfo(dtype).eps * exact.abs()
-            bound = bound + (1e-13 if dtype == torch.float64 else 4e-6) * (1 + exact.abs())
-            assert ((y.double() - exact).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("way", [(0, 1), (0, 0), (1, 0)], ids=["kept", "again", "unaligned"])
-@pytest.mark.parametrize("kind", ["huge", "largest", "tiny", "outlier"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_row_of_the_cuda_kernels_at_the_limits(
-    cuda_row: Any, dtype: torch.dtype, kind: str, way: tuple[int, int]
-) -> None:
-    x = rows(kind, dtype, n=6, d=128)
-    w, b = (torch.randn(128).to(dtype) for _ in range(2))
-    for eps in (EPS, 0.0):
-        y, _ = cuda_row("rms_norm", x, None, w, b, eps, *way)
-        shrink = 1e-200 if kind == "largest" and dtype == torch.float64 else 1.0
-        exact = formula.rms_norm(x.double() * shrink, w.double(), b.double(), eps * shrink**2)
-        assert torch.allclose(y.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
-    x[1, 5], x[2, 6] = torch.inf, torch.nan
-    y, _ = cuda_row("rms_norm", x, None, w, b, EPS, *way)
-    assert y[1:3].isnan().all() and y[[0, 3, 4, 5]].isfinite().all()

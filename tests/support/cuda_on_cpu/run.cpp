@@ -1,0 +1,68 @@
+// Runs calls of cuda.cu for one pair of types (ROW, PARAMETER): reads them from standard input, and
+// writes the results to standard output. Every buffer has its exact size, so that
+// AddressSanitizer sees what is read or written beyond it.
+#include "cuda.cu"
+
+struct Case {  // as in cuda_cases.py; the contents of x, r, w and b follow, as far as there are any
+  int64_t rows, d;
+  double eps;
+  int32_t layer, has_r, has_w, has_b;
+  int32_t sum;     // 0: not kept, 1: in a buffer of its own, 2: in place of r
+  int32_t over;    // the result overwrites x
+  int32_t offset;  // bytes by which rows are off the alignment of CUDA's allocator
+  uint32_t seed;
+};
+
+namespace {
+
+void fetch(void* to, size_t bytes) {
+  if (fread(to, 1, bytes, stdin) != bytes) {
+    fputs("the input ends too early\n", stderr);
+    _Exit(4);
+  }
+}
+
+char* buffer(size_t bytes, size_t offset = 0) {
+  void* found = nullptr;
+  if (posix_memalign(&found, 256, bytes + offset)) _Exit(4);
+  return (char*)found + offset;
+}
+
+char* filled(size_t bytes, size_t offset = 0) {
+  char* found = buffer(bytes, offset);
+  fetch(found, bytes);
+  return found;
+}
+
+void run(const Case& one) {
+  const size_t size = one.rows * one.d * sizeof(ROW), offset = one.offset;
+  Call c = {};
+  char* x = filled(size, offset);
+  char* r = one.has_r ? filled(size, offset) : nullptr;
+  char* w = one.has_w ? filled(one.d * sizeof(PARAMETER)) : nullptr;
+  char* b = one.has_b ? filled(one.d * sizeof(PARAMETER)) : nullptr;
+  char* y = one.over ? x : buffer(size, offset);
+  char* s = one.sum == 0 ? y : one.sum == 1 ? buffer(size, offset) : r;
+  c.x = x, c.r = r, c.y = y, c.s = s, c.w = w, c.b = b;
+  c.rows = one.rows, c.d = one.d, c.eps = one.eps, c.layer = one.layer;
+  c.dtype = sizeof(ROW) == 8 ? F64 : sizeof(ROW) == 4 ? F32 : F16;  // for its size alone
+  c.w_dtype = c.b_dtype = sizeof(PARAMETER) == 8 ? F64 : sizeof(PARAMETER) == 4 ? F32 : F16;
+  void (*kernels[KERNELS])(Call) = {short_packs, short_single, long_kept, long_packs, long_single};
+  const Launch l = launch_of(c);
+  cuda_on_cpu::launch(l.blocks, l.threads, one.seed, [&] { kernels[l.kernel](c); });
+  fwrite(y, 1, size, stdout);
+  if (one.sum) fwrite(s, 1, size, stdout);
+  if (!one.over) free(y - offset);
+  if (one.sum == 1) free(s - offset);
+  free(x - offset);
+  if (r) free(r - offset);
+  free(w);
+  free(b);
+}
+
+}  // namespace
+
+int main() {
+  Case one;
+  while (fread(&one, sizeof one, 1, stdin) == 1) run(one);
+}
