@@ -34,7 +34,7 @@ X86 = {
 
 COMMON = ["-std=c++17", "-O2", "-fPIC", "-w", "-fvisibility=hidden"]
 COMMON += ["-ffp-contract=fast", "-fno-math-errno"]
-LINK = ["-shared", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
+LINK = ["-shared", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-s"])]
 
 TIMEOUT = 300
 """Seconds that the compiler may take."""
@@ -70,8 +70,12 @@ def cpu() -> Target:
     """The CPU library: the Python interface, and kernels for each instruction set of the family."""
     family = X86 if platform.machine().lower() in ("x86_64", "amd64") else {"plain": ""}
     known = [f"-DCPU_{name}" for name in family]
-    rows = [("rows.cpp", f"-DNAME={name}", *flags.split()) for name, flags in family.items()]
-    return Target((*rows, ("entry.cpp", *known)), tuple(LINK))
+    of_sets = [
+        (source, f"-DNAME={name}", *flags.split())
+        for source in ("rows.cpp", "backward.cpp")
+        for name, flags in family.items()
+    ]
+    return Target((*of_sets, ("entry.cpp", *known)), tuple(LINK))
 
 
 def library(target: Target, retry: bool = False) -> Path:

@@ -21,7 +21,19 @@ import torch
 from enjoyln_cli.kernels import build
 from enjoyln_cli.kernels.build import NoLibrary
 
-KERNELS = ("short_packs", "short_single", "long_kept", "long_packs", "long_single")
+KERNELS = (
+    "short_packs",
+    "short_single",
+    "long_kept",
+    "long_packs",
+    "long_single",
+    "back_short_packs",
+    "back_short_single",
+    "back_long_packs",
+    "back_long_single",
+    "back_chunks",
+    "back_sums",
+)
 """The functions of ``cuda.cu``, in the order of ``Kernel`` in ``launch.h``."""
 TYPES = {"float32": "float", "float16": "Half", "bfloat16": "Bfloat", "float64": "double"}
 """The C++ type of each dtype, in the order of ``Dtype`` in ``call.h``."""
@@ -31,7 +43,7 @@ PAIRS = (
     ("bfloat16", "float32"),
 )
 """The dtypes of rows and parameters that there are kernels for."""
-HEADERS = ("call.h", "launch.h", "team.h")
+HEADERS = ("backward.h", "call.h", "gradient.h", "launch.h", "team.h")
 CALLED = ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuLaunchKernel")
 """The driver's functions that ``entry.cpp`` calls, in the order of its ``Driver``."""
 

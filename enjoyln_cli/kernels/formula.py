@@ -96,26 +96,32 @@ def liger_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
+    grad: Tensor, x: Tensor, weight: Tensor | None, added: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``x`` (with its dtype), ``weight`` and ``bias`` (``(d,)``, compute dtype)."""
+    """Gradients of ``x`` (with its dtype), ``weight`` and ``bias`` (``(d,)``, compute dtype).
+
+    ``added`` is another gradient of ``x``, of its shape: it is added before rounding.
+    """
     dtype = compute_dtype(x.dtype)
     wide, dy = x.to(dtype), grad.to(dtype)
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     h = wide * r
     g = dy if weight is None else dy * weight
     dx = r * (g - h * (g * h).mean(-1, keepdim=True))
+    if added is not None:
+        dx = dx + added
     return dx.to(x.dtype), _over_rows(dy * h), _over_rows(dy)
 
 
 def layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
+    grad: Tensor, x: Tensor, weight: Tensor | None, added: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``rms_norm_backward``: LayerNorm is RMSNorm after centring, which is self-adjoint."""
     wide = x.to(compute_dtype(x.dtype))
     centred = wide - wide.mean(-1, keepdim=True)
-    dx, dweight, dbias = rms_norm_backward(grad, centred, weight, eps)
-    return (dx - dx.mean(-1, keepdim=True)).to(x.dtype), dweight, dbias
+    dx, dweight, dbias = rms_norm_backward(grad, centred, weight, None, eps)
+    dx = dx - dx.mean(-1, keepdim=True)
+    return (dx if added is None else dx + added).to(x.dtype), dweight, dbias
 
 
 def _over_rows(x: Tensor) -> Tensor:

@@ -52,8 +52,12 @@ SCHEMAS = {
     "add_{}": f"(Tensor x, Tensor residual, {AFFINE}) -> (Tensor, Tensor)",
     "add_{}_": f"(Tensor x, Tensor(a!) residual, {AFFINE}) -> Tensor",
     "sum_{}": f"(Tensor x, Tensor residual, {AFFINE}) -> Tensor",
-    "{}_backward": "(Tensor grad, Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor, Tensor)",
+    "{}_backward": "(Tensor grad, Tensor x, Tensor? weight, Tensor? added, float eps)"
+    " -> (Tensor, Tensor, Tensor)",
 }
+
+CHUNKS = 32
+"""Into how many chunks of rows the sums for the gradients of weight and bias are divided."""
 
 
 _literal = False
@@ -312,12 +316,18 @@ def _define(norm: str) -> None:
             return y
         return compute((x + residual).contiguous(), weight, bias, eps)
 
+    def backward_kernel(
+        grad: Tensor, x: Tensor, weight: Tensor | None, added: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        result = _native_backward(norm, grad, x, weight, added, eps)
+        return backward(grad, x, weight, added, eps) if result is None else result
+
     kernels: dict[str, Callable[..., Any]] = {
         "{}": kernel,
         "add_{}": add_kernel,
         "add_{}_": add_kernel_,
         "sum_{}": sum_kernel,
-        "{}_backward": backward,
+        "{}_backward": backward_kernel,
     }
     for name, function in kernels.items():
         impl(f"enjoyln::{name.format(norm)}", "CompositeExplicitAutograd", function)
@@ -325,6 +335,34 @@ def _define(norm: str) -> None:
     _register_gradients(norm)
     for name in ("{}", "add_{}", "sum_{}"):  # as torch's own layer_norm
         register_autocast(f"enjoyln::{name.format(norm)}", "cuda", torch.float32)
+
+
+def _native_backward(
+    norm: str,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    added: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The gradients of ``formula.rms_norm_backward`` by the kernel, or ``None`` without one."""
+    if not x.numel() or not native.has(x.device.type):
+        return None
+    wide, d = formula.compute_dtype(x.dtype), x.shape[-1]
+    x, rows = x.contiguous(), x.numel() // d
+    dx, sums = torch.empty_like(x), x.new_empty(2, d, dtype=wide)
+    partial = x.new_empty(min(rows, CHUNKS), 2, d, dtype=wide)
+    scales = x.new_empty(2, rows, dtype=wide) if x.is_cuda else None
+    given = (
+        grad.contiguous(),
+        x,
+        None if weight is None else weight.contiguous(),
+        None if added is None else added.contiguous(),
+    )
+    name = f"{norm}_backward"
+    if native.entry.run(name, *given, dx, sums, partial, scales, eps) is NotImplemented:
+        return None
+    return dx, sums[0].clone(), sums[1].clone()
 
 
 def _register_fakes(norm: str) -> None:
@@ -374,7 +412,7 @@ def _register_fakes(norm: str) -> None:
 
     @register_fake(f"enjoyln::{norm}_backward")
     def _(
-        grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
+        grad: Tensor, x: Tensor, weight: Tensor | None, added: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = formula.compute_dtype(x.dtype)
         dweight, dbias = (x.new_empty(x.shape[-1], dtype=wide) for _ in range(2))
@@ -395,12 +433,12 @@ def _register_gradients(norm: str) -> None:
     def setup_add(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         save(ctx, inputs, (output[1],))
 
-    def backward(ctx: Any, grad: Tensor, dtotal: Tensor | int = 0) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         total = kept[0] if len(kept) == 1 else kept[0] + kept[1]
-        dx, dweight, dbias = _operator(f"{norm}_backward")(grad, total, weight, ctx.eps)
+        dx, dweight, dbias = _operator(f"{norm}_backward")(grad, total, weight, dtotal, ctx.eps)
         return (
-            *((dx + dtotal).to(dtype) for dtype in ctx.dtypes),
+            *(dx.to(dtype) for dtype in ctx.dtypes),
             None if weight is None else dweight.to(weight.dtype),
             None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype),
             None,
@@ -423,14 +461,14 @@ def _register_gradients(norm: str) -> None:
     impl(f"enjoyln::add_{norm}_", "Autograd", in_place)
 
     def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        grad, x, weight, ctx.eps = inputs
-        ctx.save_for_backward(grad, x, weight)
+        *tensors, ctx.eps = inputs
+        ctx.save_for_backward(*tensors)
 
     def twice(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         given = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
         wanted = [t for t in given if t is not None]
         with torch.enable_grad():
-            outputs = BACKWARD[norm](given[0], given[1], given[2], ctx.eps)  # type: ignore
+            outputs = BACKWARD[norm](*given, ctx.eps)  # type: ignore[arg-type, call-arg]
             found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
         return (*(None if t is None else next(found) for t in given), None)
 

@@ -13,10 +13,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_cases import IN_PLACE, KEPT, NOT_KEPT, Case, Fault, is_right, needs_compiler, program, run
+from cuda_cases import (
+    IN_PLACE,
+    KEPT,
+    NOT_KEPT,
+    Case,
+    Fault,
+    Gradients,
+    is_right,
+    needs_compiler,
+    program,
+    run,
+)
 from torch import Tensor
 
-from enjoyln_cli.kernels import build, cuda
+from enjoyln_cli.kernels import build, cuda, formula
 
 pytestmark = needs_compiler
 
@@ -78,10 +89,8 @@ def test_the_order_of_threads_does_not_matter(programs: Callable[[str, str], Pat
         torch.manual_seed(d)
         one = case(3, d, pair, sum=KEPT, layer=True)
         cases = [Case(**{**vars(one), "seed": seed}) for seed in range(6)]
-        (first, total), *others = run(programs(*pair), cases)
-        assert total is not None
-        for y, again in others:
-            assert again is not None and torch.equal(y, first) and torch.equal(again, total)
+        first, *others = run(programs(*pair), cases)
+        assert all(torch.equal(*two) for again in others for two in zip(again, first, strict=True))
 
 
 def huge(x: Tensor) -> Tensor:
@@ -109,9 +118,9 @@ def test_extreme_values(
         residual = kind(torch.randn_like(one.x)) / 4 if added else None
         fields = {"x": kind(one.x), "residual": residual, "layer": layer, "eps": 0.0}
         cases.append(Case(**{**vars(one), **fields, "sum": KEPT if added else NOT_KEPT}))
-    for one, (y, total) in zip(cases, run(programs(*pair), cases), strict=True):
+    for one, (y, *total) in zip(cases, run(programs(*pair), cases), strict=True):
         kept = one.x if one.residual is None else one.x + one.residual
-        assert total is None or torch.equal(total, kept)
+        assert all(torch.equal(found, kept) for found in total)
         shrink = 1e-200 if pair[0] == "float64" and kind is not tiny else 1.0  # within float64
         wide = Case(kept.double() * shrink, None, one.weight, one.bias, 0.0, one.layer)
         exact, _ = wide.exact()
@@ -126,9 +135,46 @@ def test_rows_without_a_result_are_nan_and_others_are_not_touched(
         one = case(6, d, pair, layer=layer)
         one.x[1, 5], one.x[2, d - 1] = torch.inf, torch.nan
         one.x[3] = 0
-        ((y, _),) = run(programs(*pair), [one])
+        ((y,),) = run(programs(*pair), [one])
         assert y[1:3].isnan().all() and y[[0, 3, 4, 5]].isfinite().all()
         assert one.bias is not None and torch.equal(y[3], one.bias.to(y.dtype))
+
+
+def gradients(
+    rows: int, d: int, dtypes: tuple[str, str], affine: bool, **options: int
+) -> Gradients:
+    dtype, parameters = (getattr(torch, name) for name in dtypes)
+    x, dy, added = (torch.randn(rows, d).to(dtype) for _ in range(3))
+    weight = torch.randn(d).to(parameters) if affine else None
+    return Gradients(x, dy, weight, added if affine else None, **options)  # type: ignore[arg-type]
+
+
+def gradients_are_right(one: Gradients, found: list[Tensor]) -> bool:
+    """Whether they are within the rounding of the dtype that they are computed in."""
+    backward = formula.layer_norm_backward if one.layer else formula.rms_norm_backward
+    wide = [None if t is None else t.double() for t in (one.dy, one.x, one.weight, one.added)]
+    dx, dw, db = backward(*wide, one.eps)  # type: ignore[arg-type]
+    step = torch.finfo(found[1].dtype).eps * 100
+    rounding = 0.51 * torch.finfo(found[0].dtype).eps * dx.abs() + step * (1 + dx.abs())
+    sums = torch.stack((dw, db))
+    near = (found[1].double() - sums).abs() <= step * one.x.shape[0] * (1 + sums.abs())
+    return bool(((found[0].double() - dx).abs() <= rounding).all() and near.all())
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("pair", reversed(cuda.PAIRS), ids=" with ".join)
+def test_the_gradients_are_right(
+    programs: Callable[[str, str], Path], pair: tuple[str, str]
+) -> None:
+    sizes = ((8, 0), (7, 0), (33, 0), (768, 0), (768, 1), (1032, 0), (1025, 0), (1536, 3))
+    switches = itertools.cycle(itertools.product((0, 1), (True, False), (1, 3, 29)))
+    cases = []
+    for d, offset in sizes * 2:
+        layer, affine, rows = next(switches)
+        chunks = min(rows, 3)
+        cases.append(gradients(rows, d, pair, affine, layer=layer, offset=offset, chunks=chunks))
+    for one, found in zip(cases, run(programs(*pair), cases), strict=True):
+        assert gradients_are_right(one, found), (one.x.shape, one.layer, one.offset)
 
 
 FAULTS = (
@@ -146,6 +192,13 @@ FAULTS = (
     ("launch.h", "c.d <= THREADS * EACH", "true"),
     ("team.h", "if (i < packs) {\n          fetch", "if (i <= packs) {\n          fetch"),
     ("team.h", "    Packed y;\n", "    if (i > 99) return;\n    Packed y;\n"),
+    ("cuda.cu", "  __syncthreads();\n  if (share < 2", "  if (share < 2"),
+    ("cuda.cu", "row += SHARE", "row += SHARE + 1"),
+    ("cuda.cu", "i < SHARE;", "i < SHARE - 1;"),
+    ("cuda.cu", "i >= 2 * c.d", "i > 2 * c.d"),
+    ("launch.h", "(c.d + COLUMNS - 1) / COLUMNS * c.chunks", "c.d / COLUMNS * c.chunks"),
+    ("gradient.h", "h[j] * dot - total", "h[j] * dot"),
+    ("backward.h", "rows * chunk / chunks", "rows / chunks * chunk"),
 )  # fmt: skip
 """A file, a text in it, and what replaces it."""
 
@@ -163,9 +216,13 @@ def cases_for_faults() -> list[Case]:
 
 def is_found(made: Path) -> bool:
     """Whether a program gives a wrong result, or ends with an error."""
-    cases = cases_for_faults()
+    cases, pair = cases_for_faults(), ("float32", "float32")
+    backward = [gradients(40, d, pair, True, layer=1, seed=d) for d in (7, 48, 1032)]
     try:
-        return not all(map(is_right, cases, run(made, cases)))
+        norms_are_right = all(map(is_right, cases, run(made, cases)))
+        return not (
+            norms_are_right and all(map(gradients_are_right, backward, run(made, backward)))
+        )
     except Fault:
         return True
 

@@ -240,7 +240,8 @@ def test_opcheck(norm: str, form: str, grad: bool) -> None:
 @pytest.mark.parametrize("norm", NORMS)
 def test_opcheck_of_the_backward(norm: str) -> None:
     x, grad = torch.randn(3, 17), torch.randn(3, 17)
-    torch.library.opcheck(op(f"{norm}_backward"), (grad, x, torch.randn(17), EPS))
+    for added in (None, torch.randn(3, 17)):
+        torch.library.opcheck(op(f"{norm}_backward"), (grad, x, torch.randn(17), added, EPS))
 
 
 class Block(torch.nn.Module):

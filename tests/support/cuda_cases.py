@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import struct
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +53,12 @@ class Case:
 
     def packed(self) -> bytes:
         """As ``run.cpp`` reads it."""
-        optional = (self.residual, self.weight, self.bias)
-        given = [t for t in (self.x, *optional) if t is not None]
-        flags = (self.layer, *(t is not None for t in optional), self.sum, self.over)
-        offset = self.offset * self.x.element_size()
-        head = struct.pack("qqd8i", *self.x.shape, self.eps, *flags, offset, self.seed)
-        return head + b"".join(_bytes(t) for t in given)
+        return _packed(self, self.residual, self.weight, self.bias)
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Tensors like the result and the sum, if that is kept."""
+        return [self.x] * (1 + (self.sum != NOT_KEPT))
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """The result in float64, and the sum rounded to the dtype of ``x``."""
@@ -65,6 +66,46 @@ class Case:
         weight, bias = (None if t is None else t.double() for t in (self.weight, self.bias))
         norm = formula.layer_norm if self.layer else formula.rms_norm
         return norm(total.double(), weight, bias, self.eps), total
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a norm: ``dy`` and ``added`` are as ``x``, ``(rows, d)``."""
+
+    x: Tensor
+    dy: Tensor
+    weight: Tensor | None = None
+    added: Tensor | None = None
+    eps: float = 1e-5
+    layer: bool = False
+    offset: int = 0
+    seed: int = 0
+    chunks: int = 3
+
+    sum, over = NOT_KEPT, False
+
+    def packed(self) -> bytes:
+        return _packed(self, self.dy, self.weight, self.added, self.chunks)
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Tensors like ``dx`` and like the gradients of weight and bias, ``(2, d)``."""
+        wide = formula.compute_dtype(self.x.dtype)
+        return [self.x, self.x.new_empty(2, self.x.shape[1], dtype=wide)]
+
+
+def _packed(
+    case: Case | Gradients,
+    second: Tensor | None,
+    weight: Tensor | None,
+    last: Tensor | None,
+    chunks: int = 0,
+) -> bytes:
+    optional = (second, weight, last)
+    flags = (case.layer, *(t is not None for t in optional), case.sum, case.over)
+    offset = case.offset * case.x.element_size()
+    head = struct.pack("qqd9i4x", *case.x.shape, case.eps, *flags, offset, case.seed, chunks)
+    return head + b"".join(_bytes(t) for t in (case.x, *optional) if t is not None)
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -80,8 +121,8 @@ def program(folder: Path, dtype: str, parameters: str, sources: Path = build.SOU
     return made
 
 
-def run(made: Path, cases: list[Case]) -> list[tuple[Tensor, Tensor | None]]:
-    """The result and the sum of each call. Raises ``Fault`` if the program ends with an error."""
+def run(made: Path, cases: Sequence[Case | Gradients]) -> list[list[Tensor]]:
+    """The outputs of each call. Raises ``Fault`` if the program ends with an error."""
     given = b"".join(case.packed() for case in cases)
     try:
         found = subprocess.run([made], input=given, capture_output=True, timeout=SECONDS)
@@ -91,17 +132,16 @@ def run(made: Path, cases: list[Case]) -> list[tuple[Tensor, Tensor | None]]:
         raise Fault(found.stderr.decode(errors="replace").strip())
     rest, results = bytearray(found.stdout), []
     for case in cases:
-        size = case.x.numel() * case.x.element_size()
-        parts = []
-        for _ in range(1 + (case.sum != NOT_KEPT)):
+        results.append([])
+        for like in case.outputs:
+            size = like.numel() * like.element_size()
             some, rest = rest[:size], rest[size:]
-            parts.append(torch.frombuffer(some, dtype=case.x.dtype).reshape(case.x.shape))
-        results.append((parts[0], parts[1] if case.sum != NOT_KEPT else None))
+            results[-1].append(torch.frombuffer(some, dtype=like.dtype).reshape(like.shape))
     assert not rest
     return results
 
 
-def is_right(case: Case, found: tuple[Tensor, Tensor | None]) -> bool:
+def is_right(case: Case, found: list[Tensor]) -> bool:
     """Whether a result is close to the float64 formula, and the sum is exact."""
-    (y, total), (exact, expected) = found, case.exact()
-    return close(y, exact) and (total is None or torch.equal(total, expected))
+    exact, total = case.exact()
+    return close(found[0], exact) and all(torch.equal(one, total) for one in found[1:])

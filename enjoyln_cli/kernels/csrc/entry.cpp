@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <initializer_list>
+
 #include "launch.h"
 #include "python.h"
 
@@ -16,11 +18,13 @@
 #define DECLARE(name)                                                     \
   extern "C" int has_##name(Dtype);                                       \
   extern "C" void rows_##name(const Call*, int64_t, int64_t);             \
+  extern "C" void backward_##name(const Backward*, int64_t, int64_t);     \
   extern "C" void widen_##name(float*, const void*, Dtype, int64_t);
 struct Cpu {
   const char* name;
   int (*has)(Dtype);
   void (*rows)(const Call*, int64_t, int64_t);
+  void (*backward)(const Backward*, int64_t, int64_t);
   void (*widen)(float*, const void*, Dtype, int64_t);
 };
 #ifdef CPU_avx512
@@ -35,12 +39,12 @@ namespace {
 
 const Cpu CPUS[] = {
 #ifdef CPU_avx512
-    {"avx512", has_avx512, rows_avx512, widen_avx512},
+    {"avx512", has_avx512, rows_avx512, backward_avx512, widen_avx512},
 #endif
 #ifdef CPU_avx2
-    {"avx2", has_avx2, rows_avx2, widen_avx2},
+    {"avx2", has_avx2, rows_avx2, backward_avx2, widen_avx2},
 #endif
-    {"plain", has_plain, rows_plain, widen_plain},
+    {"plain", has_plain, rows_plain, backward_plain, widen_plain},
 };
 
 bool runs(const Cpu& cpu) {
@@ -312,24 +316,38 @@ bool run_cpu(Call& c) {
   return !failed;
 }
 
-// The kernels for a call on a GPU, or null. Weight and bias have to have one dtype.
-const Cuda* cuda_for(const Call& c, int32_t device) {
-  if (device < 0 || device >= MAX_GPUS || (c.w && c.b && c.w_dtype != c.b_dtype)) return nullptr;
-  if (c.rows > 0x7fffffff || c.d > 0x7fffffff) return nullptr;
-  const Cuda* found = &cudas[device][c.dtype][parameters_of(c)];
+// The kernels for a pair of dtypes on a GPU, or null.
+const Cuda* kernels_on(int32_t device, Dtype dtype, Dtype parameters) {
+  if (device < 0 || device >= MAX_GPUS) return nullptr;
+  const Cuda* found = &cudas[device][dtype][parameters];
   return found->context ? found : nullptr;
 }
 
-// Starts a kernel on the stream, in the context of its GPU, which need not be the current one.
-bool run_cuda(Call& c, const Cuda& cuda, void* stream) {
-  c.w_dtype = parameters_of(c);
-  const Launch l = launch_of(c);
-  void *arguments[] = {&c}, *popped = nullptr;
+bool is_too_large(int64_t rows, int64_t d) { return rows > 0x7fffffff || d > 0x7fffffff; }
+
+// The kernels for a call on a GPU, or null. Weight and bias have to have one dtype.
+const Cuda* cuda_for(const Call& c, int32_t device) {
+  if ((c.w && c.b && c.w_dtype != c.b_dtype) || is_too_large(c.rows, c.d)) return nullptr;
+  return kernels_on(device, c.dtype, parameters_of(c));
+}
+
+// Starts kernels one after the other on the stream, in the context of their GPU, which need not be
+// the current one. All of them take the same argument.
+bool start(std::initializer_list<Launch> launches, const Cuda& cuda, void* stream, void* argument) {
+  void *arguments[] = {argument}, *popped = nullptr;
   if (driver.push(cuda.context)) return false;
-  const int failed = driver.launch(cuda.kernels[l.kernel], l.blocks, 1, 1, l.threads, 1, 1, 0,
-                                   stream, arguments, nullptr);
+  int failed = 0;
+  for (const Launch& l : launches)
+    if (!failed)
+      failed = driver.launch(cuda.kernels[l.kernel], l.blocks, 1, 1, l.threads, 1, 1, 0, stream,
+                             arguments, nullptr);
   driver.pop(&popped);
   return !failed;
+}
+
+bool run_cuda(Call& c, const Cuda& cuda, void* stream) {
+  c.w_dtype = parameters_of(c);
+  return start({launch_of(c)}, cuda, stream, &c);
 }
 
 // Creates a contiguous tensor like x (`like` in Python), and returns the address of its elements.
@@ -437,6 +455,86 @@ PyObject* norm(Form form, bool layer, bool guarded, PyObject* const* args, ptrdi
   return pair;
 }
 
+bool run_backward_cpu(Backward& c) {
+  if (!cpu || !cpu->has(c.dtype)) return false;
+  const Dtype want = c.dtype == F64 ? F64 : F32;
+  if (c.w && (!cpu->has(c.w_dtype) || (c.w_dtype == F64 && c.dtype != F64))) return false;
+  if (c.w && !(c.w = parameter(c.w, c.w_dtype, want, c.d, false))) return false;
+  auto some = [](int64_t begin, int64_t end, void* call) {
+    cpu->backward((const Backward*)call, begin, end);
+  };
+  if (c.rows * c.d < serial_below || !parallel_for) {
+    some(0, c.chunks, &c);
+  } else {
+    void* state = PyEval_SaveThread();
+    const int failed = parallel_for(0, c.chunks, 1, some, &c);
+    PyEval_RestoreThread(state);
+    if (failed) return false;
+  }
+  auto add_up = [&](auto* sums, const auto* partial) {
+    for (int64_t i = 0; i < 2 * c.d; i++) {
+      double sum = 0;
+      for (int64_t chunk = 0; chunk < c.chunks; chunk++) sum += partial[2 * c.d * chunk + i];
+      sums[i] = sum;
+    }
+  };
+  if (want == F64) add_up((double*)c.sums, (const double*)c.partial);
+  else add_up((float*)c.sums, (const float*)c.partial);
+  return true;
+}
+
+// args: dy, x, weight, what is added to dx, dx, and three tensors of the dtype that is computed in:
+// sums (2, d), partial (chunks, 2, d), and scales (2, rows), which the CPU does not use. weight,
+// the addend and scales may be None. Writes into the last four, and returns None. Nothing is
+// checked but what would be read or written in the wrong way.
+template <bool layer> PyObject* backward(PyObject*, PyObject* const* args, ptrdiff_t n) {
+  enum { DY, X, WEIGHT, ADDED, DX, SUMS, PARTIAL, SCALES, EPS };
+  if (n != EPS + 1) return declines();
+  DLTensor t[EPS];
+  Dtype dtypes[EPS];
+  PyObject* none = &_Py_NoneStruct;
+  for (int i = 0; i < EPS; i++) {
+    t[i].data = nullptr;
+    if (args[i] == none) {
+      if (i != WEIGHT && i != ADDED && i != SCALES) return declines();
+      continue;
+    }
+    if (!view(args[i], &t[i], &dtypes[i]) || !contiguous(t[i])) return declines();
+    if (t[i].device_type != t[DY].device_type || t[i].device_id != t[DY].device_id) return declines();
+  }
+  const Dtype wide = dtypes[X] == F64 ? F64 : F32;
+  for (int i : {DY, ADDED, DX})
+    if (t[i].data && (dtypes[i] != dtypes[X] || !alike(t[i], t[X]))) return declines();
+  if (t[X].ndim < 1 || t[PARTIAL].ndim != 3) return declines();
+  Backward c = {t[DY].data, t[X].data, t[WEIGHT].data, t[ADDED].data, t[DX].data, t[SUMS].data,
+                t[PARTIAL].data, t[SCALES].data};
+  c.d = t[X].shape[t[X].ndim - 1];
+  if (c.d < 1) return declines();
+  c.rows = size(t[X]) / c.d;
+  c.chunks = t[PARTIAL].shape[0];
+  c.eps = PyFloat_AsDouble(args[EPS]);
+  if ((c.eps == -1 && PyErr_Occurred()) || c.rows < 1 || c.chunks < 1) return declines();
+  c.dtype = dtypes[X];
+  c.w_dtype = c.w ? dtypes[WEIGHT] : c.dtype;
+  c.layer = layer;
+  if (size(t[SUMS]) != 2 * c.d || size(t[PARTIAL]) != 2 * c.d * c.chunks) return declines();
+  if ((c.w && size(t[WEIGHT]) != c.d) || dtypes[SUMS] != wide || dtypes[PARTIAL] != wide)
+    return declines();
+  if (t[DY].device_type == DL_CPU) {
+    if (!run_backward_cpu(c)) return declines();
+  } else {
+    const Cuda* cuda = kernels_on(t[DY].device_id, c.dtype, c.w_dtype);
+    void* stream = nullptr;
+    if (t[DY].device_type != DL_CUDA || !cuda || is_too_large(c.rows, c.d)) return declines();
+    if (!c.scales || size(t[SCALES]) != 2 * c.rows || dtypes[SCALES] != wide) return declines();
+    if (torch.dlpack->current_stream(DL_CUDA, t[DY].device_id, &stream)) return declines();
+    if (!start({launch_of_rows(c), launch_of_chunks(c), launch_of_sums(c)}, *cuda, stream, &c))
+      return declines();
+  }
+  Py_IncRef(none);
+  return none;
+}
+
 template <Form form, bool layer, bool guarded>
 PyObject* function(PyObject*, PyObject* const* args, ptrdiff_t n) {
   return norm(form, layer, guarded, args, n);
@@ -516,6 +614,8 @@ PyMethodDef FUNCTIONS[] = {
     {"add_layer_norm_over", function<ADD_OVER, true, true>, METH_FASTCALL, nullptr},
     {"sum_rms_norm_over", function<SUM_OVER, false, true>, METH_FASTCALL, nullptr},
     {"sum_layer_norm_over", function<SUM_OVER, true, true>, METH_FASTCALL, nullptr},
+    {"rms_norm_backward!", backward<false>, METH_FASTCALL, nullptr},
+    {"layer_norm_backward!", backward<true>, METH_FASTCALL, nullptr},
     {"module_rms_norm", module_rms_norm, METH_FASTCALL, nullptr},
     {"same", same, METH_FASTCALL, nullptr},
 };

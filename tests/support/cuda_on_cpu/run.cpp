@@ -11,6 +11,7 @@ struct Case {  // as in cuda_cases.py; the contents of x, r, w and b follow, as 
   int32_t over;    // the result overwrites x
   int32_t offset;  // bytes by which rows are off the alignment of CUDA's allocator
   uint32_t seed;
+  int32_t chunks;  // 0, or of the gradients; then r is dy, and a is in the place of b
 };
 
 namespace {
@@ -34,6 +35,11 @@ char* filled(size_t bytes, size_t offset = 0) {
   return found;
 }
 
+// A dtype of the same size: `launch.h` asks for no more.
+Dtype of_size(size_t size) { return size == 8 ? F64 : size == 4 ? F32 : F16; }
+Dtype row_dtype() { return of_size(sizeof(ROW)); }
+Dtype parameter_dtype() { return of_size(sizeof(PARAMETER)); }
+
 void run(const Case& one) {
   const size_t size = one.rows * one.d * sizeof(ROW), offset = one.offset;
   Call c = {};
@@ -45,8 +51,8 @@ void run(const Case& one) {
   char* s = one.sum == 0 ? y : one.sum == 1 ? buffer(size, offset) : r;
   c.x = x, c.r = r, c.y = y, c.s = s, c.w = w, c.b = b;
   c.rows = one.rows, c.d = one.d, c.eps = one.eps, c.layer = one.layer;
-  c.dtype = sizeof(ROW) == 8 ? F64 : sizeof(ROW) == 4 ? F32 : F16;  // for its size alone
-  c.w_dtype = c.b_dtype = sizeof(PARAMETER) == 8 ? F64 : sizeof(PARAMETER) == 4 ? F32 : F16;
+  c.dtype = row_dtype();
+  c.w_dtype = c.b_dtype = parameter_dtype();
   void (*kernels[KERNELS])(Call) = {short_packs, short_single, long_kept, long_packs, long_single};
   const Launch l = launch_of(c);
   cuda_on_cpu::launch(l.blocks, l.threads, one.seed, [&] { kernels[l.kernel](c); });
@@ -60,9 +66,43 @@ void run(const Case& one) {
   free(b);
 }
 
+// The gradients: of x, then of weight and bias.
+void run_backward(const Case& one) {
+  typedef typename Computed<ROW>::type S;
+  const size_t size = one.rows * one.d * sizeof(ROW), offset = one.offset;
+  Backward c = {};
+  char* x = filled(size, offset);
+  char* dy = filled(size, offset);
+  char* w = one.has_w ? filled(one.d * sizeof(PARAMETER)) : nullptr;
+  char* a = one.has_b ? filled(size, offset) : nullptr;
+  char* dx = buffer(size, offset);
+  char* sums = buffer(2 * one.d * sizeof(S));
+  char* partial = buffer(one.chunks * 2 * one.d * sizeof(S));
+  char* scales = buffer(2 * one.rows * sizeof(S));
+  c = {dy, x, w, a, dx, sums, partial, scales, one.rows, one.d, one.chunks, one.eps};
+  c.dtype = row_dtype();
+  c.w_dtype = parameter_dtype();
+  c.layer = one.layer;
+  void (*kernels[])(Backward) = {back_short_packs, back_short_single, back_long_packs,
+                                 back_long_single, back_chunks,       back_sums};
+  for (const Launch& l : {launch_of_rows(c), launch_of_chunks(c), launch_of_sums(c)})
+    cuda_on_cpu::launch(l.blocks, l.threads, one.seed,
+                        [&] { kernels[l.kernel - BACK_SHORT_PACKS](c); });
+  fwrite(dx, 1, size, stdout);
+  fwrite(sums, 1, 2 * one.d * sizeof(S), stdout);
+  free(x - offset);
+  free(dy - offset);
+  free(dx - offset);
+  if (a) free(a - offset);
+  free(w);
+  free(sums);
+  free(partial);
+  free(scales);
+}
+
 }  // namespace
 
 int main() {
   Case one;
-  while (fread(&one, sizeof one, 1, stdin) == 1) run(one);
+  while (fread(&one, sizeof one, 1, stdin) == 1) one.chunks ? run_backward(one) : run(one);
 }
