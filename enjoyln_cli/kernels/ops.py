@@ -56,8 +56,8 @@ SCHEMAS = {
     " -> (Tensor, Tensor, Tensor)",
 }
 
-CHUNKS = 32
-"""Into how many chunks of rows the sums for the gradients of weight and bias are divided."""
+CHUNKS, CHUNK_ROWS = 32, 16
+"""The most chunks of rows for the gradients of weight and bias, and the fewest rows of one."""
 
 
 _literal = False
@@ -351,7 +351,8 @@ def _native_backward(
     wide, d = formula.compute_dtype(x.dtype), x.shape[-1]
     x, rows = x.contiguous(), x.numel() // d
     dx, sums = torch.empty_like(x), x.new_empty(2, d, dtype=wide)
-    partial = x.new_empty(min(rows, CHUNKS), 2, d, dtype=wide)
+    chunks = max(1, min(rows // CHUNK_ROWS, CHUNKS))
+    partial = x.new_empty(chunks, 2, d, dtype=wide)
     scales = x.new_empty(2, rows, dtype=wide) if x.is_cuda else None
     given = (
         grad.contiguous(),
