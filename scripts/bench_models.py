@@ -143,13 +143,16 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="for each model; cases are left out for it"
+    )
     parser.add_argument("--norms-alone", action="store_true", help="leave out the whole models")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     device, modes = torch.device(args.device), tuple(args.mode.split(","))
     pairs = tuple(product(args.batch_size, args.seq_len))
-    asked = BenchOptions(pairs, modes, repeats=args.repeats, seconds=math.inf)
+    asked = BenchOptions(pairs, modes, repeats=args.repeats, seconds=args.seconds)
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
         "torch": torch.__version__,

@@ -48,6 +48,8 @@ from enjoyln_cli.checkpoint.marker import blame_marker
 from enjoyln_cli.clock import Clock, duration
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
+from enjoyln_cli.runtime.loading import optimize
+from enjoyln_cli.runtime.modules import Folded
 
 SECONDS = 120.0
 """In which a run should end if nothing else is asked for."""
@@ -113,7 +115,10 @@ def compare_speeds(
         left_out.append(_no_cache(original))
     if not phases or not asked.modes:
         return [], left_out
-    models = variants(original.to(device), folded.to(device), norms)
+    original, folded = original.to(device), folded.to(device)
+    if device.type != "cpu" and any(isinstance(module, Folded) for module in folded.modules()):
+        optimize(folded)  # chooses the kernels for this device
+    models = variants(original, folded, norms)
     with torch.no_grad():
         calls = _first_calls(models, found, device, clock, event)
         cases = [
