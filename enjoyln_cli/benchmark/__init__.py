@@ -1,1 +1,1 @@
-"""How fast a folded model is beside its original, on this machine."""
+"""How fast a folded model is compared with its original, on this machine."""

@@ -1,17 +1,17 @@
 """The four models that are timed, and the modes in which they run.
 
-Two models with the same weights are timed besides the original and the folded model::
+Two more models with the same weights are timed, for comparison::
 
     torch_rms_norm  the folded model with torch's own RMSNorm, F.rms_norm, and the bias added after
-    no_norm         the original with norms that return their input; it computes something else
+    no_norm         the original with norms that return their input; its outputs are meaningless
 
-``original - no_norm`` is what norms cost, so no change to norms can save more. Each mode runs all
-four in the same way, so that what compiling saves by itself is not counted for the fold::
+``original - no_norm`` is the time that norms cost, so no change to norms can save more. Each mode
+runs all four models in the same way, so the time saved by compiling is not counted as a gain::
 
-    eager       as they are
-    fused       captured as one graph; of the folded one additions are computed with their norms
-    compile     by Inductor
-    cudagraphs  as fused, recorded as one CUDA graph and replayed: the host costs nothing
+    eager       not compiled
+    fused       captured as one graph; the folded model computes additions with their norms
+    compile     compiled by Inductor
+    cudagraphs  as fused, recorded as one CUDA graph and replayed: the CPU adds no time
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ LABELS = {
     "torch_rms_norm": "torch's RMSNorm",
     "no_norm": "no norm",
 }
-"""The four models by their names in JSON, and as people read them."""
+"""From each model's name in JSON to its name in tables."""
 COLUMNS = tuple(LABELS)
 RECOMPILED = 64
-"""Times that one function may be compiled: once for each model, phase and size."""
+"""How often one function may be compiled: once for each model, phase and size."""
 
 
 def share_weights(model: Any) -> Any:
-    """A copy of a model that has modules of its own and shares all weights."""
+    """A copy of a model with new modules, which shares all weights with the model."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def variants(original: Any, folded: Any, norms: Iterable[str]) -> dict[str, nn.Module]:
-    """``COLUMNS`` to models; ``norms`` are the paths of all LayerNorms, folded or kept.
+    """From each of ``COLUMNS`` to its model; ``norms`` are the paths of all LayerNorms.
 
-    Paths may be those of a class around the model's, as ``install.locate`` has them.
+    The paths may start in a class that contains the model's class; see ``install.locate``.
     """
     no_norm, with_torch, names = share_weights(original), share_weights(folded), tuple(norms)
     for path in (locate(original, name, names) for name in names):
         form = None if path is None else layer_norm_form(original.get_submodule(path))
         if path is None or form is None:
             continue
-        _become(no_norm.get_submodule(path), _pass_on)
+        _replace_forward(no_norm.get_submodule(path), _return_input)
         if isinstance(with_torch.get_submodule(path), Folded):
-            _become(with_torch.get_submodule(path), _torch_forward(form))
+            _replace_forward(with_torch.get_submodule(path), _torch_forward(form))
     return dict(zip(COLUMNS, (original, folded, with_torch, no_norm), strict=True))
 
 
-def _become(module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
-    """Give a module another ``forward``; its attributes stay, as others may read them."""
+def _replace_forward(module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
+    """Give a module another ``forward``; other code can still read its attributes."""
     module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
 
 
-def _pass_on(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _return_input(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return x
 
 
@@ -89,14 +89,14 @@ def _torch_forward(form: LayerNormForm) -> Callable[..., torch.Tensor]:
 
 
 def require(mode: str, device: torch.device) -> None:
-    """Raises ``UnsupportedModel`` for a mode that ``device`` does not have."""
+    """Raise ``UnsupportedModel`` for a mode that ``device`` does not support."""
     if mode == "cudagraphs" and device.type != "cuda":
         others = ", ".join(name for name in MODES if name != mode)
         raise UnsupportedModel(f"--mode {mode} needs a CUDA GPU, not {device}; use {others}")
 
 
 def in_mode(models: Mapping[str, Any], mode: str) -> dict[str, Any]:
-    """The models, run in ``mode``; they are compiled when they are first called."""
+    """The models, prepared for ``mode``. They are compiled when they are first called."""
     if mode == "eager":
         return dict(models)
     plain: Any = "inductor" if mode == "compile" else "eager"
@@ -107,14 +107,14 @@ def in_mode(models: Mapping[str, Any], mode: str) -> dict[str, Any]:
 
 
 def record_graphs(task: Task, device: torch.device) -> Task:
-    """``task`` recorded as CUDA graphs, which use the same memory whenever they are replayed.
+    """``task`` recorded as CUDA graphs, which use the same memory at every replay.
 
-    What it prepares is a graph of its own, so that a cache begins anew each time. (Torch's backend
-    ``cudagraphs`` would copy all weights for every call: Dynamo hands them on as inputs.) What
-    waits for the device is refused before anything is recorded: a recording that breaks off leaves
-    torch's allocator and generator in it.
+    ``task.prepare`` is recorded as a separate graph, so that each run starts with the same cache.
+    (Torch's backend ``cudagraphs`` would copy all weights for every call, since Dynamo passes them
+    as inputs.) A task that waits for the device is refused before anything is recorded: a recording
+    that fails leaves torch's allocator and generator in recording mode.
 
-    Raises ``UnsupportedModel`` where something is done that cannot be recorded.
+    Raises ``UnsupportedModel`` if the task does something that cannot be recorded.
     """
     before, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     prepares = task.prepare is not prepare_nothing
@@ -123,7 +123,7 @@ def record_graphs(task: Task, device: torch.device) -> Task:
     waiting = torch.cuda.get_sync_debug_mode()
     try:
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):  # models are compiled, and their kernels chosen
+            for _ in range(WARM_UP):  # compiles the models, and chooses their kernels
                 task.run(task.prepare())
             torch.cuda.set_sync_debug_mode("error")
             task.run(task.prepare())
@@ -143,7 +143,7 @@ def record_graphs(task: Task, device: torch.device) -> Task:
     finally:
         torch.cuda.set_sync_debug_mode(waiting)
     current.wait_stream(stream)
-    # The graphs read what ``task`` holds, so each replay holds it too.
+    # The graphs read the tensors of ``task``, so the new task keeps a reference to it.
     return Task(
         lambda _, held=task: graph.replay(),  # type: ignore[misc]
         before.replay if prepares else prepare_nothing,
@@ -152,16 +152,16 @@ def record_graphs(task: Task, device: torch.device) -> Task:
 
 
 @contextmanager
-def compile_anew(mode: str) -> Iterator[None]:
-    """Within the block models are compiled anew; a compiler's failure is one line.
+def fresh_compiler(mode: str) -> Iterator[None]:
+    """Compile models again within the block, without earlier results.
 
-    Raises ``UnsupportedModel``.
+    Raises ``UnsupportedModel``, with one line, if the compiler fails.
     """
     if mode == "eager":
         yield
         return
     torch._dynamo.reset()
-    chatter = logging.getLogger("torch._dynamo")  # of what it does not compile, and runs as it is
+    chatter = logging.getLogger("torch._dynamo")  # it lists code that is not compiled
     level = chatter.level
     chatter.setLevel(logging.ERROR)
     try:

@@ -1,8 +1,8 @@
 """Times a folded checkpoint and its original on this machine, within a given time.
 
-Decides what is loaded, where it runs, and what is written. The cases are timed in ``cases``, round
-by round (``timing``), each with two more models for comparison (``baselines``). What the times say
-is decided in ``results``.
+Decides what is loaded, where it runs, and what is written. ``cases`` times the cases, round by
+round (``timing``), each with two more models for comparison (``baselines``). ``results`` computes
+what the times say.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from enjoyln_cli.text import counted, first_line
 from enjoyln_cli.verification.verify import compute_dtype, dtype_name, original_of
 
 DEVICES = ("cpu", "cuda", "mps")
-"""Those that ``timing.waiter_for`` knows how to wait for."""
+"""The devices that ``timing.waiter_for`` can wait for."""
 CENTRED = 100e6
-"""Bytes of weights that are centred in a second, at least."""
+"""Bytes of weights that are centred per second, at least."""
 
 
 def bench(
@@ -65,18 +65,18 @@ def bench(
 ) -> Bench:
     """Time the converted checkpoint ``out`` and its original on this machine.
 
-    ``against`` is the original, by default the one that ``out`` remembers. ``dtype`` is what both
-    are run in, by default what most of ``out`` is stored in; ``device`` is a GPU where there is
-    one. With ``write``, ``enjoyln_bench.json`` in ``out`` holds the result; a directory that cannot
-    be written to is a warning. ``on_event`` receives stages and warnings, ``on_progress`` the
+    ``against`` is the original, by default the one that ``out`` records. Both run in ``dtype``, by
+    default the dtype of most weights of ``out``. ``device`` is by default a GPU if there is one.
+    With ``write``, the result is written to ``enjoyln_bench.json`` in ``out``; if that fails, a
+    warning is issued. ``on_event`` receives stages and warnings. ``on_progress`` receives the
     seconds that have passed and those that the whole run should take (0 while that is not known).
 
-    The run ends after about two minutes, or ``asked.seconds``: the sizes and the number of rounds
-    are chosen for that after a first short measurement. Downloads come on top.
+    The run ends after about two minutes, or ``asked.seconds``: after a first short measurement, the
+    sizes and the number of rounds are chosen for this time. It does not include downloads.
 
-    Raises ``BadCheckpoint`` where ``out`` was not converted, or not from that original,
-    ``ModelNotFound`` where the original is gone, ``UnsupportedModel`` for what this machine or this
-    model does not have, and where no case fits into ``asked.seconds``.
+    Raises ``BadCheckpoint`` if ``out`` was not converted, or not from that original,
+    ``ModelNotFound`` if the original is missing, and ``UnsupportedModel`` if the machine or the
+    model does not support an option, or if no case fits into ``asked.seconds``.
     """
     told: list[str] = []
 
@@ -103,14 +103,14 @@ def bench(
     stage(f"loading {original.source.model} and {folded.source.model}")
     clock.tell()
     begin = time.perf_counter()
-    before = _loaded(original, marker, chosen, trust_remote_code)
+    before = _load_model(original, marker, chosen, trust_remote_code)
     load_seconds = time.perf_counter() - begin
-    after = optimize(_loaded(folded, marker, chosen, trust_remote_code))
+    after = optimize(_load_model(folded, marker, chosen, trust_remote_code))
     if hint := _merge_hint(after, marker, place):
         event("warning", hint)
     weights = {"original": weight_bytes(before), "folded": weight_bytes(after)}
     stage("analysing the model once more, to time how long folding takes")
-    plan, plan_seconds = _planned(original, folded, marker, trust_remote_code)
+    plan, plan_seconds = _time_planning(original, folded, marker, trust_remote_code)
     clock.after = 0.0 if plan is None else weights["original"] / CENTRED
     norms = (*marker.rmsnorm, *marker.layernorm)
     rows, left_out = compare_speeds(before, after, norms, asked, place, event, clock)
@@ -118,6 +118,9 @@ def bench(
         busy = machine.busy(machine.load_average(), threads, threads, machine.cores())
         if busy:
             event("warning", busy)
+    fold_seconds = None
+    if plan is not None:
+        fold_seconds = plan_seconds + _time_centring(before.to("cpu"), plan)
     result = Bench(
         rows=tuple(rows),
         left_out=tuple(left_out),
@@ -126,7 +129,7 @@ def bench(
         dtype=dtype_name(chosen),
         device=str(place),
         repeats=asked.repeats,
-        fold_seconds=None if plan is None else plan_seconds + _centring(before.to("cpu"), plan),
+        fold_seconds=fold_seconds,
         load_seconds=load_seconds,
         weight_bytes=weights,
         seconds=clock.spent,
@@ -154,19 +157,19 @@ def device_named(name: str | None) -> torch.device:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Memory of all parameters and buffers, those that are tied counted once."""
+    """Memory of all parameters and buffers; tied weights count once."""
     held = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in held.values())
 
 
-def _loaded(of: Checkpoint, marker: Marker, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _load_model(of: Checkpoint, marker: Marker, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     config = load_config(of.source, trust_remote_code)
     model = load(of.source.path, marker.model_class, config, dtype, trust_remote_code)
     return model.requires_grad_(False)
 
 
 def _merge_hint(folded: Any, marker: Marker, place: torch.device) -> str:
-    """That the norms of the folded model have a bias, where torch's RMSNorm is one kernel."""
+    """A hint to merge biases, if torch computes RMSNorm without a bias in one kernel there."""
     kinds = kinds_of_norms(folded, marker.weightless, marker.biasless)
     biased = sum(kind.bias for _, kind in kinds)
     if not biased or not kernels.torch_fuses(place.type):
@@ -177,12 +180,12 @@ def _merge_hint(folded: Any, marker: Marker, place: torch.device) -> str:
     )
 
 
-def _planned(
+def _time_planning(
     original: Checkpoint, folded: Checkpoint, marker: Marker, trust_remote_code: bool
 ) -> tuple[Plan | None, float]:
-    """The plan of ``folded``, found again, and the seconds that it took.
+    """The plan in the recipe of ``folded``, and the seconds that finding it again took.
 
-    ``None`` where the recipe of ``folded`` is gone.
+    The plan is ``None`` if ``folded`` has no recipe.
     """
     try:
         recipe = load_recipe(folded.source.path / RECIPE_FILE)
@@ -197,8 +200,8 @@ def _planned(
     return plan, time.perf_counter() - begin
 
 
-def _centring(model: Any, plan: Plan) -> float:
-    """Seconds to centre ``model``, the original, by ``plan``."""
+def _time_centring(model: Any, plan: Plan) -> float:
+    """Seconds to centre the original ``model`` by ``plan``."""
     begin = time.perf_counter()
     centre_parameters(model, plan)
     return time.perf_counter() - begin

@@ -1,13 +1,14 @@
 """Which cases are timed and in how many rounds, so that a run ends in time.
 
 A first short measurement says how long one call of the original takes, by its number of tokens.
-From that follows the cost of every case: warming up, and rounds in which each of the four models
-runs. Cases are taken from the cheapest on, as long as all of them get ``GOOD`` rounds; if not even
-one does, with ``ENOUGH``, which an interval at 95 % needs. What time is left goes into more rounds.
+From this the cost of every case is estimated: the time to warm up, and to run each of the four
+models in every round. Cases are taken from the cheapest on, as long as each can have ``GOOD``
+rounds. If not even one case can, each needs only ``ENOUGH`` rounds, the least for a 95 % interval.
+The remaining time is used for more rounds.
 
-    costs     of cases, from the first calls
-    choose    cases and rounds, before the first is timed
-    fit       the same for what is left, after each
+    cost      estimates the time of a case from the first calls
+    choose    chooses cases and rounds, before the first case is timed
+    fit       chooses again among the remaining cases, after each case
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from enjoyln_cli.benchmark.workload import Size
 from enjoyln_cli.clock import duration
 
 GOOD = 9
-"""Rounds that a case should have where there is time."""
+"""Rounds that a case should have if there is time."""
 MARGIN = 1.1
-"""Over the original's time: torch's RMSNorm is slower on a CPU."""
+"""Expected time of a model divided by the original's: torch's RMSNorm is slower on a CPU."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What one row of the result is about."""
+    """The size, phase and mode of one row of the result."""
 
     size: Size
     phase: str
     mode: str
     steps: int = 1
-    """Tokens of one run of decode."""
+    """Tokens in one run of decode."""
 
     def __str__(self) -> str:
         return f"{self.size}, {self.phase}, {self.mode}"
@@ -43,12 +44,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Calls:
-    """Seconds of one call of the original, measured: items (tokens, or rows) to seconds."""
+    """Measured calls of the original."""
 
     measured: Mapping[int, float]
+    """From the number of items (tokens, or rows) to the seconds of one call."""
 
     def seconds(self, items: int) -> float:
-        """Of a call with so many items: between two measured ones a line, beyond them more."""
+        """Time of a call with this many items: interpolated, or in proportion to the largest."""
         known = sorted(self.measured)
         if items <= known[0]:
             return self.measured[known[0]]
@@ -69,16 +71,16 @@ class Cost:
     one_round: float
 
     def of(self, rounds: int) -> float:
-        """With so many rounds."""
+        """Seconds of the case with this many rounds."""
         return self.before + rounds * self.one_round
 
     def corrected(self, factor: float, added: float) -> Cost:
-        """With what other cases have taught: rounds ``factor`` times as long, and ``added``."""
+        """The cost corrected by earlier cases: ``factor`` times as long, and ``added`` seconds."""
         return Cost(self.before * factor + added, self.one_round * factor)
 
 
 def cost(case: Case, calls: Calls) -> Cost:
-    """What a case should take, without compiling."""
+    """The estimated cost of a case, without compiling."""
     first, seconds = 0.0, calls.seconds(case.size.items)
     if case.phase == "decode":
         first, seconds = seconds, case.steps * calls.seconds(case.size.rows)
@@ -89,21 +91,21 @@ def cost(case: Case, calls: Calls) -> Cost:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is going to be timed."""
+    """The cases that will be timed."""
 
     cases: tuple[Case, ...]
-    """In this order."""
+    """The cases, in the order in which they are timed."""
     rounds: int
     seconds: float
-    """For all of it."""
+    """Estimated time of all cases."""
     left_out: Mapping[Case, float]
-    """Case to the seconds that it would take."""
+    """From each case that is left out to the seconds that it would take."""
 
 
 def fit(costs: Sequence[Cost], left: float, repeats: int, least: int) -> tuple[int, int]:
-    """How many of these costs, in order, fit with ``least`` rounds each, and the rounds they get.
+    """How many of these cases, in order, fit with ``least`` rounds each, and the rounds of each.
 
-    The second is at most ``repeats``, and ``least`` where none fits.
+    The number of rounds is at most ``repeats``. If no case fits, it is ``least``.
     """
     count, total = 0, 0.0
     for one in costs:
@@ -120,9 +122,9 @@ def fit(costs: Sequence[Cost], left: float, repeats: int, least: int) -> tuple[i
 def choose(
     costs: Mapping[Case, Cost], left: float, repeats: int, *, all_of_them: bool = False
 ) -> Choice:
-    """The cases that fit into ``left`` seconds, from the cheapest on; maybe none.
+    """The cases that fit into ``left`` seconds, from the cheapest on; there may be none.
 
-    With ``all_of_them`` nothing is left out, and the time may be exceeded with ``FEWEST`` rounds.
+    With ``all_of_them`` no case is left out; if they do not fit, each has ``FEWEST`` rounds.
     """
     repeats = max(repeats, FEWEST)
     ordered = sorted(costs, key=lambda case: costs[case].of(GOOD))
@@ -143,7 +145,7 @@ def choose(
 
 
 def just_one(costs: Mapping[Case, Cost], repeats: int) -> Choice:
-    """The cheapest case, however long it takes, with as few rounds as tell anything."""
+    """The cheapest case, however long it takes, with the fewest rounds that give a result."""
     rounds = max(min(ENOUGH, repeats), FEWEST)
     ordered = sorted(costs, key=lambda case: costs[case].of(rounds))
     left_out = {case: costs[case].of(rounds) for case in ordered[1:]}
@@ -151,9 +153,10 @@ def just_one(costs: Mapping[Case, Cost], repeats: int) -> Choice:
 
 
 def describe(choice: Choice, spent: float, limit: float, repeats: int) -> str:
-    """One line: what is going to be timed, and why that.
+    """One line that says what will be timed, and why.
 
-    ``spent`` are the seconds that the run takes besides, ``limit`` those that it may take.
+    ``spent`` are the seconds that the run takes for everything else, ``limit`` those that it may
+    take in all.
     """
     count, others = len(choice.cases), len(choice.left_out)
     total = spent + choice.seconds
@@ -162,7 +165,7 @@ def describe(choice: Choice, spent: float, limit: float, repeats: int) -> str:
     text += f" instead of {repeats}" * (choice.rounds < repeats)
     text += f"; the whole run takes about {duration(total)}"
     if total > limit:
-        return f"{text}, more than {duration(limit)}: that many rounds are needed at least"
+        return f"{text}, more than {duration(limit)}: these are the fewest rounds possible"
     if others or choice.rounds < repeats:
         text += f", as it should end within {duration(limit)}"
         text += "; --seconds gives it more time, --full no limit"

@@ -1,7 +1,7 @@
 """Times the cases of a pair of models one after the other, within a given time.
 
-Decides the sizes by default, tries short calls first, and lets ``budget`` choose from their times
-what fits. Each case that is done teaches how long the next ones take.
+Chooses the default sizes and first times short calls. From these times, ``budget`` chooses the
+cases that fit. After each case, the estimates for the next ones are corrected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from typing import Any
 import torch
 
 from enjoyln_cli.benchmark import machine
-from enjoyln_cli.benchmark.baselines import COLUMNS, compile_anew, in_mode, record_graphs, variants
+from enjoyln_cli.benchmark.baselines import (
+    COLUMNS,
+    fresh_compiler,
+    in_mode,
+    record_graphs,
+    variants,
+)
 from enjoyln_cli.benchmark.budget import (
     Calls,
     Case,
@@ -52,45 +58,45 @@ from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
 
 SECONDS = 120.0
-"""In which a run should end if nothing else is asked for."""
+"""Default time for a run."""
 GRID = tuple(product(GRID_ROWS, GRID_LENGTHS))
-"""Rows and tokens that are measured as far as there is time, and all of them with ``--full``."""
+"""Rows and tokens that are measured if there is time; ``--full`` measures all of them."""
 SHORT = ((1, 8), (1, 32), (8, 32))
-"""For models that are too slow for the grid, or have no positions for it."""
+"""Rows and tokens for models that are too slow, or have too few positions, for the grid."""
 TRIAL_SHARE = 0.02
-"""Share of the time that is left, within which one call may be tried."""
+"""Largest share of the remaining time for one trial call."""
 TRIAL_SECONDS = 2.0
-"""Seconds that trying one call may take."""
+"""Longest time for one trial call."""
 SAME = 5
-"""Calls of the smallest size, to see whether the machine is steady."""
+"""Calls of the smallest size, which show whether the times on this machine are steady."""
 COMPILING = {"eager": 0.0, "fused": 10.0, "compile": 60.0, "cudagraphs": 15.0}
-"""Seconds until the four models are compiled, before it is known how long that takes."""
+"""First estimate of the seconds for compiling the four models."""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is to be measured."""
+    """What ``bench`` measures."""
 
     pairs: tuple[tuple[int, int], ...] | None = None
-    """Rows and tokens of each; of ``GRID``, what fits into the time, by default."""
+    """Rows and tokens of each size; by default, the sizes of ``GRID`` that fit into the time."""
     modes: tuple[str, ...] = ("eager",)
     phases: tuple[str, ...] = PHASES
     repeats: int = 15
-    """Rounds at most; each model runs once per round."""
+    """Largest number of rounds; each model runs once per round."""
     seconds: float | None = None
-    """After which the whole run should end. By default ``SECONDS``, which may be exceeded where
-    ``pairs`` need longer; ``inf`` sets no limit. What does not fit is left out if this is given."""
+    """Time for the whole run; cases that do not fit are left out, and ``inf`` sets no limit. The
+    default is ``SECONDS``, without leaving out any of ``pairs``, which may take longer."""
     case_seconds: float = math.inf
-    """After which one case does with ``ENOUGH`` rounds."""
+    """Time after which a case ends once it has ``ENOUGH`` rounds."""
 
     @property
     def limit(self) -> float:
-        """Seconds of the whole run."""
+        """Time for the whole run, in seconds."""
         return SECONDS if self.seconds is None else self.seconds
 
     @property
     def keeps_all(self) -> bool:
-        """Whether cases are measured that do not fit into the time."""
+        """Whether cases that do not fit into the time are measured all the same."""
         return self.pairs is not None and self.seconds is None
 
 
@@ -103,10 +109,11 @@ def compare_speeds(
     event: Event = default_listener,
     clock: Clock | None = None,
 ) -> tuple[list[Row], list[str]]:
-    """Both models, in memory and on the CPU, timed on ``device`` with the two for comparison.
+    """Time both models on ``device``, with the two models for comparison.
 
-    ``norms`` are the paths of all LayerNorms; ``event`` is told what is chosen, and of every case;
-    ``clock`` began with the whole run. Also returns what was left out, a sentence each.
+    Both models are in memory, on the CPU. ``norms`` are the paths of all LayerNorms. ``event``
+    receives which cases are chosen, and the result of each. ``clock`` started with the whole run.
+    Returns the rows, and a sentence for each case that was left out.
     """
     clock = clock or Clock(time.perf_counter, asked.limit)
     found, left_out = sizes(original, asked.pairs or (*SHORT, *GRID))
@@ -129,7 +136,7 @@ def compare_speeds(
         choice = choose_cases(costs, asked, clock)
         event("stage", describe(choice, clock.spent + clock.after, asked.limit, asked.repeats))
         left_out += [_no_time(case, seconds) for case, seconds in choice.left_out.items()]
-        run = partial(_timed, models, device=device, clock=clock)
+        run = partial(_time_case, models, device=device, clock=clock)
         rows, dropped = run_each(run, choice, costs, asked, clock, event)
     left_out += dropped
     return [rows[case] for case in cases if case in rows], list(dict.fromkeys(left_out))
@@ -150,7 +157,7 @@ def _first_calls(
     clock: Clock,
     event: Event,
 ) -> Calls:
-    """Calls of the original, from the smallest size on as far as they are short."""
+    """Time calls of the original, from the smallest size up to the last that is short enough."""
     wait, measured = waiter_for(device), {}
     ordered = sorted(found, key=lambda size: size.items)
 
@@ -183,9 +190,9 @@ def _first_calls(
 
 
 def choose_cases(costs: dict[Case, Cost], asked: BenchOptions, clock: Clock) -> Choice:
-    """What to time of these cases.
+    """Choose which of these cases to time.
 
-    Raises ``UnsupportedModel`` where nothing fits into a time that was asked for.
+    Raises ``UnsupportedModel`` if no case fits into the time that the user set.
     """
     usual, short = costs, {}
     if asked.pairs is None:
@@ -221,10 +228,10 @@ def run_each(
     clock: Clock,
     event: Event,
 ) -> tuple[dict[Case, Row], list[str]]:
-    """The rows of the chosen cases, and sentences about those that there was no time for.
+    """Time the chosen cases. Returns their rows, and a sentence for each case that was left out.
 
-    Each case teaches how long the next ones take: ``learned`` has the factor and the seconds that
-    are added to what was expected, by phase and mode.
+    After each case, the estimates for the next ones are corrected. ``learned`` has the factor and
+    the additional seconds for each phase and mode.
     """
     rows: dict[Case, Row] = {}
     left_out: list[str] = []
@@ -251,7 +258,7 @@ def run_each(
             left_out.append(found)
             continue
         rows[case] = found
-        learned[case.phase, case.mode] = lap.taught(costs[case])
+        learned[case.phase, case.mode] = lap.correction(costs[case])
         event("stage", _line(found))
     return rows, left_out
 
@@ -264,7 +271,7 @@ class Lap:
     expected: Cost
     rounds: int
     later: float
-    """Seconds that the cases after it should take."""
+    """Estimated seconds of the cases after this one."""
 
     def __post_init__(self) -> None:
         self.begin = self.first = self.last = self.clock.now()
@@ -272,15 +279,15 @@ class Lap:
         self.clock.tell(self.expected.of(self.rounds) + self.later)
 
     def on_round(self, done: int) -> None:
-        """Tell how long it will still take; ``done`` is 0 after warming up."""
+        """Report the time left after ``done`` rounds; ``done`` is 0 after warming up."""
         self.last, self.done = self.clock.now(), done
         if not done:
             self.first = self.last
         one = (self.last - self.first) / done if done else self.expected.one_round
         self.clock.tell((self.rounds - done) * one + self.later)
 
-    def taught(self, planned: Cost) -> tuple[float, float]:
-        """How many times as long as planned a round took, and the seconds added before it."""
+    def correction(self, planned: Cost) -> tuple[float, float]:
+        """Time of a round divided by the planned time, and additional seconds before the first."""
         factor = (self.last - self.first) / max(self.done, 1) / planned.one_round
         return factor, max(0.0, self.first - self.begin - factor * planned.before)
 
@@ -290,7 +297,7 @@ def _line(row: Row) -> str:
     return f"{text}, folded {row.speedup.median:.3f} times as fast"
 
 
-def _timed(
+def _time_case(
     models: dict[str, Any],
     case: Case,
     rounds: int,
@@ -300,7 +307,7 @@ def _timed(
     device: torch.device,
     clock: Clock,
 ) -> Row | str:
-    """One row, or why there is none; after ``seconds`` it does with fewer rounds."""
+    """One row, or why there is none. After ``seconds`` fewer rounds are run."""
     try:
         until = clock.now() + seconds
         return _row(models, case, rounds, until, on_round, device, clock)
@@ -319,7 +326,7 @@ def _row(
 ) -> Row | str:
     wait, mode = waiter_for(device), case.mode
     (size,) = to_device([case.size], device)
-    with compile_anew(mode):
+    with fresh_compiler(mode):
         if case.phase == "decode":
             text = prompt(models["original"], size, case.steps)
             if text is None:
@@ -336,7 +343,7 @@ def _row(
         limit = Limit(until - clock.now(), max(clock.left, until - clock.now()))
         times = time_rounds(timed, rounds, wait, limit, on_round)
         peaks = None
-        if device.type == "cuda" and mode != "cudagraphs":  # a graph keeps its memory
+        if device.type == "cuda" and mode != "cudagraphs":  # a CUDA graph keeps its memory
             peaks = {n: _peak(lambda task=task: task.run(task.prepare()), device)  # type: ignore
                      for n, task in tasks.items()}  # fmt: skip
     return Row(

@@ -1,4 +1,4 @@
-"""What can be timed. Nothing is imported here, so that ``enjoyln --help`` stays instant."""
+"""The choices of ``bench``. This module imports nothing, so ``enjoyln --help`` stays instant."""
 
 MODES = ("eager", "fused", "compile", "cudagraphs")
 GRID_ROWS = (1, 8)

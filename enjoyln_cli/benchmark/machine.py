@@ -1,7 +1,7 @@
-"""Whether a machine is free enough for its times to be believed.
+"""Whether other programs disturb a measurement on this machine.
 
-Two signs say that it is not: the load average leaves fewer cores free than the run has threads, and
-the same short call takes much longer at one time than at another.
+There are two signs: the load average leaves fewer cores free than the run has threads, or the same
+short call takes much longer at one time than at another.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import statistics
 from collections.abc import Sequence
 
 TAKEN = 0.5
-"""Cores that may be missing: a load average never is quite zero."""
+"""Cores that other programs may use without a warning: a load average is never exactly zero."""
 UNSTEADY = 1.5
-"""Slowest over median of the same call, from which on the machine is not steady."""
+"""Least ratio of the slowest to the median time of the same call that causes a warning."""
 
 
 def load_average() -> float | None:
-    """Of the last minute; ``None`` where the system has none."""
+    """The load average of the last minute; ``None`` if the system has none."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -25,16 +25,17 @@ def load_average() -> float | None:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def busy(load: float | None, own: float, threads: int, count: int) -> str:
-    """A sentence where the work of others leaves too few of ``count`` cores; empty otherwise.
+    """A warning if other programs leave too few of ``count`` cores free; otherwise empty.
 
-    ``load`` is a load average of which this run has caused ``own``; ``threads`` are what it needs.
+    ``load`` is the load average, ``own`` the part of it that this run causes, and ``threads`` the
+    number of threads that the run needs.
     """
     others = 0.0 if load is None else max(0.0, load - own)
     if others <= TAKEN or count - others >= threads - TAKEN:
@@ -44,7 +45,7 @@ def busy(load: float | None, own: float, threads: int, count: int) -> str:
 
 
 def unsteady(seconds: Sequence[float]) -> str:
-    """A sentence where the same call took very different times; empty otherwise."""
+    """A warning if the same call took very different times; otherwise empty."""
     middle, slowest = statistics.median(seconds), max(seconds)
     if len(seconds) < 3 or slowest < UNSTEADY * middle:
         return ""

@@ -1,9 +1,9 @@
-"""What ``bench`` measured, as the figures of Enjoy-LN for the user's own machine: PNG or SVG.
+"""Draws the results of ``bench`` like the figures of Enjoy-LN, as PNG or SVG, with matplotlib.
 
-The panels: how many times as fast as the original each model is, in every case; the share of the
-original's time that norms cost, and what of it is saved; the speed-up by sequence length and by
-batch size, of each phase and mode. All are medians over the rounds with their 95 % intervals, as in
-the table. Matplotlib draws them.
+The panels show how many times as fast as the original each model is in every case; the share of
+the original's time that norms cost, and how much of it is saved; and the speed-up by sequence
+length and by batch size, for each phase and mode. All are medians over the rounds with their 95 %
+intervals, as in the table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALONG = {
     "seq_len": ("sequence length", "tokens of each row", "batch_size", "row"),
     "batch_size": ("batch size", "rows of one run", "seq_len", "token"),
 }
-"""What a speed-up is shown by: title, label, what its lines differ in, and the word for that."""
+"""The axes of speed-up panels: title, label, the key in which the lines differ, and its unit."""
 DPI = 144
 Rows = Sequence[Mapping[str, Any]]
 
@@ -47,7 +47,7 @@ class Panel:
 
 
 def check(file: Path) -> None:
-    """Raises ``OutputError`` for a file that cannot be drawn, before anything is measured."""
+    """Raise ``OutputError`` if this file cannot be drawn, before anything is measured."""
     if file.suffix.lower() not in SUFFIXES:
         raise OutputError(
             f"unsupported picture format {file.suffix or file.name!r}; use {' or '.join(SUFFIXES)}"
@@ -58,16 +58,16 @@ def check(file: Path) -> None:
 
 
 def save(found: Mapping[str, Any], file: Path) -> None:
-    """Draw what ``Bench.to_json`` gives.
+    """Draw the result of ``Bench.to_json``.
 
-    Raises ``OutputError`` for another format, without matplotlib, and for a file that cannot be
+    Raises ``OutputError`` for an unsupported format, without matplotlib, and if the file cannot be
     written.
     """
     check(file)
     import matplotlib
 
     drawn = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text, to be found and read
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # keeps text searchable
         _figure(found).savefig(drawn, dpi=DPI, format=file.suffix.lower()[1:])
     write_file(file, drawn.getvalue())
 
@@ -87,7 +87,7 @@ def _figure(found: Mapping[str, Any]) -> Any:
     above = grid[0].subgridspec(1, 2, width_ratios=(3, 2))
     times = figure.add_subplot(above[0])
     _draw_times(times, rows)
-    _draw_tax(figure.add_subplot(above[1], sharey=times), rows)
+    _draw_norm_cost(figure.add_subplot(above[1], sharey=times), rows)
     below = [grid[1 + line].subgridspec(1, len(across)) for line in range(len(down))]
     first = None
     for panel in panels:
@@ -128,12 +128,12 @@ def _draw_times(axes: Any, rows: Rows) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
-def _draw_tax(axes: Any, rows: Rows) -> None:
+def _draw_norm_cost(axes: Any, rows: Rows) -> None:
     places = range(len(rows))
     costs = [100 * max(row["norm_cost"], 0.0) for row in rows]
     saved = [cost * (row["saved_share"] or 0.0) for cost, row in zip(costs, rows, strict=True)]
     axes.barh(places, costs, color="#cfd8dc", label="norm cost")
-    axes.barh(places, saved, color=MARKS["folded"][0], label="of it saved")
+    axes.barh(places, saved, color=MARKS["folded"][0], label="saved by folding")
     for place, row, value in zip(places, rows, costs, strict=True):
         text = _saved(row, value)
         axes.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", size=8)
@@ -153,7 +153,7 @@ def _saved(row: Mapping[str, Any], cost: float) -> str:
 
 
 def _head(axes: Any, title: str, columns: int) -> None:
-    """Title and legend above the axes, where they hide nothing."""
+    """Draw title and legend above the axes, where they hide nothing."""
     axes.set_title(title, fontsize=11, pad=28)
     axes.legend(
         loc="lower center", bbox_to_anchor=(0.5, 1), ncols=columns, fontsize=8, frameon=False
@@ -161,7 +161,7 @@ def _head(axes: Any, title: str, columns: int) -> None:
 
 
 def _curves(rows: Rows, kind: tuple[str, str], along: str) -> Panel:
-    """The rows of one phase and mode that differ in ``along`` alone, of more than one value."""
+    """The rows of one phase and mode, as lines along ``along`` with at least two points each."""
     other, word = ALONG[along][2:]
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -206,13 +206,13 @@ def _draw_speedup(axes: Any, panel: Panel) -> None:
 def _ends(
     intervals: Sequence[Sequence[float] | None], middle: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """Lower and upper ends; a median that has no interval is a point."""
+    """Lower and upper ends; a median without an interval is a point."""
     found = [one or (m, m) for one, m in zip(intervals, middle, strict=True)]
     return [low for low, _ in found], [high for _, high in found]
 
 
 def _around(low: Sequence[float], middle: Sequence[float], high: Sequence[float]) -> Any:
-    """Lengths of error bars."""
+    """Lengths of the error bars around ``middle``."""
     down = [m - v for m, v in zip(middle, low, strict=True)]
     up = [v - m for m, v in zip(middle, high, strict=True)]
     return [down, up]

@@ -1,19 +1,19 @@
-"""What measured times say of a fold: is it faster, and how much of what norms cost does it save?
+"""What measured times say about a fold: is it faster, and how much of the norm cost does it save?
 
-Everything is computed within a round, in which each model of ``baselines`` runs once. What is told
-is the median over the rounds, so that a clock that slows down from round to round does not count::
+Every ratio compares two models within one round, in which each model of ``baselines`` runs once.
+The result is the median over the rounds, so it does not matter if the CPU slows down between them::
 
     times as fast   original / other
-    norm cost       (original - no_norm) / original      what norms cost at all
+    norm cost       (original - no_norm) / original      share of the time that norms cost
     saved           (original - folded) / original       1 - 1 / times as fast
     saved share     saved / norm cost                    the part of the norm cost that is saved
-    break-even      fold seconds / (original * saved)    runs until the fold has paid for itself
+    break-even      fold seconds / (original * saved)    runs until the fold has saved its own time
 
-A gain is claimed where all of these hold: the interval at 95 % of the times as fast lies above 1,
-the interval of the norm cost lies above 0, and no more is saved than norms cost. Where the last
-fails the measurement contradicts itself, as nothing but norms was changed. Without a gain there is
-neither a saved share nor a break-even. A loss is told where the interval lies below 1. Fewer than
-six rounds have no such interval, and tell neither.
+A gain is claimed if all of these hold: the 95 % interval of "times as fast" lies above 1, the
+interval of the norm cost lies above 0, and no more is saved than norms cost. If the last one fails,
+the measurement contradicts itself, since only norms were changed. Without a gain there is neither a
+saved share nor a break-even. A loss is claimed if the interval of "times as fast" lies below 1.
+Fewer than six rounds have no such interval; then neither is claimed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from enjoyln_cli.benchmark.timing import (
 )
 
 VERSION = 1
-"""Of what ``enjoyln_bench.json`` holds; the next one drops what ``_old_keys`` gives."""
+"""Version of ``enjoyln_bench.json``; the next version drops the keys of ``_old_keys``."""
 
 OLD_NAMES = {"torch_rms_norm": "stock", "no_norm": "bare"}
-"""Models to their names in the old keys."""
+"""From a model's name to its name in the old keys."""
 
 Interval = tuple[float, float]
 
@@ -56,13 +56,13 @@ class Row:
     phase: str
     mode: str
     items: int
-    """Tokens of one run, or rows where the inputs have no length to choose."""
+    """Tokens of one run, or rows if the inputs have no length to choose."""
     times: Mapping[str, Sequence[float]]
-    """Model to the seconds of one run in each round; in decode, of one token for each row."""
+    """From each model to the seconds of a run in each round; in decode, of one token per row."""
     peak_bytes: Mapping[str, int] | None = None
-    """Model to the memory that one run needs at most besides what was in use; on a GPU only."""
+    """From each model to the peak of the memory that a run adds; on a GPU only."""
     decode_steps: int | None = None
-    """Tokens of one run of decode, of which ``times`` has the mean."""
+    """Tokens in one run of decode; ``times`` has the mean over them."""
 
     @property
     def case(self) -> str:
@@ -76,7 +76,7 @@ class Row:
 
     @property
     def ms(self) -> dict[str, Quartiles]:
-        """Model to the milliseconds of one run."""
+        """From each model to the milliseconds of one run."""
         return {name: quartiles(values).times(1e3) for name, values in self.times.items()}
 
     def faster(self, model: str) -> Quartiles:
@@ -84,7 +84,7 @@ class Row:
         return quartiles(ratios(self.times, "original", model))
 
     def faster_interval(self, model: str) -> Interval | None:
-        """Where the median of ``faster`` lies, at 95 %; ``None`` for fewer than six rounds."""
+        """The 95 % interval of the median of ``faster``; ``None`` for fewer than six rounds."""
         return median_interval(ratios(self.times, "original", model))
 
     @property
@@ -94,7 +94,7 @@ class Row:
 
     @property
     def speedup_interval(self) -> Interval | None:
-        """The interval at 95 % of ``speedup.median``."""
+        """The 95 % interval of ``speedup.median``."""
         return self.faster_interval("folded")
 
     @property
@@ -104,7 +104,7 @@ class Row:
 
     @property
     def norm_cost_interval(self) -> Interval | None:
-        """The interval at 95 % of ``norm_cost.median``."""
+        """The 95 % interval of ``norm_cost.median``."""
         return median_interval(_shares(ratios(self.times, "original", "no_norm")))
 
     @property
@@ -114,30 +114,30 @@ class Row:
 
     @property
     def cost_is_measurable(self) -> bool:
-        """Whether the norm cost can be told from noise."""
+        """Whether the norm cost can be distinguished from noise."""
         found = self.norm_cost_interval
         return found is not None and found[0] > 0
 
     @property
     def saved(self) -> float:
-        """The share of the original's time that folding saves, if the speed-up is no noise."""
+        """The share of the original's time that folding saves, if the speed-up is not noise."""
         return 1 - 1 / self.speedup.median
 
     @property
     def seems_faster(self) -> bool:
-        """Whether the interval of the speed-up lies above 1; a gain has to be possible as well."""
+        """Whether the interval of the speed-up lies above 1. A gain needs more; see ``verdict``."""
         found = self.speedup_interval
         return found is not None and found[0] > 1
 
     @property
     def is_consistent(self) -> bool:
-        """Whether the folded model saves no more than norms cost, where both can be told."""
-        told = self.seems_faster and self.cost_is_measurable
-        return not told or self.saved <= self.norm_cost.median
+        """Whether the folded model saves no more than norms cost, if both are measurable."""
+        measurable = self.seems_faster and self.cost_is_measurable
+        return not measurable or self.saved <= self.norm_cost.median
 
     @property
     def verdict(self) -> str:
-        """``faster``, ``slower``, or ``no gain here`` where nothing can be claimed."""
+        """``faster``, ``slower``, or ``no gain here`` if neither can be claimed."""
         found = self.speedup_interval
         if found is not None and found[1] < 1:
             return "slower"
@@ -146,7 +146,7 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Why no gain is claimed; empty where the interval says so by itself."""
+        """Why no gain is claimed; empty if the interval itself shows none."""
         if self.speedup_interval is None:
             return f"{self.rounds} rounds are too few to tell"
         if not self.is_consistent:
@@ -157,21 +157,21 @@ class Row:
 
     @property
     def recovered(self) -> float | None:
-        """The share of the norm cost that is saved; ``None`` where no gain is claimed."""
+        """The share of the norm cost that is saved; ``None`` if no gain is claimed."""
         return self.saved / self.norm_cost.median if self.verdict == "faster" else None
 
     def throughput(self, model: str) -> float:
-        """Items per second: the original's by its median time, others' times as fast as that."""
+        """Items per second: from the original's median time, multiplied by ``faster(model)``."""
         return 1e3 * self.items / self.ms["original"].median * self.faster(model).median
 
     def break_even(self, fold_seconds: float | None) -> float | None:
-        """Runs until a fold has paid for itself; ``None`` where no gain is claimed."""
+        """Runs until a fold has saved its own time; ``None`` if no gain is claimed."""
         if not fold_seconds or self.verdict != "faster":
             return None
         return 1e3 * fold_seconds / (self.ms["original"].median * self.saved)
 
     def to_json(self, fold_seconds: float | None = None) -> dict[str, Any]:
-        """All of it as plain values; docs/commands/bench.md says what each is."""
+        """The row as plain values; docs/commands/bench.md explains the keys."""
         found = {
             "case": self.case,
             "batch_size": self.batch_size,
@@ -229,33 +229,33 @@ def _listed(found: Interval | None) -> list[float] | None:
 
 @dataclass(frozen=True)
 class Bench:
-    """What ``bench`` measured."""
+    """The result of ``bench``."""
 
     rows: tuple[Row, ...]
     left_out: tuple[str, ...]
-    """What was asked for, or could have been measured, and was not: a sentence each."""
+    """A sentence for each case that was requested or possible, and was not measured."""
     source: str
     model_class: str
     dtype: str
     device: str
     repeats: int
     fold_seconds: float | None
-    """To find the plan and to centre the weights in memory; nothing is written."""
+    """Time to find the plan and to centre the weights in memory, without writing."""
     load_seconds: float | None
-    """To load the original."""
+    """Time to load the original."""
     weight_bytes: Mapping[str, int]
     """Memory of the weights, before (``original``) and after (``folded``)."""
     seconds: float | None = None
-    """The whole run."""
+    """Time of the whole run."""
     warnings: tuple[str, ...] = ()
-    """Other work on the machine, while it was measured."""
+    """Warnings of the run, such as other programs that use the cores."""
 
     @property
     def hardware(self) -> str:
         return hardware(torch.device(self.device))
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values, with versions and hardware: ``enjoyln_bench.json``."""
+        """The content of ``enjoyln_bench.json``: the result, versions and hardware."""
         import transformers
 
         return {
@@ -287,7 +287,7 @@ class Bench:
 
 
 def hardware(device: torch.device) -> str:
-    """The name of the GPU, or of the CPU with the number of threads."""
+    """The name of the GPU, or the name of the CPU and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()

@@ -1,14 +1,14 @@
-"""How long several calls take beside one another: in rounds, in one process.
+"""Compares how long several calls take, in rounds within one process.
 
-In a round each call runs once, and every other round runs them in the opposite order, so that
-whatever drifts (clock rates, other programs) drifts for all of them. A short call is repeated
-within its round until that takes ``SHORTEST``. Two calls are compared by their ratio within each
-round.
+In a round each call runs once, and every other round runs them in the opposite order. So slow
+changes (clock rates, other programs) affect all calls alike. A short call is repeated within its
+round until the repeats take ``SHORTEST``. Two calls are compared by their ratio within each round.
 
-The median of such ratios has an interval that needs no distribution: of ``n`` sorted values, the
-true median lies between the ``k``-th smallest and the ``k``-th largest with a probability of
-``1 - 2 P(B < k)``, where B counts heads in ``n`` throws of a coin. ``median_interval`` takes the
-largest ``k`` for which that is at least 95 %. Fewer than six values have no such ``k``.
+The interval of the median of such ratios needs no assumption about their distribution: of ``n``
+sorted values, the true median lies between the ``k``-th smallest and the ``k``-th largest with a
+probability of ``1 - 2 P(B < k)``, where B is the number of heads in ``n`` coin flips.
+``median_interval`` takes the largest ``k`` for which that is at least 95 %. Fewer than six values
+have no such ``k``.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from typing import Any
 import torch
 
 SHORTEST = 0.01
-"""Seconds that each call takes in a round, at least: a shorter one is repeated."""
+"""Least seconds of each call in a round; a shorter call is repeated."""
 WARM_UP = 3
 """Runs of each call before the first round."""
 WARM_UP_SECONDS = 1.0
-"""After this time one run is enough to warm up."""
+"""After this time no further run is needed to warm up."""
 NO_GAIN = "no gain here"
-"""The verdict on a difference that cannot be told from noise."""
+"""The verdict if a difference cannot be distinguished from noise."""
 FEWEST = 3
 """Rounds that quartiles need."""
 ENOUGH = 6
 """Rounds that an interval at 95 % needs."""
 DOUBT = 0.05
-"""How often the true median may lie outside of its interval."""
+"""Probability that the true median lies outside of its interval."""
 
 
 def prepare_nothing() -> None:
-    """What is prepared for a call that needs nothing."""
+    """The ``prepare`` of a call that needs no preparation."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A call to be timed: ``run`` takes what ``prepare`` returns, which is not timed."""
+    """A call to be timed: ``run`` takes the result of ``prepare``, and ``prepare`` is not timed."""
 
     run: Callable[[Any], Any]
     prepare: Callable[[], Any] = prepare_nothing
     steps: int = 1
-    """How many times the thing that is wanted happens in ``run``."""
+    """How many steps one ``run`` consists of; times are given for one step."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,21 @@ class Quartiles:
     high: float
 
     def times(self, factor: float) -> Quartiles:
-        """In another unit."""
+        """All three multiplied by ``factor``, to change the unit."""
         return Quartiles(self.low * factor, self.median * factor, self.high * factor)
 
     def rounded(self, digits: int) -> list[float]:
-        """The three, for JSON."""
+        """All three, rounded, as a list for JSON."""
         return [round(value, digits) for value in (self.low, self.median, self.high)]
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """Of at least two values."""
+    """The quartiles of at least two values."""
     return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Where the median lies with a probability of at least 95 %; ``None`` for too few values."""
+    """The interval that has the true median with at least 95 %; ``None`` for too few values."""
     count, below, beyond = len(values), 0, 0.0
     while True:
         beyond += math.comb(count, below) / 2**count
@@ -92,7 +92,7 @@ def ratios(times: Mapping[str, Sequence[float]], slow: str, fast: str) -> list[f
 
 
 def waiter_for(device: torch.device) -> Callable[[], None]:
-    """What makes the clock wait for a device that works on its own."""
+    """A function that waits until ``device`` has finished its work."""
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     return torch.mps.synchronize if device.type == "mps" else prepare_nothing
@@ -108,9 +108,9 @@ class Limit:
     """When to stop before all rounds are done, in seconds."""
 
     seconds: float = math.inf
-    """From then on ``ENOUGH`` rounds are enough."""
+    """After this time, stop once there are ``ENOUGH`` rounds."""
     at_most: float = math.inf
-    """From then on, which is not sooner, ``FEWEST`` rounds have to do."""
+    """After this time (at least ``seconds``), stop once there are ``FEWEST`` rounds."""
 
 
 def time_rounds(
@@ -121,9 +121,9 @@ def time_rounds(
     on_round: Callable[[int], None] = lambda done: None,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of one step of every task in each of ``repeats`` rounds, fewer where time is up.
+    """Seconds of one step of every task in each of ``repeats`` rounds, or fewer if time is up.
 
-    ``on_round`` is told the number of rounds that are done, 0 after warming up; ``now`` is a clock.
+    ``on_round`` receives the number of finished rounds, 0 after warming up. ``now`` is a clock.
     """
     begin = now()
     number = {}

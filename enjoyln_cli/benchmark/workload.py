@@ -1,11 +1,11 @@
-"""The inputs that a model is timed on: their sizes, and the two phases that a text model has.
+"""The inputs that a model is timed on: their sizes, and the two phases of a text model.
 
     prefill  one call on whole rows, without a cache
-    decode   one token for each row in every call, with a cache: the last up to ``STEPS`` tokens
+    decode   one token for each row in every call, with a cache: the last ``STEPS`` tokens or fewer
 
-Decides which of the requested sizes a model can run: a length beyond its table of positions is left
-out, inputs without a length (images) are taken once for each number of rows, and there is no decode
-where the model returns no cache.
+Decides which of the requested sizes a model can run. A length beyond its table of positions is left
+out. Inputs without a length (images) are taken once for each number of rows. A model that returns
+no cache has no decode.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from enjoyln_cli.models.classes import dtype_of
 
 PHASES = ("prefill", "decode")
 STEPS = 16
-"""Tokens of one run of decode; half of the text where that is shorter."""
+"""Tokens in one run of decode; half of the text if that is shorter."""
 FEW_STEPS = 4
 STEPS_SECONDS = 0.5
-"""A run of decode that would take longer has fewer tokens, but not less than ``FEW_STEPS``."""
+"""A run of decode that would take longer has fewer tokens, but not fewer than ``FEW_STEPS``."""
 TEXT = ("decoder_input_ids", "input_ids")
 
 
@@ -40,11 +40,11 @@ class Size:
     given: Batch
     rows: int
     tokens: int | None
-    """``None`` where the inputs have no length to choose."""
+    """``None`` if the inputs have no length to choose."""
 
     @property
     def items(self) -> int:
-        """What a rate counts: tokens, or rows where there are none."""
+        """The number of tokens, or of rows if there are no tokens."""
         return self.rows * (self.tokens or 1)
 
     def __str__(self) -> str:
@@ -55,9 +55,9 @@ class Size:
 
 
 def sizes(model: Any, pairs: Sequence[tuple[int, int]]) -> tuple[list[Size], list[str]]:
-    """The different inputs of these rows and tokens on the CPU, and a line for each left out.
+    """The distinct inputs for these rows and tokens, on the CPU, and a line for each left out.
 
-    Raises ``UnsupportedModel`` where none is left, or no inputs can be made up.
+    Raises ``UnsupportedModel`` if none is left, or if no inputs can be made up.
     """
     limit = most_tokens(model.config.get_text_config())
     found: dict[Any, Size] = {}
@@ -87,24 +87,24 @@ def prefill(model: Any, given: Batch) -> Task:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text of which all but the end has been read: where decode begins."""
+    """A text whose first part the model has read, so that decode can begin."""
 
     cache: Any
     following: dict[str, Any]
-    """What each further call is given besides the cache."""
+    """Inputs of each further call, except the cache."""
     steps: int
 
 
 def decode_steps(size: Size, seconds: float) -> int:
-    """Tokens of one run of decode, where each takes so many ``seconds``."""
+    """Tokens in one run of decode, if each takes ``seconds``."""
     longest = min(STEPS, (size.tokens or 2) // 2)
     return min(longest, max(FEW_STEPS, math.floor(STEPS_SECONDS / seconds)))
 
 
 def prompt(model: Any, size: Size, steps: int) -> Prompt | None:
-    """The inputs of ``size`` read by ``model`` but for the last ``steps`` tokens.
+    """Let ``model`` read the inputs of ``size`` except the last ``steps`` tokens.
 
-    ``None`` where the model returns no cache.
+    Returns ``None`` if the model returns no cache.
     """
     if not size.tokens or size.tokens <= steps or not keeps_cache(model):
         return None
@@ -115,7 +115,7 @@ def prompt(model: Any, size: Size, steps: int) -> Prompt | None:
     start = {n: v[:, : size.tokens - steps] if n in long else v for n, v in size.given.items()}
     try:
         read = model(**start, use_cache=True)
-    except TypeError:  # of a class that hands on a keyword which nobody takes
+    except TypeError:  # the class passes the keyword on to a function that does not take it
         return None
     cache = getattr(read, "past_key_values", None)
     if cache is None:
@@ -128,7 +128,7 @@ def prompt(model: Any, size: Size, steps: int) -> Prompt | None:
 
 
 def decode(model: Any, text: Prompt) -> Task:
-    """Single tokens, one after the other, from the same cache every time."""
+    """Calls on single tokens, one after the other, each run from a copy of the same cache."""
 
     def run(cache: Any) -> None:
         for _ in range(text.steps):
@@ -138,7 +138,7 @@ def decode(model: Any, text: Prompt) -> Task:
 
 
 def to_device(found: Sequence[Size], device: torch.device) -> Iterator[Size]:
-    """The same inputs on another device."""
+    """The inputs, moved to ``device`` one size at a time."""
     for size in found:
         given = {name: value.to(device) for name, value in size.given.items()}
         yield Size(given, size.rows, size.tokens)

@@ -1,4 +1,4 @@
-"""What the user sees: tables, trees, progress and closing lines. Shows what others found.
+"""Prints the results of the commands: tables, trees and closing lines.
 
 Results go to standard output, progress and warnings to standard error. Nothing here decides or
 measures anything.
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from enjoyln_cli.verification.verify import Verification
 
 NARROW = 12
-"""Columns in which the first entry of a row may be folded."""
+"""Width to which the first column of a table may be wrapped."""
 
 WORST = 3
-"""How many of the means that the RMSNorms saw are shown."""
+"""How many of the largest input means of RMSNorms are shown."""
 
 
 def _show(table: Table) -> None:
-    """A table; where a terminal is too narrow for its words, every row as lines of its own."""
+    """Print a table; on a terminal too narrow for its words, print each row on several lines."""
     out = console()
     columns = [[str(cell) for cell in column.cells] for column in table.columns]
     heads = [str(column.header) for column in table.columns]
@@ -63,7 +63,7 @@ def _show(table: Table) -> None:
 
 
 def write_json(found: Any) -> None:
-    """One JSON object on one line of standard output."""
+    """Print one JSON object on one line of standard output."""
     print(json.dumps(found))
 
 
@@ -126,7 +126,7 @@ def write_tree(tree: Tree) -> None:
 
 
 def write_fold(found: Row) -> None:
-    """The closing lines of a fold, with the next command to run; for a dry run, the plan."""
+    """Print the closing lines of a fold and the next command to run; for a dry run, the plan."""
     dry = found["dry_run"]
     say(f"{'would convert' if dry else 'converted'} {counts(found)}", "green")
     for line in notes(found):
@@ -173,7 +173,7 @@ def write_fold(found: Row) -> None:
 
 
 def write_unfold(found: Row) -> None:
-    """What the new directory holds, and where no means were kept, what that means."""
+    """Print what the new directory holds, and whether it is the original bit for bit."""
     wrote = f"{size(found['bytes_written'])} to {found['back']} in {found['seconds']:.1f} s"
     if found["restored"]:
         say(f"restored {found['tensors']} tensors bit for bit", "green")
@@ -185,7 +185,7 @@ def write_unfold(found: Row) -> None:
 
 
 def write_verification(found: Verification) -> None:
-    """Each error beside the original's own rounding, then the means that the RMSNorms saw."""
+    """Print each error next to the original's own rounding error, then the largest input means."""
     table = Table(*HEADS)
     for column in table.columns[1:3]:
         column.justify = "right"
@@ -200,7 +200,7 @@ def write_verification(found: Verification) -> None:
 
 
 def write_bench(found: Bench) -> None:
-    """How fast each model is in every case, what that says, what it cost, and what was left out."""
+    """Print the speed of each model in every case, the verdicts, and the cases left out."""
     from enjoyln_cli.benchmark.baselines import LABELS
 
     table = Table("case", *LABELS.values())
@@ -222,7 +222,7 @@ def write_bench(found: Bench) -> None:
 
 
 def _bench_line(row: SpeedRow, fold_seconds: float | None) -> str:
-    """One case in words, of the same medians as in the table."""
+    """One case in words, with the same medians as in the table."""
     interval = row.speedup_interval
     around = "" if interval is None else f" ({interval[0]:.3f} to {interval[1]:.3f})"
     text = f"{row.case}: {row.verdict}, {row.speedup.median:.3f} times as fast{around}"
@@ -239,12 +239,12 @@ def _bench_line(row: SpeedRow, fold_seconds: float | None) -> str:
 
 
 def _rate(value: float) -> str:
-    """At least four digits."""
+    """A rate with at least four digits."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def write_push(found: Upload) -> None:
-    """What was pushed, and where it is; of a dry run every file with its size, and what is new."""
+    """Print what was pushed and where it is; for a dry run, each file, its size and its change."""
     done = f"pushed {upload_line(found)}" if found.differs else _same_line(found)
     if found.url:
         say(done, "green")
@@ -260,7 +260,7 @@ def write_push(found: Upload) -> None:
 
 
 def write_doubts(found: Upload) -> None:
-    """What a user may want to know before a push."""
+    """Print the warnings before a push."""
     for warning in found.warnings:
         say(f"warning: {warning}", "yellow", stderr=True)
     if found.complaint:
@@ -282,7 +282,7 @@ def _same_line(found: Upload) -> str:
 
 
 def write_environment(found: dict[str, Any]) -> None:
-    """What ``kernels.environment`` found: one paragraph for every device."""
+    """Print what ``kernels.environment`` found: one paragraph for each device."""
     say(f"torch {found['torch']}, {counted(found['threads'], 'thread')}")
     for kind, name in (("cpu", "C++"), ("cuda", "CUDA")):
         say(f"{name} compiler: {found['compilers'][kind]}")
@@ -304,7 +304,7 @@ def write_environment(found: dict[str, Any]) -> None:
 
 
 def _write_device(found: dict[str, Any]) -> bool:
-    """Say whether a device has kernels, and why not; returns it."""
+    """Print whether a device has kernels, or why not. Returns whether it has."""
     if found["active"]:
         say(f"{found['device']}: {found['kernels']} kernels", style="green")
     else:
@@ -314,7 +314,7 @@ def _write_device(found: dict[str, Any]) -> bool:
 
 
 def _choice(choice: dict[str, Any]) -> str:
-    """What was measured for one kind of norm and number of rows, and what is taken."""
+    """What was measured for one kind of norm and number of rows, and which candidate is used."""
     norms, times = choice["norms"], choice["microseconds"]
     affine = [name for name in ("weight", "bias") if norms[name]]
     parameters = f", {' and '.join(affine)} in {norms['parameters']}" if affine else ""

@@ -96,7 +96,7 @@ def fold(
         show_transfers()
     if not options["verify"] and (options["samples"] or options["seconds"]):
         what = "--samples" if options["samples"] else "--seconds"
-        raise click.UsageError(f"{what} goes with the check; drop --no-verify and --stream.")
+        raise click.UsageError(f"{what} needs the check; drop --no-verify and --stream.")
     if options["seconds"] is None:
         del options["seconds"]
     push_it = push_after(options, dry_run, helps, chatty)

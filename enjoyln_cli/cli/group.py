@@ -1,6 +1,7 @@
-"""The group of commands: what the user reads of an error, and the exit status.
+"""The group of commands: how an error is printed, and the exit status.
 
-Every refusal is one line on standard error and exit status 1; usage errors are 2, Ctrl-C is 130.
+Every refusal is one line on standard error and exit status 1. The exit status is 2 for a usage
+error and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ QUIET = {
     "HF_HUB_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""The libraries' own chatter, off unless the user has set otherwise or ``ENJOYLN_DEBUG=1``."""
+"""Settings that silence the libraries, unless the user set them or ``ENJOYLN_DEBUG=1``."""
 BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
 
 
@@ -35,7 +36,7 @@ def debugging() -> bool:
 
 
 def complain(message: str) -> None:
-    """One line on standard error, red where colours are wanted."""
+    """Print one line on standard error, red if colours are allowed."""
     line = " ".join(message.split())
     if rank := processes.present().rank:
         line = f"process {rank}: {line}"
@@ -44,7 +45,7 @@ def complain(message: str) -> None:
 
 
 def open_streams() -> None:
-    """Streams that the caller has closed lead nowhere: no other file may get their number."""
+    """Open ``os.devnull`` for each closed standard stream, so no other file gets its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
@@ -56,11 +57,11 @@ class Commands(click.Group):
     command_class = help.Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order in which they are used."""
+        """The commands in the order in which they are used."""
         return list(self.commands)
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """As Click has it, with something behind every standard stream."""
+        """Run Click's ``main`` after opening any closed standard stream."""
         open_streams()
         return super().main(*args, **options)
 
@@ -86,7 +87,7 @@ class Commands(click.Group):
 
 
 def explain(error: Exception) -> str:
-    """What the user reads of an exception."""
+    """The line that the user reads for an exception."""
     if isinstance(error, EnjoyLNError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -97,6 +98,6 @@ def explain(error: Exception) -> str:
 
 
 def show_transfers() -> None:
-    """Let ``huggingface_hub`` draw its bars on a terminal; to be called before it is imported."""
+    """Let ``huggingface_hub`` draw its bars on a terminal. Call this before it is imported."""
     if sys.stderr.isatty() and BARS in (click.get_current_context().obj or ()):
         os.environ.pop(BARS, None)

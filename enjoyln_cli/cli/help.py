@@ -1,6 +1,6 @@
-"""How the command explains itself: help in groups with examples, and completion in shells.
+"""Help with grouped options and examples, and completion for shells.
 
-Suggestions for a mistyped option or command are Click's own.
+Click itself makes the suggestions for a mistyped option or command.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GROUPS = {
     ),
     "Printing": ("form", "as_json", "quiet", "paper", "options", "why", "picture", "save"),
 }
-"""Sections of the options by the names of their parameters, below those that are in none."""
+"""Sections of the help to the parameters in each; all other options come first."""
 
 EXAMPLES = {
     "report": (
@@ -85,14 +85,14 @@ EXAMPLES = {
 
 
 class Command(click.Command):
-    """A command whose help shows options in groups, and examples at its end."""
+    """A command whose help shows options in groups, and ends with examples."""
 
     def get_short_help_str(self, limit: int = 0) -> str:
-        """The first sentence, whole, however long it is."""
+        """The whole first sentence, however long it is."""
         return super().get_short_help_str(limit=1000)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Each group of ``GROUPS`` that the command has options of."""
+        """Write each group of ``GROUPS`` in which the command has options."""
         group_of = {name: group for group, names in GROUPS.items() for name in names}
         sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Options", *GROUPS)}
         for parameter in self.get_params(ctx):
@@ -105,7 +105,7 @@ class Command(click.Command):
                     formatter.write_dl(options)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The examples, as they are typed."""
+        """Write the examples, as a user types them."""
         examples = EXAMPLES.get(self.name or "", ())
         if examples:
             with formatter.section("Examples"):
@@ -114,18 +114,18 @@ class Command(click.Command):
 
 
 command = partial(click.command, cls=Command)
-"""Decorates the function of a command."""
+"""Decorator for the function of a command."""
 
 
 def folders(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """For an argument that may be a directory: leave its completion to the shell."""
+    """Let the shell complete an argument that may be a directory."""
     return [CompletionItem(incomplete, type="dir")]
 
 
 def completion_script(command: click.Command, shell: str, name: str) -> str:
-    """What a shell has to read to complete ``command``, called ``name``."""
+    """The script with which a shell completes ``command``, called ``name``."""
     found = get_completion_class(shell)
     if found is None:
         raise click.UsageError(f"there is no completion for {shell}; choose {', '.join(SHELLS)}.")

@@ -1,4 +1,4 @@
-"""The ``enjoyln`` command: arguments, one library call, print.
+"""The ``enjoyln`` command. Each subcommand reads arguments, calls the library once, and prints.
 
 Torch and transformers are imported inside the commands, so that help and usage errors are instant.
 """

@@ -1,4 +1,4 @@
-"""``enjoyln verify`` and ``enjoyln bench``: what a converted checkpoint computes, and how fast."""
+"""``enjoyln verify`` and ``enjoyln bench``: whether a result is right, and how fast it is."""
 
 from __future__ import annotations
 

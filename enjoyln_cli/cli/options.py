@@ -1,4 +1,4 @@
-"""What the commands take: options that several share, and how a text becomes a value.
+"""Options that several commands share, and how their texts are parsed.
 
 Torch and transformers are imported inside the functions, as in the commands.
 """
@@ -25,7 +25,7 @@ Options = dict[str, Any]
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 LARGEST = 2**63
-"""Bytes, that no file or memory has."""
+"""A number of bytes that no file or memory reaches."""
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -42,7 +42,7 @@ OPENING_FIELDS = (
     "recipe",
     "stream",
 )
-"""How a model is opened: fields of ``conversion.inspect.Opening``, beside ``access``."""
+"""How a model is opened: fields of ``conversion.inspect.Opening``, except ``access``."""
 WRITING = (
     "dtype",
     "max_shard_size",
@@ -54,7 +54,7 @@ WRITING = (
 )
 """How a fold is written: the fields of ``rewrite.directory.WriteOptions``."""
 BENCH_FIELDS = ("modes", "repeats", "seconds")
-"""What ``bench`` is to measure, the sizes apart: fields of ``cases.BenchOptions``."""
+"""What ``bench`` measures, except the sizes: fields of ``cases.BenchOptions``."""
 PLAN_FIELDS = ("widen_mlp", "widen_to", "merge", "untie")
 """What a plan may change besides centring: the fields of ``plan.Options``."""
 
@@ -63,7 +63,7 @@ def parse_names(ctx: click.Context, parameter: click.Parameter, value: str | Non
     """``a,b`` as a tuple of names, each once."""
     names = tuple(dict.fromkeys(name.strip() for name in (value or "").split(",") if name.strip()))
     if value is not None and not names:
-        raise click.BadParameter("names nothing; write logits or logits,*_embeds", ctx, parameter)
+        raise click.BadParameter("is empty; write logits or logits,*_embeds", ctx, parameter)
     return names
 
 
@@ -92,7 +92,7 @@ def parse_size(ctx: click.Context, parameter: click.Parameter, value: str | None
 
 
 def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The Hub's options; all that say how a model is opened arrive as one ``opening`` argument."""
+    """Add the Hub's options. All options for opening a model are passed as ``opening``."""
 
     @functools.wraps(command)
     def gathered(**options: Any) -> Any:
@@ -101,7 +101,7 @@ def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
         opening["access"] = HubAccess(token=token, cache_dir=cache_dir)
         allowed = {name: options.pop(name) for name in PLAN_FIELDS if name in options}
         if allowed:
-            opening["options"] = allowing(**allowed)
+            opening["options"] = make_plan_options(**allowed)
         return command(opening=opening, **options)
 
     wrapped: Callable[..., Any] = gathered
@@ -117,8 +117,8 @@ def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def allowing(widen_mlp: bool, widen_to: int | None, **others: Any) -> Any:
-    """The ``plan.Options`` that were asked for."""
+def make_plan_options(widen_mlp: bool, widen_to: int | None, **others: Any) -> Any:
+    """The ``plan.Options`` for these values of the command line."""
     from enjoyln_cli.plan.plan import PLAIN, Options
 
     if widen_to and not widen_mlp:
@@ -127,7 +127,7 @@ def allowing(widen_mlp: bool, widen_to: int | None, **others: Any) -> Any:
 
 
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What a plan may change besides centring."""
+    """Add the options for what a plan may change besides centring."""
     for option in (
         click.option(
             "--untie", is_flag=True, help="Store tied weights (for example the LM head) separately."
@@ -156,7 +156,7 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def parse_numbers(
     ctx: click.Context, parameter: click.Parameter, value: str | None
 ) -> tuple[int, ...]:
-    """``1,8`` as whole numbers from 1 on, each once; none for none."""
+    """``1,8`` as positive whole numbers, each once; an empty tuple if the option is not given."""
     if value is None:
         return ()
     try:
@@ -180,7 +180,7 @@ def parse_modes(ctx: click.Context, parameter: click.Parameter, value: str) -> N
 
 
 def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What is measured; it arrives as one ``asked`` argument, the fields of ``BenchOptions``."""
+    """Add the options of ``bench``, passed as ``asked``: the fields of ``BenchOptions``."""
 
     @functools.wraps(command)
     def gathered(**options: Any) -> Any:
@@ -258,12 +258,12 @@ def parse_samples(
             raise click.BadParameter(text, ctx, parameter) from None
         return Path(value)
     if number < 1:
-        raise click.BadParameter(f"{value} is not a number of inputs from 1 on", ctx, parameter)
+        raise click.BadParameter(f"{value} is not a positive number of inputs", ctx, parameter)
     return number
 
 
 def parse_seconds(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-    """A time above 0; also ``inf``, for no limit."""
+    """A number of seconds above 0; ``inf`` means no limit."""
     if value is None:
         return None
     try:
@@ -276,7 +276,7 @@ def parse_seconds(ctx: click.Context, parameter: click.Parameter, value: str | N
 
 
 def checking_options(seconds: float | None) -> Callable[..., Any]:
-    """How much a check runs; ``seconds`` is its time by default."""
+    """Add the options that limit a check; ``seconds`` is the default time."""
     default = "no limit" if seconds is None else f"about {seconds:g}"
 
     def options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,7 +301,7 @@ def checking_options(seconds: float | None) -> Callable[..., Any]:
 
 
 def placing_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Where a model is while it runs, as ``from_pretrained`` has it."""
+    """Add the options for where weights are while a model runs, named as in ``from_pretrained``."""
     for option in (
         click.option(
             "--max-memory",
@@ -322,7 +322,7 @@ def placing_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def push_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """How a repository is made and committed to, as ``hf upload`` has it."""
+    """Add the options for creating a repository and committing, named as in ``hf upload``."""
     for option in (
         click.option("--yes", "-y", is_flag=True, help="Push without asking."),
         click.option("--commit-message", metavar="TEXT", help="First line of the commit."),
@@ -338,7 +338,7 @@ def push_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_push_options(options: Options) -> None:
-    """Refuse what says how to push where nothing is pushed."""
+    """Refuse options for pushing if nothing is pushed."""
     given = {
         "--private" if options["private"] else "--no-private": options["private"] is not None,
         "--create-pr": options["create_pr"],

@@ -1,7 +1,7 @@
-"""What a user sees of a long job while it runs: its messages, and a sign of life below them.
+"""What a user sees of a long job while it runs: its messages, and its progress below them.
 
-On a terminal the last line shows how far the job is and how long it takes; elsewhere there are
-plain lines, and with ``quiet`` nothing but what could not be written.
+On a terminal the last line shows how far the job is and how long it takes. Elsewhere progress is
+printed as plain lines. With ``quiet`` only failures to write a file are printed.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from enjoyln_cli.cli.streams import console, say
 from enjoyln_cli.text import size
 
 LINE_SECONDS = 5.0
-"""At most one progress line in this time, where no bar can be drawn."""
+"""Least time between two progress lines, if no bar can be drawn."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Where a job reports to."""
+    """The functions to which a job reports."""
 
     event: Callable[[str, str], None]
     """Receives messages; see ``events.Event``."""
     progress: Callable[[int, int], None]
-    """Receives bytes done, and bytes in all."""
+    """Receives the bytes done and the bytes in all."""
     seconds: Callable[[float, float], None]
-    """Receives seconds that have passed, and that the job takes in all; 0 where nobody knows."""
+    """Receives the seconds that have passed and those the job takes in all (0 if not known)."""
     warnings: list[str] = field(default_factory=list)
 
 
 @contextmanager
 def watch_job(quiet: bool) -> Iterator[Watch]:
-    """Show the messages of a job, and on a terminal that it goes on."""
+    """Show the messages of a job, and on a terminal a line that moves while it runs."""
     warnings: list[str] = []
 
     def event(level: str, text: str) -> None:
@@ -64,7 +64,7 @@ def watch_job(quiet: bool) -> Iterator[Watch]:
         yield Watch(event, _plain_lines(), _ignore, warnings)
     else:
         line = _LastLine()
-        line.wait()  # from the first moment on, as importing torch takes seconds
+        line.wait()  # at once, since importing torch takes seconds
         try:
             yield Watch(line.below(event), line.count_bytes, line.count_seconds, warnings)
         finally:
@@ -72,14 +72,14 @@ def watch_job(quiet: bool) -> Iterator[Watch]:
 
 
 def _ignore(done: float, total: float) -> None:
-    """For a job whose progress nobody wants to see."""
+    """For a job whose progress is not shown."""
 
 
 class _LastLine:
-    """The last line on a terminal: a bar where it is known how far a job is, else a spinner.
+    """The last line on a terminal: a bar if it is known how far a job is, otherwise a spinner.
 
-    It is cleared while something else is printed. In a stage that downloads there is none, since
-    the Hub's library draws bars of its own.
+    The line is cleared while something else is printed. A stage that downloads has no line, since
+    the Hub's library draws its own bars.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class _LastLine:
         self._lock = threading.Lock()
 
     def below(self, event: Callable[[str, str], None]) -> Callable[[str, str], None]:
-        """``event``, with the line below what it prints."""
+        """``event``, with the last line drawn again below each message."""
 
         def printed(level: str, text: str) -> None:
             with self._lock:
@@ -104,7 +104,7 @@ class _LastLine:
         return printed
 
     def wait(self) -> None:
-        """Draw a spinner, for work of which nobody knows how long it takes."""
+        """Draw a spinner, for work whose duration is not known."""
         self._show("", SpinnerColumn(), TextColumn("working"), TimeElapsedColumn())
 
     def count_bytes(self, done: int, total: int) -> None:
@@ -135,7 +135,7 @@ class _LastLine:
             self._shown.update(task, completed=done, total=total or None, description=left)
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._shown:
             self._shown.stop()
         self._shown, self._counts = None, ""
@@ -156,7 +156,7 @@ class _Since(ProgressColumn):
         self._start = start
 
     def render(self, task: Task) -> Text:
-        """As rich asks for it, several times a second."""
+        """The time since ``start``; rich calls this several times a second."""
         return Text(_clock_time(time.monotonic() - self._start))
 
 
@@ -167,7 +167,7 @@ def _clock_time(seconds: float) -> str:
 
 def _plain_lines() -> Callable[[int, int], None]:
     start = last = 0.0
-    before = 0  # bytes: what an earlier run had written comes all at once, and first
+    before = 0  # bytes that an earlier run wrote: they are reported first, all at once
     lock = threading.Lock()
 
     def update(done: int, total: int) -> None:

@@ -17,7 +17,7 @@ from enjoyln_cli.errors import EnjoyLNError
 
 
 def ask(what: str, yes: bool) -> None:
-    """Push where the user says so; without a terminal only with ``--yes``."""
+    """Ask the user to confirm a push; without a terminal, require ``--yes``."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -35,9 +35,9 @@ def ask(what: str, yes: bool) -> None:
 def push_after(
     options: Options, dry_run: bool, helps: bool, chatty: bool
 ) -> Callable[[Path | None], Options]:
-    """What is to be done with a finished fold; asks the user and the Hub before it begins.
+    """A function that pushes a finished fold. Asks the user and the Hub before the fold begins.
 
-    Of a dry run, which has no output, it tells where that would go.
+    For a dry run, the function only names the repository that would be pushed to.
     """
     names = ("repo_id", "private", "create_pr", "commit_message", "yes")
     repo_id, private, create_pr, message, yes = (options.pop(name) for name in names)

@@ -78,7 +78,7 @@ def report(
         from enjoyln_cli.cli.console import say, write_rows, write_tree
         from enjoyln_cli.conversion.inspect import recipe_text  # takes seconds
 
-        found, failed = _inspected(models or types, bool(types), opening, watch.event)
+        found, failed = _inspect_all(models or types, bool(types), opening, watch.event)
         if not (save or why or show["picture"]):
             rows = [one.row(show["paper"], show["options"]) for one in found]
     if show["picture"]:
@@ -95,7 +95,7 @@ def report(
 
 
 def _check_picture(names: Names, file: Path) -> None:
-    """Refuse what cannot be drawn before anything is computed."""
+    """Refuse a picture that cannot be drawn, before anything is computed."""
     if len(names) > 1:
         raise click.UsageError("--save takes one MODEL.")
     from enjoyln_cli.report import render
@@ -111,10 +111,10 @@ def _draw(name: str, analysis: Any, file: Path, norm: str | None) -> None:
     say(f"drew {file}")
 
 
-def _inspected(
+def _inspect_all(
     names: Names, are_types: bool, opening: Options, event: Callable[[str, str], None]
 ) -> tuple[list[Any], bool]:
-    """Every model that could be analysed; one that could not is named and the others go on."""
+    """Analyse each model, and say whether one failed. A failure is printed; the others continue."""
     from enjoyln_cli.conversion.inspect import Opening, inspect
 
     found, failed = [], False

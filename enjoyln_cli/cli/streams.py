@@ -1,6 +1,6 @@
-"""Where lines go: to a terminal or a file, as standard output or standard error.
+"""Writes lines to standard output or standard error, on a terminal or into a file.
 
-Imports nothing that takes time, so that a command can say that it has begun.
+Imports nothing slow, so that a command can print its first line at once.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 PIPED_WIDTH = 200
-"""Columns for tables that do not go to a terminal, so that nothing is cut off in a file."""
+"""Width of tables that are not printed on a terminal, so that a file has them in full."""
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that prints names literally and never fails for want of a character."""
+    """A console that prints names literally. It replaces characters that the encoding lacks."""
     stream = sys.stderr if stderr else sys.stdout
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")
@@ -24,5 +24,5 @@ def console(stderr: bool = False) -> Console:
 
 
 def say(text: str, style: str = "", stderr: bool = False) -> None:
-    """One line, never hard-wrapped."""
+    """Print one line without wrapping it."""
     console(stderr).print(Text(text, style=style), soft_wrap=True)

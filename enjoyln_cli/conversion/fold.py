@@ -1,8 +1,8 @@
 """From a model to a verified checkpoint: the order of the steps, and what stops it.
 
-Open, refuse what is folded already, analyse, follow the recipe given or hold the plan against the
-shipped one, stream, verify and write the card before the output appears. The proof always decides:
-a recipe can only choose among proven edits.
+Open the model, refuse a checkpoint that is folded already, analyse, follow the given recipe or
+compare the plan with the shipped one, write the weights, verify, and write the card. Only then the
+output appears. The proof always decides: a recipe can only choose among proven edits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.verification.verify import Verification
 
 CHECK_SECONDS = 60.0
-"""The time that the check of a fold may take, by default."""
+"""Default time for the check of a fold."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,20 @@ class PreparedFold:
     opening: Opening
 
     def bytes_to_write(self, dtype: torch.dtype | None = None) -> int:
-        """Bytes of all tensors, the floating ones in ``dtype``."""
+        """Bytes of all tensors, with floating-point tensors in ``dtype``."""
         return bytes_to_write(self.checkpoint, edits_of(self.plan), dtype)
 
     def bytes_to_keep(self) -> int:
-        """About how many bytes ``keep_means`` takes besides, told from samples of the weights."""
+        """Additional bytes for ``keep_means``, estimated from samples of the weights."""
         return bytes_to_keep(self.checkpoint, edits_of(self.plan))
 
     def bytes_added(self, dtype: torch.dtype | None = None) -> int:
-        """How many of them are there because tensors grow, or appear."""
+        """How many of the bytes to write come from tensors that grow or are new."""
         return self.bytes_to_write(dtype) - bytes_to_write(self.checkpoint, {}, dtype)
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype, or its name in torch."""
+    """A dtype from a dtype or its name in torch."""
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
@@ -86,12 +86,12 @@ def prepare(
     resume: bool = False,
     on_event: Event | None = None,
 ) -> PreparedFold:
-    """Open and analyse ``model``, and settle which proven edits will be made.
+    """Open and analyse ``model``, and decide which proven edits will be made.
 
-    Where ``out`` is given, it is refused before any work if ``write`` could not place it there.
-    A recipe that is asked for is followed or refused. Without one the plan is the whole proof,
-    and a shipped recipe that disagrees with it raises a warning. The outputs and options are by
-    default the recipe's. Raises ``EnjoyLNError``.
+    If ``write`` could not create ``out``, ``out`` is refused before any work. A recipe of the user
+    is followed or refused. Without one the plan has every proven edit, and a warning is issued if
+    the shipped recipe differs from it. The outputs and options are by default the recipe's. Raises
+    ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis.analyze import analyze_config
     from enjoyln_cli.recipe.model import options_asked, outputs_asked
@@ -122,12 +122,12 @@ def prepare(
         options=options,
         example_calls=opening.example_calls,
     )
-    plan = _settled(found.plan, config, asked, options, event)
+    plan = _choose_plan(found.plan, config, asked, options, event)
     if unproven := set(config.architectures or ()) - set(plan.classes):
         event(
             "warning",
-            f"the result is proven for {', '.join(plan.classes)} only; loaded as "
-            f"{', '.join(sorted(unproven))}, its saved class, it may give other outputs",
+            f"the result is proven for {', '.join(plan.classes)} only; if it is loaded as "
+            f"{', '.join(sorted(unproven))}, the class it was saved as, its outputs may differ",
         )
     if options.untie and not plan.untied:
         event("warning", "--untie changes nothing here: no LayerNorm depends on a tied weight")
@@ -158,7 +158,7 @@ def write(
     on_check: Progress = lambda done, total: None,
     team: ProcessGroup = ALONE,
 ) -> FoldResult:
-    """Carry out what ``prepare`` settled. See ``convert``; of a ``team`` all call this."""
+    """Carry out the plan of ``prepare`` (see ``convert``). All processes of ``team`` call this."""
     from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
 
     event = on_event or default_listener
@@ -235,24 +235,34 @@ def convert(
 ) -> FoldResult:
     """Fold ``model`` (a Hub id or a directory) into the new directory ``out``.
 
-    ``dtype`` converts all floating weights on the way, ``max_shard_size`` (bytes) cuts the shards
-    anew, ``on_progress`` receives bytes done and bytes in all, ``on_event`` stages and warnings.
-    ``outputs`` are those of ``analyze``: what has to stay the same, where that is not everything;
-    ``options`` what may be changed besides centring, ``example_calls`` what has to be proven beside
-    the usual calls.
-    With ``keep_means`` the result can be undone bit for bit (``unfold``), at the price of some more
-    bytes and not together with ``dtype``. NaN and Inf in weights that are edited are refused, and
-    with ``allow_nonfinite`` spread over what is centred with them. With ``resume`` it goes on where
-    a run that was killed or interrupted has stopped; without, and without ``force``, what that has
-    left is refused.
-    With ``verify`` a result that does not compute the original function is not kept:
-    ``VerificationFailed``. ``samples`` and ``seconds`` are those of ``verify``: the check
-    ends in about a minute, and compares every stored tensor and the identity in float64 all the
-    same; with ``seconds=None`` it takes as long as it takes. ``on_check`` receives the seconds that
-    it has taken, and those that it should take. With ``stream`` the files of weights are
-    fetched from the Hub one by one, and each is dropped from the cache when it is folded if it was
-    not there before; nothing is verified then, as that takes the whole original. Raises
-    ``EnjoyLNError`` in every case that leaves no ``out``.
+    What is converted:
+
+    * ``outputs``: the outputs that have to stay the same, as in ``analyze``; all by default.
+    * ``options``: what may be changed besides centring.
+    * ``example_calls``: calls that have to be proven in addition to the usual ones.
+
+    What is written:
+
+    * ``dtype`` also converts all floating-point weights.
+    * ``max_shard_size`` (bytes) sets a new size for the shards.
+    * ``keep_means`` saves the data with which ``unfold`` restores the original bit for bit. It
+      takes some more bytes, and cannot be combined with ``dtype``.
+    * ``allow_nonfinite`` accepts NaN and Inf in weights that are edited. Centring spreads them to
+      the values that share a mean with them. Without it they are refused.
+    * ``resume`` continues a run that was killed or interrupted. Without ``resume`` and ``force``,
+      the files that such a run left are refused.
+    * ``stream`` fetches the weight files from the Hub one by one. Each is folded, and deleted from
+      the cache unless it was there before. Nothing is verified, since that needs the whole
+      original.
+
+    With ``verify``, a result that does not compute the original function is deleted, and
+    ``VerificationFailed`` is raised. ``samples`` and ``seconds`` are those of ``verify``. The check
+    ends in about a minute; in any case it compares every stored tensor, and the identity in
+    float64. With ``seconds=None`` there is no limit. ``on_check`` receives the seconds that the
+    check has taken, and those that it should take in all.
+
+    ``on_progress`` receives the bytes done and the bytes in all, ``on_event`` stages and warnings.
+    Raises ``EnjoyLNError`` whenever no ``out`` is written.
     """
     from enjoyln_cli.models.outputs import as_names
 
@@ -290,13 +300,14 @@ def convert(
     )
 
 
-def _settled(
+def _choose_plan(
     plan: Plan,
     config: PretrainedConfig,
     recipe: Recipe | None,
     options: Options,
     event: Event,
 ) -> Plan:
+    """The plan of the user's recipe, or the whole plan; warns if the shipped recipe differs."""
     from enjoyln_cli.recipe.compare import differences
     from enjoyln_cli.recipe.follow import follow
     from enjoyln_cli.recipe.read import shipped_recipe
@@ -311,15 +322,15 @@ def _settled(
         what = "; ".join(found)
         event(
             "warning",
-            f"the recipe that ships with enjoyln differs from the proof, which is followed: {what}",
+            f"enjoyln's own recipe differs from the proof, and the proof is followed: {what}",
         )
     return plan
 
 
 def _ways_to_convert(found: Analysis, options: Options, alone: Mapping[str, Analysis]) -> list[str]:
-    """Options that would convert some norms of a model of which none becomes RMSNorm.
+    """Options that would convert some norms of a model in which no norm becomes RMSNorm.
 
-    ``alone`` has the analyses for each of the plan's classes by itself.
+    ``alone`` maps each of the plan's classes to the analysis for that class only.
     """
     by_class = ((f"--model-class {name}", one.plan) for name, one in alone.items())
     more = (*suggestions(found, options, count_untied=True), *better(found.plan, by_class))

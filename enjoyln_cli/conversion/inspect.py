@@ -1,7 +1,7 @@
-"""What a model is, before anything is folded: how it is opened, and its plan as a report has it.
+"""Opens and analyses a model before anything is folded, and makes the row of its report.
 
-Decides what ``analyze`` takes (a Hub id, a directory, a configuration, a live module), and what is
-analysed of it: the configuration alone, without weights.
+Decides what ``analyze`` accepts: a Hub id, a directory, a configuration or a live module. The
+analysis reads only the configuration, and no weights.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from enjoyln_cli.plan.plan import Plan
 
 OPTIONS: dict[str, dict[str, Any]] = {"widen-mlp": {"widen_mlp": True}, "untie": {"untie": True}}
-"""What a report can set beside the plan: the name of a column to what it allows."""
+"""Columns that a report can add: from a column's name to the options of its plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """How a model is opened, and what is asked of its plan."""
+    """How a model is opened, and what its plan may change."""
 
     revision: str | None = None
     access: HubAccess = DEFAULT_ACCESS
@@ -47,13 +47,13 @@ class Opening:
     options: Options = PLAIN
     recipe: str | Path | None = None
     stream: bool = False
-    """Fetch files of weights from the Hub one by one, and drop them when they are folded."""
+    """Fetch weight files from the Hub one by one, and delete each when it is folded."""
     example_calls: ExampleCalls = field(default=(), repr=False)
-    """Calls to prove beside those that the config tells."""
+    """Calls to prove in addition to those made up from the config."""
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What it takes to repeat a fold elsewhere: all but where the files come from, and how."""
+        """The settings that repeat a fold elsewhere: all except ``access`` and ``revision``."""
         private = ("access", "revision")
         return {name: value for name, value in vars(self).items() if name not in private}
 
@@ -68,10 +68,10 @@ class Inspection:
     options: Options = PLAIN
 
     def row(self, paper: bool = False, options: bool = False) -> Row:
-        """The report's row; where asked for with the paper's criterion, or each option's plan."""
+        """The report's row; on request with the paper's count, or with the plan for each option."""
         found = self.analysis
         allowed = {
-            name: _allowing(found, replace(self.options, **setting))
+            name: _plan_under(found, replace(self.options, **setting))
             for name, setting in (OPTIONS if options else {}).items()
         }
         return row(
@@ -84,8 +84,8 @@ class Inspection:
         )
 
 
-def _allowing(found: Analysis, options: Options) -> Plan:
-    """The plan with other options; as it is where the model does not allow them."""
+def _plan_under(found: Analysis, options: Options) -> Plan:
+    """The plan with other options; the plan as it is if the model does not support them."""
     try:
         return found.under(options).plan
     except UnsupportedModel:
@@ -107,14 +107,16 @@ def analyze(
 ) -> Analysis:
     """Which LayerNorms of ``model`` can become RMSNorm, and why the others cannot.
 
-    ``model`` is a Hub id, a directory, a configuration (weights are neither read nor downloaded),
-    or any live module together with the inputs of one call of it; of a pipeline or a model of
-    sentence-transformers the model inside. ``example_calls`` are further calls that have to be
-    proven, each as a pair ``(args, kwargs)``; code outside of transformers refuses calls of another
-    form than those that were analysed. ``outputs`` are the fields of
-    what it returns that have to stay the same, as names or patterns
-    (``vision_model_output.pooler_output``, ``logits_*``); all of them by default. ``options`` allow
-    more than centring. Raises ``EnjoyLNError``.
+    * ``model`` is a Hub id, a directory, a configuration (weights are neither read nor downloaded),
+      or any live module together with the inputs of one call. For a pipeline or a
+      sentence-transformers model, the model inside is analysed.
+    * ``example_calls`` are further calls that have to be proven, each as a pair ``(args, kwargs)``.
+      A converted model whose code is not from transformers refuses calls of any other form.
+    * ``outputs`` are the fields of the model's output that have to stay the same, as names or
+      patterns (``vision_model_output.pooler_output``, ``logits_*``); all of them by default.
+    * ``options`` allow more changes than centring.
+
+    Raises ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
     from enjoyln_cli.models.outputs import as_names
@@ -183,9 +185,9 @@ def inspect(
 
 
 def default_config(model_type: str) -> PretrainedConfig:
-    """The configuration that transformers gives ``model_type`` when nothing is set.
+    """The default configuration of ``model_type`` in transformers.
 
-    Raises ``UnsupportedModel``, with the nearest names.
+    Raises ``UnsupportedModel`` for an unknown type, and suggests similar names.
     """
     from transformers import CONFIG_MAPPING
 
@@ -197,7 +199,7 @@ def default_config(model_type: str) -> PretrainedConfig:
 
 
 def open_named(name: str, opening: Opening, weights: bool = False) -> Source:
-    """Where the model ``name`` comes from, with its weights if they are wanted."""
+    """Open the source of the model ``name``; fetch its weights if ``weights`` is set."""
     return open_source(
         name,
         revision=opening.revision,
@@ -208,9 +210,9 @@ def open_named(name: str, opening: Opening, weights: bool = False) -> Source:
 
 
 def recipe_text(found: Sequence[Inspection]) -> str:
-    """The plans as one recipe, as it stands in a file: a variant for each that differs.
+    """The text of one recipe for all the plans, with one variant for each plan that differs.
 
-    Raises ``RecipeError`` where the models are not of one family.
+    Raises ``RecipeError`` if the models are not of one family.
     """
     from enjoyln_cli.recipe.from_plan import merge_recipes, recipe_of
     from enjoyln_cli.recipe.model import options_data

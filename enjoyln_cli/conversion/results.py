@@ -1,4 +1,4 @@
-"""A fold, or its undoing, as plain data: what ``--json`` prints."""
+"""The result of a fold or an unfold as plain data, which ``--json`` prints."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def fold_row(
     """What ``enjoyln fold --json`` prints: the report's row, what was written, what was verified.
 
     Without a ``result`` it is a dry run, and ``bytes_written`` is what would be written. With
-    ``keep_means`` there is ``bytes_kept`` besides: what the way back takes, estimated from samples
-    of the weights in a dry run. ``resumed`` is how many weight files an earlier run had finished.
+    ``keep_means`` there is also ``bytes_kept``, the size of the data that restores the original; in
+    a dry run it is estimated from samples of the weights. ``resumed`` is the number of weight files
+    that an earlier run had finished.
     """
     found = row(model, ready.plan) | {"dry_run": result is None, "warnings": list(warnings)}
     if options.keep_means:

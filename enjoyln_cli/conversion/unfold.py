@@ -1,11 +1,10 @@
-"""The way back: from a converted directory to the original, bit for bit.
+"""Restores the original from a converted directory, bit for bit.
 
-Where the fold has kept what it takes (``archive``), every tensor is restored into the file and the
-place that it came from, and checked by digest on the way; config, index and model card come back as
-they were read. Where it has not, the result already is a LayerNorm checkpoint that computes the
-original's function, and what goes is the marker. In both cases recipe, verification, the card that
-tells of them and the kept folder stay behind, and the other files come along. The directory appears
-whole or not at all.
+If the fold saved the data for it (``archive``), every tensor is restored to its file and position,
+and checked by digest. Config, index and model card are restored as they were. Otherwise the result
+already is a LayerNorm checkpoint that computes the original's function, and only the marker is
+removed. In both cases the recipe, the verification, the card of the fold and the folder with the
+saved data are not copied; all other files are. The directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ WITHOUT = f"delete its folder {FOLDER} to get a copy that is not bit for bit the
 
 @dataclass(frozen=True)
 class UnfoldResult:
-    """What an unfold has written."""
+    """The result of an unfold."""
 
     back: Path
     restored: bool
-    """Whether it is the original; otherwise it is the result without its marker."""
+    """Whether ``back`` is the original; otherwise it is the folded result without its marker."""
     tensors: int
     bytes_written: int
     seconds: float
@@ -71,14 +70,16 @@ def unfold(
     force: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> UnfoldResult:
-    """Write what the converted directory ``out`` was made from to the new directory ``back``.
+    """Restore the original of the converted directory ``out`` into the new directory ``back``.
 
-    It is the original bit for bit, in its files and their layout, where ``out`` was folded with
-    ``keep_means``; otherwise ``out`` without its marker. ``jobs`` is the number of cores to keep
-    busy, ``on_progress`` receives bytes done and bytes in all, ``force`` replaces ``back``.
+    If ``out`` was folded with ``keep_means``, ``back`` is the original bit for bit, with the same
+    files and layout. Otherwise it is ``out`` without its marker. ``jobs`` is the number of parallel
+    workers, ``on_progress`` receives the bytes done and the bytes in all, and ``force`` replaces
+    ``back``.
 
-    Raises ``BadCheckpoint`` where ``out`` is no result of a fold, where what was kept is damaged
-    or belongs to another result, and where a tensor is not what the fold wrote; ``OutputError``.
+    Raises ``OutputError``, and ``BadCheckpoint`` in these cases: ``out`` is not the result of a
+    fold, the saved data is damaged or belongs to another result, or a tensor is not what the fold
+    wrote.
     """
     begin = perf_counter()
     source = open_source(str(out), weights=True)
@@ -141,9 +142,9 @@ def restore(
 
 
 def _shards(folded: Checkpoint, kept: Archive) -> list[Shard]:
-    """The original's files, each tensor with the written one that it is told from.
+    """The original's files; each tensor with the stored tensor that it is restored from.
 
-    Raises ``BadCheckpoint`` where they are not those that the fold wrote.
+    Raises ``BadCheckpoint`` if a stored tensor is not what the fold wrote.
     """
     for name, digest in kept.unchecked.items():
         if name not in folded.tensors or digest_of_tensor(blocks_of(folded, name)) != digest:
@@ -168,10 +169,10 @@ def _slot(folded: Checkpoint, kept: Archive, one: StoredTensor) -> Slot:
     written = folded.tensors.get(kept.written[one.name])
     if written is None:
         raise BadCheckpoint(
-            f"{kept.written[one.name]} is not stored, which {one.name} has to be restored from: "
+            f"{one.name} has to be restored from {kept.written[one.name]}, which is not stored: "
             f"the weights were changed since the fold; {WITHOUT}"
         )
-    if written.dtype != one.dtype or not _holds(written.shape, one.shape):
+    if written.dtype != one.dtype or not _is_extended(written.shape, one.shape):
         raise BadCheckpoint(
             f"{written.name} is stored as {written.dtype} of shape {list(written.shape)}, not as "
             f"the fold wrote it: the weights were changed since; {WITHOUT}"
@@ -179,8 +180,8 @@ def _slot(folded: Checkpoint, kept: Archive, one: StoredTensor) -> Slot:
     return Slot(one.name, written, one.dtype, one.shape, one.offset)
 
 
-def _holds(written: tuple[int, ...], original: tuple[int, ...]) -> bool:
-    """Whether one shape begins with the other: the same, but longer in one dimension at most."""
+def _is_extended(written: tuple[int, ...], original: tuple[int, ...]) -> bool:
+    """Whether the shapes are equal, except that one dimension of ``written`` may be longer."""
     if len(written) != len(original):
         return False
     pairs = [(a, b) for a, b in zip(written, original, strict=True) if a != b]
@@ -189,12 +190,12 @@ def _holds(written: tuple[int, ...], original: tuple[int, ...]) -> bool:
 
 def _plain_name(name: str, *ends: str) -> str:
     if not is_file_name(name, *ends):
-        raise BadCheckpoint(f"{name!r:.99} is no file of its own directory; do not use this result")
+        raise BadCheckpoint(f"{name!r:.99} is not a plain file name; do not use this result")
     return name
 
 
 def _restore(file: int, undo: Undo, piece: Piece, lane: Lane, ends: Ends) -> Iterator[None]:
-    """Tell a piece from what was written, correct it, check it, write it."""
+    """Predict a piece of the original from the stored tensor, correct it, check it, write it."""
     data = output_buffer(lane, ends, piece.start, piece.nbytes)
     _read_cut(ends, piece.start, data)
     if piece.predicted:
@@ -206,7 +207,7 @@ def _restore(file: int, undo: Undo, piece: Piece, lane: Lane, ends: Ends) -> Ite
             correct(x, read_corrections(file, piece, undo.dtype))
         except (RuntimeError, ValueError, KeyError) as error:
             raise BadCheckpoint(
-                f"what was kept of {ends.slot.name} contradicts itself; {WITHOUT}"
+                f"the data saved for {ends.slot.name} contradicts itself; {WITHOUT}"
             ) from error
     if digest_of_piece(data) != piece.digest:
         stored = ends.slot.stored
@@ -219,7 +220,7 @@ def _restore(file: int, undo: Undo, piece: Piece, lane: Lane, ends: Ends) -> Ite
 
 
 def _read_cut(ends: Ends, start: int, data: memoryview) -> None:
-    """The bytes from ``start`` of what was written, without what was appended to its slices."""
+    """Read the stored bytes from ``start``, without the elements that the fold appended."""
     shape, wider = ends.slot.shape, ends.slot.stored.shape
     dim = next((d for d, (a, b) in enumerate(zip(shape, wider, strict=True)) if a != b), 0)
     if not shape or prod(shape[:dim]) == 1:

@@ -197,7 +197,7 @@ def test_report_prints_the_gain_and_the_choice(source: Path) -> None:
 def test_a_misspelled_output_is_one_line(source: Path, command: list[str]) -> None:
     line = refused(*command, source, "--outputs", "image_embeds,logit_per_image")
     assert "no output of CLIPModel is called logit_per_image; did you mean logits_per_image" in line
-    assert "names nothing" in refused(*command, source, "--outputs", ",", status=2)
+    assert "is empty" in refused(*command, source, "--outputs", ",", status=2)
 
 
 def test_the_class_is_the_first_that_has_the_outputs() -> None:

@@ -362,7 +362,7 @@ def test_what_is_chosen_is_said_in_a_line() -> None:
     forced = choose(costs, 10.0, repeats=15, all_of_them=True)
     assert describe(forced, 12.0, 120.0, 15) == (
         "measuring all 6 cases, 3 rounds each instead of 15; the whole run takes about 34 min, "
-        "more than 120 s: that many rounds are needed at least"
+        "more than 120 s: these are the fewest rounds possible"
     )
     every = choose(costs, math.inf, repeats=15)
     assert describe(every, 12.0, math.inf, 15) == (

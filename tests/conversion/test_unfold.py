@@ -405,7 +405,7 @@ def test_names_that_lead_out_of_the_directory(out: Path, back: Path, tmp_path: P
             headers,
             {"../evil.index.json": b"x", **index},
         )
-    refused("no file of its own directory", out, back)
+    refused("not a plain file name", out, back)
     assert not (tmp_path / "evil.index.json").exists()
 
 

@@ -347,7 +347,7 @@ def test_bad_options_are_usage_errors(wrong: tuple[str, str], tmp_path: Path) ->
 def test_options_of_a_check_that_does_not_run(tmp_path: Path) -> None:
     for words in (("--samples", "2"), ("--seconds", "9")):
         done = command("fold", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--no-verify", *words)
-        assert done.exit_code == 2 and f"{words[0]} goes with the check" in done.stderr
+        assert done.exit_code == 2 and f"{words[0]} needs the check" in done.stderr
 
 
 # What is said.
