@@ -1,9 +1,9 @@
-"""Is the reason that a LayerNorm is kept for true? Decided by experiment, never by reading.
+"""Checks by experiment whether the reason that keeps a LayerNorm is true.
 
-A reason names a source whose mean cannot be removed. Where somebody is said to observe a weight,
-the weight is shifted, a little or a lot, and an output has to change. Where an op is said to lose a
-zero mean, the op is run on random numbers: it must not commute with centring, ``f(P x) = P f(x)``,
-whichever of its operands are centred. If it does, a rule is missing.
+A reason names a source whose mean cannot be removed. If the source is a weight whose shift would be
+noticed, the weight is shifted, a little or a lot, and an output has to change. If the source is an
+op that does not keep a zero mean, the op is run on random numbers: it must not commute with
+centring, ``f(P x) = P f(x)``, whichever of its operands are centred. If it does, a rule is missing.
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ from enjoyln_cli.proof.flow import Value
 from enjoyln_cli.proof.min_cut import Parameter
 
 SEEN = 1e-9
-"""Relative change of an output from which on a shift is taken to be seen."""
+"""Least relative change of an output that counts as noticing a shift."""
 SHIFTS = (1.0, 1e3, 1e5)
-"""By how much a weight is shifted: a clamp, a softmax or a codebook can hide what is small."""
+"""Sizes of the shifts of a weight: a clamp, a softmax or a codebook can hide a small one."""
 ELEMENTS = 1 << 22
-"""Above which an op is not run."""
+"""Most elements of an operand or result with which an op is run."""
 
 
 Runs = Sequence[tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor]]]
-"""Each runs the model on fixed inputs; what it returned before any shift stands beside."""
+"""Functions that run the model on fixed inputs, each with its outputs before any shift."""
 
 
 def audited(analysis: Analysis, model: torch.nn.Module, runs: Runs) -> dict[str, str]:
-    """For each kept norm what the experiment says of its reason.
+    """From each kept norm to the result of the experiment on its reason.
 
-    ``true``, ``true of another source`` than the one that is named, ``not exercised``, that it runs
-    for nothing, ``missing rule: OP``, ``unseen: PARAMETER`` (nothing changes where somebody should
-    observe), ``given`` (an input or a constant), or the reason itself where it is about the program
-    and not about numbers.
+    * ``true``, or ``true of another source`` (the reason does not name that source)
+    * ``not exercised``: no call runs the norm
+    * that the norm runs, and no output depends on it
+    * ``missing rule: OP``
+    * ``unseen: PARAMETER``: no output changes although one should
+    * ``given``: the source is an input or a constant
+    * the reason itself, if it is about the program and not about numbers
     """
     found: dict[str, str] = {}
     answer = cache(partial(_answer, analysis, model, runs))
@@ -51,7 +54,7 @@ def audited(analysis: Analysis, model: torch.nn.Module, runs: Runs) -> dict[str,
             continue
         obstacles = explain.obstacles(analysis.problem, analysis.cut, verdict.norm)
         told = (answer(one.source) for one in obstacles)
-        found[verdict.norm] = next(told, verdict.reason)  # of the source that is named
+        found[verdict.norm] = next(told, verdict.reason)  # for the source that the reason names
         if found[verdict.norm].startswith("unseen") and "true" in told:
             found[verdict.norm] = "true of another source"
     return found
@@ -75,7 +78,7 @@ def _is_seen(model: torch.nn.Module, runs: Runs, source: Parameter) -> bool:
     with torch.no_grad():
         for size in SHIFTS:
             parameter.copy_(before + size * shift)
-            least = SEEN * max(1.0, size / SHIFTS[1])  # a large one is rounded away less well
+            least = SEEN * max(1.0, size / SHIFTS[1])  # a large shift causes larger rounding errors
             seen = any(_changed(outputs(), expected, least) for outputs, expected in runs)
             parameter.copy_(before)
             if seen:
@@ -84,7 +87,7 @@ def _is_seen(model: torch.nn.Module, runs: Runs, source: Parameter) -> bool:
 
 
 def _unread(model: torch.nn.Module, runs: Runs, norm: str) -> str:
-    """Of a norm in no graph: whether it runs at all, and if so, whether an output depends on it."""
+    """For a norm in no graph: whether it runs, and if so, whether an output depends on it."""
     called: list[str] = []
     module = model.get_submodule(norm)
     hook = module.register_forward_hook(lambda *_: called.append(norm))
@@ -127,7 +130,7 @@ def _of_op(node: Node, axis: Axis) -> str:
     try:
         if _commutes(node, axis, operands):
             return f"missing rule: {node.target.overloadpacket.__name__}"
-    except Exception as error:  # an op that refuses random operands
+    except Exception as error:  # the op refuses random operands
         return f"not run: {type(error).__name__}"
     return "true"
 
@@ -144,9 +147,9 @@ def _fits(value: Any) -> bool:
 
 
 def _commutes(node: Node, axis: Axis, operands: list[Node]) -> bool:
-    """Whether centring some operands over some of their dimensions is centring the result.
+    """Whether centring some operands, over some of their dimensions, centres the result.
 
-    At two magnitudes: a clamp is the identity near zero.
+    This is tried at two magnitudes, since a clamp is the identity near zero.
     """
     choices = [
         (chosen, axes)
@@ -162,7 +165,7 @@ def _commutes(node: Node, axis: Axis, operands: list[Node]) -> bool:
 def _centres(
     node: Node, axis: Axis, chosen: tuple[Node, ...], axes: tuple[Axis, ...], magnitude: float
 ) -> bool:
-    """``f(P x) = P f(x)``; with nothing chosen, whether ``f(x)`` is zero-mean whatever ``x`` is."""
+    """Whether ``f(P x) = P f(x)``; if nothing is chosen, whether ``f(x)`` is zero-mean."""
     generator = torch.Generator().manual_seed(0)
     values = {
         n: _random(n.meta["val"], generator, magnitude)

@@ -5,11 +5,12 @@
     python scripts/bench_fold.py --only report       the reports alone
     python scripts/bench_fold.py --options=--merge=affine    a fold with options against one without
 
-Decides what is compared with what. A fold is timed by what ``enjoyln fold --no-verify --json``
-itself states (reading, centring, writing, syncing, publishing; not imports and tracing, which have
-columns of their own), against ``cp -r`` of the same directory and an fsync of every copied file,
-in turns. Memory is the anonymous memory of the whole command, sampled every 10 ms, above that of
-an interpreter that has imported torch; for the reports it is the peak resident set.
+Decides what is compared. The time of a fold is the one that ``enjoyln fold --no-verify --json``
+prints. It includes reading, centring, writing, syncing and publishing, but not imports and tracing,
+which have their own columns. It is compared in turns with ``cp -r`` of the same directory and an
+fsync of every copied file. Memory is the anonymous memory of the whole command, sampled every
+10 ms, minus that of an interpreter that has imported torch. For reports it is the peak resident
+set.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ LARGE = {
         "alibi": False,
     },
 }
-"""Published configurations; what is left out is the architecture's default."""
+"""Published configurations; all other settings are the architecture's defaults."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Run:
 
 
 def run(command: Sequence[object]) -> Run:
-    """Run to the end, sampling memory; a command that fails ends the benchmark."""
+    """Run a command to its end and sample its memory. A failing command ends the benchmark."""
     begin = time.perf_counter()
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
     peak, done = [0.0], threading.Event()
@@ -120,7 +121,7 @@ def copied(source: Path, out: Path) -> float:
 
 
 def fold_against_copy(source: Path, repeats: int, jobs: int | None) -> dict[str, Any]:
-    """Medians of both, in turns, each into a directory beside the source that is removed again."""
+    """Medians of a fold and a copy, in turns, each into a new directory next to the source."""
     out = source.parent / f"{source.name}.bench"
     torch_alone = run([sys.executable, "-c", "import torch"]).anonymous
     copies, folds, commands, memory = [], [], [], []
@@ -153,7 +154,7 @@ def options_against_plain(
 ) -> dict[str, Any]:
     """Medians of a fold with ``options`` and of one without, in turns.
 
-    Where the options keep the means, of unfold as well.
+    With ``--keep-means`` in ``options``, the unfold is timed as well.
     """
     out, back = (source.parent / f"{source.name}.{end}" for end in ("bench", "back"))
     torch_alone = run([sys.executable, "-c", "import torch"]).anonymous
@@ -195,7 +196,7 @@ def options_against_plain(
 
 
 def _fresh(out: Path, action: Any) -> Any:
-    """``action`` with nothing at ``out`` before and after, and nothing waiting for the disk."""
+    """Run ``action`` with ``out`` removed before and after, and all writes synced to disk."""
     shutil.rmtree(out, ignore_errors=True)
     os.sync()
     try:
@@ -214,7 +215,7 @@ def generated(gigabytes: float, model_type: str, folder: Path) -> Path:
 
 
 def commands(repeats: int, folder: Path) -> list[dict[str, Any]]:
-    """``--help``, and reports from configurations alone."""
+    """Time ``--help``, and reports of configurations without weights."""
     cases: dict[str, list[str | Path]] = {"--help": [*ENJOYLN, "--help"]}
     for name, config in {"gpt2": SMALL, **LARGE}.items():
         (folder / name).mkdir()
@@ -235,7 +236,7 @@ def commands(repeats: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as aligned text; what a row does not have stays empty."""
+    """The rows as aligned text; missing values stay empty."""
     known = ("what", "gigabytes", "kept_mb", "fold_s", "copy_s", "plain_s", "ratio", "unfold_s")
     known += ("command_s", "plain_command_s", "memory_mb", "plain_memory_mb", "unfold_memory_mb")
     keys = tuple(key for key in known if any(key in row for row in rows))
@@ -251,14 +252,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time and memory of the enjoyln commands.")
     parser.add_argument("directory", nargs="?", type=Path, help="fold this checkpoint only")
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 4, 8], metavar="GB")
-    parser.add_argument("--model-type", default="opt", help="of the generated checkpoints")
+    parser.add_argument("--model-type", default="opt", help="of generated checkpoints")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--only", choices=["fold", "report"])
     parser.add_argument(
-        "--options", action="append", help="against a fold without, only; may be given again"
+        "--options", action="append", help="only compare folds with and without these"
     )
-    parser.add_argument("--work", type=Path, help="where to generate; a temporary directory if not")
+    parser.add_argument("--work", type=Path, help="directory for checkpoints; temporary by default")
     parser.add_argument("--json", action="store_true", help="print one JSON array")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

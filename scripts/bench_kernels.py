@@ -1,11 +1,12 @@
-"""Times the CPU kernels beside torch's own norms: interleaved, medians, one JSON object.
+"""Compares the times of the CPU kernels and of torch's own norms; writes one JSON object.
 
     OMP_NUM_THREADS=1 python scripts/bench_kernels.py --out kernels.json
 
-For every dtype, number of rows and width, in one process and turn by turn: ``F.layer_norm``,
+For every dtype, number of rows and width, these take turns in one process: ``F.layer_norm``,
 ``F.rms_norm`` with a bias, and the kernel; an addition and ``F.layer_norm``, and the fused kernel
-in place. All take float tensors of zero mean, weight and bias. A ratio is the first divided by the
-kernel's time, so that more is better. Compiled by Inductor as well with ``--compiled``.
+in place. The inputs have zero mean, and the norms have weight and bias. Times are medians. A ratio
+is torch's time divided by the kernel's, so more is better. ``--compiled`` also times torch's norms
+compiled by Inductor.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def ways(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Ways:
 
 
 def compiled(x: Tensor, weight: Tensor, bias: Tensor) -> Ways:
-    """torch's norms, through Inductor."""
+    """torch's norms, compiled by Inductor."""
     shape = x.shape[-1:]
 
     def layer_norm(x: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def compiled(x: Tensor, weight: Tensor, bias: Tensor) -> Ways:
 
 
 def keep_pages() -> None:
-    """Tells the C library to keep freed memory: else a large result costs fresh pages at random."""
+    """Tell the C library to keep freed memory; otherwise large results sometimes need new pages."""
     import ctypes
 
     library = ctypes.CDLL(None)
@@ -79,7 +80,7 @@ def timed(candidates: Ways, seconds: float) -> dict[str, float]:
 
 
 def turns(candidates: Ways, seconds: float) -> dict[str, list[float]]:
-    """Time of one call in microseconds, for every turn; in a turn each candidate has one."""
+    """Time of one call in microseconds, for every turn. Each candidate runs once per turn."""
     calls = {}
     for name, call in candidates.items():
         call()
@@ -91,7 +92,7 @@ def turns(candidates: Ways, seconds: float) -> dict[str, list[float]]:
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or len(found[name]) < 15:
         for name, call in candidates.items():
-            call()  # what the one before has left in the caches is nobody's merit
+            call()  # so that no candidate profits from the caches of the one before
             start = time.perf_counter()
             for _ in range(calls[name]):
                 call()
@@ -123,7 +124,7 @@ RATIOS = {
     "rms_over_compiled_layer_norm": ("compiled_layer_norm", "rms_norm"),
     "rms_over_compiled_rms_norm": ("compiled_rms_norm", "rms_norm"),
 }
-"""How many times as fast the second is as the first."""
+"""Ratios of the first time to the second."""
 
 
 def ratios(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def one_token(seconds: float) -> dict[str, Any]:
-    """The module call at one token and a width of 768, beside ``nn.LayerNorm``."""
+    """The time of a module call for one token of width 768, compared with ``nn.LayerNorm``."""
     from enjoyln_cli.runtime.install import install
 
     stock = nn.LayerNorm(768).eval()

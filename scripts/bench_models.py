@@ -1,13 +1,13 @@
-"""Times whole models with LayerNorm and with RMSNorm, with random weights; one JSON object.
+"""Times whole models with LayerNorm and with RMSNorm, with random weights; writes one JSON object.
 
     OMP_NUM_THREADS=1 python scripts/bench_models.py --models gpt2,bert --out models.json
 
-What ``enjoyln bench`` does for a checkpoint, for the sizes that the names stand for. Where norms
-are too little of a model to be seen in it, ``norms_ms`` tells how long all of them take by
-themselves, on inputs of the same shapes, with the additions before them: these alone, LayerNorm,
-RMSNorm, and the one operation that the backend ``enjoyln`` makes of an addition and its norm, over
-its own operands, as where the model reads them for the last time.
-``--norms-alone`` measures nothing else.
+This does what ``enjoyln bench`` does for a checkpoint, with models of the sizes of ``MODELS``.
+Norms may be too small a part of a model to be measured in it. So ``norms_ms`` has the time of all
+norms without the model, on inputs of the same shapes, with the additions before them: the additions
+alone, with LayerNorm, with RMSNorm, and with the single operation that the backend ``enjoyln`` uses
+for an addition and its norm. That operation overwrites its operands, as after their last use in a
+model. ``--norms-alone`` measures only this.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def random_model(
     kind: str, cls: str, settings: dict[str, Any], dtype: torch.dtype, device: str = "cpu"
 ) -> Any:
-    """A model that is ready to run, with weights as transformers makes them."""
+    """A model that is ready to run, with the initial weights of transformers."""
     torch.manual_seed(0)
     with torch.device(device):
         model = getattr(transformers, cls)(transformers.CONFIG_MAPPING[kind](**settings))
@@ -64,12 +64,12 @@ def random_model(
 
 
 def plan_of(kind: str, cls: str, settings: dict[str, Any]) -> Plan:
-    """What can be folded in such a model."""
+    """The plan of such a model."""
     return analyze(transformers.CONFIG_MAPPING[kind](**settings), model_class=cls).plan
 
 
 def folded_of(original: Any, plan: Plan) -> Any:
-    """Centres ``original`` in place, and makes a model of the same weights that runs RMSNorm."""
+    """Centre ``original`` in place. Returns a model with the same weights that runs RMSNorm."""
     centre_parameters(original, plan)
     folded = share_weights(original)
     setattr(folded.config, MARKER, marker(plan, SimpleNamespace(model="random", revision=None)))
@@ -134,7 +134,7 @@ def norms_alone(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="file for the JSON; standard output without")
+    parser.add_argument("--out", type=Path, help="file for the JSON (default: standard output)")
     parser.add_argument("--models", default=",".join(name for name in MODELS if name != "tiny"))
     parser.add_argument("--batch-size", type=numbers, default=(1,))
     parser.add_argument("--seq-len", type=numbers, default=(128, 512))

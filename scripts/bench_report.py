@@ -1,12 +1,12 @@
-"""How long an analysis takes, beside one forward pass of the same model without weights.
+"""How long an analysis takes, compared with one forward pass of the model without weights.
 
     python scripts/bench_report.py
     python scripts/bench_report.py bert bloom-176b
 
-Each model is analysed in a process of its own, from its config alone. Printed are the processor
-time after the imports, the same as a multiple of one forward pass on the meta device (the median of
-seven, in the same process), and the process's peak memory. A GPT-2 of 12 to 96 layers shows that
-the time grows no faster than the number of layers. The last line tells what the imports take.
+Each model is analysed in its own process, from its config alone. The columns are the processor time
+after the imports, this time divided by that of one forward pass on the meta device (the median of
+seven, in the same process), and the process's peak memory. GPT-2 with 12 to 96 layers shows that
+the time grows no faster than the number of layers. The last line has the time of the imports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the commands scale: with the size of a checkpoint, and beyond the memory and the disk.
+"""How the commands scale with the size of a checkpoint, also beyond the memory and the disk.
 
     python scripts/bench_scale.py                    everything, one after the other
     python scripts/bench_scale.py --only fold        folds of 4, 8 and 16 GB against copying them
@@ -6,12 +6,12 @@
     python scripts/bench_scale.py --only verify      8 GB verified within 3 GB of memory
     python scripts/bench_scale.py --only processes   one process against two, each on its own core
 
-Decides sizes and what is projected; times and memory are taken by ``bench_fold``. The checkpoint
-of 176 billion parameters has BLOOM's names, its 72 files, its index and its shapes, except that
-each matrix is 64 times smaller in a dimension that no mean is taken over. Its plan is made for the
-real shapes. What that costs per tensor is measured; hours for the whole are a projection, from the
-bytes at 1 GB/s and from the bytes at the rate measured. Processes are compared where the processor
-is the limit, with checkpoint and result in memory.
+Decides the sizes and the projections; ``bench_fold`` measures times and memory. The simulated
+checkpoint of 176 billion parameters has BLOOM's names, its 72 files, its index and its shapes,
+except that each matrix is 64 times smaller in a dimension over which no mean is taken. Its plan is
+made for the real shapes. The time per tensor is measured. The hours for the real checkpoint are
+projected from its bytes, at 1 GB/s and at the measured rate. One process and two are compared with
+checkpoint and result in memory, so that the processor is the limit.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from typing import Any
 from bench_fold import ENJOYLN, LARGE, fold_against_copy, generated, run, table
 
 SHRINK = 64
-"""How many times smaller a matrix of the simulated checkpoint is."""
+"""Factor by which matrices of the simulated checkpoint are smaller."""
 FLAT = 20
-"""MB that the memory of folds of different sizes may differ by."""
+"""Largest difference, in MB, between folds of different sizes that counts as flat."""
 
 
 def folds(sizes: list[float], model_type: str, repeats: int, folder: Path) -> list[dict[str, Any]]:
-    """A fold of each size against copying it; one checkpoint on the disk at a time."""
+    """Compare a fold of each size with a copy, with one checkpoint on the disk at a time."""
     rows = []
     for size in sizes:
         source = generated(size, model_type, folder)
@@ -53,8 +53,8 @@ def folds(sizes: list[float], model_type: str, repeats: int, folder: Path) -> li
 def bloom() -> tuple[Any, dict[str, tuple[int, ...]], dict[str, str]]:
     """The configuration of BLOOM-176B, its stored shapes, and the file of each tensor.
 
-    The names are those of the base model, as they are published: the embedding is in the first of
-    72 files, a block in each of the next 70, the last norm in the last.
+    The names are those of the base model, as published. The embedding is in the first of 72 files,
+    a block in each of the next 70, and the final norm in the last.
     """
     from make_checkpoint import on_meta, stored_tensors
     from transformers import BloomConfig, BloomForCausalLM
@@ -72,7 +72,7 @@ def bloom() -> tuple[Any, dict[str, tuple[int, ...]], dict[str, str]]:
 
 
 def planned(config: Any, shapes: dict[str, tuple[int, ...]], places: dict[str, str]) -> Any:
-    """The edits of the plan for the whole model, by stored tensor: of headers alone."""
+    """The edits of the plan for the real model, for each stored tensor, from headers alone."""
     from enjoyln_cli.analysis.analyze import analyze_config
     from enjoyln_cli.checkpoint.headers import StoredTensor
     from enjoyln_cli.checkpoint.reader import Checkpoint
@@ -90,7 +90,7 @@ def planned(config: Any, shapes: dict[str, tuple[int, ...]], places: dict[str, s
 
 
 def shrunken(shape: tuple[int, ...], centred: set[int]) -> tuple[int, ...]:
-    """A matrix, smaller in its largest dimension that no mean is taken over."""
+    """The shape of a matrix, smaller in its largest dimension over which no mean is taken."""
     free = [dim for dim in range(len(shape)) if dim not in centred]
     if len(shape) < 2 or not free:
         return shape
@@ -99,7 +99,7 @@ def shrunken(shape: tuple[int, ...], centred: set[int]) -> tuple[int, ...]:
 
 
 def write_bloom(out: Path) -> None:
-    """The simulated checkpoint: random values, real names, files and index."""
+    """Write the simulated checkpoint: random values, real names, files and index."""
     from make_checkpoint import Stored, blocks, cuts, header_of
 
     config, shapes, places = bloom()
@@ -125,7 +125,7 @@ def write_bloom(out: Path) -> None:
 
 
 def fold_bloom(source: Path, out: Path) -> None:
-    """Print what folding the simulated checkpoint took: it is edited as the whole would be."""
+    """Fold the simulated checkpoint with the real plan, and print the seconds that it took."""
     from enjoyln_cli.checkpoint.reader import open_checkpoint
     from enjoyln_cli.checkpoint.source import open_source
     from enjoyln_cli.rewrite.writer import write_shards
@@ -140,7 +140,7 @@ def fold_bloom(source: Path, out: Path) -> None:
 
 
 def simulated(folder: Path, repeats: int) -> dict[str, Any]:
-    """Seconds per tensor, and hours of the whole as a projection."""
+    """Measured time per tensor, and projected hours for the real checkpoint."""
     source, out = folder / "bloom", folder / "bloom.folded"
     write_bloom(source)
     _, shapes, _ = bloom()
@@ -169,7 +169,7 @@ def simulated(folder: Path, repeats: int) -> dict[str, Any]:
 
 
 def verified(gigabytes: float, limit: str, model_type: str, folder: Path) -> dict[str, Any]:
-    """A fold of a random checkpoint, verified in less memory than the model takes."""
+    """Fold a random checkpoint, and verify it in less memory than the model needs."""
     source = generated(gigabytes, model_type, folder)
     out = folder / "folded"
     run([*ENJOYLN, "fold", source, "-o", out, "--no-verify", "--quiet"])
@@ -189,16 +189,16 @@ def verified(gigabytes: float, limit: str, model_type: str, folder: Path) -> dic
 
 
 def shared(processes: int, model_type: str, repeats: int) -> dict[str, Any]:
-    """1 GB folded by one process and by several, in turns, each process on a core of its own.
+    """Fold 1 GB with one process and with several, in turns, each process on its own core.
 
-    A run takes as long as its slowest process, from the plan to the published result. Ends the
-    benchmark where the bytes differ.
+    The time of a run is that of its slowest process, from the plan to the published result. Ends
+    the benchmark if the results differ.
     """
     from enjoyln_cli.fs.digests import digest_of_file
 
     cores = sorted(os.sched_getaffinity(0))[:processes]
     if len(cores) < processes:
-        sys.exit(f"{processes} processes need as many cores, and there are {len(cores)}")
+        sys.exit(f"{processes} processes need {processes} cores; there are only {len(cores)}")
     runs: dict[int, list[float]] = {1: [], processes: []}
     digests = set()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
@@ -211,7 +211,7 @@ def shared(processes: int, model_type: str, repeats: int) -> dict[str, Any]:
                 )
                 shutil.rmtree(out)
     if len(digests) > 1:
-        sys.exit(f"{processes} processes write other bytes than one")
+        sys.exit(f"{processes} processes and one process write different bytes")
     one, several = median(runs[1]), median(runs[processes])
     return {
         "what": f"fold 1 GB, {processes} processes",
@@ -224,7 +224,7 @@ def shared(processes: int, model_type: str, repeats: int) -> dict[str, Any]:
 
 
 def _together(cores: list[int], source: Path, out: Path) -> list[float]:
-    """Seconds that each of the processes states, one on each core."""
+    """Seconds that each process prints; one process runs on each core."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -266,11 +266,11 @@ def main() -> None:
     parser.add_argument("--only", choices=["fold", "bloom", "verify", "processes"])
     parser.add_argument("--sizes", type=float, nargs="+", default=[4, 8, 16], metavar="GB")
     parser.add_argument("--verify-size", type=float, default=8, metavar="GB")
-    parser.add_argument("--max-memory", default="3GB", help="of the verification")
+    parser.add_argument("--max-memory", default="3GB", help="memory limit of the verification")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--model-type", default="opt", help="of the generated checkpoints")
+    parser.add_argument("--model-type", default="opt", help="of generated checkpoints")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--work", type=Path, help="where to generate; a temporary directory if not")
+    parser.add_argument("--work", type=Path, help="directory for checkpoints; temporary by default")
     parser.add_argument("--json", action="store_true", help="print one JSON array")
     parser.add_argument("--fold-bloom", type=Path, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()

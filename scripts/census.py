@@ -3,15 +3,15 @@
     python scripts/census.py --out census.jsonl            every type that is not in the file yet
     python scripts/census.py --out census.jsonl --types gpt2,whisper --again
     python scripts/census.py --out census.jsonl --fast      one type for each mechanism
-    python scripts/census.py --out census.jsonl --options   with all that a fold can be asked for
+    python scripts/census.py --out census.jsonl --options   with all options of a fold
     python scripts/census.py --out census.jsonl --markdown docs/architectures.md
 
-For each class of a type: a shrunken config, random weights in float64 (γ, β and biases moved, means
-of weights not zero), the plan that ``analyze`` proves, the live model folded by it, and the largest
-difference of any returned tensor over three inputs, relative to that tensor's largest element.
-Every type runs in a process of its own, with limits on time and memory. With ``--options`` the plan
-may also widen MLPs, untie, and merge: the reasons of what is kept even then are audited as well, in
-rows of their own in the same file.
+For each class of a type, the script shrinks the config, makes random weights in float64 (random γ,
+β and biases, weights with non-zero means), and folds the model by the plan of ``analyze``. It
+records the largest difference of any returned tensor over three inputs, relative to that tensor's
+largest element. Every type runs in its own process, with limits on time and memory. With
+``--options`` the plan may also widen MLPs, untie, and merge. The reasons of the norms that are
+still kept are audited as well, in separate rows of the same file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HEADS = (
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "MODEL_FOR_CTC_MAPPING_NAMES",
 )
-"""The auto mappings that are walked: the base model and the usual heads."""
+"""The auto mappings whose classes are examined: the base model and the usual heads."""
 
 FAST = (
     "gpt2", "gpt_neox", "gptj", "bloom", "falcon", "mpt", "opt", "phi", "stablelm", "persimmon",
@@ -55,7 +55,7 @@ FAST = (
     "beit", "dinov2", "swin", "convnext", "segformer", "clip", "blip", "layoutlm", "videomae",
     "audio-spectrogram-transformer", "canine", "mobilevit", "phimoe",
 )  # fmt: skip
-"""One type for each way in which norms, writers and observers are put together."""
+"""One type for each way in which a model combines norms, writers and observers."""
 
 
 def classes_of(model_type: str) -> list[str]:
@@ -69,7 +69,7 @@ def classes_of(model_type: str) -> list[str]:
 
 
 def built(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
-    """A small live model in float64 with random weights, its config, whether inputs are known."""
+    """A small float64 model with random weights, its config, and whether inputs are known."""
     import torch
     import transformers
 
@@ -87,7 +87,7 @@ def built(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
                 start = 1.0 if parameter.dim() < 2 else 0.3 * spread
                 parameter.copy_(start + spread * torch.randn_like(parameter))
         stored = model.state_dict().keys()
-        for name, buffer in model.named_buffers():  # codebooks, before anything was learnt
+        for name, buffer in model.named_buffers():  # codebooks that are zero before training
             table = name in stored and buffer.is_floating_point() and buffer.dim() > 1
             if table and not buffer.any():
                 buffer.copy_(torch.randn_like(buffer))
@@ -95,11 +95,11 @@ def built(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
 
 
 Run = Callable[[Any], Any]
-"""Of a model: what it returns on inputs that are chosen beforehand."""
+"""Runs a model on fixed inputs, and returns its outputs."""
 
 
 def seeded_runs(model: Any, dtype: Any) -> dict[Run, list[Any]]:
-    """One for each seed and batch, and what it returns; of text, two rows with padding in one."""
+    """A run for each seed and batch, and its outputs; text has two rows, one of them padded."""
     from enjoyln_cli.calls.input_forms import accepted_by
     from enjoyln_cli.comparison.batches import seeded_batches
 
@@ -134,7 +134,7 @@ def proof_runs(model: Any, dtype: Any) -> list[Run]:
 
         def run(model: Any, call: Any = call, steps: Any = steps) -> Any:
             own = pytree.tree_map_only(torch.Tensor, torch.clone, steps)  # a model may write there
-            return Steps(model, call.flags, None)(*own)[: len(own)]  # not what it leaves behind
+            return Steps(model, call.flags, None)(*own)[: len(own)]  # without its state
 
         runs.append(run)
     return runs
@@ -171,7 +171,7 @@ def differing(found: list[Any], expected: list[Any]) -> float:
 
 
 def is_lost(runs: Iterable[list[Any]]) -> bool:
-    """Whether some tensor is NaN throughout; one that is so in part, of padding, is compared."""
+    """Whether some tensor is all NaN. A tensor with some NaN, from padding, is still compared."""
     return any(bool(t.isnan().all()) for outputs in runs for t in outputs if t.numel())
 
 
@@ -191,7 +191,7 @@ def rounded(model: Any) -> Any:
 
 
 def untied(model: Any, plan: Any) -> Any:
-    """A copy in which what ``plan`` unties are parameters of their own; nothing else differs."""
+    """A copy in which the weights that ``plan`` unties are separate; nothing else differs."""
     from enjoyln_cli.rewrite.in_memory import centre_parameters
 
     copied = copy.deepcopy(model)
@@ -263,7 +263,7 @@ def examine(model_class: str, model_type: str, every_option: bool = False) -> di
         row["not_exercised"] = len(set(names) - set(means))
         row["mean"] = max(means.values(), default=0.0)
         bound = 1e-4 if dtype == torch.float32 else 1e-9
-        if row["error"] > bound:  # an output that cancels almost to nothing is as far off by itself
+        if row["error"] > bound:  # rounding alone may move an output that nearly cancels as far
             near = rounded(model)
             found = [differing(outputs_of(run, near, dtype), expected[run]) for run in seeds]
             row["own_rounding"] = max(found)
@@ -273,7 +273,7 @@ def examine(model_class: str, model_type: str, every_option: bool = False) -> di
         audit_on = untied(model, plan) if plan.untied else model
         runs = [(partial(outputs_of, run, audit_on, dtype), expected[run]) for run in shown]
         row["audit"] = audited(analysis, audit_on, runs)
-    except Exception as error:  # the row says what it was
+    except Exception as error:  # the row records it
         row["failure"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
     row["seconds"] = round(time.perf_counter() - begin, 1)
     return row
@@ -289,9 +289,9 @@ def child(model_type: str, memory: int, every_option: bool, connection: Any) -> 
 def parents(
     types: list[str], jobs: int, seconds: int, memory: int, every_option: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """The rows of all types; of a process that was stopped, what it had not said is a row too.
+    """The rows of all types. If a process is stopped, each of its missing classes has a row, too.
 
-    The processes are forks of this one, which has imported what they need.
+    The processes are forks of this one, which has already imported what they need.
     """
     import torch
     import transformers  # noqa: F401
@@ -341,14 +341,14 @@ def _left(model_type: str, said: set[str], stopped: str) -> list[dict[str, Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fold every model type, and compare.")
     parser.add_argument("--out", type=Path, default=Path("census.jsonl"))
-    parser.add_argument("--types", help="comma-separated; all of them by default")
+    parser.add_argument("--types", help="comma-separated types (default: all)")
     parser.add_argument("--fast", action="store_true", help="about 40 types, one per mechanism")
     parser.add_argument("--options", action="store_true", help="widen MLPs, untie, and merge")
-    parser.add_argument("--again", action="store_true", help="also those in the file")
+    parser.add_argument("--again", action="store_true", help="examine types in the file again")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--seconds", type=int, default=180, help="limit for a type")
-    parser.add_argument("--memory", type=float, default=6, help="limit for a process, in GB")
-    parser.add_argument("--markdown", type=Path, help="write the summary of the file, run nothing")
+    parser.add_argument("--seconds", type=int, default=180, help="time limit for a type")
+    parser.add_argument("--memory", type=float, default=6, help="memory limit for a process, in GB")
+    parser.add_argument("--markdown", type=Path, help="write a summary of the file; run nothing")
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.out.open()] if args.out.exists() else []
     if args.markdown:

@@ -1,8 +1,8 @@
-"""The config of a census: that of a model type, shrunken until its model is small.
+"""Shrinks the default config of a model type until its model is small enough for the census.
 
-The default configs are of the size of a published model, and where a model is put together from
-parts, the defaults of two parts can disagree. What is changed here keeps a model one that its
-authors could have trained: heads divide the features, one part reads what another one writes.
+The default configs have the size of a published model. If a model consists of several parts, the
+defaults of two parts can disagree. The changes made here keep a model that its authors could have
+trained: heads divide the features, and each part reads the size that another one writes.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ EXPERTS = re.compile(r"(num|routed)_experts$|expert_num$")
 TEXT_IDS = re.compile(r"_(token|patch)_id$|_token_index$")
 VOCABULARY = 131
 PATIENCE = 60
-"""Seconds after which a model that accepts no inputs in one size is not tried in others."""
+"""Seconds after which no further size is tried for a model that accepts no inputs."""
 SIDE = 128
-"""Of images that are made smaller: where it is a power of two, patches can be put together."""
+"""Side of shrunken images: a power of two, so that patches can be merged."""
 GIVEN = {
     "vocab_size": VOCABULARY, "image_token_id": 70, "image_token_index": 70, "pad_token_id": 1,
     "video_token_id": 71, "video_token_index": 71, "audio_token_id": 72, "audio_token_index": 72,
     "prediction_length": 6, "context_length": 12, "mlp_layer_types": ["dense", "sparse"],
     "default_language": "en_XX", "vocabulary_map": {"<image>": 70} | {
         "IMGIMG" + "".join(chr(ord("A") + int(digit)) for digit in str(code)) + "Z": code % 64
-        for code in range(8192)  # of an image, spelled as Chameleon's vocabulary does
+        for code in range(8192)  # image tokens, named as in Chameleon's vocabulary
     },
 }  # fmt: skip
-"""What a config leaves open, and the model needs."""
+"""Settings that a config leaves open although the model needs them."""
 BEGUN = {
     "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
     "indexer_compress_ratio": 2, "indexer_budget": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1,
@@ -59,30 +59,31 @@ BEGUN = {
     "deepstack_layer_map": [[-2, 0], [-1, 1]], "spatial_target_layers": [0, 1, 0, 1],
     "projector_scale_factors": [1.0], "is_decoder": True, "top_k_experts": 2,
 }  # fmt: skip
-"""What a config leaves open or empty, of models that cannot be built or run without."""
+"""Settings that a config leaves open or empty, for models that cannot run without them."""
 ABSENT = {
     "rope_theta": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "num_key_value_heads": {"num_key_value_heads": 8},
     "dropout_rate": {"dropout_rate": 0.0},
 }
-"""What some default configs have no attribute for, although their models read it, and more that
-those do not say."""
+"""From an attribute that some default configs lack although their models read it, to the settings
+that such a config gets."""
 CORRECTED = {
     "mm_tokens_per_image": 4, "downsample_mode": "16x", "num_cross_attention_heads": 1,
     "projector_patch_to_query_dict": {n * n: n for n in range(65)},
 }  # fmt: skip
-"""What the default config says otherwise than its own default image asks for."""
+"""Settings in which a default config contradicts its own default image size."""
 
 
 def shrink(config: Any, factor: int, side: int | None = None) -> None:
-    """Fewer layers, narrower by one factor throughout, a small vocabulary, in every sub-config.
+    """Use fewer layers, narrower ones by one factor, and a small vocabulary in every sub-config.
 
-    Images larger than ``side`` get ``SIDE`` pixels or a few less, a power of two of patches.
+    Images larger than ``side`` get ``SIDE`` pixels or a few less, so that the number of patches
+    along a side is a power of two.
     """
     if config.model_type == "timm_wrapper":
-        return  # whose architecture says all, and the rest has to agree with it
+        return  # its architecture name fixes all other settings
     if vars(config).get("num_feature_levels", 1) > 3:
-        factor = min(factor, 4)  # the fourth is one pixel, normalised in 32 groups of channels
+        factor = min(factor, 4)  # the fourth level is one pixel, normalised in 32 groups
     stages = vars(config).get("num_hidden_layers") if "stage_names" in vars(config) else None
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
@@ -94,7 +95,7 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
             smaller = patch * 2 ** int(math.log2(SIDE // patch))
             if isinstance(value, int):
                 setattr(config, name, smaller)
-            else:  # two images one above the other stay that
+            else:  # two images, one above the other
                 times = [length // min(value) for length in value]
                 whole = all(length % min(value) == 0 for length in value)
                 setattr(config, name, [smaller * n if whole else smaller for n in times])
@@ -120,12 +121,12 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
             turned = {"rope_type": "default", "rope_theta": 10000.0}
             config.rope_parameters = {kind: dict(turned) for kind in config.layer_types}
     if isinstance(stages, int) and max(config.out_indices or [0]) > config.num_hidden_layers:
-        config.num_hidden_layers = stages  # of a backbone of which later stages are read
+        config.num_hidden_layers = stages  # later stages of this backbone are read
     if {"vision_config", "audio_config"} <= vars(config).keys():
         for name in {"vision_start_token_id", "audio_start_token_id"} - set(dir(config)):
             setattr(config, name, 73)
     if "mm_tokens_per_image" in vars(config):
-        config.yes_token_index, config.no_token_index = 80, 81  # of a classifier of such images
+        config.yes_token_index, config.no_token_index = 80, 81  # for the classifier of such images
     _link(config)
     _divide(config)
     _choose(config)
@@ -146,7 +147,7 @@ def _larger(image: Any, side: int) -> bool:
 
 
 def _divide(config: Any) -> None:
-    """Fewer heads where the narrower features are no longer a multiple of them, each even."""
+    """Reduce the number of heads until it divides the narrower features into even head sizes."""
     own = vars(config)
     width = math.gcd(*(w for name in WIDTH if isinstance(w := own.get(name), int)))
     for name in HEADS_OF:
@@ -167,7 +168,7 @@ def _divide(config: Any) -> None:
 
 
 def _link(config: Any) -> None:
-    """A part reads what another one writes, also where the defaults of two parts disagree."""
+    """Make each part read the size that another one writes, even if their defaults disagree."""
     parts = {name: part for name, part in vars(config).items() if hasattr(part, "to_dict")}
     widths = {
         name: next((w for n in WIDTH if isinstance(w := vars(part).get(n), int)), None)
@@ -179,7 +180,7 @@ def _link(config: Any) -> None:
         own, read = vars(part), widths.get("text_config")
         written = {"out_hidden_size", "output_dim", "projection_dim"} & own.keys()
         if "projection_dim" in vars(parts.get("text_config", config)):
-            written.discard("projection_dim")  # both are projected to one size
+            written.discard("projection_dim")  # both towers are projected to one size
         if name == "vision_config" and {"embed_dim", "hidden_size"} <= own.keys():
             written.add("hidden_size")
         for output in written if read and name in towers else ():
@@ -189,7 +190,7 @@ def _link(config: Any) -> None:
         if encoder and name not in towers and "encoder_hidden_size" in vars(part):
             part.encoder_hidden_size = encoder
         if deep := own.get("deepstack_visual_indexes") or own.get("deepstack_layers"):
-            _deepen(parts.get("text_config"), len(deep))  # each goes into a layer of the text
+            _deepen(parts.get("text_config"), len(deep))  # one layer of the text for each
         if (ratio := own.get("pixel_shuffle_ratio")) and "intermediate_size" in own:
             part.intermediate_size = round(own["hidden_size"] / ratio**2)
         layers, tower = own.get("vision_feature_layer"), parts.get("vision_config")
@@ -205,19 +206,19 @@ def _link(config: Any) -> None:
     vision = parts.get("vision_config", config)
     tile = vars(vision).get("image_size")
     if isinstance(vars(config).get("downsample_rate"), str):
-        vision.patch_size = tile // 4  # whole windows of patches, each next to another
+        vision.patch_size = tile // 4  # so that windows of patches tile the image
     if isinstance(tile, int) and (grids := vars(config).get("image_grid_pinpoints")):
         one = min(min(grid) for grid in grids)
         config.image_grid_pinpoints = [[n // one * tile for n in grid] for grid in grids]
     prompts, levels = parts.get("prompt_encoder_config"), "backbone_feature_sizes"
     for part in parts.values() if prompts else ():
-        if levels in vars(part):  # each level has twice the grid of the next
+        if levels in vars(part):  # each level has twice the grid size of the next
             grid, count = prompts.image_size // prompts.patch_size, len(getattr(part, levels))
             setattr(part, levels, [[grid << level] * 2 for level in reversed(range(count))])
 
 
 def _deepen(text: Any, layers: int) -> None:
-    """At least so many layers, each of the kind of the last."""
+    """Give the text model at least ``layers`` layers, each new one of the last one's kind."""
     own = vars(text) if text is not None else {}
     missing = layers - own.get("num_hidden_layers", layers)
     if missing > 0:
@@ -227,7 +228,7 @@ def _deepen(text: Any, layers: int) -> None:
 
 
 def _turn(config: Any) -> None:
-    """Text among images is turned by time, height and width, each by its section of a head."""
+    """Fit the sections of a multimodal rotary embedding (time, height, width) to the head size."""
     text = getattr(config, "text_config", None)
     rope = getattr(text, "rope_parameters", None) if hasattr(config, "vision_config") else None
     if not isinstance(rope, dict) or "rope_type" not in rope:
@@ -236,12 +237,12 @@ def _turn(config: Any) -> None:
     half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
     if sum(rope.get("mrope_section") or ()) != half:
         frame, side = half - 2 * (3 * half // 8), 3 * half // 8
-        first = "moe_num_experts" in vars(text)  # they come in the other order
+        first = "moe_num_experts" in vars(text)  # their sections are in the other order
         rope["mrope_section"] = [side, side, frame] if first else [frame, side, side]
 
 
 def _choose(config: Any) -> None:
-    """Every layer that a config names by its number is there, at its place in the order."""
+    """Make every layer number in the config valid, and keep the order of the numbers."""
     own = vars(config)
     parts = [part for part in own.values() if hasattr(part, "to_dict")]
     owners = ((c, n) for c in (config, *parts) for n in DEPTHS if vars(c).get(n))
@@ -263,7 +264,7 @@ def _choose(config: Any) -> None:
 
 def _smaller(name: str, value: Any, factor: int, layers: int = 2) -> Any:
     if isinstance(value, (list, tuple)):
-        least = [i + 1 if name == "depth" else 2 for i in range(len(value))]  # CvT asks for more
+        least = [i + 1 if name == "depth" else 2 for i in range(len(value))]  # CvT needs more
         parts = (
             _smaller(name, part, factor, n) or part for n, part in zip(least, value, strict=True)
         )
@@ -278,9 +279,9 @@ def _smaller(name: str, value: Any, factor: int, layers: int = 2) -> Any:
         return min(value, 8)
     if name == "num_frames":
         return min(value, 16)
-    if name == "num_embeddings":  # of a codebook, whose codes are tokens of the text in some
+    if name == "num_embeddings":  # a codebook; in some models its codes are text tokens
         return min(value, VOCABULARY // 2)
-    if name == "patch_size" and value > 2 * SIDE:  # of a model whose patches are images
+    if name == "patch_size" and value > 2 * SIDE:  # a model whose patches are images
         return SIDE
     if EXPERTS.search(name) and value > 32:
         return 16
@@ -319,8 +320,8 @@ def sketched(model_class: str, model_type: str) -> tuple[Any, Any, bool]:
             config = _default(getattr(transformers, model_class), model_type, absent, more)
             shrink(config, factor, side)
             sketch = build(getattr(transformers, model_class), config)
-            saved_shapes(sketch)  # some sizes build, and cannot be stored
-        except Exception as error:  # a config can be wrong in as many ways as there are models
+            saved_shapes(sketch)  # fails for sizes that build but cannot be stored
+        except Exception as error:  # a wrong config may raise anything
             failures.append(error)
             cause = error.__cause__
             if isinstance(cause, AttributeError) and cause.name in ABSENT:
@@ -347,9 +348,9 @@ def _default(
     absent: Mapping[type, Mapping[str, Any]],
     more: Mapping[str, Any],
 ) -> Any:
-    """The default config of a class, of the part that it is for, with what the default lacks.
+    """The default config of a class, or of its part of a larger config, with missing attributes.
 
-    ``more`` fills what the default leaves empty.
+    ``more`` fills settings that the default leaves empty.
     """
     import transformers
 
@@ -357,7 +358,7 @@ def _default(
     empty = {n for n, v in vars(made()).items() if not v and n in more} if more else set()
     try:
         config = made(**{name: more[name] for name in empty})
-    except Exception:  # what fits the default only once it is shrunken
+    except Exception:  # these settings fit only the shrunken config
         config = made()
     wanted = getattr(model_class, "config_class", None)
     parts = [part for part in vars(config).values() if hasattr(part, "to_dict")]

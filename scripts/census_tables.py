@@ -1,4 +1,4 @@
-"""The rows of a census as Markdown: totals, why LayerNorms stay, and a line for each class."""
+"""Writes the rows of a census as Markdown: totals, why LayerNorms stay, a line for each class."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import Counter
 from typing import Any
 
 INTRODUCTION = """\
-Written by `scripts/census.py` with torch {torch} and transformers {transformers}: every
+Written by `scripts/census.py` with torch {torch} and transformers {transformers}. It examines every
 model type of the auto mappings with its usual heads, from a shrunken config, with random weights
-(γ, β and biases moved, means of weights not zero). The error is the largest difference of any
+(random γ, β and biases, weights with non-zero means). The error is the largest difference of any
 returned tensor, relative to its largest element, over three seeded inputs and every call of the
 proof (prefill and decoding with the cache, optional inputs); in float64 unless marked. The rows
-come from several runs of the script while it grew, for each class the latest that examined it.
+come from several runs of the script; the row of each class is from the latest run that examined it.
 """
 LEGEND = """\
 Of the *LNs*, those *in weights* become RMSNorm in the weights alone, those *with ops* with an added
@@ -32,12 +32,12 @@ NEVER_RUN = {
     "seamless_m4t_v2": "`t2u_model` and `vocoder` are run by `generate`, not by `forward`",
     "vits": "`post_flows` run in training, and inference leaves out the second of `flows`",
 }
-"""Read in the modelling code: LayerNorms that no inference call of the class runs."""
+"""LayerNorms that no inference call of the class runs, according to the modelling code."""
 
 MISSING = {
-    "xclip": "a token is put beside the others, and cut off again before its mean is read",
+    "xclip": "a token is concatenated with the others, and cut off again before its mean is read",
 }
-"""Read in the modelling code: the rule that would fold what is kept without an observer."""
+"""The rule that would fold norms kept without an observer, according to the modelling code."""
 
 OBSTACLES = {
     "could not be traced": (
@@ -51,7 +51,7 @@ OBSTACLES = {
         ("has no attribute", "has no class"),
     ),
 }
-"""What the error of a class that could not be examined means."""
+"""From parts of the error of a class that could not be examined to the meaning."""
 UNDECIDED = "an activation decides which way it goes"
 
 
@@ -65,7 +65,7 @@ def _obstacle(row: dict[str, Any]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Markdown: what became of all types, why norms stay, and one line for each class."""
+    """The Markdown page: the results of all types, why norms stay, and one line for each class."""
     import torch
     import transformers
 
@@ -177,7 +177,7 @@ def _reasons(done: list[dict[str, Any]]) -> list[str]:
 
 
 def _with_options(optional: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
-    """What becomes of the classes that were examined again, with all that a fold can be asked."""
+    """The results of the classes that were examined again with every option."""
     done = [row for row in optional if "audit" in row]
     before = {row["class"]: row["folded"] for row in plain}
     both = [row for row in done if row["class"] in before]
@@ -194,9 +194,9 @@ def _with_options(optional: list[dict[str, Any]], plain: list[dict[str, Any]]) -
         "",
         f"* Of {counts['norms']} LayerNorms {counts['folded']} fold, without options "
         f"{sum(before[row['class']] for row in both)}; {counts['widened']} MLPs are widened, "
-        f"{counts['merged']} norms merged into what reads them.",
+        f"{counts['merged']} norms merged into the layers that read them.",
         f"* Wrong folds: {len(wrong)}. Largest error in float64 {max(exact, default=0):.0e}.",
-        "* The reasons of those that stay even then: "
+        "* The reasons of the norms that still stay: "
         + ", ".join(f"{count} {answer}" for answer, count in answers.most_common())
         + ".",
         *([f"* {len(tied)} classes cannot be untied, and say why."] if tied else []),
@@ -208,12 +208,13 @@ def _answers(done: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## The reasons put to the test",
         "",
-        "A weight that is said to be observed was shifted: an output has to change (*unseen* where",
-        "none did; *true of another source* where only a second source of the same mean was seen).",
-        "An op that is said to lose a zero mean was run on random numbers: it must not commute",
-        "with centring, whichever operands are centred (*missing rule* where it does). A LayerNorm",
-        "in no graph that runs all the same was changed: where no output changed either,",
-        "*it runs, and no output depends on it*.",
+        "If the reason is that a shift of a weight would be noticed, the weight was shifted, and",
+        "an output has to change. *unseen*: no output changed; *true of another source*: only the",
+        "shift of another source of the same mean was noticed. If the reason is that an op does",
+        "not keep a zero mean, the op was run on random numbers, and must not commute with",
+        "centring, whichever operands are centred. *missing rule*: it does. If a LayerNorm is in",
+        "no graph but runs, its weights were changed. *it runs, and no output depends on it*: no",
+        "output changed.",
         "",
         "| answer | LNs | types |",
         "|---|---|---|",
@@ -231,7 +232,7 @@ def _answers(done: list[dict[str, Any]]) -> list[str]:
     return [
         *lines,
         "",
-        "Of the types with LayerNorms that are *not exercised*, some cannot be by any call:",
+        "No call can exercise some of the LayerNorms that are *not exercised*:",
         "",
         *(f"* {name}: {why}." for name, why in NEVER_RUN.items() if name in idle),
         "",
@@ -241,7 +242,7 @@ def _answers(done: list[dict[str, Any]]) -> list[str]:
 
 
 def _missing_rules(done: list[dict[str, Any]]) -> list[str]:
-    """The rules that would fold more, by how many LayerNorms and types their absence costs."""
+    """The missing rules, with the LayerNorms and types that each would convert."""
     found: dict[str, list[str]] = {}
     for row in done:
         for answer in row["audit"].values():
@@ -251,4 +252,4 @@ def _missing_rules(done: list[dict[str, Any]]) -> list[str]:
         f"* {rule}: {len(types)} LayerNorms, of {', '.join(sorted(set(types)))}."
         for rule, types in sorted(found.items(), key=lambda item: -len(item[1]))
     ]
-    return ["Rules that are missing:", "", *(lines or ["* None that is known."]), ""]
+    return ["Rules that are missing:", "", *(lines or ["* No missing rule is known."]), ""]

@@ -1,12 +1,12 @@
-"""Write a random checkpoint of any architecture at any size, tensor by tensor, for benchmarks.
+"""Writes a random checkpoint of any architecture and size, tensor by tensor, for benchmarks.
 
     python scripts/make_checkpoint.py opt --params 2B --dtype bfloat16 --shards 8 -o DIR
 
 Decides the size and the values. The architecture's default configuration is scaled in width and
-depth until its parameter count is nearest to ``--params``; names and shapes come from the model
-class on the meta device and are what ``save_pretrained`` would store. Values are cuts of three
-random blocks: matrices with standard deviation 0.02 and a mean, gamma near 1, biases near 0. Only
-the blocks are ever in memory.
+depth until its parameter count is nearest to ``--params``. Names and shapes come from the model
+class on the meta device, and are those that ``save_pretrained`` would store. Values are cut from
+three random blocks: matrices with standard deviation 0.02 and a non-zero mean, gamma near 1, and
+biases near 0. Only the blocks are in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEADS = (
     "CAUSAL_LM",
     "IMAGE_CLASSIFICATION",
 )
-"""The model class is the first of these heads that the architecture has, else its base model."""
+"""Heads in order of preference; the model class is the first that exists, else the base model."""
 LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
 ATTENTION_HEADS = (
     "num_attention_heads",
@@ -53,15 +53,15 @@ WIDTHS = (
     "word_embed_proj_dim",
     "embedding_size",
 )
-"""Settings that grow with depth, and with width (in heads of the default size)."""
+"""Settings that grow with the depth, and with the width (in heads of the default size)."""
 DEPTHS = range(1, 129)
 NEAR = 0.03
 ASPECT = 80.0
-"""Width over depth that is chosen among the sizes within ``NEAR`` of what was asked for."""
+"""Preferred ratio of width to depth, among sizes within ``NEAR`` of the requested one."""
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
 BLOCK = 2**21 + 17
-"""Elements of a random block: no multiple of a usual width, so that rows differ."""
+"""Elements of a random block; not a multiple of a usual width, so that rows differ."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def count_of(text: str) -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 20M or 2B")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 20M or 2B")
     return count
 
 
@@ -100,7 +100,7 @@ def class_of(model_type: str, name: str | None) -> type[PreTrainedModel]:
 
 
 def scaled(model_type: str, heads: int, layers: int) -> PreTrainedConfig:
-    """The default configuration with that depth, and as wide as that many heads."""
+    """The default configuration with this depth, and with this number of heads of default size."""
     config = CONFIG_MAPPING[model_type]()
     before = getattr(config, "num_attention_heads", None)
     if not isinstance(before, int) or not isinstance(getattr(config, "hidden_size", None), int):
@@ -116,7 +116,7 @@ def scaled(model_type: str, heads: int, layers: int) -> PreTrainedConfig:
 
 
 def on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The model without memory for its weights, tied as a loaded one would be."""
+    """The model without memory for its weights, with weights tied as in a loaded model."""
     with torch.device("meta"):
         model = model_class(config)
     model.tie_weights()
@@ -126,8 +126,8 @@ def on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
 def nearest(model_type: str, model_class: type[PreTrainedModel], params: int) -> PreTrainedConfig:
     """The configuration with about ``params`` parameters.
 
-    The count is a quadratic in the number of heads plus the depth times another one, so three
-    widths at two depths give it for every size.
+    The parameter count is a quadratic in the number of heads, plus the depth times another such
+    quadratic. So the counts for three widths at two depths give the count for every size.
     """
     widths = (2, 4, 6)
     counts = [
@@ -161,7 +161,7 @@ def _parabola(xs: tuple[int, ...], ys: list[int], x: int) -> float:
 
 
 def stored_tensors(model: PreTrainedModel, dtype: str) -> list[Stored]:
-    """What ``save_pretrained`` would store: no tied duplicates, names as on disk."""
+    """The tensors that ``save_pretrained`` would store: no tied duplicates, names as on disk."""
     state: dict[str, torch.Tensor] = dict(model.named_parameters())
     kept = model.state_dict()
     state.update({name: b for name, b in model.named_buffers() if name in kept})
@@ -208,7 +208,7 @@ def blocks(dtype: str, seed: int) -> Mapping[str, memoryview]:
 
 
 def cuts(tensor: Stored, source: Mapping[str, memoryview], start: int) -> Iterator[memoryview]:
-    """The bytes of one tensor: a block over and over, from element ``start`` on."""
+    """The bytes of one tensor: a block, repeated, from element ``start`` on."""
     if tensor.kind not in DTYPES.values():
         yield memoryview(bytes(tensor.nbytes))
         return
@@ -239,7 +239,7 @@ def header_of(tensors: list[Stored]) -> bytes:
 
 
 def write(model: PreTrainedModel, into: Path, dtype: str, shards: int, seed: int) -> int:
-    """Config, shards and index in the new directory ``into``; returns the bytes of the tensors."""
+    """Write config, shards and index into a new directory. Returns the bytes of the tensors."""
     groups = dealt(stored_tensors(model, dtype), shards)
     into.mkdir(parents=True)
     model.config.architectures = [type(model).__name__]

@@ -1,13 +1,13 @@
-"""What a new user sees: every command on a BERT, a GPT-2 and a ViT of about 100 million weights.
+"""Runs every command as a new user would, on a BERT, a GPT-2 and a ViT of about 100M weights.
 
     python scripts/new_user.py
     python scripts/new_user.py --models vit --keep DIR
 
-Each model has random weights (``make_checkpoint.py``). Each command runs as a process of its own
-below a pseudo-terminal, as it would for a person who watches. Measured are the wall time, and the
-longest silence: the time in which nothing was written to the terminal. Prints a table as Markdown,
-and ends with status 1 if a command fails, is silent for more than ``--silence`` seconds, or if the
-check inside of ``fold`` takes half as long again as its budget.
+Each model has random weights (``make_checkpoint.py``). Each command runs in its own process, in a
+pseudo-terminal, as it would for a person. The script measures the wall time and the longest
+silence: the longest time in which nothing is written to the terminal. It prints a table as
+Markdown. The exit status is 1 if a command fails, is silent for more than ``--silence`` seconds, or
+if the check inside ``fold`` takes more than 1.5 times its budget.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MODELS = {"bert": "110M", "gpt2": "124M", "vit": "84M"}
-"""Model type to its number of parameters."""
+"""From model type to number of parameters."""
 OPTIONS = {"bert": ["--widen-mlp"]}
-"""Without it no LayerNorm of a BERT with its head converts."""
+"""Without this option, no LayerNorm of a BERT with its head becomes RMSNorm."""
 BUDGET = 60.0
-"""Seconds that the check inside of ``fold`` may take, by default."""
+"""Default time for the check inside ``fold``, in seconds."""
 PATIENCE = 1.5
-"""How much longer than its budget it may take."""
+"""Largest allowed time of this check, divided by its budget."""
 TOO_LONG = 3600.0
 """Seconds after which a command is stopped."""
 CHECKED = re.compile(r"checked on (.+?) in (\d+\.\d) s")
@@ -40,19 +40,19 @@ COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True)
 class Seen:
-    """What a person saw of one command."""
+    """The output of one command, as a person saw it."""
 
     status: int
     seconds: float
     silence: float
-    """The longest time without a sign of life, in seconds."""
+    """The longest time without output, in seconds."""
     since: str
-    """The last words before it."""
+    """The last words before that silence."""
     text: str
 
 
 def watch(command: list[str]) -> Seen:
-    """Run ``command`` below a pseudo-terminal, and look at when it writes."""
+    """Run ``command`` in a pseudo-terminal, and record when it writes."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
     begin = last = time.monotonic()
@@ -68,7 +68,7 @@ def watch(command: list[str]) -> Seen:
                 continue
             try:
                 chunk = os.read(ours, 1 << 16)
-            except OSError:  # how Linux says that the other end is closed
+            except OSError:  # on Linux, this means that the other end is closed
                 break
             now = time.monotonic()
             if now - last > silence:
@@ -89,7 +89,7 @@ def watch(command: list[str]) -> Seen:
 
 
 def plain(written: bytes) -> str:
-    """Text without colours and movements of the cursor."""
+    """The text without colours and cursor movements."""
     return COLOURS.sub("", written.decode(errors="replace")).replace("\r", "\n")
 
 
@@ -116,11 +116,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--models", default=",".join(MODELS), help="bert,gpt2,vit")
-    parser.add_argument("--params", help="number of parameters, for all of them")
+    parser.add_argument("--params", help="number of parameters of each model")
     parser.add_argument("--commands", default="report,fold,verify,bench")
-    parser.add_argument("--silence", type=float, default=5.0, help="seconds that are too long")
     parser.add_argument(
-        "--verify-seconds", type=float, default=120.0, help="of verify; 0 for all inputs"
+        "--silence", type=float, default=5.0, help="longest allowed silence in seconds"
+    )
+    parser.add_argument(
+        "--verify-seconds", type=float, default=120.0, help="--seconds of verify; 0 for all inputs"
     )
     parser.add_argument("--keep", type=Path, help="directory for the models")
     args = parser.parse_args()

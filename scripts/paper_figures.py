@@ -1,6 +1,6 @@
-"""The times that the two papers print, for ``paper_tables.py``. Tables are numbered as theirs.
+"""The times in the two papers, for ``paper_tables.py``. Tables have the papers' numbers.
 
-Seconds, percent and tokens per second, before a fold and after it; the GPUs are the papers'.
+They are in seconds, percent and tokens per second, before and after a fold, on the papers' GPUs.
 """
 
 OVERHEAD = {

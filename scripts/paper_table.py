@@ -1,11 +1,11 @@
-"""Table 3 of Enjoy-LN beside what is exact: docs/paper_table.md.
+"""Compares Table 3 of Enjoy-LN with exact folds: docs/paper_table.md.
 
     python scripts/paper_table.py > docs/paper_table.md
 
-Counts come from the full-size configurations. The last column is measured: the trained checkpoints
-of ``tests/checkpoints`` are folded by the printed Algorithm 1 (every norm that it marks becomes
-RMSNorm, every weight behind it is centred, whoever else reads it) and run in float64 beside the
-original.
+The counts are those of the full-size configurations. The last column is measured: the trained
+checkpoints of ``tests/checkpoints`` are folded by Algorithm 1 as printed, run in float64, and
+compared with the original. Every norm that the algorithm marks becomes RMSNorm, and every weight
+that produces its input is centred, whatever else reads that weight.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ MODELS: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("OPT-125m", "opt", "OPTForCausalLM", {}, "100 %", "opt"),
     ("BLOOM-560m", "bloom", "BloomForCausalLM", BLOOM_560M, "83 %, 100 %", "bloom"),
 ]
-"""Name, type, class, settings, the paper's percentages (its second one with a centred embedding),
-and the checkpoint that the error is measured on."""
+"""Name, type, class, settings, the paper's percentages (the second one with a centred embedding),
+and the checkpoint on which the error is measured."""
 RMS_MODELS = {
     "Phi-3": "phi3",
     "Qwen2": "qwen2",
@@ -55,7 +55,7 @@ RMS_MODELS = {
 
 
 def printed_plan(model: nn.Module, found: Analysis) -> Plan:
-    """What follows from Algorithm 1 as printed: its norms, and all weights in their graphs."""
+    """The plan of Algorithm 1 as printed: its norms, and all weights in their graphs."""
     problem, shapes = found.problem, dict(model.named_parameters(remove_duplicate=False))
     waiting: list[Item] = [problem.item(v) for norm in found.paper for v in problem.norms[norm]]
     visited: dict[Item, None] = {}
@@ -76,7 +76,7 @@ def printed_plan(model: nn.Module, found: Analysis) -> Plan:
 
 
 def printed_error(model: nn.Module, found: Analysis, batches: list[Any]) -> float:
-    """Relative error of the worst output when ``model`` is folded so; the model is changed."""
+    """Relative error of the worst output of the printed plan. Changes ``model``."""
     exact = run(model, batches)
     plan = printed_plan(model, found)
     centre_parameters(model, plan)
@@ -92,7 +92,7 @@ def checkpoint_error(folder: Path, model_class: str) -> float:
 
 
 def vision_row() -> str:
-    """The network after VMamba of the tests, with random weights."""
+    """The row of the tests' network in the style of VMamba, with random weights."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from live_models import moved
     from state_space import StateSpaceVision
@@ -126,14 +126,12 @@ def main() -> None:
     logging.disable(logging.ERROR)
     print("# Table 3 of Enjoy-LN, and what is exact\n")
     print(
-        "Written by `scripts/paper_table.py`. Two percentages of the paper are without and with a"
+        "Written by `scripts/paper_table.py`. If the paper has two percentages, the second is with"
     )
     print(
-        "centred embedding. `exact` folds change no output; `error` is what folding by Algorithm 1"
+        "a centred embedding. `exact` folds change no output. `error` is how much Algorithm 1, as"
     )
-    print(
-        "as printed does to the outputs of the small trained checkpoints in `tests/checkpoints`.\n"
-    )
+    print("printed, changes the outputs of the small trained checkpoints in `tests/checkpoints`.\n")
     print("| model | LNs | paper | Algorithm 1 | exact, in weights | exact, with ops | error |")
     print("|---|---|---|---|---|---|---|")
     for name, model_type, model_class, settings, paper, folder in MODELS:

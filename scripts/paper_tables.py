@@ -1,12 +1,12 @@
-"""The papers' tables of times beside this machine's: docs/paper_timings.md.
+"""Compares the papers' tables of times with this machine's: docs/paper_timings.md.
 
     OMP_NUM_THREADS=1 python scripts/paper_tables.py --json timings.json > docs/paper_timings.md
     python scripts/paper_tables.py --device cuda --json timings.json > docs/paper_timings.md
 
-Tables 4 to 6 and 10 to 19 of Enjoy-LN, and Table 3 of the Pre-RMSNorm paper with the sizes of its
-Table 2. Weights are random. On a CPU a part of the sizes is run, on a GPU all that the papers have
-times for, the largest batches of ViT in bfloat16 alone. Each case is timed as ``enjoyln bench``
-does it, once for all tables that it stands in.
+These are Tables 4 to 6 and 10 to 19 of Enjoy-LN, and Table 3 of the Pre-RMSNorm paper with the
+sizes of its Table 2. Weights are random. On a CPU some of the sizes are run. On a GPU all sizes of
+the papers are run, the largest batches of ViT only in bfloat16. Each case is timed once, as in
+``enjoyln bench``, for all tables that contain it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 
 LONG = 16384
-"""Positions of a model that is run on long rows; the tables of positions alone grow."""
+"""Positions of models that are run on long rows; only their position tables grow."""
 PAPER_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Bert": ("bert", "BertModel", {"max_position_embeddings": LONG}),
     "GPT2": ("gpt2", "GPT2Model", {"n_positions": LONG}),
@@ -68,22 +68,22 @@ VITS = {
     "Base-16": (768, 12, 12, 3072, 16), "Large-16": (1024, 24, 16, 4096, 16),
     "Huge-14": (1280, 32, 16, 5120, 14), "Giant-14": (1664, 48, 16, 8192, 14),
 }  # fmt: skip
-"""Width, depth, heads, hidden units and patch of Table 2 of the Pre-RMSNorm paper."""
+"""Width, depth, heads, hidden units and patch size, from Table 2 of the Pre-RMSNorm paper."""
 Pair = tuple[int, int]
 """Rows and tokens."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The part of the tables that a machine can run in its time."""
+    """The part of the tables that a machine can run in reasonable time."""
 
     pairs: dict[str, list[Pair]]
-    """Of each model, rows and tokens that are run eagerly."""
+    """From each model to the rows and tokens that are run in eager mode."""
     fused: tuple[Pair, ...]
-    """Those that are run fused as well."""
+    """The rows and tokens that are also run in fused mode."""
     vits: tuple[str, ...]
     vit_batches: dict[str, tuple[int, ...]]
-    """By dtype."""
+    """From dtype to batch sizes."""
     folding: tuple[Pair, ...]
     repeats: int
     seconds: float
@@ -122,18 +122,18 @@ GPU = Scale(
 
 @dataclass
 class Measured:
-    """What was found, as it comes in."""
+    """The results so far."""
 
     rows: dict[tuple[str, int, int, str], Row] = field(default_factory=dict)
-    """By model, rows, tokens and mode."""
+    """From model, rows, tokens and mode to the result."""
     vits: dict[tuple[str, str], list[Row]] = field(default_factory=dict)
-    """By size and dtype."""
+    """From size and dtype to the results."""
     folded: dict[str, str] = field(default_factory=dict)
-    """Model to how many of its norms fold."""
+    """From model to how many of its norms fold."""
     overhead: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Model to seconds of folding and of making the model."""
+    """From model to the seconds for folding it and for creating it."""
     folding: dict[Pair, float] = field(default_factory=dict)
-    """Milliseconds to analyse BERT with an example of that size."""
+    """From rows and tokens to the milliseconds of analysing BERT with such an example."""
     left_out: list[str] = field(default_factory=list)
 
 
@@ -143,13 +143,13 @@ def measure(
     device: torch.device,
     on_found: Callable[[Measured], None] = lambda _: None,
 ) -> Measured:
-    """All cases of ``scale``; ``on_found`` is given what there is after every model."""
+    """Measure all cases of ``scale``. ``on_found`` receives the results so far after each model."""
     found = Measured()
     log("folding for inputs of several sizes")
     config = transformers.BertConfig(max_position_embeddings=4096)
     with torch.device("meta"):
         bert = transformers.BertModel(config).eval()
-    for rows, tokens in [scale.folding[0], *scale.folding]:  # the first one warms up
+    for rows, tokens in [scale.folding[0], *scale.folding]:  # the first run warms up
         ids = torch.zeros(rows, tokens, dtype=torch.int64, device="meta")
         begin = time.perf_counter()
         analyze(bert, ids)
@@ -214,7 +214,7 @@ def _measure_model(
 def _compared(
     original: Any, folded: Any, plan: Plan, asked: BenchOptions, device: torch.device
 ) -> tuple[list[Row], list[str]]:
-    """As ``compare_speeds``, where one mode that fails leaves the others."""
+    """As ``compare_speeds``, but if a mode fails, the reason is returned as left out."""
     try:
         event = lambda level, text: log(text)  # noqa: E731
         return compare_speeds(original, folded, norms_of(plan), asked, device, event)
@@ -223,7 +223,7 @@ def _compared(
 
 
 def log(text: str) -> None:
-    """News, beside the tables."""
+    """Print progress to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -231,7 +231,7 @@ def log(text: str) -> None:
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
-    """Markdown."""
+    """A Markdown table."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
 
@@ -249,7 +249,7 @@ def gain(row: Row | None) -> str:
 
 
 def tax(row: Row | None) -> str:
-    """What norms cost, of the original's time."""
+    """The share of the original's time that norms cost."""
     if row is None:
         return "-"
     words = "" if row.cost_is_measurable else " (too small to measure)"
@@ -365,7 +365,7 @@ def by_model_size(get: Get) -> str:
 
 
 def vits(found: Measured) -> str:
-    """Means of the normalised times over sizes and batches, and those of every size."""
+    """Means of the normalised times over all sizes and batches, and for each size."""
     head = ("where", "no norm", "LayerNorm", "RMSNorm", "by torch's F.rms_norm")
     body: list[Sequence[object]] = [
         (where, f"{bare:.4f}", "1.0000", f"{rms:.4f}", "")
@@ -398,17 +398,17 @@ def page(found: Measured, command: str, dtype: str, device: torch.device, scale:
 Written by `{command}` on {date.today().isoformat()}.
 
 * {hardware(device)}, {dtype}, kernels: {kernels.native.status(device.type).what}
-* load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; far above the threads
-  of the run, other programs were running, and small differences are lost in the noise
+* load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; if it is far
+  above the threads of the run, other programs were running, and small differences are lost in noise
 * enjoyln {__version__}, torch {torch.__version__}, transformers {transformers.__version__}
 * Weights are random, of the sizes that the papers name; classes without a head.
 * Norms that fold: {norms}. The papers fold all of them; in BERT, a post-LN model, that would change
-  what is computed, so here those are folded that fold exactly.
-* Medians of {scale.repeats} rounds, fewer where a round takes long. `saved` and `norms cost` are
-  medians of the shares within a round; less than nothing is saved where the folded model takes
-  longer. `slower`: the 95 % interval of before / after lies below 1. `{NO_GAIN}`: it does not lie
-  above 1 either, or more is saved than norms cost. `norms cost`: what leaving out every norm would
-  save, the most that any change to norms can save. `-`: not run on this machine.
+  the outputs, so here only the norms that fold exactly are folded.
+* Medians of {scale.repeats} rounds, or fewer if a round takes long. `saved` and `norms cost` are
+  medians of the shares within a round; `saved` is negative if the folded model takes longer.
+  `slower`: the 95 % interval of before / after lies below 1. `{NO_GAIN}`: the interval contains 1,
+  or more is saved than norms cost. `norms cost`: the time that leaving out every norm would save,
+  which is the most that any change to norms can save. `-`: not run on this machine.
 * The papers' times were taken on GPUs, and their sizes fit float32.
 {left_out}
 ## Enjoy-LN, Tables 4 and 5: what folding costs, and what it gains
@@ -424,8 +424,8 @@ Milliseconds to analyse BERT, with an example input of each size.
 {folding(found)}
 ## Enjoy-LN, Tables 10 and 11: latency and throughput
 
-Batch 2 x 256 tokens. `fused` is `torch.compile(backend="enjoyln")`, beside the original captured in
-the same way; it computes additions together with norms, those that were kept too.
+Batch 2 x 256 tokens. `fused` is `torch.compile(backend="enjoyln")`; the original is captured in the
+same way. This backend computes additions together with norms, also with norms that were kept.
 
 {latency(get)}
 ## Enjoy-LN, Tables 12 and 13: BERT by batch size, the paper's on a V100
@@ -448,7 +448,7 @@ The paper's are means over the six sizes of its Table 2 and batches of 1, 4, 16,
 
 
 def as_json(found: Measured, dtype: str, device: torch.device) -> dict[str, Any]:
-    """Everything that was measured, as plain values."""
+    """All results as plain values."""
     return {
         "date": date.today().isoformat(),
         "hardware": hardware(device),
@@ -475,8 +475,10 @@ def as_json(found: Measured, dtype: str, device: torch.device) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", help="float32 on a GPU, as the papers; bfloat16 on a CPU")
-    parser.add_argument("--json", type=Path, help="file for all that was measured")
+    parser.add_argument(
+        "--dtype", help="default: float32 on a GPU, as in the papers; bfloat16 on a CPU"
+    )
+    parser.add_argument("--json", type=Path, help="file for all results")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     device = torch.device(args.device)

@@ -1,15 +1,15 @@
-"""Thousands of random modules: is any folded wrongly, does anything raise what is no refusal?
+"""Folds thousands of random modules, and looks for wrong folds and unexpected exceptions.
 
-    python scripts/random_modules.py --count 10000 --out modules.jsonl
-    python scripts/random_modules.py --count 500 --seed 4000 --workers 2
-    python scripts/random_modules.py --alone                   every odd part, alone in a module
-    python scripts/random_modules.py --seed 123 --one          one of them, with its source
-    python scripts/random_modules.py --seed 123 --one --shrink  and with as little as still fails
+    python scripts/random_modules.py --count 10000 --out modules.jsonl python
+    scripts/random_modules.py --count 500 --seed 4000 --workers 2 python scripts/random_modules.py
+    --alone                   every odd part, each in its own module python
+    scripts/random_modules.py --seed 123 --one          one module, with its source python
+    scripts/random_modules.py --seed 123 --one --shrink  the same, reduced as long as it fails
 
-``tests/support/random_writer.py`` writes the modules, ``tests/support/random_check.py`` analyses
-each, folds it in memory, and compares all that leaves it, in float64, on inputs of other shapes and
-values. Every worker is a process of its own; one that crashes or takes too long is started again.
-Exits with 1 where anything is wrong; a call that was not analysed has to be refused.
+``tests/support/random_writer.py`` writes the modules. ``tests/support/random_check.py`` analyses
+each one, folds it in memory, and compares all its outputs in float64, on inputs of other shapes and
+values. A call that was not analysed has to be refused. Each worker is a separate process, which is
+started again if it crashes or takes too long. The exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 SECONDS = 30
-"""What one module may take."""
+"""Time limit for one module."""
 FAILURES = ("wrong", "apart", "raised", "spoiled", "crashed", "timeout")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--out", type=Path, help="a line of JSON for each module")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--alone", action="store_true", help="each odd part, alone in a module")
+    parser.add_argument("--alone", action="store_true", help="each odd part, in its own module")
     parser.add_argument("--one", action="store_true", help="the module --seed, with its source")
-    parser.add_argument("--shrink", action="store_true", help="make failures small first")
+    parser.add_argument("--shrink", action="store_true", help="first reduce a failing module")
     options = parser.parse_args()
     if options.one:
         return show(options.seed, options.alone, options.shrink)
@@ -108,7 +108,7 @@ def summary(results: list[dict[str, Any]]) -> str:
 
 
 def run(seeds: range, workers: int, alone: bool) -> Iterator[dict[str, Any]]:
-    """The results, in the order in which they are found."""
+    """The results, in the order in which they arrive."""
     context = multiprocessing.get_context("spawn")
     waiting = iter(seeds)
     running: dict[Any, Worker] = {}

@@ -1,13 +1,14 @@
-"""Train one small checkpoint of each of the six families, for the tests and the README.
+"""Trains one small checkpoint of each of the six families, for the tests and the README.
 
     python scripts/train_tiny.py [FAMILY ...] [-o tests/checkpoints] [--seconds 120] [--seed 0]
 
-Decides the sizes, the data and the start. A language model reads the source of Python's standard
-library (the package ``json`` is held out) through a small byte-level BPE tokenizer; ViT tells four
-drawn shapes apart. Standard initialisation hides mistakes in a fold (gamma 1, beta 0, no biases,
-no weight means), so training begins from weights where all of these are random, and Adam without
-weight decay keeps them so. One thread and a fixed number of steps: the seed, the Python release
-and the torch release fix the result, unless ``--seconds`` (per family) cuts the training short.
+Decides the sizes, the data and the initial weights. Language models are trained on the source of
+Python's standard library (the package ``json`` is held out) with a small byte-level BPE tokenizer.
+ViT classifies four drawn shapes. Standard initialisation hides mistakes in a fold (gamma 1, beta 0,
+no biases, no weight means). So all of these start with random values, and Adam without weight decay
+keeps them away from the standard ones. Training uses one thread and a fixed number of steps, so the
+seed, the Python release and the torch release determine the result, unless ``--seconds`` (per
+family) ends the training early.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ IGNORED = -100
 
 Batch = dict[str, torch.Tensor]
 Source = Callable[[int], Batch]
-"""Draws a batch of so many rows."""
+"""Draws a batch with the given number of rows."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What is particular to one family: its class, its size, how long it learns."""
+    """The settings of one family: its class, its size, its number of training steps."""
 
     model_class: str
     steps: int
     settings: dict[str, object]
     rate: float = 3e-3
-    """The highest learning rate. A post-LN network needs a low one: with 3e-3 BERT soon gives the
-    same answer to every input."""
+    """The highest learning rate. A post-LN network needs a low rate: with 3e-3, BERT soon gives the
+    same output for every input."""
 
 
 FAMILIES = {
@@ -119,7 +120,7 @@ FAMILIES = {
 
 
 def stdlib_files(held_out: bool = False) -> list[str]:
-    """The source files to learn from, or those that are never learnt."""
+    """The source files for training, or the held-out files."""
     folder = STDLIB / "json" if held_out else STDLIB
     return [path.read_text("utf-8") for path in sorted(folder.glob("*.py"))]
 
@@ -170,7 +171,7 @@ def text_source(tokenizer: PreTrainedTokenizerFast, files: list[str]) -> Source:
 
 
 def masked_batch(rows: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> Batch:
-    """Rows between ``[CLS]`` and ``[SEP]``; a fifth of the other tokens is asked for.
+    """Rows between ``[CLS]`` and ``[SEP]``; a fifth of the other tokens has to be predicted.
 
     Of these ``HIDDEN`` show ``[MASK]``, ``KEPT`` show themselves and the others a random token.
     BERT's own shares are 0.8 and 0.1; more kept tokens teach a small model sooner to look at its
@@ -215,18 +216,18 @@ def draw(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pixels(pictures: torch.Tensor) -> torch.Tensor:
-    """What the saved image processor makes of them: ``(count, 3, IMAGE, IMAGE)``, in -1 .. 1."""
+    """The output of the saved image processor: ``(count, 3, IMAGE, IMAGE)``, in -1 .. 1."""
     return (pictures.permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
 
 
 def picture_source(rows: int) -> Batch:
-    """Fresh pictures with their classes."""
+    """New random pictures with their classes."""
     pictures, labels = draw(rows)
     return {"pixel_values": pixels(pictures), "labels": labels}
 
 
 def build(family: str) -> PreTrainedModel:
-    """The untrained model, with weights that no standard initialisation has."""
+    """The untrained model, with the random weights of ``perturb``."""
     chosen = FAMILIES[family]
     text = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
     model_class = getattr(transformers, chosen.model_class)
@@ -240,7 +241,7 @@ def build(family: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def perturb(model: nn.Module) -> None:
-    """Random gamma, beta and biases; matrices whose rows and whose columns have means of their own.
+    """Set random gamma, beta and biases, and matrices with random means of rows and of columns.
 
     A fold that forgets a mean, a beta or a bias then gives visibly wrong outputs.
     """
@@ -267,9 +268,9 @@ def measure(model: PreTrainedModel, source: Source, batches: int = 8) -> float:
 
 
 def train(model: PreTrainedModel, source: Source, family: Family, seconds: float) -> int:
-    """Adam with a short warm-up and a cosine decay; returns the number of steps made.
+    """Train with Adam, a short warm-up and a cosine decay. Returns the number of steps.
 
-    Dropout stays off: models this small have nothing to spare.
+    Dropout stays off, since the models are very small.
     """
     model.eval()
     optimiser = torch.optim.Adam(model.parameters(), lr=family.rate)
@@ -289,11 +290,11 @@ def train(model: PreTrainedModel, source: Source, family: Family, seconds: float
 
 @torch.no_grad()
 def statistics(model: nn.Module) -> dict[str, float]:
-    """How far the weights are from standard ones: each number is the least over all tensors.
+    """How far the weights are from a standard initialisation: the least over all tensors.
 
-    ``gamma``, ``beta`` and ``bias`` are mean distances from 1, 0 and 0; ``column mean`` is the root
-    mean square of a matrix's means over its output axis (rows for an embedding, where the axis is
-    the last), relative to that of its elements.
+    ``gamma``, ``beta`` and ``bias`` are mean distances from 1, 0 and 0. ``column mean`` is the root
+    mean square of a matrix's means over its output axis (the last axis for an embedding), relative
+    to the root mean square of its elements.
     """
     norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
     seen = {id(m.bias) for m in norms}
@@ -308,13 +309,13 @@ def statistics(model: nn.Module) -> dict[str, float]:
 
 @torch.no_grad()
 def column_mean(matrix: torch.Tensor) -> float:
-    """The smaller one over the first and the last axis that has more than one element."""
+    """``column mean`` of a matrix: the smaller value over its first and its last axis."""
     means = [matrix.mean(dim) for dim in (0, -1) if matrix.shape[dim] > 1]
     return min(float(m.square().mean().sqrt() / matrix.square().mean().sqrt()) for m in means)
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None, into: Path) -> int:
-    """Model and tokenizer or image processor in a fresh directory; returns its bytes."""
+    """Save model and tokenizer or image processor into a new directory. Returns its bytes."""
     shutil.rmtree(into, ignore_errors=True)
     model.save_pretrained(into)
     if tokenizer is not None:
@@ -329,7 +330,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None, into
 
 
 def make(family: str, into: Path, seconds: float, seed: int) -> None:
-    """Train one family, save it and print what became of it."""
+    """Train one family, save it, and print its losses and statistics."""
     torch.manual_seed(seed)
     start = time.perf_counter()
     tokenizer: PreTrainedTokenizerFast | None = None

@@ -1,10 +1,11 @@
-"""Measures this machine's CPU kernels against torch's norms and writes ``dispatch.json``.
+"""Compares this machine's CPU kernels with torch's norms and writes ``dispatch.json``.
 
     OMP_NUM_THREADS=<cores> python scripts/tune_kernels.py --seconds 0.2
 
-Two decisions for the processor: from how many elements a second thread pays, and where another way
-than the kernel is faster. A shape counts as lost only if the kernel took more than ``--margin``
-times the best other way in each of three runs, and a range joins neighbouring lost shapes.
+It decides for this processor from how many elements on a second thread saves time, and for which
+shapes a norm of torch is faster than the kernel. A shape counts as lost only if the kernel took
+more than ``--margin`` times as long as the best norm of torch in each of three runs. Neighbouring
+lost shapes are joined to a range.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from enjoyln_cli.kernels import dispatch, native
 ROWS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 WIDTHS = (64, 256, 768, 1024, 2048, 4096, 8192)
 LARGEST = 1 << 21
-"""Elements. For more, both ways wait for memory and for fresh pages, and times are luck."""
+"""Most elements of a shape; above it, memory and new pages dominate, and times are noise."""
 
 
 def serial_below(seconds: float, cores: int) -> int:
-    """The fewest elements for which all threads beat one, of powers of two; float32 rows of 768."""
+    """The fewest elements, as a power of two, for which all threads beat one (rows of 768)."""
     library = native._library()
     best = 1 << 22
     for power in range(21, 12, -1):
@@ -52,11 +53,11 @@ def serial_below(seconds: float, cores: int) -> int:
 
 
 def lost(dtype: str, args: argparse.Namespace) -> list[tuple[int, int, str]]:
-    """(rows, width, the faster way) of the shapes where the kernel is slower each time."""
+    """Rows, width and faster norm of each shape for which the kernel is slower in every run."""
     found: list[tuple[int, int, str]] = []
     one = torch.ones(1, 8, dtype=getattr(torch, dtype))
     if native.entry.rms_norm(one, None, None, 1e-5) is NotImplemented:
-        return found  # the kernels leave this dtype to torch anyway
+        return found  # the kernels do not support this dtype
     for width in WIDTHS:
         for rows in (n for n in ROWS if n * width <= LARGEST):
             x = torch.randn(rows, width)
@@ -75,7 +76,7 @@ def lost(dtype: str, args: argparse.Namespace) -> list[tuple[int, int, str]]:
 
 
 def ranges(dtype: str, places: list[tuple[int, int, str]]) -> list[dict[str, Any]]:
-    """One range for every width and way, from the first lost number of rows to the last."""
+    """A range for every width and faster norm, from the first lost number of rows to the last."""
     found = []
     for width in sorted({width for _, width, _ in places}):
         at = WIDTHS.index(width)
@@ -93,7 +94,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--isa", default="", help="CPU instruction set: avx512, avx2, plain")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
-    parser.add_argument("--seconds", type=float, default=0.1, help="for every shape and run")
+    parser.add_argument(
+        "--seconds", type=float, default=0.1, help="seconds for every shape and run"
+    )
     parser.add_argument("--margin", type=float, default=1.05)
     parser.add_argument("--threads", type=numbers, default=(torch.get_num_threads(),))
     parser.add_argument("--out", type=Path, default=dispatch.FILE)

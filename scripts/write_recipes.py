@@ -1,9 +1,9 @@
-"""Write the recipes that come with enjoyln, from the default configs of their families.
+"""Writes the recipes that come with enjoyln, from the default configs of their families.
 
     python scripts/write_recipes.py [FAMILY ...] [-o recipes]
 
-Every variant is proven anew, for the classes that load such a checkpoint. A recipe is valid for
-every size of its family, so four layers stand for all.
+Every variant is proven again, for the classes that load such a checkpoint. A recipe is valid for
+every size of its family, so the script uses configs with four layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from enjoyln_cli.recipe.write import dump_recipe
 
 @dataclass(frozen=True)
 class Family:
-    """Classes to prove, under each of several settings, told apart by the attributes named."""
+    """Classes to prove with each of ``settings``; ``depends`` are the attributes that differ."""
 
     classes: tuple[str, ...]
     settings: tuple[dict[str, Any], ...] = ({},)
@@ -57,7 +57,7 @@ FAMILIES = {
 
 
 def recipe_text(name: str) -> str:
-    """The recipe of one family, all variants proven."""
+    """The recipe of one family, with all variants proven."""
     family, recipes = FAMILIES[name], []
     for model_class in family.classes:
         for setting in family.settings:

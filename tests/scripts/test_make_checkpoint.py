@@ -101,7 +101,7 @@ def test_sizes_are_read(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "B", "twoB", "-3M", "0"])
 def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         make_checkpoint.count_of(text)
 
 

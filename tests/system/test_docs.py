@@ -1,17 +1,17 @@
-"""The README and the pages under docs: every example runs, and prints what its page says.
+"""Every example in the README and in docs runs, and prints what its page shows.
 
-The blocks of a page run in order, in a new directory that holds the checkpoints under ``tests``:
+The blocks of a page run in order, in a new directory with copies of the test checkpoints:
 
-    ```python      is executed; the blocks of a page share their names
-    ```text        straight after one is what it prints
-    ```console     runs what stands behind each ``$``; below it is what that prints
+    ```python      is executed; the blocks of a page share their variables
+    ```text        right after such a block is the output of that block
+    ```console     runs each command after a ``$``; the lines below are its output
 
-``...`` stands for any text. A number with a decimal point may be another one, and one with an
-exponent is an error: it may be smaller, or up to a hundred times as large. The norms that saw the
-largest means may be others: what they saw is rounding. All else has to be the same, but for the
-width of tables. A command has to succeed, unless ``; echo $?`` shows how it ended.
-``<!-- needs: peft -->`` before a block names a library without which it is skipped, and after
-``<!-- varies -->`` comes one whose output is another on each machine.
+``...`` stands for any text. A number with a decimal point may differ. A number with an exponent is
+an error: it may be smaller, or up to a hundred times as large. The norms with the largest input
+means may differ, since these means are rounding errors. The width of tables may differ. Everything
+else has to be the same. A command has to succeed, unless ``; echo $?`` shows its exit status.
+``<!-- needs: peft -->`` before a block names a library; without it, the block is skipped.
+``<!-- varies -->`` comes before a block whose output depends on the machine.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ VARIES = re.compile(
 )
 A_NUMBER = r"(-?\d+(?:\.\d+)*(?:e[+-]\d+)?)"
 LARGER = 100
-"""How many times as large an error may be as on the page."""
+"""Largest allowed error, divided by the error on the page."""
 
 HUB = "https://huggingface.co"
 FILE = "{repo_id}/resolve/{revision}/{filename}"
 HERE = "/home/me"
-"""What stands on a page for the Hub of this machine, and for the directory of a test."""
+"""The names on a page for the test's own Hub, and for the directory of the test."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Block:
     """One example of a page."""
 
     place: str
-    """Page and line."""
+    """Page and line number."""
     kind: str
     code: str
     printed: str | None
@@ -93,7 +93,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def same(expected: str, printed: str) -> bool:
-    """Whether a page's text and what was printed are the same, but for what may vary."""
+    """Whether a page's text and the printed text agree, except where they may differ."""
     expected, printed = (_narrow(text) for text in (expected, printed))
     pattern, errors, end = "", [], 0
     for found in VARIES.finditer(expected):
@@ -109,13 +109,13 @@ def same(expected: str, printed: str) -> bool:
 
 
 def _narrow(text: str) -> str:
-    """Without the width of tables and the space at the ends of lines."""
+    """The text without table widths and without spaces at the ends of lines."""
     text = re.sub(r"([━─═])\1+", r"\1", text.strip())
     return re.sub(r" +", " ", re.sub(r" +$", "", text, flags=re.MULTILINE))
 
 
 def run(page: Path, subtests: pytest.Subtests, hub: str = HUB) -> dict[str, Any]:
-    """Run each block of a page in this directory. Returns the names that its code has left."""
+    """Run each block of a page in this directory. Returns the variables that its code has set."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page):
         with subtests.test(block.place):
@@ -143,7 +143,7 @@ def check(expected: str, printed: str) -> None:
 
 
 def shell(line: str) -> str:
-    """What a command prints; that of the project runs in this process, where all is imported."""
+    """The output of a command. ``enjoyln`` runs in this process, which has imported everything."""
     command, show, _ = line.partition("; echo $?")
     if command.startswith("enjoyln "):
         command, _, file = command.partition(" > ")
@@ -182,7 +182,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def online(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The Hub is the one of this machine, and who asks it is ``me``."""
+    """Use the test's own Hub, as the user ``me``."""
     from huggingface_hub import constants
     from huggingface_hub.utils import disable_progress_bars
 

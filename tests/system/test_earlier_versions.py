@@ -1,7 +1,8 @@
-"""What version 0.1 wrote, before its modules moved into folders, is read, checked, run and undone.
+"""A result of version 0.1 can still be read, verified, run and unfolded.
 
-``version_0.1/original`` is a GPT-2 in bfloat16 with random weights, ``version_0.1/folded`` what
-``enjoyln fold original -o folded --keep-means`` made of it.
+That version was from before the modules moved into folders. ``version_0.1/original`` is a GPT-2 in
+bfloat16 with random weights, and ``version_0.1/folded`` is the result of
+``enjoyln fold original -o folded --keep-means``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Files from a stranger: whatever they hold is read, or refused in one line, soon and in bounds.
+"""Untrusted files are read, or refused in one line, within limits of time and memory.
 
-500 cases, the same in every run; ``ENJOYLN_FUZZ=40`` makes it 20,000, other ones each time.
+There are about 500 cases, the same in every run. With ``ENJOYLN_FUZZ=40`` there are about 20,000,
+and they differ from run to run.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from enjoyln_cli.recipe.to_plan import to_plan
 
 TIMES = int(os.environ.get("ENJOYLN_FUZZ", "1"))
 LONGEST = 30
-"""Seconds of processor time that any case may take."""
+"""Longest processor time of any case, in seconds."""
 SECONDS = 5 if TIMES > 1 else LONGEST
-"""Where no other tests run beside it."""
+"""Time limit of most cases; lower if no other tests run at the same time."""
 MEMORY = 1 << 30
 
 FAMILIES = sorted(path.name for path in CHECKPOINTS.iterdir() if (path / "config.json").is_file())
@@ -57,13 +58,13 @@ def cases(count: int) -> Callable[..., Any]:
 
 
 class Slow(BaseException):
-    """A case has used up its time. Nothing that is tested catches this."""
+    """Raised when a case has used up its time. The tested code does not catch it."""
 
 
 def in_bounds(case: Callable[[], object], seconds: float = SECONDS) -> None:
-    """``case`` ends in time and in bounds: well, or with a refusal of one line.
+    """Check that ``case`` succeeds or is refused in one line, within the limits.
 
-    A machine that others use is slow at times, so what takes too long is tried again.
+    Other programs can slow down the machine, so a case that takes too long is tried again.
     """
     held = peak()
     if not any(ends_in_time(case, seconds) for _ in range(3)):
@@ -72,7 +73,7 @@ def in_bounds(case: Callable[[], object], seconds: float = SECONDS) -> None:
 
 
 def ends_in_time(case: Callable[[], object], seconds: float) -> bool:
-    """Told to stop again and again: some libraries swallow what is raised in a callback."""
+    """Whether ``case`` ends in time. ``Slow`` is raised repeatedly: some libraries swallow it."""
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         raise Slow
@@ -96,7 +97,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# What a value may be replaced by: of a wrong type, out of range, too long, or nested.
+# Replacements for a value: of a wrong type, out of range, too long, or nested.
 
 SCALARS = st.one_of(
     st.none(),
@@ -117,7 +118,7 @@ VALUES = st.recursive(
 
 
 def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where in nested lists and mappings a value stands."""
+    """The path to each value in nested lists and mappings."""
     parts = value.items() if isinstance(value, dict) else ()
     parts = enumerate(value) if isinstance(value, list) else parts
     for key, item in parts:
@@ -127,7 +128,7 @@ def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: Any) -> Any:
-    """Nested values, some of them replaced, left out, or under another key."""
+    """A copy of nested values, with some of them replaced, removed, or under another key."""
     copied = json.loads(json.dumps(whole))
     for _ in range(draw(st.integers(1, 3))):
         places = list(paths_in(copied))
@@ -149,7 +150,7 @@ def damaged(draw: st.DrawFn, whole: Any) -> Any:
 
 @st.composite
 def edited(draw: st.DrawFn, text: bytes) -> bytes:
-    """Bytes with a few of them changed, left out or put in."""
+    """A copy of the bytes, with some of them changed, removed or inserted."""
     data = bytearray(text)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(len(data) - 1, 0)))
@@ -236,7 +237,7 @@ def changed_recipes(text: str) -> st.SearchStrategy[str]:
 @cases(40)
 @given(config=st.sampled_from(FAMILIES).flatmap(lambda name: damaged(CONFIGS[name])))
 def test_configs(folder_of_cases: Path, config: Any) -> None:
-    """One that has lost its number of layers is a whole model, of up to 24 layers by default."""
+    """A config without a number of layers gets the default of up to 24, and so more time."""
     (folder_of_cases / "config.json").write_text(json.dumps(config))
     seconds = SECONDS if config.keys() & {"num_hidden_layers", "n_layer"} else LONGEST
     in_bounds(lambda: inspect(str(folder_of_cases), Opening()), seconds)
@@ -260,7 +261,7 @@ MARKER = {
 @cases(60)
 @given(entry=damaged(MARKER))
 def test_markers(entry: Any) -> None:
-    """Of version 1, which has no digest that would refuse every change at once."""
+    """The marker has version 1: a newer one has a digest, so any change would be refused."""
 
     def case() -> None:
         assert isinstance(read_marker({"enjoyln": entry}), Marker)
@@ -270,19 +271,19 @@ def test_markers(entry: Any) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def imported(one_thread: None) -> None:
-    """What is imported once does not count for the first case, nor a thread that waits for one."""
+    """Import everything before the first case, so that imports do not count for its limits."""
     inspect(str(CHECKPOINTS / FAMILIES[0]), Opening())
 
 
 @pytest.fixture
 def folder_of_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One directory for all cases of a test, which write over each other's files."""
+    """One directory for all cases of a test; each case overwrites the files of the one before."""
     folder = tmp_path_factory.mktemp("cases")
     yield folder
     shutil.rmtree(folder)
 
 
-# What a fold has kept, by somebody who makes its digest right again.
+# The data saved by --keep-means, changed by an attacker who also corrects its digest.
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""From the Hub, and to it: a server on this machine, the command in processes of their own."""
+"""Downloads from the Hub and pushes to it: a local server, and each command in its own process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def folded(hub: Hub, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GPT-2 folded by its Hub id; nobody writes into it."""
+    """GPT-2 folded by its Hub id; tests do not change it."""
     out = tmp_path_factory.mktemp("out") / "gpt2-rms"
     call = ["fold", "org/gpt2", "-o", out, "--revision", "v1", "--token", TOKEN]
     (done,) = enjoyln(hub, home, call)
@@ -92,7 +92,7 @@ def test_a_report_fetches_the_config_alone(hub: Hub, home: Path, tmp_path: Path)
 
 
 def test_a_fold_fetches_what_it_needs(hub: Hub, home: Path, tmp_path: Path) -> None:
-    """Neither weights for other frameworks, nor the same ones as a pickle."""
+    """It fetches neither weights for other frameworks nor a pickle of the same weights."""
     out, cache = tmp_path / "out", tmp_path / "cache"
     hub.add("org/twin", hub.repositories["org/gpt2"].files())
     call = ["fold", "org/twin", "-o", out, "--cache-dir", cache, "--no-verify"]
@@ -108,7 +108,7 @@ def test_the_cache_lies_in_hf_home(home: Path, folded: Path) -> None:
 
 
 def test_the_storage_gets_no_token(hub: Hub, home: Path, tmp_path: Path) -> None:
-    """Weights lie on another host than the Hub, which has no business with it."""
+    """Weights are stored on a different host than the Hub; it must not receive the token."""
     call = ["fold", "me/private", "-o", tmp_path / "out", "--no-verify", "--token", TOKEN]
     (done,) = enjoyln(hub, home, call)
     assert done.status == 0, done.err
@@ -170,11 +170,11 @@ def test_who_was_let_in_may_read_a_gated_model(hub: Hub, home: Path) -> None:
     assert json.loads(done.out)["folded"] == 7
 
 
-# Faults on the way here.
+# Faults of downloads.
 
 
 def test_a_hub_that_stumbles_is_asked_again(hub: Hub, home: Path, tmp_path: Path) -> None:
-    """An error of the server, one that asks to wait, and a connection that breaks half-way."""
+    """A server error, a response that asks to wait, and a connection that breaks half-way."""
     hub.fault("HEAD", "resolve/.*/tokenizer.json", status=500)
     hub.fault("GET", "resolve/.*/config.json", status=429, headers={"Retry-After": "0"})
     hub.fault("GET", "storage/", cut=True)
@@ -186,7 +186,7 @@ def test_a_hub_that_stumbles_is_asked_again(hub: Hub, home: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_download_goes_on_where_it_broke(hub: Hub, tmp_path: Path) -> None:
-    """What has arrived is kept, in blocks of ten megabytes."""
+    """The part that has arrived is kept, in blocks of ten megabytes."""
     weights = b"no tensors, but many bytes" * 1_000_000
     hub.add("org/big", {"config.json": b"{}", "model.safetensors": weights})
     hub.fault("GET", "storage/", cut=True)
@@ -200,7 +200,7 @@ def test_a_download_goes_on_where_it_broke(hub: Hub, tmp_path: Path) -> None:
 def test_weights_that_arrive_changed_are_refused_and_fetched_again(
     hub: Hub, home: Path, tmp_path: Path
 ) -> None:
-    """Of the same size, with a readable header: nothing but the digest tells."""
+    """The file has the right size and a readable header: only the digest shows the damage."""
     hub.fault("GET", "storage/", corrupt=True)
     call = ["fold", "org/gpt2", "-o", tmp_path / "out", "--no-verify", "--cache-dir", tmp_path]
     first, second = enjoyln(hub, home, call, call)
@@ -335,7 +335,7 @@ def test_a_pull_request_needs_a_repository(hub: Hub, home: Path, out: Path) -> N
 
 
 def test_a_pull_request_that_was_opened_is_gone_on_with(hub: Hub, home: Path, out: Path) -> None:
-    """The answer to its commit is lost: a second one must not be opened."""
+    """The answer to the commit is lost: a second pull request must not be opened."""
     there = hub.add("org/theirs", {"config.json": b"{}"})
     there.pulls["refs/pr/1"] = "another"
     there.refs["refs/pr/1"] = there.refs["main"]
@@ -365,7 +365,7 @@ def test_a_pull_request_that_nobody_can_tell_of(hub: Hub, home: Path, out: Path)
 
 
 def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
-    """Without a terminal nobody can answer."""
+    """Without a terminal it cannot ask, so it refuses."""
     calls = [["push", out, "me/unasked"]]
     calls += [["fold", GPT2, "-o", out.parent / "other", "--push-to-hub", "me/unasked"]]
     first, second = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
@@ -381,7 +381,7 @@ def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
 
 
 def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tuple[int, str]:
-    """The exit status of a command, and all that it shows to a user who answers it ``reply``."""
+    """The exit status of a command and its output, if the user answers its question ``reply``."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     process = subprocess.Popen(
@@ -395,7 +395,7 @@ def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tup
     )
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # how a terminal ends
+    with contextlib.suppress(OSError):  # raised when the terminal is closed
         while True:
             heard = bool(select.select([ours], [], [], 1.0)[0])
             if heard and not (block := os.read(ours, 1 << 16)):
@@ -475,7 +475,7 @@ def test_who_may_not_write_learns_it_before_anything_is_done(
 
 
 def test_who_may_perhaps_write_is_not_refused(hub: Hub, home: Path, out: Path) -> None:
-    """The Hub alone knows what a fine-grained token is for, and who writes to one repository."""
+    """Only the Hub knows the rights of a fine-grained token, and who may write to a repository."""
     hub.add("readers/theirs", {"config.json": b"{}"})
     calls: list[list[object]] = [
         ["push", out, "crew/new", "--yes", "--token", TOKEN],
@@ -521,7 +521,7 @@ def test_ctrl_c_says_what_is_left_and_a_second_push_goes_on(
 
 
 def test_a_card_that_cannot_be_written_stops_a_push(hub: Hub, home: Path, out: Path) -> None:
-    """What lies in the way stands for a disk that is read only, which binds root as well."""
+    """A directory in the way stands for a read-only disk, and also stops the user root."""
     (out / "README.md.begun").mkdir()
     call = ["push", out, "me/read-only", "--yes"]
     (done,) = enjoyln(hub, home, call, HF_TOKEN=TOKEN)
@@ -537,7 +537,7 @@ def test_a_card_that_cannot_be_written_stops_a_push(hub: Hub, home: Path, out: P
 
 
 def test_an_interrupted_push_goes_on(hub: Hub, home: Path, out: Path) -> None:
-    """The weights are there when the commit fails, and are not sent a second time."""
+    """The weights arrive before the commit fails, and are not sent a second time."""
     hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
     hub.fault("PUT", "/upload/.*/2", status=500)
     hub.fault("POST", "/preupload/", status=429, headers={"Retry-After": "0"})
@@ -560,7 +560,7 @@ def test_an_upload_that_arrives_changed_is_no_commit(hub: Hub, home: Path, out: 
     assert hub.repositories["me/garbled"].log == []
 
 
-# What may go.
+# What may be pushed.
 
 
 def test_only_a_verified_result_is_pushed(
@@ -699,6 +699,6 @@ def test_a_push_tells_where_a_local_source_lay(hub: Hub, home: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_no_token_is_written_anywhere(folded: Path, home: Path) -> None:
-    """It was given to the fold by name."""
+    """The fold was given the token as the option ``--token``."""
     assert token_files(folded) == [] and token_files(home) == []
     assert "--token" not in (folded / "README.md").read_text()

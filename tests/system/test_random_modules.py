@@ -1,6 +1,6 @@
-"""Modules that nobody thought of: each folds exactly, or stays as it is and says why.
+"""Random modules: each folds exactly, or stays as it is and says why.
 
-``scripts/random_modules.py`` checks any number of them, ten thousand at a time.
+``scripts/random_modules.py`` checks any number of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_random_modules_fold_exactly_or_stay(one_thread: None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(0, len(odd_parts()), 10))
 def test_what_is_odd_alone_folds_exactly_or_stays(number: int, one_thread: None) -> None:
-    """Every tenth part, in an otherwise usual model; ``--alone`` of the script tries them all."""
+    """Test every tenth odd part in an otherwise usual model; the script tests all (``--alone``)."""
     assert failures([checked(write_alone(number))]) == []
 
 
@@ -40,7 +40,7 @@ def test_one_number_is_one_module() -> None:
 
 
 def test_a_decision_is_taken_back_alone() -> None:
-    """What is left out at one place changes nothing at another."""
+    """Leaving out a part at one place changes no other place."""
     written = next(w for w in map(write, range(50)) if len(w.decisions) > 3)
     place = list(written.decisions)[-1]
     smaller = write(written.seed, without=[place])

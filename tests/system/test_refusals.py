@@ -1,4 +1,4 @@
-"""Whatever the code of a live module raises, and whatever torch does at it, is a refusal."""
+"""Any exception from a live module's code, or from torch while it is traced, becomes a refusal."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class OtherMemory(Plain):
 
 
 class NoSecond(Plain):
-    """Without an equality, a text, or a truth of its own."""
+    """Holds objects that cannot be compared, printed, or converted to a bool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_objects_that_cannot_be_looked_at_do_not_matter() -> None:
 
 @pytest.mark.slow
 def test_a_folded_model_is_traced_by_jit_before_its_first_call() -> None:
-    """The kernel is loaded and tried at the first use, of which nothing may stand in the trace."""
+    """The kernel is loaded and tested at its first use. The trace must not contain these steps."""
     code = """if True:
         import sys; sys.path.insert(0, "tests/support")
         import torch

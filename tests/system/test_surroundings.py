@@ -1,4 +1,4 @@
-"""The command in surroundings that are not a wide terminal with colours and every character."""
+"""The command on narrow terminals, with closed streams, and in locales without UTF-8."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from commands import GPT2
 
 PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-"""A locale without UTF-8, and nothing that would help."""
+"""A locale without UTF-8, with Python's own UTF-8 modes off."""
 
 
 def started(words: list[object], redirected: str = "", **environment: str) -> list[object]:
-    """Exit status, standard output and standard error, as a shell with redirections has it."""
+    """Exit status, standard output and standard error of a command run by a shell."""
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {redirected}', "sh", sys.executable, "-m", "enjoyln_cli"]
         + [str(word) for word in words],
@@ -31,7 +31,7 @@ def started(words: list[object], redirected: str = "", **environment: str) -> li
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away() -> None:
-    """As ``| head`` does once it has its lines."""
+    """``| head`` closes the pipe like this once it has its lines."""
     words = [GPT2, GPT2]
     process = subprocess.Popen(
         [sys.executable, "-m", "enjoyln_cli", "report", *words, "--format", "json"],
@@ -63,7 +63,7 @@ def test_a_fold_without_a_reader_is_whole(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("redirected", ["2>&-", "<&- >&- 2>&-"])
 def test_closed_streams(tmp_path: Path, redirected: str) -> None:
-    """Nothing that is printed may end in a file that got the number of a closed stream."""
+    """Printed text must not go into a file that has the number of a closed stream."""
     out = tmp_path / "out"
     status, _, err = started(["fold", GPT2, "-o", out, "--no-verify"], redirected)
     assert (status, err) == (0, b"")
@@ -77,7 +77,7 @@ def test_closed_streams(tmp_path: Path, redirected: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [PLAIN, {"LC_ALL": "C"}], ids=["without", "with"])
 def test_a_locale_without_utf8(tmp_path: Path, environment: dict[str, str]) -> None:
-    """Names of files that the locale cannot spell are read and written all the same."""
+    """File names that the locale cannot encode are still read and written."""
     source, out = tmp_path / "modèle", tmp_path / "été"
     shutil.copytree(GPT2, source)
     status, said, _ = started(["fold", source, "-o", out, "--no-verify"], **environment)
@@ -90,7 +90,7 @@ def test_a_locale_without_utf8(tmp_path: Path, environment: dict[str, str]) -> N
 
 
 def on_a_terminal(words: list[object], **environment: str) -> str:
-    """What a terminal receives of the command, which has nothing else."""
+    """The output of a command whose three streams are a terminal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "enjoyln_cli", *map(str, words)],
