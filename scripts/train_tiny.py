@@ -191,7 +191,7 @@ def masked_batch(rows: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> Batc
 def draw(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Noisy pictures ``(count, IMAGE, IMAGE, 3)`` in uint8 and their classes ``(count,)``.
 
-    Place, size and both colours are random; the class is the shape alone.
+    Place, size and both colours are random. The class is given by the shape only.
     """
     labels = torch.randint(len(SHAPES), (count,))
     middle = IMAGE / 2 + 6 * (torch.rand(count, 2, 1, 1) - 0.5)

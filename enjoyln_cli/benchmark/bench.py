@@ -78,11 +78,11 @@ def bench(
     ``ModelNotFound`` if the original is missing, and ``UnsupportedModel`` if the machine or the
     model does not support an option, or if no case fits into ``asked.seconds``.
     """
-    told: list[str] = []
+    warned: list[str] = []
 
     def event(level: str, text: str) -> None:
         if level == "warning":
-            told.append(text)
+            warned.append(text)
         (on_event or default_listener)(level, text)
 
     stage = partial(event, "stage")
@@ -133,7 +133,7 @@ def bench(
         load_seconds=load_seconds,
         weight_bytes=weights,
         seconds=clock.spent,
-        warnings=tuple(told),
+        warnings=tuple(warned),
     )
     if write and not folded.source.cached:
         text = json.dumps(result.to_json(), indent=2)

@@ -115,9 +115,9 @@ def fold(
         place = {"force": writing.force, "resume": writing.resume}
         begin = partial(prepare, model, out, opening, **place, on_event=watch.event)
         ready = processes.agree(us, begin)
-        told: Options = {"on_event": watch.event, "on_progress": watch.progress}
-        told |= {"on_check": watch.seconds, "team": us}
-        result = write(ready, out, writing, **told, **options) if out else None
+        listeners: Options = {"on_event": watch.event, "on_progress": watch.progress}
+        listeners |= {"on_check": watch.seconds, "team": us}
+        result = write(ready, out, writing, **listeners, **options) if out else None
     if helps:
         return
     from enjoyln_cli.cli.console import write_fold, write_json

@@ -67,9 +67,9 @@ def verify(out: Path, quiet: bool, as_json: bool, opening: Options, **options: A
         watch.event("stage", f"verifying {out}")
         from enjoyln_cli import verify as check  # takes seconds
 
-        told: Options = {"on_event": watch.event, "on_progress": watch.seconds}
+        listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
         hub = access_keywords(opening.pop("access"))
-        found = check(out, **told, **options, **opening, **hub)
+        found = check(out, **listeners, **options, **opening, **hub)
     from enjoyln_cli.cli.console import write_json, write_verification
 
     if as_json:
@@ -129,10 +129,10 @@ def bench(
         from enjoyln_cli.benchmark.cases import BenchOptions
         from enjoyln_cli.cli.console import write_bench, write_json
 
-        told: Options = {"on_event": watch.event, "on_progress": watch.seconds}
+        listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
         hub = access_keywords(opening.pop("access"))
         sizes = BenchOptions(**asked)
-        found = measure(out, asked=sizes, dtype=run_dtype, **told, **options, **opening, **hub)
+        found = measure(out, asked=sizes, dtype=run_dtype, **listeners, **options, **opening, **hub)
     if as_json:
         write_json(found.to_json())
     elif not quiet:

@@ -60,7 +60,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Inspection:
-    """One model as ``enjoyln report`` knows it: from its configuration alone."""
+    """The analysis of one model for ``enjoyln report``, from its configuration alone."""
 
     name: str
     config: PretrainedConfig
