@@ -1,4 +1,4 @@
-"""Which folded norms can have their weight ``g`` and bias ``v`` merged into the next linear layers.
+"""Which norms can have their weight ``g`` and bias ``v`` merged into the next linear layers.
 
     W (g * x + v) + b = (W diag(g)) x + (b + W v)
 
@@ -10,15 +10,18 @@ and a bias of zeros. This is exact under two conditions:
 * Nothing else reads the parameters of the layers, in any trace: neither layers that read another
   norm, nor an embedding.
 
-A norm that something else reads keeps its parameters. So does a norm with a bias if one of the
-layers has no bias.
+A norm that something else reads keeps its parameters. If one of the layers has no bias, the norm
+keeps a bias of its own, divided by the weight, which must not have zeros:
+
+    W (g * x + v) = (W diag(g)) (x + v / g)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch.fx import Node
 
@@ -43,7 +46,7 @@ from enjoyln_cli.proof.linear_layers import (
     parameter_names,
     with_added_bias,
 )
-from enjoyln_cli.proof.pullback import pull
+from enjoyln_cli.proof.pullback import commutes_with_every_matrix, pull
 from enjoyln_cli.trace.trace import Trace, uncast
 
 _TRANSPARENT = WHOLE_FEATURE_OPS | {
@@ -86,6 +89,7 @@ class _Search:
     """The readers of each parameter, each with the index of its trace."""
     single: Callable[[str], bool]
     centred: AbstractSet[Node]
+    without_zeros: Callable[[str], bool]
     results: Mapping[str, list[tuple[int, list[Node]]]]
     """For each norm, its calls: the index of the trace, and the values read outside the call."""
 
@@ -96,14 +100,18 @@ def find_merges(
     groups: Mapping[str, str],
     stored: Mapping[str, str],
     centred: AbstractSet[Node],
-    affine: bool,
+    without_zeros: Callable[[str], bool],
+    moves: Mapping[str, Move],
+    products: Mapping[str, Sequence[tuple[int, Node]]],
 ) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
     """Which of ``norms`` can be merged into their readers, and why the others cannot.
 
     ``groups`` maps any parameter name to the first of its tied names. ``stored`` maps each
     parameter that is untied and stored as one tensor with its own layout to that tensor.
-    ``centred`` are the values that an explicit operation acts on. With ``affine``, weights and
-    biases are merged, otherwise biases alone. Norms without such parameters are in neither result.
+    ``centred`` are the values that an explicit operation acts on. ``without_zeros`` tells whether
+    no element of a stored weight is zero. ``moves`` says what moves out of each norm. ``products``
+    are the ops that multiply by the weight, with the index of their trace; without them, the norm's
+    module must have no other result. Norms without such parameters are in neither result.
     """
     named = [parameter_names(trace, groups) for trace in flow.traces]
     readers: dict[str, set[tuple[int, Node]]] = {}
@@ -116,31 +124,63 @@ def find_merges(
         readers=readers,
         single=stored.__contains__,
         centred=centred,
-        results=_results(flow.traces, norms.keys()),
+        without_zeros=without_zeros,
+        results=_results(flow.traces, norms.keys() - products.keys())
+        | {norm: [(at, [node]) for at, node in found] for norm, found in products.items()},
     )
     merged, unmerged = [], []
     for norm, form in norms.items():
-        own = f"{norm}.weight", f"{norm}.bias"
-        moving = own[: affine and form.gain != "1"] + own[1:] * form.biased
-        if not moving:
+        _weight, _bias = f"{norm}.weight", f"{norm}.bias"
+        gain, biased, move = form.gain != "1", form.biased, moves[norm]
+        if not (gain and move != "bias") and not (biased and move != "weight"):
             continue
         if (form.weight, form.bias) != ("weight", "bias"):
             reason = "its parameters have other names than weight and bias"
             unmerged.append(UnmergedNorm(norm, reason, norm))
             continue
-        found = _own_obstacle(search, norm, moving) or _uses(search, norm, form)
+        ways = _WAYS[move] if gain else ("bias",)
+        for way in ways:
+            found = _merge(search, norm, form, stored, way)
+            if isinstance(found, Merge):
+                break
         if isinstance(found, _Obstacle):
             unmerged.append(UnmergedNorm(norm, found.reason, found.culprit))
-            continue
-        layers = dict.fromkeys(use.to_edit for use in found)
-        made = tuple(
-            Reader(NamedParameter(w, stored[w]), dim, NamedParameter(b, stored[b]) if b else None)
-            for w, dim, b in layers
-        )
-        weight, bias = (stored[name] if name in moving else "" for name in own)
-        offset = 1.0 if weight and form.gain == "1 + weight" else 0.0
-        merged.append(Merge(norm, weight, bias, made, offset))
+        else:
+            merged.append(found)
     return tuple(merged), tuple(unmerged)
+
+
+Move = Literal["bias", "affine", "weight"]
+"""What moves out of a norm: its bias; weight and bias, as far as possible; at least its weight."""
+_WAYS: Mapping[Move, tuple[Move, ...]] = {
+    "bias": ("bias",), "affine": ("affine", "weight"), "weight": ("weight",),
+}  # fmt: skip
+
+
+def _merge(
+    search: _Search, norm: str, form: LayerNormForm, stored: Mapping[str, str], way: Move
+) -> Merge | _Obstacle:
+    """The merge of one norm; with ``way == "weight"``, a bias stays, divided by the weight."""
+    weight, bias = f"{norm}.weight", f"{norm}.bias"
+    own = [weight] * (way != "bias") + [bias] * form.biased
+    found = _own_obstacle(search, norm, own)
+    if found is None and way == "weight" and form.biased and not search.without_zeros(weight):
+        found = _Obstacle("its weight has a zero, and its bias would be divided by it", weight)
+    if found is not None:
+        return found
+    moves_bias = form.biased and way != "weight"
+    uses = _uses(search, norm, replace(form, biased=moves_bias), alone=way == "weight")
+    if isinstance(uses, _Obstacle):
+        return uses
+    layers = dict.fromkeys(use.to_edit for use in uses)
+    readers = tuple(
+        Reader(NamedParameter(w, stored[w]), dim, NamedParameter(b, stored[b]) if b else None)
+        for w, dim, b in layers
+    )
+    moved = stored[weight] if way != "bias" else ""
+    offset = 1.0 if moved and form.gain == "1 + weight" else 0.0
+    kept = stored[bias] if form.biased and way == "weight" else ""
+    return Merge(norm, moved, stored[bias] if moves_bias else "", readers, offset, kept)
 
 
 def _reads(node: Node) -> set[Node]:
@@ -197,8 +237,13 @@ def _own_obstacle(search: _Search, norm: str, moving: Iterable[str]) -> _Obstacl
     return None
 
 
-def _uses(search: _Search, norm: str, form: LayerNormForm) -> list[_Use] | _Obstacle:
-    """The linear layers that read a norm in all calls, or the first other reader."""
+def _uses(
+    search: _Search, norm: str, form: LayerNormForm, *, alone: bool
+) -> list[_Use] | _Obstacle:
+    """The linear layers that read a norm in all calls, or the first other reader.
+
+    ``alone`` says that no bias moves, so that more ops may stand in between.
+    """
     uses: list[_Use] = []
     sizes = set()
     for position, results in search.results.get(norm, ()):
@@ -209,7 +254,8 @@ def _uses(search: _Search, norm: str, form: LayerNormForm) -> list[_Use] | _Obst
             if shape is None:
                 return _Obstacle("the shape of its result depends on values", norm)
             sizes.add((shape[form.dim],))
-            found = _read(search, Value(position, node, feature_axis(shape, form.dim)))
+            start = Value(position, node, feature_axis(shape, form.dim))
+            found = _read(search, start, alone=alone)
             if isinstance(found, _Obstacle):
                 return found
             uses += found if form.biased else map(_without_bias, found)
@@ -227,7 +273,7 @@ def _without_bias(use: _Use) -> _Use:
     return replace(use, layer=replace(use.layer, bias=None))
 
 
-def _read(search: _Search, value: Value) -> list[_Use] | _Obstacle:
+def _read(search: _Search, value: Value, *, alone: bool) -> list[_Use] | _Obstacle:
     """The linear layers that read a value, directly or through transparent ops."""
     uses: list[_Use] = []
     trace, waiting = search.flow.traces[value.trace], [value]
@@ -247,7 +293,7 @@ def _read(search: _Search, value: Value) -> list[_Use] | _Obstacle:
             found = (
                 None
                 if current.node.meta.get("written")
-                else _through_transparent_op(reader, current)
+                else _through_transparent_op(reader, current, alone=alone)
             )
             if found is not None:
                 waiting.append(found)
@@ -263,11 +309,16 @@ def _read(search: _Search, value: Value) -> list[_Use] | _Obstacle:
     return uses
 
 
-def _through_transparent_op(reader: Node, value: Value) -> Value | None:
-    """The result of ``reader`` if that is a transparent op; ``None`` otherwise."""
-    if packet(reader) not in _TRANSPARENT and not is_part(reader):
+def _through_transparent_op(reader: Node, value: Value, *, alone: bool) -> Value | None:
+    """The result of ``reader`` if that is a transparent op; ``None`` otherwise.
+
+    If a weight moves alone, every op is that commutes with multiplying each feature by a number.
+    """
+    if packet(reader) not in _TRANSPARENT and not is_part(reader) and not alone:
         return None
     for axis in candidates(reader, value.node, value.axis):
+        if not commutes_with_every_matrix(reader, axis):
+            continue
         if pull(reader, axis) == ((value.node, value.axis),):
             whole = is_whole(axis, shape_of(reader) or ())
             return Value(value.trace, reader, axis) if whole else None
@@ -289,6 +340,20 @@ def _linear(named: Mapping[Node, str], node: Node, value: Value) -> LinearLayer 
     return layer if vector else None
 
 
+def _reads_given_value(search: _Search, position: int, reader: Node) -> bool:
+    """Whether a linear layer reads an optional input of the model instead of the norm's result.
+
+    The input (``encoder_outputs``) then stands for that result, and has to be given as it is now.
+    """
+    trace, layer = search.flow.traces[position], linear_layer(reader, search.named[position])
+    if trace.required or layer is None:
+        return False
+    given = layer.x
+    while packet(given) in WHOLE_FEATURE_OPS:
+        given = given.args[0]  # type: ignore[assignment]
+    return given in trace.inputs
+
+
 def _layers_obstacle(search: _Search, uses: list[_Use], biased: bool) -> _Obstacle | None:
     """Why the parameters of the linear layers cannot change; ``None`` if they can."""
     own: dict[str, set[tuple[int, Node]]] = {}
@@ -301,7 +366,8 @@ def _layers_obstacle(search: _Search, uses: list[_Use], biased: bool) -> _Obstac
             reason = "a linear layer that reads it has no bias to merge its bias into"
             return _Obstacle(reason, weight)
         for name in filter(None, (weight, bias)):
-            if not search.readers[name] <= own[name]:
+            elsewhere = search.readers[name] - own[name]
+            if any(not _reads_given_value(search, *reader) for reader in elsewhere):
                 reason = "a linear layer that reads it has a parameter that is also used elsewhere"
                 return _Obstacle(reason, name)
             if not search.single(name):

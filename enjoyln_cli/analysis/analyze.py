@@ -123,13 +123,15 @@ def analyze_config(
     """
     config = config_returning(config, outputs)
     listed = [classes.class_named(model_class)] if model_class else classes.classes_for(config)
+    if options.rotate:  # a base class returns the values that are turned
+        listed = listed[:1]
     reference = classes.build(listed[0], config)
     if checkpoint:
         shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
     else:
         shapes = stored_names.saved_shapes(reference)
     first = stored_names.candidate(reference, shapes, checkpoint)
-    if not any(layer_norms(reference)):
+    if not any(layer_norms(reference)) and not options.rotate:
         untraced = Subject(reference=first, model_type=config.model_type, classes=(first.name,))
         return _analysis(untraced, options)
     siblings = (_loading(other, config, shapes, checkpoint) for other in listed[1:])
@@ -146,7 +148,7 @@ def analyze_config(
             example_calls=example_calls,
         )
         same = found.under
-        return replace(found, under=lambda o: again(options=o) if o.untie else same(o))
+        return replace(found, under=lambda o: again(options=o) if o.untie or o.rotate else same(o))
     tied = list(loading)
     apart = untying.apart(config, tied, shapes, checkpoint)
     after = apart.after.values() if apart else tied
@@ -362,15 +364,16 @@ def _trace_class(
 def _analysis(subject: Subject, options: Options) -> Analysis:
     """State the problem, solve it, describe the result.
 
-    If a norm is converted, the calls that the proof covers have to be known. If they are not yet,
-    more calls are traced, and the analysis starts again with all traces.
+    If a norm is converted or a basis turned, the calls that the proof covers have to be known. If
+    they are not yet, more calls are traced, and the analysis starts again with all traces.
     """
     statement = state_problem(subject, options)
     cut = solve(statement.problem)
-    if cut.folded and not coverage_is_known(subject.traced):
+    plan = plan_of(subject, statement, cut, options)
+    if (plan.folded or plan.turned) and not coverage_is_known(subject.traced):
         return _analysis(replace(subject, traced=tuple(map(with_forms, subject.traced))), options)
     return Analysis(
-        plan=plan_of(subject, statement, cut, options),
+        plan=plan,
         problem=statement.problem,
         cut=cut,
         paper=algorithm_1(subject.traces[0]) if subject.traces else (),

@@ -18,7 +18,7 @@ from enjoyln_cli.analysis.config_size import resize_search
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.models.outputs import match_names, require_named
-from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.plan.plan import NOT_ASKED, Options
 from enjoyln_cli.proof.flow import Flow
 from enjoyln_cli.proof.layer_norms import layer_norms, norm_calls
 from enjoyln_cli.proof.layer_scale import find_scales
@@ -72,6 +72,8 @@ def state_problem(subject: Subject, options: Options) -> Statement:
     flow = Flow(traces=traces, required=required, products=scales.products, refused=scales.refused)
     forms, other_forms = layer_norms(reference.model)
     norms, refused = norm_calls(flow, forms, other_forms)
+    if not options.fold:
+        norms, refused = {}, dict.fromkeys(norms, NOT_ASKED) | refused
     widenings = Widenings()
     if options.widen_mlp:
         calls = {trace.model_class: trace.call for trace in reversed(traces)}

@@ -18,9 +18,10 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from enjoyln_cli.graph.nodes import op_name
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.proof.flow import Absorbed, consumers, origin, outcomes
-from enjoyln_cli.proof.pullback import Opaque
+from enjoyln_cli.proof.pullback import Opaque, commutes_with_every_matrix
 
 Stored = tuple[tuple[str, Axis], ...]
 
@@ -39,7 +40,8 @@ class Conversion:
         """The stored tensors to centre, each with its axis, so that ``parameter`` is centred.
 
         This is exact: every op of the graph commutes with centring (``f(P x) = P f(x)``), and no
-        other target changes. Otherwise the result is ``Opaque`` with the reason.
+        other target changes. Otherwise the result is ``Opaque`` with the reason. The ops of a
+        layout commute with every matrix, so the same tensors are turned to turn the parameter.
         """
         placeholders, results = self._graph
         own = results[self.targets.index(parameter)]
@@ -101,6 +103,8 @@ def _sources(node: Node, axis: Axis) -> list[tuple[Node, Axis]] | Opaque:
     """Follow the pull-back through every op, back to the stored tensors."""
     if node.op == "placeholder":
         return [(node, axis)]
+    if node.op == "call_function" and not commutes_with_every_matrix(node, axis):
+        return Opaque(f"{op_name(node)} in it does not commute with a matrix")
     found: list[tuple[Node, Axis]] = []
     pairs = origin(node, axis)
     for operand, below in () if isinstance(pairs, Opaque) else pairs:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli.analysis.stored_layout import Conversion, conversion
-from enjoyln_cli.checkpoint.reader import Checkpoint, same_values
+from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor, same_values
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.text import first_line
 
@@ -33,10 +33,18 @@ class Candidate:
     """Parameters that are built from stored tensors of another layout (stacked, fused, split)."""
     missing: tuple[str, ...]
     """Names that no stored tensor fills, not even one of a tied parameter."""
+    checkpoint: Checkpoint | None = None
 
     @property
     def name(self) -> str:
         return type(self.model).__name__
+
+    def has_no_zeros(self, tensor: str) -> bool:
+        """Whether no element of a stored tensor is zero; true if its values are not known."""
+        if self.checkpoint is not None:
+            return bool(read_tensor(self.checkpoint, tensor).all())
+        held = dict(self.model.named_parameters()).get(tensor)
+        return held is None or held.is_meta or bool(held.all())
 
 
 def stored_in_groups(found: Candidate, groups: Mapping[str, str]) -> dict[str, list[str]]:
@@ -121,7 +129,8 @@ def candidate(model: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | 
             filled |= {target, source}
     ignored = tuple(model._keys_to_ignore_on_load_missing or ())
     missing = tuple(k for k in state if k not in filled and not _matches(k, ignored))
-    return Candidate(model, {k: tuple(v) for k, v in stored.items()}, converted, missing)
+    names = {key: tuple(found) for key, found in stored.items()}
+    return Candidate(model, names, converted, missing, checkpoint)
 
 
 def _check_shape(name: str, checkpoint: Checkpoint, shape: tuple[int, ...]) -> None:

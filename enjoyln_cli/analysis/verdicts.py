@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from enjoyln_cli.analysis.affine_merge import find_merges
 from enjoyln_cli.analysis.config_size import widenings_for
 from enjoyln_cli.analysis.problem import Statement, Subject
+from enjoyln_cli.analysis.rotations import Rotations, bases_of, rotations
 from enjoyln_cli.analysis.stored_layout import Conversion
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.plan.axis import Axis
@@ -41,7 +42,12 @@ def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) 
     supports = cut.folded.values()
     subtracting = {mlp for support in supports for mlp in support.mlps}
     widened = widenings_for(subtracting, problem.widenings.resizes, found.stored)
-    merged, unmerged = _merges(statement, cut, found, options)
+    known = rotations(statement, options.values) if options.rotate else Rotations(())
+    merged, unmerged = _merges(statement, cut, subject, options, known)
+    bases = bases_of(known, statement, found, merged, unmerged)
+    if any(basis.reason for basis in bases):  # norms whose weight need not move after all
+        known = known.that_turn(bases)
+        merged, unmerged = _merges(statement, cut, subject, options, known)
     return Plan(
         model_type=subject.model_type,
         model_class=found.name,
@@ -57,6 +63,8 @@ def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) 
         widened=widened,
         merged=merged,
         unmerged=unmerged,
+        bases=bases,
+        seed=options.seed,
         settings=size_settings(widened),
         covered=covered_calls(subject.traced, size_settings(widened)),
     )
@@ -71,17 +79,35 @@ def _unread(found: Candidate, groups: Mapping[str, str], traces: Sequence[Trace]
 
 
 def _merges(
-    statement: Statement, cut: Cut, found: Candidate, options: Options
+    statement: Statement, cut: Cut, subject: Subject, options: Options, known: Rotations
 ) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
-    if options.merge is None:
+    """The norms that are merged: those asked for, and those in bases that are turned.
+
+    Folded norms are asked for; if no norm is to be folded, all LayerNorms are.
+    """
+    problem, found = statement.problem, subject.reference
+    forms, moves = dict(known.forms), dict(known.moves)
+    if options.merge is not None:
+        asked = cut.folded.keys() if options.fold else statement.forms.keys()
+        forms |= {norm: form for norm, form in statement.forms.items() if norm in asked}
+        for norm in asked:
+            moves[norm] = "affine" if norm in known.moves else options.merge
+    if not forms:
         return (), ()
-    problem = statement.problem
-    folded = {norm: form for norm, form in statement.forms.items() if norm in cut.folded}
     stored = {name: tensors[0] for name, tensors in found.stored.items() if statement.single(name)}
     ops = {op for support in cut.folded.values() for op in support.ops if op.place != "entry"}
     centred = {node for op in ops for _, node in problem.carried(op)}
-    affine = options.merge == "affine"
-    return find_merges(problem.flow, folded, problem.groups, stored, centred, affine)
+    order = [path for path, _ in found.model.named_modules() if path in forms]
+    return find_merges(
+        problem.flow,
+        {path: forms[path] for path in order},
+        problem.groups,
+        stored,
+        centred,
+        lambda name: found.has_no_zeros(stored[name]),
+        moves,
+        known.products,
+    )
 
 
 def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -> Verdict:

@@ -19,6 +19,9 @@ inputs, and which parameters have to be centred for that. Version 4 is::
                                        parameters with zero mean over the axis
      "scales": {parameter: vector},    the vector was merged into the parameter: their product has
                                        zero mean
+     "rotated": {"seed": 0, "bases": [{"name": weight, "kind": "stream" | "values", "size": 768,
+                                       "fixes_ones": true}]},
+                                       values that an orthogonal matrix has turned (optional)
      "units": [{"first": weight, "bias": bias | null, "second": weight,
                 "dim": of hidden units in the second weight, "start": first index}],
                                        hidden units of MLPs that subtract a mean
@@ -131,7 +134,7 @@ def marker(plan: Plan, source: Source, nonfinite: bool = False) -> dict[str, Any
             {"module": op.module, "place": op.place, "axis": as_numbers(op.axis)} for op in plan.ops
         ],
         "centered": _by_axis(plan),
-        "scales": {w.parameter: w.scale.parameter for w in plan.writers if w.scale},
+        "scales": {w.parameter: w.scale.parameter for w in plan.edited_tensors if w.scale},
         "units": [
             {
                 "first": one.first.parameter,
@@ -152,6 +155,10 @@ def marker(plan: Plan, source: Source, nonfinite: bool = False) -> dict[str, Any
         "unproven": list(plan.unproven),
         "calls": _calls(plan.covered),
     }
+    if plan.turned:
+        facts = ("name", "kind", "size", "fixes_ones")
+        bases = [{name: getattr(basis, name) for name in facts} for basis in plan.turned]
+        entry["rotated"] = {"seed": plan.seed, "bases": bases}
     if nonfinite:
         entry["nonfinite"] = True
     return {**entry, "proof": proof_of(entry), "tool": f"enjoyln {__version__}"}

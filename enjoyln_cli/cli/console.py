@@ -128,7 +128,8 @@ def write_tree(tree: Tree) -> None:
 def write_fold(found: Row) -> None:
     """Print the closing lines of a fold and the next command to run; for a dry run, the plan."""
     dry = found["dry_run"]
-    say(f"{'would convert' if dry else 'converted'} {counts(found)}", "green")
+    did = "convert" if found["become_rmsnorm"] else "rotate"
+    say(f"{f'would {did}' if dry else f'{did}ed'.replace('eed', 'ed')} {counts(found)}", "green")
     for line in notes(found):
         say(line)
     if dry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,63 +27,120 @@ from enjoyln_cli.cli.options import (
     push_options,
     quiet_option,
     refuse_push_options,
+    rotation_options,
+    untie_option,
 )
 from enjoyln_cli.cli.push_command import push_after
 from enjoyln_cli.rewrite import processes
 
+Command = Callable[..., Any]
+
+
+def conversion_options(command: Command) -> Command:
+    """Add the argument and options of a command that writes a converted checkpoint."""
+    for option in (
+        hub_options,
+        json_option,
+        quiet_option,
+        push_options,
+        click.option(
+            "--push-to-hub",
+            "repo_id",
+            metavar="REPO_ID",
+            help="Then upload OUT to this repository.",
+        ),
+        click.option(
+            "--resume", is_flag=True, help="Continue an interrupted run, if there is one."
+        ),
+        click.option("--force", is_flag=True, help="Replace OUT if it exists."),
+        checking_options(60),
+        click.option(
+            "--no-verify", "verify", flag_value=False, default=True, help="Skip the check."
+        ),
+        click.option("--dry-run", is_flag=True, help="Show the plan and the sizes; write nothing."),
+        click.option(
+            "--stream",
+            is_flag=True,
+            help="Download, convert and delete one file at a time; not verified.",
+        ),
+        click.option(
+            "--allow-nonfinite",
+            is_flag=True,
+            help="Accept weights with NaN or Inf; the edits spread them within a tensor.",
+        ),
+        click.option(
+            "--jobs",
+            type=click.IntRange(min=1),
+            help="Parallel workers (default: number of cores).",
+        ),
+        click.option(
+            "--max-shard-size",
+            callback=parse_size,
+            metavar="SIZE",
+            help="Re-shard into files of at most this size, such as 5GB.",
+        ),
+        click.option(
+            "--dtype", type=DTYPES, help="Also convert all floating-point weights to this dtype."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def model_options(command: Command) -> Command:
+    """Add MODEL, OUT, and the options for what is proven about MODEL."""
+    for option in (
+        outputs_option,
+        model_class_option,
+        click.option(
+            "--recipe",
+            type=FILE,
+            help="Make only the edits of this recipe; refused if one is not proven.",
+        ),
+        click.option("-o", "--out", type=FOLDER, help="New directory for the result."),
+        click.argument("model", shell_complete=help.folders),
+    ):
+        command = option(command)
+    return command
+
 
 @help.command()
-@click.argument("model", shell_complete=help.folders)
-@click.option("-o", "--out", type=FOLDER, help="New directory for the result.")
-@click.option(
-    "--recipe", type=FILE, help="Make only the edits of this recipe; refused if one is not proven."
-)
-@model_class_option
-@outputs_option
+@model_options
 @plan_options
-@click.option("--dtype", type=DTYPES, help="Also convert all floating-point weights to this dtype.")
-@click.option(
-    "--max-shard-size",
-    callback=parse_size,
-    metavar="SIZE",
-    help="Re-shard into files of at most this size, such as 5GB.",
-)
-@click.option(
-    "--jobs", type=click.IntRange(min=1), help="Parallel workers (default: number of cores)."
-)
 @click.option(
     "--keep-means",
     is_flag=True,
     help="Save the data that `enjoyln unfold` needs to restore MODEL exactly.",
 )
-@click.option(
-    "--allow-nonfinite",
-    is_flag=True,
-    help="Accept weights with NaN or Inf; centring spreads them within a tensor.",
-)
-@click.option(
-    "--stream", is_flag=True, help="Download, convert and delete one file at a time; not verified."
-)
-@click.option("--dry-run", is_flag=True, help="Show the plan and the sizes; write nothing.")
-@click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
-@checking_options(60)
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted run, if there is one.")
-@click.option(
-    "--push-to-hub", "repo_id", metavar="REPO_ID", help="Then upload OUT to this repository."
-)
-@push_options
-@quiet_option
-@json_option
-@hub_options
-def fold(
+@conversion_options
+def fold(**options: Any) -> None:
+    """Convert MODEL into the new directory OUT and verify the result."""
+    _convert(**options)
+
+
+@help.command()
+@model_options
+@untie_option
+@rotation_options
+@conversion_options
+def rotate(opening: Options, **options: Any) -> None:
+    """Turn the features of MODEL by an orthogonal matrix, so that it quantises better.
+
+    The result computes the same function in the stock class: outliers are spread over all
+    features, and norms stay as they are (their weights are merged). Norms are not converted.
+    """
+    _convert(opening=opening, keep_means=False, **options)
+
+
+def _convert(
     model: str, out: Path | None, dry_run: bool, quiet: bool, as_json: bool, **options: Any
 ) -> None:
-    """Convert MODEL into the new directory OUT and verify the result."""
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
     if options["keep_means"] and options["dtype"]:
         raise click.UsageError("--keep-means cannot be combined with --dtype.")
+    if options["keep_means"] and options["opening"]["options"].rotate:
+        raise click.UsageError("--keep-means cannot be combined with --rotate.")
     if not options["repo_id"]:
         refuse_push_options(options)
     if options["opening"]["stream"]:

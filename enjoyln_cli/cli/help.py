@@ -61,6 +61,10 @@ EXAMPLES = {
         "enjoyln fold google-bert/bert-base-uncased -o bert-rms --widen-mlp",
         "enjoyln fold gpt2 -o gpt2-rms --push-to-hub me/gpt2-rms --private",
     ),
+    "rotate": (
+        "enjoyln rotate facebook/opt-125m -o opt-rotated --untie",
+        "enjoyln rotate gpt2 -o gpt2-rotated --untie --dtype float32",
+    ),
     "unfold": ("enjoyln unfold gpt2-rms -o gpt2-again",),
     "verify": (
         "enjoyln verify gpt2-rms",

@@ -44,7 +44,10 @@ from enjoyln_cli.cli.options import (
     help="Run in this dtype (default: that of OUT).",
 )
 @click.option(
-    "--max-ratio", type=float, default=1.25, show_default=True, help="Fail above this error ratio."
+    "--max-ratio",
+    type=float,
+    metavar="R",
+    help="Fail above this error ratio (default: 1.25; 2 if OUT is rotated).",
 )
 @checking_options(None)
 @placing_options

@@ -55,7 +55,7 @@ WRITING = (
 """How a fold is written: the fields of ``rewrite.directory.WriteOptions``."""
 BENCH_FIELDS = ("modes", "repeats", "seconds")
 """What ``bench`` measures, except the sizes: fields of ``cases.BenchOptions``."""
-PLAN_FIELDS = ("widen_mlp", "widen_to", "merge", "untie")
+PLAN_FIELDS = ("widen_mlp", "widen_to", "merge", "untie", "rotate", "values", "seed")
 """What a plan may change besides centring: the fields of ``plan.Options``."""
 
 
@@ -117,21 +117,54 @@ def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def make_plan_options(widen_mlp: bool, widen_to: int | None, **others: Any) -> Any:
-    """The ``plan.Options`` for these values of the command line."""
+def make_plan_options(widen_mlp: bool = False, widen_to: int | None = None, **others: Any) -> Any:
+    """The ``plan.Options`` for these values of the command line.
+
+    A command without ``--rotate`` that has the other options of it is ``enjoyln rotate``.
+    """
     from enjoyln_cli.plan.plan import PLAIN, Options
+
+    if "rotate" not in others:
+        others |= {"rotate": True, "fold": False}
 
     if widen_to and not widen_mlp:
         raise click.UsageError("--widen-to needs --widen-mlp.")
+    given = {"--seed": others["seed"] is not None, "--no-values": not others["values"]}
+    for name in (name for name, is_given in given.items() if is_given and not others["rotate"]):
+        raise click.UsageError(f"{name} needs --rotate.")
+    others["seed"] = others["seed"] or 0
     return Options(widen_mlp=widen_mlp, widen_to=widen_to or PLAIN.widen_to, **others)
+
+
+untie_option = click.option(
+    "--untie", is_flag=True, help="Store tied weights (for example the LM head) separately."
+)
+
+
+def rotation_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options for how a model is rotated."""
+    for option in (
+        click.option(
+            "--values/--no-values",
+            default=True,
+            help="Also turn the values of each attention head (default: yes).",
+        ),
+        click.option("--seed", type=int, metavar="N", help="Choose another matrix (default: 0)."),
+    ):
+        command = option(command)
+    return command
 
 
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options for what a plan may change besides centring."""
+    command = rotation_options(command)
     for option in (
         click.option(
-            "--untie", is_flag=True, help="Store tied weights (for example the LM head) separately."
+            "--rotate",
+            is_flag=True,
+            help="Also turn the features by an orthogonal matrix, for quantisation.",
         ),
+        untie_option,
         click.option(
             "--merge",
             type=click.Choice(["bias", "affine"]),

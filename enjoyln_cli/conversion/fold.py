@@ -22,14 +22,14 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Progress
 from enjoyln_cli.conversion.inspect import Inspection, Opening, open_named, recipe_text
-from enjoyln_cli.errors import NothingToFold
+from enjoyln_cli.errors import NothingToFold, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staging import check_place, count_finished, work_of
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.notes import suggestion
 from enjoyln_cli.rewrite.directory import WRITE_DEFAULTS, FoldResult, WriteOptions, fold_checkpoint
-from enjoyln_cli.rewrite.preconditions import why_nothing_folds
+from enjoyln_cli.rewrite.preconditions import why_nothing_changes
 from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
 from enjoyln_cli.rewrite.writer import total_progress
@@ -129,16 +129,20 @@ def prepare(
             f"the result is proven for {', '.join(plan.classes)} only; if it is loaded as "
             f"{', '.join(sorted(unproven))}, the class it was saved as, its outputs may differ",
         )
+    if options.rotate and not options.untie and (more := _turned_if_untied(found, options)):
+        event("warning", f"--untie would also turn {more}")
     if options.untie and not plan.untied:
         event("warning", "--untie changes nothing here: no LayerNorm depends on a tied weight")
-    if not plan.folded:
+    if not plan.folded and not plan.turned and not options.fold:
+        raise NothingToFold(why_nothing_changes(plan, str(model)))
+    if not plan.folded and not plan.turned:
         event("stage", "looking for options that would convert some")
         alone = {
             name: analyze_config(config, model_class=name, checkpoint=checkpoint, options=options)
             for name in (plan.classes if len(plan.classes) > 1 and not opening.model_class else ())
         }
         ways = _ways_to_convert(found, options, alone)
-        raise NothingToFold(why_nothing_folds(plan, str(model), ways))
+        raise NothingToFold(why_nothing_changes(plan, str(model), ways))
     if plan.covered is not None:
         plan.covered.require_any(plan.model_class)
     text = recipe_text([Inspection(str(model), config, replace(found, plan=plan), options)])
@@ -298,6 +302,20 @@ def convert(
         on_progress=on_progress,
         on_check=on_check,
     )
+
+
+def _turned_if_untied(found: Analysis, options: Options) -> str:
+    """What more could be turned if tied weights were stored separately; empty if nothing."""
+    is_tied = any(name != first for name, first in found.problem.groups.items())
+    if not is_tied or all(basis.turns for basis in found.plan.bases):
+        return ""
+    try:
+        untied = found.under(replace(options, untie=True)).plan
+    except UnsupportedModel:
+        return ""
+    now = {basis.name for basis in found.plan.turned}
+    more = [basis for basis in untied.turned if basis.name not in now]
+    return ", ".join(f"the {basis.kind} of {basis.name}" for basis in more)
 
 
 def _choose_plan(

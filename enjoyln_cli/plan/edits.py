@@ -5,6 +5,7 @@
     b <- b + W v                 that reads the norm (W is the weight as stored)
     W <- diag(s) W               merge the vector s that multiplies a linear layer's output
     W <- P W                     centre, one axis after the other
+    W <- Q W                     turn by an orthogonal matrix, one axis after the other
     W <- [W, c 1, c' 1, ...]     append slices along a dimension, each filled with one number; this
                                  step is the last, so means are taken without the new slices
 
@@ -19,9 +20,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.plan.axis import Axis, blocks, centre, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, read_by_units, written_by_units
 from enjoyln_cli.plan.plan import GrownParameter, Merge, NamedParameter, Plan, Widening
+from enjoyln_cli.plan.rotation import Rotation, rotate
 
 ROWS = 1 << 15
 """How many elements of a matrix each worker converts to float64 at once."""
@@ -35,6 +38,16 @@ class Vector:
     dim: int
     offset: float = 0.0
     """Added to its elements first: 1 if the class computes with ``1 + weight``."""
+    divides: bool = False
+    """Whether the slices are divided by its elements instead."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """``Q x`` for each group of an axis; see ``rotation``."""
+
+    axis: Axis
+    rotation: Rotation
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,7 @@ class Edit:
     scale: Vector | None = None
     axes: tuple[Axis, ...] = ()
     """The axes to centre over, without steps: an axis with a ``step`` is split into its blocks."""
+    turns: tuple[Turn, ...] = ()
     append: Append | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +96,14 @@ class Edit:
     def changes(self) -> bool:
         """Whether there is anything to change in the values of the source."""
         return replace(self, source="") != Edit()
+
+    @property
+    def mixed_dims(self) -> frozenset[int]:
+        """The dimensions along which the edit computes an element from several, or appends some."""
+        appended = () if self.append is None else (self.append.dim,)
+        return frozenset(
+            (*(axis.dim for axis in self.axes), *(turn.axis.dim for turn in self.turns), *appended)
+        )
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that a tensor of ``shape`` has after the edit."""
@@ -102,6 +124,15 @@ class EditInputs:
     scale: torch.Tensor | None = None
     """One element for each slice along ``Edit.scale.dim``."""
 
+    def part(self, edit: Edit, dim: int, first: int, count: int) -> EditInputs:
+        """The values for ``count`` slices of the tensor along ``dim``; ``plus`` is not cut."""
+
+        def cut(values: torch.Tensor | None, by: Vector | None) -> torch.Tensor | None:
+            along = values is not None and by is not None and by.dim == dim
+            return values.narrow(0, first, count) if along else values  # type: ignore[union-attr]
+
+        return EditInputs(cut(self.times, edit.times), self.plus, cut(self.scale, edit.scale))
+
 
 def read_edit_inputs(
     edit: Edit,
@@ -115,7 +146,15 @@ def read_edit_inputs(
     """
 
     def vector(found: Vector | None) -> torch.Tensor | None:
-        return None if found is None else read(found.tensor).double().flatten() + found.offset
+        if found is None:
+            return None
+        values = read(found.tensor).double().flatten() + found.offset
+        if found.divides and not values.all():
+            raise BadCheckpoint(
+                f"{found.tensor} has a zero, so the bias beside it cannot be divided by it; "
+                "convert without --merge affine and --rotate"
+            )
+        return 1 / values if found.divides else values
 
     plus = None
     if edit.plus is not None:
@@ -167,9 +206,35 @@ def apply_edit(x: torch.Tensor, edit: Edit, values: EditInputs) -> torch.Tensor:
         x = scale_along(x, values.scale, edit.scale.dim)
     for axis in edit.axes:
         x = centre(x, axis)
+    for turn in edit.turns:
+        x = rotate(x, turn.axis, turn.rotation)
     if edit.append is not None:
         x = torch.cat([x, appended_slices(x, edit.append)], edit.append.dim)
     return x
+
+
+PIECE = 1 << 18
+"""About how many elements ``apply_in_pieces`` has in float64 at once."""
+
+
+def apply_in_pieces(x: torch.Tensor, edit: Edit, values: EditInputs, out: torch.Tensor) -> None:
+    """Write ``x`` after ``edit`` to ``out``, rounded once; both are of any floating dtype.
+
+    Only a part of ``x`` is in float64 at a time, if the edit does not mix one of its dimensions.
+    Raises ``OverflowError`` if rounding makes a finite value infinite.
+    """
+    free = [dim for dim in range(x.ndim) if dim not in edit.mixed_dims and edit.plus is None]
+    dim = max(free, key=lambda d: x.shape[d], default=0)
+    whole = x.shape[dim]
+    count = max(1, PIECE * whole // max(x.numel(), 1)) if free else whole
+    for first in range(0, whole, max(count, 1)):
+        some = min(count, whole - first)
+        part = x.narrow(dim, first, some).double()
+        found = apply_edit(part, edit, values.part(edit, dim, first, some) if free else values)
+        into = out.narrow(dim, first, some) if free else out
+        into.copy_(found)
+        if (into.isinf() & found.isfinite()).any():
+            raise OverflowError
 
 
 def appended_slices(x: torch.Tensor, append: Append) -> torch.Tensor:
@@ -188,7 +253,9 @@ class _Draft:
     """The edit of one tensor, collected from several writers."""
 
     axes: dict[Axis, None] = field(default_factory=dict)
+    turns: dict[Turn, None] = field(default_factory=dict)
     scale: str = ""
+    scaled_dim: int = 0
 
 
 def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
@@ -201,15 +268,25 @@ def edits_of(plan: Plan, *, held: bool = False) -> Mapping[str, Edit]:
     scales: dict[str, None] = {}
     for writer in plan.writers:
         draft = drafts.setdefault(writer.parameter if held else writer.tensor, _Draft())
-        draft.axes[(writer.held or writer.axis) if held else writer.axis] = None
+        axis = (writer.held or writer.axis) if held else writer.axis
+        draft.axes[axis] = None
         if writer.scale:
             draft.scale = writer.scale.parameter if held else writer.scale.tensor
+            draft.scaled_dim = axis.dim
             scales[draft.scale] = None
+    for basis in plan.turned:
+        for turned in basis.tensors:
+            draft = drafts.setdefault(turned.parameter if held else turned.tensor, _Draft())
+            axis = (turned.held or turned.axis) if held else turned.axis
+            draft.turns[Turn(axis, basis.rotation(plan.seed))] = None
+            if turned.scale:
+                draft.scale = turned.scale.parameter if held else turned.scale.tensor
+                draft.scaled_dim = axis.dim
+                scales[draft.scale] = None
     found = {name: Edit(fill=1.0) for name in scales}
     for name, draft in drafts.items():
-        axes = tuple(draft.axes)
-        scale = Vector(draft.scale, axes[0].dim) if draft.scale else None
-        found[name] = Edit(scale=scale, axes=axes)
+        scale = Vector(draft.scale, draft.scaled_dim) if draft.scale else None
+        found[name] = Edit(scale=scale, axes=tuple(draft.axes), turns=tuple(draft.turns))
     for mlp in plan.widened:
         for part, values in _new_units(mlp):
             name, append = part.parameter if held else part.tensor, Append(part.dim, values)
@@ -234,6 +311,10 @@ def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:
         found[weight] = Edit(fill=1.0 - norm.offset)
     if norm.bias:
         found[bias] = Edit(fill=0.0)
+    if norm.divided:
+        own = f"{norm.norm}.bias" if held else norm.divided
+        divided = Vector(weight, 0, norm.offset, divides=True)
+        found[own] = replace(found.get(own, Edit()), times=divided)
     for reader in norm.readers:
         matrix = known(reader.weight)
         before = found.get(matrix, Edit())

@@ -13,6 +13,7 @@ from typing import Literal
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.covered_calls import CoveredCalls
+from enjoyln_cli.plan.rotation import Rotation
 
 Status = Literal["static", "centred", "kept"]
 Place = Literal["output", "input"]
@@ -30,6 +31,14 @@ class Options:
     """Move the bias, or weight and bias, of folded norms into the linear layers that read them."""
     untie: bool = False
     """Store tied parameters separately, each with its own copy of the values."""
+    fold: bool = True
+    """Convert LayerNorms to RMSNorm."""
+    rotate: bool = False
+    """Turn each basis (see ``Basis``) by an orthogonal matrix."""
+    values: bool = True
+    """With ``rotate``, also turn the values of each attention head."""
+    seed: int = 0
+    """Chooses the matrices of ``rotate``."""
 
     def __post_init__(self) -> None:
         """Raise ``EnjoyLNError`` for a value that is not allowed."""
@@ -40,6 +49,8 @@ class Options:
 
 
 PLAIN = Options()
+NOT_ASKED = "no norm was to become RMSNorm"
+"""The reason of every norm that stays because ``Options.fold`` is off."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +179,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Merge:
-    """A folded norm whose weight or bias moves into all of its readers, which are linear layers."""
+    """A norm whose weight or bias moves into all of its readers, which are linear layers."""
 
     norm: str
     """Path of the module; its parameters are ``norm.weight`` and ``norm.bias``."""
@@ -179,11 +190,14 @@ class Merge:
     readers: tuple[Reader, ...]
     offset: float = 0.0
     """1 if the class multiplies by ``1 + weight``. A moved weight becomes ``1 - offset``."""
+    divided: str = ""
+    """Name of the norm's stored bias if that stays in the norm, divided by the moved weight:
+    ``W (g x + v) = (W diag(g)) (x + v / g)``. No element of ``g`` may be zero."""
 
     @property
     def names(self) -> tuple[NamedParameter, ...]:
         """All parameters that change."""
-        own = (("weight", self.weight), ("bias", self.bias))
+        own = (("weight", self.weight), ("bias", self.bias or self.divided))
         found = [NamedParameter(f"{self.norm}.{name}", tensor) for name, tensor in own if tensor]
         for reader in self.readers:
             found += [reader.weight] if self.weight else []
@@ -192,8 +206,67 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class TurnedTensor:
+    """A stored tensor that is multiplied by the matrix of a basis: ``W <- Q W`` over ``axis``.
+
+    The tensors that write the basis are turned over their outputs, and those that read it over
+    their inputs. For an orthogonal ``Q`` both are the same product.
+    """
+
+    parameter: str
+    """Name in the model class of the plan, e.g. ``transformer.h.0.mlp.c_proj.weight``."""
+    tensor: str
+    """Name of the stored tensor."""
+    axis: Axis
+    """Axis of the stored tensor; every group of it is turned by the same matrix."""
+    shape: tuple[int, ...]
+    """Shape of the stored tensor."""
+    held: Axis | None = None
+    """Axis of the parameter, if the class uses another layout than the file."""
+    scale: Scale | None = None
+    """Merged in along ``axis.dim`` first; merged into all writers of a layer or none."""
+
+
+BasisKind = Literal["stream", "heads", "values"]
+"""A residual stream, heads that are normed one by one, or the values of an attention."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Values that can only be turned together.
+
+    It is turned if it has no ``reason``. See ``proof.bases``.
+    """
+
+    name: str
+    """The first parameter of it; the basis of a kept one may have none."""
+    kind: BasisKind
+    size: int
+    """How many features each matrix acts on: those of the stream, or of one head."""
+    fixes_ones: bool
+    """Whether a LayerNorm is inside, so that the matrix has to fix the vector of ones."""
+    tensors: tuple[TurnedTensor, ...] = ()
+    norms: tuple[str, ...] = ()
+    """The norms inside whose weight has to be merged (see ``Merge``)."""
+    inputs: tuple[str, ...] = ()
+    """Optional inputs of ``forward`` (``inputs_embeds``) that have to be given in the new basis."""
+    reason: str = ""
+    culprit: str = ""
+    """The module path or parameter that prevents the rotation."""
+
+    @property
+    def turns(self) -> bool:
+        """Whether it can be turned."""
+        return not self.reason
+
+    def rotation(self, seed: int) -> Rotation:
+        """The matrix for a seed."""
+        return Rotation(self.size, seed, self.name, self.fixes_ones)
+
+
+@dataclass(frozen=True)
 class UnmergedNorm:
-    """A folded norm whose weight and bias cannot be merged into its readers."""
+    """A norm whose weight and bias cannot be merged into its readers."""
 
     norm: str
     reason: str
@@ -258,6 +331,10 @@ class Plan:
     widened: tuple[Widening, ...] = ()
     merged: tuple[Merge, ...] = ()
     unmerged: tuple[UnmergedNorm, ...] = ()
+    bases: tuple[Basis, ...] = ()
+    """With ``Options.rotate``: what is turned, and what stays and why."""
+    seed: int = 0
+    """Chooses the matrices of ``bases``."""
     untied: tuple[UntiedParameter, ...] = ()
     settings: tuple[Setting, ...] = ()
     covered: CoveredCalls | None = None
@@ -268,6 +345,16 @@ class Plan:
     def folded(self) -> tuple[Verdict, ...]:
         """The norms that become RMSNorm."""
         return tuple(v for v in self.norms if v.status != "kept")
+
+    @property
+    def turned(self) -> tuple[Basis, ...]:
+        """The bases that are turned."""
+        return tuple(basis for basis in self.bases if basis.turns)
+
+    @property
+    def edited_tensors(self) -> tuple[Writer | TurnedTensor, ...]:
+        """The tensors that are centred, then those that are turned; some are in both."""
+        return (*self.writers, *(one for basis in self.turned for one in basis.tensors))
 
     @property
     def kept(self) -> tuple[Verdict, ...]:

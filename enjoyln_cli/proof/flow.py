@@ -10,7 +10,7 @@ Each answer is computed once per (value, axis).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +50,10 @@ class Value:
 @dataclass(frozen=True)
 class Absorbed:
     """The result of the op does not change when this operand is shifted."""
+
+
+Absorbs = Callable[[Node, Node, Axis], bool]
+"""Whether the result of a node stays the same when an operand changes along an axis."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +173,15 @@ def origin(node: Node, axis: Axis) -> Pull:
     return found if pick is None else (pick,)
 
 
-def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
+def push(
+    node: Node, operand: Node, axis: Axis, absorbs: Absorbs | None = None
+) -> Axis | Absorbed | Opaque:
     """How a shift of ``operand`` along ``axis`` changes the value of ``node``.
 
     An ``Axis`` if the value is shifted along that axis, ``Absorbed`` if it does not change, and
     otherwise the reason that the shift is noticed. The value counts as shifted only if ``pull``
-    lists every occurrence of the operand among the arguments.
+    lists every occurrence of the operand among the arguments. For another change than a shift,
+    ``absorbs`` says which nodes do not change.
     """
     if node.op == "output":
         return Opaque("the model returns it")
@@ -182,27 +189,30 @@ def push(node: Node, operand: Node, axis: Axis) -> Axis | Absorbed | Opaque:
         return Opaque(f"{node.op} reads it")
     if node.meta.get("written"):
         return Opaque(WRITTEN)
-    if _absorbs(node, operand, axis) or node.meta.get("unread"):
+    if (absorbs or _absorbs)(node, operand, axis) or node.meta.get("unread"):
         return Absorbed()
     reasons = []
     for candidate in candidates(node, operand, axis):
         pairs = pull(node, candidate)
         if isinstance(pairs, Opaque):
-            reasons.append(pairs.reason)
+            reasons.append(pairs)
         elif pairs.count((operand, axis)) == occurrences(node, operand):
             return candidate
-    return Opaque(reasons[0] if reasons else f"{op_name(node)} reads its mean")
+    if reasons:
+        return reasons[0]
+    return Opaque(f"{op_name(node)} reads its mean", is_general=True)
 
 
 def outcomes(
-    node: Node, operand: Node, axis: Axis
+    node: Node, operand: Node, axis: Axis, absorbs: Absorbs | None = None
 ) -> Iterator[tuple[Node, Node, Axis | Absorbed | Opaque]]:
     """``(reader, value it reads, how a shift of operand changes the reader's result)``.
 
     The reader usually is ``node`` itself. If ``node`` is a view that spreads the elements of the
     axis over several dimensions, the readers are the ops that select elements from the view.
+    ``absorbs`` is as for ``push``.
     """
-    found = push(node, operand, axis)
+    found = push(node, operand, axis, absorbs)
     if not isinstance(found, Opaque) or packet(node) not in MOVES or source_of(node) is not operand:
         yield node, operand, found
         return
@@ -280,6 +290,11 @@ def _absorbs(node: Node, operand: Node, axis: Axis) -> bool:
         return bool(node.users) and all(centred_operand(u) == (operand, axis) for u in node.users)
     if op is aten.sub:
         return node.args[0] is operand and centred_operand(node) == (operand, axis)
+    return takes_other_elements(node, operand, axis)
+
+
+def takes_other_elements(node: Node, operand: Node, axis: Axis) -> bool:
+    """Whether ``node`` is a slice of ``operand``, or a part of a split, without the axis."""
     part = slice_bounds(node)
     elsewhere = part is not None and (part[2] <= axis.start or part[1] >= axis.stop)
     return elsewhere and part is not None and part[0] == axis.dim

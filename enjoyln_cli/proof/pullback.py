@@ -7,6 +7,9 @@ linear in the listed ones and commutes with centring them: ``f(P x) = P f(x)``. 
 * a shift of the listed operands is a shift of the output. A shift is an added tensor that is
   constant along ``size`` and arbitrary along every other index.
 
+Most rules say more: the op treats ``size`` as one free index, and commutes with every matrix on it,
+``f(M x) = M f(x)``. ``bases`` relies on that. The exceptions are registered as ``centring_only``.
+
 The rules are in ``rules.py``, ``index_rules.py`` and ``weight_rules.py``.
 """
 
@@ -20,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from enjoyln_cli.graph.nodes import is_floating, op_name, packet, shape_of
+from enjoyln_cli.graph.nodes import centred_operand, is_floating, op_name, packet, shape_of
 from enjoyln_cli.plan.axis import Axis
 
 Pairs = tuple[tuple[Node, Axis], ...]
@@ -31,6 +34,8 @@ class Opaque:
     """The op does not keep a zero mean; ``reason`` is the explanation that users read."""
 
     reason: str
+    is_general: bool = False
+    """Whether the reason says no more than that there is no rule for the op."""
 
 
 Pull = Pairs | Opaque
@@ -40,6 +45,7 @@ Rule = Callable[[Node, Axis], Pull]
 
 
 _RULES: dict[Any, Rule] = {}
+_CENTRING_ONLY: set[Any] = set()
 
 
 WRITTEN = "its memory is written in place"
@@ -49,17 +55,26 @@ Such nodes have ``meta["written"]``.
 """
 
 
-def rule(*ops: Any) -> Callable[[Rule], Rule]:
+def rule(*ops: Any, centring_only: bool = False) -> Callable[[Rule], Rule]:
     """Register one rule for several ops, given as op packets: the rule serves all their overloads.
 
-    Ops that exist only after another library is imported are given by their qualified names.
+    Ops that exist only after another library is imported are given by their qualified names. With
+    ``centring_only``, the ops commute with centring, but not with every matrix.
     """
 
     def register(function: Rule) -> Rule:
         _RULES.update(dict.fromkeys(ops, function))
+        if centring_only:
+            _CENTRING_ONLY.update(ops)
         return function
 
     return register
+
+
+def commutes_with_every_matrix(node: Node, axis: Axis) -> bool:
+    """Whether ``f(M x) = M f(x)`` for the operands that ``pull`` lists and any matrix ``M``."""
+    centred = centred_operand(node)
+    return packet(node) not in _CENTRING_ONLY and (centred is None or centred[1] != axis)
 
 
 def pull(node: Node, axis: Axis) -> Pull:
@@ -75,9 +90,10 @@ def pull(node: Node, axis: Axis) -> Pull:
         return Opaque(f"{op_name(node)} reads or returns a tensor whose shape depends on values")
     found = _RULES.get(packet(node)) or _RULES.get(getattr(packet(node), "_qualified_op_name", ""))
     if found is None:
-        return Opaque(f"{op_name(node)} does not keep a zero mean")
+        return Opaque(f"{op_name(node)} does not keep a zero mean", is_general=True)
     if not _has(node, axis) or not _is_called_in_order(node):
-        return Opaque(f"{op_name(node)} returns a tensor of an unexpected shape")
+        reason = f"{op_name(node)} returns a tensor of an unexpected shape"
+        return Opaque(reason, is_general=True)
     pairs = found(node, axis)
     if isinstance(pairs, Opaque):
         return pairs

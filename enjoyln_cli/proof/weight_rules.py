@@ -40,7 +40,7 @@ def _product(node: Node, axis: Axis, equation: str, factors: Sequence[Any]) -> P
 
     ``equation`` is in einsum's notation, with an arrow.
     """
-    spelled = _letters(equation, [rank_of(factor) for factor in factors])
+    spelled = letters_of(equation, [rank_of(factor) for factor in factors])
     if spelled is None or len(spelled[1]) != rank_of(node):
         return Opaque("a product whose equation does not match the ranks of its tensors")
     terms, output = spelled
@@ -56,7 +56,7 @@ def _product(node: Node, axis: Axis, equation: str, factors: Sequence[Any]) -> P
     return ((factor, on_dimension(axis, term.index(letter))),)
 
 
-def _letters(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]] | None:
+def letters_of(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]] | None:
     """The letters of each factor's dimensions and of the result's; ``None`` if the ranks differ.
 
     An ellipsis becomes ``...n`` to ``...1``, one for each dimension that the letters do not name,
@@ -186,7 +186,7 @@ def _attention(node: Node, axis: Axis) -> Pull:
     return ((values, on_dimension(axis, rank_of(values) - 1)),)
 
 
-@rule(aten.layer_norm)
+@rule(aten.layer_norm, centring_only=True)
 def _layer_norm(node: Node, axis: Axis) -> Pull:
     """``γ ⊙ x̂ + β``: ``x̂`` has zero mean, but ``γ ⊙ x̂`` does not."""
     shape = shape_of(node) or ()

@@ -22,7 +22,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 from importlib.metadata import metadata as package_metadata
@@ -33,7 +33,7 @@ from enjoyln_cli import __version__
 from enjoyln_cli.checkpoint.result_files import BENCH_FILE, RECIPE_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
-from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.report.notes import UNTIED, counts, notes, row
 from enjoyln_cli.report.verification_table import HEADS, NONE, count_inputs, verification_rows
 
@@ -103,8 +103,11 @@ def display_name(source: Source) -> str:
 def command(source: Source, out: Path, options: Mapping[str, Any]) -> str:
     """The command that reproduces the result; ``options`` have their names in Python."""
     place = display_name(source) if source.revision else f"./{display_name(source)}"
-    words = ["enjoyln", "fold", place, "-o", out.name]
-    for name, value in {**options, "revision": source.revision}.items():
+    edits, verb = options.get("options"), "fold"
+    if isinstance(edits, Options) and not edits.fold:
+        edits, verb = replace(edits, fold=True, rotate=False), "rotate"
+    words = ["enjoyln", verb, place, "-o", out.name]
+    for name, value in {**options, "options": edits, "revision": source.revision}.items():
         words += _words(name, value)
     return shlex.join(words)
 
@@ -112,8 +115,9 @@ def command(source: Source, out: Path, options: Mapping[str, Any]) -> str:
 def _words(name: str, value: Any) -> list[str]:
     if is_dataclass(value) and not isinstance(value, type):
         plain = type(value)()
-        changed = [key for key in vars(value) if getattr(value, key) != getattr(plain, key)]
-        return [word for key in changed for word in _words(key, getattr(value, key))]
+        changed = {k: v for k, v in vars(value).items() if v != getattr(plain, k)}
+        off = [f"--no-{key.replace('_', '-')}" for key, found in changed.items() if found is False]
+        return [word for key, found in changed.items() for word in _words(key, found)] + off
     if value is None or value is False or value == () or value == []:
         return []
     flag = "--" + name.replace("_", "-")
@@ -149,6 +153,7 @@ def values(
         "classes": ", ".join(f"`{cls}`" for cls in plan.classes),
         "relation": RELATION if source.revision else "",
         "merged": bool(plan.merged),
+        "rotated": bool(plan.turned),
         "unproven": bool(plan.unproven),
         "untied": ", ".join(f"`{one.tensor}`" for one in plan.untied),
         "homepage": _homepage(),
@@ -164,7 +169,7 @@ def values(
 def _plan_lines(found: Values, dtype: str) -> list[str]:
     """The lines that ``enjoyln fold`` prints for a plan."""
     further = (line for line in notes(found)[1:] if UNTIED not in line)  # the card has a section
-    lines = [f"converted {counts(found)}", *further]
+    lines = [f"{'converted' if found['become_rmsnorm'] else 'rotated'} {counts(found)}", *further]
     return [*lines, f"  all floating weights were converted to {dtype}"] if dtype else lines
 
 

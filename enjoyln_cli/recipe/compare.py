@@ -16,12 +16,20 @@ from enjoyln_cli.plan import call_text
 from enjoyln_cli.plan.plan import Merge, Plan, Verdict
 from enjoyln_cli.recipe.expand import ExpandedVariant, expand
 from enjoyln_cli.recipe.from_plan import line_for_each, plan_layers
-from enjoyln_cli.recipe.model import CentredTensor, Recipe, sizes_by_name, variant_for
+from enjoyln_cli.recipe.model import (
+    CentredTensor,
+    Recipe,
+    TurnedBasis,
+    sizes_by_name,
+    variant_for,
+)
 from enjoyln_cli.recipe.templates import Span, concrete, to_template
 from enjoyln_cli.recipe.write import merge_data, untied_data, widening_data
 from enjoyln_cli.recipe.yaml_text import dump_inline
 
-Kind = Literal["untied", "settings", "norms", "writers", "output", "input", "widened", "merged"]
+Kind = Literal[
+    "untied", "settings", "norms", "writers", "output", "input", "widened", "merged", "bases"
+]
 """The kind of an edit: a field of the plan, or the place of an added operation."""
 KEEPS = "keeps it"
 """The phrase for a norm that stays LayerNorm."""
@@ -35,6 +43,7 @@ _ABSENT: dict[Kind, tuple[str, str]] = {
     "input": ("does not centre its input", "does not centre its input"),
     "widened": ("does not widen its MLP", "does not widen its MLP"),
     "merged": ("does not merge it", "does not merge it"),
+    "bases": ("does not turn it", "does not turn it"),
 }
 """The phrases for a name that the recipe lacks, and for one that the proof lacks."""
 
@@ -59,7 +68,7 @@ class Comparison:
 def compare(recipe: ExpandedVariant, plan: Plan, sizes: Mapping[str, Any]) -> list[Comparison]:
     """One comparison for each kind of edit; ``sizes`` gives the values of named sizes."""
     proof = expand(line_for_each(plan, {}), plan_layers(plan))
-    shapes = {writer.parameter: writer.shape for writer in plan.writers}
+    shapes = {one.parameter: one.shape for one in plan.edited_tensors}
     ours, theirs = (_in_words(edits, shapes, sizes) for edits in (recipe, proof))
     return [Comparison(kind, ours[kind], theirs[kind]) for kind in _ABSENT]
 
@@ -140,6 +149,7 @@ def _in_words(
             for name, one in edits.merged.items()
             if isinstance(one, Merge)
         },
+        "bases": {name: _turned_in_words(one, shapes, sizes) for name, one in edits.bases.items()},
     }
 
 
@@ -161,6 +171,17 @@ def _centred_in_words(
         return text
     stored = "" if scale.tensor == scale.parameter else f" (stored as {scale.tensor})"
     return f"merges {scale.parameter}{stored} into it and {text}"
+
+
+def _turned_in_words(
+    basis: TurnedBasis, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, Any]
+) -> str:
+    tensors = sorted(
+        f"{one.tensor}: {_centred_in_words(one, shapes.get(one.parameter), sizes)}"
+        for one in basis.tensors
+    )
+    ones = ", which keeps the vector of ones" if basis.fixes_ones else ""
+    return f"turns the {basis.kind}{ones}: {'; '.join(tensors)}"
 
 
 def _elements(span: Span, extent: int | None, sizes: Mapping[str, Any]) -> str:

@@ -12,7 +12,14 @@ from typing import TypeVar
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.plan import Merge, Place, UnmergedNorm, UntiedParameter, Verdict, Widening
-from enjoyln_cli.recipe.model import CentredTensor, CentredValue, Line, Variant, name_of
+from enjoyln_cli.recipe.model import (
+    CentredTensor,
+    CentredValue,
+    Line,
+    TurnedBasis,
+    Variant,
+    name_of,
+)
 from enjoyln_cli.recipe.templates import expand_name, fill, placeholders, rename_in
 
 MAX_NAMES = 300_000
@@ -34,6 +41,7 @@ class ExpandedVariant:
     widened: Mapping[str, Widening]
     """By the weight of the layer that reads the hidden units."""
     merged: Mapping[str, Merge | UnmergedNorm]
+    bases: Mapping[str, TurnedBasis]
     untied: tuple[UntiedParameter, ...]
     settings: Mapping[str, bool | int]
 
@@ -42,7 +50,7 @@ def expand(variant: Variant, layers: Mapping[str, int]) -> ExpandedVariant:
     """Expand every line of a variant. Raises ``RecipeError`` if a line matches no name."""
     return ExpandedVariant(
         norms=_one_each(variant.norms, layers),
-        writers=_writers(variant, layers),
+        writers=_writers(variant.writers, layers),
         ops={
             (module, place): line
             for place in PLACES
@@ -52,6 +60,10 @@ def expand(variant: Variant, layers: Mapping[str, int]) -> ExpandedVariant:
         },
         widened=_one_each(variant.widened, layers),
         merged=_one_each(variant.merged, layers),
+        bases={
+            name: _expanded_basis(line, layers)
+            for name, line in _one_each(variant.bases, layers).items()
+        },
         untied=variant.untied,
         settings=variant.settings,
     )
@@ -68,10 +80,19 @@ def _one_each(lines: Iterable[L], layers: Mapping[str, int]) -> dict[str, L]:
     return found
 
 
-def _writers(variant: Variant, layers: Mapping[str, int]) -> dict[str, tuple[CentredTensor, ...]]:
+def _expanded_basis(line: TurnedBasis, layers: Mapping[str, int]) -> TurnedBasis:
+    """A basis with a line for each of its tensors and norms."""
+    tensors = tuple(one for lines in _writers(line.tensors, layers).values() for one in lines)
+    norms = tuple(name for norm in line.norms for name, _ in expand_name(norm, layers))
+    return replace(line, tensors=tensors, norms=norms)
+
+
+def _writers(
+    given: Iterable[CentredTensor], layers: Mapping[str, int]
+) -> dict[str, tuple[CentredTensor, ...]]:
     found: dict[str, tuple[CentredTensor, ...]] = {}
     total = 0
-    for name, deciding in _winning_lines(variant.writers, layers).items():
+    for name, deciding in _winning_lines(given, layers).items():
         left = [line for line, _ in deciding if line.axis is None]
         if left and len(left) < len(deciding):
             raise RecipeError(f"one line centres {name} and another leaves it; remove one of them")

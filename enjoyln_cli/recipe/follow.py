@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan.plan import Merge, Plan, UnmergedNorm, Verdict
+from enjoyln_cli.plan.plan import Basis, Merge, Plan, UnmergedNorm, Verdict
 from enjoyln_cli.recipe.compare import KEEPS, Comparison, compare, list_names
 from enjoyln_cli.recipe.expand import ExpandedVariant, expand
 from enjoyln_cli.recipe.from_plan import plan_layers
@@ -105,6 +105,10 @@ def _unproven(edits: Comparison, name: str, plan: Plan) -> str:
         why = reasons.get(name, "; see --merge")
         return f"merges {name}, which is not part of the proof{why}; write keep for it"
     proven = list_names(f"{op.place} of {op.module}" for op in plan.ops)
+    if edits.kind == "bases":
+        reasons = {one.name: f": {one.reason}" for one in plan.bases if one.reason}
+        why = reasons.get(name, "; see enjoyln rotate")
+        return f"turns {name}, which is not part of the proof{why}"
     return (
         f"centres the {edits.kind} of {name}, which is not part of the proof; proven are {proven}"
     )
@@ -130,14 +134,14 @@ def _chosen(recipe: ExpandedVariant, plan: Plan) -> Plan:
     norms = tuple(_verdict(verdict, recipe.norms.get(verdict.norm)) for verdict in plan.norms)
     folded = {verdict.norm for verdict in norms if verdict.status != "kept"}
     for name in (norm for norm, line in recipe.merged.items() if isinstance(line, Merge)):
-        if name not in folded:
+        if name not in folded and not plan.bases:
             raise RecipeError(
                 f"merges {name}, which it does not fold; also write keep for it under merge"
             )
     moves = [(one, recipe.merged.get(one.norm)) for one in plan.merged]
-    stay = [one for one in plan.unmerged if one.norm in folded]
+    stay = [one for one in plan.unmerged if one.norm in folded or plan.bases]
     for move, line in moves:
-        if move.norm in folded and not isinstance(line, Merge):
+        if (move.norm in folded or plan.bases) and not isinstance(line, Merge):
             reason = (line.reason or KEPT_BY_RECIPE) if line else "the recipe does not merge it"
             stay.append(UnmergedNorm(move.norm, reason, line.culprit if line else ""))
     widened = tuple(one for one in plan.widened if one.second.parameter in recipe.widened)
@@ -150,8 +154,16 @@ def _chosen(recipe: ExpandedVariant, plan: Plan) -> Plan:
         widened=widened,
         merged=tuple(one for one, line in moves if isinstance(line, Merge)),
         unmerged=tuple(stay),
+        bases=tuple(_basis(basis, recipe) for basis in plan.bases),
         settings=tuple(setting for setting in plan.settings if setting.name not in sizes),
     )
+
+
+def _basis(proven: Basis, recipe: ExpandedVariant) -> Basis:
+    """The basis, kept if the recipe does not turn it."""
+    if proven.reason or proven.name in recipe.bases:
+        return proven
+    return replace(proven, tensors=(), norms=(), reason="the recipe does not turn it")
 
 
 def _verdict(proven: Verdict, line: Verdict | None) -> Verdict:
@@ -191,6 +203,11 @@ def _missing_edits(found: Plan, plan: Plan) -> Iterator[str]:
                     f"{folds} the centring of {name} (its {left[name]}); "
                     "list that under centring_ops, or keep the norm"
                 )
+    moved = {one.norm for one in found.merged}
+    for basis in found.turned:
+        for name in basis.norms:
+            if name not in moved:
+                yield f"turns {basis.name}, which needs {name} merged; list that under merge"
     scales = {writer.scale for writer in found.writers if writer.scale}
     for writer in plan.writers:
         if writer.scale in scales and writer.parameter not in centred:

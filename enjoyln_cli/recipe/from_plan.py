@@ -9,23 +9,35 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan.plan import Centring, Plan, Verdict, Writer, size_settings
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.plan import (
+    Basis,
+    Centring,
+    Plan,
+    TurnedTensor,
+    Verdict,
+    Writer,
+    size_settings,
+)
 from enjoyln_cli.recipe.model import (
     CentredTensor,
     CentredValue,
     Line,
     Recipe,
     Record,
+    TurnedBasis,
     Variant,
     as_mapping,
     name_of,
 )
 from enjoyln_cli.recipe.templates import (
     NAMES,
+    Span,
     attributes,
     expand_name,
     fill,
@@ -67,9 +79,12 @@ def recipe_of(
         ops=_joined_layers(each.ops, layers),
         widened=_joined_layers(each.widened, layers),
         merged=_joined_layers(each.merged, layers),
+        bases=_joined_layers(map(partial(_joined_tensors, layers=layers), each.bases), layers),
     )
-    axes = [axis for line in each.writers for axis in (line.axis, line.held) if axis]
+    tensors = (*each.writers, *(line for basis in each.bases for line in basis.tensors))
+    axes = [axis for line in tensors for axis in (line.axis, line.held) if axis]
     axes += [line.axis for line in each.ops]
+    axes += [Span(0, basis.size) for basis in each.bases]
     used = sorted({name for axis in axes for name in attributes(axis)})
     numbers = numbers_of(values)
     record = Record(
@@ -94,6 +109,7 @@ def line_for_each(plan: Plan, config: Mapping[str, Any]) -> Variant:
         ops=tuple(dict.fromkeys(ops)),
         widened=tuple(replace(one, features=0) for one in plan.widened),
         merged=(*plan.merged, *plan.unmerged),
+        bases=tuple(_turned_basis(basis, config) for basis in plan.turned),
         untied=tuple(replace(one, shape=()) for one in plan.untied),
         settings={one.name: one.value for one in plan.settings if one not in sizes},
         outputs=plan.outputs,
@@ -128,7 +144,8 @@ def merge_recipes(recipes: Iterable[Recipe]) -> Recipe:
 
 def plan_layers(plan: Plan) -> dict[str, int]:
     """The number of layers under each prefix of the plan's names."""
-    return layers_of(names_in((plan.norms, plan.writers, plan.ops, plan.widened, plan.merged)))
+    edits = plan.norms, plan.writers, plan.ops, plan.widened, plan.merged, plan.bases
+    return layers_of(names_in(edits))
 
 
 def _verdict(verdict: Verdict) -> Verdict:
@@ -139,7 +156,30 @@ def _verdict(verdict: Verdict) -> Verdict:
     return Verdict(verdict.norm, "kept", reason=reason, culprit=verdict.culprit)
 
 
-def _centred_tensor(writer: Writer, config: Mapping[str, Any]) -> CentredTensor:
+def _turned_basis(basis: Basis, config: Mapping[str, Any]) -> TurnedBasis:
+    size = symbolic(Axis(0, 0, 1, basis.size, 1), None, config).size
+    tensors = tuple(_centred_tensor(one, config) for one in basis.tensors)
+    return TurnedBasis(
+        basis.name, basis.kind, size or basis.size, basis.fixes_ones, tensors,
+        basis.norms, basis.inputs,
+    )  # fmt: skip
+
+
+def _joined_tensors(basis: TurnedBasis, layers: Mapping[str, int]) -> TurnedBasis:
+    """A basis that spans layers, with one line for the tensors of all layers."""
+    own = to_template(basis.parameter, layers)[1]
+    if own:
+        return basis
+    norms = dict.fromkeys(to_template(norm, layers)[0] for norm in basis.norms)
+    every = {name for norm in norms for name, _ in expand_name(norm, layers)}
+    return replace(
+        basis,
+        tensors=_joined_layers(basis.tensors, layers),
+        norms=tuple(norms) if every == set(basis.norms) else basis.norms,
+    )
+
+
+def _centred_tensor(writer: Writer | TurnedTensor, config: Mapping[str, Any]) -> CentredTensor:
     axis = symbolic(writer.axis, writer.shape[writer.axis.dim], config)
     held = symbolic(writer.held, None, config) if writer.held else None
     return CentredTensor(writer.parameter, writer.tensor, axis, held, writer.scale)

@@ -17,6 +17,7 @@ from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.covered_calls import CallForm
 from enjoyln_cli.plan.plan import (
     PLAIN,
+    BasisKind,
     Merge,
     Options,
     Place,
@@ -26,7 +27,7 @@ from enjoyln_cli.plan.plan import (
     Verdict,
     Widening,
 )
-from enjoyln_cli.recipe.templates import Span
+from enjoyln_cli.recipe.templates import Number, Span
 from enjoyln_cli.text import did_you_mean
 
 VERSION = 1
@@ -57,13 +58,27 @@ class CentredValue:
     reason: str = ""
 
 
-Line = Verdict | CentredTensor | CentredValue | Widening | Merge | UnmergedNorm
+@dataclass(frozen=True)
+class TurnedBasis:
+    """A ``plan.Basis`` of any size that is turned; its tensors are those to turn."""
+
+    parameter: str
+    """The name of the basis."""
+    kind: BasisKind
+    size: Number
+    fixes_ones: bool
+    tensors: tuple[CentredTensor, ...]
+    norms: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+
+
+Line = Verdict | CentredTensor | CentredValue | Widening | Merge | UnmergedNorm | TurnedBasis
 """One edit of a recipe: for one name, or with placeholders for the same name in every layer."""
 
 
 def name_of(line: Line) -> str:
     """The norm, parameter or module that a line is about."""
-    if isinstance(line, CentredTensor):
+    if isinstance(line, (CentredTensor, TurnedBasis)):
         return line.parameter
     if isinstance(line, CentredValue):
         return line.module
@@ -82,6 +97,7 @@ class Variant:
     ops: tuple[CentredValue, ...] = ()
     widened: tuple[Widening, ...] = ()
     merged: tuple[Merge | UnmergedNorm, ...] = ()
+    bases: tuple[TurnedBasis, ...] = ()
     untied: tuple[UntiedParameter, ...] = ()
     settings: Mapping[str, bool | int] = field(default_factory=dict)
     """New values of ``config.json`` entries, by name."""
@@ -208,6 +224,10 @@ def options_asked(recipe: Recipe) -> Options:
         "widen_to": lambda value: type(value) is int and value > 0,
         "merge": lambda value: value in ("bias", "affine"),
         "untie": lambda value: isinstance(value, bool),
+        "fold": lambda value: isinstance(value, bool),
+        "rotate": lambda value: isinstance(value, bool),
+        "values": lambda value: isinstance(value, bool),
+        "seed": lambda value: type(value) is int,
     }
     for name, value in recipe.options.items():
         if name not in known or not known[name](value):

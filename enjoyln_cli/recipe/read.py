@@ -21,6 +21,14 @@
           bias: transformer.h.{i}.ln_2.bias
           into:
           - {weight: transformer.h.{i}.mlp.fc.weight, dim: 0, bias: transformer.h.{i}.mlp.fc.bias}
+      rotate:                                    # values that an orthogonal matrix turns, by name
+        transformer.wte.weight:
+          kind: stream                           # or values, of one attention
+          size: n_embd
+          fixes_ones: true                       # there is a LayerNorm inside
+          norms: [transformer.h.{i}.ln_2]        # their weights are merged
+          inputs: [inputs_embeds]
+          tensors: {transformer.wte.weight: {dim: 1}}
       widen:                                     # MLPs that grow, by their second weight
         encoder.layer.{i}.output.dense.weight: {dim: 1, first: encoder.layer.{i}.inter.weight,
           bias: encoder.layer.{i}.inter.bias, attribute: intermediate_size, from: 3072, to: 3080}
@@ -55,13 +63,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import call_text
 from enjoyln_cli.plan.covered_calls import CallForm
 from enjoyln_cli.plan.mean_units import UNITS
 from enjoyln_cli.plan.plan import (
+    BasisKind,
     GrownParameter,
     Merge,
     NamedParameter,
@@ -80,6 +89,7 @@ from enjoyln_cli.recipe.model import (
     CentredValue,
     Recipe,
     Record,
+    TurnedBasis,
     Variant,
     prefix_errors,
     variant_for,
@@ -178,6 +188,7 @@ def _variant(value: Any, at: str) -> Variant:
         "centre": by_name(_writers),
         "centring_ops": items(_op),
         "merge": by_name(_merge),
+        "rotate": by_name(_basis),
         "widen": by_name(_widening),
         "untie": by_name(_untied),
         "config": by_name(_setting),
@@ -193,6 +204,7 @@ def _variant(value: Any, at: str) -> Variant:
         writers=tuple(line for lines in writers for line in lines),
         ops=data.pop("centring_ops", ()),
         merged=tuple(data.pop("merge", {}).values()),
+        bases=tuple(data.pop("rotate", {}).values()),
         widened=tuple(data.pop("widen", {}).values()),
         untied=tuple(data.pop("untie", {}).values()),
         settings=data.pop("config", {}),
@@ -297,17 +309,39 @@ def _place(value: Any, at: str) -> Place:
 def _merge(norm: str, value: Any, at: str) -> Merge | UnmergedNorm:
     if value == "keep" or isinstance(value, Mapping) and "keep" in value:
         return UnmergedNorm(norm, *_why_kept(value, at))
-    optional = {"weight": name, "one_plus": only_true, "bias": name}
+    optional = {"weight": name, "one_plus": only_true, "bias": name, "divided": name}
     data = fields(value, at, {"into": items(_reader)}, optional)
     weight, bias, readers = data.get("weight", ""), data.get("bias", ""), data["into"]
     if not weight and not bias:
         raise refusal(at, "has neither weight nor bias, so nothing is merged; write keep")
+    if "divided" in data and (bias or not weight):
+        raise refusal(at, "divided is a bias that stays while the weight moves; remove bias")
     if "one_plus" in data and not weight:
         raise refusal(at, "one_plus needs weight; add it")
     if not readers or any(bool(reader.bias) != bool(bias) for reader in readers):
         problem = "needs linear layers, each with a bias if and only if the norm's bias is merged"
         raise refusal(f"{at}.into", problem)
-    return Merge(norm, weight, bias, readers, 1.0 if "one_plus" in data else 0.0)
+    offset = 1.0 if "one_plus" in data else 0.0
+    return Merge(norm, weight, bias, readers, offset, data.get("divided", ""))
+
+
+def _basis(parameter: str, value: Any, at: str) -> TurnedBasis:
+    needed = {"kind": _kind_of_basis, "size": size, "tensors": by_name(_writers)}
+    optional = {"fixes_ones": only_true, "norms": items(name), "inputs": items(text)}
+    data = fields(value, at, needed, optional)
+    tensors = tuple(line for lines in data["tensors"].values() for line in lines)
+    if not tensors or any(line.axis is None for line in tensors):
+        raise refusal(f"{at}.tensors", "needs tensors, each with an axis")
+    return TurnedBasis(
+        parameter, data["kind"], data["size"], "fixes_ones" in data, tensors,
+        data.get("norms", ()), data.get("inputs", ()),
+    )  # fmt: skip
+
+
+def _kind_of_basis(value: Any, at: str) -> Any:
+    if value not in get_args(BasisKind):
+        raise refusal(at, f"{quote(value)} is none of {', '.join(get_args(BasisKind))}")
+    return value
 
 
 def _reader(value: Any, at: str) -> Reader:

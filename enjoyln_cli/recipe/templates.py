@@ -32,7 +32,7 @@ _PLACEHOLDER = re.compile(r"\{([ijkl])([+-]1)?\}")
 _PART = re.compile(r"([1-9]\d{0,5}) of ([1-9]\d{0,5})")
 _SIZE = re.compile(r"[A-Za-z_][\w.]*( // [A-Za-z_][\w.]*)?")
 
-NAMES = frozenset({"norm", "module", "parameter", "tensor", "weight", "bias"})
+NAMES = frozenset({"norm", "norms", "module", "parameter", "tensor", "weight", "bias", "divided"})
 """Fields of a plan's edits that hold the name of an edited module, parameter or tensor."""
 
 Number = int | str

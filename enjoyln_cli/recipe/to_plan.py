@@ -10,10 +10,12 @@ from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CoveredCalls
 from enjoyln_cli.plan.plan import (
+    Basis,
     Centring,
     Merge,
     Plan,
     Setting,
+    TurnedTensor,
     UnmergedNorm,
     Verdict,
     Widening,
@@ -25,6 +27,7 @@ from enjoyln_cli.recipe.model import (
     KEPT_BY_RECIPE,
     CentredTensor,
     Recipe,
+    TurnedBasis,
     prefix_errors,
     sizes_by_name,
     suggest,
@@ -73,6 +76,8 @@ def _plan(recipe: Recipe, shapes: Shapes, sizes: Mapping[str, Any]) -> Plan:
         outputs=variant.outputs,
         widened=widened,
         merged=merged,
+        bases=tuple(_basis(one, shapes, sizes) for one in found.bases.values()),
+        seed=int(recipe.options.get("seed", 0)),
         unmerged=tuple(one for one in found.merged.values() if isinstance(one, UnmergedNorm)),
         untied=tuple(replace(one, shape=_shape(one.stored, shapes)) for one in variant.untied),
         settings=(*size_settings(widened), *(Setting(n, v) for n, v in variant.settings.items())),
@@ -93,6 +98,19 @@ def _writer(line: CentredTensor, shapes: Shapes, sizes: Mapping[str, Any]) -> Wr
     over = _axis(tensor, axis, shape[axis.dim], sizes)
     held = _axis(line.parameter, line.held, None, sizes) if line.held else None
     return Writer(line.parameter, tensor, over, shape, held, line.scale)
+
+
+def _basis(line: TurnedBasis, shapes: Shapes, sizes: Mapping[str, Any]) -> Basis:
+    size = concrete(Span(0, line.size), None, sizes).size
+    writers = (_writer(one, shapes, sizes) for one in line.tensors)
+    tensors = tuple(
+        TurnedTensor(one.parameter, one.tensor, one.axis, one.shape, one.held, one.scale)
+        for one in writers
+    )
+    for one in tensors:
+        if one.axis.size != size:
+            raise RecipeError(f"{one.tensor}: {line.parameter} turns {size} features at a time")
+    return Basis(line.parameter, line.kind, size, line.fixes_ones, tensors, line.norms, line.inputs)
 
 
 def _axis(name: str, axis: Span, extent: int | None, sizes: Mapping[str, Any]) -> Axis:

@@ -17,7 +17,7 @@ from enjoyln_cli.plan.plan import (
     Verdict,
     Widening,
 )
-from enjoyln_cli.recipe.model import VERSION, CentredTensor, Recipe, Variant
+from enjoyln_cli.recipe.model import VERSION, CentredTensor, Recipe, TurnedBasis, Variant
 from enjoyln_cli.recipe.templates import axis_data
 from enjoyln_cli.recipe.yaml_text import Inline, Row, dump
 
@@ -58,6 +58,7 @@ def _variant(variant: Variant) -> dict[str, Any]:
             for line in variant.merged
         },
         "widen": {line.second.tensor: Inline(widening_data(line)) for line in variant.widened},
+        "rotate": {line.parameter: _basis(line) for line in variant.bases},
         "untie": {line.tensor: Inline(untied_data(line)) for line in variant.untied},
         "config": Inline(sorted(variant.settings.items())),
         "entry_inputs": Row(variant.entry_inputs),
@@ -87,6 +88,14 @@ def _writers(lines: tuple[CentredTensor, ...]) -> dict[str, Any]:
     return {name: data[0] if len(data) == 1 else data for name, data in found.items()}
 
 
+def _basis(line: TurnedBasis) -> dict[str, Any]:
+    data: dict[str, Any] = {"kind": line.kind, "size": line.size}
+    data |= {"fixes_ones": True} if line.fixes_ones else {}
+    data |= {"norms": Row(line.norms)} if line.norms else {}
+    data |= {"inputs": Row(line.inputs)} if line.inputs else {}
+    return data | {"tensors": _writers(line.tensors)}
+
+
 def _writer(line: CentredTensor) -> Any:
     parameter = _parameter("parameter", line)
     if line.axis is None:
@@ -100,6 +109,7 @@ def merge_data(line: Merge) -> dict[str, Any]:
     data: dict[str, Any] = {"weight": line.weight} if line.weight else {}
     data |= {"one_plus": True} if line.offset else {}
     data |= {"bias": line.bias} if line.bias else {}
+    data |= {"divided": line.divided} if line.divided else {}
     return data | {"into": [_reader(reader) for reader in line.readers]}
 
 

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from enjoyln_cli.plan import call_text
+from enjoyln_cli.plan.plan import NOT_ASKED
 from enjoyln_cli.text import counted, size
 
 if TYPE_CHECKING:
@@ -100,7 +101,31 @@ def row(
             {"name": one.norm, "reason": one.reason, "culprit": one.culprit}
             for one in plan.unmerged
         ],
-        "merged_scales": list(dict.fromkeys(w.scale.tensor for w in plan.writers if w.scale)),
+        "merged_scales": list(
+            dict.fromkeys(one.scale.tensor for one in plan.edited_tensors if one.scale)
+        ),
+        "rotated": [
+            {
+                "name": basis.name,
+                "kind": basis.kind,
+                "size": basis.size,
+                "fixes_ones": basis.fixes_ones,
+                "tensors": sorted({one.tensor for one in basis.tensors}),
+                "inputs": list(basis.inputs),
+            }
+            for basis in plan.turned
+        ],
+        "not_rotated": [
+            {
+                "name": basis.name,
+                "kind": basis.kind,
+                "size": basis.size,
+                "reason": basis.reason,
+                "culprit": basis.culprit,
+            }
+            for basis in plan.bases
+            if basis.reason
+        ],
         "untied": [
             {"tensor": u.tensor, "copy_of": u.stored, "parameters": prod(u.shape)}
             for u in plan.untied
@@ -263,7 +288,8 @@ def reasons(found: Row) -> list[tuple[str, list[dict[str, Any]]]]:
 def notes(found: Row) -> list[str]:
     """The lines below the table for one model: what is added or merged, and why norms stay."""
     model, already = found["model"], sum(found["already_rmsnorm"].values())
-    if not found["layernorms"]:
+    rotates = bool(found["rotated"] or found["not_rotated"])
+    if not found["layernorms"] and not rotates:
         if already:
             return [f"{model}: {already} norms are RMSNorm already, no LayerNorm to convert"]
         return [f"{model}: no LayerNorm in this model"]
@@ -273,6 +299,7 @@ def notes(found: Row) -> list[str]:
     for op in found["subtractions"]:
         where = f"{'result' if op['place'] == 'output' else 'input'} of {op['module']}"
         lines.append(f"  subtract the mean from the {where}: {op['reason']}")
+    lines += _rotated_lines(found)
     lines += _widened_lines(found["widened"])
     lines += _merged_lines(found)
     for copy in found["untied"]:
@@ -282,6 +309,8 @@ def notes(found: Row) -> list[str]:
     if more := _added_size(found):
         lines.append(f"  {more} more than the original")
     for reason, kept in reasons(found):
+        if reason == NOT_ASKED:
+            continue
         lines.append(
             f"  {'1 stays' if len(kept) == 1 else f'{len(kept)} stay'} LayerNorm: {reason}"
         )
@@ -297,7 +326,9 @@ def notes(found: Row) -> list[str]:
         lines.append(_proven_calls(found["calls"]))
     elif found["unproven"]:
         unproven = ", ".join(compact(found["unproven"]))
-        lines.append(f"  LayerNorm is used in calls with {unproven}")
+        only_rotated = found["rotated"] and not found["become_rmsnorm"]
+        what = "not proven for" if only_rotated else "LayerNorm is used in"
+        lines.append(f"  {what} calls with {unproven}")
     return lines if len(lines) > 1 else []
 
 
@@ -309,6 +340,37 @@ def _proven_calls(calls: Sequence[str]) -> str:
     more = f" and {len(shown) - MOST_CALLS} more" if len(shown) > MOST_CALLS else ""
     named = "; ".join(shown[:MOST_CALLS])
     return f"  proven for calls with {named}{more}; any other call is refused"
+
+
+def _rotated_lines(found: Row) -> list[str]:
+    """What an orthogonal matrix turns, and what it does not, and why."""
+    lines = [
+        f"  turn {_bases_in_words(found['rotated'], kind)}"
+        for kind in ("stream", "heads", "values")
+        if any(one["kind"] == kind for one in found["rotated"])
+    ]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for one in found["not_rotated"]:
+        groups.setdefault((one["kind"], one["reason"]), []).append(one)
+    for (kind, reason), here in groups.items():
+        lines.append(f"  not turned: {_bases_in_words(here, kind)}: {reason}")
+        culprits = compact(dict.fromkeys(one["culprit"] for one in here if one["culprit"]))
+        lines += [f"    because of {culprit}" for culprit in culprits]
+    if inputs := list(dict.fromkeys(name for one in found["rotated"] for name in one["inputs"])):
+        named = " and ".join(inputs)
+        lines.append(f"  {named} must come from the rotated model itself, if they are passed")
+    return lines
+
+
+def _bases_in_words(bases: Sequence[Row], kind: str) -> str:
+    here = [one for one in bases if one["kind"] == kind]
+    sizes = ", ".join(map(str, dict.fromkeys(one["size"] for one in here)))
+    if kind == "values":
+        return f"the values of {counted(len(here), 'attention')}, {sizes} features in each head"
+    names = ", ".join(compact(one["name"] for one in here if one["name"]))
+    if kind == "heads":
+        return f"the heads of {names}, {sizes} features each"
+    return f"{counted(len(here), 'stream')} of {sizes} features ({names})"
 
 
 def _copy_of(copy: Row) -> str:
@@ -377,6 +439,10 @@ def _gain_line(gain: Row, found: Row) -> str:
 
 def counts(found: Row) -> str:
     """``25 of 25 LayerNorms, using 1 added mean subtraction; 49 tensors centred (...)``."""
+    if found["rotated"] and not found["become_rmsnorm"]:
+        turned = {name for one in found["rotated"] for name in one["tensors"]}
+        merged = counted(len(found["merged_norms"]), "norm")
+        return f"{counted(len(turned), 'tensor')}; {merged} merged into the layers that read them"
     norms = f"{found['become_rmsnorm']} of {found['layernorms']} LayerNorms"
     added = found["added_subtractions"]
     using = f"using {counted(added, 'added mean subtraction')}" if added else "in the weights alone"

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from mmap import ACCESS_COPY, mmap
 
 import torch
@@ -23,7 +24,7 @@ from enjoyln_cli.archive.residuals import corrections
 from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, bytes_of, read_at
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import digest_of_piece
-from enjoyln_cli.plan.edits import apply_edit, to_float64
+from enjoyln_cli.plan.edits import Edit, EditInputs, apply_in_pieces, to_float64
 from enjoyln_cli.rewrite import steps
 from enjoyln_cli.rewrite.journal import Piece, Read, note_read
 from enjoyln_cli.rewrite.steps import (
@@ -154,26 +155,42 @@ def run(lane: Lane, ends: Ends, step: Step, nonfinite: bool = False) -> Iterator
                     _record(lane, ends, first, elements(lane, ends, first, many), y)
                 write(lane, ends, first * size, data)
                 yield
-        case Whole(edit, values):
-            scratch = Lane()
-            x = elements(scratch, ends, 0, ends.slot.count)
-            wide = apply_edit(x.double().view(ends.slot.stored.shape), edit, values())
-            dtype = FLOATS[ends.slot.dtype]
-            data = output_buffer(scratch, ends, 0, wide.numel() * dtype.itemsize)
-            y = torch.frombuffer(data, dtype=dtype)
-            y.copy_(wide.flatten())
-            kept = y.view(wide.shape)
-            if edit.append:
-                kept = kept.narrow(edit.append.dim, 0, ends.slot.stored.shape[edit.append.dim])
-            if nonfinite:
-                _check_rounded(ends.slot, wide, y.view(wide.shape))
-            elif not _finite(y):
-                _check_range(ends.slot, x.view(kept.shape), kept, edited=True)
-            if ends.recorder:
-                compute_means(ends.recorder.undo, x.double().view(ends.slot.stored.shape))
-            _record(lane, ends, 0, x, kept)
-            write(lane, ends, 0, data)
+        case Whole(edit, values, first, rows):
+            _edit_in_memory(lane, ends, edit, values(), first, rows, nonfinite)
             yield
+
+
+def _edit_in_memory(
+    lane: Lane,
+    ends: Ends,
+    edit: Edit,
+    values: EditInputs,
+    first: int,
+    rows: int | None,
+    nonfinite: bool,
+) -> None:
+    """Read, edit and write ``rows`` slices of the tensor from slice ``first`` on, or all."""
+    scratch, shape, dtype = Lane(), ends.slot.stored.shape, FLOATS[ends.slot.dtype]
+    if rows is not None:
+        values, shape = values.part(edit, 0, first, rows), (rows, *shape[1:])
+    width = prod(shape[1:])
+    x = elements(scratch, ends, first * width, prod(shape))
+    into = edit.shape(shape)
+    data = output_buffer(scratch, ends, first * width * dtype.itemsize, prod(into) * dtype.itemsize)
+    y = torch.frombuffer(data, dtype=dtype)
+    kept = y.view(into)
+    try:
+        apply_in_pieces(x.view(shape), edit, values, kept)
+    except OverflowError:
+        raise _range_error(ends.slot) from None
+    if edit.append:
+        kept = kept.narrow(edit.append.dim, 0, shape[edit.append.dim])
+    if not nonfinite and not _finite(y):
+        _check_range(ends.slot, x.view(kept.shape), kept, edited=True)
+    if ends.recorder:
+        compute_means(ends.recorder.undo, x.double().view(shape))
+    _record(lane, ends, 0, x, kept)
+    write(lane, ends, first * width * dtype.itemsize, data)
 
 
 def _rewrite(

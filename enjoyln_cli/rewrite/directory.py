@@ -125,7 +125,7 @@ def fold_checkpoint(
     config = raw_config(source)
     require_unfolded(config, source.model)
     edits = check_edits(plan, checkpoint)
-    _require_restorable(options, team)
+    _require_restorable(options, plan, team)
     names = [name for name in other_files(checkpoint) if not is_own(name)]
     around = pipeline_files(checkpoint)
     others = states_of(source.path, names), states_of(source.root, around)
@@ -186,8 +186,13 @@ def fold_checkpoint(
     return FoldResult(out, plan, size, seconds, verification, kept, taken_over, check_seconds)
 
 
-def _require_restorable(options: WriteOptions, team: ProcessGroup) -> None:
-    """Raises ``OutputError`` if ``keep_means`` is combined with a dtype or several processes."""
+def _require_restorable(options: WriteOptions, plan: Plan, team: ProcessGroup) -> None:
+    """Raise ``OutputError`` for ``keep_means`` with a dtype, a rotation or several processes."""
+    if options.keep_means and plan.turned:
+        raise OutputError(
+            "--keep-means cannot be combined with --rotate: what restores a rotated model is as "
+            "large as the original; keep the original"
+        )
     if options.keep_means and options.dtype is not None:
         raise OutputError(
             f"--keep-means cannot be combined with --dtype: restoring what {options.dtype} rounds "

@@ -27,7 +27,7 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
     edited once. Raises ``BadCheckpoint`` if ``model`` lacks a parameter or holds it in another
     shape, and ``UnsupportedModel`` if no call is proven; nothing is changed then.
     """
-    if plan.covered is not None and plan.writers:
+    if plan.covered is not None and (plan.writers or plan.turned):
         plan.covered.require_any(type(model).__name__)
     _require_fit(model, plan)
     reader = reader_of(model)
@@ -40,7 +40,8 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
         tensor = tensors[name]
         known = edits.get(id(tensor), (tensor, edit))[1]
         axes = tuple(dict.fromkeys((*known.axes, *edit.axes)))
-        edits[id(tensor)] = tensor, replace(edit, axes=axes)
+        turns = tuple(dict.fromkeys((*known.turns, *edit.turns)))
+        edits[id(tensor)] = tensor, replace(edit, axes=axes, turns=turns)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
@@ -69,13 +70,13 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
 def _require_fit(model: nn.Module, plan: Plan) -> None:
     """Raises ``BadCheckpoint`` if ``model`` is not the one that ``plan`` was made for."""
     tensors = values_of(model)
-    for writer in plan.writers:
+    for writer in plan.edited_tensors:
         tensor = tensors.get(writer.parameter)
         same = writer.held is not None or (tensor is not None and tensor.shape == writer.shape)
         if tensor is None or not same:
             shape = "no such parameter" if tensor is None else f"shape {list(tensor.shape)}"
             raise BadCheckpoint(
-                f"{writer.parameter}: the plan centres shape {list(writer.shape)}, but "
+                f"{writer.parameter}: the plan edits shape {list(writer.shape)}, but "
                 f"{type(model).__name__} has {shape}; pass the model that was analysed"
             )
         scale = tensors.get(writer.scale.parameter) if writer.scale else None

@@ -18,14 +18,14 @@ from enjoyln_cli.plan.plan import Plan
 def check_edits(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Edit]:
     """The edits of ``plan``, by the names of the written tensors.
 
-    Raises ``NothingToFold`` if the plan converts no norm, and ``BadCheckpoint`` if a tensor of the
-    plan is not stored or has another shape.
+    Raises ``NothingToFold`` if the plan converts no norm and turns nothing, and ``BadCheckpoint``
+    if a tensor of the plan is not stored or has another shape.
     """
-    if not plan.folded:
-        raise NothingToFold(why_nothing_folds(plan, checkpoint.source.model))
+    if not plan.folded and not plan.turned:
+        raise NothingToFold(why_nothing_changes(plan, checkpoint.source.model))
     copies = {one.tensor: one.stored for one in plan.untied}
     needed = [(one.stored, one.source, one.shape) for one in plan.untied]
-    needed += [(copies.get(w.tensor, w.tensor), w.parameter, w.shape) for w in plan.writers]
+    needed += [(copies.get(w.tensor, w.tensor), w.parameter, w.shape) for w in plan.edited_tensors]
     for part, size in ((part, mlp.size) for mlp in plan.widened for part in mlp.parts):
         stored = checkpoint.tensors.get(part.tensor)
         found = stored.shape if stored else ()
@@ -56,11 +56,15 @@ def _require_stored(
         )
 
 
-def why_nothing_folds(plan: Plan, model: str, ways: Sequence[str] = ()) -> str:
-    """The message that ``plan`` converts no norm of ``model``, with the reasons and what to try.
+def why_nothing_changes(plan: Plan, model: str, ways: Sequence[str] = ()) -> str:
+    """The message that ``plan`` changes nothing of ``model``, with the reasons and what to try.
 
     ``ways`` are suggestions such as ``--widen-mlp would convert 3 of 5``.
     """
+    if plan.bases:
+        found = Counter(f"{basis.reason} (at {basis.culprit})" for basis in plan.bases)
+        why = "; ".join(f"{count} x {reason}" for reason, count in found.items())
+        return f"nothing of {model} can be rotated: {why}"
     already = sum(count for _, count in plan.other_norms)
     if not plan.norms and already:
         return f"{model} has nothing to convert: its {already} norms are RMSNorm already"

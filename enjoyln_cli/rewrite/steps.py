@@ -10,7 +10,8 @@ which worker does which step:
 * ``Columns``: one group of ``size`` rows of ``width`` elements that is larger than a block (the
   output axis of a linear weight); one pass sums, a second pass subtracts;
 * ``Whole``: the whole tensor in memory, for axes that overlap or are on different dimensions, for a
-  scale that is multiplied in first (``W <- P diag(s) W``), and if blocks would cut groups;
+  scale that is multiplied in first (``W <- P diag(s) W``), and if blocks would cut groups. A tensor
+  that is turned along other dimensions than its first is divided into several of them;
 * ``Fill``: elements that all become one number.
 
 ``Before`` is applied to each block of ``Convert``, ``Rows`` and ``Columns`` before centring.
@@ -32,6 +33,8 @@ from enjoyln_cli.plan.edits import Edit, EditInputs
 
 BLOCK = 1 << 18
 """Elements to process at once: 2 MB in float64, which stays in a core's cache."""
+TURNED = 1 << 22
+"""Most elements of a step that turns a tensor, if that can be divided."""
 CHUNK = 1 << 24
 """Most elements of a divisible step, so that workers can share a large tensor."""
 
@@ -165,10 +168,15 @@ class Columns:
 
 @dataclass(frozen=True)
 class Whole:
-    """Edit the whole tensor in memory."""
+    """Edit ``rows`` slices along the first dimension in memory, from slice ``first`` on.
+
+    By default, these are all slices.
+    """
 
     edit: Edit
     values: Values
+    first: int = 0
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,9 @@ def steps_of(slot: Slot, edit: Edit, values: Values) -> Iterator[Step]:
     if edit.fill is not None:
         yield from _fill_steps(0, slot.count, edit.fill)
         return
+    if slot.count and edit.turns:
+        yield from _turning_steps(slot, edit, values)
+        return
     if slot.count and (edit.scale is not None or not _are_disjoint(edit.axes)):
         yield Whole(edit, values)
         return
@@ -208,6 +219,16 @@ def steps_of(slot: Slot, edit: Edit, values: Values) -> Iterator[Step]:
         width = (prod(slot.shape) - slot.count) // len(edit.append.values)
         for i, value in enumerate(edit.append.values):
             yield from _fill_steps(slot.count + i * width, width, value)
+
+
+def _turning_steps(slot: Slot, edit: Edit, values: Values) -> Iterator[Whole]:
+    """One step, or several if no step of the edit mixes slices along the first dimension."""
+    length = slot.stored.shape[0]
+    if 0 in edit.mixed_dims or edit.plus is not None:
+        yield Whole(edit, values)
+        return
+    for first, rows in spans(0, length, 1, max(1, TURNED * length // slot.count)):
+        yield Whole(edit, values, first, rows)
 
 
 def _block_steps(slot: Slot, axes: tuple[Axis, ...], unit: int) -> Iterator[Part]:

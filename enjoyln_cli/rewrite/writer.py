@@ -294,7 +294,7 @@ def _cores() -> int:
 def _check_edits(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> None:
     for name, edit in edits.items():
         shape = _floating(checkpoint, edit.source or name, f"to become {name}").shape
-        for axis in edit.axes:
+        for axis in (*edit.axes, *(turn.axis for turn in edit.turns)):
             if not 0 <= axis.dim < len(shape) or axis.stop > shape[axis.dim]:
                 raise BadCheckpoint(f"{name}: shape {shape} does not contain {axis}")
         lengths = {found: _floating(checkpoint, found, f"to change {name}") for found in edit.needs}

@@ -72,8 +72,8 @@ def _slices(
     old: torch.Tensor, new: torch.Tensor, edit: Edit
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Both tensors in parts of bounded size, such that the edit applies to each part separately."""
-    vectors = (edit.times, edit.scale, edit.append)
-    taken = {axis.dim for axis in edit.axes} | {found.dim for found in vectors if found}
+    vectors = (edit.times, edit.scale)
+    taken = edit.mixed_dims | {found.dim for found in vectors if found}
     free = [d for d in range(old.ndim) if d not in taken and edit.plus is None]
     if old.numel() <= SLICE or not free:
         yield old, new
@@ -94,11 +94,12 @@ def _is_rounded(old: torch.Tensor, new: torch.Tensor, edit: Edit, values: EditIn
 
     Where the exact result is NaN or infinite, because the original is, ``new`` must be the same.
     """
-    before = apply_edit(old.double(), replace(edit, axes=(), append=None), values)
+    before = apply_edit(old.double(), replace(edit, axes=(), turns=(), append=None), values)
     finite = before.isfinite()
     whole = bool(finite.all())
     size = float(torch.where(finite, before, 0.0).abs().max()) if before.numel() else 0.0
-    exact = apply_edit(before, Edit(axes=edit.axes, append=edit.append), EditInputs())
+    mixing = Edit(axes=edit.axes, turns=edit.turns, append=edit.append)
+    exact = apply_edit(before, mixing, EditInputs())
     info = torch.finfo(new.dtype)
     step = info.eps * exact.abs() + info.smallest_normal * info.eps
     wide = new.double()

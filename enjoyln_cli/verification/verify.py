@@ -62,6 +62,8 @@ from enjoyln_cli.verification.runs import Measurement, Subject, measure, worst_f
 from enjoyln_cli.verification.stored_tensors import check_tensors
 
 IDENTITY_BOUND = 1e-12
+RATIO, ROTATED_RATIO = 1.25, 2.0
+"""The default of ``max_ratio``: for a fold, which changes few weights, and for a rotation."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def verify(
     seed: int = 0,
     samples: int | str | Path | None = None,
     seconds: float | None = None,
-    max_ratio: float = 1.25,
+    max_ratio: float | None = None,
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | Path | None = None,
@@ -205,6 +207,8 @@ def verify(
       listed in ``sparse_outputs``.
     * ``dtype``: the compute dtype; by default the one in which most of ``out`` is stored.
     * ``max_memory``: bytes of memory for this process; by default what the machine has left.
+    * ``max_ratio``: the bound for the ratios of errors; by default 1.25, and 2.0 for a rotated
+      model, in which every weight was rounded again.
     * ``device_map``: ``auto`` reads those weights from disk, when their layer runs, that do not fit
       in ``max_memory``; ``cpu`` keeps all weights in memory, ``disk`` none.
     * ``layers``: run only this many first blocks of both models; the result says so. All stored
@@ -232,6 +236,8 @@ def verify(
     stored = _stored_dtype(folded)
     compute = stored if dtype is None else _as_dtype(dtype)
     plan = plan or _plan_of(folded, trust_remote_code)
+    if max_ratio is None:
+        max_ratio = ROTATED_RATIO if plan.turned else RATIO
     drift, failures = check_tensors(original, folded, edits_of(plan))
     differing = differing_settings(
         type(load_config(folded.source, trust_remote_code)),

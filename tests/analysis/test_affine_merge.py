@@ -63,6 +63,10 @@ MODELS = [
 ]
 
 
+ALONE: dict[str, set[str]] = {"gpt2": set(), "falcon": {ELSEWHERE}}
+"""The reasons with ``AFFINE``, where they differ: Falcon's head is tied."""
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize("options", [AFFINE, BIAS], ids=["affine", "bias"])
 @pytest.mark.parametrize(("kind", "settings", "name", "merged", "reasons"), MODELS)
@@ -76,8 +80,10 @@ def test_the_function_stays_the_same(
 ) -> None:
     config = CONFIG_MAPPING[kind](**settings)
     plan = analyze_config(config, model_class=name, options=options).plan
-    assert len(plan.merged) == merged
+    if options == AFFINE:  # a layer without a bias takes the weight alone
+        reasons = ALONE.get(kind, reasons)
     assert {one.reason for one in plan.unmerged} == reasons
+    assert len(plan.merged) == (merged if reasons else len(plan.folded))
     assert len(plan.merged) + len(plan.unmerged) == len(plan.folded)
     original = live(name, config)
     folded = converted(original, plan)
@@ -85,7 +91,7 @@ def test_the_function_stays_the_same(
         assert error(folded, original, given) <= 1e-12, sorted(given)
     for one in plan.merged:
         norm, before = folded.get_submodule(one.norm), original.get_submodule(one.norm)
-        assert not norm.bias.any() and before.bias.any()
+        assert before.bias.any() and (bool(one.divided) or not norm.bias.any())
         weight = norm.weight if options == AFFINE else norm.weight / before.weight
         assert torch.equal(weight, torch.ones_like(weight))
 
@@ -203,12 +209,9 @@ REFUSED: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
     "heads": (
         lambda m, y: m.up(y.unflatten(-1, (3, 4)).flatten(-2)), NO_LINEAR.format("unflatten"), "",
     ),
-    "a mask": (lambda m, y: m.up(y * torch.tensor([[[0.0]], [[1]]])), NO_LINEAR.format("mul"), ""),
-    "a sum of the tokens": (lambda m, y: m.up(y.sum(1)), NO_LINEAR.format("sum"), ""),
     "tokens beside others": (
         lambda m, y: m.up(torch.cat([y, torch.ones_like(y)], 1)), NO_LINEAR.format("cat"), "",
     ),
-    "a layer without a bias": (lambda m, y: m.up(y) + m.bare(y), NO_BIAS, "bare.weight"),
     "a product of it with itself": (
         lambda m, y: m.up(y).sum() + y @ y.transpose(1, 2), NO_LINEAR.format("matmul"), "",
     ),
@@ -220,11 +223,6 @@ REFUSED: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
     "a weight that is looked up": (
         lambda m, y: m.up(y) + F.embedding(torch.tensor([0]), m.up.weight).sum(), ELSEWHERE,
         "up.weight",
-    ),
-    "two layers with one bias": (
-        lambda m, y: m.gate(y) + F.linear(y, m.bare.weight, m.gate.bias),
-        "linear layers that read it share a parameter",
-        "gate.bias",
     ),
     "somebody who reads its weight": (
         lambda m, y: m.up(y) + m.norm.weight[:9], "its parameters are also used elsewhere",
@@ -242,6 +240,43 @@ def test_a_reader_that_a_norm_cannot_merge_into(case: str) -> None:
     assert not plan.merged and "norm" in {verdict.norm for verdict in plan.folded}
     found = {one.norm: (one.reason, one.culprit) for one in plan.unmerged}["norm"]
     assert found[0] == reason and (not culprit or found[1] == culprit), found
+
+
+KEEPS_ITS_BIAS: dict[str, tuple[Callable[[Block, torch.Tensor], Any], str, str]] = {
+    "a mask": (lambda m, y: m.up(y * torch.tensor([[[0.0]], [[1]]])), NO_LINEAR.format("mul"), ""),
+    "a sum of the tokens": (lambda m, y: m.up(y.sum(1)), NO_LINEAR.format("sum"), ""),
+    "a layer without a bias": (lambda m, y: m.up(y) + m.bare(y), NO_BIAS, "bare.weight"),
+    "two layers with one bias": (
+        lambda m, y: m.gate(y) + F.linear(y, m.bare.weight, m.gate.bias),
+        "linear layers that read it share a parameter",
+        "gate.bias",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(D), Gained], ids=["plain", "1 + weight"])
+@pytest.mark.parametrize("case", KEEPS_ITS_BIAS)
+def test_a_reader_that_takes_the_weight_alone(case: str, norm: Callable[[], nn.Module]) -> None:
+    read, reason, culprit = KEEPS_ITS_BIAS[case]
+    model = tiny(read, norm())
+    found = analyze_module(model, rows())
+    (kept,) = found.under(BIAS).plan.unmerged
+    assert kept.reason == reason and (not culprit or kept.culprit == culprit)
+    plan = found.under(AFFINE).plan
+    assert [(one.norm, one.bias, one.divided) for one in plan.merged] == [("norm", "", "norm.bias")]
+    folded, offset = converted(model, plan), float(isinstance(model.norm, Gained))
+    assert torch.equal(folded.norm.weight, torch.full_like(folded.norm.weight, 1 - offset))
+    torch.testing.assert_close(folded.norm.bias, model.norm.bias / (model.norm.weight + offset))
+    torch.testing.assert_close(folded(rows(4)), model(rows(4)), rtol=1e-12, atol=1e-12)
+
+
+def test_a_weight_with_a_zero_cannot_divide_the_bias() -> None:
+    model = tiny(lambda m, y: m.up(y) + m.bare(y))
+    with torch.no_grad():
+        model.norm.weight[3] = 0
+    (kept,) = analyze_module(model, rows(), options=AFFINE).plan.unmerged
+    reason = "its weight has a zero, and its bias would be divided by it"
+    assert (kept.norm, kept.reason, kept.culprit) == ("norm", reason, "norm.weight")
 
 
 def test_two_norms_of_one_weight_keep_it() -> None:

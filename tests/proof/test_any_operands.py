@@ -21,9 +21,9 @@ from torch.fx import Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from enjoyln_cli.graph.nodes import centred_operand, is_floating, occurrences, packet, shape_of
-from enjoyln_cli.plan.axis import Axis, centre
+from enjoyln_cli.plan.axis import Axis, blocks, centre
 from enjoyln_cli.proof.flow import Absorbed, consumers, origin, outcomes
-from enjoyln_cli.proof.pullback import _RULES, Opaque, Pull
+from enjoyln_cli.proof.pullback import _RULES, Opaque, Pull, commutes_with_every_matrix
 
 aten = torch.ops.aten
 
@@ -107,7 +107,30 @@ def judge(node: Node, axis: Axis, values: dict[Node, Any], rough: bool) -> Pull:
     close(centre(moved, axis), centre(out, axis))
     change = moved - out
     close(change - centre(change, axis), change)
+    if commutes_with_every_matrix(node, axis):
+        matrix = values_of_matrix(axis.size)
+        mixed: dict[Node, torch.Tensor] = {}
+        for operand, below in dict.fromkeys(pairs):
+            mixed[operand] = multiplied(mixed.get(operand, values[operand]), below, matrix)
+        close(recomputed(node, values, mixed).to(out.dtype), multiplied(out, axis, matrix))
     return pairs
+
+
+def values_of_matrix(size: int) -> torch.Tensor:
+    """A matrix with no property that a rule could rely on."""
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, size, generator=generator, dtype=torch.float64)
+
+
+def multiplied(x: torch.Tensor, axis: Axis, matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix times every group of an axis; other elements stay as they are."""
+    x = x.clone()
+    for block in blocks(axis):
+        part = x.narrow(block.dim, block.start, block.length)
+        groups = part.unflatten(block.dim, (block.outer, block.size, block.inner))
+        new = groups.movedim(block.dim + 1, -1) @ matrix.to(x.dtype).T
+        part.copy_(new.movedim(-1, block.dim + 1).flatten(block.dim, block.dim + 2))
+    return x
 
 
 def judge_outcome(
@@ -203,6 +226,19 @@ ALWAYS = {"_same", "_permute", "_zeros", "_cast", "_view", "_matmul", "_reduce"}
 @given(seed=st.integers(0, 2**20))
 def test_rules_hold_for_a_few_operands(name: str, seed: int) -> None:
     judge_case(name, seed)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "sub"])
+def test_some_rules_hold_for_centring_only(op: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(-1, keepdim=True)
+        return torch.layer_norm(x, [6]) if op == "layer_norm" else x - mean
+
+    x, whole = torch.randn(4, 6, dtype=torch.float64), Axis(1, 0, 1, 6, 1)
+    node = list(make_fx(function, pre_dispatch=True)(x).graph.nodes)[-2]
+    assert origin(node, whole) == () and not commutes_with_every_matrix(node, whole)
+    matrix = values_of_matrix(6)
+    assert not torch.allclose(function(x), multiplied(function(x), whole, matrix))
 
 
 @pytest.mark.slow

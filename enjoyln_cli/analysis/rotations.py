@@ -1,0 +1,184 @@
+"""From the bases of a model to the tensors to turn, and to the norms that have to be merged first.
+
+A basis stays as it is if one of its norms cannot be merged into what reads it, if one of its
+parameters is not stored, or is locked, or if a parameter would be turned in two ways at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from enjoyln_cli.analysis.affine_merge import Move
+from enjoyln_cli.analysis.problem import Statement
+from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
+from enjoyln_cli.models.norm_probe import LayerNormForm
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.plan import Basis, BasisKind, Merge, Scale, TurnedTensor, UnmergedNorm
+from enjoyln_cli.proof.bases import (
+    FoundBasis,
+    Gain,
+    Obstacle,
+    find_bases,
+    is_read_elsewhere,
+    parameter_nodes,
+)
+from enjoyln_cli.proof.min_cut import Parameter
+from enjoyln_cli.proof.pullback import Opaque
+
+
+@dataclass(frozen=True, eq=False)
+class Rotations:
+    """The bases of a model, before their norms are merged."""
+
+    found: tuple[FoundBasis, ...]
+
+    @property
+    def forms(self) -> dict[str, LayerNormForm]:
+        """The norms whose weight has to move, in bases that could be turned."""
+        return {
+            gain.module: LayerNormForm(
+                -1, "1 + weight" if gain.offset else "weight", gain.bias is not None, 0.0
+            )
+            for basis in self.found
+            if basis.obstacle is None
+            for gain in basis.gains
+        }
+
+    @property
+    def products(self) -> dict[str, list[tuple[int, Node]]]:
+        """For the norms in ``forms``: the ops that multiply by the weight."""
+        return {
+            gain.module: list(products)
+            for basis in self.found
+            if basis.obstacle is None
+            for gain, products in basis.gains.items()
+        }
+
+    def that_turn(self, bases: Iterable[Basis]) -> Rotations:
+        """Those of the bases, listed in the same order, that turn."""
+        pairs = zip(self.found, bases, strict=True)
+        return Rotations(tuple(found for found, basis in pairs if basis.turns))
+
+    @property
+    def moves(self) -> dict[str, Move]:
+        """What moves out of the norms in ``forms``."""
+        return dict.fromkeys(self.forms, "weight")
+
+
+def rotations(statement: Statement, values: bool) -> Rotations:
+    """All bases of the stated model; with ``values``, also those of the values of attention."""
+    problem = statement.problem
+    found = find_bases(problem.flow, problem.groups, values=values)
+    turned: list[tuple[Parameter, FoundBasis]] = []
+    for basis in found:
+        if basis.obstacle is None:
+            basis.obstacle = _obstacle(basis, statement, turned)
+        if basis.obstacle is None:
+            turned += [(parameter, basis) for parameter in basis.parameters]
+    return Rotations(tuple(found))
+
+
+def _obstacle(
+    basis: FoundBasis, statement: Statement, turned: Iterable[tuple[Parameter, FoundBasis]]
+) -> Obstacle | None:
+    """Why the parameters of a basis cannot be turned; ``None`` if they can."""
+    problem = statement.problem
+    nodes = parameter_nodes(problem.flow, problem.groups)[1]
+    for gain in basis.gains:
+        for own_name in filter(None, (gain.weight, gain.bias)):
+            if is_read_elsewhere(own_name, basis, gain, nodes[own_name]):
+                return Obstacle("the parameters of a norm are also used elsewhere", own_name)
+        own = Gain(gain.module, f"{gain.module}.weight", gain.bias, gain.offset)
+        if gain != own or gain.bias not in (None, f"{gain.module}.bias"):
+            reason = "a vector multiplies it that is not the weight of a norm, or is tied"
+            return Obstacle(reason, gain.weight)
+    if not basis.parameters:
+        return Obstacle("no parameter writes it", "")
+    for parameter in basis.parameters:
+        if why := problem.locked(parameter):
+            return Obstacle(why, parameter.name)
+    everything = [*turned, *((parameter, basis) for parameter in basis.parameters)]
+    for parameter in basis.parameters:
+        for other, owner in everything:
+            same = owner is basis and other == parameter
+            if other.name == parameter.name and not same and _overlap(other.axis, parameter.axis):
+                return Obstacle("a parameter of it would be turned in two ways", parameter.name)
+    return None
+
+
+def _overlap(one: Axis, other: Axis) -> bool:
+    return one.dim == other.dim and one.start < other.stop and other.start < one.stop
+
+
+def bases_of(
+    known: Rotations,
+    statement: Statement,
+    found: Candidate,
+    merged: Iterable[Merge],
+    unmerged: Iterable[UnmergedNorm],
+) -> tuple[Basis, ...]:
+    """The bases of a plan, with the stored tensors of those that can be turned."""
+    moved = {one.norm for one in merged if one.weight}
+    reasons = {one.norm: one.reason for one in unmerged}
+    made = []
+    for basis in known.found:
+        obstacle = basis.obstacle
+        for gain in basis.gains if obstacle is None else ():
+            if gain.module not in moved:
+                reason = reasons.get(gain.module, "something else reads it")
+                obstacle = Obstacle(f"the weight of a norm cannot be merged: {reason}", gain.module)
+                break
+        names = [parameter.name for parameter in basis.parameters]
+        made.append(
+            Basis(
+                name=min(names, key=_order(statement)) if names else "",
+                kind=_kind(basis),
+                size=basis.size,
+                fixes_ones=basis.fixes_ones,
+                tensors=() if obstacle else _tensors(basis, statement, found),
+                norms=() if obstacle else tuple(sorted({gain.module for gain in basis.gains})),
+                inputs=tuple(basis.inputs),
+                reason=obstacle.reason if obstacle else "",
+                culprit=obstacle.culprit if obstacle else "",
+            )
+        )
+    return tuple(made)
+
+
+def _kind(basis: FoundBasis) -> BasisKind:
+    if basis.carries_values:
+        return "values"
+    return "heads" if any(one.axis.outer > 1 for one in basis.parameters) else "stream"
+
+
+def _order(statement: Statement) -> Callable[[str], int]:
+    places = {name: place for place, name in enumerate(statement.problem.groups)}
+    return lambda name: places.get(name, len(places))
+
+
+def _tensors(basis: FoundBasis, statement: Statement, found: Candidate) -> tuple[TurnedTensor, ...]:
+    problem = statement.problem
+    names = stored_in_groups(found, problem.groups)
+    held = dict(found.model.named_parameters(remove_duplicate=False))
+    made: list[TurnedTensor] = []
+    for parameter in basis.parameters:
+        for name in names[parameter.name]:
+            axis, shape = parameter.axis, tuple(held[name].shape)
+            by = problem.scales.get(parameter.name) if basis.merged else None
+            scale = Scale(by, found.stored[by][0]) if by else None
+            made += [
+                TurnedTensor(name, tensor, axis, shape, scale=scale)
+                for tensor in found.stored.get(name, ())
+            ]
+            if name in found.converted:
+                layout = found.converted[name]
+                stored = layout.stored(name, axis)
+                made += [
+                    TurnedTensor(name, tensor, below, layout.sources[tensor], axis)
+                    for tensor, below in (() if isinstance(stored, Opaque) else stored)
+                ]
+    order = {name: place for place, name in enumerate(held)}
+    return tuple(sorted(made, key=lambda one: (order[one.parameter], one.tensor, one.axis)))

@@ -1,0 +1,146 @@
+"""The orthogonal matrices that a basis is turned by, and their fast products.
+
+Every matrix is ``Q = K S``. ``K`` spreads each feature over all of them, and does not depend on the
+seed: a Kronecker product of ``J / 2 - I`` of order 4 (``J`` is all ones), of the Hadamard matrix of
+order 2, and of one circulant of odd or small order whose eigenvalues are ``exp(i pi u k^2 / 2m)``.
+``S`` differs with the seed: a permutation if ``Q 1 = 1`` has to hold, otherwise random signs.
+
+``Q 1 = 1`` is what a basis with a LayerNorm needs: then ``Q`` commutes with centring, and
+``LayerNorm(Q x) = Q LayerNorm(x)`` for a LayerNorm without weight and bias. The matrices of order 4
+and the circulant have it; that of order 2 is left out there. No entry of ``K`` is larger than
+``1.45 / sqrt(d)``; ``1 / sqrt(d)`` is the least possible.
+
+A product with a vector takes ``O(d log d)`` operations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from enjoyln_cli.plan.axis import Axis, blocks
+
+DENSE = 256
+"""A circulant up to this order is multiplied as a matrix, a larger one by a Fourier transform."""
+NO_FLATTER = 1.01
+"""A circulant this flat ends the search: its largest entry is this times the least possible."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The matrix ``Q`` of one basis."""
+
+    size: int
+    seed: int
+    label: str
+    """Differs between the bases of a model, so that each gets a matrix of its own."""
+    fixes_ones: bool
+    """Whether ``Q 1 = 1``."""
+
+
+def rotate(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
+    """``Q x`` for each group of ``axis``; other elements stay as they are.
+
+    ``x`` is float64, of any shape. The result is a new tensor.
+    """
+    out = x.clone()
+    for block in blocks(axis):
+        part = out.narrow(block.dim, block.start, block.length)
+        groups = part.unflatten(block.dim, (block.outer, block.size, block.inner))
+        turned = product(groups.movedim(block.dim + 1, -1), rotation).movedim(-1, block.dim + 1)
+        part.copy_(turned.flatten(block.dim, block.dim + 2))
+    return out
+
+
+def product(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """``Q`` times each vector along the last dimension of the float64 tensor ``x``."""
+    x = x[..., _permutation(rotation)] if rotation.fixes_ones else x * _signs(rotation)
+    fours, two, rest = _orders(rotation.size, rotation.fixes_ones)
+    shape, width = x.shape, rotation.size
+    x = x.contiguous()
+    for _ in range(fours):
+        width //= 4
+        parts = x.view(-1, 4, width)
+        x = (parts.sum(1, keepdim=True) / 2).sub(parts)
+    if two:
+        width //= 2
+        first, second = x.view(-1, 2, width).unbind(1)
+        x = torch.stack((first + second, first - second), 1) * math.sqrt(0.5)
+    return _circulant_product(x.reshape(-1, rest)).view(shape)
+
+
+def _circulant_product(x: torch.Tensor) -> torch.Tensor:
+    order = x.shape[-1]
+    if order == 1:
+        return x
+    if order <= DENSE:
+        column = torch.fft.irfft(_eigenvalues(order), n=order)
+        at = torch.arange(order)
+        return x @ column[(at - at.unsqueeze(1)) % order]
+    return torch.fft.irfft(torch.fft.rfft(x) * _eigenvalues(order), n=order)
+
+
+def matrix(rotation: Rotation) -> torch.Tensor:
+    """``Q`` as a float64 tensor of shape ``(size, size)``."""
+    return product(torch.eye(rotation.size, dtype=torch.float64), rotation).T
+
+
+def _orders(size: int, fixes_ones: bool) -> tuple[int, bool, int]:
+    """How many matrices of order 4, whether one of order 2, and the order of the circulant.
+
+    With ``Q 1 = 1``, an even circulant takes a factor of 4 with it: of order 2 there are only the
+    identity and the exchange.
+    """
+    fours = 0
+    while size % 4 == 0:
+        size, fours = size // 4, fours + 1
+    if size % 2 == 0 and not fixes_ones:
+        return fours, True, size // 2
+    if size == 2 and fours:
+        return fours - 1, False, 8
+    return fours, False, size
+
+
+@lru_cache(maxsize=16)
+def _eigenvalues(order: int) -> torch.Tensor:
+    """The first half of the circulant's eigenvalues, for the flattest of several chirps.
+
+    Their absolute value is 1, so the circulant is orthogonal; the first is 1, so it fixes the
+    vector of ones; ``irfft`` adds the conjugates of the others, so it is real.
+    """
+    k = torch.arange(order // 2 + 1, dtype=torch.int64)
+    best, flattest = torch.ones(len(k), dtype=torch.complex128), math.inf
+    for rate in range(1, min(4 * order, 512)):
+        # the angle is reduced in whole numbers, so that large orders lose no digits
+        angle = (rate * k * k % (4 * order)).double() * (math.pi / (2 * order))
+        found = torch.polar(torch.ones_like(angle), angle)
+        if order % 2 == 0:
+            found[-1] = 1.0 if found[-1].real >= 0 else -1.0
+        largest = float(torch.fft.irfft(found, n=order).abs().max()) * math.sqrt(order)
+        if largest < flattest - 1e-9:
+            best, flattest = found, largest
+        if flattest < NO_FLATTER:
+            break
+    return best
+
+
+def _random_bytes(rotation: Rotation, many: int) -> bytes:
+    """Bytes that depend on the seed and label alone, on every machine and in every version."""
+    return hashlib.shake_256(f"{rotation.seed} {rotation.label}".encode()).digest(many)
+
+
+@lru_cache(maxsize=64)
+def _permutation(rotation: Rotation) -> torch.Tensor:
+    keys = _random_bytes(rotation, 8 * rotation.size)
+    order = sorted(range(rotation.size), key=lambda i: (keys[8 * i : 8 * i + 8], i))
+    return torch.tensor(order)
+
+
+@lru_cache(maxsize=64)
+def _signs(rotation: Rotation) -> torch.Tensor:
+    bits = torch.frombuffer(bytearray(_random_bytes(rotation, rotation.size)), dtype=torch.uint8)
+    return 1.0 - 2.0 * (bits & 1).double()

@@ -1,0 +1,491 @@
+"""Which values of a model can be turned by an orthogonal matrix, together.
+
+A *basis* is a set of values that have to be turned alike: the residual stream, or the values that
+attention carries from one projection to the next. If every tensor that writes it and every tensor
+that reads it is turned by the same ``Q``, no output changes:
+
+* An op that treats features as one free index passes ``Q`` on: ``f(Q x) = Q f(x)``. Nearly all
+  rules of ``pullback`` say this for any matrix; the others are listed in ``centring_only``.
+* A product that sums over the features cancels it: ``(W Qᵀ)(Q x) = W x``. So a reader is turned
+  over its inputs as a writer is over its outputs, and a tied weight stays tied.
+* A sum of squares does not see an orthogonal matrix.
+* LayerNorm without weight passes ``Q`` on if ``Q 1 = 1``: then means and variances stay as well.
+* A norm's weight has to be merged into the layers that read the norm first (``Gain``). Its bias
+  becomes ``Q (bias / weight)``.
+
+A basis with any other reader or source stays as it is, and says which one.
+"""
+
+# Arguments of fx nodes are typed as a wide union.
+# mypy: disable-error-code="arg-type,union-attr,misc,index"
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from enjoyln_cli.graph.nodes import (
+    argument,
+    aten,
+    centred_operand,
+    constant_along,
+    is_part,
+    is_whole,
+    occurrences,
+    op_name,
+    packet,
+    rank_of,
+    shape_of,
+)
+from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
+from enjoyln_cli.proof.flow import (
+    LIKE,
+    SHAPE_ONLY,
+    Flow,
+    Value,
+    consumers,
+    origin,
+    outcomes,
+    readers_of,
+    takes_other_elements,
+)
+from enjoyln_cli.proof.linear_layers import WHOLE_FEATURE_OPS, parameter_names
+from enjoyln_cli.proof.min_cut import Parameter
+from enjoyln_cli.proof.pullback import Opaque, commutes_with_every_matrix
+from enjoyln_cli.proof.weight_rules import letters_of
+from enjoyln_cli.trace.trace import uncast
+
+_PRODUCTS = {
+    aten.matmul: "...ij,...jk->...ik",
+    aten.mm: "...ij,...jk->...ik",
+    aten.bmm: "...ij,...jk->...ik",
+}
+_CONVOLUTIONS = {aten.conv1d, aten.conv2d, aten.conv3d}
+_SUMS = {aten.sum, aten.mean}
+_RMS_NORMS = {aten.rms_norm}
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The weight of a norm, which multiplies features that are to be turned."""
+
+    module: str
+    """Path of the norm module."""
+    weight: str
+    """The first of the weight's tied names."""
+    bias: str | None
+    offset: float
+    """1 if the norm multiplies by ``1 + weight``."""
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """What keeps a basis from being turned."""
+
+    reason: str
+    culprit: str
+    """The module path or parameter."""
+
+
+@dataclass(eq=False, kw_only=True)
+class FoundBasis:
+    """One basis: what has to be turned, and the first obstacle if there is one."""
+
+    size: int
+    carries_values: bool
+    """Whether it was found at the values of an attention, and not at the input of a norm."""
+    parameters: dict[Parameter, None] = field(default_factory=dict)
+    gains: dict[Gain, dict[tuple[int, Node], None]] = field(default_factory=dict)
+    """For each norm with a weight: the ops that multiply by it, with the index of the trace."""
+    merged: dict[Node, None] = field(default_factory=dict)
+    """Products that become the identity since their scale is merged (see ``layer_scale``)."""
+    fixes_ones: bool = False
+    inputs: dict[str, None] = field(default_factory=dict)
+    """Optional inputs of the model that have to be turned, such as ``inputs_embeds``."""
+    obstacle: Obstacle | None = None
+
+
+@dataclass(eq=False)
+class _Search:
+    """Collects everything that has to be turned with one value, in all traces."""
+
+    flow: Flow
+    groups: Mapping[str, str]
+    named: Sequence[Mapping[Node, str]]
+    nodes: Mapping[str, Sequence[tuple[int, Node]]]
+    """The nodes of each parameter, with the index of the trace."""
+    found: FoundBasis
+    seen: set[Value] = field(default_factory=set)
+    waiting: list[Value] = field(default_factory=list)
+
+    def run(self, value: Value) -> None:
+        self.visit(value)
+        while self.waiting:
+            current = self.waiting.pop()
+            self.up(current)
+            self.down(current)
+
+    def visit(self, value: Value) -> None:
+        if value in self.seen:
+            return
+        self.seen.add(value)
+        if value.axis.size == self.found.size:
+            self.waiting.append(value)
+        else:
+            self.stop("a group of features of another size is read", value.trace, value.node)
+
+    def stop(self, reason: str, trace: int, node: Node) -> None:
+        if self.found.obstacle is None:
+            name = self.named[trace].get(node)
+            where = name or self.flow.traces[trace].module_of(node)
+            self.found.obstacle = Obstacle(reason, where)
+
+    def up(self, value: Value) -> None:
+        """Visit everything that the value is computed from."""
+        trace, node, axis = value.trace, value.node, value.axis
+        if node in self.named[trace]:
+            self.parameter(Parameter(self.named[trace][node], axis))
+        elif node.op != "call_function":
+            self.given(value)
+        elif node in self.flow.products:
+            self.found.merged[node] = None
+            self.visit(Value(trace, self.flow.products[node], axis))
+        elif (norm := self.norm(value)) is not None:
+            self.visit(Value(trace, norm, axis))
+        else:
+            pairs = origin(node, axis)
+            if isinstance(pairs, Opaque):
+                self.stop(_in_words(pairs, node), trace, node)
+                return
+            if not commutes_with_every_matrix(node, axis):
+                self.stop(f"{op_name(node)} does not turn with its operand", trace, node)
+            for operand, below in pairs:
+                self.visit(Value(trace, operand, below))
+
+    def norm(self, value: Value) -> Any:
+        """The operand that the value is turned with, if its op is part of a norm; records why."""
+        trace, node, axis = value.trace, value.node, value.axis
+        whole = is_whole(axis, shape_of(node) or (0,))
+        centred = centred_operand(node)
+        if centred is not None and centred[1] == axis:
+            self.found.fixes_ones = True
+            return centred[0]
+        over_last = axis.dim == rank_of(node) - 1 and whole
+        if packet(node) is aten.layer_norm and over_last and _is_over_last(node, axis):
+            self.found.fixes_ones = True
+            return self.affine(trace, node, argument(node, 2, "weight"), argument(node, 3, "bias"))
+        if packet(node) in _RMS_NORMS and over_last and _is_over_last(node, axis):
+            return self.affine(trace, node, argument(node, 2, "weight"), None)
+        if packet(node) in (aten.mul, aten.multiply) and whole and not node.kwargs:
+            for factor, other in (node.args[:2], node.args[1::-1]):
+                if not isinstance(factor, Node) or rank_of(other) != rank_of(node):
+                    continue
+                gain = self.gain(trace, node, factor)
+                if gain is not None and not constant_along(other, axis, rank_of(node)):
+                    self.found.gains.setdefault(gain, {})[trace, node] = None
+                    return other
+        return None
+
+    def affine(self, trace: int, node: Any, weight: Any, bias: Any) -> Node:
+        """The input of a norm op; its weight becomes a gain, and its bias is turned."""
+        names = self.named[trace]
+        if any(part is not None and part not in names for part in (weight, bias)):
+            self.stop("a norm whose weight or bias is not a parameter", trace, node)
+        elif weight is not None:
+            path = self.flow.traces[trace].module_of(node)
+            of_bias = None if bias is None else names[bias]
+            gain = Gain(path, names[weight], of_bias, 0.0)
+            self.found.gains.setdefault(gain, {})[trace, node] = None
+        if bias is not None and bias in names:
+            self.parameter(Parameter(names[bias], feature_axis((self.found.size,))))
+        x: Node = node.args[0]
+        return x
+
+    def gain(self, trace: int, product: Node, factor: Node) -> Gain | None:
+        """The weight that a product multiplies by: a vector parameter, or 1 plus one."""
+        inner, offset = uncast(factor), 0.0
+        if packet(inner) is aten.add and not inner.kwargs and 1 in inner.args:
+            others = [term for term in inner.args if isinstance(term, Node)]
+            if len(others) != 1 or inner.args[1 - inner.args.index(others[0])] != 1:
+                return None
+            inner, offset = uncast(others[0]), 1.0
+        name = self.named[trace].get(inner)
+        if name is None or shape_of(inner) != (self.found.size,):
+            return None
+        return Gain(self.flow.traces[trace].module_of(product), name, None, offset)
+
+    def parameter(self, parameter: Parameter) -> None:
+        """Turn a parameter, wherever a trace reads it."""
+        if parameter in self.found.parameters:
+            return
+        self.found.parameters[parameter] = None
+        for trace, node in self.nodes[parameter.name]:
+            self.visit(Value(trace, node, parameter.axis))
+
+    def given(self, value: Value) -> None:
+        """A value that no op computes: only an input that may be left out can be turned."""
+        trace = self.flow.traces[value.trace]
+        name = trace.inputs.get(value.node)
+        if name is None or trace.required:
+            self.stop(
+                "it is an input or a constant, not computed from weights", value.trace, value.node
+            )
+        else:
+            self.found.inputs[name] = None
+
+    def down(self, value: Value) -> None:
+        """Visit everything that is computed from the value."""
+        trace, node, axis = value.trace, value.node, value.axis
+        for reader in consumers(node):
+            if reader.op == "output":
+                self.returned(value)
+            elif _reads_no_values(reader, node):
+                continue
+            elif reader.meta.get("written") or node.meta.get("written"):
+                self.stop("its memory is written in place", trace, reader)
+            elif self.flow.products.get(reader) is node:
+                self.visit(Value(trace, reader, axis))
+            elif (pair := _summed_with(reader, node, axis)) is not None:
+                self.visit(Value(trace, *pair))
+            elif self.is_invariant(reader, node, axis):
+                continue
+            elif self.is_normed(value, reader):
+                self.visit(Value(trace, reader, axis))
+            elif packet(reader) is aten.layer_norm and argument(reader, 3, "bias") is node:
+                self.visit(Value(trace, reader, feature_axis(shape_of(reader) or ())))
+            else:
+                self.passed_on(value, reader)
+
+    def passed_on(self, value: Value, reader: Node) -> None:
+        for below, read, found in outcomes(reader, value.node, value.axis, takes_other_elements):
+            if below.op == "output":
+                self.returned(Value(value.trace, read, value.axis))
+            elif isinstance(found, Opaque):
+                self.stop(_in_words(found, below), value.trace, below)
+            elif isinstance(found, Axis):
+                self.visit(Value(value.trace, below, found))
+
+    def returned(self, value: Value) -> None:
+        """A value that the model returns, which may change only if it is state such as a cache."""
+        trace = self.flow.traces[value.trace]
+        fields = trace.returned.get(value.node)
+        if not self.flow.is_required(value) or (fields and trace.fed_back.issuperset(fields)):
+            return
+        self.stop("the model returns it", value.trace, value.node)
+
+    def is_invariant(self, reader: Node, node: Node, axis: Axis) -> bool:
+        """Whether the reader's result does not change: a mean, variance or sum of squares."""
+        shape = shape_of(node) or ()
+        if _is_square(reader, node):
+            return bool(reader.users) and all(_sums_over(u, reader, axis) for u in reader.users)
+        if packet(reader) is aten.linalg_vector_norm:
+            order, dims = argument(reader, 1, "ord", 2), argument(reader, 2, "dim")
+            return order == 2 and _is_only(dims, axis, len(shape)) and is_whole(axis, shape)
+        statistic = packet(reader) in (aten.mean, aten.var, aten.std)
+        if statistic and is_whole(axis, shape) and _sums_over(reader, node, axis, statistic=True):
+            self.found.fixes_ones = True
+            return True
+        return False
+
+    def is_normed(self, value: Value, reader: Node) -> bool:
+        """Whether the reader is the part of a norm that turns with the value."""
+        same = shape_of(reader) == shape_of(value.node)
+        return same and self.norm(Value(value.trace, reader, value.axis)) is value.node
+
+
+def _reads_no_values(reader: Node, node: Node) -> bool:
+    unread = packet(reader) in SHAPE_ONLY or reader.meta.get("unread")
+    return bool(unread or (packet(reader) in LIKE and reader.args[0] is not node))
+
+
+def _in_words(found: Opaque, node: Node) -> str:
+    """Why an op neither passes a matrix on nor cancels it."""
+    whole: Any = node.args[0] if is_part(node) else node
+    if not node.all_input_nodes:
+        return "it is an input or a constant, not computed from weights"
+    return f"{op_name(whole)} acts on single features" if found.is_general else found.reason
+
+
+def _is_over_last(node: Node, axis: Axis) -> bool:
+    sizes: Any = node.args[1]
+    return set(sizes[:-1]) <= {1} and sizes[-1] == axis.size
+
+
+def _is_square(reader: Node, node: Node) -> bool:
+    if packet(reader) in (aten.mul, aten.multiply):
+        return occurrences(reader, node) == 2
+    if packet(reader) is aten.square:
+        return True
+    return packet(reader) is aten.pow and reader.args == (node, 2)
+
+
+def _is_only(dims: Any, axis: Axis, rank: int) -> bool:
+    listed = [dims] if isinstance(dims, int) else list(dims or ())
+    return [dim % rank for dim in listed] == [axis.dim]
+
+
+def _sums_over(node: Node, operand: Node, axis: Axis, *, statistic: bool = False) -> bool:
+    """Whether a node sums the operand over exactly the whole axis."""
+    shape = shape_of(operand)
+    known = (aten.mean, aten.var, aten.std) if statistic else _SUMS
+    if packet(node) not in known or not shape or node.args[0] is not operand:
+        return False
+    return _is_only(argument(node, 1, "dim"), axis, len(shape)) and is_whole(axis, shape)
+
+
+def _summed_with(reader: Node, node: Node, axis: Axis) -> tuple[Node, Axis] | None:
+    """The other factor and its axis, if the reader sums a product of two factors over ``axis``."""
+    op, args = packet(reader), reader.args
+    rank = rank_of(node)
+    if op is aten.linear and args[0] is node and axis.dim == rank - 1 and rank_of(args[1]) == 2:
+        return _once(reader, node, (args[1], on_dimension(axis, 1)))
+    if op is aten.linear and args[1] is node and axis.dim == 1 and rank == 2:
+        return _once(reader, node, (args[0], on_dimension(axis, rank_of(args[0]) - 1)))
+    if op in _CONVOLUTIONS and argument(reader, 6, "groups", 1) == 1:
+        channels = rank_of(args[0]) - rank_of(args[1]) + 1
+        if args[0] is node and axis.dim == channels:
+            return _once(reader, node, (args[1], on_dimension(axis, 1)))
+        if args[1] is node and axis.dim == 1:
+            return _once(reader, node, (args[0], on_dimension(axis, channels)))
+    if op in _PRODUCTS:
+        if min(map(rank_of, args[:2])) < 2:
+            return None
+        return _einsum_partner(_PRODUCTS[op], args[:2], node, axis)
+    if op is aten.addmm and args[0] is not node:
+        return _einsum_partner("ij,jk->ik", args[1:3], node, axis)
+    if op is aten.einsum:
+        return _einsum_partner(args[0], args[1], node, axis)
+    if op is aten.scaled_dot_product_attention and axis.dim == rank - 1:
+        queries, keys = args[:2]
+        if node in (queries, keys):
+            other = keys if node is queries else queries
+            return _once(reader, node, (other, on_dimension(axis, rank_of(other) - 1)))
+    return None
+
+
+def _once(reader: Node, node: Node, pair: tuple[Node, Axis]) -> tuple[Node, Axis] | None:
+    """The pair, if the node is an operand only once."""
+    return pair if occurrences(reader, node) == 1 else None
+
+
+def _einsum_partner(
+    equation: str, factors: Sequence[Any], node: Node, axis: Axis
+) -> tuple[Node, Axis] | None:
+    spelled = letters_of(equation, [rank_of(factor) for factor in factors])
+    if spelled is None or [*factors].count(node) != 1:
+        return None
+    terms, output = spelled
+    at = [*factors].index(node)
+    letter = terms[at][axis.dim]
+    others = [i for i, term in enumerate(terms) if letter in term and i != at]
+    if letter in output or len(others) != 1 or terms[at].count(letter) != 1:
+        return None
+    other, term = factors[others[0]], terms[others[0]]
+    dim = term.index(letter)
+    same = (shape_of(other) or ())[dim] == (shape_of(node) or ())[axis.dim]
+    return (other, on_dimension(axis, dim)) if same and term.count(letter) == 1 else None
+
+
+def is_read_elsewhere(
+    parameter: str, basis: FoundBasis, gain: Gain, nodes: Sequence[tuple[int, Node]]
+) -> bool:
+    """Whether anything but the products of ``gain`` reads one of its parameters.
+
+    ``nodes`` are those of the parameter in all traces.
+    """
+    products = {node for _, node in basis.gains[gain]}
+    waiting = [node for _, node in nodes]
+    while waiting:
+        for reader in readers_of(waiting.pop()):
+            if reader in products or reader.meta.get("unread"):
+                continue
+            plus_one = packet(reader) is aten.add and 1 in reader.args and parameter == gain.weight
+            if packet(reader) not in (aten.to, aten._to_copy, aten.alias) and not plus_one:
+                return True
+            waiting.append(reader)
+    return False
+
+
+def parameter_nodes(
+    flow: Flow, groups: Mapping[str, str]
+) -> tuple[list[dict[Node, str]], dict[str, list[tuple[int, Node]]]]:
+    """For each trace the name of each parameter's node, and for each name its nodes in all traces.
+
+    ``groups`` maps any parameter name to the first of its tied names.
+    """
+    named = [parameter_names(trace, groups) for trace in flow.traces]
+    nodes: dict[str, list[tuple[int, Node]]] = {}
+    for position, names in enumerate(named):
+        for node, name in names.items():
+            nodes.setdefault(name, []).append((position, node))
+    return named, nodes
+
+
+def find_bases(flow: Flow, groups: Mapping[str, str], *, values: bool) -> list[FoundBasis]:
+    """Every basis that holds the input of a norm, and with ``values`` also those of attention.
+
+    ``groups`` maps any parameter name to the first of its tied names.
+    """
+    named, nodes = parameter_nodes(flow, groups)
+    found: list[FoundBasis] = []
+    seen: set[Value] = set()
+    for value, carries in _starts(flow, values):
+        if value in seen:
+            continue
+        basis = FoundBasis(size=value.axis.size, carries_values=carries)
+        search = _Search(flow, groups, named, nodes, basis)
+        search.run(value)
+        seen |= search.seen
+        found.append(basis)
+    return found
+
+
+def _starts(flow: Flow, values: bool) -> Iterator[tuple[Value, bool]]:
+    """The inputs of all norms, then the values of all attentions."""
+    attention: list[Value] = []
+    for position, trace in enumerate(flow.traces):
+        for node in trace.graph.nodes:
+            if node.meta.get("unread"):
+                continue
+            read = _normed_operand(node)
+            shape = shape_of(read) if read is not None else None
+            if read is not None and shape:
+                yield Value(position, read, feature_axis(shape)), False
+            carried = _attended(node)
+            shape = shape_of(carried) if carried is not None else None
+            if carried is not None and shape:
+                attention.append(Value(position, carried, feature_axis(shape)))
+    if values:
+        yield from ((value, True) for value in attention)
+
+
+def _normed_operand(node: Any) -> Node | None:
+    """The value that a norm over the last dimension reads at this node."""
+    if packet(node) is aten.layer_norm or packet(node) in _RMS_NORMS:
+        sizes: Any = node.args[1]
+        x: Node = node.args[0]
+        return x if set(sizes[:-1]) <= {1} else None
+    if packet(node) in (aten.pow, aten.square) and isinstance(node.args[0], Node):
+        x = node.args[0]
+        shape = shape_of(x)
+        if shape and _is_square(node, x):
+            axis = feature_axis(shape)
+            if node.users and all(_sums_over(user, node, axis) for user in node.users):
+                return x
+    return None
+
+
+def _attended(node: Any) -> Any:
+    """The values that an attention mixes over positions at this node."""
+    if packet(node) is aten.scaled_dot_product_attention:
+        return node.args[2]
+    if packet(node) in _PRODUCTS and all(isinstance(factor, Node) for factor in node.args[:2]):
+        weights = node.args[0]
+        while packet(weights) in WHOLE_FEATURE_OPS:
+            weights = weights.args[0]
+        if packet(weights) in (aten.softmax, aten._softmax):
+            return node.args[1]
+    return None

@@ -1,0 +1,370 @@
+"""Which values of a model can be turned, and that turning them changes no output."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from live_models import moved
+from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, live
+from torch import nn
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING
+
+from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
+from enjoyln_cli.comparison.run import choose_outputs, run
+from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.rewrite.in_memory import centre_parameters
+from enjoyln_cli.runtime.install import install
+
+ROTATED = Options(fold=False, rotate=True)
+BOTH = Options(rotate=True)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LLAMA = {
+    **TOKENS, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 24, "intermediate_size": 33, "head_dim": 6,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 37, "d_model": 24, "d_kv": 6, "num_heads": 4, "num_layers": 2, "d_ff": 33,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+WHISPER = {
+    **TOKENS, "d_model": 24, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 33,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 33,
+    "max_source_positions": 20, "max_target_positions": 31, "num_mel_bins": 8,
+    "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+}  # fmt: skip
+OPT = {
+    **TOKENS, "hidden_size": 24, "word_embed_proj_dim": 24, "num_hidden_layers": 2, "ffn_dim": 33,
+    "num_attention_heads": 4, "max_position_embeddings": 31,
+}  # fmt: skip
+SMALL = {**TOKENS, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
+UNTIED = {"tie_word_embeddings": False}
+
+
+def config_of(kind: str, settings: dict[str, Any]) -> Any:
+    config = CONFIG_MAPPING[kind](**settings)
+    if "tie_word_embeddings" in settings:  # T5 ignores it in the arguments
+        config.tie_word_embeddings = settings["tie_word_embeddings"]
+    return config
+
+
+MODELS: list[tuple[str, dict[str, Any], str, tuple[str, ...], int, int]] = [
+    ("gpt2", {**GPT2, **UNTIED}, "GPT2LMHeadModel", (), 1, 2),
+    ("llama", {**LLAMA, **UNTIED}, "LlamaForCausalLM", (), 1, 2),
+    ("gemma", {**LLAMA, **UNTIED}, "GemmaForCausalLM", (), 1, 2),
+    ("qwen2", {**LLAMA, **UNTIED}, "Qwen2ForCausalLM", (), 1, 2),
+    ("mistral", {**LLAMA, **UNTIED}, "MistralForCausalLM", (), 1, 2),
+    ("phi3", {**LLAMA, **UNTIED}, "Phi3ForCausalLM", (), 1, 2),
+    ("t5", {**T5, **UNTIED}, "T5ForConditionalGeneration", ("logits",), 2, 6),
+    ("opt", {**OPT, **UNTIED}, "OPTForCausalLM", (), 1, 2),
+    ("bloom", {**SMALL, "n_layer": 2, "n_head": 4}, "BloomForCausalLM", (), 0, 2),
+    ("phi", {**PHI, **UNTIED}, "PhiForCausalLM", (), 1, 2),
+    ("falcon", {**SMALL, "bias": True, **UNTIED}, "FalconForCausalLM", (), 1, 0),
+    ("gpt_neox", {**SMALL, "intermediate_size": 33}, "GPTNeoXForCausalLM", (), 1, 2),
+    ("starcoder2", {**LLAMA, **UNTIED}, "Starcoder2ForCausalLM", (), 1, 2),
+    ("whisper", {**WHISPER, **UNTIED}, "WhisperForConditionalGeneration", ("logits",), 1, 5),
+    ("vit", VIT, "ViTForImageClassification", (), 1, 2),
+    ("bert", BERT, "BertForMaskedLM", (), 0, 2),
+]
+
+
+def inputs(model: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    ids = torch.randint(3, 37, (2, 7))
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(2, 3, 15, 15, dtype=torch.float64)}
+    if model.main_input_name == "input_features":
+        sound = torch.randn(2, 8, 40, dtype=torch.float64)
+        return {"input_features": sound, "decoder_input_ids": ids}
+    both = {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
+    return {"input_ids": ids, **both}
+
+
+def rotated(model: nn.Module, plan: Plan) -> Any:
+    result = copy.deepcopy(model)
+    centre_parameters(result, plan)
+    return result
+
+
+def far(model: Any, original: Any, outputs: tuple[str, ...]) -> float:
+    """The largest difference of any output but the cache, relative to its largest element."""
+    given = [inputs(original)]
+    (new,), (old,) = (choose_outputs(run(m, given), outputs) for m in (model, original))
+    assert new.keys() == old.keys() and old
+    return max(float((new[n] - old[n]).abs().max() / old[n].abs().max()) for n in old)
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize(
+    ("kind", "settings", "name", "outputs", "streams", "attentions"), MODELS,
+    ids=[model[0] for model in MODELS],
+)  # fmt: skip
+def test_the_function_stays_the_same_in_the_stock_class(
+    kind: str, settings: dict[str, Any], name: str, outputs: tuple[str, ...], streams: int,
+    attentions: int,
+) -> None:  # fmt: skip
+    config = config_of(kind, settings)
+    plan = analyze_config(config, model_class=name, outputs=outputs, options=ROTATED).plan
+    kinds = [basis.kind for basis in plan.turned]
+    assert (kinds.count("stream"), kinds.count("values")) == (streams, attentions), [
+        (basis.kind, basis.reason, basis.culprit) for basis in plan.bases
+    ]
+    original = live(name, config)
+    turned = rotated(original, plan)
+    assert type(turned) is type(original)
+    assert far(turned, original, outputs) <= 1e-12
+    changed = {one.parameter for basis in plan.turned for one in basis.tensors}
+    before, after = dict(original.named_parameters()), dict(turned.named_parameters())
+    for parameter in changed & before.keys():
+        assert not torch.allclose(before[parameter], after[parameter]), parameter
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "phi", "vit"])
+def test_a_rotated_model_folds(kind: str) -> None:
+    kind, settings, name, outputs, streams, _ = next(m for m in MODELS if m[0] == kind)
+    config = config_of(kind, settings)
+    plan = analyze_config(config, model_class=name, outputs=outputs, options=BOTH).plan
+    assert len(plan.folded) == len(plan.norms) and streams <= len(plan.turned)
+    original = live(name, config)
+    folded = rotated(original, plan)
+    norms = [verdict.norm for verdict in plan.folded]
+    install(folded, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
+    assert far(folded, original, outputs) <= 1e-12
+
+
+def test_a_decoding_step_uses_the_cache_of_the_rotated_model() -> None:
+    config = CONFIG_MAPPING["llama"](**LLAMA, **UNTIED)
+    original = live("LlamaForCausalLM", config)
+    plan = analyze_config(config, model_class="LlamaForCausalLM", options=ROTATED).plan
+    turned, ids = rotated(original, plan), inputs(original)["input_ids"]
+    steps = []
+    for model in (original, turned):
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+            steps.append(model(ids[:, :1], past_key_values=cache).logits)
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-4, atol=1e-4)  # its norms are float32
+    keys, values = cache.layers[0].keys, cache.layers[0].values
+    with torch.no_grad():
+        own = original(ids, use_cache=True).past_key_values.layers[0]
+    torch.testing.assert_close(keys[:, :, :7], own.keys, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(values[:, :, :7], own.values, atol=1e-2)
+
+
+def test_a_tied_head_turns_with_its_embedding_if_no_weight_is_in_between() -> None:
+    """MPT ties the head; its norms have no bias, and a weight that the head cannot take."""
+    settings = {**TOKENS, "n_layers": 1, "n_heads": 4, "d_model": 24}
+    tied = CONFIG_MAPPING["mpt"](**settings)
+    plan = analyze_config(tied, model_class="MptForCausalLM", options=ROTATED).plan
+    (kept,) = [basis for basis in plan.bases if basis.reason]
+    assert (kept.kind, kept.culprit) == ("stream", "transformer.norm_f")
+    assert kept.reason == (
+        "the weight of a norm cannot be merged: a linear layer that reads it has a parameter that "
+        "is also used elsewhere"
+    )
+    model = Tied()
+    plan = analyze_module(model, torch.tensor([[1, 2, 4]]), options=ROTATED).plan
+    (basis,) = plan.turned
+    turned = rotated(model, plan)
+    assert turned.head.weight is turned.table.weight
+    ids = torch.tensor([[0, 3, 5, 5]])
+    torch.testing.assert_close(turned(ids), model(ids), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(turned.table.weight, model.table.weight)
+
+
+class Tied(nn.Module):
+    """A head with the weight of the embedding, behind a norm without weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 12), nn.Linear(12, 6, bias=False)
+        self.head.weight = self.table.weight
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 9), nn.Linear(9, 12)
+        moved(self)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.table(ids)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        out: torch.Tensor = self.head(F.layer_norm(x, (12,)))
+        return out
+
+
+# One stream, and what may happen in it.
+
+D = 12
+
+
+class Stream(nn.Module):
+    """A residual stream with one block, and ``inside`` applied to it before the last norm."""
+
+    def __init__(self, inside: Callable[[Stream, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.inside = inside
+        self.enter, self.norm, self.last = nn.Linear(7, D), nn.LayerNorm(D), nn.LayerNorm(D)
+        self.up, self.down, self.head = nn.Linear(D, 9), nn.Linear(9, D), nn.Linear(D, 5)
+        self.scale, self.part = nn.Parameter(torch.ones(D)), nn.LayerNorm(D // 2)
+        self.other, self.half = nn.Linear(7, D), nn.Linear(7, D // 2)
+        self.grouped = nn.Conv1d(D, D, 3, padding=1, groups=3)
+        self.mixing = nn.Conv1d(D, D, 3, padding=1)
+        self.router, self.experts = nn.Linear(D, 3), nn.Parameter(torch.zeros(3, D, D))
+        self.rms = nn.RMSNorm(D)
+        self.lora, self.wide, self.back = nn.Linear(D, D), nn.Linear(D, 9), nn.Linear(9, D)
+        moved(self)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.given = x
+        h = self.enter(x)
+        h = h + self.down(F.relu(self.up(self.norm(h))))
+        del self.given
+        h = self.inside(self, h) if "given" not in vars(self) else h
+        if isinstance(h, tuple):
+            return self.head(self.last(h[0])), h[1]
+        return self.head(self.last(h))
+
+
+def rope(h: torch.Tensor) -> torch.Tensor:
+    first, second = h.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+TURNS: dict[str, Callable[[Stream, torch.Tensor], Any]] = {
+    "nothing": lambda m, h: h,
+    "other tokens": lambda m, h: h + h.roll(1, 1) * 0.5,
+    "the mean of the tokens": lambda m, h: h + h.mean(1, keepdim=True),
+    "an LayerScale before the sum": lambda m, h: h + m.scale * m.back(F.relu(m.wide(h))),
+    "a convolution over channels": lambda m, h: h + m.mixing(h.mT).mT,
+    "an RMSNorm": lambda m, h: h + m.down(F.relu(m.wide(m.rms(h)))),
+    "an RMSNorm by hand": lambda m, h: (
+        h + m.down(m.wide(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)))
+    ),
+    "a LayerNorm by hand": lambda m, h: h + m.down(m.wide(by_hand(h))),
+    "a router and its experts": lambda m, h: h + routed(m, h),
+    "a mask over tokens": lambda m, h: h.masked_fill(torch.tensor([[[False], [True]]]), 0),
+    "attention over tokens": lambda m, h: (
+        h + F.scaled_dot_product_attention(m.wide(h), m.wide(h), h)
+    ),
+    "a concatenation of tokens": lambda m, h: torch.cat([h, h[:, :1]], 1),
+    "an adapter": lambda m, h: h + m.back(m.wide(h)) + m.lora(h),
+}
+STAYS: dict[str, tuple[Callable[[Stream, torch.Tensor], Any], str]] = {
+    "an activation": (lambda m, h: F.gelu(h), "gelu acts on single features"),
+    "a rotary embedding": (
+        lambda m, h: h * 0.5 + rope(h), "chunk acts on single features"
+    ),
+    "a grouped convolution": (lambda m, h: h + m.grouped(h.mT).mT, "a grouped convolution"),
+    "a scale on the stream": (lambda m, h: m.scale * h, "a vector multiplies it"),
+    "a norm over a part": (
+        lambda m, h: h + torch.cat([m.part(h[..., :6]), h[..., 6:]], -1), "acts on single features"
+    ),
+    "a concatenation": (
+        lambda m, h: torch.cat([h[..., :6], h[..., 6:]], -1), "slice acts on single features"
+    ),
+    "single features": (lambda m, h: h + h[..., :1], "acts on single features"),
+    "the caller": (lambda m, h: (h, h), "the model returns it"),
+    "a constant": (lambda m, h: h + torch.arange(12.0), "it is an input or a constant"),
+    "a flip": (lambda m, h: h.flip(-1), "flip along the features"),
+    "a softmax": (lambda m, h: h + h.softmax(-1), "acts on single features"),
+    "a norm that is added": (
+        lambda m, h: h + m.norm(h), "its result is read by add, which is not a linear layer"
+    ),
+    "its largest feature": (lambda m, h: h + h.amax(-1, keepdim=True), "acts on single features"),
+}  # fmt: skip
+
+
+def by_hand(h: torch.Tensor) -> torch.Tensor:
+    centred = h - h.mean(-1, keepdim=True)
+    return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def routed(m: Stream, h: torch.Tensor) -> torch.Tensor:
+    shares = m.router(h).softmax(-1)
+    return torch.einsum("bte,btd,edf->btf", shares, h, m.experts)
+
+
+def rows(seed: int = 3) -> torch.Tensor:
+    return torch.randn(2, 2, 7, generator=torch.Generator().manual_seed(seed)).double()
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_a_stream_that_turns(case: str) -> None:
+    model = Stream(TURNS[case])
+    plan = analyze_module(model, rows(), options=ROTATED).plan
+    assert not [basis.reason for basis in plan.bases if basis.kind == "stream" and basis.reason]
+    turned = rotated(model, plan)
+    assert not torch.allclose(turned.enter.weight, model.enter.weight)
+    torch.testing.assert_close(turned(rows(4)), model(rows(4)), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", STAYS)
+def test_a_stream_that_stays(case: str) -> None:
+    inside, reason = STAYS[case]
+    model = Stream(inside)
+    plan = analyze_module(model, rows(), options=ROTATED).plan
+    kept = next(basis for basis in plan.bases if basis.name == "enter.weight")
+    assert reason in kept.reason, kept
+    turned = rotated(model, plan)
+    torch.testing.assert_close(turned(rows(4)), model(rows(4)), rtol=1e-11, atol=1e-11)
+
+
+def test_a_weight_that_is_read_twice_stays() -> None:
+    model = Stream(lambda m, h: h + m.down(m.up(m.norm(h))) * m.norm.weight.sum())
+    plan = analyze_module(model, rows(), options=ROTATED).plan
+    (kept,) = plan.bases
+    assert kept.reason == "the parameters of a norm are also used elsewhere"
+    assert kept.culprit == "norm.weight"
+
+
+def test_a_zero_in_a_weight_keeps_the_bias_from_being_divided() -> None:
+    model = Stream(TURNS["nothing"])
+    with torch.no_grad():
+        model.last.weight[2] = 0
+    (kept,) = analyze_module(model, rows(), options=ROTATED).plan.bases
+    assert kept.culprit == "last" and "has a zero" in kept.reason
+
+
+def test_another_seed_gives_other_weights_and_the_same_function() -> None:
+    model = Stream(TURNS["nothing"])
+    found = analyze_module(model, rows())
+    made = [
+        rotated(model, found.under(Options(fold=False, rotate=True, seed=seed)).plan)
+        for seed in (0, 1)
+    ]
+    assert not torch.allclose(made[0].enter.weight, made[1].enter.weight)
+    torch.testing.assert_close(made[0](rows(4)), made[1](rows(4)), rtol=1e-11, atol=1e-11)
+
+
+def test_experts_that_a_norm_cannot_be_merged_into() -> None:
+    config = CONFIG_MAPPING["mixtral"](**LLAMA, num_local_experts=3)
+    plan = analyze_config(config, model_class="MixtralForCausalLM", options=ROTATED).plan
+    (kept,) = [basis for basis in plan.bases if basis.reason]
+    assert kept.kind == "stream" and "which is not a linear layer" in kept.reason
+
+
+def test_without_values_only_streams_turn() -> None:
+    config = CONFIG_MAPPING["gpt2"](**GPT2, **UNTIED)
+    options = Options(fold=False, rotate=True, values=False)
+    plan = analyze_config(config, model_class="GPT2LMHeadModel", options=options).plan
+    assert [basis.kind for basis in plan.bases] == ["stream"]
+
+
+def test_heads_with_a_norm_of_their_own_say_why_they_stay() -> None:
+    config = CONFIG_MAPPING["qwen3"](**LLAMA, **UNTIED)
+    plan = analyze_config(config, model_class="Qwen3ForCausalLM", options=ROTATED).plan
+    heads = [basis for basis in plan.bases if basis.kind == "heads"]
+    assert len(heads) == 4 and all(basis.reason and basis.size == 6 for basis in heads)
+    original = live("Qwen3ForCausalLM", config)
+    assert far(rotated(original, plan), original, ()) <= 1e-12
+
+
+def test_the_outputs_that_may_change_decide() -> None:
+    config = CONFIG_MAPPING["t5"](**T5, **UNTIED)
+    name = transformers.T5ForConditionalGeneration.__name__
+    plan = analyze_config(config, model_class=name, options=ROTATED).plan
+    assert {b.reason for b in plan.bases if b.kind == "stream"} == {"the model returns it"}

@@ -1,0 +1,208 @@
+"""Checkpoints that are rotated: written, verified from their recipe, loaded by the stock class."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from commands import good, refused
+from fold_cases import written
+from live_models import CHECKPOINTS
+
+from enjoyln_cli import from_pretrained, verify
+from enjoyln_cli.analysis.analyze import analyze_config
+from enjoyln_cli.checkpoint.reader import open_checkpoint
+from enjoyln_cli.checkpoint.source import open_source
+from enjoyln_cli.conversion.fold import convert
+from enjoyln_cli.errors import NothingToFold, OutputError, RecipeError, VerificationFailed
+from enjoyln_cli.plan import edits, rotation
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.plan.rotation import Rotation
+from enjoyln_cli.recipe.compare import differences
+from enjoyln_cli.recipe.from_plan import recipe_of
+from enjoyln_cli.recipe.read import load_recipe, parse_recipe
+from enjoyln_cli.recipe.to_plan import to_plan
+from enjoyln_cli.recipe.write import dump_recipe
+from enjoyln_cli.rewrite import steps
+from enjoyln_cli.rewrite.directory import fold_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROTATED = Options(fold=False, rotate=True, untie=True)
+IDS = torch.tensor([[3, 14, 15, 9, 2, 6], [5, 3, 5, 8, 9, 7]])
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rotated") / "gpt2"
+    good("rotate", CHECKPOINTS / "gpt2", "-o", folder, "--untie", "--seed", 3)
+    return folder
+
+
+def plan_of(name: str, options: Options = ROTATED) -> Plan:
+    source = open_source(str(CHECKPOINTS / name), weights=True)
+    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / name)
+    return analyze_config(config, checkpoint=open_checkpoint(source), options=options).plan
+
+
+def test_the_stock_class_loads_it_and_computes_the_same(out: Path) -> None:
+    turned, before = (
+        transformers.GPT2LMHeadModel.from_pretrained(path, dtype=torch.float64).eval()
+        for path in (out, CHECKPOINTS / "gpt2")
+    )
+    with torch.no_grad():
+        expected = before(IDS).logits
+        # the stored weights are float32, rounded once more
+        torch.testing.assert_close(turned(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+        loaded = from_pretrained(out, dtype=torch.float64)
+        torch.testing.assert_close(loaded(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(turned.transformer.wpe.weight, before.transformer.wpe.weight)
+    marker = json.loads((out / "config.json").read_text())["enjoyln"]
+    assert marker["rmsnorm"] == [] and marker["rotated"]["seed"] == 3
+    assert [one["kind"] for one in marker["rotated"]["bases"]] == ["stream"] + 3 * ["values"]
+
+
+def test_it_is_verified_from_its_recipe_alone(out: Path) -> None:
+    found = verify(out)
+    assert found.passed, found.failures
+    assert found.identity_error <= 1e-12 and found.max_ratio == 2.0
+    card = (out / "README.md").read_text()
+    assert "rotated by `enjoyln` for quantisation" in card
+    assert "enjoyln rotate ./gpt2 -o gpt2 --untie --seed 3" in card
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["opt", "phi", "vit", "bloom", "bert"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_checkpoint_is_verified(name: str, dtype: str, tmp_path: Path) -> None:
+    options = replace(ROTATED, untie=name == "opt")
+    convert(CHECKPOINTS / name, tmp_path / "out", options=options, dtype=dtype, verify=False)
+    found = verify(tmp_path / "out")
+    assert found.passed, found.failures
+    assert found.identity_error <= 1e-12
+
+
+@pytest.mark.slow
+def test_folded_and_rotated_it_runs_rms_norm(tmp_path: Path) -> None:
+    options = Options(rotate=True, untie=True, seed=4)
+    result = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=options)
+    assert len(result.plan.folded) == 7 and len(result.plan.turned) == 4
+    assert result.verification and result.verification.passed
+    assert result.verification.identity_error <= 1e-12
+
+
+def test_the_recipe_gives_the_plan_back(out: Path) -> None:
+    plan, config = (
+        plan_of("gpt2", replace(ROTATED, seed=3)),
+        json.loads((out / "config.json").read_text()),
+    )
+    recipe = load_recipe(out / "enjoyln_recipe.yaml")
+    again = to_plan(recipe, {n: tuple(t.shape) for n, t in written(out).items()}, config=config)
+    assert again.seed == 3 and edits.edits_of(again) == edits.edits_of(plan)
+    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "gpt2")
+    text = dump_recipe(recipe_of(plan, config=config, options=dict(recipe.options)))
+    assert text == (out / "enjoyln_recipe.yaml").read_text()
+    assert not differences(recipe, plan, config=config)
+
+
+def test_a_recipe_chooses_what_turns(out: Path, tmp_path: Path) -> None:
+    text = (out / "enjoyln_recipe.yaml").read_text()
+    first, last = text.index("    transformer.h.{i}.attn.c_attn.weight:\n"), text.index("  untie:")
+    (tmp_path / "less.yaml").write_text(text[:first] + text[last:])
+    result = convert(
+        CHECKPOINTS / "gpt2", tmp_path / "out", recipe=tmp_path / "less.yaml", verify=False
+    )
+    assert [basis.kind for basis in result.plan.turned] == ["stream"]
+    wrong = text.replace("transformer.wpe.weight: {dim: 1}", "transformer.wpe.weight: {dim: 0}")
+    (tmp_path / "wrong.yaml").write_text(wrong)
+    with pytest.raises(RecipeError, match=r"transformer.wte.weight: the recipe turns the stream"):
+        convert(CHECKPOINTS / "gpt2", tmp_path / "no", recipe=tmp_path / "wrong.yaml")
+    with pytest.raises(RecipeError, match="sideways' is none of stream, heads, values"):
+        parse_recipe(text.replace("kind: stream", "kind: sideways"), where="here")
+
+
+def test_a_file_is_the_same_in_small_pieces(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "TURNED", 1000)
+    monkeypatch.setattr(edits, "PIECE", 300)
+    options = replace(ROTATED, seed=3)
+    convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=options, verify=False)
+    whole, pieces = written(out), written(tmp_path / "out")
+    assert whole.keys() == pieces.keys()
+    for name, tensor in whole.items():  # sums of other lengths may round in another order
+        torch.testing.assert_close(pieces[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def transposed(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
+    """``Qᵀ`` where a tensor is turned over its first dimension."""
+    if axis.dim:
+        return rotation.rotate(x, axis, q)
+    inverse = rotation.matrix(q).T
+    part = x.narrow(0, axis.start, axis.length).unflatten(0, (axis.outer, axis.size, axis.inner))
+    turned = torch.einsum("ij,oj...->oi...", inverse, part).flatten(0, 2)
+    return torch.cat([x[: axis.start], turned, x[axis.stop :]])
+
+
+def scaled(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
+    """A multiple of an orthogonal matrix."""
+    return 1.01 * rotation.rotate(x, axis, q)
+
+
+def signed(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
+    """An orthogonal matrix that does not fix the vector of ones."""
+    return rotation.rotate(x, axis, replace(q, fixes_ones=False))
+
+
+@pytest.mark.parametrize("wrong", [transposed, scaled, signed])
+def test_a_wrong_matrix_does_not_pass(
+    wrong: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edits, "rotate", wrong)
+    with pytest.raises(VerificationFailed, match="the edits change the function: identity error"):
+        convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=ROTATED, samples=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_matrix_than_the_recipes_does_not_pass(out: Path, tmp_path: Path) -> None:
+    """Each of the two results is right; together with the other's recipe they are not."""
+    source = open_source(str(CHECKPOINTS / "gpt2"), weights=True)
+    plan = plan_of("gpt2", replace(ROTATED, seed=5))
+    fold_checkpoint(
+        open_checkpoint(source), plan, tmp_path / "out",
+        recipe_text=(out / "enjoyln_recipe.yaml").read_text(),
+    )  # fmt: skip
+    found = verify(tmp_path / "out", samples=2)
+    assert not found.passed and "not what the recipe makes" in found.failures[0]
+
+
+def test_what_cannot_be_rotated_is_refused(tmp_path: Path) -> None:
+    tied = Options(fold=False, rotate=True, values=False)
+    with pytest.raises(NothingToFold, match=r"nothing of .* can be rotated: 1 x the weight of a "):
+        convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=tied)
+    text = refused("rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--no-values")
+    assert "--untie would also turn the stream of transformer.wte.weight" in text
+    with pytest.raises(OutputError, match="--keep-means cannot be combined with --rotate"):
+        convert(CHECKPOINTS / "phi", tmp_path / "out", options=Options(rotate=True),
+                keep_means=True)  # fmt: skip
+    text = refused("fold", CHECKPOINTS / "phi", "--dry-run", "--seed", 3, status=2)
+    assert "--seed needs --rotate." in text
+    text = refused("fold", CHECKPOINTS / "phi", "--dry-run", "--rotate", "--keep-means", status=2)
+    assert "--keep-means cannot be combined with --rotate." in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_and_a_report_say_what_turns_and_what_stays() -> None:
+    text = good("rotate", CHECKPOINTS / "bert", "--dry-run")
+    assert "turn the values of 3 attentions" in text
+    assert "not turned: 1 stream of 80 features" in text and "gelu acts on single features" in text
+    text = good("report", CHECKPOINTS / "phi", "--rotate")
+    assert "turn 1 stream of 64 features (model.embed_tokens.weight)" in text
+    assert "not turned: the heads of" in text
