@@ -29,6 +29,7 @@ FOLDERS = (
     "effects",
     "trace",
     "proof",
+    "rotation",
     "analysis",
     "recipe",
     "archive",

@@ -7,11 +7,10 @@ file stores copies of a tied tensor, or if it is built from several tensors of a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from enjoyln_cli.analysis.affine_merge import find_merges
 from enjoyln_cli.analysis.config_size import widenings_for
 from enjoyln_cli.analysis.problem import Statement, Subject
-from enjoyln_cli.analysis.rotations import Rotations, bases_of, rotations
 from enjoyln_cli.analysis.stored_layout import Conversion
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.plan.axis import Axis
@@ -21,6 +20,7 @@ from enjoyln_cli.plan.plan import (
     Options,
     Plan,
     Scale,
+    TurnedTensor,
     UnmergedNorm,
     Verdict,
     Writer,
@@ -30,6 +30,9 @@ from enjoyln_cli.proof import explain
 from enjoyln_cli.proof.layer_norms import rms_norms
 from enjoyln_cli.proof.min_cut import Cut, Problem
 from enjoyln_cli.proof.pullback import Opaque
+from enjoyln_cli.rotation.affine_merge import find_merges
+from enjoyln_cli.rotation.bases import FoundBasis
+from enjoyln_cli.rotation.turning import Rotations, bases_of, rotations
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import covered_calls, unproven_inputs
 
@@ -42,9 +45,10 @@ def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) 
     supports = cut.folded.values()
     subtracting = {mlp for support in supports for mlp in support.mlps}
     widened = widenings_for(subtracting, problem.widenings.resizes, found.stored)
-    known = rotations(statement, options.values) if options.rotate else Rotations(())
+    known = rotations(problem, options.values) if options.rotate else Rotations(())
     merged, unmerged = _merges(statement, cut, subject, options, known)
-    bases = bases_of(known, statement, found, merged, unmerged)
+    tensors = partial(turned_tensors, problem, found)
+    bases = bases_of(known, problem, merged, unmerged, tensors)
     if any(basis.reason for basis in bases):  # norms whose weight need not move after all
         known = known.that_turn(bases)
         merged, unmerged = _merges(statement, cut, subject, options, known)
@@ -143,6 +147,28 @@ def writers_of(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ..
             made += _converted_writers(found.converted[name], name, axis)
     order = {name: position for position, name in enumerate(shapes)}
     return tuple(sorted(made, key=lambda w: (order[w.parameter], w.tensor, w.axis)))
+
+
+def turned_tensors(
+    problem: Problem, found: Candidate, basis: FoundBasis
+) -> tuple[TurnedTensor, ...]:
+    """One entry for each stored tensor of each turned parameter, in the model's order."""
+    names = stored_in_groups(found, problem.groups)
+    held = dict(found.model.named_parameters(remove_duplicate=False))
+    made: list[TurnedTensor] = []
+    pairs = ((one, name) for one in basis.parameters for name in names[one.name])
+    for parameter, name in pairs:
+        axis, shape = parameter.axis, tuple(held[name].shape)
+        scaled = basis.merged and basis.parameters[parameter]
+        by = problem.scales.get(parameter.name) if scaled else None
+        scale = Scale(by, found.stored[by][0]) if by else None
+        tensors = found.stored.get(name, ())
+        made += [TurnedTensor(name, tensor, axis, shape, scale=scale) for tensor in tensors]
+        if name in found.converted:
+            writers = _converted_writers(found.converted[name], name, axis)
+            made += [TurnedTensor(w.parameter, w.tensor, w.axis, w.shape, w.held) for w in writers]
+    order = {name: position for position, name in enumerate(held)}
+    return tuple(sorted(made, key=lambda one: (order[one.parameter], one.tensor, one.axis)))
 
 
 def _converted_writers(layout: Conversion, name: str, axis: Axis) -> list[Writer]:

@@ -235,7 +235,7 @@ BasisKind = Literal["stream", "heads", "values"]
 class Basis:
     """Values that can only be turned together.
 
-    It is turned if it has no ``reason``. See ``proof.bases``.
+    It is turned if it has no ``reason``. See ``rotation.bases``.
     """
 
     name: str

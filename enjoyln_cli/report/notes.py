@@ -322,24 +322,28 @@ def notes(found: Row) -> list[str]:
     if found["by_example"]:
         called = ", ".join(found["by_example"])
         lines.append(f"  proven on example inputs, since shapes depend on input values: {called}")
+    only_rotated = found["rotated"] and not found["become_rmsnorm"]
     if found["calls"] is not None:
-        lines.append(_proven_calls(found["calls"]))
+        other = "may give wrong outputs" if only_rotated else "is refused"
+        lines.append(_proven_calls(found["calls"], other))
     elif found["unproven"]:
         unproven = ", ".join(compact(found["unproven"]))
-        only_rotated = found["rotated"] and not found["become_rmsnorm"]
         what = "not proven for" if only_rotated else "LayerNorm is used in"
         lines.append(f"  {what} calls with {unproven}")
     return lines if len(lines) > 1 else []
 
 
-def _proven_calls(calls: Sequence[str]) -> str:
-    """The proven calls in one short line; the marker and the row have them in full."""
+def _proven_calls(calls: Sequence[str], other: str) -> str:
+    """The proven calls in one short line; the marker and the row have them in full.
+
+    ``other`` says what becomes of any other call.
+    """
     shown = list(dict.fromkeys(call_text.summary(text) for text in calls))
     if not shown:
         return "  no call could be proven, so the model cannot be converted"
     more = f" and {len(shown) - MOST_CALLS} more" if len(shown) > MOST_CALLS else ""
     named = "; ".join(shown[:MOST_CALLS])
-    return f"  proven for calls with {named}{more}; any other call is refused"
+    return f"  proven for calls with {named}{more}; any other call {other}"
 
 
 def _rotated_lines(found: Row) -> list[str]:

@@ -239,6 +239,7 @@ TURNS: dict[str, Callable[[Stream, torch.Tensor], Any]] = {
     "other tokens": lambda m, h: h + h.roll(1, 1) * 0.5,
     "the mean of the tokens": lambda m, h: h + h.mean(1, keepdim=True),
     "an LayerScale before the sum": lambda m, h: h + m.scale * m.back(F.relu(m.wide(h))),
+    "a scaled layer from the stream to itself": lambda m, h: h + m.scale * m.lora(h),
     "a convolution over channels": lambda m, h: h + m.mixing(h.mT).mT,
     "an RMSNorm": lambda m, h: h + m.down(F.relu(m.wide(m.rms(h)))),
     "an RMSNorm by hand": lambda m, h: (

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from enjoyln_cli.analysis.affine_merge import Move
-from enjoyln_cli.analysis.problem import Statement
-from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import Basis, BasisKind, Merge, Scale, TurnedTensor, UnmergedNorm
-from enjoyln_cli.proof.bases import (
+from enjoyln_cli.plan.plan import Basis, BasisKind, Merge, TurnedTensor, UnmergedNorm
+from enjoyln_cli.proof.min_cut import Parameter, Problem
+from enjoyln_cli.rotation.affine_merge import Move
+from enjoyln_cli.rotation.bases import (
     FoundBasis,
     Gain,
     Obstacle,
@@ -25,8 +24,6 @@ from enjoyln_cli.proof.bases import (
     is_read_elsewhere,
     parameter_nodes,
 )
-from enjoyln_cli.proof.min_cut import Parameter
-from enjoyln_cli.proof.pullback import Opaque
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,24 +65,22 @@ class Rotations:
         return dict.fromkeys(self.forms, "weight")
 
 
-def rotations(statement: Statement, values: bool) -> Rotations:
+def rotations(problem: Problem, values: bool) -> Rotations:
     """All bases of the stated model; with ``values``, also those of the values of attention."""
-    problem = statement.problem
     found = find_bases(problem.flow, problem.groups, values=values)
     turned: list[tuple[Parameter, FoundBasis]] = []
     for basis in found:
         if basis.obstacle is None:
-            basis.obstacle = _obstacle(basis, statement, turned)
+            basis.obstacle = _obstacle(basis, problem, turned)
         if basis.obstacle is None:
             turned += [(parameter, basis) for parameter in basis.parameters]
     return Rotations(tuple(found))
 
 
 def _obstacle(
-    basis: FoundBasis, statement: Statement, turned: Iterable[tuple[Parameter, FoundBasis]]
+    basis: FoundBasis, problem: Problem, turned: Iterable[tuple[Parameter, FoundBasis]]
 ) -> Obstacle | None:
     """Why the parameters of a basis cannot be turned; ``None`` if they can."""
-    problem = statement.problem
     nodes = parameter_nodes(problem.flow, problem.groups)[1]
     for gain in basis.gains:
         for own_name in filter(None, (gain.weight, gain.bias)):
@@ -115,14 +110,15 @@ def _overlap(one: Axis, other: Axis) -> bool:
 
 def bases_of(
     known: Rotations,
-    statement: Statement,
-    found: Candidate,
+    problem: Problem,
     merged: Iterable[Merge],
     unmerged: Iterable[UnmergedNorm],
+    tensors: Callable[[FoundBasis], tuple[TurnedTensor, ...]],
 ) -> tuple[Basis, ...]:
-    """The bases of a plan, with the stored tensors of those that can be turned."""
+    """The bases of a plan; ``tensors`` gives the stored tensors of one that can be turned."""
     moved = {one.norm for one in merged if one.weight}
     reasons = {one.norm: one.reason for one in unmerged}
+    places = {name: place for place, name in enumerate(problem.groups)}
     made = []
     for basis in known.found:
         obstacle = basis.obstacle
@@ -134,11 +130,11 @@ def bases_of(
         names = [parameter.name for parameter in basis.parameters]
         made.append(
             Basis(
-                name=min(names, key=_order(statement)) if names else "",
+                name=min(names, key=places.__getitem__) if names else "",
                 kind=_kind(basis),
                 size=basis.size,
                 fixes_ones=basis.fixes_ones,
-                tensors=() if obstacle else _tensors(basis, statement, found),
+                tensors=() if obstacle else tensors(basis),
                 norms=() if obstacle else tuple(sorted({gain.module for gain in basis.gains})),
                 inputs=tuple(basis.inputs),
                 reason=obstacle.reason if obstacle else "",
@@ -152,33 +148,3 @@ def _kind(basis: FoundBasis) -> BasisKind:
     if basis.carries_values:
         return "values"
     return "heads" if any(one.axis.outer > 1 for one in basis.parameters) else "stream"
-
-
-def _order(statement: Statement) -> Callable[[str], int]:
-    places = {name: place for place, name in enumerate(statement.problem.groups)}
-    return lambda name: places.get(name, len(places))
-
-
-def _tensors(basis: FoundBasis, statement: Statement, found: Candidate) -> tuple[TurnedTensor, ...]:
-    problem = statement.problem
-    names = stored_in_groups(found, problem.groups)
-    held = dict(found.model.named_parameters(remove_duplicate=False))
-    made: list[TurnedTensor] = []
-    for parameter in basis.parameters:
-        for name in names[parameter.name]:
-            axis, shape = parameter.axis, tuple(held[name].shape)
-            by = problem.scales.get(parameter.name) if basis.merged else None
-            scale = Scale(by, found.stored[by][0]) if by else None
-            made += [
-                TurnedTensor(name, tensor, axis, shape, scale=scale)
-                for tensor in found.stored.get(name, ())
-            ]
-            if name in found.converted:
-                layout = found.converted[name]
-                stored = layout.stored(name, axis)
-                made += [
-                    TurnedTensor(name, tensor, below, layout.sources[tensor], axis)
-                    for tensor, below in (() if isinstance(stored, Opaque) else stored)
-                ]
-    order = {name: place for place, name in enumerate(held)}
-    return tuple(sorted(made, key=lambda one: (order[one.parameter], one.tensor, one.axis)))

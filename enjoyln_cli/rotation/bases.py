@@ -54,7 +54,7 @@ from enjoyln_cli.proof.flow import (
 )
 from enjoyln_cli.proof.linear_layers import WHOLE_FEATURE_OPS, parameter_names
 from enjoyln_cli.proof.min_cut import Parameter
-from enjoyln_cli.proof.pullback import Opaque, commutes_with_every_matrix
+from enjoyln_cli.proof.pullback import WRITTEN, Opaque, commutes_with_every_matrix
 from enjoyln_cli.proof.weight_rules import letters_of
 from enjoyln_cli.trace.trace import uncast
 
@@ -97,7 +97,8 @@ class FoundBasis:
     size: int
     carries_values: bool
     """Whether it was found at the values of an attention, and not at the input of a norm."""
-    parameters: dict[Parameter, None] = field(default_factory=dict)
+    parameters: dict[Parameter, bool] = field(default_factory=dict)
+    """What has to be turned, and whether it writes the basis; otherwise it reads the basis."""
     gains: dict[Gain, dict[tuple[int, Node], None]] = field(default_factory=dict)
     """For each norm with a weight: the ops that multiply by it, with the index of the trace."""
     merged: dict[Node, None] = field(default_factory=dict)
@@ -119,6 +120,8 @@ class _Search:
     """The nodes of each parameter, with the index of the trace."""
     found: FoundBasis
     seen: set[Value] = field(default_factory=set)
+    reading: set[Value] = field(default_factory=set)
+    """Values that are turned because their product with a turned value is summed."""
     waiting: list[Value] = field(default_factory=list)
 
     def run(self, value: Value) -> None:
@@ -147,9 +150,11 @@ class _Search:
         """Visit everything that the value is computed from."""
         trace, node, axis = value.trace, value.node, value.axis
         if node in self.named[trace]:
-            self.parameter(Parameter(self.named[trace][node], axis))
+            self.parameter(Parameter(self.named[trace][node], axis), value not in self.reading)
         elif node.op != "call_function":
             self.given(value)
+        elif node.meta.get("written"):
+            self.stop(WRITTEN, trace, node)
         elif node in self.flow.products:
             self.found.merged[node] = None
             self.visit(Value(trace, self.flow.products[node], axis))
@@ -163,7 +168,10 @@ class _Search:
             if not commutes_with_every_matrix(node, axis):
                 self.stop(f"{op_name(node)} does not turn with its operand", trace, node)
             for operand, below in pairs:
-                self.visit(Value(trace, operand, below))
+                source = Value(trace, operand, below)
+                if value in self.reading:
+                    self.reading.add(source)
+                self.visit(source)
 
     def norm(self, value: Value) -> Any:
         """The operand that the value is turned with, if its op is part of a norm; records why."""
@@ -200,7 +208,7 @@ class _Search:
             gain = Gain(path, names[weight], of_bias, 0.0)
             self.found.gains.setdefault(gain, {})[trace, node] = None
         if bias is not None and bias in names:
-            self.parameter(Parameter(names[bias], feature_axis((self.found.size,))))
+            self.parameter(Parameter(names[bias], feature_axis((self.found.size,))), True)
         x: Node = node.args[0]
         return x
 
@@ -217,11 +225,11 @@ class _Search:
             return None
         return Gain(self.flow.traces[trace].module_of(product), name, None, offset)
 
-    def parameter(self, parameter: Parameter) -> None:
+    def parameter(self, parameter: Parameter, writes: bool) -> None:
         """Turn a parameter, wherever a trace reads it."""
         if parameter in self.found.parameters:
             return
-        self.found.parameters[parameter] = None
+        self.found.parameters[parameter] = writes
         for trace, node in self.nodes[parameter.name]:
             self.visit(Value(trace, node, parameter.axis))
 
@@ -245,11 +253,13 @@ class _Search:
             elif _reads_no_values(reader, node):
                 continue
             elif reader.meta.get("written") or node.meta.get("written"):
-                self.stop("its memory is written in place", trace, reader)
+                self.stop(WRITTEN, trace, reader)
             elif self.flow.products.get(reader) is node:
                 self.visit(Value(trace, reader, axis))
             elif (pair := _summed_with(reader, node, axis)) is not None:
-                self.visit(Value(trace, *pair))
+                partner = Value(trace, *pair)
+                self.reading.add(partner)
+                self.visit(partner)
             elif self.is_invariant(reader, node, axis):
                 continue
             elif self.is_normed(value, reader):

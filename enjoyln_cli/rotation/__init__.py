@@ -1,0 +1,1 @@
+"""Which features can be turned, and which norms can be merged into the layers after them."""
