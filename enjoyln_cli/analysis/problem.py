@@ -9,7 +9,7 @@ layout allows it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -66,7 +66,8 @@ def state_problem(subject: Subject, options: Options) -> Statement:
     reference, traces = subject.reference, subject.traces
     groups = _groups(reference.model, traces)
     fixed = {groups.get(n, n): reason for trace in traces for n, reason in trace.locked.items()}
-    single = _single(reference, groups, fixed)
+    scaled = {groups.get(name, name) for trace in traces for name in trace.scaled}
+    single = _single(reference, groups, {*fixed, *scaled})
     scales = find_scales(traces, groups, single)
     required = _required(traces, reference.name, subject.outputs) if subject.outputs else None
     flow = Flow(traces=traces, required=required, products=scales.products, refused=scales.refused)
@@ -138,9 +139,12 @@ def _locked(
 
 
 def _single(
-    reference: Candidate, groups: Mapping[str, str], fixed: Mapping[str, str]
+    reference: Candidate, groups: Mapping[str, str], fixed: Container[str]
 ) -> Callable[[str], bool]:
-    """A function that says whether a parameter is untied and stored as one tensor as it is."""
+    """A function that says whether a parameter is untied and stored as one tensor as it is.
+
+    Parameters in ``fixed`` are not.
+    """
     tied = Counter(groups.values())
 
     def single(name: str) -> bool:

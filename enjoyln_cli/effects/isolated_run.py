@@ -66,7 +66,9 @@ class Steps(nn.Module):
         self.cache = cache
         self.before = before
         self.replaced: set[str] = set()
-        """Names of parameters that a call changes or replaces."""
+        """Names of parameters that a call replaces by other tensors."""
+        self.written: set[str] = set()
+        """Names of parameters that a call writes in place."""
         self.read_values = False
         """Whether Python read a tensor's value, so that other values may lead to another path."""
 
@@ -74,8 +76,9 @@ class Steps(nn.Module):
         """Run the steps; returns for each the output by field, and what ``inner`` returned.
 
         The last entry of the result holds the values that are still referenced after the calls, and
-        those that Python read. If a call leaves values behind or changes attributes of modules, the
-        same steps run once more.
+        those that Python read. Parameters are not among them: ``written`` names those that a call
+        writes. If a call leaves values behind, writes parameters or changes attributes of modules,
+        the same steps run once more.
 
         Raises ``TraceFailed`` if every call changes attributes again.
         """
@@ -112,12 +115,13 @@ class Steps(nn.Module):
         now = dict(self.model.named_parameters(remove_duplicate=False))
         if added := now.keys() - weights.keys():
             raise TraceFailed(f"forward creates a parameter, {min(added)}")
-        self.replaced |= {
-            name
-            for name, tensor in weights.items()
-            if now.get(name) is not tensor or version(tensor) != given[id(tensor)]
+        self.replaced |= {name for name, tensor in weights.items() if now.get(name) is not tensor}
+        self.written |= {
+            name for name, tensor in weights.items() if version(tensor) != given[id(tensor)]
         }
-        return [*returned, ({}, [*left, *watch.read])]
+        parameters = {*map(id, weights.values())}
+        kept = [tensor for tensor in left if id(tensor) not in parameters]
+        return [*returned, ({}, [*kept, *watch.read])]
 
     def _run(self, steps: Any) -> tuple[list[tuple[dict[str, list[torch.Tensor]], Any]], list[Any]]:
         returned: list[tuple[dict[str, list[torch.Tensor]], Any]] = []

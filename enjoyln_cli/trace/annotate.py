@@ -61,14 +61,16 @@ def annotate(
     parameters: Mapping[Node, torch.Tensor],
     inputs: Iterable[Node | None],
     returned: dict[Node, tuple[str, ...]],
-    replaced: Iterable[str],
+    changed: Iterable[str],
     outside: Iterable[Any],
+    scaled: Iterable[str] = (),
 ) -> Trace:
     """The trace of a captured graph.
 
     ``inputs`` are the nodes of the flattened steps, in order. ``returned`` maps each value that the
-    call returns to its output fields. ``replaced`` are the parameters that the call changes.
-    ``outside`` are tensors that the graph reads and that are not parameters, buffers or inputs.
+    call returns to its output fields. ``changed`` are parameters that the call changes, so that
+    they must not be edited; ``scaled`` are those that it only multiplies by numbers. ``outside``
+    are tensors that the graph reads and that are not parameters, buffers or inputs.
     """
     model, naming = this.model, this.naming
     order = inspect.signature(model.forward).parameters
@@ -77,7 +79,7 @@ def annotate(
     accepted = accepted_by(model)
     leaves = {naming(path) for path, module in model.named_modules() if not any(module.children())}
     named = _named(this, parameters)
-    by_call = _locked_by_call(this, replaced, outside)
+    by_call = _locked_by_call(this, changed, outside)
     lost, hidden = this.watchers.places.lost | lost_places(graph), set()
     if has_closed(graph):
         read = {naming(name) for name in by_call}.union(
@@ -102,6 +104,7 @@ def annotate(
         call=this.call,
         unseen={naming(path): why for path, why in this.watchers.norms.unseen.items()},
         locked={naming(name): reason for name, reason in locked.items()},
+        scaled=frozenset(map(naming, scaled)),
         places={node: (naming(path), at) for node, (path, at) in places_of(graph).items()},
         lost=frozenset((naming(path), at) for path, at in lost),
         hidden=frozenset(map(naming, hidden)),
@@ -120,12 +123,12 @@ def _named(
 
 
 def _locked_by_call(
-    this: CallToTrace, replaced: Iterable[str], outside: Iterable[Any]
+    this: CallToTrace, changed: Iterable[str], outside: Iterable[Any]
 ) -> dict[str, str]:
     """The parameters that the call changes, or reads through unnamed tensors, with the reason."""
     tensors = [value for value in pytree.tree_leaves(list(outside)) if torch.is_tensor(value)]
-    changed = dict.fromkeys(replaced, "a call of the model changes it")
-    return changed | reason_outside(this.weights.model, tensors)
+    reasons = dict.fromkeys(changed, "a call of the model changes it")
+    return reasons | reason_outside(this.weights.model, tensors)
 
 
 def _may_call(model: nn.Module, naming: Naming, read: Container[str]) -> set[str]:

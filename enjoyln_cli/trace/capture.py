@@ -145,6 +145,6 @@ def record_call(this: CallToTrace) -> Trace:
         parameters=found.parameters,
         inputs=found.inputs,
         returned=fields_of(found.returned, found.layout),
-        replaced=runner.replaced,
+        changed=(),
         outside=found.constants,
     )

@@ -85,7 +85,7 @@ def run_call(this: CallToTrace) -> Trace:
         parameters=parameters,
         inputs=inputs,
         returned=fields_of(list(given_out), layouts[-1]),
-        replaced=runner.replaced,
+        changed=runner.replaced | runner.written,
         outside=constants,
     )
     read = runner.read_values or any(map(_tells_python, recorded.graph.nodes))

@@ -97,7 +97,7 @@ def record(runner: Steps, steps: Any) -> Recording:
     repeated = len(returned) > len(steps) or bool(others)
     now = list(runner.buffers())
     moved = len(now) != len(buffers) or any(map(operator.is_not, now, buffers))
-    if not recorder.sure or repeated or moved or runner.replaced:
+    if not recorder.sure or repeated or moved or runner.replaced or runner.written:
         raise NotRecorded("a call reads a value, or leaves something behind")
     results, results_layout = pytree.tree_flatten(result)
     nodes = [tracer.node_of(tensor) for tensor in results]

@@ -46,6 +46,8 @@ class Trace:
     locked: Mapping[str, str] = field(default_factory=dict)
     """Parameters that must not be edited, with the reason: they are read through other tensors, or
     a call changes them."""
+    scaled: frozenset[str] = frozenset()
+    """Parameters that a call multiplies by numbers. They may be centred, but not merged."""
     places: Mapping[Node, Spot] = field(default_factory=dict)
     """The values that an inserted operation can act on, with the place of the operation."""
     lost: frozenset[Spot] = frozenset()
