@@ -15,6 +15,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -252,11 +253,30 @@ def what_holds(tensors: Iterable[weakref.ref[torch.Tensor]]) -> list[str]:
 
 
 def _empty_caches_of_models() -> None:
-    """Clear the ``lru_cache`` of functions in transformers' models, which is always safe."""
-    for value in gc.get_objects():
-        is_cache = type(value) is functools._lru_cache_wrapper
-        if is_cache and str(value.__module__).startswith("transformers.models."):
-            value.cache_clear()
+    """Clear the ``lru_cache`` of functions in transformers' models, which is always safe.
+
+    They are found by name: Python's collector does not list objects that somebody has frozen.
+    """
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("transformers.models."):
+            continue
+        held = [value for value in vars(module).values() if _home(value) == name]
+        held += [v for cls in held if isinstance(cls, type) for v in vars(cls).values()]
+        for cache in chain.from_iterable(map(_caches_of, held)):
+            cache.cache_clear()
+
+
+def _home(value: Any) -> Any:
+    """The name of the Python module in which a class or function is defined."""
+    return getattr(value, "__module__", None) if callable(value) else None
+
+
+def _caches_of(value: Any) -> list[Any]:
+    """A function with an ``lru_cache``, or those that another function wraps."""
+    function = getattr(value, "__func__", value)  # of a static method or a class method
+    closure = function.__closure__ if isinstance(function, types.FunctionType) else None
+    inside = [getattr(cell, "cell_contents", None) for cell in closure or ()]
+    return [one for one in (function, *inside) if isinstance(one, functools._lru_cache_wrapper)]
 
 
 def _holder(ref: weakref.ref[torch.Tensor]) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import random
+import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,14 +285,39 @@ def test_installed_packages_are_not_opened() -> None:
     assert not any(name.startswith(("torch", "transformers", "numpy")) for name in owners)
 
 
-@pytest.mark.parametrize("home", ["transformers.models.oneformer.modeling_oneformer", "mine"])
-def test_what_transformers_caches_of_a_call_is_dropped(home: str) -> None:
-    def positions(size: int) -> torch.Tensor:
-        return torch.arange(size)
+@contextmanager
+def all_objects_frozen() -> Iterator[None]:
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
-    positions.__module__ = home
-    cached = functools.lru_cache(maxsize=1)(positions)
-    left = what_holds([weakref.ref(cached(3))])
+
+@pytest.mark.parametrize("how", ["function", "method", "wrapped", "static method"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("home", ["transformers.models.oneformer.modeling_oneformer", "mine"])
+def test_what_transformers_caches_of_a_call_is_dropped(
+    home: str, frozen: bool, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An analysis freezes the objects that existed before, for speed; a server may, too."""
+    function = torch.arange if how == "static method" else lambda *size: torch.arange(size[-1])
+    cached = functools.lru_cache(maxsize=1)(function)
+    module: Any = types.ModuleType(home)
+    monkeypatch.setitem(sys.modules, home, module)
+    module.Layer = type("Layer", (), {"__module__": home})
+    match how:
+        case "function":
+            cached.__module__ = home
+            module.positions = cached
+        case "method":
+            module.Layer.positions = cached
+        case "wrapped":
+            module.Layer.positions = lambda self, size: cached(size)
+        case "static method":
+            module.Layer.positions = staticmethod(cached)
+    with all_objects_frozen() if frozen else nullcontext():
+        left = what_holds([weakref.ref(cached(3))])
     of_model = home != "mine"
     assert bool(left) != of_model
     assert cached.cache_info().currsize == (0 if of_model else 1)
