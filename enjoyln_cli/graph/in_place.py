@@ -42,6 +42,8 @@ _DROPOUTS = {aten.dropout, aten.feature_dropout}
 """Ops that return their operand itself in eval mode, although their schemas do not say so."""
 _PUTS = {aten.index_add, aten.index_copy, aten.index_put}
 """Out-of-place ops that replace or add rows of a tensor; each also has an in-place form."""
+_COPIES = {aten.copy_, aten.index_add_, aten.index_copy_, aten.index_put_, aten.scatter_}
+"""In-place ops that copy values, so that what they write does not share memory with the source."""
 
 
 def replace_private_writes(graph: Graph) -> None:
@@ -118,7 +120,8 @@ def mark_written(graph: Graph, together: Sequence[Node] = ()) -> None:
 def _written(graph: Graph, together: Sequence[Node] = ()) -> list[Node]:
     """The values that may share memory with one that is written in place.
 
-    The result of an op is assumed to share memory with all its operands, unless it is fresh.
+    The result of an op is assumed to share memory with all its operands, unless it is fresh, or the
+    op is known to copy.
     """
     group: dict[Node, Node] = {}
 
@@ -131,7 +134,13 @@ def _written(graph: Graph, together: Sequence[Node] = ()) -> list[Node]:
         group[first(node)] = first(together[0])
     for node in graph.nodes:
         if node.op == "call_function" and not _is_fresh(node):
-            for operand in node.all_input_nodes:
+            for operand in _shared(node):
                 group[first(operand)] = first(node)
     written = {first(node) for node in mutating_ops(graph)}
     return [node for node in graph.nodes if first(node) in written]
+
+
+def _shared(node: Node) -> Sequence[Node]:
+    """The operands that a result, which is not fresh, may share its memory with."""
+    copied_to = node.args[0] if packet(node) in _COPIES and _writes_first(node) else None
+    return [copied_to] if isinstance(copied_to, Node) else node.all_input_nodes

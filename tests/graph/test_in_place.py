@@ -159,3 +159,59 @@ class Static(TwoNames):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.other[1:4, :3] = 0.7
         return self.norm(self.emb(tokens))
+
+
+class Copying(nn.Module):
+    """Copies the result of an einsum over rows of another tensor.
+
+    If ``back``, it writes into the result of an einsum that returns its operand's memory.
+    """
+
+    def __init__(self, how: str, dynamic: bool, back: bool) -> None:
+        super().__init__()
+        self.emb, self.norm = nn.Embedding(VOCAB, D), nn.LayerNorm(D)
+        self.weight, self.store = nn.Parameter(torch.zeros(D, D)), nn.Parameter(torch.zeros(D))
+        self.how, self.dynamic, self.back = how, dynamic, back
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = int((tokens >= 0).sum(-1).max()) if self.dynamic else tokens.shape[1]
+        x = self.emb(tokens[:, :length])
+        if self.back:
+            self.copy(torch.einsum("btd->btd", x), x.tanh())
+            return self.norm(x)
+        store = self.store.expand(len(x), length + 1, -1).clone()
+        self.copy(store, torch.einsum("btd,de->bte", self.norm(x), self.weight))
+        return store * 2
+
+    def copy(self, into: torch.Tensor, rows: torch.Tensor) -> None:
+        places = torch.arange(rows.shape[1])
+        match self.how:
+            case "copy":
+                into[:, : rows.shape[1]].copy_(rows)
+            case "index_copy":
+                into.index_copy_(1, places, rows)
+            case "index_add":
+                into.index_add_(1, places, rows)
+            case "index_put":
+                into[:, places] = rows
+            case "scatter":
+                into.scatter_(1, places[None, :, None].expand_as(rows), rows)
+
+
+COPIES = ["copy", "index_copy", "index_add", "index_put", "scatter"]
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_copied_elsewhere_is_not_written(how: str, dynamic: bool) -> None:
+    model = randomised(Copying(how, dynamic, False))
+    assert bool(analyze_module(model, ids()).plan.by_example) == dynamic
+    found = fold_in_place(model, ids())
+    assert found.folded == {"norm"} and found.error < 1e-12
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_copied_into_an_operand_of_an_einsum_is_written(how: str, dynamic: bool) -> None:
+    found = fold_in_place(randomised(Copying(how, dynamic, True)), ids())
+    assert found.error < 1e-12 and not found.folded
