@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from enjoyln_cli.effects import garbage
 from enjoyln_cli.effects.garbage import collections_of_new_objects, no_collections
 
 
@@ -19,7 +20,8 @@ class Loop:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_frozen() -> Iterator[None]:
+def nothing_was_ever_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(garbage, "_frozen_by_others", False)
     gc.unfreeze()
     yield
     gc.freeze()
