@@ -227,6 +227,7 @@ def is_found(made: Path) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_sources_without_a_fault_pass(programs: Callable[[str, str], Path]) -> None:
     assert not is_found(programs("float32", "float32"))
 

@@ -107,9 +107,7 @@ def test_without_a_gpu_nothing_can_be_measured(tmp_path: Path) -> None:
     assert result.stderr == "error: nothing can be measured: torch sees no GPU\n"
 
 
-def test_a_device_where_torch_fuses_rms_norm_says_which_norms_use_it(
-    fresh: None, monkeypatch: Any
-) -> None:
+def test_a_device_where_torch_fuses_rms_norm_says_which_norms_use_it(monkeypatch: Any) -> None:
     monkeypatch.setattr(ops, "torch_fuses", lambda device: device == "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "folded norms compute torch's rms_norm, or its LayerNorm if they have a bias" in env()

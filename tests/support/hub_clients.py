@@ -1,7 +1,8 @@
 """The command in processes of their own, in front of a server that stands for the Hub.
 
 ``huggingface_hub`` reads its settings when it is imported, so every environment is a process of its
-own. It imports what takes long once, and forks for each group of commands.
+own. It imports what takes long once, and forks for each group of commands. It also folds a
+model first: torch imports and registers much more when it traces for the first time.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
 CLIENT = """
 import json, os, sys
 from click.testing import CliRunner
-import enjoyln_cli.analysis.analyze, enjoyln_cli.publish.push, enjoyln_cli.cli.console
-import enjoyln_cli.verification.verify, torch.export
-import transformers.models.gpt2.modeling_gpt2
+import enjoyln_cli.publish.push, enjoyln_cli.verification.verify, torch.export
 from enjoyln_cli.cli.main import main
+first = CliRunner().invoke(main, ["fold", sys.argv[1], "--dry-run"])
+assert first.exit_code == 0, first.output
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
@@ -68,7 +69,7 @@ def enjoyln(hub: Hub, home: Path, *calls: list[object], **settings: str) -> list
     key = (home, *settings.items())
     if key not in CLIENTS:
         CLIENTS[key] = subprocess.Popen(
-            [sys.executable, "-c", CLIENT],
+            [sys.executable, "-c", CLIENT, str(GPT2)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
