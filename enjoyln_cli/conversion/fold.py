@@ -268,8 +268,11 @@ def convert(
     ``on_progress`` receives the bytes done and the bytes in all, ``on_event`` stages and warnings.
     Raises ``EnjoyLNError`` whenever no ``out`` is written.
     """
+    from enjoyln_cli.comparison.user_data import read_user_data, seconds_of
     from enjoyln_cli.models.outputs import as_names
 
+    read_user_data(samples=samples)  # bad values are refused before any work
+    seconds_of(seconds)
     opening = Opening(
         revision=revision,
         access=HubAccess(token=token, cache_dir=cache_dir),
