@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,18 @@ FAMILIES = {
 
 
 def proven(source: Path, model_class: str) -> Plan:
+    """The plan, which depends on the config and the shapes, and so not on the dtype."""
+    settings = json.loads((source / "config.json").read_text()) | {"dtype": None}
+    key = (model_class, json.dumps(settings, sort_keys=True))
+    if key not in _PROVEN:
+        _PROVEN[key] = _proven(source, model_class)
+    return _PROVEN[key]
+
+
+_PROVEN: dict[tuple[str, str], Plan] = {}
+
+
+def _proven(source: Path, model_class: str) -> Plan:
     opened = open_source(str(source), weights=True)
     config, checkpoint = load_config(opened), open_checkpoint(opened)
     return analyze_config(config, checkpoint=checkpoint, model_class=model_class).plan

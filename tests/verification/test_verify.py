@@ -524,8 +524,15 @@ def test_a_run_leaves_the_cache_and_the_loss_out() -> None:
     assert list(output) == ["logits"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", DTYPES)
+TRAINED = [
+    pytest.param(family, dtype, marks=() if fast == dtype else pytest.mark.slow)
+    for family, fast in zip(FAMILIES, [*DTYPES, *reversed(DTYPES)], strict=True)
+    for dtype in DTYPES
+]
+"""Each family in one of the dtypes, and slowly in the others."""
+
+
+@pytest.mark.parametrize(("family", "dtype"), TRAINED)
 def test_trained_checkpoints(tmp_path: Path, family: str, dtype: str) -> None:
     """The folded model is at most 1.1 times as far from the exact function as the original."""
     source = CHECKPOINTS / family
