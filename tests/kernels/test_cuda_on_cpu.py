@@ -171,6 +171,7 @@ def test_the_gradients_are_right(
     cases = []
     for d, offset in sizes * 2:
         layer, affine, rows = next(switches)
+        rows = min(rows, 7) if d > 1024 else rows  # long rows take one at a time
         chunks = min(rows, 3)
         cases.append(gradients(rows, d, pair, affine, layer=layer, offset=offset, chunks=chunks))
     for one, found in zip(cases, run(programs(*pair), cases), strict=True):
@@ -217,7 +218,8 @@ def cases_for_faults() -> list[Case]:
 def is_found(made: Path) -> bool:
     """Whether a program gives a wrong result, or ends with an error."""
     cases, pair = cases_for_faults(), ("float32", "float32")
-    backward = [gradients(40, d, pair, True, layer=1, seed=d) for d in (7, 48, 1032)]
+    sizes = ((40, 7), (40, 48), (8, 1032))
+    backward = [gradients(rows, d, pair, True, layer=1, seed=d) for rows, d in sizes]
     try:
         norms_are_right = all(map(is_right, cases, run(made, cases)))
         return not (

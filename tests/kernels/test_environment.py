@@ -51,7 +51,10 @@ def test_missing_kernels_are_explained(fresh: None, monkeypatch: Any, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_failed_build_is_tried_again(fresh: None, tmp_path: Path) -> None:
+def test_a_failed_build_is_tried_again(
+    fresh: None, tmp_path: Path, monkeypatch: Any, quick_compiler: str
+) -> None:
+    monkeypatch.setenv("CXX", quick_compiler)
     folder = tmp_path / "enjoyln"
     folder.mkdir(mode=0o700)
     (folder / build.cpu().name).with_suffix(".failed").write_text("an earlier reason")

@@ -1,8 +1,9 @@
 """The command in processes of their own, in front of a server that stands for the Hub.
 
 ``huggingface_hub`` reads its settings when it is imported, so every environment is a process of its
-own. It imports what takes long once, and forks for each group of commands. It also folds a
-model first: torch imports and registers much more when it traces for the first time.
+own; only the token is read when it is needed. The process imports what takes long once, and forks
+for each group of commands. Before the first that analyses a model it analyses one itself: torch
+imports and registers much more when it traces for the first time.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
 CLIENT = """
 import json, os, sys
 from click.testing import CliRunner
-import enjoyln_cli.publish.push, enjoyln_cli.verification.verify, torch.export
+import enjoyln_cli.conversion.fold, enjoyln_cli.publish.push, enjoyln_cli.verification.verify
+import torch.export
 from enjoyln_cli.cli.main import main
-first = CliRunner().invoke(main, ["fold", sys.argv[1], "--dry-run"])
-assert first.exit_code == 0, first.output
+traced = False
 for line in sys.stdin:
+    token, calls = json.loads(line)
+    if not traced and {"fold", "report"} & {arguments[0] for arguments in calls}:
+        first = CliRunner().invoke(main, ["fold", sys.argv[1], "--dry-run"])
+        assert first.exit_code == 0, first.output
+        traced = True
     child = os.fork()
     if child == 0:
-        found = [CliRunner().invoke(main, arguments) for arguments in json.loads(line)]
+        os.environ |= token
+        found = [CliRunner().invoke(main, arguments) for arguments in calls]
         print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in found]), flush=True)
         os._exit(0)
     os.waitpid(child, 0)
@@ -66,6 +73,7 @@ def environment(hub: Hub, home: Path, **settings: str) -> dict[str, str]:
 
 def enjoyln(hub: Hub, home: Path, *calls: list[object], **settings: str) -> list[Done]:
     """Each call of the command, one after the other in one new process."""
+    token = {name: settings.pop(name) for name in ("HF_TOKEN",) if name in settings}
     key = (home, *settings.items())
     if key not in CLIENTS:
         CLIENTS[key] = subprocess.Popen(
@@ -77,9 +85,8 @@ def enjoyln(hub: Hub, home: Path, *calls: list[object], **settings: str) -> list
         )
     client = CLIENTS[key]
     assert client.stdin and client.stdout
-    print(
-        json.dumps([[str(word) for word in call] for call in calls]), file=client.stdin, flush=True
-    )
+    words = [[str(word) for word in call] for call in calls]
+    print(json.dumps([token, words]), file=client.stdin, flush=True)
     found = client.stdout.readline()
     assert found and TOKEN not in found
     return [Done(*one) for one in json.loads(found)]
