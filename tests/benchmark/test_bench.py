@@ -703,13 +703,16 @@ def enjoyln(*arguments: object) -> Result:
 QUICK = ("--batch-size", "1", "--seq-len", "8", "--repeats", "3", "--device", "cpu")
 
 
-def test_the_command_prints_a_table(out: Path) -> None:
-    result = enjoyln(out, *QUICK, "--dtype", "bfloat16", "--original", CHECKPOINTS / "gpt2")
+def test_the_command_prints_a_table_and_draws(out: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plain = ("--dtype", "bfloat16", "--original", CHECKPOINTS / "gpt2")
+    result = enjoyln(out, *QUICK, *plain, "--plot", tmp_path / "a.svg")
     assert result.exit_code == 0, result.output
     for words in ("1 x 8 tokens, prefill, eager", "1 x 8 tokens, decode, eager", "no norm"):
         assert words in result.stdout
     assert "bfloat16 on " in result.stdout and "folding takes " in result.stdout
     assert "1 x 8 tokens, prefill, eager: " in result.stderr
+    assert "1 x 8 tokens, decode, eager" in (tmp_path / "a.svg").read_text()
 
 
 def test_the_lines_below_say_what_the_times_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -942,13 +945,6 @@ def test_a_picture_of_anything_is_a_png(tmp_path: Path, count: int) -> None:
         one["seq_len"] = None
     plot.save({**found, "rows": rows}, tmp_path / "a.PNG")
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
-
-
-@needs_matplotlib
-def test_the_command_draws(out: Path, tmp_path: Path) -> None:
-    result = enjoyln(out, *QUICK, "--plot", tmp_path / "a.svg")
-    assert result.exit_code == 0, result.output
-    assert "1 x 8 tokens, decode, eager" in (tmp_path / "a.svg").read_text()
 
 
 @needs_matplotlib

@@ -215,6 +215,7 @@ def test_a_call_of_another_form_is_refused(
     assert computes_rms(folded, *args, **kwargs)  # a refused call has no effect on later calls
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("kind", "args", "kwargs", "proven", "others"), CASES, ids=[case[0].__name__ for case in CASES]
 )

@@ -309,18 +309,25 @@ def test_loading_registers_the_backend() -> None:
 # Usual operations on a model.
 
 
+GENERATED = [
+    {"do_sample": False},
+    {"do_sample": True, "top_k": 20},
+    {"num_beams": 3, "do_sample": False},
+    {"do_sample": False, "cache_implementation": "static"},
+    {"do_sample": False, "use_cache": False},
+]
+"""The first runs for every model, the others for one."""
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("name", "settings"),
     [
-        {"do_sample": False},
-        {"do_sample": True, "top_k": 20},
-        {"num_beams": 3, "do_sample": False},
-        {"do_sample": False, "cache_implementation": "static"},
-        {"do_sample": False, "use_cache": False},
+        pytest.param(name, one, marks=() if name == "gpt2" or not at else pytest.mark.slow)
+        for name in CAUSAL
+        for at, one in enumerate(GENERATED)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", CAUSAL)
 def test_generate(outs: dict[str, Path], name: str, settings: dict[str, Any]) -> None:
     ids = inputs(name)["input_ids"]
     found = []
@@ -373,8 +380,16 @@ def test_copies_check_their_own_weights(outs: dict[str, Path], copied: Any) -> N
     assert not computes_rms(other, given) and computes_rms(model, given)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", FOLDED)
+DTYPES = (torch.float16, torch.bfloat16, torch.float64)
+CASTS = [
+    pytest.param(name, dtype, marks=() if place == DTYPES.index(dtype) else pytest.mark.slow)
+    for name, place in zip(FOLDED, (0, 1, 2, 0, 1), strict=True)
+    for dtype in DTYPES
+]
+"""Each checkpoint in one of the dtypes, and slowly in the others."""
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASTS)
 def test_casts_leave_it_centred(outs: dict[str, Path], name: str, dtype: torch.dtype) -> None:
     model = from_pretrained(outs[name])
     given = inputs(name)

@@ -52,7 +52,10 @@ def test_every_module_by_itself(folder: Path, name: str) -> None:
     assert far(run(model, given(name)), run(stock, given(name))) < 1e-9
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(k, marks=() if k in ("gpt2", "clip") else pytest.mark.slow) for k in KINDS],
+)
 def test_every_module_by_itself_with_other_weights(folder: Path, name: str) -> None:
     """The weights change before the whole model, which would check them, is called."""
     model, stock = pair(name, folder)

@@ -201,7 +201,7 @@ INDEX = {
 }
 
 
-@cases(100)
+@cases(50)
 @given(
     index=damaged(INDEX).map(lambda i: json.dumps(i).encode()) | edited(json.dumps(INDEX).encode())
 )
