@@ -121,8 +121,8 @@ def test_the_process_that_finds_nan_names_the_tensor(tmp_path: Path, out: Path) 
     tensors = state(torch.float32)
     tensors["out.weight"][1, 7] = float("nan")
     store(tmp_path / "model", tensors, "sharded")
-    found = together(*[(MEMBER, tmp_path / "model", out)] * 3)
-    assert [status for status, _ in found] == [1, 1, 1]
+    found = together(*[(MEMBER, tmp_path / "model", out)] * 2)
+    assert [status for status, _ in found] == [1, 1]
     assert any("out.weight in model-00002-of-00003" in said for _, said in found)
     assert not out.exists()
 
