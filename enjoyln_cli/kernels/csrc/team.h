@@ -1,5 +1,4 @@
-// Computes one row of a norm by a team of threads. The CUDA kernels use this, and a test runs it on
-// the CPU with a team of one thread.
+// Computes one row of a norm by a team of threads, for the CUDA kernels. Tests run them on the CPU.
 //
 // The row is read once, in packs of 16 bytes if its alignment allows, and kept in registers (KEPT
 // packs for each thread). A longer row (KEPT = 0) is read again from the cache. A team sums in a
