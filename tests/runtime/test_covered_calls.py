@@ -554,7 +554,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 class ChatConfig(PretrainedConfig):
     model_type = "own_chat"
 
-    def __init__(self, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, **kwargs):
+    def __init__(self, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, **kwargs):
         self.vocab_size, self.hidden_size = 50, hidden_size
         self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
         super().__init__(**kwargs)
@@ -636,7 +636,7 @@ def test_generate_of_custom_code_runs_rms_norm_and_is_not_refused(tmp_path: Path
     (source / "chat.py").write_text(CHAT)
     (source / "config.json").write_text(json.dumps(named))
     plan = fold(source, tmp_path / "out", trust_remote_code=True).plan
-    assert len(plan.folded) == len(plan.norms) == 5
+    assert len(plan.folded) == len(plan.norms) == 3
     load: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.float64}
     original: Any = AutoModelForCausalLM.from_pretrained(source, **load)
     model: Any = enjoyln_cli.from_pretrained(tmp_path / "out", **load)
@@ -663,7 +663,7 @@ def test_generate_of_custom_code_runs_rms_norm_and_is_not_refused(tmp_path: Path
         assert torch.equal(found.sequences, expected.sequences)
         for one, other in zip(found.logits, expected.logits, strict=True):
             assert (one - other).abs().max() <= 1e-10 * other.abs().max()
-        assert len(counted) >= 25 and not any(counted)
+        assert len(counted) >= 15 and not any(counted)
     with pytest.raises(UnsupportedModel, match="ChatModel: its proof covers no call with"):
         model.generate(IDS[:, :2].repeat(1, 20), max_new_tokens=5)  # past 40, where it scales
 
