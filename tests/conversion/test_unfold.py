@@ -139,9 +139,16 @@ def test_pickles_come_back_as_safetensors(tmp_path: Path, kind: str) -> None:
     assert set(files(tmp_path / "back")) == {*weights, "config.json"}
 
 
+IN_TURN = [
+    pytest.param(case, dtype, marks=() if (at + place) % len(DTYPES) == 0 else pytest.mark.slow)
+    for at, case in enumerate(EVERY_EDIT)
+    for place, dtype in enumerate(DTYPES)
+]
+"""Each edit in one of the dtypes, and slowly in the others."""
+
+
 @pytest.mark.usefixtures("blocked")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", EVERY_EDIT)
+@pytest.mark.parametrize(("case", "dtype"), IN_TURN, ids=str)
 def test_every_edit_can_be_undone(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     name, edit = EVERY_EDIT[case]
     edits = {name: edit, "v": Edit(fill=1.0)}
