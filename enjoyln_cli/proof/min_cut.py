@@ -15,7 +15,7 @@ and in however many traces.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,6 +191,9 @@ class Support:
     """MLPs that subtract the mean of the value that they are added to."""
 
 
+_NOTHING = Support((), (), ())
+
+
 @dataclass(frozen=True)
 class Cut:
     """The norms that are folded, each with its edits, and the items that keep a nonzero mean."""
@@ -199,20 +202,85 @@ class Cut:
     impure: frozenset[Item]
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How an item gets zero mean: from its sources, unless it is cut off from them."""
+
+    item: Item
+    carrier: Carrier | None
+    sources: tuple[tuple[int, Mlp | None], ...] | None
+    """The numbers of the sources, each with the MLP that can subtract its mean; ``None`` if the
+    item cannot be made zero-mean."""
+
+
+@dataclass(frozen=True)
+class _Edits:
+    """The edits at one item, and the numbers of the items that need zero mean, too."""
+
+    here: Support
+    sources: tuple[int, ...] = ()
+
+
 def solve(problem: Problem) -> Cut:
     """Find the minimum cut nearest to the sources: operations stand as early as possible."""
-    graph, items = _network(problem)
-    impure_side = _source_side(graph)
-    centred = {i for i in items if ("out", i) not in impure_side}
+    ways, norms = _ways(problem)
+    impure_side = _source_side(_network(problem, ways, norms))
+    impure = frozenset(way.item for n, way in enumerate(ways) if _out(n) in impure_side)
+    edits = [_edits(problem, n, way, impure_side) for n, way in enumerate(ways)]
     folded = {}
-    for norm, inputs in problem.norms.items():
-        if inputs and all(problem.item(value) in centred for value in inputs):
-            folded[norm] = _support(problem, [problem.item(v) for v in inputs], impure_side)
-    return Cut(folded, frozenset(items - centred))
+    for norm, inputs in norms.items():
+        if inputs and not any(_out(n) in impure_side for n in inputs):
+            folded[norm] = _support(edits, inputs)
+    return Cut(folded, impure)
 
 
-def _network(problem: Problem) -> tuple[networkx.DiGraph, set[Item]]:
-    """The flow network, in which each item is an edge ``("in", item) -> ("out", item)``.
+def _ways(problem: Problem) -> tuple[list[_Way], dict[str, list[int]]]:
+    """The items that the norms' inputs are computed from, and the numbers of each norm's inputs.
+
+    The number of an item is its place in the list. Numbers are hashed much faster than items.
+    """
+    items: list[Item] = []
+    numbers: dict[Item, int] = {}
+
+    def number(item: Item) -> int:
+        known = numbers.setdefault(item, len(items))
+        if known == len(items):
+            items.append(item)
+        return known
+
+    norms = {
+        norm: [number(problem.item(value)) for value in inputs]
+        for norm, inputs in problem.norms.items()
+    }
+    ways: dict[int, _Way] = {}
+    waiting = [one for inputs in norms.values() for one in inputs]
+    while waiting:
+        this = waiting.pop()
+        if this in ways:
+            continue
+        item = items[this]
+        carrier, found = problem.carrier(item), problem.sources(item)
+        if isinstance(found, Opaque):
+            ways[this] = _Way(item, carrier, None)
+            continue
+        sources = tuple((number(one), problem.subtracting(item, one)) for one in found)
+        ways[this] = _Way(item, carrier, sources)
+        waiting += (one for one, _ in sources)
+    return [ways[this] for this in range(len(items))], norms
+
+
+def _in(number: int) -> int:
+    return 2 * number
+
+
+def _out(number: int) -> int:
+    return 2 * number + 1
+
+
+def _network(
+    problem: Problem, ways: list[_Way], norms: Mapping[str, list[int]]
+) -> networkx.DiGraph:
+    """The flow network, in which each item is an edge ``_in(number) -> _out(number)``.
 
     An edge without capacity cannot be cut. Costs are multiplied by ``scale``, and each operation
     and MLP costs 1 more, so that of two equally cheap cuts the one with fewer edits wins.
@@ -220,39 +288,29 @@ def _network(problem: Problem) -> tuple[networkx.DiGraph, set[Item]]:
     graph = networkx.DiGraph()
     graph.add_nodes_from(("source", "sink"))
     scale = 1 + 3 * sum(len(trace.leaves) for trace in problem.flow.traces)
-    waiting: list[Item] = []
-    for norm, inputs in problem.norms.items():
+    for norm, inputs in norms.items():
         graph.add_edge(("norm", norm), "sink", capacity=SAVING * scale)
-        for value in inputs:
-            graph.add_edge(("out", problem.item(value)), ("norm", norm))
-            waiting.append(problem.item(value))
-    items: set[Item] = set()
-    while waiting:
-        item = waiting.pop()
-        if item in items:
-            continue
-        items.add(item)
-        carrier = problem.carrier(item)
-        if carrier is None:
-            graph.add_edge(("in", item), ("out", item))
+        graph.add_edges_from((_out(number), ("norm", norm)) for number in inputs)
+    for number, way in enumerate(ways):
+        begin, end = _in(number), _out(number)
+        if way.carrier is None:
+            graph.add_edge(begin, end)
         else:
-            graph.add_edge(("in", item), ("before", carrier))
-            graph.add_edge(("before", carrier), ("after", carrier), capacity=COST * scale + 1)
-            graph.add_edge(("after", carrier), ("out", item))
-        found = problem.sources(item)
-        if isinstance(found, Opaque):
-            graph.add_edge("source", ("in", item))
+            before, after = ("before", way.carrier), ("after", way.carrier)
+            graph.add_edge(begin, before)
+            graph.add_edge(before, after, capacity=COST * scale + 1)
+            graph.add_edge(after, end)
+        if way.sources is None:
+            graph.add_edge("source", begin)
             continue
-        for source in found:
-            mlp = problem.subtracting(item, source)
+        for source, mlp in way.sources:
             if mlp is None:
-                graph.add_edge(("out", source), ("in", item))
+                graph.add_edge(_out(source), begin)
             else:
-                graph.add_edge(("out", source), ("before", mlp))
+                graph.add_edge(_out(source), ("before", mlp))
                 graph.add_edge(("before", mlp), ("after", mlp), capacity=WIDENING * scale + 1)
-                graph.add_edge(("after", mlp), ("in", item))
-            waiting.append(source)
-    return graph, items
+                graph.add_edge(("after", mlp), begin)
+    return graph
 
 
 def _source_side(graph: networkx.DiGraph) -> set[Any]:
@@ -268,7 +326,27 @@ def _source_side(graph: networkx.DiGraph) -> set[Any]:
     return reached
 
 
-def _support(problem: Problem, inputs: Iterable[Item], impure_side: set[Any]) -> Support:
+def _edits(problem: Problem, number: int, way: _Way, impure_side: set[Any]) -> _Edits:
+    """What gives an item zero mean, if it has zero mean in the cut."""
+    item, carrier = way.item, way.carrier
+    if isinstance(item, Parameter):
+        return _Edits(Support((item,), (), ()))
+    if carrier is not None and _in(number) in impure_side:
+        entries = (carrier.module,) if carrier.place == "entry" else ()
+        return _Edits(Support((), (carrier,), entries))
+    if carrier is not None and item.node in problem.flow.traces[item.trace].inputs:
+        return _Edits(Support((), (), (carrier.module,)))
+    subtracted, sources = [], []
+    for source, mlp in way.sources or ():
+        if mlp is not None and _out(source) in impure_side:
+            subtracted.append(mlp)
+        else:
+            sources.append(source)
+    here = Support((), (), (), tuple(subtracted)) if subtracted else _NOTHING
+    return _Edits(here, tuple(sources))
+
+
+def _support(edits: Sequence[_Edits], inputs: Iterable[int]) -> Support:
     """Go back from zero-mean inputs to the parameters, operations and MLPs that make them so."""
     writers: dict[Parameter, None] = {}
     ops: dict[Carrier, None] = {}
@@ -276,25 +354,14 @@ def _support(problem: Problem, inputs: Iterable[Item], impure_side: set[Any]) ->
     mlps: dict[Mlp, None] = {}
     waiting, visited = list(inputs), set(inputs)
     while waiting:
-        item = waiting.pop()
-        carrier = problem.carrier(item)
-        if isinstance(item, Parameter):
-            writers[item] = None
-            continue
-        if ("in", item) in impure_side and carrier is not None:
-            ops[carrier] = None
-            if carrier.place == "entry":
-                entries[carrier.module] = None
-            continue
-        if item.node in problem.flow.traces[item.trace].inputs and carrier is not None:
-            entries[carrier.module] = None
-            continue
-        found = problem.sources(item)
-        for source in () if isinstance(found, Opaque) else found:
-            mlp = problem.subtracting(item, source)
-            if mlp is not None and ("out", source) in impure_side:
-                mlps[mlp] = None
-            elif source not in visited:
+        one = edits[waiting.pop()]
+        for source in one.sources:
+            if source not in visited:
                 visited.add(source)
                 waiting.append(source)
+        if one.here is not _NOTHING:
+            writers.update(dict.fromkeys(one.here.writers))
+            ops.update(dict.fromkeys(one.here.ops))
+            entries.update(dict.fromkeys(one.here.entries))
+            mlps.update(dict.fromkeys(one.here.mlps))
     return Support(tuple(writers), tuple(ops), tuple(entries), tuple(mlps))
