@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.calls.calls import Call, forms
 from enjoyln_cli.comparison.batches import seeded_batches
-from enjoyln_cli.errors import TraceFailed
+from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.models.classes import build
 from enjoyln_cli.models.meta_device import Memory, weightless, without_weights
 from enjoyln_cli.models.outputs import tensors_in
@@ -510,3 +510,24 @@ def test_a_model_whose_copy_is_itself_is_refused() -> None:
 
     with pytest.raises(TraceFailed, match="Itself: a copy of the model shares its weights"):
         without_weights(Itself(3, 3))
+
+
+class Drawing(nn.Module):
+    """Draws random values for two tensors; only ``held`` has values."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 4))
+        self.same = nn.init.normal_(self.weight, std=config.std) is self.weight
+        self.held = nn.init.uniform_(torch.zeros(5, device="cpu"), 1, 2)
+
+
+def test_random_values_are_drawn_only_for_tensors_that_have_values() -> None:
+    model: Any = build(Drawing, SimpleNamespace(std=0.1))
+    assert model.same and model.weight.is_meta
+    assert model.held.min() >= 1
+
+
+def test_values_that_torch_cannot_draw_are_refused_without_weights_too() -> None:
+    with pytest.raises(UnsupportedModel, match="std >= 0.0"):
+        build(Drawing, SimpleNamespace(std=-1.0))
