@@ -49,6 +49,7 @@ _WHOLE = {
     "untyped_storage",
 }  # fmt: skip
 """Other methods by which Python gets the values of a tensor."""
+_OPENED = _READS | _WHOLE
 
 
 class WatchPython(TorchFunctionMode):
@@ -74,7 +75,7 @@ class WatchPython(TorchFunctionMode):
             self.questions[question] = None
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if is_dynamo_compiling() or name not in _READS | _WHOLE:
+        if is_dynamo_compiling() or name not in _OPENED:
             return result
         self.read_values = True
         if any(isinstance(leaf, _NUMBERS) for leaf in pytree.tree_leaves(result)):
@@ -86,11 +87,12 @@ class WatchPython(TorchFunctionMode):
 def _question(func: Any, args: tuple[Any, ...]) -> str | None:
     """The property in ``OF_TENSORS`` that ``func`` reads of a computed tensor, in words, or
     ``None``."""
-    attribute = getattr(func, "__self__", None)  # the descriptor of the property
-    names = {getattr(one, "__name__", "") for one in (func, attribute)} & OF_TENSORS
-    if not names or not args or isinstance(args[0], nn.Parameter):
+    name = getattr(func, "__name__", "")
+    if name not in OF_TENSORS:
+        name = getattr(getattr(func, "__self__", None), "__name__", "")  # of a property
+    if name not in OF_TENSORS or not args or isinstance(args[0], nn.Parameter):
         return None
-    return f"{names.pop()} of a tensor"
+    return f"{name} of a tensor"
 
 
 def require_finished(result: Any) -> None:
@@ -114,7 +116,8 @@ def require_finished(result: Any) -> None:
 
 def versions(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """The version counter of each tensor, by ``id``."""
-    return {id(tensor): version(tensor) for tensor in tensors}
+    with torch._C.DisableTorchFunction():  # the model does not read them
+        return {id(tensor): version(tensor) for tensor in tensors}
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -191,12 +194,17 @@ _UNHELD = _references_of_unheld()
 def module_state(model: nn.Module) -> dict[tuple[str, str], Any]:
     """The attributes of each module by ``(path, name)``: plain values, and kinds of other objects.
 
-    Tensors are described by dtype and number of dimensions, not by their values.
+    Tensors are described by dtype and number of dimensions, not by their values. An object that
+    several modules hold, such as a config, is described once.
     """
     found: dict[tuple[str, str], Any] = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            found[path, name] = _described(value, _DEPTH, {id(module)})
+    known: dict[int, tuple[Any, Any]] = {}
+    with torch._C.DisableTorchFunction():  # what is read here is not read by the model
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if id(value) not in known:
+                    known[id(value)] = value, _described(value, _DEPTH, frozenset())
+                found[path, name] = known[id(value)][1]
     return found
 
 
@@ -204,6 +212,8 @@ def changed_attributes(
     before: Mapping[Any, Any], after: Mapping[Any, Any]
 ) -> list[tuple[str, str]]:
     """The attributes, as ``(path, name)``, whose descriptions differ."""
+    if before == after:
+        return []
     names = dict.fromkeys((*before, *after))
     return [name for name in names if before.get(name) != after.get(name)]
 
@@ -214,7 +224,7 @@ _PLAIN = (*_EQUAL_BY_VALUE, float, complex)
 _CONTAINERS = {dict, OrderedDict, list, tuple, set}
 
 
-def _described(value: Any, depth: int, around: set[int]) -> Any:
+def _described(value: Any, depth: int, around: frozenset[int]) -> Any:
     exactly = type(value)
     if exactly in _EQUAL_BY_VALUE:
         return (exactly, value)

@@ -173,11 +173,20 @@ class _Tracer:
         return node
 
     def called(self, target: Any, args: Any, kwargs: Any, value: Any) -> Node:
-        node = self.graph.create_node("call_function", target, args, kwargs)
+        node = self.graph.create_node("call_function", target, args, kwargs, _name_of(target))
         self._first = self._first or node
         node.meta["nn_module_stack"] = self.around
-        node.meta["val"] = pytree.tree_map_only(torch.Tensor, _shape_alone, value)
+        if isinstance(value, torch.Tensor):
+            node.meta["val"] = _shape_alone(value)
+        else:
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, _shape_alone, value)
         return node
+
+
+@cache
+def _name_of(target: Any) -> str:
+    """What the nodes of an op are called, before they are numbered."""
+    return Graph()._target_to_str(target)
 
 
 def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,8 +216,17 @@ class _Recorder(ProxyTorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        return self._recorded(func, args, kwargs or {})
+
+    def alias(self, value: torch.Tensor) -> torch.Tensor:
+        """``aten.alias(value)``, recorded without a way through torch's slower dispatcher."""
+        with torch._C.DisableTorchFunction():
+            return self._recorded(aten.alias.default, (value,), {})  # type: ignore[no-any-return]
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return self._record(func, args, kwargs or {})
+            with no_python_dispatcher():
+                return self._record(func, args, kwargs)
         except BaseException:
             self.sure = False
             raise
@@ -241,11 +259,10 @@ class _Recorder(ProxyTorchDispatchMode):
             raise NotRecorded(f"{func} writes to memory that existed before the call")
         if len(devices) > 1:
             raise NotRecorded(f"{func} mixes tensors with and without values")
-        with no_python_dispatcher():
-            if kind == "writes":
-                value = func(*args, **kwargs)
-            else:
-                value = meta_results.compute(func, args, kwargs)
+        if kind == "writes":
+            value = func(*args, **kwargs)
+        else:
+            value = meta_results.compute(func, args, kwargs)
         if func is aten.dropout.default and value is args[0]:
             value = aten.alias(value)  # a new tensor, as in all of torch's own tracers
         if func is aten.lift_fresh.default:
