@@ -26,6 +26,8 @@ from enjoyln_cli.plan.axis import Axis, blocks
 
 DENSE = 256
 """A circulant up to this order is multiplied as a matrix, a larger one by a Fourier transform."""
+JOINED = 64
+"""Small matrices are joined up to this order: a few products of this size are faster than many."""
 NO_FLATTER = 1.01
 """A circulant this flat ends the search: its largest entry is this times the least possible."""
 
@@ -50,43 +52,60 @@ def rotate(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
     out = x.clone()
     for block in blocks(axis):
         part = out.narrow(block.dim, block.start, block.length)
-        groups = part.unflatten(block.dim, (block.outer, block.size, block.inner))
-        turned = product(groups.movedim(block.dim + 1, -1), rotation).movedim(-1, block.dim + 1)
-        part.copy_(turned.flatten(block.dim, block.dim + 2))
+        before, after = math.prod(part.shape[: block.dim]), math.prod(part.shape[block.dim + 1 :])
+        groups = part.reshape(before * block.outer, block.size, block.inner * after)
+        part.copy_(product(groups, rotation).view(part.shape))
     return out
 
 
 def product(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """``Q`` times each vector along the last dimension of the float64 tensor ``x``."""
-    x = x[..., _permutation(rotation)] if rotation.fixes_ones else x * _signs(rotation)
-    fours, two, rest = _orders(rotation.size, rotation.fixes_ones)
-    shape, width = x.shape, rotation.size
-    x = x.contiguous()
-    for _ in range(fours):
-        width //= 4
-        parts = x.view(-1, 4, width)
-        x = (parts.sum(1, keepdim=True) / 2).sub(parts)
-    if two:
-        width //= 2
-        first, second = x.view(-1, 2, width).unbind(1)
-        x = torch.stack((first + second, first - second), 1) * math.sqrt(0.5)
-    return _circulant_product(x.reshape(-1, rest)).view(shape)
-
-
-def _circulant_product(x: torch.Tensor) -> torch.Tensor:
-    order = x.shape[-1]
-    if order == 1:
-        return x
-    if order <= DENSE:
-        column = torch.fft.irfft(_eigenvalues(order), n=order)
-        at = torch.arange(order)
-        return x @ column[(at - at.unsqueeze(1)) % order]
-    return torch.fft.irfft(torch.fft.rfft(x) * _eigenvalues(order), n=order)
+    """``Q`` times the vectors along dimension 1 of ``x``: float64, of shape (n, size, m)."""
+    if rotation.fixes_ones:
+        x = x.index_select(1, _permutation(rotation))
+    else:
+        x = x * _signs(rotation).unsqueeze(1)
+    many, _, width = x.shape
+    matrices, rest = _factors(rotation.size, rotation.fixes_ones)
+    before = 1
+    for factor in matrices:
+        order = len(factor)
+        before, after = before * order, rotation.size // before // order * width
+        rows = x.reshape(-1, order, after)
+        x = rows.squeeze(2) @ factor.T if after == 1 else factor @ rows
+    if rest > 1:
+        x = x.reshape(-1, rest, width)
+        x = torch.fft.irfft(torch.fft.rfft(x, dim=1) * _eigenvalues(rest).unsqueeze(1), rest, 1)
+    return x.reshape(many, rotation.size, width)
 
 
 def matrix(rotation: Rotation) -> torch.Tensor:
     """``Q`` as a float64 tensor of shape ``(size, size)``."""
-    return product(torch.eye(rotation.size, dtype=torch.float64), rotation).T
+    return product(torch.eye(rotation.size, dtype=torch.float64).unsqueeze(0), rotation)[0]
+
+
+@lru_cache(maxsize=32)
+def _factors(size: int, fixes_ones: bool) -> tuple[tuple[torch.Tensor, ...], int]:
+    """``K`` as a Kronecker product of small matrices, and of a circulant too large to be one.
+
+    The order of that circulant is 1 if there is none.
+    """
+    fours, two, rest = _orders(size, fixes_ones)
+    four = torch.full((4, 4), 0.5, dtype=torch.float64) - torch.eye(4, dtype=torch.float64)
+    found = [four] * fours
+    if two:
+        found.append(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2))
+    if 1 < rest <= DENSE:
+        column = torch.fft.irfft(_eigenvalues(rest), n=rest)
+        at = torch.arange(rest)
+        found.append(column[(at.unsqueeze(1) - at) % rest])
+        rest = 1
+    joined: list[torch.Tensor] = []
+    for factor in found:
+        if joined and len(joined[-1]) * len(factor) <= JOINED:
+            joined[-1] = torch.kron(joined[-1], factor)
+        else:
+            joined.append(factor)
+    return tuple(joined), rest
 
 
 def _orders(size: int, fixes_ones: bool) -> tuple[int, bool, int]:
