@@ -8,7 +8,8 @@ order 2, and of one circulant of odd or small order whose eigenvalues are ``exp(
 ``Q 1 = 1`` is what a basis with a LayerNorm needs: then ``Q`` commutes with centring, and
 ``LayerNorm(Q x) = Q LayerNorm(x)`` for a LayerNorm without weight and bias. The matrices of order 4
 and the circulant have it; that of order 2 is left out there. No entry of ``K`` is larger than
-``1.45 / sqrt(d)``; ``1 / sqrt(d)`` is the least possible.
+``1.45 / sqrt(d)`` for the sizes of usual models, and ``1.75 / sqrt(d)`` for large primes;
+``1 / sqrt(d)`` is the least possible.
 
 A product with a vector takes ``O(d log d)`` operations.
 """
