@@ -27,8 +27,8 @@ from enjoyln_cli.plan.axis import Axis, blocks
 
 DENSE = 256
 """A circulant up to this order is multiplied as a matrix, a larger one by a Fourier transform."""
-JOINED = 64
-"""Small matrices are joined up to this order: a few products of this size are faster than many."""
+TAIL = 64
+"""Small matrices are joined up to this order: one product of this size is faster than several."""
 NO_FLATTER = 1.01
 """A circulant this flat ends the search: its largest entry is this times the least possible."""
 
@@ -48,35 +48,47 @@ class Rotation:
 def rotate(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
     """``Q x`` for each group of ``axis``; other elements stay as they are.
 
-    ``x`` is float64, of any shape. The result is a new tensor.
+    ``x`` is float64 or float32, of any shape. The result is a new tensor.
     """
+    if not axis.step and axis.length == x.shape[axis.dim]:
+        return _turned(x, axis, rotation)
     out = x.clone()
     for block in blocks(axis):
         part = out.narrow(block.dim, block.start, block.length)
-        before, after = math.prod(part.shape[: block.dim]), math.prod(part.shape[block.dim + 1 :])
-        groups = part.reshape(before * block.outer, block.size, block.inner * after)
-        part.copy_(product(groups, rotation).view(part.shape))
+        part.copy_(_turned(part, block, rotation))
     return out
 
 
+def _turned(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
+    """``Q x`` for the groups of an axis that covers its dimension."""
+    before, after = math.prod(x.shape[: axis.dim]), math.prod(x.shape[axis.dim + 1 :])
+    groups = x.reshape(before * axis.outer, axis.size, axis.inner * after)
+    return product(groups, rotation).view(x.shape)
+
+
 def product(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """``Q`` times the vectors along dimension 1 of ``x``: float64, of shape (n, size, m)."""
+    """``Q`` times the vectors along dimension 1 of ``x``.
+
+    ``x`` is float64 or float32, of shape (n, size, m); the result is a new tensor.
+    """
     if rotation.fixes_ones:
         x = x.index_select(1, _permutation(rotation))
     else:
-        x = x * _signs(rotation).unsqueeze(1)
-    many, _, width = x.shape
-    matrices, rest = _factors(rotation.size, rotation.fixes_ones)
-    before = 1
-    for factor in matrices:
-        order = len(factor)
-        before, after = before * order, rotation.size // before // order * width
-        rows = x.reshape(-1, order, after)
-        x = rows.squeeze(2) @ factor.T if after == 1 else factor @ rows
+        x = x * _signs(rotation).to(x.dtype).unsqueeze(1)
+    many, size, width = x.shape
+    fours, tail, rest = _factors(size, rotation.fixes_ones)
+    for level in range(fours):
+        rows = x.view(many * 4**level, 4, -1)
+        rows.sub_(rows.sum(1, keepdim=True), alpha=0.5)  # I - J / 2; the sign is in ``tail``
+    if tail is not None:
+        tail = tail.to(x.dtype)
+        rows = x.view(-1, len(tail), width)
+        x = rows.squeeze(2) @ tail.T if width == 1 else tail @ rows
     if rest > 1:
-        x = x.reshape(-1, rest, width)
-        x = torch.fft.irfft(torch.fft.rfft(x, dim=1) * _eigenvalues(rest).unsqueeze(1), rest, 1)
-    return x.reshape(many, rotation.size, width)
+        rows = x.view(-1, rest, width)
+        turned = torch.fft.rfft(rows, dim=1) * _eigenvalues(rest).unsqueeze(1)
+        x = torch.fft.irfft(turned, rest, 1).to(x.dtype)
+    return x.view(many, size, width)
 
 
 def matrix(rotation: Rotation) -> torch.Tensor:
@@ -85,28 +97,26 @@ def matrix(rotation: Rotation) -> torch.Tensor:
 
 
 @lru_cache(maxsize=32)
-def _factors(size: int, fixes_ones: bool) -> tuple[tuple[torch.Tensor, ...], int]:
-    """``K`` as a Kronecker product of small matrices, and of a circulant too large to be one.
+def _factors(size: int, fixes_ones: bool) -> tuple[int, torch.Tensor | None, int]:
+    """``K`` as a Kronecker product: how many matrices of order 4, a matrix, and a circulant.
 
-    The order of that circulant is 1 if there is none.
+    The matrix joins the small factors; it is negative if ``I - J / 2`` instead of ``J / 2 - I`` as
+    the others makes that right. The circulant is given by its order; it is 1 if the circulant is
+    small, and so a part of the matrix.
     """
     fours, two, rest = _orders(size, fixes_ones)
-    four = torch.full((4, 4), 0.5, dtype=torch.float64) - torch.eye(4, dtype=torch.float64)
-    found = [four] * fours
+    found = torch.ones(1, 1, dtype=torch.float64)
     if two:
-        found.append(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2))
+        found = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
     if 1 < rest <= DENSE:
         column = torch.fft.irfft(_eigenvalues(rest), n=rest)
         at = torch.arange(rest)
-        found.append(column[(at.unsqueeze(1) - at) % rest])
+        found = torch.kron(found, column[(at.unsqueeze(1) - at) % rest])
         rest = 1
-    joined: list[torch.Tensor] = []
-    for factor in found:
-        if joined and len(joined[-1]) * len(factor) <= JOINED:
-            joined[-1] = torch.kron(joined[-1], factor)
-        else:
-            joined.append(factor)
-    return tuple(joined), rest
+    four = torch.full((4, 4), 0.5, dtype=torch.float64) - torch.eye(4, dtype=torch.float64)
+    while fours and 4 * len(found) <= TAIL:
+        fours, found = fours - 1, torch.kron(four, found)
+    return fours, (-1) ** fours * found if len(found) > 1 else None, rest
 
 
 def _orders(size: int, fixes_ones: bool) -> tuple[int, bool, int]:

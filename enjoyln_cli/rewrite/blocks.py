@@ -170,7 +170,7 @@ def _edit_in_memory(
     nonfinite: bool,
 ) -> None:
     """Read, edit and write ``rows`` slices of the tensor from slice ``first`` on, or all."""
-    scratch, shape, dtype = Lane(), ends.slot.stored.shape, FLOATS[ends.slot.dtype]
+    scratch, shape, dtype = lane, ends.slot.stored.shape, FLOATS[ends.slot.dtype]
     if rows is not None:
         values, shape = values.part(edit, 0, first, rows), (rows, *shape[1:])
     width = prod(shape[1:])
