@@ -4,6 +4,7 @@
     python scripts/census.py --out census.jsonl --types gpt2,whisper --again
     python scripts/census.py --out census.jsonl --fast      one type for each mechanism
     python scripts/census.py --out census.jsonl --options   with all options of a fold
+    python scripts/census.py --out census.jsonl --rotate    rotated, not folded
     python scripts/census.py --out census.jsonl --markdown docs/architectures.md
 
 For each class of a type, the script shrinks the config, makes random weights in float64 (random γ,
@@ -11,7 +12,8 @@ For each class of a type, the script shrinks the config, makes random weights in
 records the largest difference of any returned tensor over three inputs, relative to that tensor's
 largest element. Every type runs in its own process, with limits on time and memory. With
 ``--options`` the plan may also widen MLPs, untie, and merge. The reasons of the norms that are
-still kept are audited as well, in separate rows of the same file.
+still kept are audited as well, in separate rows of the same file. With ``--rotate`` each model is
+rotated instead, and runs as its own class; these are separate rows, too.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import multiprocessing.connection
 import resource
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -35,6 +37,8 @@ from typing import Any
 from census_config import sketched
 
 SEEDS = (0, 1, 2)
+MODES = ("options", "rotate")
+"""Ways to convert besides a plain fold; rows name the one that they were made with."""
 HEADS = (
     "MODEL_MAPPING_NAMES",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -109,10 +113,18 @@ def seeded_runs(model: Any, dtype: Any) -> dict[Run, list[Any]]:
     return {run: outputs_of(run, model, dtype) for run in runs}
 
 
-def proof_runs(model: Any, dtype: Any) -> list[Run]:
+def without_cache(model: Any) -> None:
+    """Make no caches by default: what a rotated model stores there is rotated as well."""
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "use_cache", None):
+            module.config.use_cache = False
+
+
+def proof_runs(model: Any, dtype: Any, turned: Container[str] | None = None) -> list[Run]:
     """Every call that a proof covers, with random real inputs.
 
-    These are prefill and decoding with the cache, and the optional inputs.
+    These are prefill and decoding with the cache, and the optional inputs. For a rotated model,
+    ``turned`` has the inputs to leave out: those that are given in the new basis, as caches are.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -130,6 +142,9 @@ def proof_runs(model: Any, dtype: Any) -> list[Run]:
         return torch.randn(value.shape, generator=generator).to(dtype)
 
     for call in accepted_calls(Captures(without_weights(model))) or []:
+        cached = len(call.steps) > 1 or call.flags.get("use_cache")
+        if turned is not None and (cached or any(name in turned for name in call.steps[0][1])):
+            continue
         steps = pytree.tree_map_only(torch.Tensor, filled, call.steps)
 
         def run(model: Any, call: Any = call, steps: Any = steps) -> Any:
@@ -199,8 +214,8 @@ def untied(model: Any, plan: Any) -> Any:
     return copied
 
 
-def examine(model_class: str, model_type: str, every_option: bool = False) -> dict[str, Any]:
-    """One class, as a row of the census."""
+def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]:
+    """One class, as a row of the census; ``mode`` is empty or one of ``MODES``."""
     import torch
     from audit import audited
 
@@ -211,13 +226,26 @@ def examine(model_class: str, model_type: str, every_option: bool = False) -> di
     from enjoyln_cli.runtime.hooks import input_means
     from enjoyln_cli.runtime.install import install
 
-    options = Options(widen_mlp=True, untie=True, merge="affine") if every_option else Options()
+    options = Options()
+    if mode == "options":
+        options = Options(widen_mlp=True, untie=True, merge="affine")
+    elif mode == "rotate":
+        options = Options(fold=False, rotate=True, untie=True)
     row: dict[str, Any] = {"type": model_type, "class": model_class, "status": "not built"}
     begin = time.perf_counter()
     try:
         model, config, accepted = built(model_class, model_type)
         row["status"] = "not analysed" if accepted else "no inputs"
-        analysis = analyze_config(config, model_class=model_class, options=options)
+        if mode == "rotate":
+            without_cache(model)
+        try:
+            analysis = analyze_config(config, model_class=model_class, options=options)
+        except UnsupportedModel:  # some classes cannot untie
+            if not options.untie:
+                raise
+            analysis = analyze_config(
+                config, model_class=model_class, options=replace(options, untie=False)
+            )
         plan = analysis.plan
         row |= {
             "norms": len(plan.norms),
@@ -231,9 +259,13 @@ def examine(model_class: str, model_type: str, every_option: bool = False) -> di
             "widened": len(plan.widened),
             "untied": len(plan.untied),
             "merged": len(plan.merged),
+            "turned": [basis.kind for basis in plan.turned],
+            "not_turned": [[b.kind, b.reason, b.culprit] for b in plan.bases if not b.turns],
             "status": "not run",
         }
-        if not plan.norms:
+        if mode == "rotate" and not plan.turned:
+            return row | {"status": "nothing turns"}
+        if mode != "rotate" and not plan.norms:
             return row | {"status": "no LayerNorm"}
         dtype = torch.float64
         try:
@@ -244,7 +276,8 @@ def examine(model_class: str, model_type: str, every_option: bool = False) -> di
             dtype, model = torch.float32, model.float()
             expected = seeded_runs(model, dtype)
         first, *_ = seeds = list(expected)
-        for run in proof_runs(model, dtype):
+        turned = {name for basis in plan.turned for name in basis.inputs}
+        for run in proof_runs(model, dtype, turned if mode == "rotate" else None):
             with suppress(Exception):  # not every model takes every optional input
                 expected[run] = outputs_of(run, model, dtype)
         if is_lost(expected.values()):
@@ -270,6 +303,9 @@ def examine(model_class: str, model_type: str, every_option: bool = False) -> di
             bound = 10 * row["own_rounding"]
         row["status"] = "random" if same > 0 else "ok" if row["error"] <= bound else "wrong"
         shown = [first, *(run for run in expected if run not in seeds)]
+        if mode == "rotate":
+            row["seconds"] = round(time.perf_counter() - begin, 1)
+            return row
         audit_on = untied(model, plan) if plan.untied else model
         runs = [(partial(outputs_of, run, audit_on, dtype), expected[run]) for run in shown]
         row["audit"] = audited(analysis, audit_on, runs)
@@ -279,15 +315,15 @@ def examine(model_class: str, model_type: str, every_option: bool = False) -> di
     return row
 
 
-def child(model_type: str, memory: int, every_option: bool, connection: Any) -> None:
+def child(model_type: str, memory: int, mode: str, connection: Any) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     for model_class in classes_of(model_type):
-        connection.send(examine(model_class, model_type, every_option))
+        connection.send(examine(model_class, model_type, mode))
     connection.close()
 
 
 def parents(
-    types: list[str], jobs: int, seconds: int, memory: int, every_option: bool = False
+    types: list[str], jobs: int, seconds: int, memory: int, mode: str = ""
 ) -> Iterator[dict[str, Any]]:
     """The rows of all types. If a process is stopped, each of its missing classes has a row, too.
 
@@ -307,7 +343,7 @@ def parents(
     while waiting or running:
         while waiting and len(running) < jobs:
             model_type, (receiving, sending) = waiting.pop(), fork.Pipe(duplex=False)
-            process = fork.Process(target=child, args=(model_type, memory, every_option, sending))
+            process = fork.Process(target=child, args=(model_type, memory, mode, sending))
             process.start()
             sending.close()
             running[receiving] = (model_type, process, time.monotonic() + seconds, set())
@@ -344,6 +380,7 @@ def main() -> None:
     parser.add_argument("--types", help="comma-separated types (default: all)")
     parser.add_argument("--fast", action="store_true", help="about 40 types, one per mechanism")
     parser.add_argument("--options", action="store_true", help="widen MLPs, untie, and merge")
+    parser.add_argument("--rotate", action="store_true", help="rotate instead of folding")
     parser.add_argument("--again", action="store_true", help="examine types in the file again")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=180, help="time limit for a type")
@@ -360,13 +397,15 @@ def main() -> None:
 
     chosen = args.types.split(",") if args.types else FAST if args.fast else ()
     types = chosen or list(CONFIG_MAPPING)
-    asked = {"options": True} if args.options else {}
-    seen = {row["type"] for row in rows if ("options" in row) == args.options and not args.again}
+    mode = "options" if args.options else "rotate" if args.rotate else ""
+    asked = {mode: True} if mode else {}
+    same = [row for row in rows if {name for name in MODES if name in row} == set(asked)]
+    seen = set() if args.again else {row["type"] for row in same}
     todo = [name for name in types if name not in seen]
     begin = time.perf_counter()
     with args.out.open("a") as file:
         memory = int(args.memory * 1e9)
-        for row in parents(todo, args.jobs, args.seconds, memory, args.options):
+        for row in parents(todo, args.jobs, args.seconds, memory, mode):
             print(json.dumps(row | asked), file=file, flush=True)
     used, minutes = resource.getrusage(resource.RUSAGE_CHILDREN), (time.perf_counter() - begin) / 60
     busy = (used.ru_utime + used.ru_stime) / 60
