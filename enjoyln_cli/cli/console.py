@@ -7,7 +7,7 @@ measures anything.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -26,7 +26,14 @@ from enjoyln_cli.report.notes import (
     notes,
     number,
 )
-from enjoyln_cli.report.verification_table import HEADS, count_inputs, verification_rows
+from enjoyln_cli.report.verification_table import (
+    Texts,
+    count_inputs,
+    quantisation_rows,
+    reader_rows,
+    verification_heads,
+    verification_rows,
+)
 from enjoyln_cli.text import size
 
 if TYPE_CHECKING:
@@ -128,8 +135,8 @@ def write_tree(tree: Tree) -> None:
 def write_fold(found: Row) -> None:
     """Print the closing lines of a fold and the next command to run; for a dry run, the plan."""
     dry = found["dry_run"]
-    did = "convert" if found["become_rmsnorm"] else "rotate"
-    say(f"{f'would {did}' if dry else f'{did}ed'.replace('eed', 'ed')} {counts(found)}", "green")
+    does, did = ("convert", "converted") if found["become_rmsnorm"] else ("rotate", "rotated")
+    say(f"{f'would {does}' if dry else did} {counts(found)}", "green")
     for line in notes(found):
         say(line)
     if dry:
@@ -164,6 +171,8 @@ def write_fold(found: Row) -> None:
             "not verified (--stream): that needs the whole original; do it with the next command"
         )
     say(f"verified: {checked['summary']}" if checked else unchecked)
+    if checked and (rows := [*quantisation_rows(checked), *reader_rows(checked)]):
+        _show_checks(checked, rows)
     if "pushed" in found:
         done = "pushed to" if found["pushed"]["differs"] else "nothing to push:"
         say(f"{done} {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
@@ -185,14 +194,19 @@ def write_unfold(found: Row) -> None:
     say(f"wrote {wrote}")
 
 
-def write_verification(found: Verification) -> None:
-    """Print each error next to the original's own rounding error, then the largest input means."""
-    table = Table(*HEADS)
+def _show_checks(found: Mapping[str, Any], rows: Sequence[Texts]) -> None:
+    table = Table(*verification_heads(found))
     for column in table.columns[1:3]:
         column.justify = "right"
-    for row in verification_rows(vars(found)):
-        table.add_row(*row)
+    for one in rows:
+        table.add_row(*one)
     _show(table)
+
+
+def write_verification(found: Verification) -> None:
+    """Print each error next to the original's own rounding error, then the largest input means."""
+    checked = vars(found)
+    _show_checks(checked, [*verification_rows(checked), *reader_rows(checked)])
     own = f", {found.own_rows} of them your own" if found.own_rows else ""
     say(f"{found.count}{own}; errors are relative to the original in float64", "dim")
     for name, mean in list(found.norm_input_mean.items())[:WORST]:

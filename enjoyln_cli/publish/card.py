@@ -35,7 +35,12 @@ from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.report.notes import UNTIED, counts, notes, row
-from enjoyln_cli.report.verification_table import HEADS, NONE, count_inputs, verification_rows
+from enjoyln_cli.report.verification_table import (
+    NONE,
+    count_inputs,
+    verification_heads,
+    verification_rows,
+)
 
 BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
 END = "<!-- enjoyln: end of the section -->"
@@ -198,7 +203,7 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
     stock, fast = _of_pipeline(place) if is_pipeline else _of_model(inner, place, names)
     return {
         "complaint": complaint,
-        "heads": HEADS,
+        "heads": verification_heads(checked),
         "checks": [row for row in rows if row[1] != NONE],
         "summary": str(checked.get("summary", ""))[:1].upper() + str(checked.get("summary"))[1:],
         "inputs": count_inputs(checked),

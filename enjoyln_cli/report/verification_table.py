@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from enjoyln_cli.report.notes import number
 
 Texts = tuple[str, str, str, str]
-
-HEADS: Texts = ("", "folded", "original", "")
 
 NONE = "-"
 """Shown for a number that was not measured."""
@@ -19,8 +17,17 @@ FEW_TOKENS = 256
 """A perplexity over fewer tokens (less than one window of text) is marked as unreliable."""
 
 
+HELPS = 0.95
+"""A rotation helps a quantisation whose error is less than this times that of the original."""
+
+
+def verification_heads(found: Mapping[str, Any]) -> Texts:
+    """The heads of the columns."""
+    return ("", "rotated" if found.get("quantised") else "folded", "original", "")
+
+
 def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
-    """Each error next to the original's own rounding error, in the columns ``HEADS``.
+    """Each error next to the original's own rounding error, under ``verification_heads``.
 
     ``found`` has the fields of a ``Verification``, from the object or from ``enjoyln_verify.json``.
     A number that is missing is shown as ``NONE``.
@@ -41,7 +48,46 @@ def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
         count = _value(scores, "tokens") or 0
         doubt = ": too few to be reliable" if count < FEW_TOKENS else ""
         rows.append(("perplexity", after, before, f"over {count:.0f} tokens{doubt}"))
+    return rows + quantisation_rows(found)
+
+
+def quantisation_rows(found: Mapping[str, Any]) -> list[Texts]:
+    """The error of each quantisation that was simulated; empty for a model that was not rotated."""
+    rows: list[Texts] = []
+    for name, errors in _mapping(found.get("quantised")).items():
+        before, after = (_value(_mapping(errors), key) for key in ("original", "converted"))
+        if before is not None and after is not None:
+            note = "simulated" if after < HELPS * before else "simulated; rotating does not help"
+            rows.append((f"{name} error"[:20], number(after), number(before), note))
     return rows
+
+
+def reader_rows(found: Mapping[str, Any]) -> list[Texts]:
+    """What the linear layers that read each basis get as inputs; ``found`` is a verification."""
+    rows: list[Texts] = []
+    for what, bases in _by_label(found["readers"]).items():
+        for key, note in (("largest", "feature over rms"), ("kurtosis", "3 if normal")):
+            before, after = (_mean([one[key][side] for one in bases]) for side in (0, 1))
+            rows.append((f"{key} in {what}", number(after), number(before), note))
+    return rows
+
+
+def _by_label(readers: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The bases by a short name; the values of all attentions have one."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    streams = [one for one in readers if one["kind"] == "stream"]
+    for one in readers:
+        label = "stream"
+        if one["kind"] != "stream":
+            label = str(one["kind"])
+        elif len(streams) > 1:
+            label = f"stream {streams.index(one) + 1}"
+        found.setdefault(label, []).append(one)
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _ratio_rows(found: Mapping[str, Any]) -> list[Texts]:
@@ -55,6 +101,10 @@ def _ratio_rows(found: Mapping[str, Any]) -> list[Texts]:
         ("ratio", _number(found, "ratio"), "1", f"passes up to {at_once}"),
         ("worst position", error, own, f"passes up to {bound} times"),
     ]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _number(found: Mapping[str, Any], key: str, form: str = "") -> str:

@@ -57,6 +57,13 @@ from enjoyln_cli.runtime.install import install
 from enjoyln_cli.text import first_line, size
 from enjoyln_cli.verification.missing_weights import require_weights
 from enjoyln_cli.verification.nonfinite import nonfinite_outputs
+from enjoyln_cli.verification.quantised_runs import (
+    RUNS_OF_EACH,
+    Quantisability,
+    measure_quantisability,
+    readers_compared,
+    schemes_compared,
+)
 
 Embed = Callable[[dict[str, torch.Tensor], inputs.Batch], dict[str, torch.Tensor]]
 Distances = dict[str, Distance]
@@ -202,6 +209,8 @@ class Measurement:
     stored_position_error: float | None = None
     stored_position_original: float | None = None
     stored_position_ratio: float | None = None
+    quantised: dict[str, dict[str, float]] = field(default_factory=dict)
+    readers: list[dict[str, Any]] = field(default_factory=list)
     nonfinite: dict[str, str] = field(default_factory=dict)
     """The original's outputs that have non-finite values (see ``nonfinite_outputs``)."""
 
@@ -215,6 +224,8 @@ def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measurem
     """
     done = Measurement()
     text: list[inputs.Batch] = []
+    for _ in range(2 * RUNS_OF_EACH if subject.plan.turned else 0):
+        pace.plan_run()
 
     def score(model: Any) -> tuple[float, int] | None:
         found = perplexity(model, text, examples.mask_token, seed) if text else None
@@ -251,6 +262,16 @@ def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measurem
 
         return pace.run(one)
 
+    def quantisability(model: Any) -> Quantisability:
+        if not subject.plan.turned:
+            return Quantisability()
+        return measure_quantisability(
+            model,
+            subject.plan,
+            lambda at: distances_of(subject.run(model, batches[at]), exact[at]),
+            pace,
+        )
+
     done.nonfinite = nonfinite_outputs(exact, batches[: len(exact)])
     own_results: Outputs = []
     before = None
@@ -286,6 +307,7 @@ def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measurem
             own = compared(model, own_results)
             text = examples.text(len(own))
             before = score(model)
+        unturned = quantisability(model)
     gone = weakref.ref(model)
     del model
     release(gone)
@@ -295,11 +317,14 @@ def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measurem
     results: Outputs = []
     with _running(model, subject.dtype):
         stock = compared(model)
+        turned = quantisability(model)
         subject.install(model)
         with input_means(model) as means:
             runtime = compared(model, results)
         after = score(model)
     count = len(runtime)
+    done.quantised = schemes_compared(unturned, turned)
+    done.readers = readers_compared(subject.plan, unturned, turned)
     done.norm_input_mean = worst_first(means)
     done.rows = sum(map(length, batches[:count]))
     done.own_rows = sum(map(length, batches[: min(count, examples.own)]))

@@ -127,6 +127,13 @@ class Verification:
     stored_position_ratio: float | None = None
     """Their ratio; ``None`` in float64, where the rounding error of a run is as large."""
 
+    quantised: dict[str, dict[str, float]] = field(default_factory=dict)
+    """For a rotated model: for each quantisation that was simulated (``W8A8``, ``W4``, ``W4A8``,
+    ``W4A4``), the errors of the ``original`` and of the ``converted`` model."""
+    readers: list[dict[str, Any]] = field(default_factory=list)
+    """For each turned basis: what the linear layers that read it get as inputs, before and after:
+    ``largest`` feature over the root mean square, and ``kurtosis``, averaged over tokens."""
+
     @property
     def is_partial(self) -> bool:
         """Whether ``samples`` or ``seconds`` left inputs out."""

@@ -1,0 +1,142 @@
+"""Simulate round-to-nearest quantisation of linear layers, and measure what makes it inaccurate.
+
+Integers of ``b`` bits are symmetric: ``q = round(x / s)`` with ``s = max |x| / (2^(b-1) - 1)``. The
+weight of a layer has one scale ``s`` for each output, and its inputs have one for each token. A
+single large feature makes the scale of its token large, so that all others lose digits. Embeddings
+and the layer that computes the logits stay as they are, as most quantisers leave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Bits of the weights and of the inputs of linear layers; ``None`` leaves the inputs."""
+
+    weight_bits: int
+    input_bits: int | None
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "W8A8": Scheme(8, 8),
+    "W4": Scheme(4, None),
+    "W4A8": Scheme(4, 8),
+    "W4A4": Scheme(4, 4),
+}
+
+
+@dataclass
+class InputSpread:
+    """How unevenly the features of some inputs are spread, averaged over tokens."""
+
+    tokens: int = 0
+    _largest: float = 0.0
+    _kurtosis: float = 0.0
+
+    def add(self, x: torch.Tensor) -> None:
+        """Add tokens: all but the last dimension of ``x``. Those of zeros are left out."""
+        x = x.detach().double().flatten(0, -2)
+        squares = x.square().mean(-1)
+        x, squares = x[squares > 0], squares[squares > 0]
+        self.tokens += len(x)
+        self._largest += float((x.abs().amax(-1) / squares.sqrt()).sum())
+        self._kurtosis += float((x.pow(4).mean(-1) / squares.square()).sum())
+
+    @property
+    def largest(self) -> float:
+        """The largest feature of a token over the root mean square of its features; at least 1."""
+        return self._largest / max(self.tokens, 1)
+
+    @property
+    def kurtosis(self) -> float:
+        """``E[x^4] / E[x^2]^2`` over the features of a token: 3 for a normal distribution."""
+        return self._kurtosis / max(self.tokens, 1)
+
+
+def input_dimension(module: nn.Module) -> int | None:
+    """The dimension of inputs in the weight of a linear layer; ``None`` for other modules."""
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, nn.Linear):
+        return 1
+    return 0 if isinstance(module, Conv1D) else None
+
+
+def linear_layers(model: Any) -> dict[str, nn.Module]:
+    """The linear layers of ``model`` by path, without the one that computes the logits."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if input_dimension(module) is not None and module is not head
+    }
+
+
+def round_to(x: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """``x`` rounded to symmetric integers of ``bits`` bits, with one scale for each slice of
+    ``dim``, and multiplied by the scale again."""
+    top = 2 ** (bits - 1) - 1
+    wide = x.float()
+    scale = wide.abs().amax(dim, keepdim=True) / top
+    scale = torch.where(scale == 0, 1.0, scale)
+    return wide.div(scale).round_().clamp_(-top, top).mul_(scale).to(x.dtype)
+
+
+@contextmanager
+def simulated(model: Any, scheme: Scheme) -> Iterator[None]:
+    """Within the block, the linear layers of ``model`` compute with rounded weights and inputs.
+
+    A weight is rounded in each call of its layer, and is back afterwards.
+    """
+
+    def begin(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        weight, dim = module.weight, input_dimension(module)
+        assert isinstance(weight, torch.Tensor) and dim is not None
+        originals[module] = weight
+        rounded = round_to(weight.detach(), scheme.weight_bits, dim)
+        module.weight = nn.Parameter(rounded, requires_grad=False)
+        if scheme.input_bits is None or not args:
+            return args
+        return (round_to(args[0], scheme.input_bits, -1), *args[1:])
+
+    def end(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        module.weight = originals.pop(module)
+
+    originals: dict[nn.Module, Any] = {}
+    with ExitStack() as stack, torch.no_grad():
+        for module in linear_layers(model).values():
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            stack.callback(module.register_forward_hook(end).remove)
+        try:
+            yield
+        finally:
+            for module, weight in originals.items():
+                module.weight = weight
+
+
+@contextmanager
+def input_spreads(model: Any, groups: Mapping[str, Iterable[str]]) -> Iterator[dict[str, Any]]:
+    """Within the block, measure the inputs of linear layers: one ``InputSpread`` for each group.
+
+    ``groups`` maps a name to the paths of layers. Layers that are not called add nothing.
+    """
+    found = {name: InputSpread() for name in groups}
+    with ExitStack() as stack:
+        for name, paths in groups.items():
+
+            def add(module: nn.Module, args: tuple[Any, ...], into: str = name) -> None:
+                if args:
+                    found[into].add(args[0])
+
+            for path in paths:
+                hook = model.get_submodule(path).register_forward_pre_hook(add)
+                stack.callback(hook.remove)
+        yield found
