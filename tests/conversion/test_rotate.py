@@ -206,3 +206,35 @@ def test_a_dry_run_and_a_report_say_what_turns_and_what_stays() -> None:
     text = good("report", CHECKPOINTS / "phi", "--rotate")
     assert "turn 1 stream of 64 features (model.embed_tokens.weight)" in text
     assert "not turned: the heads of" in text
+
+
+def test_the_check_measures_quantisation_before_and_after(tmp_path: Path) -> None:
+    """Three features of each norm are 30 times as large: what a rotation is for."""
+    model = transformers.GPT2LMHeadModel.from_pretrained(CHECKPOINTS / "gpt2")
+    with torch.no_grad():
+        for block in model.transformer.h:
+            for norm, reader in ((block.ln_1, block.attn.c_attn), (block.ln_2, block.mlp.c_fc)):
+                norm.weight[5:8] *= 30
+                norm.bias[5:8] *= 30
+                reader.weight[5:8] /= 30
+    model.save_pretrained(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", options=ROTATED)
+    found = json.loads((tmp_path / "out" / "enjoyln_verify.json").read_text())
+    for name in ("W8A8", "W4A4"):
+        assert found["quantised"][name]["converted"] < 0.7 * found["quantised"][name]["original"]
+    stream, *others = found["readers"]
+    assert (stream["kind"], stream["size"]) == ("stream", 96)
+    assert [one["kind"] for one in others] == ["values"] * 3
+    for key in ("largest", "kurtosis"):
+        before, after = stream[key]
+        assert after < 0.6 * before
+    printed = good("verify", tmp_path / "out")
+    assert "W4A4 error" in printed
+    assert "largest in stream" in printed
+
+
+def test_a_fold_measures_no_quantisation(tmp_path: Path) -> None:
+    result = convert(CHECKPOINTS / "opt", tmp_path / "out", seconds=1)
+    assert result.verification is not None
+    assert result.verification.quantised == {}
+    assert result.verification.readers == []
