@@ -55,7 +55,7 @@ WRITING = (
 """How a fold is written: the fields of ``rewrite.directory.WriteOptions``."""
 BENCH_FIELDS = ("modes", "repeats", "seconds")
 """What ``bench`` measures, except the sizes: fields of ``cases.BenchOptions``."""
-PLAN_FIELDS = ("widen_mlp", "widen_to", "merge", "untie", "rotate", "values", "seed")
+PLAN_FIELDS = ("widen_mlp", "widen_to", "merge", "untie", "rotate", "values", "seed", "matrix")
 """What a plan may change besides centring: the fields of ``plan.Options``."""
 
 
@@ -130,9 +130,11 @@ def make_plan_options(widen_mlp: bool = False, widen_to: int | None = None, **ot
     if widen_to and not widen_mlp:
         raise click.UsageError("--widen-to needs --widen-mlp.")
     given = {"--seed": others["seed"] is not None, "--no-values": not others["values"]}
+    given["--matrix"] = bool(others["matrix"])
     for name in (name for name, is_given in given.items() if is_given and not others["rotate"]):
         raise click.UsageError(f"{name} needs --rotate.")
     others["seed"] = others["seed"] or 0
+    others["matrix"] = str(others["matrix"] or "")
     return Options(widen_mlp=widen_mlp, widen_to=widen_to or PLAIN.widen_to, **others)
 
 
@@ -148,6 +150,9 @@ def rotation_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--values/--no-values",
             default=True,
             help="Also turn the values of each attention head (default: yes).",
+        ),
+        click.option(
+            "--matrix", type=FILE, help="Turn by the matrices of this file, such as learned ones."
         ),
         click.option("--seed", type=int, metavar="N", help="Choose another matrix (default: 0)."),
     ):

@@ -19,6 +19,7 @@ from enjoyln_cli.archive.recorder import bytes_to_keep
 from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
 from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
+from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Progress
 from enjoyln_cli.conversion.inspect import Inspection, Opening, open_named, recipe_text
@@ -33,6 +34,7 @@ from enjoyln_cli.rewrite.preconditions import why_nothing_changes
 from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
 from enjoyln_cli.rewrite.writer import total_progress
+from enjoyln_cli.rotation.given_matrices import give_matrices
 from enjoyln_cli.text import counted
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ def prepare(
     ``EnjoyLNError``.
     """
     from enjoyln_cli.analysis.analyze import analyze_config
-    from enjoyln_cli.recipe.model import options_asked, outputs_asked
+    from enjoyln_cli.recipe.model import outputs_asked
     from enjoyln_cli.recipe.read import load_recipe
 
     event = on_event or default_listener
@@ -112,8 +114,8 @@ def prepare(
     model_class, outputs = opening.model_class, opening.outputs
     outputs = outputs or (outputs_asked(asked, model_class, config) if asked else ())
     options = opening.options
-    if asked is not None and options == PLAIN:
-        options = options_asked(asked)
+    if asked is not None and opening.recipe is not None:
+        options = _with_options_of(asked, Path(opening.recipe), options)
     found = analyze_config(
         config,
         model_class=model_class,
@@ -123,6 +125,9 @@ def prepare(
         example_calls=opening.example_calls,
     )
     plan = _choose_plan(found.plan, config, asked, options, event)
+    if options.matrix:
+        plan = give_matrices(plan, Path(options.matrix))
+        options = replace(options, matrix=MATRIX_FILE)
     if unproven := set(config.architectures or ()) - set(plan.classes):
         event(
             "warning",
@@ -147,6 +152,23 @@ def prepare(
         plan.covered.require_any(plan.model_class)
     text = recipe_text([Inspection(str(model), config, replace(found, plan=plan), options)])
     return PreparedFold(source, config, checkpoint, plan, text, opening)
+
+
+def _with_options_of(asked: Recipe, path: Path, options: Options) -> Options:
+    """``options`` with those of the recipe at ``path``: all of them if none is set.
+
+    If a rotation is asked for without a seed or a matrix, the recipe's are taken.
+    """
+    from enjoyln_cli.recipe.model import options_asked
+
+    own = options_asked(asked)
+    if own.matrix:
+        own = replace(own, matrix=str(path.parent / own.matrix))
+    if options == PLAIN:
+        return own
+    if options.rotate and not options.matrix and options.seed == PLAIN.seed:
+        return replace(options, seed=own.seed, matrix=own.matrix)
+    return options
 
 
 def write(

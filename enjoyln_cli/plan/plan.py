@@ -13,7 +13,7 @@ from typing import Literal
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.covered_calls import CoveredCalls
-from enjoyln_cli.plan.rotation import Rotation
+from enjoyln_cli.plan.rotation import GivenMatrix, Rotation
 
 Status = Literal["static", "centred", "kept"]
 Place = Literal["output", "input"]
@@ -39,6 +39,8 @@ class Options:
     """With ``rotate``, also turn the values of each attention head."""
     seed: int = 0
     """Chooses the matrices of ``rotate``."""
+    matrix: str = ""
+    """Path of a file with other matrices for ``rotate`` (see ``rotation.given_matrices``)."""
 
     def __post_init__(self) -> None:
         """Raise ``EnjoyLNError`` for a value that is not allowed."""
@@ -253,6 +255,8 @@ class Basis:
     reason: str = ""
     culprit: str = ""
     """The module path or parameter that prevents the rotation."""
+    given: GivenMatrix | None = None
+    """The matrix, if the user gave one."""
 
     @property
     def turns(self) -> bool:
@@ -260,8 +264,8 @@ class Basis:
         return not self.reason
 
     def rotation(self, seed: int) -> Rotation:
-        """The matrix for a seed."""
-        return Rotation(self.size, seed, self.name, self.fixes_ones)
+        """The matrix that the user gave, or the one for a seed."""
+        return Rotation(self.size, seed, self.name, self.fixes_ones, self.given)
 
 
 @dataclass(frozen=True)

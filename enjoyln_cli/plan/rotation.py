@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -34,6 +34,16 @@ NO_FLATTER = 1.01
 
 
 @dataclass(frozen=True)
+class GivenMatrix:
+    """A matrix that the user gave, made exactly orthogonal."""
+
+    digest: str
+    """SHA-256 of the values: two are equal if their digests are."""
+    values: torch.Tensor = field(compare=False, repr=False)
+    """float64, of shape ``(size, size)``."""
+
+
+@dataclass(frozen=True)
 class Rotation:
     """The matrix ``Q`` of one basis."""
 
@@ -43,6 +53,8 @@ class Rotation:
     """Differs between the bases of a model, so that each gets a matrix of its own."""
     fixes_ones: bool
     """Whether ``Q 1 = 1``."""
+    given: GivenMatrix | None = None
+    """The matrix, if it is not made from the seed."""
 
 
 def rotate(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
@@ -71,6 +83,9 @@ def product(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
     ``x`` is float64 or float32, of shape (n, size, m); the result is a new tensor.
     """
+    if rotation.given is not None:
+        dense = rotation.given.values.to(x.dtype)
+        return (x.squeeze(2) @ dense.T).unsqueeze(2) if x.shape[2] == 1 else dense @ x
     if rotation.fixes_ones:
         x = x.index_select(1, _permutation(rotation))
     else:

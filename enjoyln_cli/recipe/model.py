@@ -228,6 +228,7 @@ def options_asked(recipe: Recipe) -> Options:
         "rotate": lambda value: isinstance(value, bool),
         "values": lambda value: isinstance(value, bool),
         "seed": lambda value: type(value) is int,
+        "matrix": lambda value: isinstance(value, str),
     }
     for name, value in recipe.options.items():
         if name not in known or not known[name](value):

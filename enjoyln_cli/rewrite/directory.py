@@ -23,6 +23,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from enjoyln_cli import __version__
 from enjoyln_cli.archive.archive_file import Recorder, save_archive
@@ -37,7 +38,14 @@ from enjoyln_cli.checkpoint.reader import (
     other_files,
     pipeline_files,
 )
-from enjoyln_cli.checkpoint.result_files import CARD_FILE, FILE, FOLDER, RECIPE_FILE, is_own
+from enjoyln_cli.checkpoint.result_files import (
+    CARD_FILE,
+    FILE,
+    FOLDER,
+    MATRIX_FILE,
+    RECIPE_FILE,
+    is_own,
+)
 from enjoyln_cli.checkpoint.source import Source, State, open_source, require_unchanged, states_of
 from enjoyln_cli.errors import OutputError, VerificationFailed
 from enjoyln_cli.fs.digests import digest_of_data, digest_of_file, digest_of_tensor
@@ -170,6 +178,10 @@ def fold_checkpoint(
         config = _result_config(config, plan, source, options)
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (inner / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
+        given = {basis.name: basis.given.values for basis in plan.turned if basis.given}
+        if given:
+            (inner / FOLDER).mkdir(exist_ok=True)
+            save_file(given, inner / MATRIX_FILE)
         if recorder:
             _save_archive(recorder, checkpoint, edits, inner, config)
         checking = perf_counter()

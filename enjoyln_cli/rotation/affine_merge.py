@@ -43,10 +43,10 @@ from enjoyln_cli.proof.linear_layers import (
     WHOLE_FEATURE_OPS,
     LinearLayer,
     linear_layer,
-    parameter_names,
     with_added_bias,
 )
 from enjoyln_cli.proof.pullback import commutes_with_every_matrix, pull
+from enjoyln_cli.rotation.bases import Obstacle, parameter_nodes
 from enjoyln_cli.trace.trace import Trace, uncast
 
 _TRANSPARENT = WHOLE_FEATURE_OPS | {
@@ -72,12 +72,6 @@ class _Use:
         """Name of the weight, its dimension of inputs, and name of the bias."""
         bias = self.layer.bias
         return self.layer.weight.name, self.layer.input_dim, bias.name if bias else None
-
-
-@dataclass(frozen=True)
-class _Obstacle:
-    reason: str
-    culprit: str
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,11 +107,11 @@ def find_merges(
     are the ops that multiply by the weight, with the index of their trace; without them, the norm's
     module must have no other result. Norms without such parameters are in neither result.
     """
-    named = [parameter_names(trace, groups) for trace in flow.traces]
-    readers: dict[str, set[tuple[int, Node]]] = {}
-    for position, nodes in enumerate(named):
-        for node, name in nodes.items():
-            readers.setdefault(name, set()).update((position, user) for user in _reads(node))
+    named, nodes = parameter_nodes(flow, groups)
+    readers = {
+        name: {(position, user) for position, node in found for user in _reads(node)}
+        for name, found in nodes.items()
+    }
     search = _Search(
         flow=flow,
         named=tuple(named),
@@ -143,7 +137,7 @@ def find_merges(
             found = _merge(search, norm, form, stored, way)
             if isinstance(found, Merge):
                 break
-        if isinstance(found, _Obstacle):
+        if isinstance(found, Obstacle):
             unmerged.append(UnmergedNorm(norm, found.reason, found.culprit))
         else:
             merged.append(found)
@@ -159,18 +153,18 @@ _WAYS: Mapping[Move, tuple[Move, ...]] = {
 
 def _merge(
     search: _Search, norm: str, form: LayerNormForm, stored: Mapping[str, str], way: Move
-) -> Merge | _Obstacle:
+) -> Merge | Obstacle:
     """The merge of one norm; with ``way == "weight"``, a bias stays, divided by the weight."""
     weight, bias = f"{norm}.weight", f"{norm}.bias"
     own = [weight] * (way != "bias") + [bias] * form.biased
     found = _own_obstacle(search, norm, own)
     if found is None and way == "weight" and form.biased and not search.without_zeros(weight):
-        found = _Obstacle("its weight has a zero, and its bias would be divided by it", weight)
+        found = Obstacle("its weight has a zero, and its bias would be divided by it", weight)
     if found is not None:
         return found
     moves_bias = form.biased and way != "weight"
     uses = _uses(search, norm, replace(form, biased=moves_bias), alone=way == "weight")
-    if isinstance(uses, _Obstacle):
+    if isinstance(uses, Obstacle):
         return uses
     layers = dict.fromkeys(use.to_edit for use in uses)
     readers = tuple(
@@ -226,20 +220,18 @@ def _is_cast_outside_value(
     return not own or all(path in dict(trace.calls_of(user)).values() for user in readers)
 
 
-def _own_obstacle(search: _Search, norm: str, moving: Iterable[str]) -> _Obstacle | None:
+def _own_obstacle(search: _Search, norm: str, moving: Iterable[str]) -> Obstacle | None:
     """Why the parameters of a norm cannot change; ``None`` if they can."""
     for name in moving:
         if not search.single(name):
-            return _Obstacle("its parameters are tied, or stored in another layout", name)
+            return Obstacle("its parameters are tied, or stored in another layout", name)
         for position, node in search.readers.get(name, ()):
             if norm not in dict(search.flow.traces[position].calls_of(node)).values():
-                return _Obstacle("its parameters are also used elsewhere", name)
+                return Obstacle("its parameters are also used elsewhere", name)
     return None
 
 
-def _uses(
-    search: _Search, norm: str, form: LayerNormForm, *, alone: bool
-) -> list[_Use] | _Obstacle:
+def _uses(search: _Search, norm: str, form: LayerNormForm, *, alone: bool) -> list[_Use] | Obstacle:
     """The linear layers that read a norm in all calls, or the first other reader.
 
     ``alone`` says that no bias moves, so that more ops may stand in between.
@@ -248,23 +240,23 @@ def _uses(
     sizes = set()
     for position, results in search.results.get(norm, ()):
         if len(results) > 1:
-            return _Obstacle("a value inside it is read besides its result", norm)
+            return Obstacle("a value inside it is read besides its result", norm)
         for node in results:
             shape = shape_of(node)
             if shape is None:
-                return _Obstacle("the shape of its result depends on values", norm)
+                return Obstacle("the shape of its result depends on values", norm)
             sizes.add((shape[form.dim],))
             start = Value(position, node, feature_axis(shape, form.dim))
             found = _read(search, start, alone=alone)
-            if isinstance(found, _Obstacle):
+            if isinstance(found, Obstacle):
                 return found
             uses += found if form.biased else map(_without_bias, found)
     if not uses:
-        return _Obstacle("no traced call reads its result", norm)
+        return Obstacle("no traced call reads its result", norm)
     for named in search.named:
         for node, name in named.items():
             if name in (f"{norm}.weight", f"{norm}.bias") and {shape_of(node)} != sizes:
-                return _Obstacle("its parameters do not hold one number for each feature", norm)
+                return Obstacle("its parameters do not hold one number for each feature", norm)
     return _layers_obstacle(search, uses, form.biased) or uses
 
 
@@ -273,7 +265,7 @@ def _without_bias(use: _Use) -> _Use:
     return replace(use, layer=replace(use.layer, bias=None))
 
 
-def _read(search: _Search, value: Value, *, alone: bool) -> list[_Use] | _Obstacle:
+def _read(search: _Search, value: Value, *, alone: bool) -> list[_Use] | Obstacle:
     """The linear layers that read a value, directly or through transparent ops."""
     uses: list[_Use] = []
     trace, waiting = search.flow.traces[value.trace], [value]
@@ -286,10 +278,10 @@ def _read(search: _Search, value: Value, *, alone: bool) -> list[_Use] | _Obstac
                 continue
             if reader.op == "output":
                 if search.flow.is_required(current):
-                    return _Obstacle("the model returns its result", "")
+                    return Obstacle("the model returns its result", "")
                 continue
             if current.node in search.centred:
-                return _Obstacle("an added mean subtraction acts on its result", "")
+                return Obstacle("an added mean subtraction acts on its result", "")
             found = (
                 None
                 if current.node.meta.get("written")
@@ -302,9 +294,7 @@ def _read(search: _Search, value: Value, *, alone: bool) -> list[_Use] | _Obstac
             if layer is None:
                 name = op_name(whole if isinstance(whole, Node) else reader)
                 where = trace.module_of(reader)
-                return _Obstacle(
-                    f"its result is read by {name}, which is not a linear layer", where
-                )
+                return Obstacle(f"its result is read by {name}, which is not a linear layer", where)
             uses.append(_Use(value.trace, layer))
     return uses
 
@@ -354,7 +344,7 @@ def _reads_given_value(search: _Search, position: int, reader: Node) -> bool:
     return given in trace.inputs
 
 
-def _layers_obstacle(search: _Search, uses: list[_Use], biased: bool) -> _Obstacle | None:
+def _layers_obstacle(search: _Search, uses: list[_Use], biased: bool) -> Obstacle | None:
     """Why the parameters of the linear layers cannot change; ``None`` if they can."""
     own: dict[str, set[tuple[int, Node]]] = {}
     for use in uses:
@@ -364,17 +354,17 @@ def _layers_obstacle(search: _Search, uses: list[_Use], biased: bool) -> _Obstac
         weight, _, bias = use.to_edit
         if biased and bias is None:
             reason = "a linear layer that reads it has no bias to merge its bias into"
-            return _Obstacle(reason, weight)
+            return Obstacle(reason, weight)
         for name in filter(None, (weight, bias)):
             elsewhere = search.readers[name] - own[name]
             if any(not _reads_given_value(search, *reader) for reader in elsewhere):
                 reason = "a linear layer that reads it has a parameter that is also used elsewhere"
-                return _Obstacle(reason, name)
+                return Obstacle(reason, name)
             if not search.single(name):
                 reason = "a linear layer that reads it has a tied or differently stored parameter"
-                return _Obstacle(reason, name)
+                return Obstacle(reason, name)
     layers = {use.to_edit for use in uses}
     names = [name for weight, _, bias in layers for name in (weight, bias) if name]
     if twice := sorted(name for name in names if names.count(name) > 1):
-        return _Obstacle("linear layers that read it share a parameter", twice[0])
+        return Obstacle("linear layers that read it share a parameter", twice[0])
     return None

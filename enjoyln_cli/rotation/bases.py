@@ -83,7 +83,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What keeps a basis from being turned."""
+    """What keeps a basis from being turned, or a norm from being merged."""
 
     reason: str
     culprit: str

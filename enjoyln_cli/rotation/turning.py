@@ -6,7 +6,7 @@ parameters is not stored, or is locked, or if a parameter would be turned in two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -68,26 +68,33 @@ class Rotations:
 def rotations(problem: Problem, values: bool) -> Rotations:
     """All bases of the stated model; with ``values``, also those of the values of attention."""
     found = find_bases(problem.flow, problem.groups, values=values)
-    turned: list[tuple[Parameter, FoundBasis]] = []
+    nodes = parameter_nodes(problem.flow, problem.groups)[1]
+    turned: dict[str, list[Parameter]] = {}
     for basis in found:
         if basis.obstacle is None:
-            basis.obstacle = _obstacle(basis, problem, turned)
+            basis.obstacle = _obstacle(basis, problem, nodes, turned)
         if basis.obstacle is None:
-            turned += [(parameter, basis) for parameter in basis.parameters]
+            for parameter in basis.parameters:
+                turned.setdefault(parameter.name, []).append(parameter)
     return Rotations(tuple(found))
 
 
 def _obstacle(
-    basis: FoundBasis, problem: Problem, turned: Iterable[tuple[Parameter, FoundBasis]]
+    basis: FoundBasis,
+    problem: Problem,
+    nodes: Mapping[str, list[tuple[int, Node]]],
+    turned: Mapping[str, list[Parameter]],
 ) -> Obstacle | None:
-    """Why the parameters of a basis cannot be turned; ``None`` if they can."""
-    nodes = parameter_nodes(problem.flow, problem.groups)[1]
+    """Why the parameters of a basis cannot be turned; ``None`` if they can.
+
+    ``nodes`` are those of each parameter, and ``turned`` the parameters of earlier bases by name.
+    """
     for gain in basis.gains:
         for own_name in filter(None, (gain.weight, gain.bias)):
             if is_read_elsewhere(own_name, basis, gain, nodes[own_name]):
                 return Obstacle("the parameters of a norm are also used elsewhere", own_name)
-        own = Gain(gain.module, f"{gain.module}.weight", gain.bias, gain.offset)
-        if gain != own or gain.bias not in (None, f"{gain.module}.bias"):
+        usual = Gain(gain.module, f"{gain.module}.weight", gain.bias, gain.offset)
+        if gain != usual or gain.bias not in (None, f"{gain.module}.bias"):
             reason = "a vector multiplies it that is not the weight of a norm, or is tied"
             return Obstacle(reason, gain.weight)
     if not basis.parameters:
@@ -95,12 +102,12 @@ def _obstacle(
     for parameter in basis.parameters:
         if why := problem.locked(parameter):
             return Obstacle(why, parameter.name)
-    everything = [*turned, *((parameter, basis) for parameter in basis.parameters)]
+    own: dict[str, list[Parameter]] = {}
     for parameter in basis.parameters:
-        for other, owner in everything:
-            same = owner is basis and other == parameter
-            if other.name == parameter.name and not same and _overlap(other.axis, parameter.axis):
-                return Obstacle("a parameter of it would be turned in two ways", parameter.name)
+        others = (*turned.get(parameter.name, ()), *own.get(parameter.name, ()))
+        if any(_overlap(other.axis, parameter.axis) for other in others):
+            return Obstacle("a parameter of it would be turned in two ways", parameter.name)
+        own.setdefault(parameter.name, []).append(parameter)
     return None
 
 

@@ -56,6 +56,7 @@ from enjoyln_cli.events import Event, default_listener, write_or_warn
 from enjoyln_cli.fs.digests import digest_of_file
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rotation.given_matrices import give_matrices
 from enjoyln_cli.verification.config_differences import differing_settings
 from enjoyln_cli.verification.nonfinite import failure
 from enjoyln_cli.verification.runs import Measurement, Subject, measure, worst_first
@@ -335,7 +336,11 @@ def _plan_of(folded: Checkpoint, trust_remote_code: bool) -> Plan:
 
     shapes = {name: stored.shape for name, stored in folded.tensors.items()}
     config = load_config(folded.source, trust_remote_code)
-    return to_plan(load_recipe(folded.source.path / RECIPE_FILE), shapes, config=config)
+    recipe = load_recipe(folded.source.path / RECIPE_FILE)
+    plan = to_plan(recipe, shapes, config=config)
+    if matrix := recipe.options.get("matrix"):
+        plan = give_matrices(plan, folded.source.path / str(matrix))
+    return plan
 
 
 def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -14,13 +14,20 @@ import transformers
 from commands import good, refused
 from fold_cases import written
 from live_models import CHECKPOINTS
+from safetensors.torch import save_file
 
 from enjoyln_cli import from_pretrained, verify
 from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.conversion.fold import convert
-from enjoyln_cli.errors import NothingToFold, OutputError, RecipeError, VerificationFailed
+from enjoyln_cli.errors import (
+    BadCheckpoint,
+    NothingToFold,
+    OutputError,
+    RecipeError,
+    VerificationFailed,
+)
 from enjoyln_cli.plan import edits, rotation
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Options, Plan
@@ -32,6 +39,7 @@ from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite import steps
 from enjoyln_cli.rewrite.directory import fold_checkpoint
+from enjoyln_cli.rotation.given_matrices import give_matrices
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -238,3 +246,101 @@ def test_a_fold_measures_no_quantisation(tmp_path: Path) -> None:
     assert result.verification is not None
     assert result.verification.quantised == {}
     assert result.verification.readers == []
+
+
+def test_a_recipe_has_the_seed(out: Path, tmp_path: Path) -> None:
+    recipe = out / "enjoyln_recipe.yaml"
+    good("rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--untie", "--recipe", recipe)
+    one, same = (folder / "model.safetensors" for folder in (out, tmp_path / "out"))
+    assert one.read_bytes() == same.read_bytes()
+
+
+def orthogonal(size: int, seed: int, fixes_ones: bool) -> torch.Tensor:
+    """A random orthogonal float64 matrix, with ``Q 1 = 1`` if asked."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(size, size, dtype=torch.float64, generator=generator)
+    if not fixes_ones:
+        return torch.linalg.qr(found)[0].contiguous()
+    ones = torch.full((size, 1), size**-0.5, dtype=torch.float64)
+    basis = torch.linalg.qr(torch.cat([ones, found[:, 1:]], 1))[0][:, 1:]
+    rest = torch.linalg.qr(found[1:, 1:])[0]
+    return (basis @ rest @ basis.T + 1 / size).contiguous()
+
+
+STREAM, VALUES = "transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"
+
+
+def test_matrices_of_a_file_are_used_kept_and_verified(tmp_path: Path) -> None:
+    stream, values = orthogonal(96, 0, True), orthogonal(24, 1, False)
+    save_file({STREAM: stream.float(), VALUES: values}, tmp_path / "own.safetensors")
+    out, again = tmp_path / "out", tmp_path / "again"
+    good(
+        "rotate",
+        CHECKPOINTS / "gpt2",
+        "-o",
+        out,
+        "--untie",
+        "--matrix",
+        tmp_path / "own.safetensors",
+    )
+    before, after = (
+        transformers.GPT2LMHeadModel.from_pretrained(path, dtype=torch.float64)
+        for path in (CHECKPOINTS / "gpt2", out)
+    )
+    found = after.transformer.wte.weight - before.transformer.wte.weight @ stream.T
+    scale = float(before.transformer.wte.weight.abs().max())
+    assert float(found.detach().abs().max()) < 1e-5 * scale  # the file is in float32
+    assert verify(out).passed
+    recipe = out / "enjoyln_recipe.yaml"
+    good("rotate", CHECKPOINTS / "gpt2", "-o", again, "--untie", "--recipe", recipe)
+    same = transformers.GPT2LMHeadModel.from_pretrained(again, dtype=torch.float64)
+    assert torch.equal(same.transformer.wte.weight, after.transformer.wte.weight)
+
+
+def test_learned_matrices_are_known_by_spinquants_names(tmp_path: Path) -> None:
+    """``R1`` and ``R2`` multiply rows from the right."""
+    plan = plan_of("gpt2")
+    learned = {"R1": orthogonal(96, 2, True), "transformer.h.0.attn.R2": orthogonal(24, 3, False)}
+    torch.save(learned, tmp_path / "R.bin")
+    given = {one.name: one.given for one in give_matrices(plan, tmp_path / "R.bin").bases}
+    turned = given.pop(STREAM)
+    assert turned is not None
+    torch.testing.assert_close(turned.values, learned["R1"].T, rtol=0, atol=1e-13)
+    first = given.pop("transformer.h.0.attn.c_attn.weight")
+    assert first is not None
+    assert set(given.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"R3": torch.eye(96)}, "R3 is no basis that turns"),
+        ({STREAM: torch.eye(95)}, "has shape [95, 95], but needs [96, 96]"),
+        ({STREAM: 1.01 * torch.eye(96)}, "is not orthogonal"),
+        ({STREAM: orthogonal(96, 4, False)}, "moves the vector of ones"),
+        ({STREAM: torch.full((96, 96), torch.nan)}, "is not orthogonal"),
+    ],
+)
+def test_wrong_matrices_are_refused_by_name(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], reason: str
+) -> None:
+    file = tmp_path / "own.safetensors"
+    save_file(tensors, file)
+    said = refused(
+        "rotate", CHECKPOINTS / "gpt2", "-o", tmp_path / "out", "--untie", "--matrix", file
+    )
+    assert reason in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_without_matrices_is_refused(tmp_path: Path) -> None:
+    plan = plan_of("gpt2")
+    for name in ("own.safetensors", "R.bin"):
+        with pytest.raises(BadCheckpoint, match="no such file"):
+            give_matrices(plan, tmp_path / name)
+        (tmp_path / name).write_bytes(b"not tensors")
+        with pytest.raises(BadCheckpoint, match=name):
+            give_matrices(plan, tmp_path / name)
+    torch.save([1, 2], tmp_path / "R.bin")
+    with pytest.raises(BadCheckpoint, match="not a dictionary"):
+        give_matrices(plan, tmp_path / "R.bin")

@@ -1,0 +1,112 @@
+"""Matrices that the user gives instead of a seed, for example learned ones (SpinQuant's ``R.bin``).
+
+A file names a matrix ``Q`` of shape ``(size, size)`` for each of some bases; the values of a basis
+become ``Q x``. SpinQuant's names are known as well: ``R1`` for every residual stream, and
+``model.layers.0.self_attn.R2`` for the values of an attention. Its matrices multiply row vectors
+from the right, so they are transposed.
+
+A matrix that was learned in float32 is orthogonal up to rounding only. It is replaced by the
+nearest orthogonal one in float64: by ``U V^T`` of its singular value decomposition ``U S V^T``. If
+the basis has a LayerNorm inside, ``Q 1 = 1`` has to hold as well; then the same is done with the
+part of ``Q`` that acts on vectors of mean zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.plan.plan import Basis, Plan
+from enjoyln_cli.plan.rotation import GivenMatrix
+from enjoyln_cli.text import did_you_mean, first_line
+
+LIMIT = 1e-3
+"""Largest entry of ``Q Q^T - I`` and of ``Q 1 - 1`` that is taken for rounding."""
+
+
+def give_matrices(plan: Plan, path: Path) -> Plan:
+    """The plan with the matrices of a file; bases that the file does not name keep their seed's.
+
+    ``path`` is a safetensors file, or one that ``torch.save`` wrote. Raises ``BadCheckpoint`` if it
+    cannot be read, or if one of its matrices belongs to no turned basis, has another size, is not
+    orthogonal, or does not fix the vector of ones where it has to.
+    """
+    given: dict[str, GivenMatrix] = {}
+    for key, found in _read(path).items():
+        bases = list(_bases_named(key, plan))
+        if not bases:
+            names = [basis.name for basis in plan.turned]
+            remedy = did_you_mean(key, names, 1) or "the recipe of a rotation lists them"
+            raise BadCheckpoint(f"{path}: {key} is no basis that turns; {remedy}")
+        for basis, transposed in bases:
+            matrix = found.double().T if transposed else found.double()
+            given[basis.name] = _nearest_orthogonal(f"{path}: {key}", matrix, basis)
+    turned = tuple(replace(one, given=given.get(one.name)) for one in plan.bases)
+    return replace(plan, bases=turned)
+
+
+def _bases_named(key: str, plan: Plan) -> Iterator[tuple[Basis, bool]]:
+    """The turned bases that a matrix is for, and whether it is transposed there."""
+    module, _, last = key.rpartition(".")
+    for basis in plan.turned:
+        is_learned_stream = key == "R1" and basis.kind == "stream"
+        within = last == "R2" and basis.name.startswith(f"{module}.")
+        if key == basis.name:
+            yield basis, False
+        elif is_learned_stream or (within and basis.kind == "values"):
+            yield basis, True
+
+
+def _read(path: Path) -> Mapping[str, torch.Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{path}: no such file") from None
+    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError) as error:
+        raise BadCheckpoint(f"{path}: cannot be read ({first_line(error)})") from error
+    except Exception as error:  # pickle raises many kinds
+        raise BadCheckpoint(f"{path}: not a file of tensors ({first_line(error)})") from error
+    if not isinstance(found, dict) or not all(torch.is_tensor(one) for one in found.values()):
+        raise BadCheckpoint(f"{path}: not a dictionary of tensors")
+    return found
+
+
+def _nearest_orthogonal(where: str, matrix: torch.Tensor, basis: Basis) -> GivenMatrix:
+    size = basis.size
+    if matrix.shape != (size, size):
+        raise BadCheckpoint(f"{where} has shape {list(matrix.shape)}, but needs {[size, size]}")
+    one = torch.eye(size, dtype=torch.float64)
+    off = float((matrix @ matrix.T - one).abs().max())
+    if not off <= LIMIT:
+        raise BadCheckpoint(
+            f"{where} is not orthogonal: an entry of Q Q^T is off by {off:.1g} (limit {LIMIT})"
+        )
+    ones = torch.ones(size, dtype=torch.float64)
+    if basis.fixes_ones:
+        off = float((matrix @ ones - ones).abs().max())
+        if not off <= LIMIT:
+            raise BadCheckpoint(
+                f"{where} moves the vector of ones by {off:.1g} (limit {LIMIT}), but {basis.name} "
+                "is normalised by LayerNorm, which would see that; learn one with Q 1 = 1, or fold "
+                "the norms (enjoyln fold) and rotate with RMSNorm tools"
+            )
+        rest = torch.linalg.qr(torch.cat([ones.unsqueeze(1), one[:, 1:]], 1))[0][:, 1:]
+        matrix = rest @ _orthogonal(rest.T @ matrix @ rest) @ rest.T + 1 / size
+    else:
+        matrix = _orthogonal(matrix)
+    matrix = matrix.contiguous()
+    return GivenMatrix(hashlib.sha256(matrix.numpy().tobytes()).hexdigest(), matrix)
+
+
+def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    left, _, right = torch.linalg.svd(matrix)
+    return left @ right
