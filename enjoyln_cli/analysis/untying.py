@@ -20,6 +20,7 @@ from enjoyln_cli.checkpoint.config import raw_config, set_entry, with_entries
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models import classes
+from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan, Setting, UntiedParameter
 
 FLAG = "tie_word_embeddings"
@@ -180,17 +181,14 @@ def _loads(before: Candidate, after: Candidate, names: Iterable[str]) -> bool:
 
 
 def untie(plan: Plan, apart: Apart) -> Plan:
-    """The plan with the copies, or without them if it changes none of the tied parameters.
+    """The plan with the copies, or without them if it changes all tied parameters alike, or none.
 
     The untied names are dropped from ``plan.unproven``: a copy that no trace reads needs no proof.
     """
     concerned = {name for one in apart.untied for name in (one.parameter, one.source)}
     left = tuple(name for name in plan.unproven if name not in concerned)
     plan = replace(plan, unproven=left)
-    edited = {writer.parameter for writer in plan.writers}
-    edited |= {part.parameter for mlp in plan.widened for part in mlp.parts}
-    edited |= {named.parameter for merge in plan.merged for named in merge.names}
-    edited |= {reader.weight.parameter for merge in plan.merged for reader in merge.readers}
-    if concerned.isdisjoint(edited):
+    edits = edits_of(plan, held=True)
+    if all(edits.get(one.parameter) == edits.get(one.source) for one in apart.untied):
         return plan
     return replace(plan, untied=apart.untied, settings=(*plan.settings, *apart.settings))

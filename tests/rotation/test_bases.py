@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,6 +157,34 @@ def test_a_decoding_step_uses_the_cache_of_the_rotated_model() -> None:
         own = original(ids, use_cache=True).past_key_values.layers[0]
     torch.testing.assert_close(keys[:, :, :7], own.keys, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(values[:, :, :7], own.values, atol=1e-2)
+
+
+def test_a_tied_weight_that_turns_on_one_side_alone_is_untied() -> None:
+    """ELECTRA's head reads the stream behind its GELU, which stays; the embedding turns."""
+    settings = {**TOKENS, "embedding_size": 12, "hidden_size": 24, "num_hidden_layers": 1,
+                "num_attention_heads": 4, "intermediate_size": 33}  # fmt: skip
+    config = CONFIG_MAPPING["electra"](**settings)
+    untied = replace(ROTATED, untie=True)
+    plan = analyze_config(config, model_class="ElectraForMaskedLM", options=untied).plan
+    assert [one.parameter for one in plan.untied] == ["generator_lm_head.weight"]
+    assert "electra.embeddings.word_embeddings.weight" in [basis.name for basis in plan.turned]
+    original = live("ElectraForMaskedLM", config)
+    assert far(rotated(original, plan), original, ()) <= 1e-12
+    tied = analyze_config(config, model_class="ElectraForMaskedLM", options=ROTATED).plan
+    assert "electra.embeddings.word_embeddings.weight" not in [one.name for one in tied.turned]
+
+
+def test_a_tied_weight_that_turns_alike_on_both_sides_stays_tied() -> None:
+    """OLMo's norms have no weight, so nothing stands between its embedding and its head."""
+    settings = {**LLAMA, "tie_word_embeddings": True}
+    config = config_of("olmo", settings)
+    untied = replace(ROTATED, untie=True)
+    plan = analyze_config(config, model_class="OlmoForCausalLM", options=untied).plan
+    assert [basis.kind for basis in plan.turned].count("stream") == 1
+    assert plan.untied == ()
+    original = live("OlmoForCausalLM", config)
+    assert original.lm_head.weight is original.model.embed_tokens.weight
+    assert far(rotated(original, plan), original, ()) <= 1e-12
 
 
 def test_a_tied_head_turns_with_its_embedding_if_no_weight_is_in_between() -> None:
