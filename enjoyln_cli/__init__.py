@@ -53,8 +53,9 @@ if TYPE_CHECKING:
     from enjoyln_cli.recipe.read import load_recipe
     from enjoyln_cli.rewrite.in_memory import centre_parameters
     from enjoyln_cli.runtime.install import install
-    from enjoyln_cli.runtime.loading import from_pretrained, optimize, refold
+    from enjoyln_cli.runtime.loading import from_pretrained, refold
     from enjoyln_cli.runtime.quantizer import EnjoyLNConfig
+    from enjoyln_cli.verification.measured_norms import optimize
     from enjoyln_cli.verification.verify import verify
 
 __version__ = "0.1.0"
@@ -101,7 +102,7 @@ _LAZY = {
     "from_pretrained": ("enjoyln_cli.runtime.loading", "from_pretrained"),
     "install": ("enjoyln_cli.runtime.install", "install"),
     "load_recipe": ("enjoyln_cli.recipe.read", "load_recipe"),
-    "optimize": ("enjoyln_cli.runtime.loading", "optimize"),
+    "optimize": ("enjoyln_cli.verification.measured_norms", "optimize"),
     "push": ("enjoyln_cli.publish.push", "push"),
     "refold": ("enjoyln_cli.runtime.loading", "refold"),
     "unfold": ("enjoyln_cli.conversion.unfold", "unfold"),

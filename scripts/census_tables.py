@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -69,9 +70,11 @@ def summary(rows: list[dict[str, Any]]) -> str:
     import torch
     import transformers
 
-    latest = {(row["type"], row["class"], "options" in row): row for row in rows}
-    rows = [row for row in latest.values() if "options" not in row]
+    modes = ("options", "rotate")
+    latest = {(row["type"], row["class"], *(m in row for m in modes)): row for row in rows}
+    rows = [row for row in latest.values() if not any(mode in row for mode in modes)]
     optional = [row for row in latest.values() if "options" in row]
+    turned = [row for row in latest.values() if "rotate" in row]
     with_norms = [row for row in rows if row["status"] not in ("no class", "no LayerNorm")]
     done = [row for row in with_norms if "audit" in row]
     lines = [
@@ -115,6 +118,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         if "audit" not in row:
             why = row.get("failure", "").replace("|", "/").replace("\n", " ")[:110]
             lines.append(f"| {row['type']} | {row['class']} | {_obstacle(row)} | {why} |")
+    lines += _rotated(turned) if turned else []
     return "\n".join(lines) + "\n"
 
 
@@ -174,6 +178,62 @@ def _reasons(done: list[dict[str, Any]]) -> list[str]:
     for reason, types in sorted(found.items(), key=lambda item: -len(set(item[1]))):
         lines.append(f"| {reason} | {len(types)} | {len(set(types))} |")
     return [*lines, ""]
+
+
+BASES = ("stream", "values", "heads")
+"""The kinds of bases: residual streams, values of attentions, and heads with norms of their own."""
+
+
+def _rotated(rows: list[dict[str, Any]]) -> list[str]:
+    """What turns in each class that was rotated, and why the other bases stay."""
+    done = [row for row in rows if "error" in row]
+    seen = [row for row in rows if "turned" in row]
+    wrong = [row for row in done if row["status"] == "wrong"]
+    exact = [row["error"] for row in done if row["dtype"] == "float64" and row not in wrong]
+    single = [row["error"] for row in done if row["dtype"] == "float32" and row not in wrong]
+    turns = Counter(kind for row in seen for kind in row["turned"])
+    stays = Counter(kind for row in seen for kind, *_ in row["not_turned"])
+    counts = ", ".join(f"{turns[kind]} of {turns[kind] + stays[kind]} {kind}" for kind in BASES)
+    lines = [
+        "",
+        "## Rotated",
+        "",
+        f"{len(seen)} classes ({len({row['type'] for row in seen})} types) under "
+        "`enjoyln rotate --untie`, without `--untie` where a class cannot untie. The rotated model "
+        "runs in its own class, with random weights, on three seeded inputs and the optional "
+        "inputs of the proof that do not turn.",
+        "",
+        f"* Bases that turn: {counts}.",
+        f"* {len(done)} classes turn something and were compared. Wrong rotations: {len(wrong)}. "
+        f"Largest error in float64 {max(exact, default=0):.0e} ({len(exact)} classes), in float32 "
+        f"{max(single, default=0):.0e} ({len(single)}).",
+        "",
+        "| why a basis stays | streams | values | heads | types |",
+        "|---|---|---|---|---|",
+    ]
+    reasons: dict[str, list[tuple[str, str]]] = {}
+    for row in seen:
+        for kind, reason, _ in row["not_turned"]:
+            short = re.sub(r" from \(.*?\) to \(.*?\)", "", reason)
+            reasons.setdefault(short, []).append((kind, row["type"]))
+    for reason, found in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        kinds = Counter(kind for kind, _ in found)
+        cells = [reason, *(kinds[kind] or "" for kind in BASES), len({name for _, name in found})]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += [
+        "",
+        "What turns in each class, as a number of all bases of the kind:",
+        "",
+        "| type | class | streams | values | heads | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in sorted(seen, key=lambda row: (row["type"], row["class"])):
+        turned, kept = Counter(row["turned"]), Counter(kind for kind, *_ in row["not_turned"])
+        every = turned + kept
+        cells = [f"{turned[k]}/{every[k]}" if every[k] else "" for k in BASES]
+        error = f"{row['error']:.0e}" if "error" in row else ""
+        lines.append(f"| {row['type']} | {row['class']} | {' | '.join(cells)} | {error} |")
+    return lines
 
 
 def _with_options(optional: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -20,11 +21,17 @@ from torch._subclasses import FakeTensor
 from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.plan.mean_units import Units
 from enjoyln_cli.runtime.adapters import require_additive_adapter
-from enjoyln_cli.runtime.hooks import encoder_of, enter_of
+from enjoyln_cli.runtime.hooks import encoder_of, enter_of, entries
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.neutral import neutral_parameters, set_flags
 from enjoyln_cli.runtime.scope import Enter
-from enjoyln_cli.runtime.structure import KeepStructure, Snapshot, set_trouble, trouble_with
+from enjoyln_cli.runtime.structure import (
+    KeepStructure,
+    Snapshot,
+    Structure,
+    set_trouble,
+    trouble_with,
+)
 from enjoyln_cli.runtime.weight_check import (
     WatchList,
     check_centred,
@@ -64,9 +71,19 @@ class KeepCentred(KeepStructure):
         self.values: Any = Values(model, self.paths)
         set_flags(model, self.merged)
         self.trained = -1
+        self.accepted: Accepted | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "values": None}
+        return {**super().__getstate__(), "values": None, "accepted": None}
+
+    def accept(self, model: nn.Module) -> None:
+        """Take the weights as they are now for centred, until one of them changes."""
+        self.accepted = Accepted(Structure(model, self.built.loose), Values(model, self.paths))
+        self.values = None
+
+    def take_back(self) -> None:
+        """Undo ``accept``."""
+        self.accepted = self.values = None
 
     def unchanged(self) -> bool:
         """Whether modules, tensors and their values are those of the last check."""
@@ -89,11 +106,22 @@ class KeepCentred(KeepStructure):
             seen.moved = False
 
     def _compare(self, model: nn.Module) -> None:
+        if self.accepted is not None and self.accepted.values.are_those_of_model():
+            self.accepted.structure.compare(model)
+            return
         for path, (kind, dim) in self.linear.items():
             with suppress(AttributeError):  # a layer that was removed
                 require_additive_adapter(path, model.get_submodule(path), kind, dim)
         self.built.compare(model)
         check_centred(model, self.watch)
+
+
+@dataclass(frozen=True, eq=False)
+class Accepted:
+    """A model whose weights are not centred, but whose error with RMSNorm was measured."""
+
+    structure: Structure
+    values: Values
 
 
 class Values:
@@ -122,6 +150,10 @@ class Values:
             and [*map(torch.Tensor.data_ptr, self.counted)] == self.addresses
             and all(_is_absent(group.get(name)) for group, name in self.absent)
         )
+
+    def are_those_of_model(self) -> bool:
+        """Whether the model still has the same tensors, and they are unchanged."""
+        return self.unchanged() and all(group.get(name) is t for group, name, t in self.facts)
 
 
 def _is_absent(tensor: Any) -> bool:
@@ -179,6 +211,12 @@ def keep_centred(
             inner = reference.get_submodule(path) if reference is not None else None
             entry.check = KeepCentred(watch, module, inner, outer)
             outer = entry
+
+
+def weight_checks(model: nn.Module) -> list[tuple[nn.Module, KeepCentred]]:
+    """The modules in ``model`` whose calls check weights, with their checks."""
+    found = ((module, entry.check) for module, entry in entries(model))
+    return [(module, check) for module, check in found if isinstance(check, KeepCentred)]
 
 
 def _unedited(model: Any) -> nn.Module | None:

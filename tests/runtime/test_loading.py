@@ -31,7 +31,7 @@ from transformers import (
 
 from enjoyln_cli import EnjoyLNConfig, fold, from_pretrained, optimize, refold
 from enjoyln_cli.checkpoint.marker import proof_of
-from enjoyln_cli.errors import BadCheckpoint, NotCentred, UnsupportedModel
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, NotCentred, UnsupportedModel
 from enjoyln_cli.runtime.hooks import input_means
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import is_nested
@@ -655,6 +655,45 @@ def test_linears_that_are_quantised_after_loading(outs: dict[str, Path]) -> None
         optimize(stock)
     with pytest.raises(NotCentred, match=r"q_proj: is quantised \(int8\), so its output"):
         refold(model)
+
+
+def test_a_quantised_model_runs_rmsnorm_where_that_was_measured_to_be_as_good(
+    outs: dict[str, Path],
+) -> None:
+    given = inputs("phi")
+    model = optimize(quantise(AutoModelForCausalLM.from_pretrained(outs["phi"])).eval(), given)
+    assert computes_rms(model, given)
+    stock, exact = quantise(original("phi")).eval(), original("phi")
+    assert error(model, exact, given) <= 1.25 * 1.05 * error(stock, exact, given)
+    with pytest.warns(UserWarning, match="computing LayerNorm: .* is quantised"):
+        assert not computes_rms(copy.deepcopy(model), given)  # copies check the weights again
+    with torch.no_grad():
+        model.model.layers[1].mlp.fc2.weight.add_(3)
+    with pytest.warns(UserWarning, match="computing LayerNorm: .* is quantised"):
+        assert not computes_rms(model, given)
+
+
+def test_a_quantised_model_keeps_layernorm_where_rmsnorm_is_worse(outs: dict[str, Path]) -> None:
+    """All centred weights get a mean, which LayerNorm does not see."""
+    given = inputs("phi")
+    model = quantise(AutoModelForCausalLM.from_pretrained(outs["phi"])).eval()
+    for block in model.model.layers:
+        block.mlp.fc2.bias.data.add_(0.5)
+    with pytest.warns(UserWarning, match=r"computing LayerNorm: its error is .* \(limit 1.25"):
+        optimize(model, [given, given], exact=original("phi"))
+    assert not computes_rms(model, given)
+
+
+def test_a_measurement_needs_inputs_and_something_to_compare_with(outs: dict[str, Path]) -> None:
+    model = quantise(AutoModelForCausalLM.from_pretrained(outs["phi"])).eval()
+    with pytest.raises(UnsupportedModel, match="needs inputs for one model; there are no inputs"):
+        optimize(model, [])
+    model.config._name_or_path = ""
+    with pytest.raises(UnsupportedModel, match="not known which checkpoint .* pass exact="):
+        optimize(model, inputs("phi"))
+    model.config._name_or_path = str(outs["phi"] / "gone")
+    with pytest.raises(EnjoyLNError, match="gone"):
+        optimize(model, inputs("phi"))
 
 
 @pytest.mark.slow
