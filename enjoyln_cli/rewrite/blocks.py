@@ -8,9 +8,11 @@ instead of 0.5.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -24,6 +26,7 @@ from enjoyln_cli.archive.residuals import corrections
 from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, bytes_of, read_at
 from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import digest_of_piece
+from enjoyln_cli.models.memory import available_memory
 from enjoyln_cli.plan.edits import Edit, EditInputs, apply_in_pieces, to_float64
 from enjoyln_cli.rewrite import steps
 from enjoyln_cli.rewrite.journal import Piece, Read, note_read
@@ -41,6 +44,10 @@ from enjoyln_cli.rewrite.steps import (
     spans,
 )
 
+LARGE = 1 << 26
+"""Steps that need more bytes wait for one another, and keep no memory afterwards."""
+COPIES = 3
+"""Memory of such a step, in sizes of what it reads: that, the result, and what is in between."""
 PAGE = 4096
 """Direct writes (``O_DIRECT``) need multiples of this as offset, address and size."""
 
@@ -93,6 +100,36 @@ class Lane:
     read: mmap = field(default_factory=lambda: pages(PAGE))
     rounded: mmap = field(default_factory=lambda: pages(PAGE))
     wide: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+
+
+class Room:
+    """Half of the memory that is available at first, for steps that need much of it.
+
+    A step that needs more than is left waits; one that needs more than all runs alone.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._limit: float | None = None
+        self._used = 0
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        with self._changed:
+            if self._limit is None:
+                self._limit = (available_memory() or math.inf) / 2
+            limit = self._limit
+            self._changed.wait_for(lambda: not self._used or self._used + nbytes <= limit)
+            self._used += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= nbytes
+                self._changed.notify_all()
+
+
+_ROOM = Room()
 
 
 @dataclass(frozen=True)
@@ -170,13 +207,31 @@ def _edit_in_memory(
     nonfinite: bool,
 ) -> None:
     """Read, edit and write ``rows`` slices of the tensor from slice ``first`` on, or all."""
-    scratch, shape, dtype = lane, ends.slot.stored.shape, FLOATS[ends.slot.dtype]
+    shape = ends.slot.stored.shape
     if rows is not None:
         values, shape = values.part(edit, 0, first, rows), (rows, *shape[1:])
-    width = prod(shape[1:])
-    x = elements(scratch, ends, first * width, prod(shape))
+    nbytes = COPIES * prod(shape) * DTYPES[ends.slot.stored.dtype].itemsize
+    if nbytes <= LARGE:
+        _edit_slices(lane, ends, edit, values, first, shape, nonfinite)
+        return
+    with _ROOM.taken(nbytes):
+        _edit_slices(Lane(), ends, edit, values, first, shape, nonfinite)
+
+
+def _edit_slices(
+    lane: Lane,
+    ends: Ends,
+    edit: Edit,
+    values: EditInputs,
+    first: int,
+    shape: tuple[int, ...],
+    nonfinite: bool,
+) -> None:
+    """``_edit_in_memory`` for slices of ``shape`` and their ``values``, in the lane's buffers."""
+    dtype, width = FLOATS[ends.slot.dtype], prod(shape[1:])
+    x = elements(lane, ends, first * width, prod(shape))
     into = edit.shape(shape)
-    data = output_buffer(scratch, ends, first * width * dtype.itemsize, prod(into) * dtype.itemsize)
+    data = output_buffer(lane, ends, first * width * dtype.itemsize, prod(into) * dtype.itemsize)
     y = torch.frombuffer(data, dtype=dtype)
     kept = y.view(into)
     try:
