@@ -244,6 +244,18 @@ class _Search:
         else:
             self.found.inputs[name] = None
 
+    def require_own_inputs(self) -> None:
+        """Stop at an input of the basis that the model never computes by itself.
+
+        Who gives ``inputs_embeds`` can take them from the model; ``input_features`` come from
+        elsewhere, and so in the old basis.
+        """
+        reached = {seen.trace for seen in self.seen if seen.node.op == "call_function"}
+        for name in self.found.inputs:
+            needed = all(name in self.flow.traces[at].inputs.values() for at in reached)
+            if needed and self.found.obstacle is None:
+                self.found.obstacle = Obstacle("it is an input that the model never computes", name)
+
     def down(self, value: Value) -> None:
         """Visit everything that is computed from the value."""
         trace, node, axis = value.trace, value.node, value.axis
@@ -448,6 +460,7 @@ def find_bases(flow: Flow, groups: Mapping[str, str], *, values: bool) -> list[F
         basis = FoundBasis(size=value.axis.size, carries_values=carries)
         search = _Search(flow, groups, named, nodes, basis)
         search.run(value)
+        search.require_own_inputs()
         seen |= search.seen
         found.append(basis)
     return found

@@ -359,6 +359,24 @@ def test_a_zero_in_a_weight_keeps_the_bias_from_being_divided() -> None:
     assert kept.culprit == "last" and "has a zero" in kept.reason
 
 
+def test_an_input_that_the_model_never_computes_stays() -> None:
+    """``inputs_embeds`` can come from the rotated model, ``input_features`` can not."""
+    small = {"hidden_size": 24, "speech_encoder_layers": 1, "speech_encoder_attention_heads": 4,
+             "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+             "decoder_attention_heads": 4, "encoder_ffn_dim": 33, "decoder_ffn_dim": 33,
+             "speech_encoder_intermediate_size": 33, "feature_projection_input_dim": 10,
+             "vocab_size": 37, "t2u_encoder_attention_heads": 4,
+             "t2u_decoder_attention_heads": 4}  # fmt: skip
+    config = CONFIG_MAPPING["seamless_m4t"](**small)
+    plan = analyze_config(config, model_class="SeamlessM4TModel", options=ROTATED).plan
+    (kept,) = [one for one in plan.bases if one.culprit == "input_features"]
+    assert kept.reason == "it is an input that the model never computes"
+    assert kept.kind == "stream"
+    config = config_of("gpt2", {**GPT2, **UNTIED})
+    plan = analyze_config(config, model_class="GPT2LMHeadModel", options=ROTATED).plan
+    assert [one.inputs for one in plan.turned if one.kind == "stream"] == [("inputs_embeds",)]
+
+
 def test_another_seed_gives_other_weights_and_the_same_function() -> None:
     model = Stream(TURNS["nothing"])
     found = analyze_module(model, rows())
