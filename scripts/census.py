@@ -298,7 +298,7 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
         bound = 1e-4 if dtype == torch.float32 else 1e-9
         if row["error"] > bound:  # rounding alone may move an output that nearly cancels as far
             near = rounded(model)
-            found = [differing(outputs_of(run, near, dtype), expected[run]) for run in seeds]
+            found = [differing(outputs_of(run, near, dtype), expected[run]) for run in expected]
             row["own_rounding"] = max(found)
             bound = 10 * row["own_rounding"]
         row["status"] = "random" if same > 0 else "ok" if row["error"] <= bound else "wrong"

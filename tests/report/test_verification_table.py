@@ -14,7 +14,13 @@ from report_cases import CHECKED
 from enjoyln_cli.checkpoint.result_files import VERIFY_FILE
 from enjoyln_cli.cli import console
 from enjoyln_cli.publish import card
-from enjoyln_cli.report.verification_table import HEADS, NONE, count_inputs, verification_rows
+from enjoyln_cli.report.verification_table import (
+    NONE,
+    count_inputs,
+    quantisation_rows,
+    verification_heads,
+    verification_rows,
+)
 
 WHOLE = replace(
     CHECKED, worst_position_error=3e-7, worst_position_original=2e-7, max_position_ratio=10.0
@@ -24,8 +30,20 @@ WHOLE = replace(
 def test_an_object_and_its_file_give_the_same_rows() -> None:
     rows = verification_rows(vars(WHOLE))
     assert rows == verification_rows(json.loads(json.dumps(WHOLE.to_json())))
-    assert all(len(row) == len(HEADS) for row in rows)
+    assert all(len(row) == len(verification_heads(vars(WHOLE))) for row in rows)
     assert len(rows) == len({row[0] for row in rows}) == 9
+
+
+def test_quantisation_that_a_rotation_does_not_help_is_said_so() -> None:
+    errors = {"original": 0.1, "converted": 0.05}
+    found = {"quantised": {"W4A4": errors, "W4": {"original": 0.1, "converted": 0.099}}}
+    assert quantisation_rows(found) == [
+        ("W4A4 error", "0.05", "0.1", "simulated"),
+        ("W4 error", "0.099", "0.1", "simulated; rotating does not help"),
+    ]
+    assert verification_heads(found)[1] == "rotated"
+    for damaged in (None, [], {"W4": None}, {"W4": {"original": 1.0}}):
+        assert quantisation_rows({"quantised": damaged}) == []
 
 
 def test_the_terminal_and_the_card_show_the_same_rows(
