@@ -181,14 +181,19 @@ def _loads(before: Candidate, after: Candidate, names: Iterable[str]) -> bool:
 
 
 def untie(plan: Plan, apart: Apart) -> Plan:
-    """The plan with the copies, or without them if it changes all tied parameters alike, or none.
+    """The plan with the copies, or without them if it turns all tied parameters alike, or none.
 
     The untied names are dropped from ``plan.unproven``: a copy that no trace reads needs no proof.
     """
     concerned = {name for one in apart.untied for name in (one.parameter, one.source)}
     left = tuple(name for name in plan.unproven if name not in concerned)
     plan = replace(plan, unproven=left)
+    edited = {writer.parameter for writer in plan.writers}
+    edited |= {part.parameter for mlp in plan.widened for part in mlp.parts}
+    edited |= {named.parameter for merge in plan.merged for named in merge.names}
+    edited |= {reader.weight.parameter for merge in plan.merged for reader in merge.readers}
     edits = edits_of(plan, held=True)
-    if all(edits.get(one.parameter) == edits.get(one.source) for one in apart.untied):
+    alike = all(edits.get(one.parameter) == edits.get(one.source) for one in apart.untied)
+    if alike and concerned.isdisjoint(edited):
         return plan
     return replace(plan, untied=apart.untied, settings=(*plan.settings, *apart.settings))
