@@ -23,6 +23,7 @@ from enjoyln_cli.calls.calls import keeps_cache
 from enjoyln_cli.comparison.batches import Batch, most_tokens, unpadded_batch
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import dtype_of
+from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, returned_cache
 
 PHASES = ("prefill", "decode")
 STEPS = 16
@@ -117,7 +118,7 @@ def prompt(model: Any, size: Size, steps: int) -> Prompt | None:
         read = model(**start, use_cache=True)
     except TypeError:  # the class passes the keyword on to a function that does not take it
         return None
-    cache = getattr(read, "past_key_values", None)
+    cache = returned_cache(read)
     if cache is None:
         return None
     following: dict[str, Any] = {advancing: size.given[advancing][:, -1:]}
@@ -130,9 +131,11 @@ def prompt(model: Any, size: Size, steps: int) -> Prompt | None:
 def decode(model: Any, text: Prompt) -> Task:
     """Calls on single tokens, one after the other, each run from a copy of the same cache."""
 
+    name = cache_argument(model.forward) or CACHE
+
     def run(cache: Any) -> None:
         for _ in range(text.steps):
-            model(**text.following, past_key_values=cache, use_cache=True)
+            model(**text.following, **{name: cache}, use_cache=True)
 
     return Task(run, lambda: copy.deepcopy(text.cache), text.steps)
 

@@ -18,6 +18,7 @@ import torch
 from enjoyln_cli.calls.calls import Call, example, keeps_cache
 from enjoyln_cli.calls.input_forms import accepted_by
 from enjoyln_cli.calls.input_spec import Spec
+from enjoyln_cli.plan.cache_argument import NAMES
 from enjoyln_cli.plan.covered_calls import is_stock
 
 
@@ -38,7 +39,7 @@ def further_calls(model: Any, main: Call) -> Iterator[Call]:
             flags = {"use_cache": False}
             yield Call(f"{beside}, use_cache=False", (((), inputs),), flags, required=False)
     for inputs in (masked, bare) if len(bare) < len(masked) else (masked,):
-        yield from _one_more(model, inputs, {*masked, "past_key_values"})
+        yield from _one_more(model, inputs, {*masked, *NAMES})
 
 
 def _one_more(model: Any, inputs: dict[str, Any], known: set[str]) -> Iterator[Call]:

@@ -40,6 +40,7 @@ from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.classes import dtype_of
 from enjoyln_cli.models.meta_device import weightless, without_weights
 from enjoyln_cli.models.outputs import tensors_in
+from enjoyln_cli.plan.cache_argument import cache_argument
 from enjoyln_cli.plan.covered_calls import is_stock
 
 BATCH, TOKENS = 2, 7
@@ -203,7 +204,8 @@ def keeps_cache(model: Any) -> bool:
     """Whether a call can return a cache that the next one takes."""
     parameters = inspect.signature(model.forward).parameters
     any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return "past_key_values" in parameters and ("use_cache" in parameters or any_keyword)
+    takes = cache_argument(model.forward) is not None
+    return takes and ("use_cache" in parameters or any_keyword)
 
 
 def _step(model: Any, given: Inputs, seen: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

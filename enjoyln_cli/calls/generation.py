@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from enjoyln_cli.calls.calls import BATCH, TOKENS, Call
 from enjoyln_cli.models.meta_device import weightless, without_weights
+from enjoyln_cli.plan.cache_argument import CACHE, NAMES, cache_argument, returned_cache
 from enjoyln_cli.plan.covered_calls import is_stock
 
 _TURN = 3
@@ -56,9 +57,15 @@ def generated_calls(model: Any) -> Iterator[Call]:
 def _call(steps: list[Step]) -> Call:
     """The steps that use the cache, without the cache itself; only the first if none does."""
     (args, first), *others = steps
-    cache = first.pop("past_key_values", None)
-    caching = [step for step in others if step[1].pop("past_key_values", None) is not None]
+    cache = _taken(first)
+    caching = [step for step in others if _taken(step[1]) is not None]
     return Call("generate", ((args, first), *caching), required=False, cache=cache)
+
+
+def _taken(given: dict[str, Any]) -> Any:
+    """The cache among the arguments of a step, which it is taken from."""
+    found = [given.pop(name, None) for name in NAMES]
+    return next((cache for cache in found if cache is not None), None)
 
 
 def _recorded(model: nn.Module, tokens: int, padded: bool, options: dict[str, Any]) -> list[Step]:
@@ -90,7 +97,7 @@ def _recorded(model: nn.Module, tokens: int, padded: bool, options: dict[str, An
             found = generate(ids, 2, **options)
             if not options and tokens > 1:
                 turn = torch.cat((found.sequences, ids[:, : _TURN - 1]), 1)
-                generate(turn, 1, past_key_values=found.past_key_values)
+                generate(turn, 1, **{cache_argument(forward) or CACHE: returned_cache(found)})
     finally:
         if own:
             bare.forward = forward

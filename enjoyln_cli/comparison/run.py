@@ -21,7 +21,7 @@ from enjoyln_cli.kernels import literally
 from enjoyln_cli.models.classes import dtype_of
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.models.offload import on_disk
-from enjoyln_cli.models.outputs import CACHE, by_field, match_names
+from enjoyln_cli.models.outputs import by_field, is_in_cache, match_names
 
 Outputs = list[dict[str, torch.Tensor]]
 """One dict per batch, from output name to its tensor, on the CPU or memory-mapped from disk."""
@@ -77,7 +77,7 @@ def tensors(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Floating tensors of a model's output with their names, without the cache and losses."""
     for name, values in by_field(output).items():
         for value in values:
-            if value.is_floating_point() and value.ndim and CACHE not in name.split("."):
+            if value.is_floating_point() and value.ndim and not is_in_cache(name):
                 yield name, value
 
 

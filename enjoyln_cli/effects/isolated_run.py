@@ -38,6 +38,7 @@ from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.insertion_points import Places, mark_insertion_points
 from enjoyln_cli.models.norm_modules import NormRuns, watch_norms
 from enjoyln_cli.models.outputs import by_field, tensors_in
+from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, returned_cache
 
 
 class Steps(nn.Module):
@@ -126,7 +127,8 @@ class Steps(nn.Module):
     def _run(self, steps: Any) -> tuple[list[tuple[dict[str, list[torch.Tensor]], Any]], list[Any]]:
         returned: list[tuple[dict[str, list[torch.Tensor]], Any]] = []
         results: list[Any] = []
-        cache = {} if self.cache is None else {"past_key_values": _fresh(self.cache)}
+        name = cache_argument(self.model.forward) or CACHE
+        cache = {} if self.cache is None else {name: _fresh(self.cache)}
         inside: list[Any] = []
         if self.inner is not None:
             base = self.model.get_submodule(self.inner)
@@ -138,9 +140,9 @@ class Steps(nn.Module):
             results.append(result)
             require_finished(result)
             returned.append((by_field(result), tensors_in(inside)))
-            if getattr(result, "past_key_values", None) is None:
+            if (kept := returned_cache(result)) is None:
                 break
-            cache = {"past_key_values": result.past_key_values}
+            cache = {name: kept}
         if self.inner is not None:
             hook.remove()
         return returned, [results, inside]

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.plan.cache_argument import NAMES as CACHES
 from enjoyln_cli.text import did_you_mean
 
 ALONE = "output"
-CACHE = "past_key_values"
 STATES = "hidden_states"
 
 
@@ -81,7 +81,12 @@ def _walk(
 
 def is_fed_back(field: str, accepted: Collection[str]) -> bool:
     """Whether a later call may take the field as input: a cache, or an argument of ``forward``."""
-    return any(part == CACHE or part in accepted for part in field.split("."))
+    return any(part in CACHES or part in accepted for part in field.split("."))
+
+
+def is_in_cache(field: str) -> bool:
+    """Whether a field is part of a returned cache."""
+    return not {*CACHES}.isdisjoint(field.split("."))
 
 
 def match_names(patterns: Iterable[str], fields: Iterable[str]) -> frozenset[str]:
@@ -101,6 +106,6 @@ def require_named(patterns: Iterable[str], fields: Collection[str], model_class:
     """Raise ``EnjoyLNError`` for the first pattern that matches none of the fields."""
     for pattern in patterns:
         if not match_names((pattern,), fields):
-            known = sorted(field for field in fields if CACHE not in field.split("."))
+            known = sorted(field for field in fields if not is_in_cache(field))
             hint = did_you_mean(pattern, known) or f"it has {', '.join(known)}"
             raise EnjoyLNError(f"no output of {model_class} is called {pattern}; {hint}")

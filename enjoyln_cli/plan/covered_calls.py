@@ -38,6 +38,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.plan.cache_argument import in_plans, is_same_argument
 
 OTHER_CALLS = "any other call"
 """Entry of ``Plan.unproven``: every call whose form was not traced."""
@@ -151,10 +152,13 @@ class ProvenCalls:
     order: tuple[str, ...]
     """Names of the arguments that can be passed by position."""
     defaults: tuple[tuple[str, Plain], ...]
+    has_cache: bool = False
+    """Whether one argument takes a cache, by either name (see ``plan.cache_argument``)."""
 
     def uncovered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
         """The arguments because of which a call is not covered; empty if it is covered."""
-        given = call_arguments(self.order, dict(self.defaults), args, kwargs)
+        signature = (self.order, self.defaults, self.has_cache)
+        given = call_arguments(signature, args, kwargs)
         for form in self.forms:
             if len(form.arguments) == len(given) and not _differing(form, given):
                 return []
@@ -179,27 +183,35 @@ def _from(cls: type, packages: tuple[str, ...]) -> bool:
     return all(module.partition(".")[0] in packages for module in modules)
 
 
-def signature_of(module: nn.Module) -> tuple[tuple[str, ...], tuple[tuple[str, Plain], ...]]:
-    """The positional arguments of ``forward``, and the plain default values of all arguments."""
-    parameters = inspect.signature(module.forward).parameters.values()
+Signature = tuple[tuple[str, ...], tuple[tuple[str, Plain], ...], bool]
+
+
+def signature_of(module: nn.Module) -> Signature:
+    """The first fields of ``ProvenCalls``, after the forms.
+
+    These are the names of positional arguments, the plain defaults of all arguments, and whether
+    one of them takes a cache.
+    """
+    accepted = inspect.signature(module.forward).parameters
+    parameters = accepted.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     order = tuple(p.name for p in parameters if p.kind in kinds)
-    return order, tuple((p.name, p.default) for p in parameters if type(p.default) in PLAIN_TYPES)
+    defaults = ((p.name, p.default) for p in parameters if type(p.default) in PLAIN_TYPES)
+    return order, tuple(defaults), is_same_argument(accepted)
 
 
 def call_arguments(
-    order: Sequence[str],
-    defaults: Mapping[str, Plain],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by name, without those that equal their default."""
+    """The arguments of a call by their names in plans, without those that equal their default."""
+    order, plain, has_cache = signature
+    defaults = dict(plain)
     given = dict(zip(order, args, strict=False))
     for place in range(len(order), len(args)):
         given[f"*{place - len(order)}"] = args[place]
     given.update(kwargs)
     return {
-        name: value
+        in_plans(name) if has_cache else name: value
         for name, value in given.items()
         if name not in defaults or not _same(value, defaults[name])
     }
@@ -254,8 +266,7 @@ def call_form(
     conditions: Iterable[Expression] = (),
 ) -> CallForm | None:
     """The form of one call; ``None`` if an argument cannot be described (see ``form_of``)."""
-    order, defaults = signature_of(module)
-    given = call_arguments(order, dict(defaults), args, kwargs)
+    given = call_arguments(signature_of(module), args, kwargs)
     found = [(name, form_of(value)) for name, value in given.items()]
     described = [(name, form) for name, form in found if form is not None]
     if len(described) < len(found):

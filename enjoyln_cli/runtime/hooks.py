@@ -18,6 +18,7 @@ from torch import nn
 
 from enjoyln_cli.errors import UnprovenCall
 from enjoyln_cli.plan.axis import feature_axis
+from enjoyln_cli.plan.cache_argument import in_plans
 from enjoyln_cli.plan.covered_calls import CoveredCalls, ProvenCalls
 from enjoyln_cli.runtime.modules import Folded, centre_value
 from enjoyln_cli.runtime.scope import Enter, Fold, Leave, compute_layer_norm, is_nested, thread
@@ -105,11 +106,8 @@ def _passed_inputs(
     names: Sequence[str], order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[str]:
     """Those of the inputs ``names`` that a call passes, by keyword or by position in ``order``."""
-    found = [name for name in names if kwargs.get(name) is not None]
-    if args:
-        by_place = zip(order, args, strict=False)
-        found += [name for name, x in by_place if x is not None and name in names]
-    return found
+    given = [*kwargs.items(), *zip(order, args, strict=False)]
+    return [name for name, x in given if x is not None and in_plans(name) in names]
 
 
 def _centre_last(x: Any) -> Any:
@@ -147,7 +145,7 @@ def add_hooks(
         if _register_once(module, enter, module.register_forward_pre_hook):
             fold.entries.append(enter)
             module.register_forward_hook(Leave(enter), always_call=True)
-        taken = set(unproven) & set(order)
+        taken = {*map(in_plans, unproven)} & {*map(in_plans, order)}
         if taken or covered is not None:
             proven = None if covered is None else covered.calls_of(module)
             guard = GuardInputs(tuple(sorted(taken)), order, merged, alone, proven)

@@ -29,6 +29,7 @@ from enjoyln_cli.effects.isolated_run import Steps, ready
 from enjoyln_cli.graph.in_place import mutating_ops, replace_private_writes
 from enjoyln_cli.graph.subgraphs import put_back_regions
 from enjoyln_cli.models.meta_device import beside
+from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
 from enjoyln_cli.plan.call_text import condition_of, names_in
 from enjoyln_cli.plan.covered_calls import (
     CallForm,
@@ -59,7 +60,7 @@ def traced_forms(model: nn.Module, trace: Trace) -> tuple[CallForm, ...]:
     args, kwargs = call.steps[0]
     named = {**kwargs, **call.flags}
     if call.cache is not None:
-        named["past_key_values"] = call.cache
+        named[cache_argument(model.forward) or CACHE] = call.cache
     form = call_form(model, args, named)
     return () if form is None else (form,)
 

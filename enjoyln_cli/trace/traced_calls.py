@@ -18,6 +18,7 @@ from enjoyln_cli.calls.calls import Call, optional_inputs, ways_to_call
 from enjoyln_cli.calls.generation import generated_calls
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.models.classes import base_path
+from enjoyln_cli.plan.cache_argument import CACHE, in_plans
 from enjoyln_cli.plan.covered_calls import (
     OTHER_CALLS,
     CallForm,
@@ -86,9 +87,9 @@ def trace_calls(captures: Captures, calls: Iterable[Call]) -> TracedModel:
         labels.add(call.label)
         for args, kwargs in call.steps:
             named = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            inputs |= {name for name, value in named.items() if value is not None}
+            inputs |= {in_plans(name) for name, value in named.items() if value is not None}
         if len(call.steps) > 1 and (call.cache is not None or call.flags.get("use_cache")):
-            inputs.add("past_key_values")
+            inputs.add(CACHE)
     return TracedModel(captures=captures, traces=tuple(traces), inputs=frozenset(inputs))
 
 
@@ -145,9 +146,9 @@ def unproven_inputs(traced: Sequence[TracedModel]) -> list[str]:
     left: set[str] = set()
     reached: set[str] = set()
     for one in traced:
-        left |= set(optional_inputs(one.model)) - one.inputs
+        left |= set(map(in_plans, optional_inputs(one.model))) - one.inputs
         if inner := base_path(one.model):
-            reached |= set(optional_inputs(one.model.get_submodule(inner)))
+            reached |= set(map(in_plans, optional_inputs(one.model.get_submodule(inner))))
     return sorted(left | reached.difference(*(one.inputs for one in traced)))
 
 
