@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING
 
 from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
 from enjoyln_cli.comparison.run import choose_outputs, run
+from enjoyln_cli.plan.cache_argument import cache_argument, returned_cache
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
@@ -149,12 +150,12 @@ def test_a_decoding_step_uses_the_cache_of_the_rotated_model() -> None:
     steps = []
     for model in (original, turned):
         with torch.no_grad():
-            cache = model(ids, use_cache=True).past_key_values
-            steps.append(model(ids[:, :1], past_key_values=cache).logits)
+            cache = returned_cache(model(ids, use_cache=True))
+            steps.append(model(ids[:, :1], **{cache_argument(model.forward): cache}).logits)
     torch.testing.assert_close(steps[1], steps[0], rtol=1e-4, atol=1e-4)  # its norms are float32
     keys, values = cache.layers[0].keys, cache.layers[0].values
     with torch.no_grad():
-        own = original(ids, use_cache=True).past_key_values.layers[0]
+        own = returned_cache(original(ids, use_cache=True)).layers[0]
     torch.testing.assert_close(keys[:, :, :7], own.keys, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(values[:, :, :7], own.values, atol=1e-2)
 

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 from enjoyln_cli.models.outputs import tensors_in
+from enjoyln_cli.plan.cache_argument import cache_argument, returned_cache
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
@@ -92,12 +93,12 @@ def outputs(model: Any, given: dict[str, Any]) -> list[torch.Tensor]:
     with torch.no_grad():
         result = model(**given)
         found = tensors_in(result)
-        cache = getattr(result, "past_key_values", None)
+        cache = returned_cache(result)
         if cache is not None and set(given) == {"input_ids", "attention_mask"}:
             mask = torch.cat([given["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
             step = {"input_ids": torch.tensor([[5], [9]]), "attention_mask": mask}
             found = [t.clone() for t in found]
-            found += tensors_in(model(**step, past_key_values=cache))
+            found += tensors_in(model(**step, **{cache_argument(model.forward): cache}))
     return found
 
 
