@@ -150,6 +150,8 @@ def _divide(config: Any) -> None:
     """Reduce the number of heads until it divides the narrower features into even head sizes."""
     own = vars(config)
     width = math.gcd(*(w for name in WIDTH if isinstance(w := own.get(name), int)))
+    if (own.get("head_dim") or 0) % 2:  # too small for rotary embeddings, which turn pairs
+        config.head_dim = None
     for name in HEADS_OF:
         heads = own.get(name)
         if not isinstance(heads, int) or own.get("head_dim") or not width % (4 * max(heads, 1)):
