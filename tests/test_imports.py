@@ -40,6 +40,8 @@ FOLDERS = (
     "report",
     "publish",
     "conversion",
+    "train",
+    "onnx_export",
     "benchmark",
     "cli",
 )

@@ -1,0 +1,20 @@
+"""Training: a folded model that stays folded, and weights centred as a parametrisation.
+
+Names are looked up on first use: importing this package imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__: list[str] = []
+
+_LAZY: dict[str, str] = {}
+"""Each public name with the module that defines it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
