@@ -10,6 +10,7 @@ stream for the GPU of the tensor.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,6 +72,9 @@ def nvrtc_files(name: str = "libnvrtc.so.*") -> list[Path]:
 
 def load_nvrtc(path: str) -> ctypes.CDLL:
     """The NVRTC library at ``path``. Raises ``OSError`` if it does not load."""
+    if os.path.isabs(path):  # some versions look for this library by its name alone
+        for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
+            ctypes.CDLL(str(builtins))
     library = ctypes.CDLL(path)
     library.nvrtcCompileProgram.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     return library
@@ -80,6 +84,19 @@ def nvrtc_version(library: ctypes.CDLL) -> str:
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"
+
+
+def compiled_for(library: ctypes.CDLL, architecture: str) -> str:
+    """``architecture`` if NVRTC knows it, otherwise the newest one that it runs the kernels of.
+
+    A GPU runs kernels that were compiled for an earlier architecture of the same major version.
+    """
+    count, wanted = ctypes.c_int(), int(architecture.removeprefix("sm_"))
+    library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    library.nvrtcGetSupportedArchs(known)
+    fits = [number for number in known if number // 10 == wanted // 10 and number <= wanted]
+    return f"sm_{max(fits, default=wanted)}"
 
 
 def compile_kernels(
@@ -97,6 +114,7 @@ def compile_kernels(
     given = (
         f"--gpu-architecture={architecture}",
         "--std=c++17",
+        "--device-as-default-execution-space",  # for lambdas; NVRTC 13.2 and later need no option
         f"-DROW={TYPES[dtype]}",
         f"-DPARAMETER={TYPES[parameters]}",
         *options,
@@ -133,6 +151,7 @@ def cubin(architecture: str, dtype: str, parameters: str, retry: bool = False) -
     Raises ``NoLibrary``; see ``build.cached``.
     """
     library = nvrtc()
+    architecture = compiled_for(library, architecture)
     facts = architecture, dtype, parameters, nvrtc_version(library)
     return build.cached(
         f"{architecture}-{build.digest(*facts)}.cubin",

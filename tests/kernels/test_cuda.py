@@ -30,12 +30,14 @@ STREAM = 0x5000
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 
 
-@pytest.fixture(scope="module")
-def compiler() -> ctypes.CDLL:
-    found = cuda.nvrtc_files()
-    if not found:
-        pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
-    return cuda.load_nvrtc(str(found[0]))
+@pytest.fixture(
+    scope="module",
+    params=sorted(cuda.nvrtc_files(), key=lambda path: path.name),
+    ids=lambda path: path.name,
+)
+def compiler(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """Each NVRTC that is installed: torch's wheels bring those of several CUDA versions."""
+    return cuda.load_nvrtc(str(request.param))
 
 
 def check_resources(log: str) -> None:
@@ -57,12 +59,20 @@ def test_nvrtc_compiles_each_pair_of_dtypes(compiler: ctypes.CDLL, pair: tuple[s
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nvrtc_compiles_for_each_architecture(compiler: ctypes.CDLL, architecture: str) -> None:
+    if cuda.compiled_for(compiler, architecture) != architecture:
+        pytest.skip("this NVRTC is older than the architecture")
     for dtype in ("float32", "bfloat16"):
         cubin, log = cuda.compile_kernels(
             compiler, architecture, dtype, "float32", "--ptxas-options=-v"
         )
         assert cubin.startswith(b"\x7fELF")
         check_resources(log)
+
+
+def test_a_newer_gpu_gets_the_kernels_of_an_earlier_one(compiler: ctypes.CDLL) -> None:
+    for wanted, found in (("sm_75", "sm_75"), ("sm_90", "sm_90"), ("sm_85", "sm_80")):
+        assert cuda.compiled_for(compiler, wanted) == found
+    assert cuda.compiled_for(compiler, "sm_990") == "sm_990", "there is none of that generation"
 
 
 def test_what_nvrtc_refuses_is_one_line(compiler: ctypes.CDLL) -> None:
