@@ -25,6 +25,7 @@ from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.checkpoint.marker import proof_of, read_marker
 from enjoyln_cli.errors import BadCheckpoint, UnprovenCall
 from enjoyln_cli.plan import call_text
+from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
 from enjoyln_cli.plan.covered_calls import (
     CallForm,
     Constant,
@@ -599,11 +600,11 @@ class ChatModel(PreTrainedModel, GenerationMixin):
         self.ln_f = nn.LayerNorm(d)
         self.post_init()
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None,
+    def forward(self, input_ids, attention_mask=None, position_ids=None, CACHE=None,
                 use_cache=None, cache_position=None, labels=None, return_dict=None):
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if use_cache and CACHE is None:
+            CACHE = DynamicCache()
+        past = 0 if CACHE is None else CACHE.get_seq_length()
         if cache_position is None:
             cache_position = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)
         if position_ids is None:
@@ -616,10 +617,11 @@ class ChatModel(PreTrainedModel, GenerationMixin):
         if past > 40:
             x = x * self.wpe.weight[0]
         for block in self.h:
-            x = block(x, mask, past_key_values)
+            x = block(x, mask, CACHE)
         logits = self.head(self.ln_f(x))
-        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
-"""
+        return CausalLMOutputWithPast(logits=logits, CACHE=CACHE)
+""".replace("CACHE", cache_argument(transformers.GPT2LMHeadModel.forward) or CACHE)
+"""Code whose ``forward`` takes the cache by the name that this release of transformers passes."""
 
 
 @pytest.mark.slow

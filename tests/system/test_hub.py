@@ -394,15 +394,18 @@ def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tup
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
     )
     os.close(theirs)
-    shown = b""
+    shown, quiet, patience = b"", 0, 1
     with contextlib.suppress(OSError):  # raised when the terminal is closed
         while True:
             heard = bool(select.select([ours], [], [], 1.0)[0])
             if heard and not (block := os.read(ours, 1 << 16)):
                 break
             shown += block if heard else b""
-            if b"[y/N]" in shown and not heard:  # Python misses a signal right before it waits
+            quiet = 0 if heard else quiet + 1
+            # Python misses a signal right before it waits; a second signal while it ends kills it
+            if b"[y/N]" in shown and quiet >= patience:
                 os.write(ours, reply)
+                quiet, patience = 0, 20
     os.close(ours)
     return process.wait(timeout=60), shown.decode()
 
