@@ -7,22 +7,20 @@ read are not proven, and the plan lists them.
 from __future__ import annotations
 
 import difflib
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
 
 from enjoyln_cli.analysis import stored_names, untying
+from enjoyln_cli.analysis.foreign_code import foreign_code
 from enjoyln_cli.analysis.output_gains import Gain, gains
 from enjoyln_cli.analysis.paper import algorithm_1
-from enjoyln_cli.analysis.problem import Subject, state_problem
+from enjoyln_cli.analysis.problem import DropoutChoice, Subject, state_problem
 from enjoyln_cli.analysis.same_ops import require_same
 from enjoyln_cli.analysis.stored_names import Candidate
 from enjoyln_cli.analysis.untying import Apart
@@ -30,7 +28,6 @@ from enjoyln_cli.analysis.verdicts import plan_of
 from enjoyln_cli.calls.calls import Call, ExampleCalls, calls_like
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.effects.garbage import collections_of_new_objects
-from enjoyln_cli.effects.reachable import Snapshot
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, UnsupportedModel
 from enjoyln_cli.models import classes
 from enjoyln_cli.models.meta_device import without_weights
@@ -42,7 +39,6 @@ from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.proof.layer_norms import layer_norms
 from enjoyln_cli.proof.min_cut import Cut, Problem, solve
 from enjoyln_cli.trace.capture import Captures
-from enjoyln_cli.trace.failure_reasons import say_why
 from enjoyln_cli.trace.size_range import in_two_rows
 from enjoyln_cli.trace.traced_calls import (
     TracedModel,
@@ -133,7 +129,7 @@ def analyze_config(
     first = stored_names.candidate(reference, shapes, checkpoint)
     if not any(layer_norms(reference)) and not options.rotate:
         untraced = Subject(reference=first, model_type=config.model_type, classes=(first.name,))
-        return _analysis(untraced, options)
+        return analyze_subject(untraced, options)
     siblings = (_loading(other, config, shapes, checkpoint) for other in listed[1:])
     loading = chain([first], (found for found in siblings if found))
     more = calls_like(example_calls)
@@ -196,7 +192,7 @@ def _analysis_of_classes(
     subject = Subject(
         reference=first, model_type=model_type, classes=tuple(proven), traced=tuple(traced)
     )
-    return _analysis(subject, options)
+    return analyze_subject(subject, options)
 
 
 def _analysis_of_outputs(
@@ -223,40 +219,10 @@ def _analysis_of_outputs(
                 traced=(_trace_class(found, found, None, apart, more),),
                 outputs=outputs,
             )
-            return _analysis(subject, options)
+            return analyze_subject(subject, options)
         except EnjoyLNError as error:
             refused = refused or error
     raise refused or UnsupportedModel(f"no class is known for the model type {model_type}")
-
-
-@contextmanager
-def _foreign_code(model: nn.Module) -> Iterator[None]:
-    """Guard against a live module's own code while it is traced.
-
-    Any exception of that code, or of torch when it captures it, becomes ``TraceFailed``. Afterwards
-    all objects that the code can reach are as they were. If torch compiled a function meanwhile (as
-    for ``torch.cond``), all compiled functions are dropped, because torch allows only a few
-    compiled forms of each; the next call compiles again.
-    """
-    remembered, compiled = Snapshot(model), _graphs_compiled()
-    try:
-        yield
-    except EnjoyLNError:
-        raise
-    except Exception as error:
-        raise TraceFailed(
-            f"{type(model).__name__} could not be analysed: {say_why(error)}"
-        ) from error
-    finally:
-        remembered.put_back()
-        if _graphs_compiled() != compiled:
-            torch.compiler.reset()
-
-
-def _graphs_compiled() -> int:
-    """How many graphs ``torch.compile`` has captured in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
 def analyze_module(
@@ -273,17 +239,23 @@ def analyze_module(
     A transformers model needs no inputs: the calls are then derived from its config. Raises
     ``TraceFailed``, or ``EnjoyLNError`` if the module does not return one of ``outputs``.
     """
-    with _foreign_code(model):
-        further = calls_like(example_calls)
-        if args or kwargs or not (further or hasattr(model, "config")):
-            calls = [Call("example inputs", ((args, kwargs),))]
-        elif hasattr(model, "config"):
-            calls = likely_calls(Captures(without_weights(model)))
-        else:
-            calls = []
-        calls += further
-        doubled = [two for call in calls for two in in_two_rows(model, call)]
-        return analyze_calls(model, [*calls, *doubled], outputs, options)
+    with foreign_code(model):
+        return analyze_calls(model, calls_of(model, args, kwargs, example_calls), outputs, options)
+
+
+def calls_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_calls: ExampleCalls
+) -> list[Call]:
+    """The calls to prove of a live module; ``analyze_module`` explains the parameters."""
+    further = calls_like(example_calls)
+    if args or kwargs or not (further or hasattr(model, "config")):
+        calls = [Call("example inputs", ((args, kwargs),))]
+    elif hasattr(model, "config"):
+        calls = likely_calls(Captures(without_weights(model)))
+    else:
+        calls = []
+    calls += further
+    return [*calls, *(two for call in calls for two in in_two_rows(model, call))]
 
 
 @collections_of_new_objects()
@@ -300,18 +272,28 @@ def analyze_calls(
     """
     if options.untie:
         raise EnjoyLNError("a model in memory cannot be untied; pass its config or its checkpoint")
-    with _foreign_code(model):
-        tensors = dict(model.named_parameters(remove_duplicate=False))
-        own = Candidate(model, {name: (name,) for name in tensors}, {}, ())
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        subject = Subject(
-            reference=own,
-            model_type=kind,
-            classes=(own.name,),
-            traced=(trace_calls(Captures(model), calls),),
-            outputs=tuple(outputs),
-        )
-        return _analysis(subject, options)
+    with foreign_code(model):
+        traced = (trace_calls(Captures(model), calls),)
+        return analyze_subject(subject_in_memory(model, traced, tuple(outputs)), options)
+
+
+def subject_in_memory(
+    model: nn.Module,
+    traced: tuple[TracedModel, ...],
+    outputs: tuple[str, ...] = (),
+    training: DropoutChoice | None = None,
+) -> Subject:
+    """The subject for a live module, whose tensors count as stored under their own names."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    own = Candidate(model, {name: (name,) for name in tensors}, {}, ())
+    return Subject(
+        reference=own,
+        model_type=getattr(getattr(model, "config", None), "model_type", type(model).__name__),
+        classes=(own.name,),
+        traced=traced,
+        outputs=outputs,
+        training=training,
+    )
 
 
 def _loading(
@@ -361,7 +343,7 @@ def _trace_class(
     return traced
 
 
-def _analysis(subject: Subject, options: Options) -> Analysis:
+def analyze_subject(subject: Subject, options: Options) -> Analysis:
     """State the problem, solve it, describe the result.
 
     If a norm is converted or a basis turned, the calls that the proof covers have to be known. If
@@ -371,11 +353,13 @@ def _analysis(subject: Subject, options: Options) -> Analysis:
     cut = solve(statement.problem)
     plan = plan_of(subject, statement, cut, options)
     if (plan.folded or plan.turned) and not coverage_is_known(subject.traced):
-        return _analysis(replace(subject, traced=tuple(map(with_forms, subject.traced))), options)
+        return analyze_subject(
+            replace(subject, traced=tuple(map(with_forms, subject.traced))), options
+        )
     return Analysis(
         plan=plan,
         problem=statement.problem,
         cut=cut,
         paper=algorithm_1(subject.traces[0]) if subject.traces else (),
-        under=partial(_analysis, subject),
+        under=partial(analyze_subject, subject),
     )

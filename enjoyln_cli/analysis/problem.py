@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -21,12 +22,15 @@ from enjoyln_cli.models.outputs import match_names, require_named
 from enjoyln_cli.plan.plan import NOT_ASKED, Options
 from enjoyln_cli.proof.flow import Flow
 from enjoyln_cli.proof.layer_norms import layer_norms, norm_calls
-from enjoyln_cli.proof.layer_scale import find_scales
+from enjoyln_cli.proof.layer_scale import Scales, find_scales
 from enjoyln_cli.proof.min_cut import Parameter, Problem
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Widenings, find_widenings
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import TracedModel
+
+DropoutChoice = Literal["keep", "centre"]
+"""Whether a norm behind a dropout stays LayerNorm, or the mean is subtracted behind the dropout."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,6 +46,8 @@ class Subject:
     """Traces of the reference, and of the classes that are not part of it as its base model."""
     outputs: tuple[str, ...] = ()
     """Fields of the reference's output that must stay unchanged; empty for all fields."""
+    training: DropoutChoice | None = None
+    """Set if the plan is for training mode, too: some of ``traced`` are in training mode."""
 
     @property
     def traces(self) -> tuple[Trace, ...]:
@@ -68,7 +74,7 @@ def state_problem(subject: Subject, options: Options) -> Statement:
     fixed = {groups.get(n, n): reason for trace in traces for n, reason in trace.locked.items()}
     scaled = {groups.get(name, name) for trace in traces for name in trace.scaled}
     single = _single(reference, groups, {*fixed, *scaled})
-    scales = find_scales(traces, groups, single)
+    scales = Scales() if subject.training else find_scales(traces, groups, single)
     required = _required(traces, reference.name, subject.outputs) if subject.outputs else None
     flow = Flow(traces=traces, required=required, products=scales.products, refused=scales.refused)
     forms, other_forms = layer_norms(reference.model)
@@ -88,6 +94,7 @@ def state_problem(subject: Subject, options: Options) -> Statement:
         groups=groups,
         scales=scales.into,
         widenings=widenings,
+        centres_dropout=subject.training == "centre",
     )
     return Statement(problem=problem, forms=forms, refused=refused, single=single)
 

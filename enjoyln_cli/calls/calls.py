@@ -58,6 +58,8 @@ class Call:
     required: bool = True
     cache: Any = None
     """The ``past_key_values`` of the first step: an empty cache, or ``None``."""
+    training: bool = False
+    """Whether the model is in training mode."""
 
 
 ExampleCalls = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]

@@ -1,8 +1,8 @@
 """Run a model's calls for a trace: collect all values that leave them, then restore the model.
 
 ``Steps`` runs the calls in one graph and returns every value that leaves them. ``ready`` prepares a
-model for that: eval mode, no gradients, norms observed and insertion points marked. Afterwards it
-restores everything that the model's code can reach.
+model for that: eval or training mode, no gradients, norms observed and insertion points marked.
+Afterwards it restores everything that the model's code can reach.
 """
 
 from __future__ import annotations
@@ -165,15 +165,16 @@ class Watchers:
 
 
 @contextmanager
-def ready(model: nn.Module) -> Iterator[Watchers]:
-    """Prepare a model for a trace: eval mode, no gradients, no warnings, norms and places watched.
+def ready(model: nn.Module, training: bool = False) -> Iterator[Watchers]:
+    """Prepare a model for a trace: no gradients, no warnings, norms and places watched.
 
-    Afterwards, everything that the model's code can reach is restored. Raises ``TraceFailed`` if
-    something cannot be restored.
+    It is put in training mode if ``training`` is set, in eval mode otherwise. Afterwards,
+    everything that the model's code can reach is restored. Raises ``TraceFailed`` if something
+    cannot be restored.
     """
-    training = [module for module in model.modules() if module.training]
+    modes = [(module, module.training) for module in model.modules()]
     with no_collections():
-        model.eval()
+        model.train(training)
         remembered = Snapshot(model)
         try:
             with warnings.catch_warnings(), torch.no_grad(), _brief_export():
@@ -183,8 +184,8 @@ def ready(model: nn.Module) -> Iterator[Watchers]:
                     yield watchers
         finally:
             left = remembered.put_back()
-            for module in training:
-                module.training = True
+            for module, mode in modes:
+                module.training = mode
     left += what_holds([ref for ref in watchers.left if not remembered.has(ref())])
     if left:
         raise TraceFailed(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from enjoyln_cli.graph.nodes import argument, packet
+from enjoyln_cli.graph.nodes import DROPOUTS, argument, packet
 
 aten = torch.ops.aten
 
@@ -37,9 +37,6 @@ _FRESH = {
 }  # fmt: skip
 """Ops whose result never shares memory with an operand."""
 
-
-_DROPOUTS = {aten.dropout, aten.feature_dropout}
-"""Ops that return their operand itself in eval mode, although their schemas do not say so."""
 _PUTS = {aten.index_add, aten.index_copy, aten.index_put}
 """Out-of-place ops that replace or add rows of a tensor; each also has an in-place form."""
 _COPIES = {aten.copy_, aten.index_add_, aten.index_copy_, aten.index_put_, aten.scatter_}
@@ -80,7 +77,7 @@ def _writes_first(node: Node) -> bool:
 def _drop_idle_dropout(graph: Graph) -> None:
     """Remove dropout in eval mode, which returns its input tensor itself."""
     for node in list(graph.nodes):
-        idle = packet(node) in _DROPOUTS and argument(node, 2, "train") is False
+        idle = packet(node) in DROPOUTS and argument(node, 2, "train") is False
         if idle and all(user.op != "output" for user in node.users):
             node.replace_all_uses_with(argument(node, 0, "input"))
             graph.erase_node(node)
@@ -88,7 +85,7 @@ def _drop_idle_dropout(graph: Graph) -> None:
 
 def hides_sharing(graph: Graph) -> bool:
     """Whether written memory may be shared by an op whose schema does not declare the sharing."""
-    return any(packet(node) in {aten.einsum, *_DROPOUTS} for node in _written(graph))
+    return any(packet(node) in {aten.einsum, *DROPOUTS} for node in _written(graph))
 
 
 def _is_fresh(node: Node) -> bool:

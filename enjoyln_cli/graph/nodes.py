@@ -11,6 +11,8 @@ from torch.fx import Node
 from enjoyln_cli.plan.axis import Axis, on_dimension
 
 aten = torch.ops.aten
+DROPOUTS = {aten.dropout, aten.feature_dropout}
+"""Ops that return their operand itself in eval mode, although their schemas do not say so."""
 
 
 def packet(node: Node) -> Any:

@@ -344,6 +344,8 @@ class Plan:
     covered: CoveredCalls | None = None
     """The proven calls; ``None`` (transformers' own classes): all calls without an ``unproven``
     input."""
+    training: bool = False
+    """Whether the plan is proven for training mode, too."""
 
     @property
     def folded(self) -> tuple[Verdict, ...]:

@@ -79,7 +79,7 @@ def _cast(node: Node, axis: Axis) -> Pull:
 @rule(aten.dropout, aten.dropout_, aten.feature_dropout)
 def _dropout(node: Node, axis: Axis) -> Pull:
     """The identity in eval mode; in training mode dropout zeroes single elements of a group."""
-    if argument(node, 2, "train"):
+    if argument(node, 2, "train") and argument(node, 1, "p") != 0:
         return Opaque("dropout in training mode breaks a zero mean")
     return ((node.args[0], axis),)
 

@@ -179,10 +179,13 @@ def _transposed_convolution(node: Node, axis: Axis) -> Pull:
 
 @rule(aten.scaled_dot_product_attention)
 def _attention(node: Node, axis: Axis) -> Pull:
-    """Attention is linear in the values and mixes positions, never features."""
+    """Attention is linear in the values and mixes positions, never features.
+
+    Dropout multiplies the probabilities by random numbers that do not depend on the values.
+    """
     values = node.args[2]
-    if axis.dim != rank_of(node) - 1 or argument(node, 4, "dropout_p", 0.0):
-        return Opaque("attention over the features, or with dropout")
+    if axis.dim != rank_of(node) - 1:
+        return Opaque("attention over the features")
     return ((values, on_dimension(axis, rank_of(values) - 1)),)
 
 

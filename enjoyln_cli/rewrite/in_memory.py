@@ -29,7 +29,7 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
     """
     if plan.covered is not None and (plan.writers or plan.turned):
         plan.covered.require_any(type(model).__name__)
-    _require_fit(model, plan)
+    require_fit(model, plan)
     reader = reader_of(model)
     _untie(model, plan, reader)
     for setting in plan.settings:
@@ -67,7 +67,7 @@ def centre_parameters(model: nn.Module, plan: Plan) -> None:
             _update_size(model, part.parameter, mlp.size, mlp.to)
 
 
-def _require_fit(model: nn.Module, plan: Plan) -> None:
+def require_fit(model: nn.Module, plan: Plan) -> None:
     """Raises ``BadCheckpoint`` if ``model`` is not the one that ``plan`` was made for."""
     tensors = values_of(model)
     for writer in plan.edited_tensors:

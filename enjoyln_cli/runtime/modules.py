@@ -8,7 +8,7 @@ their names, tying, hooks, ``generate``, ``save_pretrained``, copies and pickles
 
 They do so only within a proven call of the whole model (see ``scope``). Elsewhere they compute what
 their original class computes: in training mode, where dropout and updated weights break the zero
-mean, and where a part of the model is called directly.
+mean (except under ``train.reparametrize``), and where a part of the model is called directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
 from enjoyln_cli import kernels
 from enjoyln_cli.errors import UnsupportedModel
@@ -35,6 +35,7 @@ from enjoyln_cli.plan.axis import Axis, centre, on_dimension
 from enjoyln_cli.runtime.scope import (
     NOT_INSTALLED,
     computes_layer_norm,
+    runs_proven,
     thread,
 )
 
@@ -45,6 +46,7 @@ def rms_norm(
     bias: torch.Tensor | None,
     eps: float,
     dims: int = 1,
+    literal: bool = False,
 ) -> torch.Tensor:
     """``weight * x / sqrt(mean(x^2) + eps) + bias`` over the last ``dims`` dimensions.
 
@@ -52,15 +54,18 @@ def rms_norm(
     against it. Computes in float32 or wider, and rounds once to the dtype of ``x``. Uses a fast
     kernel if there is one (see ``kernels``), otherwise LayerNorm: the rows must have zero mean. In
     float64, used for checks, it computes this formula on every machine. In an export it calls
-    torch's own RMSNorm operator, so that the graph has one node for it.
+    torch's own RMSNorm operator, so that the graph has one node for it. With ``literal``, it never
+    computes LayerNorm instead, and its gradient is that of RMSNorm.
     """
     if dims > 1:
         weight, bias = (None if p is None else p.flatten() for p in (weight, bias))
-        return rms_norm(x.flatten(-dims), weight, bias, eps).reshape(x.shape)
+        return rms_norm(x.flatten(-dims), weight, bias, eps, literal=literal).reshape(x.shape)
     if is_exporting():
         return kernels.formula.exported_rms_norm(x, weight, bias, eps)
     if x.dtype == torch.float64:
         return kernels.formula.rms_norm(x, weight, bias, eps)
+    if literal and not is_compiling():
+        return torch.ops.enjoyln.rms_norm(x, weight, bias, eps)  # type: ignore[no-any-return]
     return kernels.rms_norm(x, weight, bias, eps)
 
 
@@ -87,9 +92,15 @@ class Folded:
         """
         return computes_layer_norm(self._enjoyln_fold)
 
+    def _is_proven(self) -> bool:
+        """Whether the norm computes RMSNorm now: in training mode only if the plan covers it."""
+        fold = self._enjoyln_fold
+        trains = self.training and fold.training_plan is None  # type: ignore[attr-defined]
+        return not trains and runs_proven(fold)
+
     def train(self, mode: bool = True) -> Any:
         """As for any module. After training, computes LayerNorm until the weights are checked."""
-        if mode:
+        if mode and self._enjoyln_fold.training_plan is None:
             Folded.trained += 1
             for entry in self._enjoyln_fold.entries:
                 entry.moved = True
@@ -111,7 +122,8 @@ def needs(parameter: Any, neutral: bool) -> bool:
 class RMSNorm(Folded, nn.LayerNorm):
     """An ``nn.LayerNorm`` whose input has zero mean: same parameters, names and options.
 
-    In eval mode ``weight * x / sqrt(mean(x^2) + eps) + bias``, in training mode LayerNorm.
+    In eval mode ``weight * x / sqrt(mean(x^2) + eps) + bias``, in training mode LayerNorm unless a
+    parametrisation centres the weights.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -122,14 +134,14 @@ class RMSNorm(Folded, nn.LayerNorm):
                 y = kernels.native.entry.module_rms_norm(*call)
             if y is not NotImplemented:
                 return y
-        here = thread.running.proven is self._enjoyln_fold
-        if self.training or not here:
+        if not self._is_proven():
             return super().forward(input)
         weight = self.weight if needs(self.weight, self.weightless) else None
         bias = self.bias if needs(self.bias, self.biasless) else None
-        if kernels.is_layer_norm(input, weight, bias):
+        literal = self._enjoyln_fold.training_plan is not None
+        if not literal and kernels.is_layer_norm(input, weight, bias):
             return super().forward(input)
-        return rms_norm(input, weight, bias, self.eps, len(self.normalized_shape))
+        return rms_norm(input, weight, bias, self.eps, len(self.normalized_shape), literal)
 
 
 class FactoryClass(type):
@@ -169,17 +181,17 @@ def rms_spelled_out(base: type, form: LayerNormForm) -> type:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         input = only_input(args, kwargs, name)
-        proven = thread.running.proven is self._enjoyln_fold and not self.training
-        if not proven or input is None or not form.holds_for(input.ndim):
+        if not self._is_proven() or input is None or not form.holds_for(input.ndim):
             return plain(self, *args, **kwargs)
-        if _wants_gradients(self, input):
+        literal = self._enjoyln_fold.training_plan is not None
+        if not literal and _wants_gradients(self, input):
             return plain(self, *args, **kwargs)
         gain, bias = affine(self, form)
         if self.weightless and not needs(getattr(self, form.weight), True):
             gain = None
         if self.biasless and not needs(getattr(self, form.bias), True):
             bias = None
-        y = rms_norm(input.movedim(form.dim, -1), gain, bias, form.eps)
+        y = rms_norm(input.movedim(form.dim, -1), gain, bias, form.eps, literal=literal)
         return y.movedim(-1, form.dim)
 
     forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
@@ -219,7 +231,7 @@ def centred_subclass(base: type) -> type:
     first = first_input(inner)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if thread.running.proven is not self._enjoyln_fold:
+        if not runs_proven(self._enjoyln_fold):
             return inner(self, *args, **kwargs)
         for op in self.centrings:
             if op.place == "input":

@@ -4,7 +4,8 @@ They may inside a call of a hooked model whose weights, modules and inputs were 
 the proof. Everywhere else the model computes what its stock class computes, with LayerNorm and
 without explicit centrings: in a block or tower that is called directly, in another thread, in a
 backward pass that computes a forward again (gradient checkpointing), in training mode. With centred
-weights that is the same function, since LayerNorm ignores a shift of its input.
+weights that is the same function, since LayerNorm ignores a shift of its input. The last two do not
+hold for a model whose weights a parametrisation centres (see ``Fold.training_plan``).
 
 The state of a call belongs to its thread. Compiled code reads the same state: Dynamo reads, writes
 and guards attributes of an object that is stored in a ``threading.local`` as Python does. (It does
@@ -19,10 +20,13 @@ import threading
 from types import FrameType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.exc import SkipFrame
 from torch.compiler import is_dynamo_compiling
+
+from enjoyln_cli.plan.plan import Plan
 
 
 class Running:
@@ -55,6 +59,15 @@ thread = Thread()
 
 class Fold:
     """What the norms, the explicit centrings and the hooks of one folded model share."""
+
+    training_plan: Plan | None = None
+    """The plan whose weights a parametrisation centres (see ``train.reparametrize``).
+
+    If set, the weights are centred whatever an optimizer does, so that the norms compute RMSNorm in
+    training mode, too.
+    """
+    was_proven = False
+    """With a ``training_plan``: whether the norms computed RMSNorm in the last call."""
 
     def __init__(self) -> None:
         self.entries: list[Enter] = []
@@ -96,14 +109,17 @@ class Enter:
         if above is not None and above[0].fold is self.fold:
             proven = around
         else:
-            if module.training or self.check is None:
+            stays = module.training and self.fold.training_plan is None
+            if stays or self.check is None:
                 pass
             elif compiling:
                 comptime(_look_while_compiling)
             else:
                 self.check.look(self, module)
-            ready = not (module.training or self.moved or self.trouble)
+            ready = not (stays or self.moved or self.trouble)
             proven = self.fold if ready else None
+            if self.fold.training_plan is not None:
+                self.fold.was_proven = ready
             running.is_checked = not compiling
         if above is None and not compiling:
             running.frame = sys._getframe(1)
@@ -128,6 +144,18 @@ class Leave:
         running.calls = above
         if above is None and not is_dynamo_compiling():
             running.frame = None
+
+
+def runs_proven(fold: Fold) -> bool:
+    """Whether norms and explicit centrings of ``fold`` compute now what the plan says.
+
+    So they do in a proven call, and where gradient checkpointing computes a part of such a call
+    again in the backward pass of a parametrised model.
+    """
+    if thread.running.proven is fold:
+        return True
+    again = fold.training_plan is not None and fold.was_proven
+    return again and torch._C._current_graph_task_id() != -1
 
 
 def is_nested() -> bool:

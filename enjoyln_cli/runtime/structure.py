@@ -69,6 +69,8 @@ class Structure:
         self, model: nn.Module, loose: Collection[str] = (), reference: nn.Module | None = None
     ) -> None:
         self.loose = frozenset(loose)
+        self.trains = False
+        """Whether training mode is proven, too; then all modules have to be in the same mode."""
         self.parts: dict[str, Part] = {}
         original = dict(_tree(reference or model, self.loose))
         for path, module in _tree(model, self.loose):
@@ -96,14 +98,15 @@ class Structure:
                     f"{path}: is a {type(module).__name__} that was not there when norms were "
                     f"converted; convert the model as it is now, {_OR}"
                 )
-            _check_part(path or type(module).__name__, module, part, root=not path)
+            name, training = path or type(module).__name__, self.trains and model.training
+            _check_part(name, module, part, root=not path, training=training)
         gone = next((path for path in self.parts if path not in found), None)
         if gone is not None:
             raise NotCentred(f"{gone}: is gone; convert the model as it is now, {_OR}")
         _check_hooks("every module", _global_hooks())
 
 
-def _check_part(path: str, module: nn.Module, part: Part, root: bool) -> None:
+def _check_part(path: str, module: nn.Module, part: Part, root: bool, training: bool) -> None:
     kind, cls = part.kind, type(module)
     if _without_ours(cls) is not kind:
         raise NotCentred(replaced_message(path, module, kind))
@@ -111,8 +114,9 @@ def _check_part(path: str, module: nn.Module, part: Part, root: bool) -> None:
         raise NotCentred(f"{path}: the forward of {cls.__name__} was replaced; restore it, {_OR}")
     if "forward" in vars(module) and not (part.replaced or _is_accelerates(module)):
         raise NotCentred(f"{path}: its forward was replaced on the instance; restore it, {_OR}")
-    if module.training and _without_ours(cls) not in SAME_IN_TRAINING:
-        raise NotCentred(f"{path}: is in training mode; call eval() on the model, {_OR}")
+    if module.training is not training and _without_ours(cls) not in SAME_IN_TRAINING:
+        mode, call = ("training", "eval()") if module.training else ("eval", "train()")
+        raise NotCentred(f"{path}: is in {mode} mode; call {call} on the model, {_OR}")
     new = next((name for name in _present(module) if name not in part.parameters), None)
     if new is not None:
         raise NotCentred(

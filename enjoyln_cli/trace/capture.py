@@ -60,7 +60,7 @@ class Captures:
         return self._recording(call) is not None or accepts(self.model, call)
 
     def capture(self, call: Call) -> Trace:
-        """The graph of one call in eval mode, in which ``aten.linear`` etc. are single nodes.
+        """The graph of one call in its mode, in which ``aten.linear`` etc. are single nodes.
 
         Raises ``TraceFailed`` if the model can neither be exported nor run without its weights.
         """
@@ -69,7 +69,7 @@ class Captures:
         model, exported, exporting = self.model, None, None
         weights = self._weights
         try:
-            with ready(model) as watchers:
+            with ready(model, call.training) as watchers:
                 exported = export_call(self._of(model, call, weights, watchers))
         except Exception as error:  # torch.export passes on exceptions of any class
             exported, exporting = None, error
@@ -79,7 +79,7 @@ class Captures:
             copied: list[torch.Tensor] = []
             bare = without_weights(model, copied)
             weights = replace(weights, locked={**weights.locked, **reason_outside(model, copied)})
-            with ready(bare) as watchers:
+            with ready(bare, call.training) as watchers:
                 return run_call(self._of(bare, call, weights, watchers))
         except Exception as error:
             if exported is not None:
@@ -96,7 +96,8 @@ class Captures:
 
     def _record(self, call: Call) -> Trace | None:
         if is_recordable(self.model):
-            with suppress(Exception), ready(self.model) as watchers:  # export reports any error
+            mode = ready(self.model, call.training)
+            with suppress(Exception), mode as watchers:  # export reports any error
                 return record_call(self._of(self.model, call, self._weights, watchers))
         return None
 

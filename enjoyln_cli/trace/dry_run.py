@@ -35,7 +35,7 @@ def accepts(model: nn.Module, call: Call) -> bool:
     """Whether the model accepts inputs of this form, found by a run without weights."""
     bare = without_weights(model)
     try:
-        with ready(bare), weightless():
+        with ready(bare, call.training), weightless():
             Steps(bare, call.flags, None, cache=call.cache)(*on_cpu(call.steps))
     except Exception:  # with inputs of a wrong form, a model may raise any exception
         return False

@@ -74,7 +74,7 @@ def is_recordable(model: nn.Module) -> bool:
 
 
 def record(runner: Steps, steps: Any) -> Recording:
-    """The graph of ``runner`` for ``steps``; its model has to be recordable, and in eval mode.
+    """The graph of ``runner`` for ``steps``; its model has to be recordable.
 
     Raises ``NotRecorded``, or any exception of the model.
     """

@@ -131,7 +131,7 @@ def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm
         oblivious = symbolic.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
         uncached = dynamo.patch(fake_tensor_cache_enabled=False)  # with symbols, it slows tracing
         steps = Steps(model, call.flags, None, cache=call.cache, before=before)
-        with ready(model), oblivious, uncached, _read_as_text():
+        with ready(model, call.training), oblivious, uncached, _read_as_text():
             program = torch.export.export(steps, placed, dynamic_shapes=(free,), strict=False)
             put_back_regions(program.graph_module)
             replace_private_writes(program.graph)

@@ -8,7 +8,7 @@ conventions, so for them it is described by the forms of the traced calls.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -47,6 +47,11 @@ class TracedModel:
     @property
     def model(self) -> nn.Module:
         return self.captures.model
+
+    @property
+    def training(self) -> bool:
+        """Whether the traced calls are in training mode."""
+        return any(trace.call.training for trace in self.traces)
 
 
 def likely_calls(captures: Captures) -> list[Call]:
@@ -119,20 +124,40 @@ def covered_calls(
     """The covered calls of custom models.
 
     ``None`` for transformers' classes, which follow conventions, and if the forms were not computed
-    since no norm changes. Attributes that ``settings`` of the config change are left out.
+    since no norm changes. With traces in training mode, too, a call has to be proven in both modes.
+    Attributes that ``settings`` of the config change are left out.
     """
     if _are_stock(traced) or not _have_forms(traced):
         return None
     changed = {setting.name.rpartition(".")[2] for setting in settings}
     attributes = (entry for one in traced for entry in attributes_of(one.model))
+    forms: dict[bool, list[CallForm]] = {}
+    for one in traced:
+        forms.setdefault(one.training, []).extend(one.forms or ())
     return CoveredCalls(
-        tuple(dict.fromkeys(form for one in traced for form in one.forms or ())),
+        tuple(dict.fromkeys(_in_every_mode(list(forms.values())))),
         tuple(
             (owner, name, value)
             for owner, name, value in attributes
             if not changed or (name.rpartition(".")[2] not in changed and type(value) is not int)
         ),
     )
+
+
+def _in_every_mode(forms: list[list[CallForm]]) -> Iterator[CallForm]:
+    """The forms of one mode, or those that are proven in both modes, under the conditions of both.
+
+    Forms with the same arguments have the same names for their sizes.
+    """
+    first, *others = forms
+    for form in first:
+        alike = [
+            next((o for o in other if (o.owner, o.arguments) == (form.owner, form.arguments)), None)
+            for other in others
+        ]
+        if None not in alike:
+            conditions = (c for one in (form, *alike) if one for c in one.conditions)
+            yield replace(form, conditions=tuple(dict.fromkeys(conditions)))
 
 
 def unproven_inputs(traced: Sequence[TracedModel]) -> list[str]:

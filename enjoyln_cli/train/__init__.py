@@ -8,9 +8,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__: list[str] = []
+__all__ = ["merge", "reparametrize"]
 
-_LAZY: dict[str, str] = {}
+_LAZY: dict[str, str] = {
+    "merge": "enjoyln_cli.train.parametrize",
+    "reparametrize": "enjoyln_cli.train.parametrize",
+}
 """Each public name with the module that defines it."""
 
 

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "to": (lambda x: aten.to.dtype(x, torch.float64, False, True), (X,)),
     "type_as": (lambda x, y: aten.type_as(x, y), (X, values(1))),
     "dropout": (lambda x: aten.dropout(x, 0.5, False), (X,)),
+    "dropout of rate 0 in training": (lambda x: aten.dropout(x, 0.0, True), (X,)),
     "feature_dropout": (lambda x: aten.feature_dropout(x, 0.5, False), (X,)),
     "permute": (lambda x: x.permute(2, 0, 1), (X,)),
     "transpose": (lambda x: x.transpose(0, 2), (X,)),
@@ -218,9 +219,19 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
         (values(2, 3, 5, 4), values(2, 3, 6, 4), values(2, 3, 6, 8)),
     ),
+    "attention with dropout of the probabilities": (
+        lambda q, k, v: attention_with_dropout(q, k, v),
+        (values(2, 3, 5, 4), values(2, 3, 6, 4), values(2, 3, 6, 8)),
+    ),
     "layer_norm": (lambda x: F.layer_norm(x, (12,)), (X,)),
     "layer_norm with bias": (lambda x, b: F.layer_norm(x, (12,), None, b), (X, values(12))),
 }
+
+
+def attention_with_dropout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The same probabilities are dropped in every call."""
+    torch.manual_seed(0)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
 
 
 def captured(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Node, list[Node]]:

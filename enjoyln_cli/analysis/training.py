@@ -1,0 +1,90 @@
+"""A plan that holds in training mode as well as in eval mode.
+
+Every call is traced in both modes, and one plan has to hold for all graphs. Training mode differs
+by what the graphs show:
+
+* Dropout with p > 0 zeroes single features, so its output has no zero mean. A norm behind it stays
+  LayerNorm, or the mean is subtracted explicitly behind the dropout.
+* Dropout of attention probabilities and stochastic depth multiply all features of a token by one
+  random number. They keep a zero mean.
+* A scale (LayerScale) is trained by itself, so it is not merged into another layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.analysis.analyze import Analysis, analyze_subject, calls_of, subject_in_memory
+from enjoyln_cli.analysis.foreign_code import foreign_code
+from enjoyln_cli.analysis.problem import DropoutChoice
+from enjoyln_cli.calls.calls import ExampleCalls
+from enjoyln_cli.effects.garbage import collections_of_new_objects
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.norm_modules import runs_torchs_layer_norm
+from enjoyln_cli.plan.plan import PLAIN
+from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.traced_calls import trace_calls
+
+
+@collections_of_new_objects()
+def analyze_training(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dropout: DropoutChoice = "keep",
+    example_calls: ExampleCalls = (),
+) -> Analysis:
+    """The plan for a live module that holds in training mode and in eval mode.
+
+    The calls are like ``model(*args, **kwargs)``, or derived from the config of a transformers
+    model. ``dropout="centre"`` subtracts a mean behind each dropout that keeps a norm LayerNorm, if
+    a module carries the dropout's output. Raises ``TraceFailed`` if a call cannot be traced in both
+    modes, and ``UnsupportedModel`` if code branches on random numbers in training mode, or a norm
+    computes something else there.
+    """
+    with foreign_code(model):
+        calls = calls_of(model, tuple(args), dict(kwargs or {}), example_calls)
+        trained = [
+            replace(call, label=f"{call.label}, in training mode", training=True) for call in calls
+        ]
+        traced = tuple(trace_calls(Captures(model), some) for some in (calls, trained))
+        for trace in traced[1].traces:
+            if trace.by_values:
+                raise UnsupportedModel(
+                    f"{type(model).__name__}: in training mode, its code branches on values or on "
+                    "random numbers (as LayerDrop does), so no plan is proven; set its rate to 0"
+                )
+        found = analyze_subject(subject_in_memory(model, traced, training=dropout), PLAIN)
+    for verdict in found.plan.folded:
+        _require_same_in_training(verdict.norm, model.get_submodule(verdict.norm))
+    return found
+
+
+def _require_same_in_training(path: str, norm: nn.Module) -> None:
+    """Raises ``UnsupportedModel`` if code of a norm's own gives other results in training mode.
+
+    A norm is proven to be a LayerNorm in eval mode (see ``models.norm_probe``).
+    """
+    if runs_torchs_layer_norm(norm):
+        return
+    copied = copy.deepcopy(norm)
+    size = max((p.numel() for p in norm.parameters()), default=1)
+    for shape in ((2, 3, size), (2, size, 3, 3), (2, size)):
+        x = torch.randn(shape)
+        try:
+            with torch.no_grad():
+                results = [copied.float().train(mode)(x) for mode in (False, True)]
+        except Exception:  # a shape that this norm does not take
+            continue
+        if not torch.equal(*results):
+            raise UnsupportedModel(
+                f"{path}: {type(norm).__name__} computes something else in training mode, so it "
+                "cannot become RMSNorm there; keep it as it is"
+            )

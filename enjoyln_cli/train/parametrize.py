@@ -1,0 +1,244 @@
+"""Weights that are centred while training: ``V = P W`` and RMSNorm, in training mode too.
+
+The model computes with ``V = P W`` where a plan centres a tensor ``W`` (Enjoy-LN, Definition 2:
+column-based weight centring, CBWC). ``W`` is what the optimizer sees. Its gradient is ``P`` times
+that of ``V``. Together with RMSNorm this is the training of the LayerNorm model, step by step and
+under any optimizer (Proposition 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from enjoyln_cli.analysis.analyze import analyze_module
+from enjoyln_cli.analysis.problem import DropoutChoice
+from enjoyln_cli.analysis.training import analyze_training
+from enjoyln_cli.calls.calls import ExampleCalls
+from enjoyln_cli.errors import EnjoyLNError, NotCentred, NothingToFold, UnsupportedModel
+from enjoyln_cli.models.load import values_of
+from enjoyln_cli.plan.axis import Axis, centre
+from enjoyln_cli.plan.edits import Edit, edits_of
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.in_memory import centre_parameters, require_fit
+from enjoyln_cli.runtime.hooks import enter_of, entries
+from enjoyln_cli.runtime.install import install, locate
+from enjoyln_cli.runtime.modules import Folded
+from enjoyln_cli.runtime.scope import Enter
+from enjoyln_cli.runtime.structure import KeepStructure, Snapshot, set_trouble, trouble_with
+
+
+class Centre(nn.Module):
+    """``V = P W`` over ``axes``, one after the other; in float32 or wider, rounded once."""
+
+    def __init__(self, axes: tuple[Axis, ...]) -> None:
+        super().__init__()
+        self.axes = axes
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` has any shape that contains the axes; the result has its shape and dtype."""
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        for axis in self.axes:
+            wide = centre(wide, axis)
+        return wide.to(weight.dtype)
+
+
+def reparametrize(
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    example: Any = None,
+    example_calls: ExampleCalls = (),
+    dropout: DropoutChoice = "keep",
+    approximate: bool = False,
+) -> Plan:
+    """Train ``model`` with centred weights and RMSNorm, in place; ``merge`` ends that.
+
+    Parameters stay the same objects, so an optimizer and its state can be used as they are. Their
+    names change (``weight`` becomes ``parametrizations.weight.original``): call ``merge`` before
+    saving. Embeddings and the other parameters may be tied.
+
+    * ``plan`` is one that an earlier call returned, or ``None`` to analyse the model for training
+      mode and eval mode.
+    * ``example`` are the inputs of one call, for a module that is not a transformers model: a
+      tensor, a tuple of positional arguments, or a dictionary of keywords. ``example_calls`` are
+      further calls, each as a pair ``(args, kwargs)``.
+    * ``dropout`` decides about a norm with a dropout between it and the weights: with ``"keep"`` it
+      stays LayerNorm, with ``"centre"`` the mean is subtracted behind the dropout. Both are exact.
+    * ``approximate`` ignores dropout, as the experiments of the paper do (Enjoy-LN, section 5.4).
+      **The training is then another one than that of the LayerNorm model.**
+
+    Returns the plan that was used. Raises ``NothingToFold`` if no norm can become RMSNorm,
+    ``UnsupportedModel`` for a plan that is not proven for training mode or does more than centring,
+    and what ``analyze`` and ``install`` raise; nothing is changed then.
+    """
+    if plan is None:
+        _require_unconverted(model)
+        args, kwargs = _as_call(example)
+        if approximate:
+            found = analyze_module(model, *args, example_calls=example_calls, **kwargs)
+        else:
+            how: Any = {"dropout": dropout, "example_calls": example_calls}
+            found = analyze_training(model, args, kwargs, **how)
+        plan = found.plan
+    _require_usable(model, plan, approximate)
+    edits = _by_tensor(model, plan)
+    norms = [verdict.norm for verdict in plan.folded]
+    install(model, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
+    for module, name, axes in edits:
+        parametrize.register_parametrization(module, name, Centre(axes))
+    for module, entry in entries(model):
+        entry.fold.training_plan = plan
+        entry.check = KeepParametrised(module)
+    return plan
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Replace each ``W`` by ``P W`` and remove the parametrisations, in place.
+
+    The result is an ordinary folded model: its norms compute RMSNorm in eval mode, and LayerNorm in
+    training mode. Parameters stay the same objects, under their own names. Returns ``model``.
+    Raises ``EnjoyLNError`` if ``reparametrize`` was not called for this model.
+    """
+    entry = enter_of(model)
+    plan = entry.fold.training_plan if entry is not None else None
+    if entry is None or plan is None:
+        raise EnjoyLNError(
+            f"{type(model).__name__} has no centred parametrisation; pass the model that "
+            "reparametrize was called with"
+        )
+    for module, name in list(_parametrised(model)):
+        parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+    entry.fold.training_plan, entry.fold.was_proven = None, False
+    centre_parameters(model, plan)
+    norms = [verdict.norm for verdict in plan.folded]
+    return install(model, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
+
+
+class KeepParametrised(KeepStructure):
+    """The check at the start of a call: whether the model is still built as it was planned.
+
+    That includes the parametrisations, which belong to the classes of their modules, and the rates
+    of dropout. If not, the norms compute LayerNorm.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.built.trains = True
+        self.rates = [float(value) for _, _, value in _rates(model)]
+
+    def _look(self, entry: Enter, model: nn.Module) -> None:
+        snapshot = Snapshot(model, self.built.loose, _rates(model))
+        set_trouble(entry, trouble_with(self._compare, model))
+        self.snapshot = snapshot
+
+    def _compare(self, model: nn.Module) -> None:
+        self.built.compare(model)
+        if [float(value) for _, _, value in _rates(model)] != self.rates:
+            raise NotCentred(
+                "a rate of dropout has changed since the model was parametrised; call merge, and "
+                "reparametrize a model that was loaded anew"
+            )
+
+
+def _rates(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Every attribute that may be a rate of dropout, as facts for a ``Snapshot``."""
+    return [
+        (vars(module), name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float) and (name == "p" or "drop" in name)
+    ]
+
+
+def _as_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Positional arguments and keywords of an example."""
+    if example is None:
+        return (), {}
+    if isinstance(example, Mapping):
+        return (), example
+    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
+
+
+def _require_unconverted(model: nn.Module) -> None:
+    if entries(model):
+        raise UnsupportedModel(
+            f"{type(model).__name__} computes RMSNorm already; pass the plan that it was converted "
+            "with, or load the checkpoint with transformers' own from_pretrained"
+        )
+
+
+def _require_usable(model: nn.Module, plan: Plan, approximate: bool) -> None:
+    """Raises an error for a plan that cannot be carried out while training."""
+    name = type(model).__name__
+    if not plan.folded:
+        reasons = dict.fromkeys(f"{v.norm}: {v.reason} ({v.culprit})" for v in plan.kept)
+        why = next(iter(reasons), "it has no LayerNorm")
+        raise NothingToFold(f"{name}: every norm stays LayerNorm while training; {why}")
+    if not (plan.training or approximate):
+        raise UnsupportedModel(
+            f"{name}: the plan is proven for eval mode only; call reparametrize without a plan, or "
+            "ignore dropout with approximate=True"
+        )
+    edits = replace(plan, writers=())
+    if edits_of(edits) or any(writer.scale for writer in plan.writers) or plan.untied:
+        raise UnsupportedModel(
+            f"{name}: the plan does more than centring (it merges, turns, widens or unties "
+            "weights), which cannot be done while training; analyse without these options"
+        )
+    require_fit(model, plan)
+    if (enter := enter_of(model)) is None:
+        return
+    folded = {path for path, module in model.named_modules() if isinstance(module, Folded)}
+    planned = {locate(model, verdict.norm) for verdict in plan.folded}
+    if type(enter.check) is not KeepStructure or folded != planned:
+        raise UnsupportedModel(
+            f"{name} was converted by another plan, or is parametrised already; load the "
+            "checkpoint with transformers' own from_pretrained"
+        )
+
+
+def _by_tensor(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, tuple[Axis, ...]]]:
+    """Where to put which parametrisation: each module that holds a centred tensor, its name there.
+
+    A tensor that several modules share gets one at each of them. Raises ``UnsupportedModel`` for a
+    tensor that cannot be trained through one.
+    """
+    tensors = values_of(model)
+    axes: dict[int, dict[Axis, None]] = {}
+    for name, edit in edits_of(plan, held=True).items():
+        axes.setdefault(id(tensors[name]), {}).update(dict.fromkeys(_axes(name, edit, tensors)))
+    found = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in axes:
+                if getattr(module, "sparse", False):
+                    raise UnsupportedModel(
+                        f"{type(module).__name__}: its sparse gradients cannot be centred; create "
+                        "it with sparse=False"
+                    )
+                found.append((module, name, tuple(axes[id(parameter)])))
+    return found
+
+
+def _axes(name: str, edit: Edit, tensors: Mapping[str, torch.Tensor]) -> tuple[Axis, ...]:
+    if not tensors[name].is_floating_point():
+        raise UnsupportedModel(
+            f"{name}: holds {tensors[name].dtype}, which cannot be centred while training; load "
+            "the model in a floating dtype"
+        )
+    return edit.axes
+
+
+def _parametrised(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Every tensor with a ``Centre``, as its module and its name there."""
+    for module in model.modules():
+        if parametrize.is_parametrized(module):
+            for name, stack in module.parametrizations.items():  # type: ignore
+                if any(isinstance(one, Centre) for one in stack):
+                    yield module, name

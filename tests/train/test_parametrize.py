@@ -1,0 +1,340 @@
+"""Training with centred weights and RMSNorm is the training of the LayerNorm model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from live_models import moved
+from tiny_models import GPT2, PHI, VIT, calls, live, outputs
+from torch import nn
+from torch.nn.utils import parametrize
+from training import (
+    OPTIMIZERS,
+    differences,
+    language_loss,
+    square_loss,
+    train,
+)
+
+from enjoyln_cli import analyze, centre_parameters, install
+from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
+from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.runtime.modules import Folded, RMSNorm
+from enjoyln_cli.train import merge, reparametrize
+
+EXACT = 1e-11
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+class Mlp(nn.Module):
+    """Two layers with norms, a raw parameter in the sum, and dropout of a given rate."""
+
+    def __init__(self, p: float = 0.0, functional: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 9), nn.LayerNorm(9)
+        self.second, self.norm2 = nn.Linear(9, 9), nn.LayerNorm(9)
+        self.position = nn.Parameter(torch.zeros(1, 9))
+        self.drop, self.p = nn.Dropout(0.0 if functional else p), p if functional else 0.0
+        self.head = nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.silu(self.norm(self.first(x) + self.position))
+        x = self.drop(F.dropout(self.second(x), self.p, self.training))
+        return self.head(self.norm2(x))
+
+
+@pytest.fixture(scope="module")
+def mlp() -> Mlp:
+    return moved(Mlp())  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def xs() -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    return [torch.randn(6, 5, dtype=torch.float64) + 0.3 for _ in range(4)]
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[torch.Tensor]:
+    torch.manual_seed(4)
+    return [torch.randint(3, 37, (2, 7)) for _ in range(4)]
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Any:
+    return live("GPT2LMHeadModel", transformers.GPT2Config(**GPT2, **NO_DROPOUT))
+
+
+@pytest.fixture(scope="module")
+def gpt2_plan(gpt2: Any) -> Plan:
+    return reparametrize(copy.deepcopy(gpt2))
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_mlp_trains_as_with_layer_norm(
+    mlp: Mlp, xs: list[torch.Tensor], optimizer: str, clip: float | None
+) -> None:
+    losses, weights, plan = differences(mlp, square_loss, xs * 3, optimizer, clip, example=xs[0])
+    assert len(plan.folded) == 2
+    assert losses < EXACT and weights < EXACT
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_tied_model_with_attention_dropout_trains_as_with_layer_norm(
+    gpt2: Any, gpt2_plan: Plan, ids: list[torch.Tensor], optimizer: str
+) -> None:
+    """The embedding is tied to the head, so its mean is subtracted by an explicit operation."""
+    assert gpt2.config.attn_pdrop == 0.1 and len(gpt2_plan.ops) == 1
+    losses, weights, plan = differences(gpt2, language_loss, ids, optimizer, 1.0, plan=gpt2_plan)
+    assert len(plan.folded) == 5
+    assert losses < EXACT and weights < EXACT
+
+
+def test_phi_trains_as_with_layer_norm(ids: list[torch.Tensor]) -> None:
+    model = live("PhiForCausalLM", transformers.PhiConfig(**PHI, **NO_DROPOUT))
+    losses, weights, plan = differences(model, language_loss, ids, "AdamW")
+    assert len(plan.folded) == 3 and not plan.ops
+    assert losses < EXACT and weights < EXACT
+
+
+def test_convolutions_and_raw_parameters_are_centred() -> None:
+    model = live("ViTForImageClassification", transformers.ViTConfig(**VIT))
+    given = calls(model)[0]["pixel_values"]
+
+    def loss(one: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(one(pixel_values=x).logits, torch.tensor([0, 1]))
+
+    losses, weights, plan = differences(model, loss, [given, -given], "SGD")
+    centred = {writer.parameter.rpartition(".")[2] for writer in plan.writers}
+    assert {"cls_token", "position_embeddings", "weight", "bias"} <= centred
+    assert any("projection" in writer.parameter for writer in plan.writers)
+    assert losses < EXACT and weights < EXACT
+
+
+def test_the_norms_compute_rms_norm_with_gradients_in_training_mode(
+    mlp: Mlp, xs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(mlp)
+    reparametrize(model, example=xs[0])
+    monkeypatch.setattr(nn.LayerNorm, "forward", None)
+    for mode in (True, False):
+        model.train(mode)
+        square_loss(model, xs[0]).backward()
+        assert type(model.norm) is RMSNorm and not model.norm.shifted
+    gradient = model.first.parametrizations.weight.original.grad
+    assert gradient.abs().max() > 1e-3
+    assert gradient.sum(0).abs().max() < 1e-12 * gradient.abs().max()
+
+
+def test_gradients_are_those_of_layer_norm(gpt2: Any, gpt2_plan: Plan) -> None:
+    x = torch.randint(3, 37, (2, 7))
+    centred = copy.deepcopy(gpt2).train()
+    plain = copy.deepcopy(centred)
+    reparametrize(centred, gpt2_plan)
+    for model in (plain, centred):
+        torch.manual_seed(0)
+        language_loss(model, x).backward()
+    for one, other in zip(plain.parameters(), centred.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert float((one.grad - other.grad).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_computes_the_same(
+    gpt2: Any, gpt2_plan: Plan, ids: list[torch.Tensor], reentrant: bool
+) -> None:
+    losses = []
+    for checkpointing in (False, True):
+        model = copy.deepcopy(gpt2)
+        reparametrize(model, gpt2_plan)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        losses.append(train(model, language_loss, ids, OPTIMIZERS["SGD"](model.parameters())))
+    assert losses[0] == pytest.approx(losses[1], rel=EXACT)
+
+
+def test_merging_leaves_an_ordinary_folded_model(
+    gpt2: Any, gpt2_plan: Plan, ids: list[torch.Tensor]
+) -> None:
+    model = copy.deepcopy(gpt2)
+    before = dict(model.named_parameters())
+    reparametrize(model, gpt2_plan)
+    assert model.transformer.wte.weight is model.lm_head.weight
+    train(model, language_loss, ids, OPTIMIZERS["SGD"](model.parameters()))
+    model.eval()
+    trained = outputs(model, calls(model)[1])
+    assert merge(model) is model
+    assert dict(model.named_parameters()).keys() == before.keys()
+    assert all(one is before[name] for name, one in model.named_parameters())
+    assert not any(map(parametrize.is_parametrized, model.modules()))
+    assert not any(norm.shifted for norm in model.modules() if isinstance(norm, Folded))
+    for one, other in zip(trained, outputs(model, calls(model)[1]), strict=True):
+        assert float((one - other).abs().max()) < 1e-12
+    weight = model.transformer.h[0].mlp.c_proj.weight
+    assert float(weight.detach().mean(1).abs().max()) < 1e-15
+    with pytest.raises(EnjoyLNError, match="has no centred parametrisation"):
+        merge(model)
+
+
+def test_the_optimizer_goes_on_across_both_changes(
+    gpt2: Any, gpt2_plan: Plan, ids: list[torch.Tensor]
+) -> None:
+    plain, changing = copy.deepcopy(gpt2), copy.deepcopy(gpt2)
+    losses = []
+    for model in (plain, changing):
+        optimizer, found = OPTIMIZERS["AdamW"](model.parameters()), []
+        for change in (None, reparametrize, merge, reparametrize):
+            if model is changing and change is not None:
+                change(model, *([gpt2_plan] if change is reparametrize else []))
+            found += train(model, language_loss, ids, optimizer)
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+class Shared(nn.Module):
+    """Two tables that share one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Embedding(7, 9), nn.Embedding(7, 9)
+        self.two.weight = self.one.weight
+        self.norm, self.head = nn.LayerNorm(9), nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.one(x) + 2 * self.two(x + 1)))
+
+
+def test_tied_weights_stay_one_parameter() -> None:
+    model = moved(Shared())
+    batches = [torch.tensor([[0, 1, 5], [2, 2, 4]]), torch.tensor([[3, 1, 5], [0, 2, 4]])]
+    losses, weights, _ = differences(
+        model, square_loss, batches * 2, "Adam with coupled L2", example=batches[0]
+    )
+    assert losses < EXACT and weights < EXACT
+    reparametrize(model, example=batches[0])
+    assert len(list(model.parameters())) == 5
+    merge(model)
+    assert model.one.weight is model.two.weight
+
+
+class Fused(nn.Module):
+    """Normed queries and keys out of a fused projection, whose values are not normed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.norm, self.out = nn.Linear(6, 36), nn.LayerNorm(4), nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:-1], 3, 3, 4).unbind(-3)
+        q, k, v = (one.transpose(-2, -3) for one in (self.norm(q), self.norm(k), v))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 * self.training)
+        return self.out(y.transpose(-2, -3).flatten(-2))
+
+
+def test_blocks_of_a_fused_projection_are_centred() -> None:
+    torch.manual_seed(5)
+    batches = [torch.randn(2, 5, 6, dtype=torch.float64) for _ in range(3)]
+    losses, weights, plan = differences(
+        moved(Fused()), square_loss, batches, "AdamW", example=batches[0]
+    )
+    assert len(plan.folded) == 1
+    assert {writer.axis.size for writer in plan.writers} == {4}
+    assert losses < EXACT and weights < EXACT
+
+
+def dropped(functional: bool = False) -> Mlp:
+    return moved(Mlp(0.4, functional))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_norm_behind_a_dropout_stays_layer_norm(xs: list[torch.Tensor], functional: bool) -> None:
+    losses, weights, plan = differences(dropped(functional), square_loss, xs, "SGD", example=xs[0])
+    assert [verdict.norm for verdict in plan.folded] == ["norm"]
+    (kept,) = plan.kept
+    assert "dropout in training mode" in kept.reason
+    assert kept.culprit == ("dropout" if functional else "drop")
+    assert losses < EXACT and weights < EXACT
+
+
+def test_a_mean_is_subtracted_behind_a_dropout_on_request(xs: list[torch.Tensor]) -> None:
+    losses, weights, plan = differences(
+        dropped(), square_loss, xs, "SGD", example=xs[0], dropout="centre"
+    )
+    assert [op.module for op in plan.ops] == ["drop"] and len(plan.folded) == 2
+    assert losses < EXACT and weights < EXACT
+
+
+def test_ignoring_dropout_is_another_training(xs: list[torch.Tensor]) -> None:
+    losses, _, plan = differences(
+        dropped(), square_loss, xs, "SGD", example=xs[0], approximate=True
+    )
+    assert len(plan.folded) == 2 and not plan.ops
+    assert losses > 1e-3
+
+
+def test_dropout_of_rate_zero_is_no_obstacle(xs: list[torch.Tensor]) -> None:
+    plan = reparametrize(moved(Mlp(0.0)), example=xs[0], dropout="centre")
+    assert len(plan.folded) == 2 and not plan.ops
+
+
+def test_another_rate_of_dropout_makes_the_norms_compute_layer_norm(
+    xs: list[torch.Tensor],
+) -> None:
+    model = dropped()
+    model.drop.p = 0.0
+    reparametrize(model, example=xs[0])
+    model.train()
+    model.drop.p = 0.4
+    with pytest.warns(UserWarning, match="a rate of dropout has changed"):
+        model(xs[0])
+    assert model.norm.shifted
+
+
+def test_a_part_in_another_mode_makes_the_norms_compute_layer_norm(
+    xs: list[torch.Tensor],
+) -> None:
+    model = dropped()
+    reparametrize(model, example=xs[0])
+    model.train()
+    model.drop.eval()
+    with pytest.warns(UserWarning, match="drop: is in eval mode"):
+        model(xs[0])
+
+
+def test_what_cannot_be_parametrised_is_refused(xs: list[torch.Tensor], gpt2: Any) -> None:
+    model = dropped()
+    plan = analyze(model, xs[0]).plan
+    with pytest.raises(UnsupportedModel, match="proven for eval mode only"):
+        reparametrize(model, plan)
+    untied = analyze(gpt2.config, options=Options(untie=True)).plan
+    with pytest.raises(UnsupportedModel, match="more than centring"):
+        reparametrize(copy.deepcopy(gpt2), untied, approximate=True)
+    centre_parameters(model, plan)
+    install(model, [v.norm for v in plan.folded], plan.ops, covered=plan.covered)
+    with pytest.raises(UnsupportedModel, match="computes RMSNorm already"):
+        reparametrize(model, example=xs[0])
+    behind = nn.Sequential(nn.Linear(5, 9), nn.Dropout(), nn.LayerNorm(9)).double()
+    before = copy.deepcopy(behind.state_dict())
+    with pytest.raises(NothingToFold, match="2: dropout in training mode .* \\(1\\)"):
+        reparametrize(behind, example=xs[0])
+    assert before.keys() == behind.state_dict().keys()
+    with pytest.raises(UnsupportedModel, match="sparse=False"):
+        sparse = nn.Sequential(nn.Embedding(5, 9, sparse=True), nn.LayerNorm(9))
+        reparametrize(sparse, example=torch.tensor([1, 2]))
+
+
+def test_a_model_that_skips_layers_at_random_is_refused() -> None:
+    class Skipping(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and torch.rand([]) < 0.5:
+                return self.head(self.norm(self.first(x) + self.position))
+            return super().forward(x)
+
+    with pytest.raises(UnsupportedModel, match="random"):
+        reparametrize(Skipping(), example=torch.randn(2, 5))
