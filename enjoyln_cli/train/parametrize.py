@@ -18,7 +18,6 @@ from torch.nn.utils import parametrize
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.analysis.problem import DropoutChoice
-from enjoyln_cli.analysis.training import analyze_training
 from enjoyln_cli.calls.calls import ExampleCalls
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, NothingToFold, UnsupportedModel
 from enjoyln_cli.models.load import values_of
@@ -31,6 +30,7 @@ from enjoyln_cli.runtime.install import install, locate
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import Enter
 from enjoyln_cli.runtime.structure import KeepStructure, Snapshot, set_trouble, trouble_with
+from enjoyln_cli.train.training_plan import analyze_training
 
 
 class Centre(nn.Module):
