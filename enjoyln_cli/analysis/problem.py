@@ -17,8 +17,10 @@ from torch import nn
 
 from enjoyln_cli.analysis.config_size import resize_search
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
+from enjoyln_cli.graph.nodes import is_whole
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.models.outputs import match_names, require_named
+from enjoyln_cli.plan.axis import feature_axis
 from enjoyln_cli.plan.plan import NOT_ASKED, Options
 from enjoyln_cli.proof.flow import Flow
 from enjoyln_cli.proof.layer_norms import layer_norms, norm_calls
@@ -26,6 +28,7 @@ from enjoyln_cli.proof.layer_scale import Scales, find_scales
 from enjoyln_cli.proof.min_cut import Parameter, Problem
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.proof.widening import Widenings, find_widenings
+from enjoyln_cli.rotation.affine_merge import StoredWeight
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import TracedModel
 
@@ -65,6 +68,8 @@ class Statement:
     """The norms that cannot be swapped, even with a zero-mean input, and why."""
     single: Callable[[str], bool]
     """Whether a parameter is untied and stored as one tensor with its own layout."""
+    stored_weight: StoredWeight
+    """The stored tensors of an untied parameter, whatever its layout."""
 
 
 def state_problem(subject: Subject, options: Options) -> Statement:
@@ -96,7 +101,13 @@ def state_problem(subject: Subject, options: Options) -> Statement:
         widenings=widenings,
         centres_dropout=subject.training == "centre",
     )
-    return Statement(problem=problem, forms=forms, refused=refused, single=single)
+    return Statement(
+        problem=problem,
+        forms=forms,
+        refused=refused,
+        single=single,
+        stored_weight=_stored_weight(reference, groups, {*fixed, *scaled}),
+    )
 
 
 def _required(
@@ -158,3 +169,25 @@ def _single(
         return tied[name] == 1 and len(reference.stored.get(name, ())) == 1 and name not in fixed
 
     return single
+
+
+def _stored_weight(
+    reference: Candidate, groups: Mapping[str, str], fixed: Container[str]
+) -> StoredWeight:
+    """A function that finds the stored tensors of an untied parameter that is not in ``fixed``."""
+    tied, single = Counter(groups.values()), _single(reference, groups, fixed)
+    shapes = {name: tuple(one.shape) for name, one in reference.model.named_parameters()}
+
+    def stored_weight(name: str, dim: int) -> tuple[tuple[str, int], ...]:
+        if single(name):
+            return ((reference.stored[name][0], dim),)
+        if tied[name] != 1 or name in fixed or name not in reference.converted:
+            return ()
+        layout = reference.converted[name]
+        found = layout.stored(name, feature_axis(shapes[name], dim))
+        if isinstance(found, Opaque):
+            return ()
+        whole = all(is_whole(axis, layout.sources[tensor]) for tensor, axis in found)
+        return tuple((tensor, axis.dim) for tensor, axis in found) if whole else ()
+
+    return stored_weight

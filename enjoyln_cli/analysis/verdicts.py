@@ -108,6 +108,7 @@ def _merges(
         {path: forms[path] for path in order},
         problem.groups,
         stored,
+        statement.stored_weight,
         centred,
         lambda name: found.has_no_zeros(stored[name]),
         moves,

@@ -363,13 +363,14 @@ def _merge(found: dict[str, Edit], norm: Merge, held: bool) -> None:
         found[own] = replace(found.get(own, Edit()), times=divided)
     for reader in norm.readers:
         matrix = known(reader.weight)
+        dim = reader.held if held and reader.held is not None else reader.dim
         before = found.get(matrix, Edit())
         if norm.weight:
-            times = Vector(weight, reader.dim, norm.offset)
+            times = Vector(weight, dim, norm.offset)
             found[matrix] = replace(before, times=times)
         if reader.bias:
             added = known(reader.bias)
-            plus = Product(before.source or matrix, reader.dim, bias)
+            plus = Product(before.source or matrix, dim, bias)
             found[added] = replace(found.get(added, Edit()), plus=plus)
 
 

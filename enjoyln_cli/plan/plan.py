@@ -174,9 +174,12 @@ class Reader:
 
     weight: NamedParameter
     dim: int
-    """The dimension of inputs in the weight: 0 for a Conv1D."""
+    """The dimension of inputs in the stored weight: 0 for a Conv1D."""
     bias: NamedParameter | None = None
     """The bias of the layer, if the norm's bias moves into it."""
+    held: int | None = None
+    """The dimension of inputs in the parameter, if the class uses another layout than the file.
+    Such a parameter, as a stack of experts, has a reader for each of its stored tensors."""
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,15 @@ from enjoyln_cli.graph.nodes import (
     constant_along,
     is_whole,
     op_name,
+    packet,
     rank_of,
     shape_of,
 )
 from enjoyln_cli.plan.axis import Axis, on_dimension
 from enjoyln_cli.proof.pullback import Opaque, Pull, rule
+
+GROUPED_PRODUCTS = (aten._grouped_mm, "transformers::grouped_mm_fallback")
+"""Products of each row with the matrix of its expert."""
 
 
 def _weight_and_bias(node: Node, axis: Axis) -> Pull:
@@ -129,7 +133,7 @@ def _tensordot(node: Node, axis: Axis) -> Pull:
     return _product(node, axis, equation, (left, right))
 
 
-@rule(aten._grouped_mm, "transformers::grouped_mm_fallback")
+@rule(*GROUPED_PRODUCTS)
 def _grouped_matmul(node: Node, axis: Axis) -> Pull:
     """Each row is multiplied by its expert's matrix: centre the columns of all of them."""
     left, right = node.args[:2]
@@ -138,6 +142,12 @@ def _grouped_matmul(node: Node, axis: Axis) -> Pull:
     if argument(node, 3, "bias") is not None:
         return Opaque("a grouped matrix product with a bias")
     return ((right, on_dimension(axis, 2)),)
+
+
+def is_grouped_product(node: Node) -> bool:
+    """Whether a node is one of ``GROUPED_PRODUCTS``."""
+    name = getattr(packet(node), "_qualified_op_name", "")
+    return packet(node) in GROUPED_PRODUCTS or name in GROUPED_PRODUCTS
 
 
 @rule(aten.addmm, aten.baddbmm)

@@ -48,7 +48,7 @@ the fields of ``templates.Span``. A tensor with several centred parts has a list
 Optional keys of a tensor:
 
 * ``parameter``: its name in the model class, if it is stored under another name;
-* ``held``: the axis on the parameter, if the class holds it in another layout;
+* ``held``: the axis (of a merged layer: the dimension) on the parameter, if its layout is another;
 * ``scale``: a stored vector that is merged into it before centring and becomes ones
   (``scale_parameter``: the vector's name in the class);
 * ``source``: beside ``copy_of``, the name in the class of the parameter that is copied.
@@ -345,11 +345,12 @@ def _kind_of_basis(value: Any, at: str) -> Any:
 
 
 def _reader(value: Any, at: str) -> Reader:
-    optional = {"weight_parameter": name, "bias": name, "bias_parameter": name}
-    data = fields(value, at, {"weight": name, "dim": number(0, 1)}, optional)
+    dim = number(0, 7)
+    optional = {"weight_parameter": name, "bias": name, "bias_parameter": name, "held": dim}
+    data = fields(value, at, {"weight": name, "dim": dim}, optional)
     _require_beside("bias", data, at)
     bias = NamedParameter(*_named(data, "bias")) if "bias" in data else None
-    return Reader(NamedParameter(*_named(data, "weight")), data["dim"], bias)
+    return Reader(NamedParameter(*_named(data, "weight")), data["dim"], bias, data.get("held"))
 
 
 def _widening(tensor: str, value: Any, at: str) -> Widening:

@@ -144,8 +144,9 @@ def _require_fit(one: Merge, shapes: Shapes) -> None:
     for reader in one.readers:
         matrix = _shape(reader.weight.tensor, shapes)
         bias = _shape(reader.bias.tensor, shapes) if reader.bias else None
-        fits = len(matrix) == 2 and size == (matrix[reader.dim],)
-        if not fits or (bias is not None and bias != (matrix[1 - reader.dim],)):
+        fits = reader.dim < len(matrix) and size == (matrix[reader.dim],)
+        others = matrix[: reader.dim] + matrix[reader.dim + 1 :]
+        if not fits or bias not in (None, others):
             raise RecipeError(
                 f"{one.norm} of shape {list(size)} is not read along dimension {reader.dim} "
                 f"of {reader.weight.tensor}, of shape {list(matrix)}"

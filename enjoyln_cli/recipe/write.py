@@ -115,7 +115,8 @@ def merge_data(line: Merge) -> dict[str, Any]:
 
 def _reader(reader: Reader) -> Any:
     weight = _named("weight", reader.weight)
-    return Inline(weight | {"dim": reader.dim} | _named("bias", reader.bias))
+    held = {} if reader.held is None else {"held": reader.held}
+    return Inline(weight | {"dim": reader.dim} | held | _named("bias", reader.bias))
 
 
 def widening_data(line: Widening) -> dict[str, Any]:

@@ -25,53 +25,22 @@ from typing import Literal
 
 from torch.fx import Node
 
-from enjoyln_cli.graph.nodes import (
-    aten,
-    is_part,
-    is_whole,
-    occurrences,
-    op_name,
-    packet,
-    rank_of,
-    shape_of,
-)
+from enjoyln_cli.graph.nodes import packet, shape_of
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import feature_axis
 from enjoyln_cli.plan.plan import Merge, NamedParameter, Reader, UnmergedNorm
-from enjoyln_cli.proof.flow import LIKE, Flow, Value, candidates, consumers, readers_of
-from enjoyln_cli.proof.linear_layers import (
-    WHOLE_FEATURE_OPS,
-    LinearLayer,
-    linear_layer,
-    with_added_bias,
-)
-from enjoyln_cli.proof.pullback import commutes_with_every_matrix, pull
+from enjoyln_cli.proof.flow import Flow, Value
+from enjoyln_cli.proof.linear_layers import WHOLE_FEATURE_OPS, linear_layer
 from enjoyln_cli.rotation.bases import Obstacle, parameter_nodes
+from enjoyln_cli.rotation.norm_readers import Use, find_readers, nodes_that_read
 from enjoyln_cli.trace.trace import Trace, uncast
 
-_TRANSPARENT = WHOLE_FEATURE_OPS | {
-    aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.broadcast_to, aten.expand,
-    aten.expand_as, aten.flip, aten.gather, aten.index, aten.index_select, aten.mean, aten.movedim,
-    aten.repeat, aten.repeat_interleave, aten.roll, aten.select, aten.slice, aten.swapaxes,
-    aten.tile, aten.type_as,
-}  # fmt: skip
-"""Ops whose result holds elements of one operand, or averages of them, feature by feature."""
-_KINDS = {"matrix", "product"}
-"""The kinds of layers that a norm can be merged into."""
+StoredWeight = Callable[[str, int], tuple[tuple[str, int], ...]]
+"""From a parameter and a dimension of it to the stored tensors that it consists of.
 
-
-@dataclass(frozen=True, eq=False)
-class _Use:
-    """A call of a linear layer on a norm's result; ``trace`` is the index of the trace."""
-
-    trace: int
-    layer: LinearLayer
-
-    @property
-    def to_edit(self) -> tuple[str, int, str | None]:
-        """Name of the weight, its dimension of inputs, and name of the bias."""
-        bias = self.layer.bias
-        return self.layer.weight.name, self.layer.input_dim, bias.name if bias else None
+Each has its own dimension, whose elements belong to the same features. Empty if the parameter
+cannot be edited.
+"""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -82,6 +51,7 @@ class _Search:
     readers: Mapping[str, set[tuple[int, Node]]]
     """The readers of each parameter, each with the index of its trace."""
     single: Callable[[str], bool]
+    stored_weight: StoredWeight
     centred: AbstractSet[Node]
     without_zeros: Callable[[str], bool]
     results: Mapping[str, list[tuple[int, list[Node]]]]
@@ -93,6 +63,7 @@ def find_merges(
     norms: Mapping[str, LayerNormForm],
     groups: Mapping[str, str],
     stored: Mapping[str, str],
+    stored_weight: StoredWeight,
     centred: AbstractSet[Node],
     without_zeros: Callable[[str], bool],
     moves: Mapping[str, Move],
@@ -101,7 +72,8 @@ def find_merges(
     """Which of ``norms`` can be merged into their readers, and why the others cannot.
 
     ``groups`` maps any parameter name to the first of its tied names. ``stored`` maps each
-    parameter that is untied and stored as one tensor with its own layout to that tensor.
+    parameter that is untied and stored as one tensor with its own layout to that tensor;
+    ``stored_weight`` also knows parameters of another layout.
     ``centred`` are the values that an explicit operation acts on. ``without_zeros`` tells whether
     no element of a stored weight is zero. ``moves`` says what moves out of each norm. ``products``
     are the ops that multiply by the weight, with the index of their trace; without them, the norm's
@@ -109,7 +81,7 @@ def find_merges(
     """
     named, nodes = parameter_nodes(flow, groups)
     readers = {
-        name: {(position, user) for position, node in found for user in _reads(node)}
+        name: {(position, user) for position, node in found for user in nodes_that_read(node)}
         for name, found in nodes.items()
     }
     search = _Search(
@@ -117,6 +89,7 @@ def find_merges(
         named=tuple(named),
         readers=readers,
         single=stored.__contains__,
+        stored_weight=stored_weight,
         centred=centred,
         without_zeros=without_zeros,
         results=_results(flow.traces, norms.keys() - products.keys())
@@ -168,22 +141,19 @@ def _merge(
         return uses
     layers = dict.fromkeys(use.to_edit for use in uses)
     readers = tuple(
-        Reader(NamedParameter(w, stored[w]), dim, NamedParameter(b, stored[b]) if b else None)
-        for w, dim, b in layers
+        Reader(
+            weight=NamedParameter(weight_name, tensor),
+            dim=dim,
+            bias=NamedParameter(bias_name, stored[bias_name]) if bias_name else None,
+            held=None if search.single(weight_name) else held,
+        )
+        for weight_name, held, bias_name in layers
+        for tensor, dim in search.stored_weight(weight_name, held)
     )
     moved = stored[weight] if way != "bias" else ""
     offset = 1.0 if moved and form.gain == "1 + weight" else 0.0
     kept = stored[bias] if form.biased and way == "weight" else ""
     return Merge(norm, moved, stored[bias] if moves_bias else "", readers, offset, kept)
-
-
-def _reads(node: Node) -> set[Node]:
-    """The nodes that read the values of another, and whose own values are used."""
-    return {
-        user
-        for user in readers_of(node)
-        if not (packet(user) in LIKE and user.args[0] is not node) and "unread" not in user.meta
-    }
 
 
 def _results(
@@ -199,7 +169,7 @@ def _results(
                 if call not in calls:
                     calls[call] = []
                     found.setdefault(path, []).append((position, calls[call]))
-                outside = [u for u in _reads(node) if call not in dict(trace.calls_of(u))]
+                outside = [u for u in nodes_that_read(node) if call not in dict(trace.calls_of(u))]
                 if outside and not _is_cast_outside_value(trace, node, call, path, outside):
                     calls[call].append(node)
     return found
@@ -231,12 +201,12 @@ def _own_obstacle(search: _Search, norm: str, moving: Iterable[str]) -> Obstacle
     return None
 
 
-def _uses(search: _Search, norm: str, form: LayerNormForm, *, alone: bool) -> list[_Use] | Obstacle:
+def _uses(search: _Search, norm: str, form: LayerNormForm, *, alone: bool) -> list[Use] | Obstacle:
     """The linear layers that read a norm in all calls, or the first other reader.
 
     ``alone`` says that no bias moves, so that more ops may stand in between.
     """
-    uses: list[_Use] = []
+    uses: list[Use] = []
     sizes = set()
     for position, results in search.results.get(norm, ()):
         if len(results) > 1:
@@ -247,10 +217,11 @@ def _uses(search: _Search, norm: str, form: LayerNormForm, *, alone: bool) -> li
                 return Obstacle("the shape of its result depends on values", norm)
             sizes.add((shape[form.dim],))
             start = Value(position, node, feature_axis(shape, form.dim))
-            found = _read(search, start, alone=alone)
+            named = search.named[position]
+            found = find_readers(search.flow, named, search.centred, start, alone=alone)
             if isinstance(found, Obstacle):
-                return found
-            uses += found if form.biased else map(_without_bias, found)
+                return found  # a norm without bias leaves the biases of the layers as they are
+            uses += found if form.biased else [replace(use, bias=None) for use in found]
     if not uses:
         return Obstacle("no traced call reads its result", norm)
     for named in search.named:
@@ -258,76 +229,6 @@ def _uses(search: _Search, norm: str, form: LayerNormForm, *, alone: bool) -> li
             if name in (f"{norm}.weight", f"{norm}.bias") and {shape_of(node)} != sizes:
                 return Obstacle("its parameters do not hold one number for each feature", norm)
     return _layers_obstacle(search, uses, form.biased) or uses
-
-
-def _without_bias(use: _Use) -> _Use:
-    """The use by a norm without bias, which leaves the layer's bias as it is."""
-    return replace(use, layer=replace(use.layer, bias=None))
-
-
-def _read(search: _Search, value: Value, *, alone: bool) -> list[_Use] | Obstacle:
-    """The linear layers that read a value, directly or through transparent ops."""
-    uses: list[_Use] = []
-    trace, waiting = search.flow.traces[value.trace], [value]
-    while waiting:
-        current = waiting.pop()
-        reads = _reads(current.node)
-        for reader in consumers(current.node):
-            whole = reader.args[0] if is_part(reader) else reader
-            if whole not in reads or "unread" in reader.meta:
-                continue
-            if reader.op == "output":
-                if search.flow.is_required(current):
-                    return Obstacle("the model returns its result", "")
-                continue
-            if current.node in search.centred:
-                return Obstacle("an added mean subtraction acts on its result", "")
-            found = (
-                None
-                if current.node.meta.get("written")
-                else _through_transparent_op(reader, current, alone=alone)
-            )
-            if found is not None:
-                waiting.append(found)
-                continue
-            layer = _linear(search.named[value.trace], reader, current)
-            if layer is None:
-                name = op_name(whole if isinstance(whole, Node) else reader)
-                where = trace.module_of(reader)
-                return Obstacle(f"its result is read by {name}, which is not a linear layer", where)
-            uses.append(_Use(value.trace, layer))
-    return uses
-
-
-def _through_transparent_op(reader: Node, value: Value, *, alone: bool) -> Value | None:
-    """The result of ``reader`` if that is a transparent op; ``None`` otherwise.
-
-    If a weight moves alone, every op is that commutes with multiplying each feature by a number.
-    """
-    if packet(reader) not in _TRANSPARENT and not is_part(reader) and not alone:
-        return None
-    for axis in candidates(reader, value.node, value.axis):
-        if not commutes_with_every_matrix(reader, axis):
-            continue
-        if pull(reader, axis) == ((value.node, value.axis),):
-            whole = is_whole(axis, shape_of(reader) or ())
-            return Value(value.trace, reader, axis) if whole else None
-    return None
-
-
-def _linear(named: Mapping[Node, str], node: Node, value: Value) -> LinearLayer | None:
-    """The node as a linear layer that reads ``value``; ``None`` if it is none."""
-    rank = rank_of(value.node)
-    if occurrences(node, value.node) != 1 or value.axis.dim != rank - 1 or rank < 2:
-        return None
-    layer = linear_layer(node, named)
-    if layer is None or layer.kind not in _KINDS or layer.scaled or layer.x is not value.node:
-        return None
-    layer = with_added_bias(layer, _reads(node), named)
-    if any(parameter.node.meta.get("written") for parameter in layer.parameters):
-        return None
-    vector = layer.bias is None or shape_of(layer.bias.node) == (layer.out_features,)
-    return layer if vector else None
 
 
 def _reads_given_value(search: _Search, position: int, reader: Node) -> bool:
@@ -344,14 +245,14 @@ def _reads_given_value(search: _Search, position: int, reader: Node) -> bool:
     return given in trace.inputs
 
 
-def _layers_obstacle(search: _Search, uses: list[_Use], biased: bool) -> Obstacle | None:
+def _layers_obstacle(search: _Search, uses: list[Use], biased: bool) -> Obstacle | None:
     """Why the parameters of the linear layers cannot change; ``None`` if they can."""
     own: dict[str, set[tuple[int, Node]]] = {}
     for use in uses:
-        for parameter in use.layer.parameters:
+        for parameter in use.parameters:
             own.setdefault(parameter.name, set()).add((use.trace, parameter.reader))
     for use in uses:
-        weight, _, bias = use.to_edit
+        weight, dim, bias = use.to_edit
         if biased and bias is None:
             reason = "a linear layer that reads it has no bias to merge its bias into"
             return Obstacle(reason, weight)
@@ -360,7 +261,8 @@ def _layers_obstacle(search: _Search, uses: list[_Use], biased: bool) -> Obstacl
             if any(not _reads_given_value(search, *reader) for reader in elsewhere):
                 reason = "a linear layer that reads it has a parameter that is also used elsewhere"
                 return Obstacle(reason, name)
-            if not search.single(name):
+            as_one = name == bias or biased  # what a bias adds is computed from one stored matrix
+            if not search.single(name) and (as_one or not search.stored_weight(name, dim)):
                 reason = "a linear layer that reads it has a tied or differently stored parameter"
                 return Obstacle(reason, name)
     layers = {use.to_edit for use in uses}

@@ -21,7 +21,7 @@ A basis with any other reader or source stays as it is, and says which one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,13 +34,12 @@ from enjoyln_cli.graph.nodes import (
     constant_along,
     is_part,
     is_whole,
-    occurrences,
     op_name,
     packet,
     rank_of,
     shape_of,
 )
-from enjoyln_cli.plan.axis import Axis, feature_axis, on_dimension
+from enjoyln_cli.plan.axis import Axis, feature_axis
 from enjoyln_cli.proof.flow import (
     LIKE,
     SHAPE_ONLY,
@@ -52,20 +51,18 @@ from enjoyln_cli.proof.flow import (
     readers_of,
     takes_other_elements,
 )
-from enjoyln_cli.proof.linear_layers import WHOLE_FEATURE_OPS, parameter_names
+from enjoyln_cli.proof.linear_layers import parameter_names
 from enjoyln_cli.proof.min_cut import Parameter
 from enjoyln_cli.proof.pullback import WRITTEN, Opaque, commutes_with_every_matrix
-from enjoyln_cli.proof.weight_rules import letters_of
+from enjoyln_cli.rotation.feature_sums import (
+    RMS_NORMS,
+    is_normed_over_last,
+    is_statistic,
+    is_sum_of_squares,
+    summed_with,
+)
+from enjoyln_cli.rotation.starts import starting_values
 from enjoyln_cli.trace.trace import uncast
-
-_PRODUCTS = {
-    aten.matmul: "...ij,...jk->...ik",
-    aten.mm: "...ij,...jk->...ik",
-    aten.bmm: "...ij,...jk->...ik",
-}
-_CONVOLUTIONS = {aten.conv1d, aten.conv2d, aten.conv3d}
-_SUMS = {aten.sum, aten.mean}
-_RMS_NORMS = {aten.rms_norm}
 
 
 @dataclass(frozen=True)
@@ -182,10 +179,10 @@ class _Search:
             self.found.fixes_ones = True
             return centred[0]
         over_last = axis.dim == rank_of(node) - 1 and whole
-        if packet(node) is aten.layer_norm and over_last and _is_over_last(node, axis):
+        if packet(node) is aten.layer_norm and over_last and is_normed_over_last(node, axis):
             self.found.fixes_ones = True
             return self.affine(trace, node, argument(node, 2, "weight"), argument(node, 3, "bias"))
-        if packet(node) in _RMS_NORMS and over_last and _is_over_last(node, axis):
+        if packet(node) in RMS_NORMS and over_last and is_normed_over_last(node, axis):
             return self.affine(trace, node, argument(node, 2, "weight"), None)
         if packet(node) in (aten.mul, aten.multiply) and whole and not node.kwargs:
             for factor, other in (node.args[:2], node.args[1::-1]):
@@ -268,7 +265,7 @@ class _Search:
                 self.stop(WRITTEN, trace, reader)
             elif self.flow.products.get(reader) is node:
                 self.visit(Value(trace, reader, axis))
-            elif (pair := _summed_with(reader, node, axis)) is not None:
+            elif (pair := summed_with(reader, node, axis)) is not None:
                 partner = Value(trace, *pair)
                 self.reading.add(partner)
                 self.visit(partner)
@@ -300,17 +297,10 @@ class _Search:
 
     def is_invariant(self, reader: Node, node: Node, axis: Axis) -> bool:
         """Whether the reader's result does not change: a mean, variance or sum of squares."""
-        shape = shape_of(node) or ()
-        if _is_square(reader, node):
-            return bool(reader.users) and all(_sums_over(u, reader, axis) for u in reader.users)
-        if packet(reader) is aten.linalg_vector_norm:
-            order, dims = argument(reader, 1, "ord", 2), argument(reader, 2, "dim")
-            return order == 2 and _is_only(dims, axis, len(shape)) and is_whole(axis, shape)
-        statistic = packet(reader) in (aten.mean, aten.var, aten.std)
-        if statistic and is_whole(axis, shape) and _sums_over(reader, node, axis, statistic=True):
+        if is_statistic(reader, node, axis):
             self.found.fixes_ones = True
             return True
-        return False
+        return is_sum_of_squares(reader, node, axis)
 
     def is_normed(self, value: Value, reader: Node) -> bool:
         """Whether the reader is the part of a norm that turns with the value."""
@@ -329,86 +319,6 @@ def _in_words(found: Opaque, node: Node) -> str:
     if not node.all_input_nodes:
         return "it is an input or a constant, not computed from weights"
     return f"{op_name(whole)} acts on single features" if found.is_general else found.reason
-
-
-def _is_over_last(node: Node, axis: Axis) -> bool:
-    sizes: Any = node.args[1]
-    return set(sizes[:-1]) <= {1} and sizes[-1] == axis.size
-
-
-def _is_square(reader: Node, node: Node) -> bool:
-    if packet(reader) in (aten.mul, aten.multiply):
-        return occurrences(reader, node) == 2
-    if packet(reader) is aten.square:
-        return True
-    return packet(reader) is aten.pow and reader.args == (node, 2)
-
-
-def _is_only(dims: Any, axis: Axis, rank: int) -> bool:
-    listed = [dims] if isinstance(dims, int) else list(dims or ())
-    return [dim % rank for dim in listed] == [axis.dim]
-
-
-def _sums_over(node: Node, operand: Node, axis: Axis, *, statistic: bool = False) -> bool:
-    """Whether a node sums the operand over exactly the whole axis."""
-    shape = shape_of(operand)
-    known = (aten.mean, aten.var, aten.std) if statistic else _SUMS
-    if packet(node) not in known or not shape or node.args[0] is not operand:
-        return False
-    return _is_only(argument(node, 1, "dim"), axis, len(shape)) and is_whole(axis, shape)
-
-
-def _summed_with(reader: Node, node: Node, axis: Axis) -> tuple[Node, Axis] | None:
-    """The other factor and its axis, if the reader sums a product of two factors over ``axis``."""
-    op, args = packet(reader), reader.args
-    rank = rank_of(node)
-    if op is aten.linear and args[0] is node and axis.dim == rank - 1 and rank_of(args[1]) == 2:
-        return _once(reader, node, (args[1], on_dimension(axis, 1)))
-    if op is aten.linear and args[1] is node and axis.dim == 1 and rank == 2:
-        return _once(reader, node, (args[0], on_dimension(axis, rank_of(args[0]) - 1)))
-    if op in _CONVOLUTIONS and argument(reader, 6, "groups", 1) == 1:
-        channels = rank_of(args[0]) - rank_of(args[1]) + 1
-        if args[0] is node and axis.dim == channels:
-            return _once(reader, node, (args[1], on_dimension(axis, 1)))
-        if args[1] is node and axis.dim == 1:
-            return _once(reader, node, (args[0], on_dimension(axis, channels)))
-    if op in _PRODUCTS:
-        if min(map(rank_of, args[:2])) < 2:
-            return None
-        return _einsum_partner(_PRODUCTS[op], args[:2], node, axis)
-    if op is aten.addmm and args[0] is not node:
-        return _einsum_partner("ij,jk->ik", args[1:3], node, axis)
-    if op is aten.einsum:
-        return _einsum_partner(args[0], args[1], node, axis)
-    if op is aten.scaled_dot_product_attention and axis.dim == rank - 1:
-        queries, keys = args[:2]
-        if node in (queries, keys):
-            other = keys if node is queries else queries
-            return _once(reader, node, (other, on_dimension(axis, rank_of(other) - 1)))
-    return None
-
-
-def _once(reader: Node, node: Node, pair: tuple[Node, Axis]) -> tuple[Node, Axis] | None:
-    """The pair, if the node is an operand only once."""
-    return pair if occurrences(reader, node) == 1 else None
-
-
-def _einsum_partner(
-    equation: str, factors: Sequence[Any], node: Node, axis: Axis
-) -> tuple[Node, Axis] | None:
-    spelled = letters_of(equation, [rank_of(factor) for factor in factors])
-    if spelled is None or [*factors].count(node) != 1:
-        return None
-    terms, output = spelled
-    at = [*factors].index(node)
-    letter = terms[at][axis.dim]
-    others = [i for i, term in enumerate(terms) if letter in term and i != at]
-    if letter in output or len(others) != 1 or terms[at].count(letter) != 1:
-        return None
-    other, term = factors[others[0]], terms[others[0]]
-    dim = term.index(letter)
-    same = (shape_of(other) or ())[dim] == (shape_of(node) or ())[axis.dim]
-    return (other, on_dimension(axis, dim)) if same and term.count(letter) == 1 else None
 
 
 def is_read_elsewhere(
@@ -454,7 +364,7 @@ def find_bases(flow: Flow, groups: Mapping[str, str], *, values: bool) -> list[F
     named, nodes = parameter_nodes(flow, groups)
     found: list[FoundBasis] = []
     seen: set[Value] = set()
-    for value, carries in _starts(flow, values):
+    for value, carries in starting_values(flow, values):
         if value in seen:
             continue
         basis = FoundBasis(size=value.axis.size, carries_values=carries)
@@ -464,51 +374,3 @@ def find_bases(flow: Flow, groups: Mapping[str, str], *, values: bool) -> list[F
         seen |= search.seen
         found.append(basis)
     return found
-
-
-def _starts(flow: Flow, values: bool) -> Iterator[tuple[Value, bool]]:
-    """The inputs of all norms, then the values of all attentions."""
-    attention: list[Value] = []
-    for position, trace in enumerate(flow.traces):
-        for node in trace.graph.nodes:
-            if node.meta.get("unread"):
-                continue
-            read = _normed_operand(node)
-            shape = shape_of(read) if read is not None else None
-            if read is not None and shape:
-                yield Value(position, read, feature_axis(shape)), False
-            carried = _attended(node)
-            shape = shape_of(carried) if carried is not None else None
-            if carried is not None and shape:
-                attention.append(Value(position, carried, feature_axis(shape)))
-    if values:
-        yield from ((value, True) for value in attention)
-
-
-def _normed_operand(node: Any) -> Node | None:
-    """The value that a norm over the last dimension reads at this node."""
-    if packet(node) is aten.layer_norm or packet(node) in _RMS_NORMS:
-        sizes: Any = node.args[1]
-        x: Node = node.args[0]
-        return x if set(sizes[:-1]) <= {1} else None
-    if packet(node) in (aten.pow, aten.square) and isinstance(node.args[0], Node):
-        x = node.args[0]
-        shape = shape_of(x)
-        if shape and _is_square(node, x):
-            axis = feature_axis(shape)
-            if node.users and all(_sums_over(user, node, axis) for user in node.users):
-                return x
-    return None
-
-
-def _attended(node: Any) -> Any:
-    """The values that an attention mixes over positions at this node."""
-    if packet(node) is aten.scaled_dot_product_attention:
-        return node.args[2]
-    if packet(node) in _PRODUCTS and all(isinstance(factor, Node) for factor in node.args[:2]):
-        weights = node.args[0]
-        while packet(weights) in WHOLE_FEATURE_OPS:
-            weights = weights.args[0]
-        if packet(weights) in (aten.softmax, aten._softmax):
-            return node.args[1]
-    return None

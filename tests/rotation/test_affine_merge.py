@@ -462,7 +462,7 @@ def test_a_recipe_chooses_and_is_followed_or_refused(
         ("{into: []}", "has neither weight nor bias"),
         ("{weight: a.b, into: []}", "needs linear layers"),
         ("{weight: a.b, into: [{weight: c.d}]}", "the key dim is missing"),
-        ("{weight: a.b, into: [{weight: c.d, dim: 3}]}", "dim"),
+        ("{weight: a.b, into: [{weight: c.d, dim: 8}]}", "dim"),
         ("{bias: a.b, into: [{weight: c.d, dim: 1}]}", "each with a bias"),
         ("{weight: a.b, one_plus: 3, into: [{weight: c.d, dim: 1}]}", "one_plus"),
         ("{weight: a.b, to: [{weight: c.d, dim: 1}]}", "unknown key 'to'"),

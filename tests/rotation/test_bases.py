@@ -389,13 +389,6 @@ def test_another_seed_gives_other_weights_and_the_same_function() -> None:
     torch.testing.assert_close(made[0](rows(4)), made[1](rows(4)), rtol=1e-11, atol=1e-11)
 
 
-def test_experts_that_a_norm_cannot_be_merged_into() -> None:
-    config = CONFIG_MAPPING["mixtral"](**LLAMA, num_local_experts=3)
-    plan = analyze_config(config, model_class="MixtralForCausalLM", options=ROTATED).plan
-    (kept,) = [basis for basis in plan.bases if basis.reason]
-    assert kept.kind == "stream" and "which is not a linear layer" in kept.reason
-
-
 def test_without_values_only_streams_turn() -> None:
     config = CONFIG_MAPPING["gpt2"](**GPT2, **UNTIED)
     options = Options(fold=False, rotate=True, values=False)

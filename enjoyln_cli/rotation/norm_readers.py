@@ -1,0 +1,192 @@
+"""Which linear layers read the result of a norm, directly or through ops that mix no features.
+
+    W (g * x) = (W diag(g)) x
+
+A layer is any op that sums the products of features with a parameter over the features: a matrix
+product, or the product with one of the matrices of a mixture of experts, which an index chooses
+from a stack of them. Between the parameter and the op, only ops may stand that treat all features
+alike, so that they do the same to ``W diag(g)`` as to ``W``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from enjoyln_cli.graph.nodes import (
+    aten,
+    is_part,
+    is_whole,
+    occurrences,
+    op_name,
+    packet,
+    rank_of,
+    shape_of,
+)
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.proof.flow import LIKE, Flow, Value, candidates, consumers, readers_of
+from enjoyln_cli.proof.linear_layers import (
+    WHOLE_FEATURE_OPS,
+    LinearLayer,
+    ReadParameter,
+    linear_layer,
+    with_added_bias,
+)
+from enjoyln_cli.proof.pullback import Opaque, commutes_with_every_matrix, pull
+from enjoyln_cli.rotation.bases import Obstacle
+from enjoyln_cli.rotation.feature_sums import summed_with
+
+_TRANSPARENT = WHOLE_FEATURE_OPS | {
+    aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.broadcast_to, aten.expand,
+    aten.expand_as, aten.flip, aten.gather, aten.index, aten.index_select, aten.mean, aten.movedim,
+    aten.repeat, aten.repeat_interleave, aten.roll, aten.select, aten.slice, aten.swapaxes,
+    aten.tile, aten.type_as,
+}  # fmt: skip
+"""Ops whose result holds elements of one operand, or averages of them, feature by feature."""
+_KINDS = {"matrix", "product"}
+"""The kinds of layers that a norm with a bias can be merged into."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Use:
+    """A linear layer that reads a norm's result."""
+
+    trace: int
+    """The index of the trace."""
+    weight: ReadParameter
+    dim: int
+    """The dimension of the weight that belongs to the features of the norm."""
+    bias: ReadParameter | None = None
+
+    @property
+    def parameters(self) -> tuple[ReadParameter, ...]:
+        """The weight, and the bias if there is one."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def to_edit(self) -> tuple[str, int, str | None]:
+        """Name of the weight, its dimension of inputs, and name of the bias."""
+        return self.weight.name, self.dim, self.bias.name if self.bias else None
+
+
+def find_readers(
+    flow: Flow, named: Mapping[Node, str], centred: AbstractSet[Node], value: Value, *, alone: bool
+) -> list[Use] | Obstacle:
+    """The linear layers that read a value, directly or through transparent ops.
+
+    ``named`` has the name of each parameter node of the value's trace, and ``centred`` the values
+    that an explicit operation acts on. ``alone`` says that no bias moves, so that more ops may
+    stand in between, and more ops count as layers.
+    """
+    uses: list[Use] = []
+    trace, waiting = flow.traces[value.trace], [value]
+    while waiting:
+        current = waiting.pop()
+        reads = nodes_that_read(current.node)
+        for reader in consumers(current.node):
+            whole = reader.args[0] if is_part(reader) else reader
+            if whole not in reads or "unread" in reader.meta:
+                continue
+            if reader.op == "output":
+                if flow.is_required(current):
+                    return Obstacle("the model returns its result", "")
+                continue
+            if current.node in centred:
+                return Obstacle("an added mean subtraction acts on its result", "")
+            written = current.node.meta.get("written")
+            found = None if written else _through_transparent_op(reader, current, alone=alone)
+            if found is not None:
+                waiting.append(found)
+                continue
+            use = _linear(named, reader, current)
+            if use is None and alone and not written:
+                use = _summed_product(named, reader, current)
+            if use is None:
+                name = op_name(whole if isinstance(whole, Node) else reader)
+                where = trace.module_of(reader)
+                return Obstacle(f"its result is read by {name}, which is not a linear layer", where)
+            uses.append(use)
+    return uses
+
+
+def nodes_that_read(node: Node) -> set[Node]:
+    """The nodes that read the values of another, and whose own values are used."""
+    return {
+        user
+        for user in readers_of(node)
+        if not (packet(user) in LIKE and user.args[0] is not node) and "unread" not in user.meta
+    }
+
+
+def _through_transparent_op(reader: Node, value: Value, *, alone: bool) -> Value | None:
+    """The result of ``reader`` if that is a transparent op; ``None`` otherwise.
+
+    If a weight moves alone, every op is that commutes with multiplying each feature by a number.
+    """
+    if packet(reader) not in _TRANSPARENT and not is_part(reader) and not alone:
+        return None
+    for axis in candidates(reader, value.node, value.axis):
+        if not commutes_with_every_matrix(reader, axis):
+            continue
+        if pull(reader, axis) == ((value.node, value.axis),):
+            whole = is_whole(axis, shape_of(reader) or ())
+            return Value(value.trace, reader, axis) if whole else None
+    return None
+
+
+def _linear(named: Mapping[Node, str], node: Node, value: Value) -> Use | None:
+    """The node as a linear layer that reads ``value``; ``None`` if it is none."""
+    rank = rank_of(value.node)
+    if occurrences(node, value.node) != 1 or value.axis.dim != rank - 1 or rank < 2:
+        return None
+    layer = linear_layer(node, named)
+    if layer is None or layer.kind not in _KINDS or layer.scaled or layer.x is not value.node:
+        return None
+    layer = with_added_bias(layer, nodes_that_read(node), named)
+    if any(parameter.node.meta.get("written") for parameter in layer.parameters):
+        return None
+    vector = layer.bias is None or shape_of(layer.bias.node) == (layer.out_features,)
+    return _use_of(layer, value.trace) if vector else None
+
+
+def _use_of(layer: LinearLayer, trace: int) -> Use:
+    return Use(trace=trace, weight=layer.weight, dim=layer.input_dim, bias=layer.bias)
+
+
+def _summed_product(named: Mapping[Node, str], node: Node, value: Value) -> Use | None:
+    """The node as a product of ``value`` with a parameter, summed over the features.
+
+    ``None`` if it is none. A bias that is added to the product is not looked for.
+    """
+    pair = summed_with(node, value.node, value.axis)
+    if pair is None:
+        return None
+    reader, (operand, axis) = node, pair
+    while operand not in named:
+        found = _operand_below(operand, axis, reader)
+        if found is None:
+            return None
+        reader, (operand, axis) = operand, found
+    if not _is_read_once(operand, axis, reader) or operand.meta.get("written"):
+        return None
+    weight = ReadParameter(named[operand], operand, reader)
+    return Use(trace=value.trace, weight=weight, dim=axis.dim)
+
+
+def _operand_below(node: Node, axis: Axis, reader: Node) -> tuple[Node, Axis] | None:
+    """What ``node`` takes its features from, if only ``reader`` reads them and it mixes none."""
+    if readers_of(node) != {reader} or not _is_read_once(node, axis, reader):
+        return None
+    pairs = pull(node, axis)
+    if isinstance(pairs, Opaque) or len(pairs) != 1 or not commutes_with_every_matrix(node, axis):
+        return None
+    return pairs[0]
+
+
+def _is_read_once(node: Node, axis: Axis, reader: Node) -> bool:
+    """Whether ``reader`` reads the whole axis of ``node``, and reads it as one operand only."""
+    shape = shape_of(node)
+    return shape is not None and is_whole(axis, shape) and occurrences(reader, node) == 1

@@ -1,0 +1,245 @@
+"""Norms whose weight is merged into a mixture of experts, whose streams can then be turned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
+from live_models import moved
+from safetensors import safe_open
+from tiny_models import TOKENS, converted, error, live
+from torch import nn
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING
+
+from enjoyln_cli.analysis.analyze import analyze_config, analyze_module
+from enjoyln_cli.comparison.run import Float64
+from enjoyln_cli.conversion.fold import convert
+from enjoyln_cli.models.classes import apply_experts
+from enjoyln_cli.plan.edits import edits_of
+from enjoyln_cli.plan.plan import Options, Plan
+from enjoyln_cli.recipe.read import load_recipe
+from enjoyln_cli.recipe.to_plan import to_plan
+from enjoyln_cli.rewrite.in_memory import centre_parameters
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROTATED = Options(fold=False, rotate=True)
+AFFINE = Options(merge="affine")
+SMALL = {
+    **TOKENS, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 24, "intermediate_size": 17, "head_dim": 6, "num_experts_per_tok": 2,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+ROUTED = {**SMALL, "num_experts": 3, "moe_intermediate_size": 17}
+MODELS: list[tuple[str, str, dict[str, Any]]] = [
+    ("mixtral", "MixtralForCausalLM", {**SMALL, "num_local_experts": 3}),
+    ("gpt_oss", "GptOssForCausalLM", {**SMALL, "num_local_experts": 3}),
+    ("qwen2_moe", "Qwen2MoeForCausalLM", {**ROUTED, "shared_expert_intermediate_size": 19}),
+    ("qwen3_moe", "Qwen3MoeForCausalLM", ROUTED),
+    ("olmoe", "OlmoeForCausalLM", ROUTED),
+    ("granitemoe", "GraniteMoeForCausalLM", {**SMALL, "num_local_experts": 3}),
+    ("llama4_text", "Llama4ForCausalLM", {**SMALL, "num_local_experts": 3}),
+    ("phimoe", "PhimoeForCausalLM", {**SMALL, "num_local_experts": 3, "attention_bias": True}),
+]
+
+
+def turned(model: nn.Module, plan: Plan) -> Any:
+    result = copy.deepcopy(model)
+    centre_parameters(result, plan)
+    return result
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize(("kind", "name", "settings"), MODELS, ids=[one[0] for one in MODELS])
+def test_the_stream_turns_with_router_and_experts(
+    kind: str, name: str, settings: dict[str, Any]
+) -> None:
+    config = CONFIG_MAPPING[kind](**settings)
+    plan = analyze_config(config, model_class=name, options=ROTATED).plan
+    (stream, *_) = plan.turned
+    assert stream.kind == "stream" and stream.size == 24
+    changed = {one.parameter for one in stream.tensors}
+    assert any(word in parameter for parameter in changed for word in ("router", "gate.weight"))
+    assert any(parameter.endswith("experts.gate_up_proj") for parameter in changed)
+    assert any(parameter.endswith("experts.down_proj") for parameter in changed)
+    original = live(name, config)
+    apply_experts(original)
+    result, ids = turned(original, plan), torch.randint(3, 37, (3, 7))
+    with torch.no_grad(), Float64():  # most of these norms compute in float32
+        expected, found = original(ids).logits, result(ids).logits
+    assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-12
+    norm = result.model.layers[0].post_attention_layernorm.weight
+    assert torch.equal(norm, torch.ones_like(norm))
+
+
+def test_a_layer_norm_merges_its_weight_and_keeps_its_bias() -> None:
+    """The experts have no biases that the norm's could move into."""
+    kind, name, settings = MODELS[-1]
+    config = CONFIG_MAPPING[kind](**settings)
+    plan = analyze_config(config, model_class=name, options=AFFINE).plan
+    before = "model.layers.0.post_attention_layernorm"
+    (merge,) = [one for one in plan.merged if one.norm == before]
+    assert merge.divided == f"{before}.bias" and not merge.bias
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    parts = [one for one in merge.readers if one.weight.parameter == experts]
+    assert len(parts) == 6  # two projections of three experts are stored one by one
+    assert {(one.dim, one.held) for one in parts} == {(1, 2)}
+    original = live(name, config)
+    apply_experts(original)
+    given = {"input_ids": torch.randint(3, 37, (2, 7))}
+    assert error(converted(original, plan), original, given) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_are_rotated_on_disk(kind: str, tmp_path: Path) -> None:
+    """Mixtral's file has a tensor for each expert, GPT-OSS's has stacks of transposed ones."""
+    name, settings = next((name, found) for one, name, found in MODELS if one == kind)
+    config = CONFIG_MAPPING[kind](**settings)
+    live(name, config).save_pretrained(tmp_path / "in")
+    result = convert(
+        tmp_path / "in", tmp_path / "out", options=ROTATED, model_class=name, verify=False
+    )
+    before, after = (
+        getattr(transformers, name).from_pretrained(tmp_path / part, dtype=torch.float64).eval()
+        for part in ("in", "out")
+    )
+    ids = torch.randint(3, 37, (3, 7))
+    with torch.no_grad(), Float64():
+        apply_experts(before)
+        apply_experts(after)
+        expected, found = before(ids).logits, after(ids).logits
+    assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-12
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    recipe = load_recipe(tmp_path / "out" / "enjoyln_recipe.yaml")
+    again = to_plan(recipe, shapes, config=config.to_dict())
+    assert edits_of(again) == edits_of(result.plan)
+    assert edits_of(again, held=True) == edits_of(result.plan, held=True)
+
+
+# One norm, and what stands between it and a stack of matrices.
+
+D, WIDE, OFFSETS = 12, 8, torch.tensor([2, 5, 6], dtype=torch.int32)
+
+
+class Routed(nn.Module):
+    """A norm, and ``read`` applied to its result and to the experts that are chosen for it."""
+
+    def __init__(self, read: Callable[[Routed, torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.read = read
+        self.enter, self.norm, self.back = nn.Linear(7, D), nn.LayerNorm(D), nn.Linear(WIDE, D)
+        self.router = nn.Linear(D, 3)
+        self.stack = nn.Parameter(torch.zeros(3, WIDE, D))
+        self.square = nn.Parameter(torch.zeros(3, D, D))
+        self.halves = nn.Parameter(torch.zeros(3, WIDE, 2 * D))
+        moved(self)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.norm(self.enter(x))
+        return self.read(self, y, self.router(y).topk(1, -1).indices[..., 0])
+
+
+def one_by_one(weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(weight, y.unsqueeze(-1)).squeeze(-1)
+
+
+def grouped(m: Routed, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(y, m.stack.mT, offsets)
+    return found
+
+
+TAKES: dict[str, Callable[[Routed, torch.Tensor, torch.Tensor], Any]] = {
+    "a matrix for each row": lambda m, y, chosen: one_by_one(m.stack[chosen], y),
+    "a transposed stack": lambda m, y, chosen: torch.bmm(y.unsqueeze(1), m.stack.mT[chosen]),
+    "all experts": lambda m, y, chosen: torch.matmul(y, m.stack.transpose(1, 2)),
+    "an einsum": lambda m, y, chosen: torch.einsum("nd,ewd->new", y, m.stack),
+    "one expert by its number": lambda m, y, chosen: F.linear(y, m.stack[1]) + y @ m.stack[0].T,
+    "rows that are repeated": lambda m, y, chosen: one_by_one(
+        m.stack[chosen.repeat_interleave(2)], y.repeat_interleave(2, 0)
+    ),
+    "a share of each expert": lambda m, y, chosen: torch.einsum(
+        "ne,nd,ewd->nw", m.router(y).softmax(-1), y, m.stack
+    ),
+    "a scaled stack": lambda m, y, chosen: one_by_one(m.stack[chosen] * 0.5, y),
+    "twice the same experts": lambda m, y, chosen: (
+        one_by_one(m.stack[chosen], y) + one_by_one(m.stack[chosen.flip(0)], y)
+    ),
+}
+READ = "its result is read by {}, which is not a linear layer"
+ELSEWHERE = "a linear layer that reads it has a parameter that is also used elsewhere"
+REFUSES: dict[str, tuple[Callable[[Routed, torch.Tensor, torch.Tensor], Any], str]] = {
+    "a weight that is used again": (
+        lambda m, y, chosen: one_by_one(m.stack[chosen], y) + m.stack.sum(), ELSEWHERE,
+    ),
+    "chosen matrices that are used again": (
+        lambda m, y, chosen: (lambda w: one_by_one(w, y) + w.sum((1, 2), True)[0])(m.stack[chosen]),
+        READ.format("bmm"),
+    ),
+    "a weight twice in one product": (
+        lambda m, y, chosen: torch.einsum("nd,edf,ehf->neh", y, m.square, m.square),
+        READ.format("einsum"),
+    ),
+    "two dimensions of one weight": (
+        lambda m, y, chosen: one_by_one(m.square[chosen], y) + one_by_one(m.square.mT[chosen], y),
+        "linear layers that read it share a parameter",
+    ),
+    "a part of the features of a weight": (
+        lambda m, y, chosen: one_by_one(m.halves[..., :D][chosen], y), READ.format("bmm"),
+    ),
+    "an activation of the weight": (
+        lambda m, y, chosen: one_by_one(m.stack[chosen].tanh(), y), READ.format("bmm"),
+    ),
+    "a weight with another factor for each feature": (
+        lambda m, y, chosen: one_by_one(m.stack[chosen] * m.back.weight[:, 0], y),
+        READ.format("bmm"),
+    ),
+    "a product with something computed": (
+        lambda m, y, chosen: one_by_one(m.stack[chosen] + m.router(y).sum(), y),
+        READ.format("bmm"),
+    ),
+    "a product over another dimension": (
+        lambda m, y, chosen: torch.einsum("nd,ewf->ndwf", y, m.stack).relu(), READ.format("relu"),
+    ),
+}  # fmt: skip
+
+
+def rows(seed: int = 3) -> torch.Tensor:
+    return torch.randn(6, 7, generator=torch.Generator().manual_seed(seed)).double()
+
+
+@pytest.mark.parametrize("case", TAKES)
+def test_experts_take_the_weight_of_a_norm(case: str) -> None:
+    model = Routed(TAKES[case])
+    plan = analyze_module(model, rows(), options=AFFINE).plan
+    assert [one.norm for one in plan.merged] == ["norm"], plan.unmerged
+    folded = converted(model, plan)
+    assert torch.equal(folded.norm.weight, torch.ones_like(folded.norm.weight))
+    torch.testing.assert_close(folded(rows(4)), model(rows(4)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", REFUSES)
+def test_experts_that_cannot_take_the_weight_of_a_norm(case: str) -> None:
+    read, reason = REFUSES[case]
+    model = Routed(read)
+    plan = analyze_module(model, rows(), options=AFFINE).plan
+    assert not plan.merged
+    assert [one.reason for one in plan.unmerged] == [reason]
+    folded = converted(model, plan)
+    torch.testing.assert_close(folded(rows(4)), model(rows(4)), rtol=1e-12, atol=1e-12)
+
+
+def test_a_grouped_product_takes_the_weight_of_a_norm() -> None:
+    """The product does not exist in float64, so the results are compared in float32."""
+    model = Routed(lambda m, y, chosen: grouped(m, y, OFFSETS.to(y.device)))
+    plan = analyze_module(model.float(), rows().float(), options=AFFINE).plan
+    assert [one.norm for one in plan.merged] == ["norm"], plan.unmerged
+    folded = converted(model, plan)
+    torch.testing.assert_close(folded(rows(4).float()), model(rows(4).float()))
