@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +95,14 @@ def cached(name: str, make: Callable[[Path], None], retry: bool = False) -> Path
     ``retry`` calls ``make`` again. Raises ``NoLibrary`` with the reason.
     """
     folder = writable_folder(name)
+    try:
+        return _cached(folder, name, make, retry)
+    except OSError as error:  # such as a full disk
+        raise NoLibrary(f"cannot write to {folder}: {error.strerror or error}") from error
+
+
+def _cached(folder: Path, name: str, make: Callable[[Path], None], retry: bool) -> Path:
+    """As ``cached``. Raises ``OSError`` too."""
     path, failed = folder / name, (folder / name).with_suffix(".failed")
     if path.exists():
         return path
@@ -166,15 +174,15 @@ def compiler() -> str:
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock file ``path``, after waiting for other processes.
 
-    If the file system has no locks (some network drives), the rename alone keeps this safe.
+    If there can be no lock (some network drives, a folder that is read only), the rename alone
+    keeps this safe.
     """
-    with open(path, "w") as file:
-        try:
+    with ExitStack() as stack:
+        with suppress(ImportError, OSError):
+            file = stack.enter_context(open(path, "w"))
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX)
-        except (ImportError, OSError):
-            pass
         yield
 
 

@@ -1,7 +1,7 @@
 """What computes each kind of norm on a GPU: the measured choices, in memory and in the cache.
 
-The cache has one file for each kind of GPU, driver, torch and source of the kernels. A file that
-is damaged, or that was written for something else, counts as empty.
+The cache has one file for each kind of GPU, driver, torch, Liger and source of the kernels. A file
+that is damaged, or that was written for something else, counts as empty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 FORMAT = 1
 Key = Mapping[str, str]
-"""What times depend on: ``gpu``, ``capability``, ``driver``, ``torch`` and ``sources``."""
+"""What times depend on: ``gpu``, ``capability``, ``driver``, ``torch``, ``liger``, ``sources``."""
 
 KERNEL, LAYER_NORM, RMS_NORM, LIGER = "kernel", "layer_norm", "rms_norm", "liger"
 """What may compute a norm: this project's kernel, torch's two functions, or Liger's kernel."""
@@ -86,6 +86,8 @@ def _choice(entry: dict[str, Any]) -> Choice:
                 raise TypeError(f"{name} is no {kind.__name__}")
     if (times and choice.taken not in times) or not all(0 < t < math.inf for t in times.values()):
         raise ValueError("the times do not belong to this choice")
+    if choice.rows < 1:
+        raise ValueError("there is no norm of no rows")
     return choice
 
 

@@ -8,9 +8,13 @@ off: then a norm computes torch's ``rms_norm``, or its ``layer_norm`` if it has 
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +26,8 @@ from enjoyln_cli.kernels.tuning import EPS, Compute
 
 TURNS, CALLS, WARM_UP = 25, 20, 3
 """How often each graph is replayed, how many calls it has, and how many calls come before."""
+NVIDIA = Path("/proc/driver/nvidia/version")
+"""Where Linux tells the version of NVIDIA's driver."""
 
 
 def layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -69,6 +75,7 @@ class Gpu:
             "capability": f"{major}.{minor}",
             "driver": _driver_version(),
             "torch": torch.__version__,
+            "liger": _liger_version(),
             "sources": build.digest(),
         }
 
@@ -92,7 +99,7 @@ class Gpu:
             try:
                 native.load_cuda(self.index, *pair)
                 self._missing[pair] = ""
-            except build.NoLibrary as error:
+            except (build.NoLibrary, OSError) as error:
                 self._missing[pair] = str(error)
         return self._missing[pair]
 
@@ -103,6 +110,8 @@ class Gpu:
         except RuntimeError:  # a call cannot be recorded, or the memory is not enough
             torch.cuda.synchronize(self.place)
             return {}
+        finally:
+            torch.cuda.empty_cache()  # the memory of the graphs
 
     def _replayed(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
         stream, graphs = torch.cuda.Stream(), {}
@@ -127,13 +136,27 @@ class Gpu:
 
 
 def _driver_version() -> str:
-    """The newest CUDA version that the driver supports; with ROCm, the version of torch's."""
+    """The newest CUDA version that the driver supports, and its own version where Linux tells it.
+
+    With ROCm, the version of torch's.
+    """
     version = ctypes.c_int()
     try:
         cuda.driver().library.cuDriverGetVersion(ctypes.byref(version))
     except build.NoLibrary:
         return str(torch.version.hip)
-    return str(version.value)
+    own = None
+    with suppress(OSError):
+        own = re.search(r"\d+\.\d+(\.\d+)?", NVIDIA.read_text())
+    return f"{version.value}, {own[0]}" if own else str(version.value)
+
+
+def _liger_version() -> str:
+    """The version of Liger, or ``""`` if it is not installed."""
+    try:
+        return importlib.metadata.version("liger-kernel")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _why_no_liger(norms: Norms) -> str:
@@ -161,7 +184,7 @@ def prepare(wanted: Iterable[tuple[torch.device, Norms]], again: bool = False) -
 
     Takes up to ``tuning.SECONDS`` for a GPU the first time; later calls and processes read the
     result. Does nothing on other devices, while a CUDA graph is captured, in a compiled function,
-    and if it is switched off. ``again`` measures anew what is known.
+    and if it is switched off. ``again`` measures again what is known.
     """
     kinds: dict[int, dict[Norms, None]] = {}
     for device, norms in wanted:
@@ -173,7 +196,8 @@ def prepare(wanted: Iterable[tuple[torch.device, Norms]], again: bool = False) -
         return
     for index, found in kinds.items():
         gpu = Gpu(index)
-        tuning.apply(gpu, tuning.choose(gpu, tuple(found), again))
+        known = tuning.choose(gpu, tuple(found), again)
+        tuning.apply(gpu, (choice for choice in known if choice.norms in found))
 
 
 def stored() -> dict[int, tuple[Choice, ...]]:

@@ -15,8 +15,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
 
-from enjoyln_cli.kernels import build, cuda, dispatch, formula
+from enjoyln_cli.kernels import build, cuda, dispatch
+from enjoyln_cli.kernels.check import compare_with_formula
 
 DEVICES = {"cpu": 1, "cuda": 2}
 """Devices that have kernels, with DLPack's numbers for them."""
@@ -74,7 +74,9 @@ _lock = threading.RLock()
 
 
 def has(device: str) -> bool:
-    """Whether there are kernels for this type of device; loads them at the first call."""
+    """Whether there are kernels for this type of device; loads the CPU's at the first call."""
+    if device == "cuda":
+        return bool(_on_gpu)
     known = _known.get(device)
     return (known or status(device)).active
 
@@ -113,7 +115,7 @@ def _load(device: str, retry: bool) -> Status:
     loaded = SimpleNamespace(**{name: f for name, f in functions.items() if name.isidentifier()})
     bare = {name[:-1]: f for name, f in functions.items() if name.endswith("!")}
     loaded.run = lambda name, *args: bare[name](*args)
-    _check(loaded, "cpu")
+    compare_with_formula(loaded, "cpu")
     _decline(table)
     entry = loaded
     return found
@@ -147,7 +149,7 @@ def _load_cpu(retry: bool) -> tuple[Path, str]:
     library.enjoyln_parallel.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.enjoyln_driver.argtypes = [ctypes.c_void_p]
     library.enjoyln_cuda.argtypes = [*[ctypes.c_int32] * 3, ctypes.c_void_p, ctypes.c_void_p]
-    library.enjoyln_choose.argtypes = [*[ctypes.c_int32] * 5, *[ctypes.c_int64] * 3]
+    library.enjoyln_choose.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.enjoyln_maker.argtypes = [ctypes.c_void_p]
     grad = _address("libtorch_cpu", "aoti_torch_grad_mode_is_enabled")
     if grad is None or not library.enjoyln_start((exchange, *_hooks()), grad):
@@ -259,17 +261,27 @@ def load_cuda(index: int, dtype: str, parameters: str, retry: bool = False) -> N
         if (dtype, parameters) not in cuda.PAIRS:
             raise build.NoLibrary(f"there are none for {dtype} with parameters of {parameters}")
         path = cuda.cubin(architecture(index), dtype, parameters, retry)
-        kernels = cuda.driver().load(index, path.read_bytes())
+        try:
+            kernels = cuda.driver().load(index, path.read_bytes())
+        except build.NoLibrary:
+            path.unlink(missing_ok=True)  # a damaged file: the next process compiles it again
+            raise
         place = index, dispatch.DTYPES.index(dtype), dispatch.DTYPES.index(parameters)
         context = cuda.driver().context(index)
         if not _library().enjoyln_cuda(*place, context, (ctypes.c_void_p * len(kernels))(*kernels)):
             raise build.NoLibrary(f"GPU {index} is beyond the GPUs that the kernels support")
         try:
-            _check(entry, f"cuda:{index}", ((dtype, parameters),))
+            compare_with_formula(entry, f"cuda:{index}", ((dtype, parameters),))
         except build.NoLibrary:
             _library().enjoyln_cuda(*place, None, None)
             raise
         _on_gpu.add((index, dtype, parameters))
+
+
+Kind = tuple[int, bool, tuple[str, str], tuple[bool, bool], int]
+"""A GPU, whether the norm is that of a sum, the dtypes of rows and parameters, whether there are
+weight and bias, and the width."""
+_chosen: dict[Kind, tuple[tuple[int, int], ...]] = {}
 
 
 def choose(
@@ -278,21 +290,32 @@ def choose(
     dtypes: tuple[str, str],
     affine: tuple[bool, bool],
     width: int,
-    rows: tuple[int, int],
+    *rows: tuple[int, int],
 ) -> None:
-    """Use the kernels on GPU ``index`` for these norms; they decline all others.
+    """Use the kernels for a ``Kind`` of norm where it has one of these numbers of ``rows``.
 
-    ``added``: the norm of a sum. ``dtypes``: of the rows and of the parameters. ``affine``: whether
-    there are weight and bias. ``rows``: the fewest and the most rows, both included.
+    Each is the fewest and the most rows, both included. Replaces an earlier choice for the same
+    kind; without ``rows``, the kernels decline it.
     """
-    numbers = (dispatch.DTYPES.index(dtype) for dtype in dtypes)
-    _library().enjoyln_choose(index, added, *numbers, affine[0] + 2 * affine[1], width, *rows)
+    _chosen[index, added, dtypes, affine, width] = rows
+    _set_choices()
 
 
 def forget_choices() -> None:
     """Use the kernels of GPUs for no norm."""
-    if _loaded:
-        _library().enjoyln_forget()
+    _chosen.clear()
+    _set_choices()
+
+
+def _set_choices() -> None:
+    if not _loaded:
+        return
+    numbers: list[int] = []
+    for (index, added, dtypes, affine, width), ranges in _chosen.items():
+        codes = [dispatch.DTYPES.index(dtype) for dtype in dtypes]
+        for few, most in ranges:
+            numbers += [index, added, *codes, affine[0] + 2 * affine[1], width, few, most]
+    _library().enjoyln_choose((ctypes.c_int64 * len(numbers))(*numbers), len(numbers) // 8)
 
 
 def table_name(status: Status) -> str:
@@ -325,50 +348,3 @@ def use(isa: str) -> bool:
     Returns whether this processor has it.
     """
     return has("cpu") and _library().enjoyln_cpu(isa.encode()) is not None
-
-
-@contextmanager
-def _not_traced() -> Iterator[None]:
-    """Inside the block, ``torch.jit.trace`` records nothing."""
-    compiled: Any = torch._C
-    state = compiled._get_tracing_state()
-    compiled._set_tracing_state(None)
-    try:
-        yield
-    finally:
-        compiled._set_tracing_state(state)
-
-
-DTYPES = tuple((dtype, dtype) for dtype in dispatch.DTYPES)
-
-
-@_not_traced()
-@_python_dispatch._disable_current_modes()
-def _check(loaded: Any, device: str, dtypes: tuple[tuple[str, str], ...] = DTYPES) -> None:
-    """Compare the kernels with the formula on real tensors; raise ``NoLibrary`` if one is wrong.
-
-    ``dtypes`` are pairs of the dtypes of rows and parameters. Tracing and dispatch modes are
-    switched off, since the first use may be inside a traced call.
-    """
-    one = torch.ones(1, 8, device=device, dtype=getattr(torch, dtypes[0][0]))
-    if loaded.run("rms_norm", one, None, None, 1e-5) is NotImplemented:
-        raise build.NoLibrary(f"the kernels for {device} do not run")
-    for row, parameter in dtypes:
-        for d in (1, 17, 200, 1500, 9000) if device != "cpu" else (1, 17, 200, 1500):
-            i = torch.arange(2 * d, dtype=torch.float64, device=device).view(2, d)
-            x, r = (torch.sin(i * k).to(getattr(torch, row)) for k in (0.7, 1.3))
-            w, b = (torch.cos(i[0] * k).to(getattr(torch, parameter)) for k in (0.3, 0.9))
-            for norm in ("rms_norm", "layer_norm"):
-                pair = loaded.run(f"add_{norm}", x, r, w, b, 1e-5)
-                if pair is NotImplemented:
-                    continue
-                total = x + r
-                y = getattr(formula, norm)(*(t.double() for t in (total, w, b)), 1e-5)
-                if not (is_close(pair[0], y) and torch.equal(pair[1], total)):
-                    raise build.NoLibrary(f"the kernel of {norm} is wrong for {x.dtype}, d = {d}")
-
-
-def is_close(found: Tensor, exact: Tensor) -> bool:
-    """Whether a norm is right: its distance from the float64 formula is a few roundings."""
-    bound = 4 * max(torch.finfo(found.dtype).eps, 1e-9) * (2 + exact.abs())
-    return bool(((found.double() - exact).abs() <= bound).all())

@@ -39,7 +39,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.library import define, impl, register_autocast, register_autograd, register_fake
 
-from enjoyln_cli.kernels import choices, formula, native
+from enjoyln_cli.kernels import check, choices, formula, native
 
 Norm = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
 
@@ -55,10 +55,6 @@ SCHEMAS = {
     "{}_backward": "(Tensor grad, Tensor x, Tensor? weight, Tensor? added, float eps)"
     " -> (Tensor, Tensor, Tensor)",
 }
-
-CHUNKS, CHUNK_ROWS = 32, 16
-"""The most chunks of rows for the gradients of weight and bias, and the fewest rows of one."""
-
 
 _literal = False
 
@@ -348,22 +344,7 @@ def _native_backward(
     """The gradients of ``formula.rms_norm_backward`` by the kernel, or ``None`` without one."""
     if not x.numel() or not native.has(x.device.type):
         return None
-    wide, d = formula.compute_dtype(x.dtype), x.shape[-1]
-    x, rows = x.contiguous(), x.numel() // d
-    dx, sums = torch.empty_like(x), x.new_empty(2, d, dtype=wide)
-    chunks = max(1, min(rows // CHUNK_ROWS, CHUNKS))
-    partial = x.new_empty(chunks, 2, d, dtype=wide)
-    scales = x.new_empty(2, rows, dtype=wide) if x.is_cuda else None
-    given = (
-        grad.contiguous(),
-        x,
-        None if weight is None else weight.contiguous(),
-        None if added is None else added.contiguous(),
-    )
-    name = f"{norm}_backward"
-    if native.entry.run(name, *given, dx, sums, partial, scales, eps) is NotImplemented:
-        return None
-    return dx, sums[0].clone(), sums[1].clone()
+    return check.gradients(native.entry.run, norm, grad, x, weight, added, eps)
 
 
 def _register_fakes(norm: str) -> None:

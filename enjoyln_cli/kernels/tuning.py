@@ -5,7 +5,6 @@ compared with the float64 formula. Those that are right are timed by replaying C
 turns. What the norm would compute without a measurement stays, unless another candidate is faster
 by ``MARGIN``. The result is stored in the cache; of processes that start together, one measures and
 the others read.
-
 """
 
 from __future__ import annotations
@@ -22,7 +21,15 @@ import torch
 from torch import Tensor
 
 from enjoyln_cli.kernels import build, choices, formula, native
-from enjoyln_cli.kernels.choices import KERNEL, LAYER_NORM, RMS_NORM, SEPARATE, Choice, Norms
+from enjoyln_cli.kernels.choices import (
+    KERNEL,
+    LAYER_NORM,
+    LIGER,
+    RMS_NORM,
+    SEPARATE,
+    Choice,
+    Norms,
+)
 
 ROWS = (1, 32, 1024, 8192)
 """The numbers of rows that are measured: a token, a batch of tokens, and prompts."""
@@ -31,7 +38,9 @@ MOST_ELEMENTS = 1 << 24
 SECONDS = 10.0
 """How long a measurement may take. Norms that were not reached keep what they compute now."""
 MARGIN = 0.05
-"""How much faster than the default a candidate has to be: a share of the default's time."""
+"""How much faster than another candidate one has to be to replace it: a share of its time."""
+ORDER = (LAYER_NORM, RMS_NORM, LIGER, KERNEL)
+"""The order in which candidates may replace what was taken: this project's kernel is the last."""
 EPS = 1e-5
 
 Compute = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Any]
@@ -60,22 +69,23 @@ class Device(Protocol):
 
 
 def fastest(default: str, seconds: Mapping[str, Sequence[float]]) -> str:
-    """The candidate with the lowest median time if it beats ``default``, otherwise ``default``.
+    """The candidate that is taken: ``default``, unless others beat it, one after the other."""
+    taken = default
+    for name in ORDER:
+        if name in seconds and beats(seconds[name], seconds[taken]):
+            taken = name
+    return taken
 
-    Beating it means: faster by ``MARGIN`` in the median of the ratios of one turn, and faster at
-    all in four of five turns. So noise does not decide between candidates that are alike.
+
+def beats(times: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether a candidate is faster than another by ``MARGIN``, from their times in each turn.
+
+    It is so in the median of the ratios of one turn, and faster at all in four of five turns. So
+    noise does not decide between candidates that are alike.
     """
-
-    def ratios(name: str) -> list[float]:
-        return [a / b for a, b in zip(seconds[name], seconds[default], strict=True)]
-
-    beating = [
-        name
-        for name in seconds
-        if statistics.median(ratios(name)) <= 1 - MARGIN
-        and sum(ratio < 1 for ratio in ratios(name)) * 5 >= 4 * len(seconds[name])
-    ]
-    return min(beating, key=lambda name: statistics.median(seconds[name]), default=default)
+    ratios = [a / b for a, b in zip(times, others, strict=True)]
+    often = sum(ratio < 1 for ratio in ratios) * 5 >= 4 * len(ratios)
+    return often and statistics.median(ratios) <= 1 - MARGIN
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,7 @@ def values_for(norms: Norms, rows: int, place: torch.device) -> Values:
 def fault(values: Values, compute: Compute, added: bool) -> str:
     """Why a candidate's result is not taken, or ``""`` if it is right.
 
-    The bounds are those of the check of the CPU's kernels (``native.is_close``).
+    The bounds are those of the check of the CPU's kernels (``formula.is_close``).
     """
     try:
         result = values.call(compute)
@@ -122,7 +132,7 @@ def fault(values: Values, compute: Compute, added: bool) -> str:
     y, kept = result if added else (result, None)
     w, b = (None if t is None else t.double() for t in (values.weight, values.bias))
     exact = formula.rms_norm(total.double(), w, b, EPS)
-    if y.shape != total.shape or y.dtype != total.dtype or not native.is_close(y, exact):
+    if y.shape != total.shape or y.dtype != total.dtype or not formula.is_close(y, exact):
         return "its result is wrong"
     if kept is not None and not torch.equal(kept, total):
         return "its sum is wrong"
@@ -142,6 +152,12 @@ def measure(device: Device, norms: Norms, rows: int) -> tuple[Choice, Choice]:
     separate = taken if isinstance(taken, str) else _after_addition(taken)
     both = {SEPARATE: separate, KERNEL: device.fused(norms)}
     return alone, Choice(norms, rows, True, *_contest(device, values, both, SEPARATE, added=True))
+
+
+def untimed(norms: Norms, rows: int) -> tuple[Choice, Choice]:
+    """As ``measure``, without measuring: the norms keep what they compute now."""
+    alone = Choice(norms, rows, False, default_for(norms), {}, {})
+    return alone, Choice(norms, rows, True, SEPARATE, {}, {})
 
 
 def _after_addition(compute: Compute) -> Compute:
@@ -212,12 +228,26 @@ def _unknown(wanted: Sequence[Norms], known: Iterable[Choice]) -> list[Norms]:
 
 
 def _measured(device: Device, wanted: Sequence[Norms]) -> tuple[Choice, ...]:
+    """The choices for the norms that can be reached in ``SECONDS``.
+
+    Each of them has a choice for all its numbers of rows: where the time or the memory is not
+    enough, it is not measured.
+    """
     found: list[Choice] = []
-    end = device.clock() + SECONDS
+    end, longest = device.clock() + SECONDS, 0.0
     for norms in wanted:
+        if device.clock() + longest >= end:
+            break
         for rows in ROWS:
-            if rows * norms.width <= MOST_ELEMENTS and device.clock() < end:
-                found += measure(device, norms, rows)
+            if rows * norms.width > MOST_ELEMENTS:
+                continue
+            begin = device.clock()
+            try:
+                timely = begin + longest < end
+                found += measure(device, norms, rows) if timely else untimed(norms, rows)
+            except torch.OutOfMemoryError:
+                found += untimed(norms, rows)
+            longest = max(longest, device.clock() - begin)
     return tuple(found)
 
 
@@ -229,11 +259,11 @@ def apply(device: Device, found: Iterable[Choice]) -> None:
     for (norms, added), taken in kinds.items():
         if not added:
             choices.use(device.place, norms, taken)
-        if KERNEL not in taken.values() or isinstance(device.fused(norms), str):
-            continue
-        rows, least = sorted(taken), 1
-        for number, most in zip(rows, choices.bounds(rows), strict=True):
-            if taken[number] == KERNEL:
-                dtypes, affine = (norms.dtype, norms.parameters), (norms.weight, norms.bias)
-                native.choose(device.index, added, dtypes, affine, norms.width, (least, most))
-            least = most + 1
+        rows = sorted(taken)
+        ends = choices.bounds(rows)
+        starts = (1, *(end + 1 for end in ends))
+        ranges = [(a, b) for n, a, b in zip(rows, starts, ends, strict=False) if taken[n] == KERNEL]
+        if ranges and isinstance(device.fused(norms), str):
+            ranges = []
+        dtypes, affine = (norms.dtype, norms.parameters), (norms.weight, norms.bias)
+        native.choose(device.index, added, dtypes, affine, norms.width, *ranges)

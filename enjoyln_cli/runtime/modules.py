@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
+from torch.nn import functional as F
 
 from enjoyln_cli import kernels
 from enjoyln_cli.errors import UnsupportedModel
@@ -140,7 +141,9 @@ class RMSNorm(Folded, nn.LayerNorm):
         bias = self.bias if needs(self.bias, self.biasless) else None
         literal = self._enjoyln_fold.training_plan is not None
         if not literal and kernels.is_layer_norm(input, weight, bias):
-            return super().forward(input)
+            if torch.is_grad_enabled():  # checkpointing calls it again, outside of the proven call
+                return super().forward(input)
+            return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return rms_norm(input, weight, bias, self.eps, len(self.normalized_shape), literal)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,8 @@ from live_models import ROOT
 from torch._subclasses import FakeTensorMode
 
 from enjoyln_cli.kernels import build, native
+from enjoyln_cli.kernels.build import NoLibrary
+from enjoyln_cli.kernels.check import compare_with_formula
 
 USE = """
 import json, torch
@@ -82,11 +85,40 @@ def test_a_loaded_library_is_checked_even_while_a_graph_is_captured() -> None:
     wrong = SimpleNamespace(run=lambda name, x, *_: (x, x) if "add" in name else x)
     assert native.has("cpu")
     with FakeTensorMode():
-        native._check(native.entry, "cpu")
-        with pytest.raises(build.NoLibrary, match="is wrong for torch.float32, d = 1"):
-            native._check(wrong, "cpu")
-    with pytest.raises(build.NoLibrary, match="the kernels for cpu do not run"):
-        native._check(native.Missing(), "cpu")
+        compare_with_formula(native.entry, "cpu")
+        with pytest.raises(NoLibrary, match="kernel of rms_norm is wrong for torch.float32, d = 1"):
+            compare_with_formula(wrong, "cpu")
+    for refused in (native.Missing(), SimpleNamespace(run=lambda *_: NotImplemented)):
+        with pytest.raises(NoLibrary, match="the kernels for cpu do not run"):
+            compare_with_formula(refused, "cpu")
+
+
+@needs_compiler
+@pytest.mark.parametrize("gradient", [3, 4, None], ids=["of x", "of the weight", "missing"])
+def test_gradients_are_checked_as_well(gradient: int | None) -> None:
+    def run(name: str, *args: Any) -> Any:
+        if not name.endswith("_backward"):
+            return native.entry.run(name, *args)
+        if gradient is None or native.entry.run(name, *args) is NotImplemented:
+            return NotImplemented
+        args[1 + gradient][0].mul_(1.01)
+        return None
+
+    assert native.has("cpu")
+    with pytest.raises(NoLibrary, match="gradient of rms_norm is wrong for torch.float32, d = "):
+        compare_with_formula(SimpleNamespace(run=run), "cpu")
+
+
+def test_a_full_disk_is_a_reason_not_to_have_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build, "cache_folders", lambda: [tmp_path / "cache"])
+    with pytest.raises(NoLibrary, match="cannot write to .*cache: No space left on device"):
+        build.cached("a.cubin", full)
+    assert build.cached("a.cubin", lambda path: path.write_bytes(b"1") and None).exists()
 
 
 def test_without_a_compiler_it_computes_and_says_why(tmp_path: Path) -> None:
@@ -113,7 +145,7 @@ def test_a_cache_that_cannot_be_written_is_passed_over(tmp_path: Path, quick_com
     (tmp_path / "file").write_text("")
     # no temporary directory either: TMPDIR is ignored by Python where it is not writable
     folders = [tmp_path / "file" / "a", tmp_path / "file" / "b"]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(build.NoLibrary, match="cannot"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(NoLibrary, match="cannot"):
         patch.setattr(build, "cache_folders", lambda: folders)
         build.library(build.cpu())
 
@@ -122,7 +154,7 @@ def test_a_directory_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> 
     assert build.is_trusted(tmp_path)
     tmp_path.chmod(0o777)
     assert not build.is_trusted(tmp_path)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(build.NoLibrary, match="other users"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(NoLibrary, match="other users"):
         patch.setattr(build, "cache_folders", lambda: [tmp_path])
         build.library(build.cpu())
 
@@ -138,12 +170,12 @@ def test_a_failed_compilation_is_reported_and_stored(
     monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for _ in range(2):
-        with pytest.raises(build.NoLibrary, match="this is broken"):
+        with pytest.raises(NoLibrary, match="this is broken"):
             build.library(build.cpu())
     shutil.copy(ROOT / "enjoyln_cli/kernels/csrc/call.h", tmp_path / "csrc" / "call.h")
     broken = tmp_path / "enjoyln" / build.cpu().name
     broken.with_suffix(".failed").write_text("an earlier reason")
-    with pytest.raises(build.NoLibrary, match="an earlier reason"):
+    with pytest.raises(NoLibrary, match="an earlier reason"):
         build.library(build.cpu())
     assert build.library(build.cpu(), retry=True) == broken
     assert not broken.with_suffix(".failed").exists()
@@ -152,7 +184,7 @@ def test_a_failed_compilation_is_reported_and_stored(
 def test_a_library_that_a_wheel_brought_is_taken(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(build, "PREBUILT", tmp_path)
     monkeypatch.setattr(build, "cache_folders", list)
-    with pytest.raises(build.NoLibrary):
+    with pytest.raises(NoLibrary):
         build.library(build.cpu())
     (tmp_path / build.cpu().name).write_bytes(b"")
     assert build.library(build.cpu()) == tmp_path / build.cpu().name

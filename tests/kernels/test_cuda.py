@@ -219,6 +219,14 @@ def test_a_norm_that_was_not_chosen_is_declined(fake: ctypes.CDLL, gpus: cuda.Dr
     assert not launched(fake, call(b=None)), "chosen with both or none"
     assert not launched(fake, call(parameters="bfloat16"), 0)
     assert launched(fake, call(parameters="bfloat16"), 1)
+    native.choose(0, False, ("bfloat16", "float32"), (True, True), 1536, (101, 101), (200, 300))
+    assert not launched(fake, call(100, 1536)), "the later choice replaces the earlier one"
+    assert launched(fake, call(101, 1536)) and launched(fake, call(250, 1536))
+    native.choose(0, False, ("bfloat16", "float32"), (True, True), 1536)
+    assert not launched(fake, call(101, 1536)) and launched(fake, call(d=768))
+    for width in range(1, 600):
+        native.choose(0, False, ("bfloat16", "float32"), (True, True), 8 * width, (1, 9))
+    assert launched(fake, call(9, 8 * 599)) and not launched(fake, call(10, 8 * 599))
     float16 = dispatch.DTYPES.index("float16")
     assert not launched(fake, call(dtype=float16))
     assert not launched(fake, call(b_dtype=float16)), "weight and bias have one dtype"
@@ -237,6 +245,20 @@ def test_a_launch_that_fails_is_declined(fake: ctypes.CDLL, gpus: cuda.Driver) -
     finally:
         fake.refuse(0)
     assert launched(fake, call())
+
+
+def test_a_damaged_cubin_is_compiled_again(
+    gpus: cuda.Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sm_90.cubin"
+    path.write_bytes(b"half of it\0")
+    monkeypatch.setattr(native, "status", lambda device: native.Status(device, True, "sm_90"))
+    monkeypatch.setattr(native, "architecture", lambda index: "sm_90")
+    monkeypatch.setattr(cuda, "cubin", lambda *_: path)
+    monkeypatch.setattr(cuda, "driver", lambda: gpus)
+    with pytest.raises(build.NoLibrary, match="CUDA_ERROR_INVALID_IMAGE"):
+        native.load_cuda(0, "float16", "float16")
+    assert not path.exists() and not native.has("cuda")
 
 
 def test_an_error_of_the_driver_has_its_name(fake: ctypes.CDLL, gpus: cuda.Driver) -> None:

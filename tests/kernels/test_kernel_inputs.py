@@ -100,3 +100,13 @@ def test_a_functional_tensor_and_a_batch_of_vmap() -> None:
     wrapped = torch._to_functional_tensor(rows(3))
     assert torch.allclose(torch._from_functional_tensor(folded(wrapped)), stock(rows(3)), atol=1e-5)
     assert torch.allclose(torch.func.vmap(folded)(rows(3, 4)), stock(rows(3, 4)), atol=1e-5)
+
+
+@pytest.mark.parametrize("add", [kernels.add_rms_norm_, kernels.add_layer_norm_])
+def test_an_addition_in_place_of_tensors_that_overlap_is_refused_as_by_torch(add: Any) -> None:
+    buffer = rows(5)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="refer to a single memory location"):
+        add(buffer[:4], buffer[1:], None, None, 1e-5)
+    y, total = buffer[:2].clone(), 2 * buffer[:2]
+    assert torch.equal(add(y, y, None, None, 1e-5), add(total * 0, total, None, None, 1e-5))
+    assert torch.equal(y, total), "the same memory is no obstacle"

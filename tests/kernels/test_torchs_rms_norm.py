@@ -86,12 +86,14 @@ def test_under_autocast_torch_has_to_have_a_rule(
 
 
 class Norms(TorchDispatchMode):
-    """Counts the LayerNorms that torch computes."""
+    """Counts the LayerNorms that torch computes, and the parameters that they read."""
 
-    count = 0
+    count = read = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += func is torch.ops.aten.native_layer_norm.default
+        if func is torch.ops.aten.native_layer_norm.default:
+            self.count += 1
+            self.read += sum(parameter is not None for parameter in args[2:4])
         return func(*args, **(kwargs or {}))
 
 
@@ -111,6 +113,29 @@ def test_a_merged_model_computes_no_layer_norm(tmp_path: Path) -> None:
         with torch.no_grad():
             expected = plain.double()(**inputs).logits
         assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("merge", "read"), [("bias", 1), ("affine", 0)])
+def test_where_layer_norm_is_the_fastest_it_reads_no_neutral_parameter(
+    merge: str, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "entry", native.Missing())
+    monkeypatch.setattr(native, "_known", {"cpu": native.Status("cpu", False, "simulated")})
+    options = Options(merge=merge)  # type: ignore[arg-type]
+    out = fold(CHECKPOINTS / "phi", tmp_path / merge, verify=False, options=options).out
+    model = from_pretrained(out)
+    inputs = {"input_ids": torch.arange(3, 21).reshape(2, 9)}
+    norms = [norm for norm in model.modules() if isinstance(norm, Folded)]
+    with torch.no_grad():
+        model(**inputs)
+        with Norms() as counted:
+            model(**inputs)
+    neutral = sum(norm.biasless for norm in norms)
+    assert neutral and counted.count == len(norms)
+    assert counted.read == 2 * (len(norms) - neutral) + read * neutral
+    with Norms() as counted:
+        model(**inputs)
+    assert counted.read == 2 * len(norms), "with gradients, all of them are read"
 
 
 def test_the_kernel_is_looked_for_in_torch_itself() -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from live_models import CHECKPOINTS, ROOT
 from simulated_gpu import SPEEDS, SimulatedGpu, fused, kernel
 
 from enjoyln_cli import fold, from_pretrained, kernels
-from enjoyln_cli.kernels import build, choices, gpu, native, ops, tuning
+from enjoyln_cli.kernels import build, choices, formula, gpu, native, ops, tuning
 from enjoyln_cli.kernels.choices import KERNEL, LAYER_NORM, LIGER, RMS_NORM, SEPARATE, Norms
+from enjoyln_cli.kernels.tuning import Compute
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.runtime.neutral import kinds_of_norms
 
@@ -57,6 +59,18 @@ def test_the_fastest_is_taken(norms: Norms) -> None:
 def test_a_margin_is_asked_for() -> None:
     for speed, name in ((9.6e-6, RMS_NORM), (9.4e-6, KERNEL)):
         assert taken(SimulatedGpu({**SPEEDS, KERNEL: speed}))[0] == name
+
+
+def test_ours_needs_the_margin_over_each_other_candidate() -> None:
+    given: dict[str, Compute | str] = {LIGER: gpu.rms_norm}
+    for liger, own, name in (
+        (9.9e-6, 8.7e-6, LAYER_NORM),
+        (9.9e-6, 8.5e-6, KERNEL),
+        (8.0e-6, 7.7e-6, LIGER),
+        (8.0e-6, 7.5e-6, KERNEL),
+    ):
+        speeds = {**SPEEDS, LAYER_NORM: 9.0e-6, LIGER: liger, KERNEL: own}
+        assert taken(SimulatedGpu(speeds, replaced=given))[0] == name, (liger, own)
 
 
 def wrong_after_row_3(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
@@ -119,13 +133,33 @@ def test_a_clock_that_fails_decides_nothing(time: float) -> None:
 
 
 def test_the_time_is_bounded() -> None:
-    device = SimulatedGpu(step=1.0)
+    device = SimulatedGpu(step=1.3)  # ten seconds are over after seven looks at the clock
     kinds = [replace(PLAIN, width=width) for width in (8, 16, 24, 32, 40)]
     first = tuning.choose(device, kinds)
-    numbers = len(first)
-    assert 0 < numbers <= 2 * tuning.SECONDS < 2 * len(kinds) * len(tuning.ROWS)
+    begun = list(dict.fromkeys(one.norms for one in first))
+    assert begun == kinds[: len(begun)] and 0 < len(begun) < len(kinds)
+    assert len(first) == 2 * len(begun) * len(tuning.ROWS), "and what was begun has every row"
+    late = [one for one in first if not one.microseconds]
+    assert [(one.rows, one.taken) for one in late] == [(8192, RMS_NORM), (8192, SEPARATE)]
     then = tuning.choose(device, kinds)
-    assert len(then) > numbers and then[:numbers] == first, "the next process goes on"
+    assert len(then) > len(first) and then[: len(first)] == first, "the next process goes on"
+
+
+def test_where_the_memory_is_not_enough_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def values(norms: Norms, rows: int, place: torch.device) -> tuning.Values:
+        if rows > 1000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return before(norms, rows, place)
+
+    before = tuning.values_for
+    monkeypatch.setattr(tuning, "values_for", values)
+    found = tuning.choose(SimulatedGpu({**SPEEDS, KERNEL: 5e-6}), (PLAIN,))
+    by_rows = {(one.rows, one.added): one.taken for one in found}
+    assert by_rows == {
+        **{(rows, added): KERNEL for rows in (1, 32) for added in (False, True)},
+        **{(rows, False): RMS_NORM for rows in (1024, 8192)},
+        **{(rows, True): SEPARATE for rows in (1024, 8192)},
+    }
 
 
 def test_a_choice_is_stored(cache: Path) -> None:
@@ -174,9 +208,22 @@ def time_of_nothing(content: dict[str, Any]) -> str:
     return json.dumps(content)
 
 
+def no_rows(content: dict[str, Any]) -> str:
+    content["choices"][0]["rows"] = 0
+    return json.dumps(content)
+
+
 @pytest.mark.parametrize(
     "damage",
-    [damage_json, other_format, other_key, unknown_field, text_for_a_number, time_of_nothing],
+    [
+        damage_json,
+        other_format,
+        other_key,
+        unknown_field,
+        text_for_a_number,
+        time_of_nothing,
+        no_rows,
+    ],
 )
 def test_a_damaged_or_foreign_file_counts_as_none(cache: Path, damage: Any) -> None:
     tuning.choose(SimulatedGpu(), (PLAIN,))
@@ -208,6 +255,26 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
     with pytest.warns(UserWarning, match="measured norms are not stored: cannot write to"):
         found = tuning.choose(SimulatedGpu(), (PLAIN,))
     assert {one.rows for one in found} == set(tuning.ROWS)
+
+
+def test_a_cache_that_can_only_be_read_costs_a_warning(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has choices for this GPU, and not for all norms of the model."""
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    first = tuning.choose(SimulatedGpu(), (PLAIN,))
+    (lock,) = cache.glob("*.lock")
+    lock.unlink()
+    lock.mkdir()  # it cannot be opened
+    monkeypatch.setattr(choices.tempfile, "NamedTemporaryFile", read_only)
+    device = SimulatedGpu()
+    assert tuning.choose(device, (PLAIN,)) == first and not device.measured
+    with pytest.warns(UserWarning, match="measured norms are not stored: .*Read-only"):
+        found = tuning.choose(device, (PLAIN, BIASED))
+    assert {one.norms for one in found} == {PLAIN, BIASED}
 
 
 @pytest.mark.slow
@@ -248,6 +315,33 @@ def test_each_number_of_rows_uses_the_nearest_measurement() -> None:
         assert choices.taken_for(*given) is None
 
 
+def test_what_times_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver() -> Any:
+        raise build.NoLibrary("there is none")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(gpu.cuda, "driver", no_driver)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    expected = {
+        "gpu": "a GPU",
+        "capability": "9.0",
+        "driver": "6.4",
+        "torch": torch.__version__,
+        "liger": "",
+        "sources": build.digest(),
+    }
+    assert gpu.Gpu(0).key() == expected
+    monkeypatch.setattr(gpu.importlib.metadata, "version", lambda name: f"{name} 0.6")
+    monkeypatch.setattr(gpu, "NVIDIA", tmp_path / "version")
+    gpu.NVIDIA.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\n")
+    library = SimpleNamespace(cuDriverGetVersion=lambda version: None)
+    monkeypatch.setattr(gpu.cuda, "driver", lambda: SimpleNamespace(library=library))
+    found = gpu.Gpu(0).key()
+    assert (found["driver"], found["liger"]) == ("0, 580.65.06", "liger-kernel 0.6")
+    assert choices.file_name(found) != choices.file_name(expected)
+
+
 @pytest.mark.parametrize("norms", [PLAIN, BIASED], ids=["plain", "biased"])
 @pytest.mark.parametrize("name", [LAYER_NORM, RMS_NORM, LIGER])
 def test_a_norm_computes_what_was_taken(
@@ -270,7 +364,7 @@ def test_a_norm_computes_what_was_taken(
     norm = "layer_norm" if name == LAYER_NORM else "rms_norm"
     exact = getattr(torch.ops.enjoyln, norm)(x.double(), weight.double(), None, 1e-5)
     exact = exact if bias is None else exact + bias.double()
-    assert native.is_close(found, exact)
+    assert formula.is_close(found, exact)
     assert [args[2:] for args in called] == ([(1e-5, 0.0, "gemma")] if name == LIGER else [])
     trained = kernels.rms_norm(x, weight.clone().requires_grad_(), bias, 1e-5)
     plain = torch.nn.functional.layer_norm(x, (24,), weight, bias, 1e-5)
@@ -315,3 +409,23 @@ def test_nothing_is_measured_where_it_should_not(
     assert not measured and not cache.exists()
     kernels.prepare(wanted)
     assert measured == [0] and len(list(cache.glob("choices-*.json"))) == 1
+
+
+def test_a_model_uses_the_choices_for_its_own_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache may know those of many models, for which no kernel is compiled here."""
+    asked: list[Norms] = []
+
+    class Counting(SimulatedGpu):
+        def fused(self, norms: Norms) -> Any:
+            asked.append(norms)
+            return super().fused(norms)
+
+    fast = {**SPEEDS, KERNEL: 5e-6}
+    tuning.choose(SimulatedGpu(fast), (PLAIN, BIASED, BFLOAT))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(gpu, "Gpu", lambda index: Counting(fast))
+    kernels.prepare([(torch.device("cuda", 0), BIASED)])
+    assert asked and set(asked) == {BIASED}
+    assert {norms for _, norms in choices._used} == {BIASED}
+    assert {(kind[4], len(rows)) for kind, rows in native._chosen.items()} == {(24, 4)}

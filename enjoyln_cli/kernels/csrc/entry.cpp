@@ -123,16 +123,16 @@ bool is_slower(const Call& c) {
 
 // Norms for which the kernels were measured to be the fastest on a GPU.
 struct Chosen {
-  int32_t device, added, dtype, parameters, affine;  // affine: 1 for a weight + 2 for a bias
+  int64_t device, added, dtype, parameters, affine;  // affine: 1 for a weight + 2 for a bias
   int64_t d, min_rows, max_rows;
-} chosen[256];
-int chosen_count = 0;
+}* chosen = nullptr;
+int64_t chosen_count = 0;
 
 // The dtype of weight and bias; without them, that of x.
 Dtype parameters_of(const Call& c) { return c.w ? c.w_dtype : c.b ? c.b_dtype : c.dtype; }
 
 bool is_chosen(const Call& c, int32_t device) {
-  for (int i = 0; i < chosen_count; i++) {
+  for (int64_t i = 0; i < chosen_count; i++) {
     const Chosen& p = chosen[i];
     if (p.device == device && p.d == c.d && p.dtype == c.dtype && p.added == (c.r != nullptr) &&
         p.affine == (c.w != nullptr) + 2 * (c.b != nullptr) && p.parameters == parameters_of(c) &&
@@ -230,6 +230,12 @@ bool alike(const DLTensor& a, const DLTensor& b) {
          !memcmp(a.shape, b.shape, sizeof(int64_t) * a.ndim);
 }
 
+// Whether two buffers of a size share some of their memory, and not all of it.
+bool overlap(const void* a, const void* b, int64_t bytes) {
+  const int64_t apart = (intptr_t)a - (intptr_t)b;
+  return apart && apart < bytes && -apart < bytes;
+}
+
 // Tells autograd that a tensor was written in place.
 bool written(PyObject* t) {
   Held one, done;
@@ -323,7 +329,8 @@ const Cuda* kernels_on(int32_t device, Dtype dtype, Dtype parameters) {
   return found->context ? found : nullptr;
 }
 
-bool is_too_large(int64_t rows, int64_t d) { return rows > 0x7fffffff || d > 0x7fffffff; }
+// Blocks are counted with 31 bits, and the elements of a row with an int.
+bool is_too_large(int64_t rows, int64_t d) { return rows > 0x7fffffff || d > 0x40000000; }
 
 // The kernels for a call on a GPU, or null. Weight and bias have to have one dtype.
 const Cuda* cuda_for(const Call& c, int32_t device) {
@@ -425,6 +432,7 @@ PyObject* norm(Form form, bool layer, bool guarded, PyObject* const* args, ptrdi
       if (in_place || !contiguous_view(args[1], r_copy, &r, &dtype)) return declines();
     }
     c.r = r.data;
+    if (in_place && overlap(c.x, c.r, c.rows * c.d * size_of(c.dtype))) return declines();
   }
   const Cuda* cuda = nullptr;
   void* stream = nullptr;
@@ -699,10 +707,10 @@ EXPORT void enjoyln_decline(int dtype, int64_t min_rows, int64_t max_rows, int64
   if (slower_count < 64) slower[slower_count++] = {dtype, min_rows, max_rows, min_d, max_d};
 }
 
-// Uses the kernels on a GPU for norms like this; a later choice for the same norms has no effect.
-EXPORT void enjoyln_choose(int32_t device, int32_t added, int32_t dtype, int32_t parameters,
-                           int32_t affine, int64_t d, int64_t min_rows, int64_t max_rows) {
-  if (chosen_count < 256)
-    chosen[chosen_count++] = {device, added, dtype, parameters, affine, d, min_rows, max_rows};
+// Uses the kernels on GPUs for these norms, and for no others.
+EXPORT void enjoyln_choose(const Chosen* given, int64_t count) {
+  free(chosen);
+  chosen = (Chosen*)malloc(count * sizeof(Chosen) + 1);
+  chosen_count = chosen ? count : 0;
+  if (chosen) memcpy(chosen, given, count * sizeof(Chosen));
 }
-EXPORT void enjoyln_forget() { chosen_count = 0; }
