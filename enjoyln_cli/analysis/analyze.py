@@ -60,6 +60,7 @@ class Analysis:
     """Norms that the paper's Algorithm 1, as printed, calls foldable."""
     under: Callable[[Options], Analysis]
     """Analyse the same model with other options."""
+    subject: Subject
 
     def __repr__(self) -> str:
         """A short summary; ``plan`` and ``why`` have the details."""
@@ -362,4 +363,5 @@ def analyze_subject(subject: Subject, options: Options) -> Analysis:
         cut=cut,
         paper=algorithm_1(subject.traces[0]) if subject.traces else (),
         under=partial(analyze_subject, subject),
+        subject=subject,
     )

@@ -6,6 +6,7 @@ file stores copies of a tied tensor, or if it is built from several tensors of a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -61,7 +62,7 @@ def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) 
         ops=ops_of(problem, cut),
         entry_inputs=tuple(dict.fromkeys(e for support in supports for e in support.entries)),
         unproven=(*unproven_inputs(subject.traced), *_unread(found, problem.groups, traces)),
-        other_norms=rms_norms(found.model),
+        other_norms=tuple(sorted(Counter(rms_norms(found.model).values()).items())),
         outputs=subject.outputs,
         by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_example)),
         widened=widened,

@@ -69,6 +69,8 @@ class Inspection:
 
     def row(self, paper: bool = False, options: bool = False) -> Row:
         """The report's row; on request with the paper's count, or with the plan for each option."""
+        from enjoyln_cli.report.placement import norm_places  # imports torch's tracing
+
         found = self.analysis
         allowed = {
             name: _plan_under(found, replace(self.options, **setting))
@@ -81,6 +83,7 @@ class Inspection:
             found.gains(),
             allowed,
             () if options else suggestions(found, self.options),
+            norm_places(found),
         )
 
 

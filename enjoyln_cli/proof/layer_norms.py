@@ -12,7 +12,6 @@ convolution and also normalises over positions, so none of them counts.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -109,13 +108,14 @@ def _is_foreign(path: str, flow: Flow) -> bool:
     return all(flow.traces[0].module_of(node) != path for node in flow.traces[0].graph.nodes)
 
 
-def rms_norms(model: nn.Module) -> tuple[tuple[str, int], ...]:
-    """``(class name, count)`` of the modules that compute RMSNorm already, sorted by name."""
-    counts: Counter[str] = Counter()
+def rms_norms(model: nn.Module) -> dict[str, str]:
+    """From the path of each module that computes RMSNorm already to the name of its class."""
     verdicts: dict[type, bool] = {}
-    for module in model.modules():
+    found = {}
+    for path, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
             if type(module) not in verdicts:
                 verdicts[type(module)] = computes_rms_norm(module)
-            counts[type(module).__name__] += verdicts[type(module)]
-    return tuple((name, count) for name, count in sorted(counts.items()) if count)
+            if verdicts[type(module)]:
+                found[path] = type(module).__name__
+    return found

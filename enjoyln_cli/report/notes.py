@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.analysis.output_gains import Gain
     from enjoyln_cli.analysis.suggest import Suggestion
     from enjoyln_cli.plan.plan import Plan
+    from enjoyln_cli.report.placement import Kind, Place
 
 Row = dict[str, Any]
 """One model's report, ready for JSON."""
@@ -42,6 +43,7 @@ def row(
     gains: Sequence[Gain] = (),
     options: Mapping[str, Plan] | None = None,
     suggested: Sequence[Suggestion] = (),
+    places: Mapping[Kind, Mapping[Place, int]] | None = None,
 ) -> Row:
     """One model's report as plain data: all that ``report`` shows.
 
@@ -50,6 +52,7 @@ def row(
     * ``gains``: norms that could be converted too if some outputs may change.
     * ``options``: from option name to the plan with this option added.
     * ``suggested``: options of ``fold`` that convert more norms.
+    * ``places``: how many norms of each kind stand where; without it there is no such entry.
 
     The keys are documented in ``docs/formats.md``.
     """
@@ -143,6 +146,8 @@ def row(
     }
     if paper is not None:
         found["paper"] = list(paper)
+    if places is not None:
+        found["norm_places"] = {kind: dict(counts) for kind, counts in places.items()}
     if options:
         found["options"] = {name: _with_old_names(_norm_counts(p)) for name, p in options.items()}
     return _with_old_names(found)
@@ -291,9 +296,10 @@ def notes(found: Row) -> list[str]:
     rotates = bool(found["rotated"] or found["not_rotated"])
     if not found["layernorms"] and not rotates:
         if already:
-            return [f"{model}: {already} norms are RMSNorm already, no LayerNorm to convert"]
+            line = f"{model}: {already} norms are RMSNorm already, no LayerNorm to convert"
+            return [line, *_place_lines(found)]
         return [f"{model}: no LayerNorm in this model"]
-    lines = [f"{model} ({found['model_class']})"]
+    lines = [f"{model} ({found['model_class']})", *_place_lines(found)]
     if found["outputs"]:
         lines.append(f"  only these outputs stay the same: {', '.join(found['outputs'])}")
     for op in found["subtractions"]:
@@ -331,6 +337,15 @@ def notes(found: Row) -> list[str]:
         what = "not proven for" if only_rotated else "LayerNorm is used in"
         lines.append(f"  {what} calls with {unproven}")
     return lines if len(lines) > 1 else []
+
+
+def _place_lines(found: Row) -> list[str]:
+    """Where the norms of each kind stand; ``docs/commands/report.md`` explains the places."""
+    lines = []
+    for kind, places in found.get("norm_places", {}).items():
+        counts = (f"{count} {place.replace('_', ' ')}" for place, count in places.items())
+        lines.append(f"  {kind}s: {', '.join(counts)}")
+    return lines
 
 
 def _proven_calls(calls: Sequence[str], other: str) -> str:

@@ -147,7 +147,7 @@ def test_the_card_says_what_was_done(out: Path) -> None:
     )
     assert "enjoyln fold ./tiny -o tiny-rms --dtype bfloat16\n" in text
     assert re.search(r"enjoyln \d+\.\d+.*torch \d+.*transformers \d+", text)
-    assert text.count("```bibtex") == 1 and "Pre-{RMSNorm}" in text and "Anonymous" in text
+    assert text.count("```bibtex") == 1 and "Pre-{RMSNorm}" in text and "2605.14521" in text
     assert str(out.parent) not in str(made(out))
 
 
