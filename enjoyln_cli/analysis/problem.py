@@ -50,7 +50,7 @@ class Subject:
     outputs: tuple[str, ...] = ()
     """Fields of the reference's output that must stay unchanged; empty for all fields."""
     training: DropoutChoice | None = None
-    """Set if the plan is for training mode, too: some of ``traced`` are in training mode."""
+    """Set if the plan is for training: scales are not merged, and GroupNorm counts as a norm."""
 
     @property
     def traces(self) -> tuple[Trace, ...]:
@@ -82,7 +82,7 @@ def state_problem(subject: Subject, options: Options) -> Statement:
     scales = Scales() if subject.training else find_scales(traces, groups, single)
     required = _required(traces, reference.name, subject.outputs) if subject.outputs else None
     flow = Flow(traces=traces, required=required, products=scales.products, refused=scales.refused)
-    forms, other_forms = layer_norms(reference.model)
+    forms, other_forms = layer_norms(reference.model, grouped=subject.training is not None)
     norms, refused = norm_calls(flow, forms, other_forms)
     if not options.fold:
         norms, refused = {}, dict.fromkeys(norms, NOT_ASKED) | refused

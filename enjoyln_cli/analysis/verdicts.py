@@ -72,7 +72,7 @@ def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) 
         seed=options.seed,
         settings=size_settings(widened),
         covered=covered_calls(subject.traced, size_settings(widened)),
-        training=subject.training is not None,
+        training=any(one.training for one in subject.traced),
     )
 
 

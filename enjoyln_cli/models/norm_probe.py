@@ -78,6 +78,8 @@ class LayerNormForm:
     """Name of the tensor that the gain is computed from; it may have dimensions of size 1."""
     bias: str = "bias"
     """Name of the bias; it may have dimensions of size 1."""
+    groups: int = 1
+    """How many groups of features are normalised one by one."""
 
     def holds_for(self, rank: int) -> bool:
         """Whether inputs with ``rank`` dimensions are normalised in this way."""
@@ -166,6 +168,18 @@ def layer_norm_form(module: nn.Module) -> LayerNormForm | None:
     """How ``module`` computes LayerNorm; ``None`` if it does not, or not for all inputs."""
     found = examine(module, {})
     return found if isinstance(found, LayerNormForm) else None
+
+
+def group_norm_form(module: nn.Module) -> LayerNormForm | None:
+    """How torch's GroupNorm normalises vectors of several groups; ``None`` for any other module.
+
+    Inputs with more dimensions are normalised over positions, too, which is no LayerNorm.
+    """
+    if not isinstance(module, nn.GroupNorm) or type(module).forward is not nn.GroupNorm.forward:
+        return None
+    gain: Gain = "1" if module.weight is None else "weight"
+    biased = module.bias is not None
+    return LayerNormForm(-1, gain, biased, module.eps, (2,), groups=module.num_groups)
 
 
 Known = dict[Any, LayerNormForm | str]

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.analysis.problem import DropoutChoice
 from enjoyln_cli.calls.calls import ExampleCalls
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, NothingToFold, UnsupportedModel
@@ -80,12 +79,14 @@ def reparametrize(
     if plan is None:
         _require_unconverted(model)
         args, kwargs = _as_call(example)
-        if approximate:
-            found = analyze_module(model, *args, example_calls=example_calls, **kwargs)
-        else:
-            how: Any = {"dropout": dropout, "example_calls": example_calls}
-            found = analyze_training(model, args, kwargs, **how)
-        plan = found.plan
+        plan = analyze_training(
+            model,
+            args,
+            kwargs,
+            dropout=dropout,
+            approximate=approximate,
+            example_calls=example_calls,
+        ).plan
     _require_usable(model, plan, approximate)
     edits = _by_tensor(model, plan)
     norms = [verdict.norm for verdict in plan.folded]

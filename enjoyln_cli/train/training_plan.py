@@ -39,24 +39,27 @@ def analyze_training(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dropout: DropoutChoice = "keep",
+    approximate: bool = False,
     example_calls: ExampleCalls = (),
 ) -> Analysis:
     """The plan for a live module that holds in training mode and in eval mode.
 
     The calls are like ``model(*args, **kwargs)``, or derived from the config of a transformers
     model. ``dropout="centre"`` subtracts a mean behind each dropout that keeps a norm LayerNorm, if
-    a module carries the dropout's output. Raises ``TraceFailed`` if a call cannot be traced in both
-    modes, and ``UnsupportedModel`` if code branches on random numbers in training mode, or a norm
-    computes something else there.
+    a module carries the dropout's output. With ``approximate``, the plan holds in eval mode only.
+
+    Raises ``TraceFailed`` if a call cannot be traced in both modes, and ``UnsupportedModel`` if
+    code branches on random numbers in training mode, or a norm computes something else there.
     """
     with foreign_code(model):
         calls = calls_of(model, tuple(args), dict(kwargs or {}), example_calls)
         trained = [
             replace(call, label=f"{call.label}, in training mode", training=True) for call in calls
         ]
-        traced = tuple(trace_calls(Captures(model), some) for some in (calls, trained))
-        for trace in traced[1].traces:
-            if trace.by_values:
+        modes = (calls,) if approximate else (calls, trained)
+        traced = tuple(trace_calls(Captures(model), some) for some in modes)
+        for trace in (trace for one in traced for trace in one.traces):
+            if trace.call.training and trace.by_values:
                 raise UnsupportedModel(
                     f"{type(model).__name__}: in training mode, its code branches on values or on "
                     "random numbers (as LayerDrop does), so no plan is proven; set its rate to 0"

@@ -1,0 +1,204 @@
+"""Recurrent layers (Enjoy-LN, appendix C.2.1) and GroupNorm of vectors (C.3) while training.
+
+A norm of the pre-activations ``W_v x + W_h h`` of a recurrent cell is trained as RMSNorm. A norm of
+what ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU`` returns is not: that has passed an activation function.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from live_models import moved
+from torch import nn
+from training import differences, square_loss
+
+from enjoyln_cli.errors import NothingToFold
+from enjoyln_cli.plan.axis import Axis, centre
+from enjoyln_cli.train import reparametrize
+
+EXACT = 1e-11
+
+
+class Cell(nn.Module):
+    """A recurrent layer with the weights ``W_v`` and ``W_h`` of all gates, and a head."""
+
+    def __init__(self, gates: int, norm: int) -> None:
+        super().__init__()
+        self.reads = nn.Linear(5, gates * 6)
+        self.recurs = nn.Linear(6, gates * 6, bias=False)
+        self.norm, self.head = nn.LayerNorm(norm), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x[:, 0, :1]).expand(-1, 6)
+        memory = state
+        for step in x.unbind(1):
+            state, memory = self.step(self.reads(step), self.recurs(state), state, memory)
+        return self.head(state)
+
+    def step(
+        self, read: torch.Tensor, recurrent: torch.Tensor, state: torch.Tensor, memory: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+
+class Rnn(Cell):
+    def step(self, read: Any, recurrent: Any, state: Any, memory: Any) -> Any:
+        return self.norm(read + recurrent).tanh(), memory
+
+
+class Lstm(Cell):
+    """One norm for all gates together, or for each gate, by the size of the norm."""
+
+    def step(self, read: Any, recurrent: Any, state: Any, memory: Any) -> Any:
+        size = self.norm.normalized_shape[0]
+        gates = self.norm((read + recurrent).unflatten(-1, (-1, size))).flatten(-2)
+        i, f, g, o = gates.chunk(4, -1)
+        memory = f.sigmoid() * memory + i.sigmoid() * g.tanh()
+        return o.sigmoid() * memory.tanh(), memory
+
+
+class Gru(Cell):
+    """What is read and what recurs are normed apart, as the reset gate needs it."""
+
+    def step(self, read: Any, recurrent: Any, state: Any, memory: Any) -> Any:
+        one, other = (self.norm(part.unflatten(-1, (3, 6))) for part in (read, recurrent))
+        r, z = (one[:, :2] + other[:, :2]).sigmoid().unbind(1)
+        n = (one[:, 2] + r * other[:, 2]).tanh()
+        return (1 - z) * n + z * state, memory
+
+
+@pytest.fixture(scope="module")
+def sequences() -> list[torch.Tensor]:
+    torch.manual_seed(6)
+    return [torch.randn(3, 3, 5, dtype=torch.float64) + 0.3 for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("cell", "axis"),
+    [
+        (Rnn(1, 6), Axis(0, 0, 1, 6, 1)),
+        (Lstm(4, 6), Axis(0, 0, 4, 6, 1)),
+        (Lstm(4, 24), Axis(0, 0, 1, 24, 1)),
+        (Gru(3, 6), Axis(0, 0, 3, 6, 1)),
+    ],
+    ids=["rnn", "lstm, gate by gate", "lstm, all gates", "gru"],
+)
+def test_norms_of_pre_activations_train_as_with_layer_norm(
+    cell: Cell, axis: Axis, sequences: list[torch.Tensor]
+) -> None:
+    losses, weights, plan = differences(
+        moved(cell), square_loss, sequences, "AdamW", example=sequences[0]
+    )
+    assert [verdict.status for verdict in plan.norms] == ["static"]
+    centred = {writer.parameter: writer.axis for writer in plan.writers}
+    assert centred == dict.fromkeys(["reads.weight", "reads.bias", "recurs.weight"], axis)
+    assert losses < EXACT and weights < EXACT
+
+
+class Behind(nn.Module):
+    """A norm behind one of torch's recurrent layers."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.recurrent = getattr(nn, kind)(5, 6, batch_first=True, **options)
+        self.norm = nn.LayerNorm(options.get("proj_size", 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.recurrent(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "op"),
+    [
+        ("RNN", {}, "rnn_tanh"),
+        ("RNN", {"nonlinearity": "relu"}, "rnn_relu"),
+        ("LSTM", {}, "lstm"),
+        ("LSTM", {"proj_size": 4}, "lstm"),
+        ("GRU", {}, "gru"),
+    ],
+)
+def test_norms_of_what_a_recurrent_layer_returns_are_refused(
+    kind: str, options: dict[str, Any], op: str, sequences: list[torch.Tensor]
+) -> None:
+    with pytest.raises(NothingToFold, match=rf"norm: {op} does not keep .* \(recurrent\)"):
+        reparametrize(moved(Behind(kind, **options)), example=sequences[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "names"),
+    [
+        ("RNN", {}, ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")),
+        ("LSTM", {"proj_size": 4}, ("weight_hr_l0",)),
+    ],
+)
+def test_centring_inside_a_recurrent_layer_changes_what_a_norm_behind_it_gets(
+    kind: str, options: dict[str, Any], names: tuple[str, ...], sequences: list[torch.Tensor]
+) -> None:
+    """Why they are refused. The projection of an LSTM is linear, but its gates read the result."""
+    model = moved(Behind(kind, **options))
+    with torch.no_grad():
+        before = model(sequences[0])
+        for name in names:
+            weight = getattr(model.recurrent, name)
+            weight.copy_(centre(weight, Axis(0, 0, 1, weight.shape[0], 1)))
+        assert float((model(sequences[0]) - before).abs().max()) > 1e-2
+
+
+@pytest.fixture(scope="module")
+def grouped() -> nn.Module:
+    plain = nn.GroupNorm(4, 12, affine=False)
+    layers = nn.Linear(5, 12), nn.GroupNorm(3, 12), nn.SiLU(), nn.Linear(12, 12), plain
+    return moved(nn.Sequential(*layers, nn.Linear(12, 3)))
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
+def test_group_norms_of_vectors_train_as_rms_norms_of_groups(
+    grouped: nn.Module, optimizer: str
+) -> None:
+    torch.manual_seed(7)
+    batches = [torch.randn(6, 5, dtype=torch.float64) + 0.3 for _ in range(3)]
+    losses, weights, plan = differences(
+        grouped, square_loss, batches, optimizer, example=batches[0]
+    )
+    assert [verdict.status for verdict in plan.norms] == ["static", "static"]
+    axes = {writer.parameter: writer.axis for writer in plan.writers}
+    assert axes["0.weight"] == Axis(0, 0, 3, 4, 1) and axes["3.bias"] == Axis(0, 0, 4, 3, 1)
+    assert losses < EXACT and weights < EXACT
+
+
+def test_group_norms_in_a_parametrised_model_take_no_mean(
+    grouped: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = copy.deepcopy(grouped), torch.randn(6, 5, dtype=torch.float64)
+    before = model(x)
+    reparametrize(model, example=x)
+    monkeypatch.setattr(F, "group_norm", None)
+    assert float((model.train()(x) - before).detach().abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape", "reason"),
+    [
+        ((nn.Conv1d(5, 12, 1), nn.GroupNorm(3, 12)), (2, 5, 4), "1: it normalises over positions"),
+        ((nn.Linear(5, 12), nn.GroupNorm(12, 12)), (2, 5), "1: the mean is over a single element"),
+    ],
+    ids=["positions", "groups of one"],
+)
+def test_other_group_norms_are_refused(
+    layers: tuple[nn.Module, ...], shape: tuple[int, ...], reason: str
+) -> None:
+    with pytest.raises(NothingToFold, match=reason):
+        reparametrize(nn.Sequential(*layers), example=torch.randn(shape))
+
+
+def test_centring_channels_at_each_position_is_not_a_group_norm() -> None:
+    """One mean for all positions of a group is something else than a mean at each position."""
+    torch.manual_seed(8)
+    x = torch.randn(2, 12, 4, dtype=torch.float64)
+    at_each = centre(x, Axis(1, 0, 3, 4, 1))
+    before, after = (F.group_norm(one, 3) for one in (x, at_each))
+    assert float((before - after).abs().max()) > 1e-2
