@@ -199,6 +199,10 @@ def require_unfolded(
     if MARKER in raw:
         found = raw[MARKER]
         origin = found.get("source") if isinstance(found, dict) else None
+        if isinstance(found, dict) and found.get("trained"):
+            raise AlreadyFolded(
+                f"{model} was trained as a folded model, so it is folded already; use it as it is"
+            )
         raise AlreadyFolded(
             f"{model} is the result of an earlier fold; fold its source ({origin or 'unknown'}) "
             "instead"

@@ -37,6 +37,9 @@ inputs, and which parameters have to be centred for that. Version 4 is::
         "attributes": {"Net": {"flag": false}}},
                                        by class: values of attributes that forward may read
      "nonfinite": true,                only if the user allowed NaN and infinity in weights
+     "trained": true,                  only if the weights were trained after the fold: "source" is
+                                       where training began, and the function to keep is that of
+                                       these weights with LayerNorm
      "proof": "5d41402abc...",         SHA-256 of the entry without source, revision, proof and tool
      "tool": "enjoyln 0.1.0"}
 
@@ -114,16 +117,20 @@ class Marker:
     """Pairs of parameters that are tied in the original, and separate in the result."""
     nonfinite: bool = False
     """Whether the user allowed NaN and infinity in weights."""
+    trained: bool = False
+    """Whether the weights were trained after the fold, so that no other checkpoint has them."""
     covered: CoveredCalls | None = None
     """The proven calls; ``None``: all calls without an input of ``unproven``."""
 
 
-def marker(plan: Plan, source: Source, nonfinite: bool = False) -> dict[str, Any]:
+def marker(
+    plan: Plan, source: Source, nonfinite: bool = False, trained: bool = False
+) -> dict[str, Any]:
     """The ``enjoyln`` entry for ``config.json``, as described in this module's docstring."""
     local = Path(source.model).expanduser()
     entry = {
         "version": VERSION,
-        "source": str(local.resolve()) if local.is_dir() else source.model,
+        "source": str(local.resolve()) if source.model and local.is_dir() else source.model,
         "revision": source.revision,
         "model_class": plan.model_class,
         "classes": list(plan.classes),
@@ -161,6 +168,8 @@ def marker(plan: Plan, source: Source, nonfinite: bool = False) -> dict[str, Any
         entry["rotated"] = {"seed": plan.seed, "bases": bases}
     if nonfinite:
         entry["nonfinite"] = True
+    if trained:
+        entry["trained"] = True
     return {**entry, "proof": proof_of(entry), "tool": f"enjoyln {__version__}"}
 
 
@@ -222,6 +231,7 @@ def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
         biasless=_texts(_merged(entry), "bias") if version > 2 else (),
         untied=tuple(_names(entry, "untied").items()) if version > 2 else (),
         nonfinite=entry.get("nonfinite") is True,
+        trained=entry.get("trained") is True,
         covered=_covered(entry.get("calls")) if version > 3 else None,
     )
     if version > 1 and _text(entry, "proof") != proof_of(entry):

@@ -37,7 +37,7 @@ from enjoyln_cli.runtime.weight_check import (
     tensor_at,
     watch_list_of,
 )
-from enjoyln_cli.runtime.weight_watch import keep_centred
+from enjoyln_cli.runtime.weight_watch import watch_weights
 
 Model = TypeVar("Model", bound=nn.Module)
 Holder = TypeVar("Holder")
@@ -108,7 +108,7 @@ def optimize_unchecked(model: Model, found: Marker) -> Model:
     merged, covered = bool(found.weightless or found.biasless), found.covered
     install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven, merged, covered)
     ops = [op.module for op in found.centering]
-    keep_centred(model, _weights(found), ops, found.units, found.weightless, found.biasless)
+    watch_weights(model, _weights(found), ops, found.units, found.weightless, found.biasless)
     kernels.prepare(kinds_of_norms(model, found.weightless, found.biasless))
     return model
 

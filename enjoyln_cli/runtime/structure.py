@@ -88,9 +88,10 @@ class Structure:
                 seen and "forward" in vars(module),
             )
 
-    def compare(self, model: nn.Module) -> None:
-        """Raises ``NotCentred`` for the first difference."""
+    def compare(self, model: nn.Module, in_any_mode: bool = False) -> None:
+        """Raises ``NotCentred`` for the first difference; the mode is none with ``in_any_mode``."""
         found = dict(_tree(model, self.loose))
+        mode = None if in_any_mode else self.trains and model.training
         for path, module in found.items():
             part = self.parts.get(path)
             if part is None:
@@ -98,15 +99,15 @@ class Structure:
                     f"{path}: is a {type(module).__name__} that was not there when norms were "
                     f"converted; convert the model as it is now, {_OR}"
                 )
-            name, training = path or type(module).__name__, self.trains and model.training
-            _check_part(name, module, part, root=not path, training=training)
+            _check_part(path or type(module).__name__, module, part, not path, mode)
         gone = next((path for path in self.parts if path not in found), None)
         if gone is not None:
             raise NotCentred(f"{gone}: is gone; convert the model as it is now, {_OR}")
         _check_hooks("every module", _global_hooks())
 
 
-def _check_part(path: str, module: nn.Module, part: Part, root: bool, training: bool) -> None:
+def _check_part(path: str, module: nn.Module, part: Part, root: bool, mode: bool | None) -> None:
+    """``mode``: whether the module has to be in training mode; ``None`` for any mode."""
     kind, cls = part.kind, type(module)
     if _without_ours(cls) is not kind:
         raise NotCentred(replaced_message(path, module, kind))
@@ -114,9 +115,9 @@ def _check_part(path: str, module: nn.Module, part: Part, root: bool, training: 
         raise NotCentred(f"{path}: the forward of {cls.__name__} was replaced; restore it, {_OR}")
     if "forward" in vars(module) and not (part.replaced or _is_accelerates(module)):
         raise NotCentred(f"{path}: its forward was replaced on the instance; restore it, {_OR}")
-    if module.training is not training and _without_ours(cls) not in SAME_IN_TRAINING:
-        mode, call = ("training", "eval()") if module.training else ("eval", "train()")
-        raise NotCentred(f"{path}: is in {mode} mode; call {call} on the model, {_OR}")
+    if mode not in (None, module.training) and _without_ours(cls) not in SAME_IN_TRAINING:
+        name, call = ("training", "eval()") if module.training else ("eval", "train()")
+        raise NotCentred(f"{path}: is in {name} mode; call {call} on the model, {_OR}")
     new = next((name for name in _present(module) if name not in part.parameters), None)
     if new is not None:
         raise NotCentred(
@@ -151,8 +152,12 @@ def _check_hooks(path: str, hooks: list[Any]) -> None:
 
 
 def _is_accelerates(module: nn.Module) -> bool:
-    """Whether the instance's ``forward`` is accelerate's wrapper, which only moves tensors."""
+    """Whether the instance's ``forward`` is accelerate's: it moves tensors, or runs in autocast."""
     new, hook = vars(module)["forward"], vars(module).get("_hf_hook")
+    if hook is None and "_original_forward" in vars(module):
+        inner: Any = getattr(getattr(new, "__wrapped__", None), "model_forward", None)
+        home = str(getattr(inner, "__globals__", {}).get("__name__", ""))
+        return home.startswith("torch.") and inner.__wrapped__ is type(module).forward
     hooks = (hook, *getattr(hook, "hooks", ()))
     return all(
         str(getattr(home, "__module__", "")).startswith("accelerate.")

@@ -25,7 +25,7 @@ from torch._subclasses import FakeTensor
 
 from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
-from enjoyln_cli.plan.axis import Axis, group_means, scale_along
+from enjoyln_cli.plan.axis import Axis, blocks, centre, group_means, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, Layers, Units, intact
 from enjoyln_cli.runtime.adapters import quantisation_of, quantised_message, replaced_message
 from enjoyln_cli.runtime.install import locate
@@ -205,6 +205,31 @@ def _check_units(units: Units, layers: Layers) -> None:
         )
 
 
+def centre_watched(model: nn.Module, watch: WatchList) -> None:
+    """Centre the weights of ``watch`` in place: in float64, rounded once.
+
+    Weights whose mean is that of rounding stay as they are, bit for bit. Raises ``NotCentred`` if
+    LayerScale is no longer ones: then centring a weight would need another value of it.
+    """
+    for one in watch.weights:
+        tensor = tensor_at(model, one.parameter)
+        if tensor.is_meta or tensor.dtype not in FLOATS:
+            continue  # ``check_centred`` says why it cannot be
+        if one.scale and not bool((tensor_at(model, one.scale) == 1).all()):
+            raise NotCentred(
+                f"{one.scale}: was merged into {one.parameter} and is no longer ones; freeze it in "
+                "training, or fold the trained model anew"
+            )
+        with torch.no_grad():
+            for _ in range(2):  # a mean far above the other values is rounded: once more
+                if not unexplained_mean(one.axis, tensor.detach()):
+                    break
+                wide = tensor.double()
+                for block in blocks(one.axis):
+                    wide = centre(wide, block)
+                tensor.copy_(wide)
+
+
 def _in_memory(model: nn.Module, path: str) -> AbstractContextManager[Any]:
     """Within the block, a tensor that accelerate has offloaded to CPU or disk is loaded."""
     owner = model.get_submodule(path.rpartition(".")[0])
@@ -230,25 +255,29 @@ def _check_tensor(one: CentredTensor, tensor: torch.Tensor, scale: torch.Tensor 
             f"{one.parameter}: has shape {list(tensor.shape)}, which does not fit the proof "
             f"(dimension {one.axis.dim}); convert the source again"
         )
-    own = FLOATS.index(tensor.dtype)
-    worst = 0.0
-    for part in _parts(tensor, one.axis.dim):
-        excess = _excess_mean(part, one.axis, scale, tensor.dtype)
-        if excess <= 0:
-            continue
-        unscaled = scale is None or bool((scale == 1).all())
-        narrower = FLOATS[:own] if unscaled else ()
-        exact = (d for d in narrower if torch.equal(tensor.to(d).to(tensor.dtype), tensor))
-        narrow = next((d for d in exact if _excess_mean(tensor, one.axis, scale, d) <= 0), None)
-        if narrow is not None:
-            return
-        worst = max(worst, excess)
-    if worst > 0:
+    if worst := unexplained_mean(one.axis, tensor, scale):
         rounding = _rounding_bound(tensor.dtype)
         raise NotCentred(
             f"{one.parameter}: its mean is {worst:.1e} of its size, and rounding explains at most "
             f"{rounding:.0e}, so it has changed since it was centred; {WHAT_NOW}"
         )
+
+
+def unexplained_mean(axis: Axis, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> float:
+    """The largest relative mean of ``tensor`` if rounding does not explain it, otherwise 0."""
+    own = FLOATS.index(tensor.dtype)
+    worst = 0.0
+    for part in _parts(tensor, axis.dim):
+        excess = _excess_mean(part, axis, scale, tensor.dtype)
+        if excess <= 0:
+            continue
+        unscaled = scale is None or bool((scale == 1).all())
+        narrower = FLOATS[:own] if unscaled else ()
+        exact = (d for d in narrower if torch.equal(tensor.to(d).to(tensor.dtype), tensor))
+        if any(_excess_mean(tensor, axis, scale, d) <= 0 for d in exact):
+            return 0.0
+        worst = max(worst, excess)
+    return worst
 
 
 def _parts(tensor: torch.Tensor, dim: int) -> Iterator[torch.Tensor]:

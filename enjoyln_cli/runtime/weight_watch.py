@@ -34,6 +34,7 @@ from enjoyln_cli.runtime.structure import (
 )
 from enjoyln_cli.runtime.weight_check import (
     WatchList,
+    centre_watched,
     check_centred,
     rename,
     tensor_at,
@@ -72,9 +73,19 @@ class KeepCentred(KeepStructure):
         set_flags(model, self.merged)
         self.trained = -1
         self.accepted: Accepted | None = None
+        self.recentres = False
+        """Whether weights that have left zero mean are centred again, instead of being refused."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "values": None, "accepted": None}
+
+    def centre(self, model: nn.Module) -> None:
+        """Centre the weights again, in training mode too.
+
+        Raises ``NotCentred``, with nothing changed, if the model was edited since it was folded.
+        """
+        self.built.compare(model, in_any_mode=True)
+        centre_watched(model, self.watch)
 
     def accept(self, model: nn.Module) -> None:
         """Take the weights as they are now for centred, until one of them changes."""
@@ -113,6 +124,8 @@ class KeepCentred(KeepStructure):
             with suppress(AttributeError):  # a layer that was removed
                 require_additive_adapter(path, model.get_submodule(path), kind, dim)
         self.built.compare(model)
+        if self.recentres:
+            centre_watched(model, self.watch)
         check_centred(model, self.watch)
 
 
@@ -185,7 +198,7 @@ def _uncentred_linears(model: nn.Module, watch: WatchList) -> list[str]:
     ]
 
 
-def keep_centred(
+def watch_weights(
     model: nn.Module,
     weights: Iterable[CentredTensor],
     ops: Iterable[str],

@@ -16,6 +16,7 @@ import torch
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
 from enjoyln_cli.plan.axis import Axis, blocks, group_means
 from enjoyln_cli.plan.edits import Edit, EditInputs, apply_edit, read_edit_inputs
+from enjoyln_cli.runtime.weight_check import unexplained_mean
 
 SLICE = 1 << 24
 """Number of elements of a tensor that are converted to float64 at a time."""
@@ -60,6 +61,28 @@ def check_tensors(
             f"{', '.join(wrong[:3])}{more}: not what the recipe makes of the original's tensor"
         )
     return drift, failures
+
+
+def check_centred_tensors(
+    folded: Checkpoint, edits: Mapping[str, Edit]
+) -> tuple[dict[str, float], list[str]]:
+    """Do the tensors that ``edits`` centre have zero mean, up to the rounding of their dtype?
+
+    For a checkpoint that was trained after the fold. Returns what ``check_tensors`` does.
+    """
+    drift: dict[str, float] = {}
+    wrong: list[str] = []
+    for name, edit in edits.items():
+        if not edit.axes:
+            continue
+        if name not in folded.tensors:
+            wrong.append(name)
+            continue
+        tensor = read_tensor(folded, name)
+        drift[name] = max(_drift([tensor], axis) for axis in edit.axes)
+        if any(unexplained_mean(axis, tensor) for axis in edit.axes):
+            wrong.append(name)
+    return drift, [f"{', '.join(wrong[:3])}: missing, or not centred"] if wrong else []
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -17,6 +17,8 @@ The conversion passes if
 * at the worst position, they are at most 4 times (``position_bound``) the original error at its
   worst position, and the storage error at any position is at most 4 times the original error there;
 * every stored tensor is the original's, edited as the recipe says and rounded once;
+  for a checkpoint that was trained after the fold, the original is the checkpoint itself with
+  LayerNorm, and every tensor that the recipe centres has zero mean up to its rounding;
 * ``config.json`` says the same as the original's, every weight that the class needs is stored, and
   the outputs are finite.
 """
@@ -60,7 +62,7 @@ from enjoyln_cli.rotation.given_matrices import give_matrices
 from enjoyln_cli.verification.config_differences import differing_settings
 from enjoyln_cli.verification.nonfinite import failure
 from enjoyln_cli.verification.runs import Measurement, Subject, measure, worst_first
-from enjoyln_cli.verification.stored_tensors import check_tensors
+from enjoyln_cli.verification.stored_tensors import check_centred_tensors, check_tensors
 
 IDENTITY_BOUND = 1e-12
 RATIO, ROTATED_RATIO = 1.25, 2.0
@@ -246,7 +248,11 @@ def verify(
     plan = plan or _plan_of(folded, trust_remote_code)
     if max_ratio is None:
         max_ratio = ROTATED_RATIO if plan.turned else RATIO
-    drift, failures = check_tensors(original, folded, edits_of(plan))
+    if marker.trained:
+        event("stage", "trained after the fold: comparing RMSNorm with LayerNorm on its weights")
+        drift, failures = check_centred_tensors(folded, edits_of(plan))
+    else:
+        drift, failures = check_tensors(original, folded, edits_of(plan))
     differing = differing_settings(
         type(load_config(folded.source, trust_remote_code)),
         raw_config(original.source),
@@ -307,9 +313,18 @@ def original_of(
 ) -> Checkpoint:
     """The checkpoint that ``result`` was made from: ``against``, or the one that ``marker`` names.
 
+    For a checkpoint that was trained after the fold, it is ``result`` itself, with LayerNorm.
+
     Raises ``ModelNotFound`` if it cannot be found, ``AlreadyFolded`` if it is converted itself, and
     ``BadCheckpoint`` if it is of another model type.
     """
+    if marker.trained:
+        if against is not None:
+            raise BadCheckpoint(
+                f"{result.model} was trained after it was folded, so {against} has other weights; "
+                "leave --against out, which compares RMSNorm with LayerNorm on the trained weights"
+            )
+        return open_checkpoint(result)
     name = marker.source if against is None else str(against)
     if against is None and revision is None:
         revision = marker.revision

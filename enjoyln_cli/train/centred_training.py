@@ -1,0 +1,202 @@
+"""Train a model in LayerNorm and use it in RMSNorm: centre its weights whenever they are used.
+
+In training mode every norm computes LayerNorm, so the loss depends on ``P W`` alone: a mean over
+the outputs of a centred weight ``W`` changes nothing. Then its gradient has zero mean as well, and
+``W <- P W`` between two steps is a change of gauge (Enjoy-LN, section 3.2): the loss, the gradient
+and every later ``P W`` stay the same, while the weights become those of a folded model. So the
+weights need to be centred only when somebody reads them as such:
+
+    a call in eval mode     the check before it centres them, and the norms run RMSNorm
+    ``state_dict()``        every way to save reads it first
+    a step, on request      a hook of the optimizer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from enjoyln_cli.checkpoint.marker import CentredTensor
+from enjoyln_cli.checkpoint.result_files import RECIPE_FILE
+from enjoyln_cli.errors import NotCentred, UnsupportedModel
+from enjoyln_cli.fs.whole_file import write_whole
+from enjoyln_cli.models.holders import models_in
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.rewrite.in_memory import centre_parameters
+from enjoyln_cli.runtime.hooks import enter_of
+from enjoyln_cli.runtime.install import install
+from enjoyln_cli.runtime.loading import marker_of, optimize_unchecked
+from enjoyln_cli.runtime.weight_check import require_unquantised, tensor_at
+from enjoyln_cli.runtime.weight_watch import KeepCentred, watch_weights, weight_checks
+from enjoyln_cli.train.optimizers import warn_of_dependence
+from enjoyln_cli.train.trained_fold import mark_trained, plan_in_training, recipe_in_training
+
+Every = Literal["evaluation", "step"]
+"""When weights are centred: before each evaluation and save, or also after each optimizer step."""
+
+
+class CentredTraining:
+    """A model in training whose weights are centred when they are used; see ``keep_centred``."""
+
+    def __init__(self, models: list[nn.Module], handles: list[Any]) -> None:
+        self.models = models
+        self._handles = handles
+
+    def centre(self) -> None:
+        """Centre the weights now. Raises ``NotCentred`` if a model was edited since the start."""
+        for model in self.models:
+            _centre(model)
+
+    def remove(self) -> None:
+        """Stop: the weights are centred once more, and further training leaves them alone."""
+        self.centre()
+        for handle in self._handles:
+            handle.remove()
+        for model in self.models:
+            vars(model).pop("save_pretrained", None)
+            for _, check in weight_checks(model):
+                check.recentres = False
+
+
+def keep_centred(
+    model: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    every: Every = "evaluation",
+    plan: Plan | None = None,
+) -> CentredTraining:
+    """Keep ``model`` folded while it is trained, in place.
+
+    In training mode it computes LayerNorm, as without this function. In eval mode it runs RMSNorm.
+    Its weights are centred before a call in eval mode, before ``state_dict`` (and so before every
+    save), and with ``every="step"`` after each step of ``optimizer``. A checkpoint that
+    ``model.save_pretrained`` writes is a folded checkpoint: its config has the marker, its recipe
+    is in ``enjoyln_recipe.yaml``, and ``enjoyln verify`` compares RMSNorm with LayerNorm on its
+    weights. Names, the state dict, and the optimizer with its state stay as they are.
+
+    * ``model``: a folded model, or a LayerNorm model of transformers that is folded now (in
+      seconds; its function stays the same), or an object that holds such models, as for
+      ``optimize``. For any other module pass its ``plan``.
+    * ``plan``: the plan to follow; by default the one that ``analyze`` proves for the model.
+
+    Call ``centre()`` of the result to centre at another time, and ``remove()`` to stop.
+
+    What is learned does not change, up to rounding, under every optimizer that sees the weights
+    through their gradients alone or changes them linearly: SGD (with momentum and weight decay),
+    AdamW and other optimizers with decoupled weight decay, clipping of gradients, any schedule.
+    There is a change, and a warning, if an optimizer mixes weights with gradients in another way:
+    Adam with coupled weight decay (which penalises the mean as well), or steps whose length depends
+    on the size of weights (Adafactor, LAMB, LARS). It also changes where a dropout with p > 0
+    stands between a centred weight and its norm: dropout removes features of the mean, so that it
+    is no constant any more. Then the model still computes the same function before and after it is
+    centred, but the noise of later training steps differs.
+
+    Raises ``UnsupportedModel`` for what cannot be trained so (hidden units of ``--widen-mlp``, a
+    LayerScale that is trained, weights that DeepSpeed or the first FSDP has split),
+    ``NothingToFold``
+    if no norm becomes RMSNorm, and ``NotCentred`` if the model was edited.
+    """
+    if every not in ("evaluation", "step"):
+        raise ValueError(f"every is {every!r}, but must be 'evaluation' or 'step'")
+    if every == "step" and optimizer is None:
+        raise ValueError("every='step' needs the optimizer whose steps are meant")
+    models = models_in(model)
+    handles = [handle for one in models for handle in _start(one, plan)]
+    training = CentredTraining(models, handles)
+    if optimizer is not None:
+        warn_of_dependence(optimizer, centred_parameters(models))
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        if every == "step":
+            handles.append(inner.register_step_post_hook(lambda *_: training.centre()))
+    return training
+
+
+def centred_parameters(models: list[nn.Module]) -> list[torch.Tensor]:
+    """The parameters of ``models`` that are centred."""
+    return [
+        tensor_at(model, one.parameter)
+        for model in models
+        for one in _check_of(model).watch.weights
+    ]
+
+
+def _start(model: Any, plan: Plan | None) -> list[Any]:
+    """Fold ``model`` in memory and centre its weights from now on; the handles of its hooks."""
+    _require_whole(model)
+    plan = plan_in_training(model, plan)
+    if any(writer.scale for writer in plan.writers):
+        centre_parameters(model, plan)
+    if hasattr(getattr(model, "config", None), "to_dict"):
+        mark_trained(model, plan)
+        optimize_unchecked(model, marker_of(model))
+        model.save_pretrained = SaveWithRecipe(model, plan)
+    else:
+        norms = [verdict.norm for verdict in plan.folded]
+        how = (plan.entry_inputs, plan.unproven)
+        install(model, norms, plan.ops, *how, covered=plan.covered)
+        weights = [
+            CentredTensor(w.parameter, w.held or w.axis, w.scale.parameter if w.scale else None)
+            for w in plan.writers
+        ]
+        watch_weights(model, weights, [op.module for op in plan.ops])
+    for _, check in weight_checks(model):
+        check.recentres = True
+    require_unquantised(model, _check_of(model).watch.tensors)
+    _centre(model)
+    return [model.register_state_dict_pre_hook(_centre_before_reading)]
+
+
+def _require_whole(model: nn.Module) -> None:
+    """Raise ``UnsupportedModel`` if another library holds parts of the weights elsewhere."""
+    for module in model.modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise UnsupportedModel(
+                "the first version of FSDP flattens weights, so that they cannot be centred; use "
+                "fully_shard (fsdp_version=2)"
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise UnsupportedModel(
+                f"{name}: is split by DeepSpeed (ZeRO-3), so that it cannot be centred; use ZeRO-2 "
+                "or fully_shard"
+            )
+        if parameter.is_meta:
+            raise NotCentred(f"{name}: its values are not in memory; load the model first")
+
+
+def _check_of(model: nn.Module) -> KeepCentred:
+    check = getattr(enter_of(model), "check", None)
+    if not isinstance(check, KeepCentred):
+        raise NotCentred(f"{type(model).__name__}: is no longer folded; call keep_centred again")
+    return check
+
+
+def _centre(model: nn.Module) -> None:
+    _check_of(model).centre(model)
+
+
+def _centre_before_reading(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """A hook of ``state_dict``. It holds no model, so that it is right in copies of the model."""
+    _centre(model)
+
+
+@dataclass(frozen=True, eq=False)
+class SaveWithRecipe:
+    """``save_pretrained`` of a model, which puts the recipe beside the weights.
+
+    It is an attribute of the model. Copies and pickles of the model have their own.
+    """
+
+    model: Any
+    plan: Plan
+
+    def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("is_main_process", True):
+            folder = Path(save_directory)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / RECIPE_FILE, recipe_in_training(self.model, self.plan))
+        return type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
