@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -33,6 +34,7 @@ from enjoyln_cli.benchmark.timing import Task, quartiles, time_rounds, waiter_fo
 from enjoyln_cli.benchmark.workload import sizes, to_device
 from enjoyln_cli.checkpoint.config import MARKER
 from enjoyln_cli.checkpoint.marker import marker
+from enjoyln_cli.clock import Clock
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 
@@ -164,6 +166,7 @@ def main() -> None:
         "models": {},
     }
     for name in args.models.split(","):
+        clock = Clock(time.perf_counter, args.seconds)
         plan = plan_of(*MODELS[name])
         original = random_model(*MODELS[name], getattr(torch, args.dtype))
         folded, norms = folded_of(original, plan), norms_of(plan)
@@ -172,7 +175,7 @@ def main() -> None:
             cases = [(pair, phase, {"seq_len": pair[1]}) for pair in pairs for phase in phases]
             left_out: list[str] = []
         else:
-            rows, left_out = compare_speeds(original, folded, norms, asked, device)
+            rows, left_out = compare_speeds(original, folded, norms, asked, device, clock=clock)
             cases = [((r.batch_size, r.seq_len or 1), r.phase, r.to_json()) for r in rows]
         alone, found = {}, []
         for given, phase, row in cases:

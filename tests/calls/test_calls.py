@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
 from enjoyln_cli.analysis.analyze import analyze_calls, analyze_config
@@ -18,6 +19,11 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import build
 from enjoyln_cli.trace.capture import Captures
 from enjoyln_cli.trace.traced_calls import accepted_calls
+
+of_its_version = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="this model takes other inputs in earlier versions of transformers",
+)
 
 
 def model_of(model_class: str, model_type: str, **settings: Any) -> Any:
@@ -130,6 +136,7 @@ def test_each_switch_is_also_called_the_other_way() -> None:
     assert not [name for name in calls if name.startswith(("output_", "return_", "use_cache"))]
 
 
+@of_its_version
 def test_an_image_to_be_made_has_a_grid_of_its_own() -> None:
     config = CONFIG_MAPPING["glm_image"](image_token_id=9)
     config.vision_config.depth = config.text_config.num_hidden_layers = 1
@@ -142,6 +149,7 @@ def test_an_image_to_be_made_has_a_grid_of_its_own() -> None:
     assert placed["position_ids"].leading == tuple(range(tokens))
 
 
+@of_its_version
 def test_a_video_replaces_the_images_in_a_separate_call() -> None:
     vision = {"num_hidden_layers": 1, "image_size": 56, "patch_size": 28}
     settings = {"vision_config": vision, "text_config": {"num_hidden_layers": 1}}
@@ -182,6 +190,10 @@ def test_inputs_that_belong_to_others() -> None:
     assert first(painted) == dict.fromkeys(
         ("pixel_values", "prompt_pixel_values", "prompt_masks"), half
     )
+
+
+@of_its_version
+def test_latents_have_the_width_of_the_model() -> None:
     decoder = model_of("MimiDecoderModel", "mimi_decoder", num_hidden_layers=1)
     assert first(decoder) == {"latents": Spec((2, decoder.config.hidden_size, 7))}
     assert accepted_calls(Captures(decoder)) is not None
@@ -225,8 +237,7 @@ def test_a_text_part_that_names_the_input_of_the_whole_is_given_text() -> None:
 
 
 def test_audio_codes_have_a_row_for_each_codebook_and_one_mask() -> None:
-    config = CONFIG_MAPPING["musicgen"]().decoder
-    config.num_hidden_layers, config.num_codebooks = 1, 3
+    config = transformers.MusicgenDecoderConfig(num_hidden_layers=1, num_codebooks=3)
     calls = accepted_calls(Captures(build(transformers.MusicgenForCausalLM, config)))
     assert calls is not None
     given = calls[0].steps[0][1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import DTYPES, FORMS, NORMS, arguments, close, exact, op, results
+from kernel_cases import DTYPES, EPS, FORMS, NORMS, arguments, close, exact, op, results
 from live_models import CHECKPOINTS
 
 from enjoyln_cli import fold, from_pretrained, kernels
@@ -18,7 +18,7 @@ from enjoyln_cli.benchmark.cases import BenchOptions
 from enjoyln_cli.benchmark.timing import WARM_UP, Task
 from enjoyln_cli.benchmark.workload import PHASES
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.kernels import build, choices, cuda, gpu, native, tuning
+from enjoyln_cli.kernels import build, choices, cuda, formula, gpu, native, tuning
 
 WIDTHS = (1, 7, 32, 129, 768, 1000, 1024, 1025, 4096, 8192, 8200, 20001, 65536)
 """Row lengths for each code path: vector loads of 16 bytes or not, one pass over a row or two."""
@@ -62,6 +62,25 @@ def test_every_form_is_right(norm: str, form: str, dtype: torch.dtype) -> None:
         assert kept is None or torch.equal(kept, total), width
         repeated, _ = results(form, again, op(form.format(norm))(*again))
         assert torch.equal(found, repeated), width
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_gradients_are_right(norm: str, dtype: torch.dtype) -> None:
+    step, wide = torch.finfo(dtype).eps, torch.finfo(formula.compute_dtype(dtype)).eps
+    for rows, width in ((1, 768), (70, 7), (70, 33), (70, 768), (600, 1025), (70, 8200)):
+        dy, x, added = on_gpu(tuple(torch.randn(rows, width).to(dtype) for _ in range(3)))
+        (weight,) = on_gpu(((torch.randn(width) + 1).to(dtype),))
+        found = op(f"{norm}_backward")(dy, x, weight, added, EPS)
+        doubles = (t.double() for t in (dy, x, weight, added))
+        exact = getattr(formula, f"{norm}_backward")(*doubles, EPS)
+        size = 2 + exact[0].abs().max()
+        error = (found[0].double() - exact[0]).abs()
+        assert (error <= 0.51 * step * exact[0].abs() + 40 * wide * size).all(), width
+        for one, sums in zip(found[1:], exact[1:], strict=True):
+            assert ((one.double() - sums).abs() <= 40 * wide * rows * (1 + size)).all(), width
+        again = op(f"{norm}_backward")(dy, x, weight, added, EPS)
+        assert all(map(torch.equal, found, again)), "the same in every run"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,30 @@ from typing import Any
 import gpu_check
 import pytest
 import torch
-from gpu_check import STEPS, Step, check, measure_norms, page, program
+from gpu_check import STEPS, Step, check, measure_norms, page, program, with_bandwidth
 from live_models import ROOT
+from paper_times import GPU as SCALE
+from paper_times import Measured, as_json
 from simulated_gpu import SPEEDS, SimulatedGpu
 
+from enjoyln_cli.benchmark.results import Row
 from enjoyln_cli.kernels import tuning
+from enjoyln_cli.kernels.choices import Norms
+
+SIMULATED = "SIMULATED, NOT A MEASUREMENT"
+KIND = Norms("float32", "float32", True, True, 768)
+CPU = torch.device("cpu")
 
 
 def test_the_steps_take_nine_minutes_at_most() -> None:
-    assert sum(step.seconds for step in STEPS) <= 9 * 60
+    assert sum(step.seconds for step in STEPS) == gpu_check.MINUTES * 60 == 540
+
+
+def test_more_minutes_are_shared_out() -> None:
+    given: list[float] = []
+    steps = (Step("first", 30, given.append), Step("second", 60, given.append))
+    check(steps, lambda some: None, 18 / 9)
+    assert given == [60, 120]
 
 
 def test_a_step_that_fails_leaves_its_error() -> None:
@@ -51,15 +67,108 @@ def test_norms_are_measured_until_the_time_is_over(monkeypatch: pytest.MonkeyPat
     assert 0 < len(measure_norms(5, SimulatedGpu(step=1.0))) < len(whole)
     one = next(c for c in whole if c["rows"] == 32 and c["norms"]["dtype"] == "float32")
     assert one["gigabytes_per_second"]["kernel"] == round(2 * 32 * 16 * 4 / 4e3, 1)
-    text = page({"date": "2026-01-02", "torch": "2.13", "transformers": "5", "enjoyln": "0.1",
-                 "tests": {"output": ["..", "61 passed in 20 s"]}, "norms": whole,
-                 "models": {"result": {"models": {"gpt2": {"rows": [
-                     {"size": "1 x 128 tokens", "phase": "prefill", "mode": "eager",
-                      "speedup": 1.0123, "verdict": "faster"}]}}}}})  # fmt: skip
-    assert "* Tests that need a GPU: 61 passed in 20 s" in text
-    assert "| gpt2 | 1 x 128 tokens, prefill, eager | 1.012 | faster |" in text
-    table = [line for line in text.splitlines() if line.startswith("| float32 | 16 ")]
-    assert len(table) == 4 * len(tuning.ROWS) and "kernel 4.0 (1)" in table[2]
+
+
+def row(mode: str, faster: float, size: tuple[int, int] = (1, 128)) -> Row:
+    """Nine rounds of a model that is simulated."""
+    around = [1 + 0.001 * (number - 4) for number in range(9)]
+    times = {
+        "original": [0.01 * shift for shift in around],
+        "folded": [0.01 / faster for _ in around],
+        "torch_rms_norm": [0.011 for _ in around],
+        "no_norm": [0.008 for _ in around],
+    }
+    rows, tokens = size
+    return Row(f"{rows} x {tokens} tokens", *size, "prefill", mode, rows * tokens, times)
+
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, Any]:
+    """A file as the check writes it. No GPU was at hand: every time in it is made up."""
+    device = SimulatedGpu({**SPEEDS, "kernel": 4e-6})
+    norms = [with_bandwidth(one) for one in tuning.measure(device, KIND, 32)]
+    papers = Measured(
+        {("Bert", 4, 256, "eager"): row("eager", 1.0625, (4, 256))},
+        {("Tiny-16", "bfloat16"): [row("eager", 1.0625, (4, 1))]},
+        {"Bert": "1 of 25"},
+        {"Bert": (0.25, 0.75)},
+        {(4, 64): 12.25},
+        ["GPTJ: no time"],
+    )
+
+    def models(mode: str, faster: float) -> dict[str, Any]:
+        rows = [row(mode, faster).to_json() | {"phase": "prefill", "norms_ms": {}}]
+        left_out = ["1 x 512 tokens, prefill: needs about 2 min"] if mode == "compile" else []
+        return {"status": 0, "result": {"models": {"gpt2": {"rows": rows, "left_out": left_out}}}}
+
+    found = {
+        **gpu_check.about(),
+        "gpu": SIMULATED,
+        "driver": "none",
+        "tests": {"status": None, "output": ["..", "61 passed in 20 s"]},
+        "norms": norms,
+        "models": models("eager", 1.0625),
+        "compiled": models("compile", 0.5),
+        "papers": {"status": 0, "result": as_json(papers, "command", "float32", CPU, SCALE)},
+    }
+    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+
+
+def test_the_page_is_made_of_all_that_was_measured(simulated: dict[str, Any]) -> None:
+    text = page(simulated)
+    assert f": {SIMULATED}, driver none, torch {torch.__version__}" in text
+    assert "* Tests that need a GPU: 61 passed in 20 s (the time was over)" in text
+    (alone,) = (line for line in text.splitlines() if "| 32 |  | kernel |" in line)
+    assert alone.startswith("| float32 | 768 | yes | 32 |") and "kernel 4.0 (49)" in alone
+    (after,) = (line for line in text.splitlines() if "| after an addition | kernel |" in line)
+    assert "separate 12.0 (33), kernel 4.0 (98)" in after
+    eager, compiled = (line for line in text.splitlines() if line.startswith("| gpt2 |"))
+    assert eager.startswith("| gpt2 | 1 x 128 tokens, prefill, eager | 10.000 | 1.062 (")
+    assert eager.endswith("| 20.0 % | faster |") and compiled.endswith("| 20.0 % | slower |")
+    assert "* left out: gpt2: 1 x 512 tokens, prefill: needs about 2 min" in text
+    assert "* left out: GPTJ: no time" in text and "132.3 > 12.2 |" in text
+    assert "| 4 x 256 | 0.0201 | 0.0193 | 3.99 % | 51029.1 | 53147.9 | 0.0100 | 0.0094 |" in text
+    assert "| Tiny-16, batch 4 | 0.8000 | 1.0000 | 0.9412 | 1.1000 |" in text
+
+
+def test_every_table_of_the_page_is_whole(simulated: dict[str, Any]) -> None:
+    text = page(simulated)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert len(tables) == 10
+    for table in tables:
+        assert len({line.count("|") for line in table.splitlines()}) == 1, table
+    levels = [line.partition(" ")[0] for line in text.splitlines() if line.startswith("#")]
+    assert levels == ["#", "##", "##", "##", *["###"] * 8]
+
+
+def test_a_page_is_made_of_what_there_is(simulated: dict[str, Any]) -> None:
+    """A step that failed, was stopped before it stored anything, or did not run."""
+    found = {**simulated, "norms": {"error": "RuntimeError: CUDA error"}, "models": {"status": 1}}
+    found["papers"] = {"status": None, "output": ["Bert"]}
+    del found["tests"]
+    text = page(found)
+    assert "* Tests that need a GPU: not run\n* norms: RuntimeError: CUDA error\n" in text
+    assert "## Norms" not in text and "papers" not in text
+    assert [line for line in text.splitlines() if line.startswith("| gpt2 |")][0].count("compile")
+    empty = page(gpu_check.about())
+    assert "## " not in empty and "not run" in empty
+
+
+def test_what_is_simulated_is_not_published() -> None:
+    published = ROOT / "docs" / "gpu.md"
+    assert not published.exists() or SIMULATED not in published.read_text()
+
+
+@pytest.mark.slow
+def test_the_page_takes_what_the_programs_write(simulated: dict[str, Any], tmp_path: Path) -> None:
+    result = tmp_path / "models.json"
+    found = program(
+        "scripts/bench_models.py", "--models", "tiny", "--seq-len", "8", "--mode", "eager",
+        "--seconds", "20", "--repeats", "3", "--out", str(result), seconds=200, result=result,
+    )  # fmt: skip
+    text = page({**simulated, "models": found})
+    assert found["status"] == 0, found["output"]
+    assert "| tiny | 1 x 8 tokens, prefill, eager |" in text
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:

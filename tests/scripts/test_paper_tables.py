@@ -8,9 +8,10 @@ from typing import Any
 
 import paper_figures
 import paper_tables
+import paper_times
 import pytest
 import torch
-from paper_tables import CPU, GPU, PAPER_MODELS, VITS, Measured, Scale
+from paper_times import CPU, GPU, PAPER_MODELS, VITS, Measured, Scale
 
 from enjoyln_cli.benchmark.results import Row
 
@@ -108,10 +109,11 @@ def small() -> Any:
     )
     with pytest.MonkeyPatch.context() as patch:
         models = {"Bert": ("bert", "BertModel", bert), "GPT2": ("gpt2", "GPT2Model", gpt2)}
-        patch.setattr(paper_tables, "PAPER_MODELS", models)
-        patch.setattr(paper_tables, "VITS", {"Tiny-16": (32, 1, 2, 40, 16)})
-        found = paper_tables.measure(scale, "float32", CPU_DEVICE)
-        return found, paper_tables.page(found, "the command", "float32", CPU_DEVICE, scale)
+        patch.setattr(paper_times, "PAPER_MODELS", models)
+        patch.setattr(paper_times, "VITS", {"Tiny-16": (32, 1, 2, 40, 16)})
+        found = paper_times.measure(scale, "float32", CPU_DEVICE)
+        results = paper_times.as_json(found, "the command", "float32", CPU_DEVICE, scale)
+        return found, paper_tables.page(json.loads(json.dumps(results)))
 
 
 @pytest.mark.slow
@@ -127,7 +129,6 @@ def test_every_case_is_measured_once(small: tuple[Measured, str]) -> None:
     assert [len(rows) for rows in found.vits.values()] == [1]
     assert found.folded == {"Bert": "1 of 3", "GPT2": "3 of 3"}
     assert found.folding[4, 64] > 0 and all(min(pair) > 0 for pair in found.overhead.values())
-    json.dumps(paper_tables.as_json(found, "float32", CPU_DEVICE))
 
 
 def test_ours_stand_beside_the_papers(small: tuple[Measured, str]) -> None:
@@ -142,6 +143,48 @@ def test_ours_stand_beside_the_papers(small: tuple[Measured, str]) -> None:
     assert "| 128 x 256 | 0.5092 | 0.4763 | 6.45 % | 64357.4 | 68792.8 | - | - |" in text
     assert "* left out: GPT2: 1024 tokens" in text
     assert "OOM" in text and "| A100, amp | 0.8567 | 1.0000 | 0.9699 |" in text
+
+
+def test_results_are_the_same_after_they_were_stored(small: tuple[Measured, str]) -> None:
+    found, _ = small
+    results = paper_times.as_json(found, "the command", "float32", CPU_DEVICE, CPU)
+    again = paper_times.from_json(json.loads(json.dumps(results)))
+    assert again.rows.keys() == found.rows.keys() and again.folding == found.folding
+    assert [row.to_json() for row in again.rows.values()] == [
+        row.to_json() for row in found.rows.values()
+    ]
+    assert again.vits.keys() == found.vits.keys() and again.overhead == found.overhead
+
+
+def test_each_model_gets_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, shares = [0.0], []
+
+    def analysed(*_: Any) -> None:
+        now[0] += 1.0
+
+    def model(found: Any, name: str, *rest: Any) -> None:
+        shares.append((name, rest[-1]))
+        now[0] += 50.0
+        if name == "GPT2":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(paper_times.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(paper_times, "analyze", analysed)
+    monkeypatch.setattr(paper_times, "_measure_model", model)
+    monkeypatch.setattr(paper_times, "_measure_vit", model)
+    pairs = {"Bert": [(4, 64)] * 3, "GPT2": [(4, 64)], "OPT": [(4, 64)]}
+    scale = Scale(pairs, (), ("Tiny-16",), {"": (1, 4, 8)}, ((4, 64),) * 30, 3, 0.0)
+    written: list[int] = []
+    found = paper_times.measure(
+        scale, "float32", CPU_DEVICE, lambda some: written.append(len(some.left_out)), seconds=160
+    )
+    assert shares == [("Bert", 143 * 3 / 8), ("GPT2", 93 / 5), ("OPT", 43 / 4)]
+    assert found.left_out == [
+        "folding for inputs of 4 x 64 and more: no time",
+        "GPT2: does not fit in the memory of cpu",
+        "ViT Tiny-16 float32: no time",
+    ]
+    assert written == [1, 2, 2], "what is known is stored after each model"
 
 
 def test_every_line_of_a_table_is_as_long_as_its_head(small: tuple[Measured, str]) -> None:
