@@ -56,8 +56,11 @@ def replaced_message(path: str, module: nn.Module, kind: type) -> str:
             f"{path}: has an adapter ({cls.__module__}.{cls.__name__}) whose output may have a "
             "mean; merge it (merge_and_unload) and call enjoyln_cli.refold, or keep LayerNorm"
         )
+    was, now = kind.__name__, cls.__name__
+    if was == now:
+        was, now = f"{kind.__module__}.{was}", f"{cls.__module__}.{now}"
     return (
-        f"{path}: was a {kind.__name__} and is now a {cls.__name__}, so its output may have a "
+        f"{path}: was a {was} and is now a {now}, so its output may have a "
         "mean; convert the model as it is now, or keep LayerNorm"
     )
 

@@ -31,6 +31,7 @@ from enjoyln_cli.runtime.install import install, locate
 from enjoyln_cli.runtime.neutral import kinds_of_norms
 from enjoyln_cli.runtime.weight_check import (
     FLOATS,
+    WatchList,
     check_centred,
     layers_of,
     require_unquantised,
@@ -96,10 +97,15 @@ def optimize(model: Holder) -> Holder:
     """
     proven = [(inner, marker_of(inner)) for inner in models_in(model)]
     for inner, found in proven:
-        check_centred(inner, watch_list_of(inner, _weights(found), (), found.units))
+        check_centred(inner, watched_weights(inner, found))
     for inner, found in proven:
         optimize_unchecked(inner, found)
     return model
+
+
+def watched_weights(model: nn.Module, found: Marker) -> WatchList:
+    """The weights of ``model`` that were centred; raises ``NotCentred`` if it lacks one."""
+    return watch_list_of(model, _weights(found), (), found.units)
 
 
 def optimize_unchecked(model: Model, found: Marker) -> Model:

@@ -18,7 +18,14 @@ from enjoyln_cli.comparison.metrics import distances, largest, relative
 from enjoyln_cli.comparison.run import Outputs, run
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.holders import models_in
-from enjoyln_cli.runtime.loading import Holder, marker_of, optimize_unchecked, saved_class
+from enjoyln_cli.runtime.hooks import entries
+from enjoyln_cli.runtime.loading import (
+    Holder,
+    marker_of,
+    optimize_unchecked,
+    saved_class,
+    watched_weights,
+)
 from enjoyln_cli.runtime.loading import optimize as optimize_centred
 from enjoyln_cli.runtime.weight_watch import weight_checks
 
@@ -42,11 +49,14 @@ def optimize(
     or several. The outputs with LayerNorm and with RMSNorm are compared with those of ``exact``, a
     model that is not quantised (by default the checkpoint that ``model`` was loaded from, in
     float32). RMSNorm is used if its error is at most 1.25 times that of LayerNorm, and until a
-    weight changes; otherwise there is a warning. Copies of the model compute LayerNorm.
+    weight changes; otherwise there is a warning. Copies of the model compute LayerNorm. The model
+    has to be in eval mode; layers inside it that are not, as those that a quantiser has just made,
+    are set to eval mode.
 
     Raises ``BadCheckpoint`` if the config has no marker, ``UnsupportedModel`` if the fold is not
     proven for the class, or if there is nothing to compare with, ``NotCentred`` if a weight has
-    changed or cannot be checked (without ``measured``); then nothing is changed.
+    changed or cannot be checked (with ``measured``: if a centred layer has no weight any more, as
+    those of ``quantize_dynamic``); then nothing is changed.
     """
     if measured is None:
         return optimize_centred(model)
@@ -56,7 +66,13 @@ def optimize(
         found = "no inputs" if not batches else f"{len(models)} models"
         raise UnsupportedModel(f"measured needs inputs for one model; there are {found}")
     inner: Any = models[0]
+    if inner.training:
+        raise UnsupportedModel(
+            "the model is in training mode, in which its norms compute LayerNorm; call eval() on it"
+        )
     marker = marker_of(inner)
+    watched_weights(inner, marker)  # raises before anything is changed
+    inner.eval()
     expected = run(_exact_model(inner) if exact is None else exact, _on(exact, batches))
     optimize_unchecked(inner, marker)
     checks = weight_checks(inner)
@@ -71,6 +87,9 @@ def optimize(
             for _, check in checks:
                 check.take_back()
             run(inner, _on(inner, batches[:1]))  # checks the weights, which warns once more
+    trouble = next((entry.trouble for _, entry in entries(inner) if entry.trouble), "")
+    if is_as_good and trouble:
+        warnings.warn(f"computing LayerNorm: {trouble}", stacklevel=2)
     if not is_as_good:
         warnings.warn(
             f"computing LayerNorm: its error is {layer_norm:.2g} on these inputs, that of RMSNorm "

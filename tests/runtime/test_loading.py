@@ -673,6 +673,39 @@ def test_a_quantised_model_runs_rmsnorm_where_that_was_measured_to_be_as_good(
         assert not computes_rms(model, given)
 
 
+def test_layers_that_a_quantiser_made_are_measured_in_eval_mode(outs: dict[str, Path]) -> None:
+    given = inputs("phi")
+    model = quantise(AutoModelForCausalLM.from_pretrained(outs["phi"]))
+    made = model.model.layers[0].mlp.fc2
+    assert made.training and not model.training
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert computes_rms(optimize(model, given), given)
+    assert not made.training
+    with pytest.raises(UnsupportedModel, match=r"in training mode, .* call eval\(\)"):
+        optimize(model.train(), given)
+
+
+def test_a_layer_whose_weight_is_gone_is_refused_before_anything_changes(
+    outs: dict[str, Path],
+) -> None:
+    class Linear(nn.Module):
+        """Hides the weight, as the layers of ``torch.ao.quantization.quantize_dynamic`` do."""
+
+        def __init__(self, inner: nn.Linear) -> None:
+            super().__init__()
+            self.hidden = [inner.weight.detach(), inner.bias]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, *self.hidden)
+
+    model = AutoModelForCausalLM.from_pretrained(outs["phi"])
+    model.model.layers[0].mlp.fc2 = Linear(model.model.layers[0].mlp.fc2)
+    with pytest.raises(NotCentred, match=r"fc2: was a torch\.nn\S+ and is now a test_load"):
+        optimize(model, inputs("phi"))
+    assert type(model.model.final_layernorm) is nn.LayerNorm
+
+
 def test_a_quantised_model_keeps_layernorm_where_rmsnorm_is_worse(outs: dict[str, Path]) -> None:
     """All centred weights get a mean, which LayerNorm does not see."""
     given = inputs("phi")
