@@ -326,7 +326,7 @@ def write_environment(found: dict[str, Any]) -> None:
     for kind, name in (("cpu", "C++"), ("cuda", "CUDA")):
         say(f"{name} compiler: {found['compilers'][kind]}")
     say(f"compiled libraries: {found['cache']}")
-    cpu, cuda = found["devices"]
+    cpu, cuda, *others = found["devices"]
     if _write_device(cpu):
         say(f"  library: {cpu['library']}")
         say(f"  measured: {cpu['measured']}")
@@ -340,6 +340,8 @@ def write_environment(found: dict[str, Any]) -> None:
         if not choices:
             reason = cuda["not_measured"] or "measured when a converted model is loaded on it"
             say(f"  GPU {index}: no measurements yet ({reason})")
+    for other in others:
+        _write_device(other)
 
 
 def _write_device(found: dict[str, Any]) -> bool:

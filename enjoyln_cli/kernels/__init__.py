@@ -20,6 +20,7 @@ from enjoyln_cli.kernels.ops import (
     sum_rms_norm,
     sum_rms_norm_over,
     torch_fuses,
+    trained_rms_norm,
 )
 
 __all__ = [
@@ -42,5 +43,6 @@ __all__ = [
     "sum_rms_norm",
     "sum_rms_norm_over",
     "torch_fuses",
+    "trained_rms_norm",
     "why_not_tuned",
 ]

@@ -14,15 +14,16 @@ from enjoyln_cli.kernels import build, cuda, dispatch, gpu, native, ops
 def environment() -> dict[str, Any]:
     """Describe everything that decides the speed of folded norms; compiles missing CPU kernels.
 
-    ``devices`` has one entry for ``cpu`` and one for ``cuda``. If kernels are active, it names
-    them, their file and their measurements; otherwise the reason, and what is computed instead.
+    ``devices`` has one entry for ``cpu``, one for ``cuda``, and one for an accelerator of another
+    type, such as ``mps``. If kernels are active, it names them, their file and their measurements;
+    otherwise the reason, and what is computed instead.
     """
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "compilers": {"cpu": _or_reason(build.compiler), "cuda": _or_reason(_nvrtc)},
         "cache": str(build.cache_folders()[0]),
-        "devices": [_cpu(), _cuda()],
+        "devices": [_cpu(), _cuda(), *_others()],
     }
 
 
@@ -68,6 +69,11 @@ def _cpu() -> dict[str, Any]:
             for place in table.declined
         ],
     }
+
+
+def _others() -> list[dict[str, Any]]:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return [] if found is None or found.type == "cuda" else [_status(found.type)[1]]
 
 
 def _cuda() -> dict[str, Any]:

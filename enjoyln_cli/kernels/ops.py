@@ -95,6 +95,11 @@ def _has_autocast_rule(device: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", key)
 
 
+def _is_autocast(device: str) -> bool:
+    """Whether autocast is enabled on a type of device; there is none on ``meta``, for example."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def is_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether a folded norm of ``x`` computes ``F.layer_norm`` where the kernel declines."""
     return layer_norm_will_do() and _substitute(x, weight, bias) == choices.LAYER_NORM
@@ -109,7 +114,7 @@ def _substitute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> str:
     device = x.device.type
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None):
         return choices.LAYER_NORM
-    autocast = torch.is_autocast_enabled(device)
+    autocast = _is_autocast(device)
     measured = None if autocast else choices.taken_for(x, weight, bias)
     if measured is not None and measured != choices.KERNEL:
         return measured
@@ -133,6 +138,20 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
         if y is not NotImplemented:
             return y
     return _norm("rms_norm", x, weight, bias, eps)
+
+
+def trained_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``rms_norm`` that never computes LayerNorm instead, and has the gradient of RMSNorm.
+
+    On a GPU where torch computes RMSNorm in one kernel, with its gradient, that is used; the
+    project's kernel if it was measured to be faster. On other devices, and under autocast, it is
+    the operator ``torch.ops.enjoyln.rms_norm``.
+    """
+    device = x.device.type
+    has_own = choices.taken_for(x, weight, bias) == choices.KERNEL
+    if torch_fuses(device) and not has_own and not _is_autocast(device):
+        return formula.torch_rms_norm(x, weight, bias, eps)
+    return _operator("rms_norm")(x, weight, bias, eps)  # type: ignore[no-any-return]
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

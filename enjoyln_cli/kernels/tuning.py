@@ -257,13 +257,14 @@ def apply(device: Device, found: Iterable[Choice]) -> None:
     for one in found:
         kinds.setdefault((one.norms, one.added), {})[one.rows] = one.taken
     for (norms, added), taken in kinds.items():
+        if KERNEL in taken.values() and isinstance(device.fused(norms), str):
+            instead = SEPARATE if added else default_for(norms)
+            taken = {rows: instead if name == KERNEL else name for rows, name in taken.items()}
         if not added:
             choices.use(device.place, norms, taken)
         rows = sorted(taken)
         ends = choices.bounds(rows)
         starts = (1, *(end + 1 for end in ends))
         ranges = [(a, b) for n, a, b in zip(rows, starts, ends, strict=False) if taken[n] == KERNEL]
-        if ranges and isinstance(device.fused(norms), str):
-            ranges = []
         dtypes, affine = (norms.dtype, norms.parameters), (norms.weight, norms.bias)
         native.choose(device.index, added, dtypes, affine, norms.width, *ranges)

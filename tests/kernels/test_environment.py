@@ -110,6 +110,25 @@ def test_without_a_gpu_nothing_can_be_measured(tmp_path: Path) -> None:
     assert result.stderr == "error: nothing can be measured: torch sees no GPU\n"
 
 
+@pytest.mark.parametrize(("device", "fuses"), [("mps", True), ("xpu", False), ("cuda", True)])
+def test_an_accelerator_without_kernels_says_what_it_computes(
+    device: str, fuses: bool, monkeypatch: Any
+) -> None:
+    def current(check_available: bool = False) -> torch.device:
+        return torch.device(device)
+
+    monkeypatch.setattr(ops, "torch_fuses", lambda found: fuses and found == device)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    instead = "torch's rms_norm, or its LayerNorm if they have a bias" if fuses else "LayerNorm"
+    lines = env().splitlines()
+    if device == "cuda":  # as with ROCm: it has an entry in any case
+        assert sum(line.startswith("cuda: ") for line in lines) == 1
+    else:
+        assert f"{device}: no kernels: there are no kernels for {device}" in lines
+    assert instead in lines[-1]
+
+
 def test_a_device_where_torch_fuses_rms_norm_says_which_norms_use_it(monkeypatch: Any) -> None:
     monkeypatch.setattr(ops, "torch_fuses", lambda device: device == "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -102,6 +102,17 @@ def test_a_functional_tensor_and_a_batch_of_vmap() -> None:
     assert torch.allclose(torch.func.vmap(folded)(rows(3, 4)), stock(rows(3, 4)), atol=1e-5)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_norm_without_memory_has_a_shape(grad: bool) -> None:
+    folded, _ = pair()
+    with torch.set_grad_enabled(grad):
+        y = folded.to("meta")(torch.empty(3, D, device="meta"))
+        assert (y.shape, y.device.type) == ((3, D), "meta")
+        x, weight = torch.empty(3, D, device="meta"), torch.empty(D, device="meta")
+        assert kernels.rms_norm(x, weight, None, 1e-5).shape == x.shape
+        assert kernels.trained_rms_norm(x, weight, None, 1e-5).shape == x.shape
+
+
 @pytest.mark.parametrize("add", [kernels.add_rms_norm_, kernels.add_layer_norm_])
 def test_an_addition_in_place_of_tensors_that_overlap_is_refused_as_by_torch(add: Any) -> None:
     buffer = rows(5)

@@ -12,11 +12,13 @@ import pytest
 import torch
 from live_models import CHECKPOINTS
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from enjoyln_cli import fold, from_pretrained, kernels
-from enjoyln_cli.kernels import native, ops
+from enjoyln_cli.kernels import choices, formula, native, ops
+from enjoyln_cli.kernels.choices import KERNEL, LAYER_NORM, RMS_NORM
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.runtime.modules import Folded
 
@@ -57,6 +59,45 @@ def test_a_norm_without_a_bias_is_torchs_rms_norm(dtype: torch.dtype) -> None:
     assert computed(x, weight, None) == computed(x, None, None) == "RMSNorm"
 
 
+@pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
+def test_each_type_of_gpu_takes_the_same_path(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a device that is not here; torch calls ROCm's ``cuda``, too."""
+    monkeypatch.setattr(ops, "torch_fuses", lambda found: found == device)
+    with FakeTensorMode():
+        x, half = (torch.empty(5, WIDTH, device=device, dtype=t) for t in (None, torch.half))
+        weight, bias = (torch.empty(WIDTH, device=device) for _ in range(2))
+        other = torch.empty(5, WIDTH, device="meta")
+        assert ops._substitute(x, weight, None) == ops._substitute(x, None, None) == RMS_NORM
+        assert ops._substitute(x, weight, bias) == LAYER_NORM
+        assert ops._substitute(half, weight, None) == LAYER_NORM
+        assert ops._substitute(other, None, None) == LAYER_NORM
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("taken", [None, KERNEL, LAYER_NORM])
+def test_in_training_it_is_torchs_rms_norm_or_the_kernel_that_was_measured(
+    taken: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient is that of RMSNorm of rows with a mean, for which it is taken literally."""
+    weight, bias = (t.requires_grad_() for t in affine())
+    x = (torch.randn(5, WIDTH) + 2).requires_grad_()
+    if taken is not None:
+        kind = choices.Norms("float32", "float32", True, True, WIDTH)
+        choices.use(torch.device("cpu"), kind, {1: taken})
+    try:
+        with Norms() as counted:
+            y = kernels.trained_rms_norm(x, weight, bias, EPS)
+            dy = torch.randn(5, WIDTH)
+            found = torch.autograd.grad(y, (x, weight, bias), dy)
+    finally:
+        choices.forget()
+    assert counted.count == 0 and counted.own == (taken == KERNEL)
+    wide = [t.detach().double() for t in (dy, x, weight)]
+    exact = formula.rms_norm_backward(*wide, None, EPS)
+    for one, other in zip(found, exact, strict=True):
+        assert (one.double() - other).abs().max() <= 1e-5 * other.abs().max()
+
+
 @pytest.mark.usefixtures("gpu")
 def test_where_torch_has_no_single_kernel_it_stays_layer_norm(
     monkeypatch: pytest.MonkeyPatch,
@@ -86,11 +127,12 @@ def test_under_autocast_torch_has_to_have_a_rule(
 
 
 class Norms(TorchDispatchMode):
-    """Counts the LayerNorms that torch computes, and the parameters that they read."""
+    """Counts torch's LayerNorms, the parameters that they read, and the project's RMSNorms."""
 
-    count = read = 0
+    count = read = own = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.own += func is torch.ops.enjoyln.rms_norm.default
         if func is torch.ops.aten.native_layer_norm.default:
             self.count += 1
             self.read += sum(parameter is not None for parameter in args[2:4])
