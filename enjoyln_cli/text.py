@@ -32,3 +32,14 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
     """``did you mean A or B?`` with up to ``most`` similar names; empty if none is similar."""
     near = get_close_matches(name, list(known), most)
     return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def number(value: float | None) -> str:
+    """``1.2e-16`` for small and large values, three digits in between, ``-`` for ``None``."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e4:
+        return f"{value:.3g}" if abs(value) < 1e3 else f"{value:.0f}"
+    return f"{value:.1e}"

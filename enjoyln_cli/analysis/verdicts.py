@@ -52,7 +52,11 @@ def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) 
     bases = bases_of(known, problem, merged, unmerged, tensors)
     if any(basis.reason for basis in bases):  # norms whose weight need not move after all
         known = known.that_turn(bases)
-        merged, unmerged = _merges(statement, cut, subject, options, known)
+        if options.merge is not None:
+            merged, unmerged = _merges(statement, cut, subject, options, known)
+        else:  # each norm is decided by itself
+            merged = tuple(one for one in merged if one.norm in known.forms)
+            unmerged = tuple(one for one in unmerged if one.norm in known.forms)
     return Plan(
         model_type=subject.model_type,
         model_class=found.name,
@@ -169,7 +173,7 @@ def turned_tensors(
         made += [TurnedTensor(name, tensor, axis, shape, scale=scale) for tensor in tensors]
         if name in found.converted:
             writers = _converted_writers(found.converted[name], name, axis)
-            made += [TurnedTensor(w.parameter, w.tensor, w.axis, w.shape, w.held) for w in writers]
+            made += [TurnedTensor(**vars(writer)) for writer in writers]
     order = {name: position for position, name in enumerate(held)}
     return tuple(sorted(made, key=lambda one: (order[one.parameter], one.tensor, one.axis)))
 

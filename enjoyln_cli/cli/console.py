@@ -15,17 +15,9 @@ from rich.text import Text
 from rich.tree import Tree as RichTree
 
 from enjoyln_cli.cli.streams import console, say
-from enjoyln_cli.report.notes import (
-    Row,
-    as_csv,
-    as_markdown,
-    cells,
-    compact,
-    counted,
-    counts,
-    notes,
-    number,
-)
+from enjoyln_cli.report.layer_names import compact
+from enjoyln_cli.report.notes import as_csv, as_markdown, cells, counts, notes
+from enjoyln_cli.report.row import Row
 from enjoyln_cli.report.verification_table import (
     Texts,
     count_inputs,
@@ -34,7 +26,7 @@ from enjoyln_cli.report.verification_table import (
     verification_heads,
     verification_rows,
 )
-from enjoyln_cli.text import size
+from enjoyln_cli.text import counted, number, size
 
 if TYPE_CHECKING:
     from enjoyln_cli.benchmark.results import Bench

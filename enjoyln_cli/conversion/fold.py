@@ -109,13 +109,15 @@ def prepare(
     source = open_named(str(model), replace(opening, revision=source.revision), weights=True)
     checkpoint = open_checkpoint(source)
     config = load_config(source, opening.trust_remote_code)  # with a pipeline's settings
-    event("stage", f"finding the LayerNorms of {config.model_type} that can be converted")
     asked = None if opening.recipe is None else load_recipe(opening.recipe)
     model_class, outputs = opening.model_class, opening.outputs
     outputs = outputs or (outputs_asked(asked, model_class, config) if asked else ())
     options = opening.options
     if asked is not None and opening.recipe is not None:
         options = _with_options_of(asked, Path(opening.recipe), options)
+    kind = config.model_type
+    folding, turning = f"the LayerNorms of {kind} that can be converted", f"what can turn in {kind}"
+    event("stage", f"finding {folding if options.fold else turning}")
     found = analyze_config(
         config,
         model_class=model_class,

@@ -21,7 +21,7 @@ from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.holders import holds_a_model, models_in
 from enjoyln_cli.plan.plan import PLAIN, Options
-from enjoyln_cli.report.notes import Row, row
+from enjoyln_cli.report.row import Row, row
 from enjoyln_cli.text import did_you_mean
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from enjoyln_cli.report.notes import Row, row
+from enjoyln_cli.report.row import Row, row
 
 if TYPE_CHECKING:
     from enjoyln_cli.conversion.fold import PreparedFold

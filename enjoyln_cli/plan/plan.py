@@ -66,13 +66,13 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Writer:
-    """A parameter whose values are centred: ``W <- P W`` over ``axis``, or ``P diag(scale) W``."""
+class EditedTensor:
+    """A stored tensor that holds a parameter, or a part of it, and the axis of an edit."""
 
     parameter: str
     """Name in the model class of the plan, e.g. ``transformer.h.0.attn.c_proj.weight``."""
     tensor: str
-    """Name of the stored tensor; a parameter stored under several names has a writer for each."""
+    """Name of the stored tensor; a parameter stored under several names has an entry for each."""
     axis: Axis
     """Axis of the stored tensor: ``Axis(1, 0, 1, d, 1)`` for a Conv1D weight."""
     shape: tuple[int, ...]
@@ -80,7 +80,12 @@ class Writer:
     held: Axis | None = None
     """Axis of the parameter, if the class uses another layout than the file."""
     scale: Scale | None = None
-    """Merged in along ``axis.dim`` before centring; merged into all writers of a layer or none."""
+    """Merged in along ``axis.dim`` first; merged into all writers of a layer or none."""
+
+
+@dataclass(frozen=True)
+class Writer(EditedTensor):
+    """A parameter whose values are centred: ``W <- P W`` over ``axis``, or ``P diag(scale) W``."""
 
 
 @dataclass(frozen=True)
@@ -211,25 +216,13 @@ class Merge:
 
 
 @dataclass(frozen=True)
-class TurnedTensor:
+class TurnedTensor(EditedTensor):
     """A stored tensor that is multiplied by the matrix of a basis: ``W <- Q W`` over ``axis``.
 
     The tensors that write the basis are turned over their outputs, and those that read it over
-    their inputs. For an orthogonal ``Q`` both are the same product.
+    their inputs. For an orthogonal ``Q`` both are the same product. Every group of the axis is
+    turned by the same matrix.
     """
-
-    parameter: str
-    """Name in the model class of the plan, e.g. ``transformer.h.0.mlp.c_proj.weight``."""
-    tensor: str
-    """Name of the stored tensor."""
-    axis: Axis
-    """Axis of the stored tensor; every group of it is turned by the same matrix."""
-    shape: tuple[int, ...]
-    """Shape of the stored tensor."""
-    held: Axis | None = None
-    """Axis of the parameter, if the class uses another layout than the file."""
-    scale: Scale | None = None
-    """Merged in along ``axis.dim`` first; merged into all writers of a layer or none."""
 
 
 BasisKind = Literal["stream", "heads", "values"]
@@ -361,7 +354,7 @@ class Plan:
         return tuple(basis for basis in self.bases if basis.turns)
 
     @property
-    def edited_tensors(self) -> tuple[Writer | TurnedTensor, ...]:
+    def edited_tensors(self) -> tuple[EditedTensor, ...]:
         """The tensors that are centred, then those that are turned; some are in both."""
         return (*self.writers, *(one for basis in self.turned for one in basis.tensors))
 

@@ -34,7 +34,8 @@ from enjoyln_cli.checkpoint.result_files import BENCH_FILE, RECIPE_FILE, VERIFY_
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.plan.plan import Options, Plan
-from enjoyln_cli.report.notes import UNTIED, counts, notes, row
+from enjoyln_cli.report.notes import UNTIED, counts, notes
+from enjoyln_cli.report.row import row
 from enjoyln_cli.report.verification_table import (
     NONE,
     count_inputs,

@@ -15,15 +15,7 @@ from typing import Any, TypeVar
 
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import (
-    Basis,
-    Centring,
-    Plan,
-    TurnedTensor,
-    Verdict,
-    Writer,
-    size_settings,
-)
+from enjoyln_cli.plan.plan import Basis, Centring, EditedTensor, Plan, Verdict, size_settings
 from enjoyln_cli.recipe.model import (
     CentredTensor,
     CentredValue,
@@ -179,7 +171,7 @@ def _joined_tensors(basis: TurnedBasis, layers: Mapping[str, int]) -> TurnedBasi
     )
 
 
-def _centred_tensor(writer: Writer | TurnedTensor, config: Mapping[str, Any]) -> CentredTensor:
+def _centred_tensor(writer: EditedTensor, config: Mapping[str, Any]) -> CentredTensor:
     axis = symbolic(writer.axis, writer.shape[writer.axis.dim], config)
     held = symbolic(writer.held, None, config) if writer.held else None
     return CentredTensor(writer.parameter, writer.tensor, axis, held, writer.scale)

@@ -103,10 +103,7 @@ def _writer(line: CentredTensor, shapes: Shapes, sizes: Mapping[str, Any]) -> Wr
 def _basis(line: TurnedBasis, shapes: Shapes, sizes: Mapping[str, Any]) -> Basis:
     size = concrete(Span(0, line.size), None, sizes).size
     writers = (_writer(one, shapes, sizes) for one in line.tensors)
-    tensors = tuple(
-        TurnedTensor(one.parameter, one.tensor, one.axis, one.shape, one.held, one.scale)
-        for one in writers
-    )
+    tensors = tuple(TurnedTensor(**vars(one)) for one in writers)
     for one in tensors:
         if one.axis.size != size:
             raise RecipeError(f"{one.tensor}: {line.parameter} turns {size} features at a time")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from enjoyln_cli.recipe.templates import layers_of
 from enjoyln_cli.report.graph_layout import Box, Graph, Link, Shape, Tone, shorten, wrap_name
-from enjoyln_cli.report.notes import compact
+from enjoyln_cli.report.layer_names import compact
 
 
 @dataclass(frozen=True)

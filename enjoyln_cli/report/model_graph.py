@@ -38,7 +38,9 @@ from enjoyln_cli.report.graph_layout import (
     wrap_name,
 )
 from enjoyln_cli.report.layer_groups import Part, collapse_groups
-from enjoyln_cli.report.notes import compact, counts, layers_in, row
+from enjoyln_cli.report.layer_names import compact, layers_in
+from enjoyln_cli.report.notes import counts
+from enjoyln_cli.report.row import row
 from enjoyln_cli.trace.trace import Trace
 
 VERDICTS: dict[str, tuple[Tone, str]] = {

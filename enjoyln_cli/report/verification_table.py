@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from enjoyln_cli.report.notes import number
+from enjoyln_cli.text import number
 
 Texts = tuple[str, str, str, str]
 
@@ -32,12 +32,10 @@ def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
     ``found`` has the fields of a ``Verification``, from the object or from ``enjoyln_verify.json``.
     A number that is missing is shown as ``NONE``.
     """
-    own, dtype = _number(found, "original_error"), found.get("compute_dtype")
     rows: list[Texts] = [
         ("identity error", _number(found, "identity_error"), "", "the algebra, in float64"),
         ("storage error", _number(found, "storage_error"), "", "rounding the new weights"),
-        ("runtime error", _number(found, "runtime_error"), own, f"RMSNorm, in {dtype}"),
-        ("stock error", _number(found, "stock_error"), own, "plain transformers class"),
+        *_run_rows(found),
         *_ratio_rows(found),
         ("KL divergence", _number(found, "kl"), "", "from the original"),
         ("top-1 agreement", _number(found, "top1_agreement"), "", "with the original"),
@@ -49,6 +47,15 @@ def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
         doubt = ": too few to be reliable" if count < FEW_TOKENS else ""
         rows.append(("perplexity", after, before, f"over {count:.0f} tokens{doubt}"))
     return rows + quantisation_rows(found)
+
+
+def _run_rows(found: Mapping[str, Any]) -> list[Texts]:
+    """The errors of the model as it runs; without RMSNorm there is only the stock class."""
+    own, dtype = _number(found, "original_error"), found.get("compute_dtype")
+    stock = ("stock error", _number(found, "stock_error"), own, "plain transformers class")
+    if not found.get("norm_input_mean"):
+        return [("runtime error", stock[1], own, f"plain class, in {dtype}")]
+    return [("runtime error", _number(found, "runtime_error"), own, f"RMSNorm, in {dtype}"), stock]
 
 
 def quantisation_rows(found: Mapping[str, Any]) -> list[Texts]:

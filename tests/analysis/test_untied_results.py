@@ -35,7 +35,8 @@ from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.recipe.compare import differences
 from enjoyln_cli.recipe.follow import follow
 from enjoyln_cli.recipe.from_plan import recipe_of
-from enjoyln_cli.report.notes import UNTIED, row
+from enjoyln_cli.report.notes import UNTIED
+from enjoyln_cli.report.row import row
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 

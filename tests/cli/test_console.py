@@ -19,13 +19,14 @@ from rich.table import Table
 
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
-from enjoyln_cli.report import notes
-from enjoyln_cli.text import size
+from enjoyln_cli.report import layer_names, notes
+from enjoyln_cli.report.row import row
+from enjoyln_cli.text import number, size
 from enjoyln_cli.verification.verify import Verification
 
 
 def test_a_row_counts_what_the_plan_says() -> None:
-    found = notes.row("m", PLAN, paper=("h.0.ln", "h.1.ln", "h.2.ln"))
+    found = row("m", PLAN, paper=("h.0.ln", "h.1.ln", "h.2.ln"))
     assert (found["norms"], found["folded_static"], found["folded"]) == (5, 1, 2)
     assert (found["centering_ops"], found["writers"], found["parameters"]) == (1, 2, 42)
     assert found["kept"][0] == {
@@ -35,7 +36,7 @@ def test_a_row_counts_what_the_plan_says() -> None:
         "path": ["h.2", "embed.ln"],
     }
     assert found["paper"] == ["h.0.ln", "h.1.ln", "h.2.ln"]
-    assert "paper" not in notes.row("m", PLAN)
+    assert "paper" not in row("m", PLAN)
     assert json.loads(json.dumps(found)) == found
 
 
@@ -60,7 +61,7 @@ def test_a_row_counts_what_the_plan_says() -> None:
     ],
 )
 def test_names_that_differ_in_numbers_are_one(names: list[str], shown: list[str]) -> None:
-    assert notes.compact(names) == shown
+    assert layer_names.compact(names) == shown
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_names_that_differ_in_numbers_are_one(names: list[str], shown: list[str]
     ],
 )
 def test_numbers_are_readable(value: float | None, shown: str) -> None:
-    assert notes.number(value) == shown
+    assert number(value) == shown
 
 
 def test_sizes_are_decimal() -> None:
@@ -92,7 +93,7 @@ def test_sizes_are_decimal() -> None:
 
 
 def test_notes_name_ops_reasons_and_culprits() -> None:
-    text = "\n".join(notes.notes(notes.row("m", PLAN)))
+    text = "\n".join(notes.notes(row("m", PLAN)))
     assert "subtract the mean from the result of wte: it is tied to the head" in text
     assert f"2 stay LayerNorm: {REASON}\n    h.2-3.ln" in text
     assert "because of embed.ln" in text
@@ -103,15 +104,15 @@ MERGED = {"name": "h.0.ln", "weight": False, "bias": True, "into": ["h.0.fc.weig
 
 
 def test_a_model_without_layernorm_says_why() -> None:
-    assert notes.notes(notes.row("LLaMA", ONLY_RMS)) == [
+    assert notes.notes(row("LLaMA", ONLY_RMS)) == [
         "LLaMA: 33 norms are RMSNorm already, no LayerNorm to convert"
     ]
     bare = replace(ONLY_RMS, other_norms=())
-    assert notes.notes(notes.row("vgg", bare)) == ["vgg: no LayerNorm in this model"]
+    assert notes.notes(row("vgg", bare)) == ["vgg: no LayerNorm in this model"]
 
 
 def test_csv_can_be_read_back() -> None:
-    text = notes.as_csv([notes.row("m", PLAN), notes.row("LLaMA", ONLY_RMS)])
+    text = notes.as_csv([row("m", PLAN), row("LLaMA", ONLY_RMS)])
     lines = list(csv.DictReader(io.StringIO(text)))
     assert [line["model"] for line in lines] == ["m", "LLaMA"]
     assert (lines[0]["LayerNorms"], lines[0]["become RMSNorm"], lines[0]["stay"]) == ("5", "2", "3")
@@ -120,19 +121,19 @@ def test_csv_can_be_read_back() -> None:
 
 
 def test_markdown_has_as_many_columns_in_every_line() -> None:
-    lines = notes.as_markdown([notes.row("m", PLAN, paper=())]).splitlines()
+    lines = notes.as_markdown([row("m", PLAN, paper=())]).splitlines()
     bars = [line.replace("\\|", "").count("|") for line in lines]
     assert len(lines) == 3 and len(set(bars)) == 1
 
 
 def test_json_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
-    both = [notes.row("m", PLAN), notes.row("LLaMA", ONLY_RMS)]
+    both = [row("m", PLAN), row("LLaMA", ONLY_RMS)]
     console.write_rows(both, "json")
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == both
 
 
 def test_the_table_shows_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    console.write_rows([notes.row("m", PLAN, ("h.0.ln",)), notes.row("LLaMA", ONLY_RMS)], "table")
+    console.write_rows([row("m", PLAN, ("h.0.ln",)), row("LLaMA", ONLY_RMS)], "table")
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith("│ m "))
     assert [cell.strip() for cell in line.strip("│").split("│")] == [
@@ -143,7 +144,7 @@ def test_the_table_shows_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_form_for_gpus_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    found = notes.row("m", PLAN)
+    found = row("m", PLAN)
     console.write_rows([found, {**found, "model": "n"}], "table")
     assert capsys.readouterr().out.count("for a GPU: fold with --merge bias") == 1
     for others in ({"become_rmsnorm": 0}, {"merged_norms": [MERGED]}):
@@ -152,7 +153,7 @@ def test_the_form_for_gpus_is_named_once(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_without_layernorms_there_is_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
-    console.write_rows([notes.row("LLaMA", ONLY_RMS)], "table")
+    console.write_rows([row("LLaMA", ONLY_RMS)], "table")
     assert capsys.readouterr().out == (
         "LLaMA: 33 norms are RMSNorm already, no LayerNorm to convert\n"
     )
@@ -234,7 +235,6 @@ SHOW = """
 from report_cases import CHECKED, ONLY_RMS, PLAN
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
-from enjoyln_cli.report.notes import row
 console.write_rows([row("a/long/model/名前", PLAN, ()), row("LLaMA", ONLY_RMS)], "table")
 console.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
 console.write_verification(CHECKED)
@@ -321,7 +321,7 @@ PAGE = ROOT / "docs" / "formats.md"
 
 
 def test_every_key_of_a_plan_is_documented() -> None:
-    found = notes.row("m", PLAN, paper=(), options={"untie": PLAN})
+    found = row("m", PLAN, paper=(), options={"untie": PLAN})
     page = set(re.findall(r"`(\w+)`", PAGE.read_text(encoding="utf-8")))
     inner = [*found["verdicts"], *found["norms_that_stay"], *found["subtractions"]]
     inner += [*found["centred_tensors"], found["options"]["untie"]]
@@ -336,7 +336,7 @@ def test_every_key_of_a_verification_is_documented() -> None:
 
 
 def test_old_keys_have_the_values_of_the_new_ones() -> None:
-    found = notes.row("m", PLAN)
+    found = row("m", PLAN)
     pairs = [("folded_static", "in_weights_alone"), ("kept", "norms_that_stay")]
     pairs += [("ops", "subtractions"), ("centred", "centred_tensors")]
     assert all(found[old] == found[new] for old, new in pairs)

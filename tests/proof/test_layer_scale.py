@@ -17,7 +17,8 @@ from enjoyln_cli import analyze, fold, verify
 from enjoyln_cli.errors import BadCheckpoint, RecipeError
 from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.plan.edits import Edit, Vector
-from enjoyln_cli.report.notes import counts, row
+from enjoyln_cli.report.notes import counts
+from enjoyln_cli.report.row import row
 from enjoyln_cli.rewrite.writer import write_shards
 
 SMALL = {

@@ -34,6 +34,14 @@ def test_an_object_and_its_file_give_the_same_rows() -> None:
     assert len(rows) == len({row[0] for row in rows}) == 9
 
 
+def test_a_model_without_rmsnorm_has_one_error_of_its_runs() -> None:
+    """A model that was only rotated runs in the plain class, with or without this package."""
+    rows = verification_rows(vars(replace(WHOLE, norm_input_mean={})))
+    assert ("runtime error", "3.2e-07", "3.0e-07", "plain class, in float32") in rows
+    assert "stock error" not in [row[0] for row in rows]
+    assert not any("RMSNorm" in text for row in rows for text in row)
+
+
 def test_quantisation_that_a_rotation_does_not_help_is_said_so() -> None:
     errors = {"original": 0.1, "converted": 0.05}
     found = {"quantised": {"W4A4": errors, "W4": {"original": 0.1, "converted": 0.099}}}

@@ -35,7 +35,8 @@ from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe
 from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.recipe.write import dump_recipe
-from enjoyln_cli.report.notes import counts, notes, row
+from enjoyln_cli.report.notes import counts, notes
+from enjoyln_cli.report.row import row
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.modules import RMSNorm

@@ -35,7 +35,8 @@ from enjoyln_cli.plan.covered_calls import (
     is_stock,
 )
 from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.report.notes import notes, row
+from enjoyln_cli.report.notes import notes
+from enjoyln_cli.report.row import row
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.modules import Folded
