@@ -131,7 +131,8 @@ def main() -> None:
     print(
         "a centred embedding. `exact` folds change no output. `error` is how much Algorithm 1, as"
     )
-    print("printed, changes the outputs of the small trained checkpoints in `tests/checkpoints`.\n")
+    print("printed, changes the outputs of the small trained checkpoints in `tests/checkpoints`.")
+    print("[The papers' claims](papers.md) has more, and says which papers are meant.\n")
     print("| model | LNs | paper | Algorithm 1 | exact, in weights | exact, with ops | error |")
     print("|---|---|---|---|---|---|---|")
     for name, model_type, model_class, settings, paper, folder in MODELS:

@@ -233,7 +233,8 @@ def sections(results: dict[str, Any]) -> str:
   `slower`: the 95 % interval of before / after lies below 1. `{NO_GAIN}`: the interval contains 1,
   or more is saved than norms cost. `norms cost`: the time that leaving out every norm would save,
   which is the most that any change to norms can save. `-`: not run on this machine.
-* The papers' times were taken on GPUs, and their sizes fit float32.
+* The papers' times were taken on GPUs, and their sizes fit float32. [The papers' claims](papers.md)
+  says which papers are meant, and where their times do not fit together.
 {left_out}
 ## Enjoy-LN, Tables 4 and 5: what folding costs, and what it gains
 
