@@ -6,8 +6,12 @@ multiplies the output (DoRA, IA3, orthogonal ones) turns that number into differ
 LayerNorm does not remove. If such an adapter was trained on the original model, its results on the
 converted model are wrong, in the stock class too.
 
-The check is numerical, on a copy of the layer. It adds to the weight what centring would remove,
-one random row for all outputs. Each row of the output may change by one number only.
+A LoRA adapter adds ``B A x`` times a number. So its output has zero mean if each column of ``B``
+has, and then the layer is as good as without the adapter. ``added_weights`` recognises such an
+adapter by its class.
+
+For any other, the check is numerical, on a copy of the layer. It adds to the weight what centring
+would remove, one random row for all outputs. Each row of the output may change by one number only.
 """
 
 from __future__ import annotations
@@ -22,6 +26,26 @@ from enjoyln_cli.errors import UnsupportedModel
 
 TOLERANCE = 1e-3
 """Allowed spread of the changes within one row, relative to the largest change (for rounding)."""
+
+
+def added_weights(layer: nn.Module, kind: type | None = None) -> tuple[str, ...] | None:
+    """The parameters ``B`` (and biases) of a LoRA adapter around a linear layer, relative to it.
+
+    Their first dimension is that of the outputs. ``None`` if ``layer`` is no such adapter: if its
+    class is another, it uses a variant that does more than add (DoRA), hooks or another ``forward``
+    could change a result, or the layer inside is not of class ``kind``.
+    """
+    cls = type(layer)
+    if (cls.__module__, cls.__name__) != ("peft.tuners.lora.layer", "Linear"):
+        return None
+    known: Any = layer
+    variants = [*getattr(known, "lora_variant", ()), *known.lora_magnitude_vector]
+    parts = [layer, *known.lora_B.children()]
+    edited = any("forward" in vars(part) or part._forward_hooks for part in parts)
+    plain = all(type(part) is nn.Linear for part in parts[1:])
+    if variants or edited or not plain or kind not in (None, type(known.base_layer)):
+        return None
+    return tuple(f"lora_B.{name}" for name, _ in known.lora_B.named_parameters())
 
 
 def quantisation_of(tensor: Any) -> str:
@@ -52,9 +76,15 @@ def replaced_message(path: str, module: nn.Module, kind: type) -> str:
     if found:
         return quantised_message(path, found)
     if any(type(inner) is kind for inner in module.modules()):
+        lora = added_weights(module) is not None
+        how = (
+            "call enjoyln_cli.refold, which centres it"
+            if lora
+            else ("merge it (merge_and_unload) and call enjoyln_cli.refold")
+        )
         return (
             f"{path}: has an adapter ({cls.__module__}.{cls.__name__}) whose output may have a "
-            "mean; merge it (merge_and_unload) and call enjoyln_cli.refold, or keep LayerNorm"
+            f"mean; {how}, or keep LayerNorm"
         )
     was, now = kind.__name__, cls.__name__
     if was == now:

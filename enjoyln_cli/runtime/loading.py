@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,11 +33,13 @@ from enjoyln_cli.runtime.neutral import kinds_of_norms
 from enjoyln_cli.runtime.weight_check import (
     FLOATS,
     WatchList,
+    centre_watched,
     check_centred,
     layers_of,
     require_unquantised,
     tensor_at,
     watch_list_of,
+    with_adapters,
 )
 from enjoyln_cli.runtime.weight_watch import watch_weights
 
@@ -160,14 +163,17 @@ def refold(model: Holder) -> Holder:
 def _refold(model: nn.Module) -> None:
     found = marker_of(model)
     watch = watch_list_of(model, _weights(found), (), found.units)
-    require_unquantised(model, watch.tensors)
-    for path in watch.tensors:
+    tensors = with_adapters(model, watch).tensors
+    require_unquantised(model, tensors)
+    for path in tensors:
         if tensor_at(model, path).is_meta:
             raise NotCentred(
                 f"{path}: is offloaded and cannot be centred; load the model without offloading"
             )
     writers = []
     for one in watch.weights:
+        if one.parameter not in tensors:
+            continue  # in a LoRA adapter
         scale = Scale(one.scale, one.scale) if one.scale else None
         shape = tuple(tensor_at(model, one.parameter).shape)
         writers.append(Writer(one.parameter, one.parameter, one.axis, shape, scale=scale))
@@ -187,8 +193,9 @@ def _refold(model: nn.Module) -> None:
         copy_units(layers, some, after)
     plan = Plan("", found.model_class, (), (), tuple(writers), ())
     centre_parameters(model, plan)
-    if any(tensor_at(model, path).dtype == torch.float64 for path in watch.tensors):
+    if any(tensor_at(model, path).dtype == torch.float64 for path in tensors):
         centre_parameters(model, plan)  # a mean far above the other values is rounded: once more
+    centre_watched(model, replace(watch, weights=tuple(w for w in watch.weights if not w.scale)))
     for layers, some in units:
         set_units(layers, some)
     optimize(model)

@@ -62,18 +62,23 @@ class Structure:
 
     ``reference`` is an unedited model of the same class and config. If it is given, hooks and
     replaced ``forward`` methods of ``model`` count as edits. If not, ``model`` itself was proven,
-    with its hooks and replaced ``forward`` methods.
+    with its hooks and replaced ``forward`` methods. At the paths ``adapted``, an adapter stands
+    around the layer that is meant.
     """
 
     def __init__(
-        self, model: nn.Module, loose: Collection[str] = (), reference: nn.Module | None = None
+        self,
+        model: nn.Module,
+        loose: Collection[str] = (),
+        reference: nn.Module | None = None,
+        adapted: Collection[str] = (),
     ) -> None:
         self.loose = frozenset(loose)
         self.trains = False
         """Whether training mode is proven, too; then all modules have to be in the same mode."""
         self.parts: dict[str, Part] = {}
         original = dict(_tree(reference or model, self.loose))
-        for path, module in _tree(model, self.loose):
+        for path, module in _tree(model, self.loose, adapted):
             if path not in original:
                 continue
             seen = reference is None
@@ -88,9 +93,11 @@ class Structure:
                 seen and "forward" in vars(module),
             )
 
-    def compare(self, model: nn.Module, in_any_mode: bool = False) -> None:
+    def compare(
+        self, model: nn.Module, adapted: Collection[str] = (), in_any_mode: bool = False
+    ) -> None:
         """Raises ``NotCentred`` for the first difference; the mode is none with ``in_any_mode``."""
-        found = dict(_tree(model, self.loose))
+        found = dict(_tree(model, self.loose, adapted))
         mode = None if in_any_mode else self.trains and model.training
         for path, module in found.items():
             part = self.parts.get(path)
@@ -175,11 +182,18 @@ def _present(module: nn.Module) -> list[str]:
     return [name for name, tensor in module._parameters.items() if tensor is not None]
 
 
-def _tree(model: nn.Module, loose: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, with its first path, except those at or below the paths ``loose``."""
+def _tree(
+    model: nn.Module, loose: Collection[str], adapted: Collection[str] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, with its first path, except those at or below the paths ``loose``.
+
+    At the paths ``adapted``, the layer inside the adapter takes the place of the adapter.
+    """
     seen: set[int] = set()
 
     def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if path in adapted:
+            module = module.base_layer  # type: ignore[assignment]
         if path in loose or id(module) in seen:
             return
         seen.add(id(module))
@@ -257,9 +271,13 @@ class KeepStructure:
     """The check at the start of a call: whether the model is still built as it was when proven."""
 
     def __init__(
-        self, model: nn.Module, loose: Collection[str] = (), reference: nn.Module | None = None
+        self,
+        model: nn.Module,
+        loose: Collection[str] = (),
+        reference: nn.Module | None = None,
+        adapted: Collection[str] = (),
     ) -> None:
-        self.built = Structure(model, loose, reference)
+        self.built = Structure(model, loose, reference, adapted)
         self.snapshot: Snapshot | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,12 @@ from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
 from enjoyln_cli.plan.axis import Axis, blocks, centre, group_means, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, Layers, Units, intact
-from enjoyln_cli.runtime.adapters import quantisation_of, quantised_message, replaced_message
+from enjoyln_cli.runtime.adapters import (
+    added_weights,
+    quantisation_of,
+    quantised_message,
+    replaced_message,
+)
 from enjoyln_cli.runtime.install import locate
 
 Naming = Callable[[str], str | None]
@@ -79,7 +84,7 @@ def watch_list_of(
     try:
         return rename(
             WatchList(weights, ops, units, tuple(weightless), tuple(biasless)),
-            lambda name: locate(model, name, names, tensor_at),
+            lambda name: locate(model, name, names, tensor_under),
             lambda name: locate(model, name, names),
         )
     except EnjoyLNError as error:
@@ -127,6 +132,32 @@ def tensor_at(model: nn.Module, path: str) -> torch.Tensor:
     return tensor
 
 
+def tensor_under(model: nn.Module, path: str) -> torch.Tensor:
+    """``tensor_at``, or the tensor of that name in the layer that a LoRA adapter has replaced."""
+    owner, _, name = path.rpartition(".")
+    lora = added_weights(model.get_submodule(owner)) is not None
+    return tensor_at(model, f"{owner}.base_layer.{name}" if lora else path)
+
+
+def with_adapters(model: nn.Module, watch: WatchList) -> WatchList:
+    """``watch`` for a model with LoRA adapters on centred layers.
+
+    Names the tensors of the layers inside, and adds the weights that the adapters add.
+    """
+    found = []
+    for one in watch.weights:
+        path, _, name = one.parameter.rpartition(".")
+        added = added_weights(model.get_submodule(path))
+        if added is None:
+            found.append(one)
+            continue
+        found.append(replace(one, parameter=f"{path}.base_layer.{name}"))
+        if name == "weight":
+            rows = replace(one.axis, dim=0)
+            found += [replace(one, parameter=f"{path}.{b}", axis=rows) for b in added]
+    return replace(watch, weights=tuple(found))
+
+
 def check_centred(model: nn.Module, watch: WatchList) -> None:
     """Raises ``NotCentred`` for the first tensor that is not centred or cannot be checked."""
     for path in watch.ops:
@@ -135,6 +166,7 @@ def check_centred(model: nn.Module, watch: WatchList) -> None:
                 f"{path}: its added mean subtraction is gone, since the layer was replaced or "
                 f"resized; {WHAT_NOW}"
             )
+    watch = with_adapters(model, watch)
     beside = {some.second: some for some in watch.units}
     require_unquantised(model, watch.tensors)
     for one in watch.weights:
@@ -211,7 +243,7 @@ def centre_watched(model: nn.Module, watch: WatchList) -> None:
     Weights whose mean is that of rounding stay as they are, bit for bit. Raises ``NotCentred`` if
     LayerScale is no longer ones: then centring a weight would need another value of it.
     """
-    for one in watch.weights:
+    for one in with_adapters(model, watch).weights:
         tensor = tensor_at(model, one.parameter)
         if tensor.is_meta or tensor.dtype not in FLOATS:
             continue  # ``check_centred`` says why it cannot be
@@ -256,6 +288,12 @@ def _check_tensor(one: CentredTensor, tensor: torch.Tensor, scale: torch.Tensor 
             f"(dimension {one.axis.dim}); convert the source again"
         )
     if worst := unexplained_mean(one.axis, tensor, scale):
+        path, adapter, _ = one.parameter.partition(".lora_B.")
+        if adapter:
+            raise NotCentred(
+                f"{path}: has an adapter (peft.tuners.lora.layer.Linear) whose output may have a "
+                "mean; call enjoyln_cli.refold, which centres it, or keep LayerNorm"
+            )
         rounding = _rounding_bound(tensor.dtype)
         raise NotCentred(
             f"{one.parameter}: its mean is {worst:.1e} of its size, and rounding explains at most "

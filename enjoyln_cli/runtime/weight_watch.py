@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor
 
 from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.plan.mean_units import Units
-from enjoyln_cli.runtime.adapters import require_additive_adapter
+from enjoyln_cli.runtime.adapters import added_weights, require_additive_adapter
 from enjoyln_cli.runtime.hooks import encoder_of, enter_of, entries
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.neutral import neutral_parameters, set_flags
@@ -37,8 +37,9 @@ from enjoyln_cli.runtime.weight_check import (
     centre_watched,
     check_centred,
     rename,
-    tensor_at,
+    tensor_under,
     watch_list_of,
+    with_adapters,
 )
 
 LINEAR = ("Linear", "Conv1D")
@@ -62,14 +63,14 @@ class KeepCentred(KeepStructure):
         reference: nn.Module | None = None,
         outer: Enter | None = None,
     ) -> None:
-        super().__init__(model, _uncentred_linears(reference or model, watch), reference)
         self.watch = watch
         self.linear = _centred_linears(reference or model, watch)
+        loose = _uncentred_linears(reference or model, watch)
+        super().__init__(model, loose, reference, self._adapted(model))
         self.outer = outer
         """The entry of the model around this one, which warns of the same trouble."""
         self.merged = neutral_parameters(model, watch.weightless, watch.biasless)
-        self.paths = (*watch.tensors, *(one.path for one in self.merged))
-        self.values: Any = Values(model, self.paths)
+        self.values: Any = Values(model, self._paths(model))
         set_flags(model, self.merged)
         self.trained = -1
         self.accepted: Accepted | None = None
@@ -84,12 +85,13 @@ class KeepCentred(KeepStructure):
 
         Raises ``NotCentred``, with nothing changed, if the model was edited since it was folded.
         """
-        self.built.compare(model, in_any_mode=True)
+        self.built.compare(model, self._adapted(model), in_any_mode=True)
         centre_watched(model, self.watch)
 
     def accept(self, model: nn.Module) -> None:
         """Take the weights as they are now for centred, until one of them changes."""
-        self.accepted = Accepted(Structure(model, self.built.loose), Values(model, self.paths))
+        values = Values(model, self._paths(model))
+        self.accepted = Accepted(Structure(model, self.built.loose), values)
         self.values = None
 
     def take_back(self) -> None:
@@ -102,7 +104,7 @@ class KeepCentred(KeepStructure):
         return looked and self.values.unchanged() and super().unchanged()
 
     def _look(self, entry: Enter, model: nn.Module) -> None:
-        trained, values = Folded.trained, Values(model, self.paths)
+        trained, values = Folded.trained, Values(model, self._paths(model))
         known = not values.fake or bool(self.values and self.values.unchanged())
         flags = [] if values.fake and known else set_flags(model, self.merged, known)
         snapshot = Snapshot(model, self.built.loose, [*values.facts, *flags])
@@ -120,13 +122,31 @@ class KeepCentred(KeepStructure):
         if self.accepted is not None and self.accepted.values.are_those_of_model():
             self.accepted.structure.compare(model)
             return
+        adapted = self._adapted(model)
         for path, (kind, dim) in self.linear.items():
             with suppress(AttributeError):  # a layer that was removed
-                require_additive_adapter(path, model.get_submodule(path), kind, dim)
-        self.built.compare(model)
+                if path not in adapted:
+                    require_additive_adapter(path, model.get_submodule(path), kind, dim)
+        self.built.compare(model, adapted)
         if self.recentres:
             centre_watched(model, self.watch)
         check_centred(model, self.watch)
+
+    def _adapted(self, model: nn.Module) -> set[str]:
+        """Paths of the centred linear layers that a LoRA adapter stands around."""
+        found = set()
+        for path, (kind, _) in self.linear.items():
+            with suppress(AttributeError):  # a layer that was removed
+                if added_weights(model.get_submodule(path), kind) is not None:
+                    found.add(path)
+        return found
+
+    def _paths(self, model: nn.Module) -> tuple[str, ...]:
+        """Paths of the tensors whose values are checked."""
+        watch = self.watch
+        with suppress(AttributeError):  # a layer that was removed
+            watch = with_adapters(model, watch)
+        return (*watch.tensors, *(one.path for one in self.merged))
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,11 +266,11 @@ def _part_in(inner: nn.Module, model: nn.Module, watch: WatchList) -> WatchList:
 
     Tensors and modules are matched by identity, since ``inner`` may share them with other parts.
     """
-    tensors = {id(t): name for name, t in _named_tensors(inner)}
+    tensors = {id(t): name.replace(".base_layer.", ".") for name, t in _named_tensors(inner)}
     modules = {id(m): name for name, m in inner.named_modules(remove_duplicate=False)}
     return rename(
         watch,
-        lambda name: tensors.get(id(tensor_at(model, name))),
+        lambda name: tensors.get(id(tensor_under(model, name))),
         lambda path: modules.get(id(model.get_submodule(path))),
     )
 

@@ -30,7 +30,12 @@ from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.hooks import enter_of
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.loading import marker_of, optimize_unchecked
-from enjoyln_cli.runtime.weight_check import require_unquantised, tensor_at
+from enjoyln_cli.runtime.weight_check import (
+    require_unquantised,
+    tensor_at,
+    watch_list_of,
+    with_adapters,
+)
 from enjoyln_cli.runtime.weight_watch import KeepCentred, watch_weights, weight_checks
 from enjoyln_cli.train.optimizers import warn_of_dependence
 from enjoyln_cli.train.trained_fold import mark_trained, plan_in_training, recipe_in_training
@@ -120,7 +125,7 @@ def centred_parameters(models: list[nn.Module]) -> list[torch.Tensor]:
     return [
         tensor_at(model, one.parameter)
         for model in models
-        for one in _check_of(model).watch.weights
+        for one in with_adapters(model, _check_of(model).watch).weights
     ]
 
 
@@ -128,6 +133,13 @@ def _start(model: Any, plan: Plan | None) -> list[Any]:
     """Fold ``model`` in memory and centre its weights from now on; the handles of its hooks."""
     _require_whole(model)
     plan = plan_in_training(model, plan)
+    weights = [
+        CentredTensor(w.parameter, w.held or w.axis, w.scale.parameter if w.scale else None)
+        for w in plan.writers
+    ]
+    ops = [op.module for op in plan.ops]
+    watch = with_adapters(model, watch_list_of(model, weights, ops))
+    require_unquantised(model, watch.tensors)
     if any(writer.scale for writer in plan.writers):
         centre_parameters(model, plan)
     if hasattr(getattr(model, "config", None), "to_dict"):
@@ -138,14 +150,9 @@ def _start(model: Any, plan: Plan | None) -> list[Any]:
         norms = [verdict.norm for verdict in plan.folded]
         how = (plan.entry_inputs, plan.unproven)
         install(model, norms, plan.ops, *how, covered=plan.covered)
-        weights = [
-            CentredTensor(w.parameter, w.held or w.axis, w.scale.parameter if w.scale else None)
-            for w in plan.writers
-        ]
-        watch_weights(model, weights, [op.module for op in plan.ops])
+        watch_weights(model, weights, ops)
     for _, check in weight_checks(model):
         check.recentres = True
-    require_unquantised(model, _check_of(model).watch.tensors)
     _centre(model)
     return [model.register_state_dict_pre_hook(_centre_before_reading)]
 

@@ -172,10 +172,33 @@ def test_the_advice_for_an_adapter_can_be_followed(phi: Path) -> None:
         tuned = logits(model)
     with pytest.raises(NotCentred, match=ADAPTER):
         optimize(model)
+    refold(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="computing LayerNorm")
+        assert close(logits(model), tuned)
+        with model.disable_adapter():
+            assert not close(logits(model), tuned)
+    model.add_adapter("other", config)
+    with pytest.warns(UserWarning, match=ADAPTER):
+        logits(model)
     merged = refold(model.merge_and_unload())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="computing LayerNorm")
         assert close(logits(merged), tuned)
+
+
+def test_a_hook_on_an_adapter_is_noticed(phi: Path) -> None:
+    """The hook may add a mean to what the adapter adds."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        target_modules=["dense"], r=4, task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    model = refold(peft.get_peft_model(from_pretrained(phi), config).eval())
+    layer = model.get_base_model().model.layers[0].self_attn.dense.lora_B["default"]
+    logits(model)
+    layer.register_forward_hook(lambda module, args, output: output + 1)
+    with pytest.warns(UserWarning, match=r"computing LayerNorm: .*adapter"):
+        logits(model)
 
 
 def test_an_adapter_on_a_reader_is_optimised_inside(phi: Path) -> None:

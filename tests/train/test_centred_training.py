@@ -336,3 +336,54 @@ def test_which_optimizers_see_the_mean(name: str, rest: dict[str, Any], matters:
     optimizer = getattr(torch.optim, name)([weight], **rest)
     assert bool(why_mean_matters(optimizer, [weight])) is matters
     assert name == "Adafactor" or not why_mean_matters(optimizer, [other])
+
+
+# LoRA.
+
+
+def with_lora(model: Any, *layers: str, **more: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    fan = {"fan_in_fan_out": True} if model.config.model_type == "gpt2" else {}
+    torch.manual_seed(2)
+    lora = peft.LoraConfig(target_modules=[*layers], r=3, init_lora_weights=False, **fan, **more)
+    return peft.get_peft_model(model, lora).double()
+
+
+LORA_ON = {"gpt2": ("c_attn", "c_proj"), "phi": ("q_proj", "dense", "fc2")}
+"""Layers that read the residual stream, and layers that write into it."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_are_trained_as_with_layer_norm(
+    name: str, plans: dict[str, Plan], tmp_path: Path
+) -> None:
+    plain, kept = (with_lora(make(), *LORA_ON[name]) for make in (MODELS[name],) * 2)
+    expected = train(plain, OPTIMIZERS["AdamW"](plain.parameters()))
+    assert float(expected[-1]) < 0.95 * float(expected[0])
+    optimizer = OPTIMIZERS["AdamW"](kept.parameters())
+    keep_centred(kept, optimizer, plan=plans[name])
+    assert largest(train(kept, optimizer), expected) < 1e-11
+    inner = kept.get_base_model()
+    assert uses_rms_norm_after_a_call(inner)
+    with torch.no_grad():
+        assert largest(loss_of(kept.eval()), loss_of(plain.eval())) < 1e-11
+
+    kept.train().save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    means = {key: float(t.mean(0).abs().max() / t.abs().max()) for key, t in saved.items()}
+    writers = {key for key in means if key.endswith("lora_B.weight") and "attn.c_attn" not in key}
+    writers -= {key for key in means if "q_proj" in key}
+    assert writers and all(means[key] < 1e-7 for key in writers)  # saved in float32 or wider
+    assert all(means[key] > 1e-3 for key in means.keys() - writers)
+    with torch.no_grad():
+        before = loss_of(kept.eval())
+        merged = kept.merge_and_unload()
+        assert largest(loss_of(merged), before) < 1e-12 and uses_rms_norm(merged)
+
+
+def test_an_adapter_that_does_more_than_add_is_refused(plans: dict[str, Plan]) -> None:
+    model = with_lora(phi(), "dense", use_dora=True)
+    before = loss_of(model.eval()).detach()
+    with pytest.raises((NotCentred, UnsupportedModel), match="dense: (has an|its) adapter"):
+        keep_centred(model, plan=plans["phi"])
+    assert torch.equal(loss_of(model).detach(), before)
