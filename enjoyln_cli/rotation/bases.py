@@ -104,6 +104,13 @@ class FoundBasis:
     inputs: dict[str, None] = field(default_factory=dict)
     """Optional inputs of the model that have to be turned, such as ``inputs_embeds``."""
     obstacle: Obstacle | None = None
+    values: set[Value] = field(default_factory=set)
+    """All values that are turned."""
+    sums: dict[tuple[Value, Value], None] = field(default_factory=dict)
+    """The pairs of values whose product is summed over the features."""
+    whole: dict[tuple[int, Node], None] = field(default_factory=dict)
+    """Ops that depend on how many features there are, with the index of the trace: norms, means
+    and sums of squares."""
 
 
 @dataclass(eq=False)
@@ -116,7 +123,6 @@ class _Search:
     nodes: Mapping[str, Sequence[tuple[int, Node]]]
     """The nodes of each parameter, with the index of the trace."""
     found: FoundBasis
-    seen: set[Value] = field(default_factory=set)
     reading: set[Value] = field(default_factory=set)
     """Values that are turned because their product with a turned value is summed."""
     waiting: list[Value] = field(default_factory=list)
@@ -129,9 +135,9 @@ class _Search:
             self.down(current)
 
     def visit(self, value: Value) -> None:
-        if value in self.seen:
+        if value in self.found.values:
             return
-        self.seen.add(value)
+        self.found.values.add(value)
         if value.axis.size == self.found.size:
             self.waiting.append(value)
         else:
@@ -177,12 +183,15 @@ class _Search:
         centred = centred_operand(node)
         if centred is not None and centred[1] == axis:
             self.found.fixes_ones = True
+            self.found.whole[trace, node] = None
             return centred[0]
         over_last = axis.dim == rank_of(node) - 1 and whole
         if packet(node) is aten.layer_norm and over_last and is_normed_over_last(node, axis):
             self.found.fixes_ones = True
+            self.found.whole[trace, node] = None
             return self.affine(trace, node, argument(node, 2, "weight"), argument(node, 3, "bias"))
         if packet(node) in RMS_NORMS and over_last and is_normed_over_last(node, axis):
+            self.found.whole[trace, node] = None
             return self.affine(trace, node, argument(node, 2, "weight"), None)
         if packet(node) in (aten.mul, aten.multiply) and whole and not node.kwargs:
             for factor, other in (node.args[:2], node.args[1::-1]):
@@ -247,7 +256,7 @@ class _Search:
         Who gives ``inputs_embeds`` can take them from the model; ``input_features`` come from
         elsewhere, and so in the old basis.
         """
-        reached = {seen.trace for seen in self.seen if seen.node.op == "call_function"}
+        reached = {seen.trace for seen in self.found.values if seen.node.op == "call_function"}
         for name in self.found.inputs:
             needed = all(name in self.flow.traces[at].inputs.values() for at in reached)
             if needed and self.found.obstacle is None:
@@ -267,10 +276,11 @@ class _Search:
                 self.visit(Value(trace, reader, axis))
             elif (pair := summed_with(reader, node, axis)) is not None:
                 partner = Value(trace, *pair)
+                self.found.sums[value, partner] = None
                 self.reading.add(partner)
                 self.visit(partner)
             elif self.is_invariant(reader, node, axis):
-                continue
+                self.found.whole[trace, reader] = None
             elif self.is_normed(value, reader):
                 self.visit(Value(trace, reader, axis))
             elif packet(reader) is aten.layer_norm and argument(reader, 3, "bias") is node:
@@ -371,6 +381,6 @@ def find_bases(flow: Flow, groups: Mapping[str, str], *, values: bool) -> list[F
         search = _Search(flow, groups, named, nodes, basis)
         search.run(value)
         search.require_own_inputs()
-        seen |= search.seen
+        seen |= basis.values
         found.append(basis)
     return found

@@ -77,8 +77,8 @@ def reparametrize(
     and what ``analyze`` and ``install`` raise; nothing is changed then.
     """
     if plan is None:
-        _require_unconverted(model)
-        args, kwargs = _as_call(example)
+        require_unconverted(model)
+        args, kwargs = as_call(example)
         plan = analyze_training(
             model,
             args,
@@ -157,7 +157,7 @@ def _rates(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
     ]
 
 
-def _as_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def as_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Positional arguments and keywords of an example."""
     if example is None:
         return (), {}
@@ -166,7 +166,7 @@ def _as_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
-def _require_unconverted(model: nn.Module) -> None:
+def require_unconverted(model: nn.Module) -> None:
     if entries(model):
         raise UnsupportedModel(
             f"{type(model).__name__} computes RMSNorm already; pass the plan that it was converted "

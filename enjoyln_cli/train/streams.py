@@ -1,0 +1,237 @@
+"""Which residual streams can be held as ``d - 1`` numbers, and which tensors write and read them.
+
+Which tensors take part is what ``rotation.bases`` finds, for any architecture. There, a stream is
+turned by an orthogonal matrix; here the matrix is not square. That asks for more:
+
+* LayerNorms are the only ops that may depend on how many features there are.
+* What is multiplied by a weight has passed a norm: then it has zero mean, which is left out.
+* Nothing is added to the result of a norm: its weight and bias move into the layers that read it.
+* The code of the model computes the same for ``d - 1`` features: it is run with both sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from enjoyln_cli.analysis.analyze import Analysis
+from enjoyln_cli.analysis.same_ops import same_but_for_sizes
+from enjoyln_cli.errors import NothingToFold, UnsupportedModel
+from enjoyln_cli.models.meta_device import without_weights
+from enjoyln_cli.models.norm_probe import LayerNormForm
+from enjoyln_cli.plan.axis import feature_axis
+from enjoyln_cli.plan.plan import Basis, Merge, Options, Plan
+from enjoyln_cli.proof.flow import Flow, Value, origin
+from enjoyln_cli.proof.layer_norms import layer_norms, norm_calls
+from enjoyln_cli.proof.pullback import Opaque
+from enjoyln_cli.rotation.bases import FoundBasis, find_bases
+
+StreamBasis = Literal["orthonormal", "last"]
+MERGED = Options(fold=False, rotate=True, values=False, merge="affine")
+
+
+@dataclass(frozen=True)
+class CompressedTensor:
+    """A parameter that writes or reads a stream, in all of dimension ``dim``."""
+
+    parameter: str
+    dim: int
+    reads: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """A stream that can be compressed."""
+
+    size: int
+    tensors: tuple[CompressedTensor, ...]
+    norms: Mapping[str, LayerNormForm]
+    inputs: tuple[str, ...]
+    """Inputs of the model that would have to have ``size - 1`` features, such as
+    ``inputs_embeds``."""
+
+
+def find_streams(model: nn.Module, found: Analysis, basis: StreamBasis) -> list[Stream]:
+    """The streams of ``model``, from an analysis with the options ``MERGED``.
+
+    Raises ``NothingToFold`` or ``UnsupportedModel``.
+    """
+    flow, forms = found.problem.flow, layer_norms(model)
+    inputs, _ = norm_calls(flow, *forms)
+    bases = find_bases(flow, found.problem.groups, values=False)
+    streams = []
+    for one, turned in zip(bases, found.plan.bases, strict=True):
+        if turned.kind != "stream" or not turned.fixes_ones:
+            continue
+        if turned.reason:
+            raise _refusal(turned.culprit or type(model).__name__, turned.reason)
+        norms = {path: form for path, form in forms[0].items() if _meet(inputs.get(path), one)}
+        for path, form in norms.items():
+            if form.dim != -1 or not one.values.issuperset(inputs[path]):
+                raise _refusal(path, "it also normalises something else than this stream")
+        streams.append(_stream(flow, one, turned, norms, inputs, basis))
+    if not streams:
+        raise NothingToFold(f"{type(model).__name__}: has no residual stream with LayerNorms")
+    return streams
+
+
+def _meet(values: tuple[Value, ...] | None, one: FoundBasis) -> bool:
+    return not one.values.isdisjoint(values or ())
+
+
+def _stream(
+    flow: Flow,
+    one: FoundBasis,
+    turned: Basis,
+    norms: Mapping[str, LayerNormForm],
+    inputs: Mapping[str, tuple[Value, ...]],
+    basis: StreamBasis,
+) -> Stream:
+    for trace, node in one.whole:
+        module = flow.traces[trace].module_of(node)
+        if module not in norms:
+            raise _refusal(module, "it depends on the number of features, and is no LayerNorm")
+    readers: set[str] = set()
+    for pair in one.sums:
+        operands = [_sources(flow, norms, value) for value in pair]
+        if all(operands):
+            module = flow.traces[pair[0].trace].module_of(pair[0].node)
+            raise _refusal(module, "a product reads the stream before a norm")
+        readers |= {name for names in operands for name in names}
+    writers = {
+        name for path in norms for value in inputs[path] for name in _sources(flow, norms, value)
+    }
+    tensors = []
+    for tensor in turned.tensors:
+        name, axis = tensor.parameter, tensor.axis
+        if name.rpartition(".")[0] in norms:
+            continue
+        if axis != feature_axis(tensor.shape, axis.dim) or tensor.scale:
+            raise _refusal(name, "only some of its features, or scaled ones, are in the stream")
+        if basis == "last" and (name in readers) == (name in writers):
+            raise _refusal(name, "it is tied, and both writes and reads the stream")
+        tensors.append(CompressedTensor(name, axis.dim, name in readers))
+    return Stream(one.size, tuple(tensors), norms, turned.inputs)
+
+
+def _sources(flow: Flow, norms: Mapping[str, Any], value: Value) -> set[str]:
+    """The parameters and inputs that a value is computed from without passing one of ``norms``.
+
+    All names of a parameter; empty if every path to the value passes a norm.
+    """
+    found: set[str] = set()
+    waiting, seen = [value], {value}
+    while waiting:
+        this = waiting.pop()
+        trace, node = flow.traces[this.trace], this.node
+        if node.op != "call_function":
+            found.update(trace.parameters.get(node, (node.name,)))
+        elif trace.module_of(node) not in norms:
+            pairs = origin(node, this.axis)
+            if isinstance(pairs, Opaque):
+                found.add(node.name)
+                continue
+            below = {Value(this.trace, *pair) for pair in pairs} - seen
+            seen |= below
+            waiting += below
+    return found
+
+
+def merges_of(plan: Plan, streams: Iterable[Stream]) -> Plan:
+    """The part of a plan that merges the norms of the streams; refuses norms that stay as is."""
+    norms = {path: form for stream in streams for path, form in stream.norms.items()}
+    merged = {one.norm: one for one in plan.merged}
+    reasons = {one.norm: one.reason for one in plan.unmerged}
+    for path, form in norms.items():
+        one = merged.get(path)
+        weight = form.gain == "1" or (one is not None and one.weight)
+        bias = not form.biased or (one is not None and (one.bias or one.divided))
+        if not weight or not bias:
+            raise _refusal(path, reasons.get(path, "its weight and bias cannot be merged"))
+    return replace(plan, bases=(), merged=tuple(one for one in plan.merged if one.norm in norms))
+
+
+def readers_without_bias(
+    model: nn.Module, found: Analysis, plan: Plan
+) -> list[tuple[Merge, list[nn.Linear]]]:
+    """For each norm that keeps its bias: its readers, which are linear layers to get one."""
+    result = []
+    for merge in (one for one in plan.merged if one.divided):
+        owners = []
+        for reader in merge.readers:
+            path, _, name = reader.weight.parameter.rpartition(".")
+            owner: Any = model.get_submodule(path)
+            plain = type(owner) is nn.Linear and owner.bias is None and name == "weight"
+            calls = [
+                trace.module_of(user) == path
+                for trace in found.problem.flow.traces
+                for node, names in trace.parameters.items()
+                if reader.weight.parameter in names
+                for user in node.users
+            ]
+            if not plain or not all(calls):
+                raise _refusal(merge.norm, f"its bias cannot move into {path}")
+            owners.append(owner)
+        result.append((merge, owners))
+    return result
+
+
+def _refusal(culprit: str, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{culprit}: {reason}; so its stream cannot be compressed")
+
+
+def require_same_code(model: nn.Module, found: Analysis, streams: Iterable[Stream]) -> None:
+    """Raises ``UnsupportedModel`` if code computes something else for another number of features.
+
+    For example, it may divide by the root of the size that its input has.
+    """
+    wide = without_weights(model)
+    for stream in streams:
+        narrow = copy.deepcopy(wide)
+        tensors = dict(narrow.named_parameters(remove_duplicate=False))
+        dims = [(one.parameter, one.dim) for one in stream.tensors]
+        own = [
+            (f"{path}.{name}", dim)
+            for path in stream.norms
+            for name, tensor in narrow.get_submodule(path).named_parameters()
+            for dim, size in enumerate(tensor.shape)
+            if size == stream.size
+        ]
+        done: set[int] = set()
+        for name, dim in (*dims, *own):
+            tensor = tensors[name]
+            if id(tensor) not in done:
+                done.add(id(tensor))
+                tensor.data = tensor.data.narrow(dim, 0, stream.size - 1)
+        state_sizes(narrow)
+        for norm in map(narrow.get_submodule, stream.norms):
+            if isinstance(norm, nn.LayerNorm):
+                norm.normalized_shape = (stream.size - 1,)
+        for trace in found.problem.flow.traces:
+            if stream.inputs and not {*trace.inputs.values()}.isdisjoint(stream.inputs):
+                continue  # such a call is refused
+            if not same_but_for_sizes(narrow, wide, trace.call, stream.size - 1, stream.size):
+                raise _refusal(
+                    type(model).__name__,
+                    f"its code computes something else for {stream.size - 1} features",
+                )
+        wide = narrow
+
+
+def state_sizes(model: nn.Module) -> None:
+    """Set the attributes in which layers state the sizes of their parameters."""
+    for module in model.modules():
+        layer: Any = module
+        if isinstance(module, nn.Linear):
+            layer.out_features, layer.in_features = module.weight.shape
+        elif isinstance(module, nn.Embedding):
+            layer.num_embeddings, layer.embedding_dim = module.weight.shape
+        elif type(module).__name__ == "Conv1D":  # of transformers
+            layer.nx, layer.nf = layer.weight.shape
+        elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            layer.out_channels = module.weight.shape[0]
+            layer.in_channels = module.weight.shape[1] * module.groups
