@@ -10,6 +10,8 @@ import pytest
 import torch
 from kernel_cases import DTYPES, EPS, FORMS, NORMS, arguments, close, exact, op, results
 from live_models import CHECKPOINTS
+from rounding import as_exact
+from transformers import AutoModelForCausalLM
 
 from enjoyln_cli import fold, from_pretrained, kernels
 from enjoyln_cli.benchmark.baselines import MODES, record_graphs
@@ -164,9 +166,10 @@ def test_a_model_that_is_loaded_on_a_gpu_uses_what_was_measured(
     width = model.config.hidden_size
     assert {one.norms.width for one in gpu.stored()[0]} == {width}
     ids = torch.arange(3, 35, device="cuda").reshape(4, 8)
+    stock = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2").to("cuda")
     with torch.no_grad():
-        found, expected = model(ids).logits, from_pretrained(out)(ids.cpu()).logits
-    assert (found.cpu() - expected).abs().max() < 1e-4 * expected.abs().max()
+        found, expected = model(ids).logits, stock(ids).logits
+        assert as_exact(found, expected, stock.double()(ids).logits)
     choices.forget()
     native.forget_choices()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import CHECKPOINTS
+from rounding import TIMES, lost_by, relative
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -47,7 +48,7 @@ def folded_norms(model: nn.Module) -> list[Any]:
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool((a - b).abs().max() <= 1e-5 * b.abs().max())
+    return relative(a, b) <= TIMES * lost_by(CHECKPOINTS / "phi")
 
 
 def poison(model: nn.Module, how: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import bench_scale
 import pytest
+import torch
 from safetensors.torch import load_file
 
 TINY = {"model_type": "bloom", "hidden_size": 16, "n_head": 2, "n_layer": 3, "vocab_size": 120}
@@ -47,5 +48,6 @@ def test_the_simulated_fold_centres_what_the_real_one_would(
     for name in written:
         assert after[name].shape == before[name].shape
         assert abs(before[name].double().mean(0)).max() > 1e-3
-        assert abs(after[name].double().mean(0)).max() < 1e-4
+        step = torch.finfo(after[name].dtype).eps * abs(after[name].double()).max()
+        assert abs(after[name].double().mean(0)).max() <= step / 2  # each value is rounded once
     assert after["h.0.mlp.dense_4h_to_h.weight"].shape == (16, 16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from rounding import TIMES, lost_by_norms
 from torch import Tensor
 
 from enjoyln_cli.kernels import formula
@@ -53,7 +54,8 @@ def results(form: str, args: tuple[Any, ...], output: Any) -> tuple[Tensor, Tens
 
 
 def close(y: Tensor, expected: Tensor) -> bool:
+    """Whether ``y`` is within a rounding to its dtype and what is lost in the dtype inside."""
     step = torch.finfo(y.dtype).eps
-    wide = 1e-14 if y.dtype == torch.float64 else 3e-6
+    wide = TIMES * lost_by_norms(formula.compute_dtype(y.dtype))
     bound = 0.51 * step * expected.abs() + wide * (1 + expected.abs())
     return bool(((y.double() - expected).abs() <= bound).all())

@@ -324,17 +324,17 @@ def _apart(a: Any, b: Any) -> float:
 
 def _sensitivity(written: Written, call: Call) -> float:
     """How far rounding of the weights alone takes the original's answer to this call."""
-    worst = 0.0
+    worst, step = 0.0, 1e-15 if written.tolerance < 1e-6 else torch.finfo(torch.float32).eps
     for seed in range(2):
         subjects = Subject(written), Subject(written)
         with torch.no_grad():
             generator = torch.Generator().manual_seed(seed)
             for p in subjects[1].model.parameters():
                 noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-                p.mul_((1 + 1e-15 * noise).to(p.dtype))
-        for step in (written.example, *written.others):
-            before, after = (subject.run(step) for subject in subjects)
-            if step == call:
+                p.mul_((1 + step * noise).to(p.dtype))
+        for one in (written.example, *written.others):
+            before, after = (subject.run(one) for subject in subjects)
+            if one == call:
                 break
         if isinstance(before, dict) and isinstance(after, dict):
             worst = max(worst, difference(before, after)[0])

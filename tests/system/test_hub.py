@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 from hub_clients import GPT2, TOKEN, clients, enjoyln, environment, python
 from hub_server import Hub, serving, sha256
+from rounding import TIMES
 
 READ, FINE = "hf_onlyREADS", "hf_fineGRAINED"
 MESSAGE = "Upload a checkpoint folded by enjoyln"
@@ -241,11 +242,12 @@ original = AutoModelForCausalLM.from_pretrained("org/gpt2")
 assert not any(isinstance(m, RMSNorm) for m in stock.modules())
 assert sum(isinstance(m, RMSNorm) for m in fast.modules()) == 7
 with torch.no_grad():
-    a, b, c = (model(**ids).logits for model in (original, stock, fast))
-print(float((a - b).norm() / a.norm()), float((a - c).norm() / a.norm()))
+    found = [model(**ids).logits for model in (original, stock, fast)]
+    exact = original.double()(**ids).logits
+print(*(float((one - exact).norm() / exact.norm()) for one in found))
 """
-    errors = python(hub, tmp_path, code, HF_TOKEN=TOKEN).split()
-    assert all(float(error) < 1e-5 for error in errors) and len(errors) == 2
+    own, *errors = map(float, python(hub, tmp_path, code, HF_TOKEN=TOKEN).split())
+    assert 0 < max(errors) <= TIMES * own and len(errors) == 2
 
 
 def test_a_fold_can_push_its_result(hub: Hub, home: Path, tmp_path: Path) -> None:

@@ -144,18 +144,19 @@ def test_a_folded_model_is_traced_by_jit_before_its_first_call() -> None:
         import torch
         from torch import nn
         from folding_live import randomised, floats
+        from rounding import as_exact, in_float64
         from enjoyln_cli import analyze
         from enjoyln_cli.rewrite.in_memory import centre_parameters
         from enjoyln_cli.runtime.install import install
         model = randomised(nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3))).float()
         x, y = floats(4, 5).float(), floats(7, 5, seed=2).float()
-        expected = model(y)
+        expected, exact = model(y), in_float64(model)(in_float64(y))
         plan = analyze(model, x).plan
         centre_parameters(model, plan)
         install(model, [v.norm for v in plan.folded], plan.ops)
         with torch.no_grad():
             traced = torch.jit.trace(model, (x,))
-        assert torch.allclose(traced(y), expected, atol=1e-5)
+        assert as_exact(traced(y), expected, exact)
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]

@@ -357,8 +357,8 @@ def test_a_float64_checkpoint(tmp_path: Path, family: str) -> None:
     found = verify(out, write=False)
     assert found.passed, found.summary
     assert found.compute_dtype == "float64"
-    assert 0.3 < found.ratio < 1.1 and 0.3 < found.stock_ratio < 1.1
-    assert 1e-16 < found.original_error < 2e-15
+    assert 0.1 < found.ratio < 1.25 and 0.1 < found.stock_ratio < 1.25
+    assert 0 < found.original_error < 1e-13
     tensor = next(w.tensor for w in plan.writers if len(w.shape) > 1)
     wrong = changed(out, tmp_path / "wrong", lambda t: t[tensor].mul_(1 + 1e-9))
     found = verify(wrong, write=False)
