@@ -44,6 +44,7 @@ from enjoyln_cli.comparison.run import Outputs, choose_outputs, run
 from enjoyln_cli.comparison.sampling import Runner, choose, length
 from enjoyln_cli.comparison.text_scores import divergence, perplexity
 from enjoyln_cli.comparison.user_data import UserData
+from enjoyln_cli.effects.garbage import collections_of_new_objects
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.load import elements, load, release
@@ -215,6 +216,7 @@ class Measurement:
     """The original's outputs that have non-finite values (see ``nonfinite_outputs``)."""
 
 
+@collections_of_new_objects()  # they free models, and need not pass over all of torch
 def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measurement:
     """Load and run four models, one after the other, and measure their errors.
 
