@@ -61,14 +61,12 @@ def watch_mode_queries(model: nn.Module) -> Iterator[dict[str, None]]:
     written_in_c = {id(one): name for name, one in functions.items()}
     codes = {id(getattr(one, "__code__", one)): name for name, one in functions.items()}
 
-    def note(frame: FrameType, event: str, function: Any) -> None:
-        caller: FrameType | None
+    def note(frame: FrameType, event: str, function: Any) -> None:  # runs millions of times
         if event == "c_call":
-            name, caller = written_in_c.get(id(function)), frame
-        else:
-            name, caller = codes.get(id(frame.f_code)) if event == "call" else None, frame.f_back
-        if name is not None and from_outside(caller):
-            found[name] = None
+            if id(function) in written_in_c and from_outside(frame):
+                found[written_in_c[id(function)]] = None
+        elif event == "call" and id(frame.f_code) in codes and from_outside(frame.f_back):
+            found[codes[id(frame.f_code)]] = None
 
     before = sys.getprofile()
     sys.setprofile(note)
