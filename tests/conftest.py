@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hub_server import Hub
+from hub_clients import clients
+from hub_server import Hub, serving
 from live_models import CHECKPOINTS, FOLDED
 
 from enjoyln_cli import fold
@@ -89,7 +90,14 @@ def quick_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``HF_HOME`` is for the commands of a module."""
+    """What ``HF_HOME`` is for all commands in front of the Hub's server."""
     return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="session")
+def hub_server() -> Iterator[Hub]:
+    """One server for all tests: starting the processes that ask it takes seconds."""
+    with serving() as server, clients():
+        yield server

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hub_clients import CHECKPOINTS, GPT2, TOKEN, Done, clients, enjoyln, python
-from hub_server import Hub, serving, sha256
+from hub_clients import CHECKPOINTS, GPT2, TOKEN, Done, enjoyln, python
+from hub_server import Hub, sha256
 from safetensors.torch import load_file, save
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -51,24 +50,23 @@ def large() -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with serving() as server, clients():
-        server.tokens[TOKEN] = "me"
-        server.add("org/gpt2", sharded("gpt2"))
-        server.add("org/phi", sharded("phi"))
-        server.add("org/large", large())
-        single = {path.name: path.read_bytes() for path in GPT2.iterdir()}
-        server.add("me/single", single, private=True)
-        del single["model.safetensors"]
-        server.add("org/pickle", {**single, "pytorch_model.bin": b"a pickle"})
-        yield server
+def hub(hub_server: Hub) -> Hub:
+    hub_server.tokens[TOKEN] = "me"
+    hub_server.add("org/sharded", sharded("gpt2"))
+    hub_server.add("org/phi", sharded("phi"))
+    hub_server.add("org/large", large())
+    single = {path.name: path.read_bytes() for path in GPT2.iterdir()}
+    hub_server.add("me/single", single, private=True)
+    del single["model.safetensors"]
+    hub_server.add("org/pickle", {**single, "pytorch_model.bin": b"a pickle"})
+    return hub_server
 
 
 @pytest.fixture(scope="module")
 def plain(hub: Hub, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GPT-2, folded after a complete download."""
     out = tmp_path_factory.mktemp("plain") / "out"
-    call = ["fold", "org/gpt2", "-o", out, "--no-verify"]
+    call = ["fold", "org/sharded", "-o", out, "--no-verify"]
     (done,) = enjoyln(hub, home, [*call, "--cache-dir", out.parent / "cache"])
     assert done.status == 0, done.err
     return out
@@ -99,7 +97,7 @@ def cached_weights(folder: Path) -> list[str]:
 def test_the_result_is_the_same_and_the_cache_is_empty(
     hub: Hub, home: Path, plain: Path, tmp_path: Path
 ) -> None:
-    done = stream(hub, home, "org/gpt2", tmp_path / "out")
+    done = stream(hub, home, "org/sharded", tmp_path / "out")
     assert done.status == 0, done.err
     assert weights(tmp_path / "out") == weights(plain)
     assert len(weights(plain)) == SHARDS + 3
@@ -129,7 +127,7 @@ from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 access = HubAccess(token={TOKEN!r}, cache_dir={str(tmp_path)!r})
-source = open_source("org/gpt2", access=access, weights=True, stream=True)
+source = open_source("org/sharded", access=access, weights=True, stream=True)
 assert {TOKEN!r} not in repr(source)
 assert len(open_checkpoint(source).tensors) > 20
 blobs = source.path.parent.parent / "blobs"
@@ -151,14 +149,14 @@ def test_what_was_in_the_cache_stays_there(
 ) -> None:
     file = "model-00002-of-00003.safetensors"
     fetch = "from huggingface_hub import hf_hub_download; "
-    fetch += f"hf_hub_download('org/gpt2', {file!r}, cache_dir={str(tmp_path / 'cache')!r})"
+    fetch += f"hf_hub_download('org/sharded', {file!r}, cache_dir={str(tmp_path / 'cache')!r})"
     python(hub, home, fetch)
     before = cached_weights(tmp_path / "out")
     hub.requests.clear()
-    done = stream(hub, home, "org/gpt2", tmp_path / "out")
+    done = stream(hub, home, "org/sharded", tmp_path / "out")
     assert done.status == 0, done.err
     assert cached_weights(tmp_path / "out") == before and file in before
-    data = hub.repositories["org/gpt2"].files()[file]
+    data = hub.repositories["org/sharded"].files()[file]
     assert not any(request.path.endswith(sha256(data)) for request in hub.requests)
     assert weights(tmp_path / "out") == weights(plain)
 
@@ -166,11 +164,11 @@ def test_what_was_in_the_cache_stays_there(
 def test_offline_what_is_in_the_cache_is_enough(
     hub: Hub, home: Path, plain: Path, tmp_path: Path
 ) -> None:
-    call = ["fold", "org/gpt2", "--cache-dir", plain.parent / "cache", "--stream"]
+    call = ["fold", "org/sharded", "--cache-dir", plain.parent / "cache", "--stream"]
     (done,) = enjoyln(hub, home, [*call, "-o", tmp_path / "out"], HF_HUB_OFFLINE="1")
     assert done.status == 0, done.err
     assert weights(tmp_path / "out") == weights(plain)
-    done = stream(hub, home, "org/gpt2", tmp_path / "other", HF_HUB_OFFLINE="1")
+    done = stream(hub, home, "org/sharded", tmp_path / "other", HF_HUB_OFFLINE="1")
     assert "not in the cache" in done.error
 
 
@@ -180,6 +178,7 @@ def asked(hub: Hub, oid: str) -> list[str]:
     return [text for text in ranges if text != "bytes=0-131071"]
 
 
+@pytest.mark.slow
 def test_a_download_that_is_cut_goes_on(hub: Hub, home: Path, tmp_path: Path) -> None:
     """A broken download resumes within a run. If the run fails, the partial file is deleted."""
     files = hub.repositories["org/large"].files()
@@ -215,14 +214,14 @@ def test_a_download_that_is_cut_goes_on(hub: Hub, home: Path, tmp_path: Path) ->
 def test_a_run_that_failed_goes_on_with_the_files_that_are_missing(
     hub: Hub, home: Path, plain: Path, tmp_path: Path
 ) -> None:
-    files = hub.repositories["org/gpt2"].files()
+    files = hub.repositories["org/sharded"].files()
     first, *_, last = (sha256(files[name]) for name in sorted(files) if "-of-00003" in name)
     hub.fault("GET", last)  # the header, as it is
     hub.fault("GET", last, status=404)
-    done = stream(hub, home, "org/gpt2", tmp_path / "out")
-    assert "org/gpt2" in done.error and not (tmp_path / "out").exists()
+    done = stream(hub, home, "org/sharded", tmp_path / "out")
+    assert "org/sharded" in done.error and not (tmp_path / "out").exists()
     hub.requests.clear()
-    done = stream(hub, home, "org/gpt2", tmp_path / "out", "--resume")
+    done = stream(hub, home, "org/sharded", tmp_path / "out", "--resume")
     assert done.status == 0, done.err
     assert asked(hub, first) == [] and asked(hub, last) == [""]
     assert weights(tmp_path / "out") == weights(plain)
@@ -232,20 +231,20 @@ def test_a_run_that_failed_goes_on_with_the_files_that_are_missing(
 def test_a_file_that_arrives_changed_is_refused(
     hub: Hub, home: Path, plain: Path, tmp_path: Path
 ) -> None:
-    data = hub.repositories["org/gpt2"].files()["model-00002-of-00003.safetensors"]
+    data = hub.repositories["org/sharded"].files()["model-00002-of-00003.safetensors"]
     whole = f"storage/{sha256(data)}"
     hub.fault("GET", whole)  # nothing, while the header is asked for
     hub.fault("GET", whole, corrupt=True)
-    done = stream(hub, home, "org/gpt2", tmp_path / "out")
+    done = stream(hub, home, "org/sharded", tmp_path / "out")
     assert "was damaged during the download" in done.error
     assert not (tmp_path / "out").exists() and cached_weights(tmp_path / "out") == []
-    done = stream(hub, home, "org/gpt2", tmp_path / "out")
+    done = stream(hub, home, "org/sharded", tmp_path / "out")
     assert done.status == 0 and weights(tmp_path / "out") == weights(plain)
 
 
 def test_a_hub_that_serves_whole_files_only(hub: Hub, home: Path, tmp_path: Path) -> None:
     hub.fault("GET", "storage/", status=200)
-    done = stream(hub, home, "org/gpt2", tmp_path / "out")
+    done = stream(hub, home, "org/sharded", tmp_path / "out")
     assert "leave --stream out" in done.error
 
 
@@ -285,11 +284,11 @@ def test_a_head_that_is_stored_and_differs_is_not_tied(
 def test_the_means_are_kept_and_bring_the_original_back(
     hub: Hub, home: Path, tmp_path: Path
 ) -> None:
-    done = stream(hub, home, "org/gpt2", tmp_path / "out", "--keep-means")
+    done = stream(hub, home, "org/sharded", tmp_path / "out", "--keep-means")
     assert done.status == 0, done.err
     (done,) = enjoyln(hub, home, ["unfold", tmp_path / "out", "-o", tmp_path / "back"])
     assert done.status == 0, done.err
-    files = hub.repositories["org/gpt2"].files()
+    files = hub.repositories["org/sharded"].files()
     for path in (tmp_path / "back").glob("model-*"):
         assert path.read_bytes() == files[path.name]
 
@@ -303,8 +302,8 @@ def test_refusals(hub: Hub, home: Path, tmp_path: Path) -> None:
 
     assert "is a directory" in refused(GPT2).error
     assert "a pickle" in refused("org/pickle").error
-    assert refused("org/gpt2", "--max-shard-size", "1MB").status == 2
-    assert refused("org/gpt2", "--push-to-hub", "me/x", "--yes").status == 2
+    assert refused("org/sharded", "--max-shard-size", "1MB").status == 2
+    assert refused("org/sharded", "--push-to-hub", "me/x", "--yes").status == 2
 
 
 def test_a_message_names_no_password() -> None:

@@ -256,7 +256,7 @@ def shown(**environment: str) -> subprocess.CompletedProcess[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_any_encoding_does(encoding: str) -> None:
     done = shown(PYTHONIOENCODING=encoding, PYTHONUTF8="0")
     assert b"h.2-3.ln" in done.stdout
@@ -290,9 +290,8 @@ def on_a_terminal(width: int, **environment: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [20, 80])
-def test_terminals_of_any_width_do(width: int) -> None:
-    text = on_a_terminal(width)
+def test_a_narrow_terminal_does() -> None:
+    text = on_a_terminal(20)
     assert "\x1b[" in text and "LLaMA" in text
 
 

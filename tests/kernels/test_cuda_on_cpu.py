@@ -32,9 +32,9 @@ from enjoyln_cli.kernels import build, cuda, formula
 
 pytestmark = needs_compiler
 
-PACKS = (8, 48, 768, 1024, 1032, 1536, 8192, 8200)
+PACKS = (8, 768, 1024, 1032, 8192, 8200)
 """Row lengths of whole packs: short rows, rows that are kept in registers, and longer ones."""
-TAILS = (1, 7, 33, 1001, 1025, 4099)
+TAILS = (1, 33, 1001, 1025)
 FORMS = (
     {"layer": True},
     {"sum": KEPT},
@@ -71,8 +71,12 @@ def case(
     )
 
 
+PAIRS = [pair for pair in reversed(cuda.PAIRS) if pair not in cuda.PAIRS[1:3]]
+"""Each dtype of rows once; those of 16 bits with parameters in float32."""
+
+
 @pytest.mark.one_case
-@pytest.mark.parametrize("pair", reversed(cuda.PAIRS), ids=" with ".join)
+@pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
 def test_every_kernel_is_right(programs: Callable[[str, str], Path], pair: tuple[str, str]) -> None:
     affines = itertools.cycle(("weight and bias", "weight", "bias", ""))
     cases = []
@@ -109,12 +113,12 @@ def largest(x: Tensor) -> Tensor:
 
 @pytest.mark.one_case
 @pytest.mark.parametrize("kind", [huge, tiny, largest])
-@pytest.mark.parametrize("pair", reversed(cuda.PAIRS), ids=" with ".join)
+@pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
 def test_extreme_values(
     programs: Callable[[str, str], Path], pair: tuple[str, str], kind: Callable[[Tensor], Tensor]
 ) -> None:
     cases = []
-    for d, layer, added in itertools.product((33, 768, 1536, 8200), (False, True), (False, True)):
+    for d, layer, added in itertools.product((33, 1536, 8200), (False, True), (False, True)):
         one = case(3, d, pair)
         residual = kind(torch.randn_like(one.x)) / 4 if added else None
         fields = {"x": kind(one.x), "residual": residual, "layer": layer, "eps": 0.0}
@@ -163,14 +167,14 @@ def gradients_are_right(one: Gradients, found: list[Tensor]) -> bool:
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("pair", reversed(cuda.PAIRS), ids=" with ".join)
+@pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
 def test_the_gradients_are_right(
     programs: Callable[[str, str], Path], pair: tuple[str, str]
 ) -> None:
     sizes = ((8, 0), (7, 0), (33, 0), (768, 0), (768, 1), (1032, 0), (1025, 0), (1536, 3))
     switches = itertools.cycle(itertools.product((0, 1), (True, False), (1, 3, 29)))
     cases = []
-    for d, offset in sizes * 2:
+    for d, offset in sizes + sizes[::2]:
         layer, affine, rows = next(switches)
         rows = min(rows, 4) if d > 1024 else rows  # long rows take one at a time
         chunks = min(rows, 3)
@@ -181,28 +185,21 @@ def test_the_gradients_are_right(
 
 FAULTS = (
     ("cuda.cu", "    __syncthreads();  // other threads may", "    // other threads may"),
-    ("cuda.cu", "    __syncthreads();\n    v = 0;", "    v = 0;"),
     ("cuda.cu", "int step = 16;", "int step = 8;"),
-    ("cuda.cu", "0xffffffffu, v", "0x0000ffffu, v"),
     ("cuda.cu", "i < THREADS / 32", "i < THREADS / 32 - 1"),
     ("cuda.cu", "int64_t at = row * c.d", "int64_t at = (row + 1) * c.d"),
     ("cuda.cu", "if (row < c.rows)", "if (true)"),
-    ("cuda.cu", "threadIdx.x % 32, 32}", "threadIdx.x % 32, 31}"),
     ("launch.h", "c.d % pack == 0 && rows % 16 == 0", "c.d % pack == 0"),
-    ("launch.h", "c.d % pack == 0 && ", ""),
     ("launch.h", "(c.rows + WARPS - 1) / WARPS", "c.rows / WARPS"),
     ("launch.h", "c.d <= THREADS * EACH", "true"),
     ("team.h", "if (i < packs) {\n          fetch", "if (i <= packs) {\n          fetch"),
-    ("team.h", "    Packed y;\n", "    if (i > 99) return;\n    Packed y;\n"),
     ("cuda.cu", "  __syncthreads();\n  if (share < 2", "  if (share < 2"),
-    ("cuda.cu", "row += SHARE", "row += SHARE + 1"),
-    ("cuda.cu", "i < SHARE;", "i < SHARE - 1;"),
     ("cuda.cu", "i >= 2 * c.d", "i > 2 * c.d"),
-    ("launch.h", "(c.d + COLUMNS - 1) / COLUMNS * c.chunks", "c.d / COLUMNS * c.chunks"),
     ("gradient.h", "h[j] * dot - total", "h[j] * dot"),
     ("backward.h", "rows * chunk / chunks", "rows / chunks * chunk"),
 )  # fmt: skip
-"""A file, a text in it, and what replaces it."""
+"""A file, a text in it, and what replaces it: of each kind of fault one (a barrier that is missing,
+a reduction over too few values, an index past the end, an alignment, a grid that is too small)."""
 
 
 def cases_for_faults() -> list[Case]:

@@ -369,6 +369,7 @@ def test_a_zero_in_a_weight_keeps_the_bias_from_being_divided() -> None:
     assert kept.culprit == "last" and "has a zero" in kept.reason
 
 
+@pytest.mark.slow
 def test_an_input_that_the_model_never_computes_stays() -> None:
     """``inputs_embeds`` can come from the rotated model, ``input_features`` can not."""
     small = {"hidden_size": 24, "speech_encoder_layers": 1, "speech_encoder_attention_heads": 4,
@@ -382,6 +383,9 @@ def test_an_input_that_the_model_never_computes_stays() -> None:
     (kept,) = [one for one in plan.bases if one.culprit == "input_features"]
     assert kept.reason == "it is an input that the model never computes"
     assert kept.kind == "stream"
+
+
+def test_an_input_that_the_model_also_computes_turns_with_it() -> None:
     config = config_of("gpt2", {**GPT2, **UNTIED})
     plan = analyze_config(config, model_class="GPT2LMHeadModel", options=ROTATED).plan
     assert [one.inputs for one in plan.turned if one.kind == "stream"] == [("inputs_embeds",)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -171,12 +170,14 @@ def test_the_page_takes_what_the_programs_write(simulated: dict[str, Any], tmp_p
     assert "| tiny | 1 x 8 tokens, prefill, eager |" in text
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
-    command = [sys.executable, "scripts/gpu_check.py", "--out", str(tmp_path / "gpu.json")]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (found.returncode, found.stderr) == (1, "error: torch sees no GPU\n")
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path / "gpu.json")])
+    assert gpu_check.main() == 1
+    assert capsys.readouterr().err == "error: torch sees no GPU\n"
     assert not list(tmp_path.iterdir())
 
 

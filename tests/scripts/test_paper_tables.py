@@ -131,6 +131,7 @@ def test_every_case_is_measured_once(small: tuple[Measured, str]) -> None:
     assert found.folding[4, 64] > 0 and all(min(pair) > 0 for pair in found.overhead.values())
 
 
+@pytest.mark.slow
 def test_ours_stand_beside_the_papers(small: tuple[Measured, str]) -> None:
     found, text = small
     row = found.rows["GPT2", 1, 256, "eager"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ def centring(axes: dict[str, tuple[Axis, ...]]) -> dict[str, Edit]:
 
 
 def state(dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in _state(dtype, seed).items()}
+
+
+@cache
+def _state(dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(seed)
     return {
         **{n: (torch.randn(s, generator=made) * 0.4 + 0.3).to(dtype) for n, s in SHAPES.items()},

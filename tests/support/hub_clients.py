@@ -2,7 +2,7 @@
 
 ``huggingface_hub`` reads its settings when it is imported, so every environment is a process of its
 own; only the token is read when it is needed. The process imports what takes long once, and forks
-for each group of commands. Before the first that analyses a model it analyses one itself: torch
+for each group of commands. Before the first that analyses a model it folds one itself: torch
 imports and registers much more when it traces for the first time.
 """
 
@@ -25,7 +25,7 @@ TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
 """Of the user ``me``; it may stand in no output and in no file."""
 
 CLIENT = """
-import json, os, sys
+import json, os, sys, tempfile
 from click.testing import CliRunner
 import enjoyln_cli.conversion.fold, enjoyln_cli.publish.push, enjoyln_cli.verification.verify
 import torch.export
@@ -33,8 +33,9 @@ from enjoyln_cli.cli.main import main
 traced = False
 for line in sys.stdin:
     token, calls = json.loads(line)
-    if not traced and {"fold", "report"} & {arguments[0] for arguments in calls}:
-        first = CliRunner().invoke(main, ["fold", sys.argv[1], "--dry-run"])
+    if not traced and {"fold", "report", "verify"} & {arguments[0] for arguments in calls}:
+        with tempfile.TemporaryDirectory() as folder:
+            first = CliRunner().invoke(main, ["fold", sys.argv[1], "-o", folder + "/out"])
         assert first.exit_code == 0, first.output
         traced = True
     child = os.fork()

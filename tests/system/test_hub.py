@@ -17,12 +17,11 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_clients import GPT2, TOKEN, clients, enjoyln, environment, python
-from hub_server import Hub, serving, sha256
+from hub_clients import GPT2, TOKEN, enjoyln, environment, python
+from hub_server import Hub, sha256
 from rounding import TIMES
 
 READ, FINE = "hf_onlyREADS", "hf_fineGRAINED"
@@ -45,19 +44,18 @@ Trained on a licence.
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with serving() as server, clients():
-        server.tokens |= {TOKEN: "me", READ: "me", FINE: "me"}
-        server.roles |= {READ: "read", FINE: "fineGrained"}
-        server.orgs |= {"crew": "write", "readers": "read"}
-        files = {path.name: path.read_bytes() for path in GPT2.iterdir()}
-        foreign = ("tf_model.h5", "flax_model.msgpack", "onnx/model.onnx", "pytorch_model.bin")
-        files |= {name: b"the same in another form" for name in foreign}
-        files |= {"README.md": CARD.encode()}
-        server.add("org/gpt2", files).commit("v1", dict(files), "a branch")
-        server.add("me/private", files, private=True)
-        server.add("org/gated", files, gated=True)
-        yield server
+def hub(hub_server: Hub) -> Hub:
+    hub_server.tokens |= {TOKEN: "me", READ: "me", FINE: "me"}
+    hub_server.roles |= {READ: "read", FINE: "fineGrained"}
+    hub_server.orgs |= {"crew": "write", "readers": "read"}
+    files = {path.name: path.read_bytes() for path in GPT2.iterdir()}
+    foreign = ("tf_model.h5", "flax_model.msgpack", "onnx/model.onnx", "pytorch_model.bin")
+    files |= {name: b"the same in another form" for name in foreign}
+    files |= {"README.md": CARD.encode()}
+    hub_server.add("org/gpt2", files).commit("v1", dict(files), "a branch")
+    hub_server.add("me/private", files, private=True)
+    hub_server.add("org/gated", files, gated=True)
+    return hub_server
 
 
 @pytest.fixture(scope="module")
@@ -214,9 +212,7 @@ def test_weights_that_arrive_changed_are_refused_and_fetched_again(
 # To the Hub.
 
 
-def test_a_push_can_be_loaded_by_stock_transformers(
-    hub: Hub, home: Path, out: Path, tmp_path: Path
-) -> None:
+def test_a_push_sends_all_that_is_new(hub: Hub, home: Path, out: Path) -> None:
     call = ["push", out, "me/gpt2-rms", "--yes", "--private"]
     dry, done, again = enjoyln(hub, home, [*call, "--dry-run"], call, call, HF_TOKEN=TOKEN)
     assert "nothing was sent" in dry.out and "new, private" in dry.out
@@ -230,14 +226,21 @@ def test_a_push_can_be_loaded_by_stock_transformers(
     assert "nothing to push: me/gpt2-rms already has all of it (8 files)" in again.out
     assert again.out.splitlines()[-1] == f"{hub.url}/me/gpt2-rms/tree/main" and len(there.log) == 1
     assert not any(TOKEN.encode() in data for data in there.files().values())
+
+
+@pytest.mark.slow
+def test_a_result_on_the_hub_is_loaded_by_stock_transformers(
+    hub: Hub, out: Path, tmp_path: Path
+) -> None:
+    hub.add("me/loaded", {path.name: path.read_bytes() for path in out.iterdir()})
     code = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from enjoyln_cli import from_pretrained
 from enjoyln_cli.runtime.modules import RMSNorm
-ids = AutoTokenizer.from_pretrained("me/gpt2-rms")("of this License", return_tensors="pt")
-stock = AutoModelForCausalLM.from_pretrained("me/gpt2-rms")
-fast = from_pretrained("me/gpt2-rms")
+ids = AutoTokenizer.from_pretrained("me/loaded")("of this License", return_tensors="pt")
+stock = AutoModelForCausalLM.from_pretrained("me/loaded")
+fast = from_pretrained("me/loaded")
 original = AutoModelForCausalLM.from_pretrained("org/gpt2")
 assert not any(isinstance(m, RMSNorm) for m in stock.modules())
 assert sum(isinstance(m, RMSNorm) for m in fast.modules()) == 7

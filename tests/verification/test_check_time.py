@@ -190,7 +190,7 @@ def sentences(folder: Path, count: int = 3) -> Path:
     return file
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
 @pytest.mark.parametrize("model_class", ["BertForSequenceClassification", "BertModel"])
 def test_texts_one_a_line_for_a_model_without_a_language_head(
     model_class: str, tmp_path: Path

@@ -156,6 +156,7 @@ def test_a_head_that_its_own_class_lacks(tmp_path: Path) -> None:
         enjoyln_cli.fold(tmp_path / "in", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_new_head_and_a_pooler_that_nobody_trained(tmp_path: Path) -> None:
     """A class that the user chooses may have parts that the checkpoint does not store."""
     head = "GPT2ForSequenceClassification"
