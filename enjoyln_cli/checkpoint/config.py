@@ -203,9 +203,11 @@ def require_unfolded(
             raise AlreadyFolded(
                 f"{model} was trained as a folded model, so it is folded already; use it as it is"
             )
+        only_turned = isinstance(found, dict) and found.get("rotated") and not found.get("rmsnorm")
+        before, what = ("rotation", "convert") if only_turned else ("fold", "fold")
         raise AlreadyFolded(
-            f"{model} is the result of an earlier fold; fold its source ({origin or 'unknown'}) "
-            "instead"
+            f"{model} is the result of an earlier {before}; {what} its source "
+            f"({origin or 'unknown'}) instead"
         )
 
 

@@ -270,7 +270,9 @@ def _not_cached(model: str, what: str, error: Exception) -> ModelNotFound:
         cause = error.__cause__ or error
         first = first_line(cause)
         why = f"{constants.ENDPOINT} cannot be reached ({type(cause).__name__}: {first})"
-    return ModelNotFound(f"{model} {what}, and {why}; go online, or pass a directory")
+    return ModelNotFound(
+        f"{model} {what}, and {why}; no directory has this name either: check it, or go online"
+    )
 
 
 def _hub_error(error: Exception, model: str, revision: str | None) -> EnjoyLNError:

@@ -23,6 +23,7 @@ from enjoyln_cli.report.verification_table import (
     count_inputs,
     quantisation_rows,
     reader_rows,
+    rounding_note,
     verification_heads,
     verification_rows,
 )
@@ -193,6 +194,8 @@ def _show_checks(found: Mapping[str, Any], rows: Sequence[Texts]) -> None:
     for one in rows:
         table.add_row(*one)
     _show(table)
+    if note := rounding_note(found):
+        say(note)
 
 
 def write_verification(found: Verification) -> None:

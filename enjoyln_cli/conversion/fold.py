@@ -139,7 +139,8 @@ def prepare(
     if options.rotate and not options.untie and (more := _turned_if_untied(found, options)):
         event("warning", f"--untie would also turn {more}")
     if options.untie and not plan.untied:
-        event("warning", "--untie changes nothing here: no LayerNorm depends on a tied weight")
+        which = "no LayerNorm" if options.fold else "nothing that turns"
+        event("warning", f"--untie changes nothing here: {which} depends on a tied weight")
     if not plan.folded and not plan.turned and not options.fold:
         raise NothingToFold(why_nothing_changes(plan, str(model)))
     if not plan.folded and not plan.turned:

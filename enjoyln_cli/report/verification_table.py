@@ -69,6 +69,15 @@ def quantisation_rows(found: Mapping[str, Any]) -> list[Texts]:
     return rows
 
 
+def rounding_note(found: Mapping[str, Any]) -> str:
+    """What a rotation into 16 bits costs; empty for any other result."""
+    dtype = found.get("compute_dtype")
+    if not found.get("quantised") or dtype not in ("float16", "bfloat16"):
+        return ""
+    again = f"the rotation rounded every weight to {dtype} once more"
+    return f"{again}; rotate with --dtype float32 if you quantise the result"
+
+
 def reader_rows(found: Mapping[str, Any]) -> list[Texts]:
     """What the linear layers that read each basis get as inputs; ``found`` is a verification."""
     rows: list[Texts] = []

@@ -74,7 +74,9 @@ def _read(path: Path) -> Mapping[str, torch.Tensor]:
     except (OSError, SafetensorError, RuntimeError, ValueError, EOFError) as error:
         raise BadCheckpoint(f"{path}: cannot be read ({first_line(error)})") from error
     except Exception as error:  # pickle raises many kinds
-        raise BadCheckpoint(f"{path}: not a file of tensors ({first_line(error)})") from error
+        raise BadCheckpoint(
+            f"{path}: neither a safetensors file (by its suffix) nor one that torch.save wrote"
+        ) from error
     if not isinstance(found, dict) or not all(torch.is_tensor(one) for one in found.values()):
         raise BadCheckpoint(f"{path}: not a dictionary of tensors")
     return found
@@ -96,8 +98,7 @@ def _nearest_orthogonal(where: str, matrix: torch.Tensor, basis: Basis) -> Given
         if not off <= LIMIT:
             raise BadCheckpoint(
                 f"{where} moves the vector of ones by {off:.1g} (limit {LIMIT}), but {basis.name} "
-                "is normalised by LayerNorm, which would see that; learn one with Q 1 = 1, or fold "
-                "the norms (enjoyln fold) and rotate with RMSNorm tools"
+                "is read by a LayerNorm, whose result would change; use a matrix with Q 1 = 1"
             )
         rest = torch.linalg.qr(torch.cat([ones.unsqueeze(1), one[:, 1:]], 1))[0][:, 1:]
         matrix = rest @ _orthogonal(rest.T @ matrix @ rest) @ rest.T + 1 / size

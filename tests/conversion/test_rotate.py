@@ -128,6 +128,19 @@ def test_the_recipe_gives_the_plan_back(out: Path) -> None:
     assert not differences(recipe, plan, config=config)
 
 
+def test_a_rotated_result_is_not_rotated_again(out: Path, tmp_path: Path) -> None:
+    said = refused("rotate", out, "-o", tmp_path / "out")
+    assert "is the result of an earlier rotation; convert its source" in said
+
+
+def test_rotating_into_16_bits_says_what_to_quantise_from(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="changes nothing here: nothing that turns depends on a"):
+        convert(CHECKPOINTS / "phi", tmp_path / "out", options=ROTATED, dtype="bfloat16",
+                verify=False)  # fmt: skip
+    said = good("verify", tmp_path / "out", "--samples", 1)
+    assert "rounded every weight to bfloat16 once more; rotate with --dtype float32" in said
+
+
 def test_a_recipe_chooses_what_turns(out: Path, tmp_path: Path) -> None:
     text = (out / "enjoyln_recipe.yaml").read_text()
     first, last = text.index("    transformer.h.{i}.attn.c_attn.weight:\n"), text.index("  untie:")
@@ -351,6 +364,9 @@ def test_wrong_matrices_are_refused_by_name(
 
 def test_a_file_without_matrices_is_refused(tmp_path: Path) -> None:
     plan = plan_of("gpt2")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(BadCheckpoint, match=r"text: neither a safetensors file .* nor one that"):
+        give_matrices(plan, tmp_path / "text")
     for name in ("own.safetensors", "R.bin"):
         with pytest.raises(BadCheckpoint, match="no such file"):
             give_matrices(plan, tmp_path / name)

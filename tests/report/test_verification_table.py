@@ -18,6 +18,7 @@ from enjoyln_cli.report.verification_table import (
     NONE,
     count_inputs,
     quantisation_rows,
+    rounding_note,
     verification_heads,
     verification_rows,
 )
@@ -50,6 +51,9 @@ def test_quantisation_that_a_rotation_does_not_help_is_said_so() -> None:
         ("W4 error", "0.099", "0.1", "simulated; rotating does not help"),
     ]
     assert verification_heads(found)[1] == "rotated"
+    assert "--dtype float32" in rounding_note({**found, "compute_dtype": "float16"})
+    assert not rounding_note({**found, "compute_dtype": "float32"})
+    assert not rounding_note({"quantised": {}, "compute_dtype": "float16"})
     for damaged in (None, [], {"W4": None}, {"W4": {"original": 1.0}}):
         assert quantisation_rows({"quantised": damaged}) == []
 
