@@ -112,6 +112,12 @@ def model_options(command: Command) -> Command:
     is_flag=True,
     help="Save the data that `enjoyln unfold` needs to restore MODEL exactly.",
 )
+@click.option(
+    "--adapter",
+    type=FOLDER,
+    metavar="DIR",
+    help="Also edit this LoRA adapter of MODEL, into OUT/adapter.",
+)
 @conversion_options
 def fold(**options: Any) -> None:
     """Convert MODEL into the new directory OUT and verify the result."""
@@ -129,7 +135,7 @@ def rotate(opening: Options, **options: Any) -> None:
     The result computes the same function in the stock class: outliers are spread over all
     features, and norms stay as they are (their weights are merged). Norms are not converted.
     """
-    _convert(opening=opening, keep_means=False, **options)
+    _convert(opening=opening, keep_means=False, adapter=None, **options)
 
 
 def _convert(
@@ -141,6 +147,12 @@ def _convert(
         raise click.UsageError("--keep-means cannot be combined with --dtype.")
     if options["keep_means"] and options["opening"]["options"].rotate:
         raise click.UsageError("--keep-means cannot be combined with --rotate.")
+    for name, is_given in (
+        ("--keep-means", options["keep_means"]),
+        ("--stream", options["opening"]["stream"]),
+    ):
+        if options["adapter"] and is_given:
+            raise click.UsageError(f"--adapter cannot be combined with {name}.")
     if not options["repo_id"]:
         refuse_push_options(options)
     if options["opening"]["stream"]:
@@ -161,7 +173,7 @@ def _convert(
     from enjoyln_cli.cli.progress import watch_job
 
     with watch_job(not chatty) as watch, processes.join_group(watch.event) as us:
-        from enjoyln_cli.conversion.fold import as_dtype, prepare, write
+        from enjoyln_cli.conversion.fold import adapter_for, as_dtype, prepare, write
         from enjoyln_cli.conversion.inspect import Opening
         from enjoyln_cli.conversion.results import fold_row
         from enjoyln_cli.rewrite.directory import WriteOptions  # takes seconds
@@ -173,6 +185,7 @@ def _convert(
         place = {"force": writing.force, "resume": writing.resume}
         begin = partial(prepare, model, out, opening, **place, on_event=watch.event)
         ready = processes.agree(us, begin)
+        options["adapter"] = adapter_for(ready, options["adapter"])
         listeners: Options = {"on_event": watch.event, "on_progress": watch.progress}
         listeners |= {"on_check": watch.seconds, "team": us}
         result = write(ready, out, writing, **listeners, **options) if out else None

@@ -168,6 +168,7 @@ def test_dropout_before_a_norm_sees_the_mean(plans: dict[str, Plan]) -> None:
         assert largest(loss_of(kept.eval()), loss_of(copied.eval())) < 1e-13
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_a_folded_checkpoint(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = gpt2().float()

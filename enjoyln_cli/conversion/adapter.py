@@ -1,0 +1,269 @@
+"""Edit a LoRA adapter so that it goes on working when its base model is folded.
+
+The adapter adds ``s B A`` to a weight ``W`` (outputs times inputs). An edit of a plan is linear in
+``W`` and acts on its outputs or on its inputs, so it acts on ``B`` or on ``A`` alike:
+
+    W <- P W, W <- P diag(s) W     B <- P B, B <- P diag(s) B
+    W <- W diag(g), W <- W Q'      A <- A diag(g), A <- A Q'
+    new hidden units               zeros: the adapter does nothing to them
+
+Where the bias ``v`` of a norm moves into a layer, ``b <- b + W v``, the adapter gets a bias of its
+own, ``B A v`` (PEFT's ``lora_bias``). What is not known to be such an adapter is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
+from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+from enjoyln_cli.models.classes import build, class_named, classes_for
+from enjoyln_cli.plan.axis import on_dimension
+from enjoyln_cli.plan.edits import Append, Edit, apply_edit, edits_of, read_edit_inputs
+from enjoyln_cli.runtime.install import locate
+from enjoyln_cli.runtime.weight_check import tensor_at
+
+if TYPE_CHECKING:
+    from enjoyln_cli.plan.plan import Plan
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+PREFIX = "base_model.model."
+KEY = re.compile(r"(?P<path>.+)\.(?P<part>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB])")
+HARMLESS = {
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "eva_config",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights",
+    "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout",
+    "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r",
+    "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
+"""Settings of PEFT's LoRA that do not change what the adapter adds to a weight, up to a factor."""
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` with which loading the adapter does not change the base model."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The two files of an adapter, edited for the folded base model."""
+
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+    def write(self, folder: Path, base: str) -> None:
+        """Write it to ``folder``; it names ``base`` as its base model."""
+        folder.mkdir(exist_ok=True)
+        config = {**self.config, "base_model_name_or_path": base, "revision": None}
+        text = json.dumps(config, indent=2, sort_keys=True)
+        (folder / CONFIG_FILE).write_text(f"{text}\n", encoding="utf-8")
+        save_file(self.tensors, folder / WEIGHTS_FILE, {"format": "pt"})
+
+
+def edit_adapter(folder: str | Path, plan: Plan, checkpoint: Checkpoint, config: Any) -> Adapter:
+    """The LoRA adapter in ``folder`` for the result of carrying out ``plan`` on ``checkpoint``.
+
+    ``config`` is that of the base model. The edits are computed in float64, and rounded once to the
+    dtype of the adapter. Raises ``UnsupportedModel`` for an adapter that cannot be edited, or that
+    may do more than add to weights; ``BadCheckpoint`` if it does not fit the base model;
+    ``ModelNotFound`` if there is none.
+    """
+    folder = Path(folder).expanduser()
+    settings = _read_settings(folder)
+    tensors = _read_tensors(folder)
+    layers, others = _sort(tensors)
+    base = _Base(plan, checkpoint, config)
+    edited = dict(tensors)
+    shifts: dict[str, torch.Tensor] = {}
+    for path, parts in layers.items():
+        where = base.path_of(path)
+        edit = base.edits.get(f"{where}.weight", Edit())
+        by = base.biases.get(where)
+        if not edit.changes and by is None:
+            continue
+        out = base.output_dim(where)
+        if "lora_A.weight" not in parts or "lora_B.weight" not in parts or out is None:
+            raise UnsupportedModel(
+                f"{path}: the fold edits this layer, and its adapter is not one of a linear layer; "
+                "merge the adapter into the original and fold the result"
+            )
+        a, b = (tensors[parts[f"lora_{name}.weight"]] for name in "AB")
+        base.require_fit(where, out, a, b)
+        values = read_edit_inputs(edit, base.read)
+        rows, columns = _along(edit, out, 0), _along(edit, 1 - out, 1)
+
+        def change(x: torch.Tensor, part: Edit, values: Any = values) -> torch.Tensor:
+            return apply_edit(x.double(), part, values).to(x.dtype).contiguous()
+
+        edited[parts["lora_B.weight"]] = change(b, rows)
+        edited[parts["lora_A.weight"]] = change(a, columns)
+        if by is not None:
+            shift = b.double() @ (a.double() @ base.read(by).double().flatten())
+            shifts[path] = apply_edit(shift, rows, values)
+        if "lora_B.bias" in parts:
+            edited[parts["lora_B.bias"]] = change(tensors[parts["lora_B.bias"]], rows)
+    if shifts:
+        settings = {**settings, "lora_bias": True}
+        edited |= _biases(layers, edited, shifts)
+    for key, name in others.items():
+        edited[key] = base.edit_whole(name, tensors[key])
+    return Adapter(settings, edited)
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """The adapter's config. Raises ``UnsupportedModel`` for one that does more than add."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ModelNotFound(f"{folder} has no {CONFIG_FILE}; pass the directory of a PEFT adapter")
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise BadCheckpoint(f"{path} cannot be read ({error}); save the adapter again") from error
+    kind = settings.get("peft_type") if isinstance(settings, dict) else None
+    merge_it = "merge it into the original (merge_and_unload) and fold the result"
+    if kind != "LORA":
+        raise UnsupportedModel(
+            f"{folder}: only LoRA adapters can be edited, not {kind}; {merge_it}"
+        )
+    start = settings.get("init_lora_weights")
+    if start not in PLAIN_STARTS:
+        raise UnsupportedModel(
+            f"{folder}: init_lora_weights is {start!r}, with which loading the adapter changes the "
+            f"base model; save it as a plain LoRA first, or {merge_it}"
+        )
+    for name, value in settings.items():
+        if value and name not in HARMLESS:
+            raise UnsupportedModel(
+                f"{folder}: {name} is {str(value):.40}, so the adapter is not known to add only to "
+                f"the weights of linear layers; {merge_it}"
+            )
+    return dict(settings)
+
+
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise ModelNotFound(f"{folder} has no {WEIGHTS_FILE}; save the adapter as safetensors")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise BadCheckpoint(f"{path} cannot be read ({error}); save the adapter again") from error
+
+
+def _sort(tensors: Mapping[str, Any]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """The keys of each layer by part, and the names of all other tensors by key."""
+    layers: dict[str, dict[str, str]] = {}
+    others: dict[str, str] = {}
+    for key in tensors:
+        if not key.startswith(PREFIX):
+            raise BadCheckpoint(f"{key}: is no tensor of an adapter that PEFT saved")
+        name = key.removeprefix(PREFIX)
+        if match := KEY.fullmatch(name):
+            layers.setdefault(match["path"], {})[match["part"]] = key
+        elif "lora_" in name:
+            raise UnsupportedModel(f"{name}: is a part of the adapter that is not known")
+        else:
+            others[key] = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+    return layers, others
+
+
+def _biases(
+    layers: Mapping[str, dict[str, str]],
+    edited: Mapping[str, torch.Tensor],
+    shifts: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """A bias for every layer of the adapter: its own plus the shift, zeros where there is none."""
+    found = {}
+    for path, parts in layers.items():
+        if "lora_B.weight" not in parts:
+            raise UnsupportedModel(
+                f"{path}: its adapter cannot have a bias, but others need one, since the bias of a "
+                "norm is merged into their layers; fold without --merge"
+            )
+        b, key = edited[parts["lora_B.weight"]], f"{PREFIX}{path}.lora_B.bias"
+        own = edited.get(key, b.new_zeros(b.shape[0])).double()
+        found[key] = (own + shifts.get(path, 0.0)).to(b.dtype)
+    return found
+
+
+def _along(edit: Edit, dim: int, to: int) -> Edit:
+    """The part of ``edit`` that acts along dimension ``dim``, as an edit along dimension ``to``."""
+    times, scale, append = edit.times, edit.scale, edit.append
+    return Edit(
+        times=replace(times, dim=to) if times and times.dim == dim else None,
+        scale=replace(scale, dim=to) if scale and scale.dim == dim else None,
+        axes=tuple(on_dimension(axis, to) for axis in edit.axes if axis.dim == dim),
+        turns=tuple(
+            replace(turn, axis=on_dimension(turn.axis, to))
+            for turn in edit.turns
+            if turn.axis.dim == dim
+        ),
+        append=Append(to, (0.0,) * len(append.values)) if append and append.dim == dim else None,
+    )
+
+
+class _Base:
+    """The base model: its edits by parameter, and the values that they use."""
+
+    def __init__(self, plan: Plan, checkpoint: Checkpoint, config: Any) -> None:
+        known = {cls.__name__: cls for cls in classes_for(config)}
+        self.model = build(known.get(plan.model_class) or class_named(plan.model_class), config)
+        self.edits = edits_of(plan, held=True)
+        self.checkpoint = checkpoint
+        self.stored = {w.scale.parameter: w.scale.tensor for w in plan.edited_tensors if w.scale}
+        self.stored |= {one.parameter: one.tensor for norm in plan.merged for one in norm.names}
+        self.biases = {
+            reader.weight.parameter.rpartition(".")[0]: f"{norm.norm}.bias"
+            for norm in plan.merged
+            for reader in norm.readers
+            if reader.bias
+        }
+        """By path of a layer: the norm's bias that moves into it."""
+
+    def read(self, parameter: str) -> torch.Tensor:
+        return read_tensor(self.checkpoint, self.stored[parameter])
+
+    def path_of(self, path: str, get: Callable[..., Any] = nn.Module.get_submodule) -> str:
+        """``path``, as the class of the plan names it."""
+        try:
+            found = locate(self.model, path, (), get)
+        except UnsupportedModel:
+            found = None
+        if found is None:
+            raise BadCheckpoint(
+                f"{path}: the adapter changes it, and {type(self.model).__name__} has none; pass "
+                "the model that the adapter was trained on, and its class with --model-class"
+            )
+        return found
+
+    def output_dim(self, path: str) -> int | None:
+        """The dimension of outputs in the weight of a linear layer."""
+        from transformers.pytorch_utils import Conv1D
+
+        return {nn.Linear: 0, Conv1D: 1}.get(type(self.model.get_submodule(path)))
+
+    def require_fit(self, path: str, out: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        shape = tensor_at(self.model, f"{path}.weight").shape
+        if (b.shape[0], a.shape[1]) != (shape[out], shape[1 - out]) or a.shape[0] != b.shape[1]:
+            raise BadCheckpoint(
+                f"{path}: the adapter has shapes {list(b.shape)} and {list(a.shape)}, which do not "
+                f"fit a weight of {list(shape)}; pass the model that the adapter was trained on"
+            )
+
+    def edit_whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A tensor that the adapter stores whole (``modules_to_save``, biases), edited."""
+        edit = self.edits.get(self.path_of(name, tensor_at), Edit())
+        if replace(edit, axes=()).changes or (edit.axes and value.ndim <= edit.axes[0].dim):
+            raise UnsupportedModel(
+                f"{name}: the adapter has its own values of it, which the fold would have to edit "
+                "together with others; merge the adapter into the original and fold the result"
+            )
+        return apply_edit(value.double(), edit, read_edit_inputs(edit, self.read)).to(value.dtype)

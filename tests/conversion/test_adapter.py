@@ -1,0 +1,245 @@
+"""A LoRA adapter goes on working when its base model is folded, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from tiny_models import BERT, GPT2, PHI, live
+
+from enjoyln_cli import Options, fold, from_pretrained
+from enjoyln_cli.cli.main import main
+from enjoyln_cli.errors import (
+    BadCheckpoint,
+    EnjoyLNError,
+    ModelNotFound,
+    OutputError,
+    UnsupportedModel,
+)
+from enjoyln_cli.runtime.modules import Folded
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIGS: dict[str, Callable[[], tuple[str, Any]]] = {
+    "gpt2": lambda: ("GPT2LMHeadModel", transformers.GPT2Config(**GPT2)),
+    "phi": lambda: ("PhiForCausalLM", transformers.PhiConfig(**PHI)),
+    "bert": lambda: ("BertModel", transformers.BertConfig(**BERT)),
+}
+IDS = torch.randint(3, 37, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def adapted(base: Any, **more: Any) -> Any:
+    """``base`` with an adapter on every linear layer of its blocks, in float64."""
+    layers = {
+        "gpt2": ["c_attn", "c_proj", "c_fc"],
+        "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
+        "bert": ["query", "value", "dense"],
+    }
+    kind = base.config.model_type
+    torch.manual_seed(2)
+    given = {"target_modules": layers[kind], "r": 3, "use_rslora": True, "lora_alpha": 5}
+    if kind == "gpt2":
+        given["fan_in_fan_out"] = True
+    lora = peft.LoraConfig(**{**given, "init_lora_weights": False, **more})
+    model = peft.get_peft_model(base, lora).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter) + 0.05)
+    return model
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    for name, config in CONFIGS.items():
+        live(*config()).save_pretrained(folder / name)
+    return {name: folder / name for name in CONFIGS}
+
+
+@pytest.fixture(scope="module")
+def adapters(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    for name, base in bases.items():
+        adapted(load(base)).save_pretrained(folder / name)
+    return {name: folder / name for name in bases}
+
+
+def load(folder: Path) -> Any:
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float64).eval()
+
+
+def first_output(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS)[0]
+
+
+def largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+WAYS = [
+    ("phi", {"merge": "affine"}),
+    ("phi", {"merge": "bias"}),
+    ("phi", {}),
+    ("gpt2", {}),
+    ("gpt2", {"merge": "affine", "untie": True}),
+    ("phi", {"rotate": True}),
+    ("bert", {"widen_mlp": True}),
+]
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize(("name", "options"), WAYS, ids=lambda value: str(value))
+def test_an_adapter_does_the_same_on_the_folded_base(
+    name: str,
+    options: dict[str, Any],
+    bases: dict[str, Path],
+    adapters: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    exact = first_output(peft.PeftModel.from_pretrained(load(bases[name]), adapters[name]).eval())
+    out = tmp_path / "out"
+    fold(bases[name], out, options=Options(**options), adapter=adapters[name], verify=False)
+
+    model = from_pretrained(out, dtype=torch.float64)
+    own = first_output(model)
+    tuned = peft.PeftModel.from_pretrained(model, out / "adapter").eval()
+    assert largest(first_output(tuned), exact) < 1e-12
+    norms = [norm for norm in model.modules() if isinstance(norm, Folded)]
+    if name != "bert":  # hidden units that subtract a mean have to be without an adapter
+        assert norms and not any(norm.shifted for norm in norms)
+    assert largest(own, exact) > 1e-2
+
+    stock = peft.PeftModel.from_pretrained(load(out), out / "adapter").eval()
+    assert largest(first_output(stock), exact) < 1e-12
+    settings = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(out)
+    assert settings["lora_bias"] is ("merge" in options)
+    if "merge" in options or "rotate" in options:  # as it was before the fold, it is wrong
+        plain = peft.PeftModel.from_pretrained(load(out), adapters[name]).eval()
+        assert largest(first_output(plain), exact) > 1e-3
+
+
+def test_an_adapter_with_biases_and_whole_modules(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Its own biases are centred or shifted, and a layer that it saves whole is centred."""
+    given = {"lora_bias": True, "target_modules": ["q_proj", "dense"]}
+    model = adapted(load(bases["phi"]), **given, modules_to_save=["fc1", "fc2"])
+    model.save_pretrained(tmp_path / "adapter")
+    out = tmp_path / "out"
+    options = Options(merge="bias")
+    with pytest.raises(UnsupportedModel, match=r"mlp.fc1.bias: the adapter has its own values"):
+        fold(bases["phi"], out, adapter=tmp_path / "adapter", options=options, verify=False)
+    fold(bases["phi"], out, adapter=tmp_path / "adapter", verify=False)
+    tuned = peft.PeftModel.from_pretrained(load(out), out / "adapter").eval()
+    assert largest(first_output(tuned), first_output(model)) < 1e-12
+    saved = load_file(out / "adapter" / "adapter_model.safetensors")
+    weight = saved["base_model.model.model.layers.0.mlp.fc2.weight"]
+    assert float(weight.mean(0).abs().max() / weight.abs().max()) < 1e-15
+
+
+def test_the_adapter_keeps_its_dtype(
+    bases: dict[str, Path], adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(adapters["phi"], short)
+    tensors = load_file(short / "adapter_model.safetensors")
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(halves, short / "adapter_model.safetensors")
+    out = tmp_path / "out"
+    fold(bases["phi"], out, adapter=short, verify=False)
+    edited = load_file(out / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in edited.values()} == {torch.bfloat16}
+    changed = {name for name, tensor in edited.items() if not torch.equal(tensor, halves[name])}
+    assert changed and all("lora_B" in n and ("dense" in n or "fc2" in n) for n in changed)
+
+
+def test_what_adapters_are_not_combined_with(
+    bases: dict[str, Path], adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    for setting in ({"keep_means": True}, {"stream": True}):
+        with pytest.raises(OutputError, match="cannot be combined"):
+            fold(bases["phi"], tmp_path / "out", adapter=adapters["phi"], **setting)  # type: ignore
+    shutil.copytree(bases["phi"], tmp_path / "phi")
+    shutil.copytree(adapters["phi"], tmp_path / "phi" / "adapter")
+    with pytest.raises(OutputError, match="has a folder adapter of its own"):
+        fold(tmp_path / "phi", tmp_path / "out", adapter=adapters["phi"])
+
+
+SETTINGS = [
+    ({"peft_type": "IA3"}, UnsupportedModel, "only LoRA adapters"),
+    ({"use_dora": True}, UnsupportedModel, "use_dora is True"),
+    ({"trainable_token_indices": [3]}, UnsupportedModel, "trainable_token_indices"),
+    ({"target_parameters": ["x"]}, UnsupportedModel, "target_parameters"),
+    ({"a_later_setting": 3}, UnsupportedModel, "a_later_setting is 3"),
+    ({"init_lora_weights": "pissa"}, UnsupportedModel, "changes the base model"),
+]
+
+
+@pytest.mark.parametrize(("setting", "error", "text"), SETTINGS, ids=lambda value: str(value))
+def test_what_does_more_than_add_is_refused(
+    setting: dict[str, Any],
+    error: type[EnjoyLNError],
+    text: str,
+    bases: dict[str, Path],
+    adapters: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapters["phi"], folder)
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **setting}))
+    with pytest.raises(error, match=text):
+        fold(bases["phi"], tmp_path / "out", adapter=folder, verify=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_adapters_that_do_not_fit_are_refused(
+    bases: dict[str, Path], adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    def refused(base: str, folder: Path, error: type[EnjoyLNError], text: str) -> None:
+        with pytest.raises(error, match=text):
+            fold(bases[base], tmp_path / "out", adapter=folder, verify=False)
+
+    refused("gpt2", adapters["phi"], BadCheckpoint, "model.layers.0.*GPT2LMHeadModel has none")
+    refused("phi", tmp_path, ModelNotFound, "has no adapter_config.json")
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapters["phi"], folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(key for key in tensors if "fc2.lora_B" in key)
+    save_file({**tensors, name: tensors[name][1:].clone()}, folder / "adapter_model.safetensors")
+    refused("phi", folder, BadCheckpoint, r"fc2: the adapter has shapes .* do not fit a weight of")
+    (folder / "adapter_model.safetensors").write_bytes(b"12345678{")
+    refused("phi", folder, BadCheckpoint, "cannot be read")
+    (folder / "adapter_model.safetensors").unlink()
+    refused("phi", folder, ModelNotFound, "save the adapter as safetensors")
+    whole = adapted(load(bases["phi"]), target_modules=["embed_tokens"])
+    whole.save_pretrained(tmp_path / "whole")
+    refused("phi", tmp_path / "whole", UnsupportedModel, "embed_tokens: the fold edits this layer")
+
+
+@pytest.mark.slow
+def test_the_command(bases: dict[str, Path], adapters: dict[str, Path], tmp_path: Path) -> None:
+    words = ["fold", str(bases["phi"]), "--adapter", str(adapters["phi"])]
+    found = CliRunner().invoke(main, [*words, "--dry-run"])
+    assert found.exit_code == 0, found.output
+    found = CliRunner().invoke(main, [*words, "-o", str(tmp_path / "out"), "--samples", "2"])
+    assert found.exit_code == 0, found.output
+    assert f"writing {tmp_path / 'out'} and {tmp_path / 'out' / 'adapter'}" in found.output
+    report = json.loads((tmp_path / "out" / "enjoyln_verify.json").read_text())
+    assert "adapter/adapter_model.safetensors" in report["sha256"]
+    for name in ("--stream", "--keep-means"):
+        found = CliRunner().invoke(main, [*words, "-o", str(tmp_path / "two"), name])
+        assert found.exit_code == 2
+        assert f"--adapter cannot be combined with {name}" in found.output
