@@ -93,6 +93,8 @@ def reparametrize(
     install(model, norms, plan.ops, plan.entry_inputs, plan.unproven, covered=plan.covered)
     for module, name, axes in edits:
         parametrize.register_parametrization(module, name, Centre(axes))
+        parametrisation: Any = module.parametrizations
+        parametrisation.train(module.training)
     for module, entry in entries(model):
         entry.fold.training_plan = plan
         entry.check = KeepParametrised(module)
@@ -114,6 +116,7 @@ def merge(model: nn.Module) -> nn.Module:
             "reparametrize was called with"
         )
     for module, name in list(_parametrised(model)):
+        _own_class(module)
         parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     entry.fold.training_plan, entry.fold.was_proven = None, False
     centre_parameters(model, plan)
@@ -234,6 +237,17 @@ def _axes(name: str, edit: Edit, tensors: Mapping[str, torch.Tensor]) -> tuple[A
             "the model in a floating dtype"
         )
     return edit.axes
+
+
+def _own_class(module: nn.Module) -> None:
+    """Give a parametrised module a class of its own.
+
+    torch makes one class for each such module and removes the property ``weight`` from it again.
+    But a deep copy of the module has the same class, and still needs the property.
+    """
+    cls = type(module)
+    body = {name: value for name, value in vars(cls).items() if name != "__weakref__"}
+    module.__class__ = type(cls.__name__, cls.__bases__, body)
 
 
 def _parametrised(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

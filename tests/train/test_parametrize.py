@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -54,6 +55,11 @@ def mlp() -> Mlp:
 
 
 @pytest.fixture(scope="module")
+def mlp_plan(mlp: Mlp, xs: list[torch.Tensor]) -> Plan:
+    return reparametrize(copy.deepcopy(mlp), example=xs[0])
+
+
+@pytest.fixture(scope="module")
 def xs() -> list[torch.Tensor]:
     torch.manual_seed(3)
     return [torch.randn(6, 5, dtype=torch.float64) + 0.3 for _ in range(4)]
@@ -78,14 +84,15 @@ def gpt2_plan(gpt2: Any) -> Plan:
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_mlp_trains_as_with_layer_norm(
-    mlp: Mlp, xs: list[torch.Tensor], optimizer: str, clip: float | None
+    mlp: Mlp, mlp_plan: Plan, xs: list[torch.Tensor], optimizer: str, clip: float | None
 ) -> None:
-    losses, weights, plan = differences(mlp, square_loss, xs * 3, optimizer, clip, example=xs[0])
+    losses, weights, plan = differences(mlp, square_loss, xs * 3, optimizer, clip, plan=mlp_plan)
     assert len(plan.folded) == 2
     assert losses < EXACT and weights < EXACT
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.one_case
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "momentum", "Adam with coupled L2"])
 def test_a_tied_model_with_attention_dropout_trains_as_with_layer_norm(
     gpt2: Any, gpt2_plan: Plan, ids: list[torch.Tensor], optimizer: str
 ) -> None:
@@ -96,6 +103,7 @@ def test_a_tied_model_with_attention_dropout_trains_as_with_layer_norm(
     assert losses < EXACT and weights < EXACT
 
 
+@pytest.mark.slow
 def test_phi_trains_as_with_layer_norm(ids: list[torch.Tensor]) -> None:
     model = live("PhiForCausalLM", transformers.PhiConfig(**PHI, **NO_DROPOUT))
     losses, weights, plan = differences(model, language_loss, ids, "AdamW")
@@ -103,6 +111,7 @@ def test_phi_trains_as_with_layer_norm(ids: list[torch.Tensor]) -> None:
     assert losses < EXACT and weights < EXACT
 
 
+@pytest.mark.slow
 def test_convolutions_and_raw_parameters_are_centred() -> None:
     model = live("ViTForImageClassification", transformers.ViTConfig(**VIT))
     given = calls(model)[0]["pixel_values"]
@@ -118,10 +127,10 @@ def test_convolutions_and_raw_parameters_are_centred() -> None:
 
 
 def test_the_norms_compute_rms_norm_with_gradients_in_training_mode(
-    mlp: Mlp, xs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    mlp: Mlp, mlp_plan: Plan, xs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = copy.deepcopy(mlp)
-    reparametrize(model, example=xs[0])
+    reparametrize(model, mlp_plan)
     monkeypatch.setattr(nn.LayerNorm, "forward", None)
     for mode in (True, False):
         model.train(mode)
@@ -130,6 +139,49 @@ def test_the_norms_compute_rms_norm_with_gradients_in_training_mode(
     gradient = model.first.parametrizations.weight.original.grad
     assert gradient.abs().max() > 1e-3
     assert gradient.sum(0).abs().max() < 1e-12 * gradient.abs().max()
+
+
+def test_in_single_precision_the_kernel_computes_rms_norm(
+    mlp: Mlp, mlp_plan: Plan, xs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = copy.deepcopy(mlp).float().train(), xs[0].float()
+    exact = mlp(xs[0])
+    original = float((model(x) - exact).detach().abs().max())
+    reparametrize(model, mlp_plan)
+    monkeypatch.setattr(nn.LayerNorm, "forward", None)
+    y = model(x)
+    y.sum().backward()
+    unit = torch.finfo(torch.float32).eps * float(exact.detach().abs().max())
+    assert float((y - exact).detach().abs().max()) < 4 * original + 4 * unit
+
+
+def test_a_copy_can_be_merged_without_the_original(
+    mlp: Mlp, mlp_plan: Plan, xs: list[torch.Tensor]
+) -> None:
+    model = copy.deepcopy(mlp)
+    reparametrize(model, mlp_plan)
+    other = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = model(xs[0])
+    merge(other)
+    assert not any(map(parametrize.is_parametrized, other.modules()))
+    for one in (model, other.eval()):
+        assert float((one(xs[0]) - before).detach().abs().max()) < 1e-12
+    merge(model)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_same(mlp: Mlp, mlp_plan: Plan, xs: list[torch.Tensor]) -> None:
+    losses = []
+    for backend in ("", "aot_eager"):
+        model = copy.deepcopy(mlp)
+        reparametrize(model, mlp_plan)
+        called: Any = torch.compile(model, backend=backend) if backend else model
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        losses.append(train(called, square_loss, xs, optimizer))
+        assert not model.norm.shifted
+    assert losses[0] == pytest.approx(losses[1], rel=EXACT)
 
 
 def test_gradients_are_those_of_layer_norm(gpt2: Any, gpt2_plan: Plan) -> None:
@@ -270,6 +322,50 @@ def test_a_mean_is_subtracted_behind_a_dropout_on_request(xs: list[torch.Tensor]
     assert losses < EXACT and weights < EXACT
 
 
+class DropsPaths(Mlp):
+    """Stochastic depth: all features of a row are dropped together."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        if self.training:
+            y = y / 0.6 * (0.6 + torch.rand(x.shape[0], 1, dtype=x.dtype)).floor()
+        return self.head(self.norm2(self.second(F.silu(self.norm(y + self.position)))))
+
+
+class Masks(Mlp):
+    """Dropout that is written out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x) + self.position
+        if self.training:
+            y = y * torch.bernoulli(torch.full_like(y, 0.5))
+        return self.head(self.norm2(self.second(F.silu(self.norm(y)))))
+
+
+class ReadsWhileTraining(Mlp):
+    """A head that reads the input of a norm in training mode only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x) + self.position
+        z = self.head(self.norm2(self.second(F.silu(self.norm(y)))))
+        return z + self.head(y) if self.training else z
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        (DropsPaths, ""),
+        (Masks, "an elementwise product"),
+        (ReadsWhileTraining, "a weight it depends on is also used elsewhere"),
+    ],
+)
+def test_code_of_training_mode_is_seen(xs: list[torch.Tensor], kind: type[Mlp], kept: str) -> None:
+    losses, weights, plan = differences(moved(kind()), square_loss, xs, "SGD", example=xs[0])
+    assert [verdict.norm for verdict in plan.kept] == ["norm"] * bool(kept)
+    assert all(verdict.reason.startswith(kept) for verdict in plan.kept)
+    assert losses < EXACT and weights < EXACT
+
+
 def test_ignoring_dropout_is_another_training(xs: list[torch.Tensor]) -> None:
     losses, _, plan = differences(
         dropped(), square_loss, xs, "SGD", example=xs[0], approximate=True
@@ -307,14 +403,15 @@ def test_a_part_in_another_mode_makes_the_norms_compute_layer_norm(
         model(xs[0])
 
 
-def test_what_cannot_be_parametrised_is_refused(xs: list[torch.Tensor], gpt2: Any) -> None:
+def test_what_cannot_be_parametrised_is_refused(xs: list[torch.Tensor]) -> None:
     model = dropped()
     plan = analyze(model, xs[0]).plan
     with pytest.raises(UnsupportedModel, match="proven for eval mode only"):
         reparametrize(model, plan)
-    untied = analyze(gpt2.config, options=Options(untie=True)).plan
+    merged = analyze(model, xs[0], options=Options(merge="bias")).plan
+    assert merged.merged
     with pytest.raises(UnsupportedModel, match="more than centring"):
-        reparametrize(copy.deepcopy(gpt2), untied, approximate=True)
+        reparametrize(model, merged, approximate=True)
     centre_parameters(model, plan)
     install(model, [v.norm for v in plan.folded], plan.ops, covered=plan.covered)
     with pytest.raises(UnsupportedModel, match="computes RMSNorm already"):
