@@ -144,12 +144,13 @@ def trained_rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
     """``rms_norm`` that never computes LayerNorm instead, and has the gradient of RMSNorm.
 
     On a GPU where torch computes RMSNorm in one kernel, with its gradient, that is used; the
-    project's kernel if it was measured to be faster. On other devices, and under autocast, it is
-    the operator ``torch.ops.enjoyln.rms_norm``.
+    project's kernel if it was measured to be faster. On other devices, and under an autocast that
+    does not know RMSNorm, it is the operator ``torch.ops.enjoyln.rms_norm``.
     """
     device = x.device.type
-    has_own = choices.taken_for(x, weight, bias) == choices.KERNEL
-    if torch_fuses(device) and not has_own and not _is_autocast(device):
+    autocast = _is_autocast(device)
+    has_own = not autocast and choices.taken_for(x, weight, bias) == choices.KERNEL
+    if torch_fuses(device) and not has_own and (not autocast or _has_autocast_rule(device)):
         return formula.torch_rms_norm(x, weight, bias, eps)
     return _operator("rms_norm")(x, weight, bias, eps)  # type: ignore[no-any-return]
 

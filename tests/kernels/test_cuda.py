@@ -231,6 +231,9 @@ def test_a_norm_that_was_not_chosen_is_declined(fake: ctypes.CDLL, gpus: cuda.Dr
     assert not launched(fake, call(dtype=float16))
     assert not launched(fake, call(b_dtype=float16)), "weight and bias have one dtype"
     assert not launched(fake, call(rows=2**31)) and not launched(fake, call(), 2)
+    for width in (2**30, 2**30 + 8):  # an int counts the elements of a row
+        native.choose(0, False, ("bfloat16", "float32"), (True, True), width, (1, 9))
+        assert bool(launched(fake, call(2, width))) == (width == 2**30)
     assert not launched(fake, call(), 64) and not launched(fake, call(), -1)
     native.forget_choices()
     assert not launched(fake, call())

@@ -124,6 +124,9 @@ def test_under_autocast_torch_has_to_have_a_rule(
     with torch.autocast("cpu", torch.bfloat16):
         y = kernels.rms_norm(torch.randn(5, WIDTH) + 2, weight, None, EPS)
         assert computed(torch.randn(5, WIDTH), weight, None) == ("RMSNorm" if rule else "LayerNorm")
+        with Norms() as counted:
+            kernels.trained_rms_norm(torch.randn(5, WIDTH), weight, None, EPS)
+        assert (counted.count, counted.own) == (0, int(not rule)), "in training never LayerNorm"
     assert y.isfinite().all()
 
 

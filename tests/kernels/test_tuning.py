@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from live_models import CHECKPOINTS, ROOT
 from simulated_gpu import SPEEDS, SimulatedGpu, fused, kernel
 
 from enjoyln_cli import fold, from_pretrained, kernels
+from enjoyln_cli.cli.main import main
 from enjoyln_cli.kernels import build, choices, formula, gpu, native, ops, tuning
 from enjoyln_cli.kernels.choices import KERNEL, LAYER_NORM, LIGER, RMS_NORM, SEPARATE, Norms
 from enjoyln_cli.kernels.tuning import Compute
@@ -319,6 +321,10 @@ def test_what_times_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def no_driver() -> Any:
         raise build.NoLibrary("there is none")
 
+    def not_installed(name: str) -> str:
+        raise gpu.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(gpu.importlib.metadata, "version", not_installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(gpu.cuda, "driver", no_driver)
@@ -384,6 +390,29 @@ def test_the_kinds_of_norms_of_a_model(tmp_path: Path) -> None:
     assert kinds.count(biasless) == len(marker["merged"]["bias"])
     heads = replace(biasless, bias=True, width=width // model.config.num_attention_heads)
     assert set(kinds) <= {biasless, replace(biasless, bias=True), heads} and heads in kinds
+
+
+def test_a_checkpoint_is_tuned_by_the_command(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = fold(CHECKPOINTS / "gpt2", tmp_path / "out", verify=False).out
+    device = SimulatedGpu({**SPEEDS, KERNEL: 5e-6})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(gpu, "Gpu", lambda index: device)
+    monkeypatch.setattr(
+        native, "_known", {**native._known, "cuda": native.Status("cuda", False, "")}
+    )
+    for time in ("5.0", "6.0"):
+        device.speeds = {**SPEEDS, KERNEL: float(time) * 1e-6}
+        result = CliRunner().invoke(main, ["env", "--tune", str(out)])
+        assert result.exit_code == 0, result.output
+        (line,) = (a for a in result.stdout.splitlines() if "32 rows" in a and "after" not in a)
+        assert "in float32, weight and bias in float32: kernel (layer_norm 10.0" in line
+        assert f"kernel {time} " in line, "it is measured again"
+    assert len(list(cache.glob("choices-*.json"))) == 1
 
 
 def test_nothing_is_measured_where_it_should_not(
