@@ -38,10 +38,7 @@ from enjoyln_cli.verification.verify import verify
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gpt2, untied": ("gpt2", {"options": Options(untie=True)}),
-    "bloom": ("bloom", {}),
     "opt, merged": ("opt", {"options": Options(merge="affine")}),
-    "phi, merged": ("phi", {"options": Options(merge="bias")}),
-    "bert": ("bert", {"model_class": "BertModel"}),
     "bert, wider": ("bert", {"options": Options(widen_mlp=True)}),
     "vit": ("vit", {}),
 }

@@ -189,12 +189,12 @@ def test_models_of_one_op_compute_the_same() -> None:
     """Any op with any operands is analysed without a Python error, and folded exactly."""
     found, fine = Counter[bool](), 2**10 * torch.finfo(torch.float32).eps  # some are in float32
     for name in FAMILIES:
-        for seed in range(4):
+        for seed in range(2):
             model = drawn(name, seed)
             if model is not None:
                 with contextlib.suppress(EnjoyLNError):  # a model that cannot be traced
                     found[folded_exactly(model, fine)] += 1
-    assert found[True] > 30 and found[False] > 30, found
+    assert found[True] > 15 and found[False] > 15, found
 
 
 @pytest.mark.one_case
