@@ -238,6 +238,7 @@ def _measured(device: Device, wanted: Sequence[Norms]) -> tuple[Choice, ...]:
     for norms in wanted:
         if device.clock() + longest >= end:
             break
+        device.candidates(norms)  # compiles kernels, which takes longer than one measurement
         for rows in ROWS:
             if rows * norms.width > MOST_ELEMENTS:
                 continue

@@ -147,6 +147,19 @@ def test_the_time_is_bounded() -> None:
     assert len(then) > len(first) and then[: len(first)] == first, "the next process goes on"
 
 
+def test_time_to_compile_is_not_expected_again() -> None:
+    class Slow(SimulatedGpu):
+        compiled = False
+
+        def candidates(self, norms: Norms) -> dict[str, Compute | str]:
+            self._now += 0.0 if self.compiled else 6.0
+            self.compiled = True
+            return super().candidates(norms)
+
+    found = tuning.choose(Slow(step=0.1), (PLAIN,))
+    assert len(found) == 2 * len(tuning.ROWS) and all(one.microseconds for one in found)
+
+
 def test_where_the_memory_is_not_enough_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     def values(norms: Norms, rows: int, place: torch.device) -> tuning.Values:
         if rows > 1000:
