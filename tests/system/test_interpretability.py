@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from live_models import ROOT
+from rounding import TIMES
 from transformers import AutoModelForCausalLM
 
 from enjoyln_cli import fold, from_pretrained
@@ -74,7 +75,8 @@ def test_nnsight_reads_the_same_logits(results: Path, name: str) -> None:
     found, read = read_and_steer(stock(results / name), 0.0)
     assert apart(found, exact) <= 1.01 * rounding
     mean = read.mean(-1).abs().max() / read.abs().max()
-    assert (mean < 1e-6) == (name != "folded")  # the tied embedding keeps its mean
+    small = 2 * TIMES * torch.finfo(torch.float32).eps
+    assert (mean < small) == (name != "folded")  # the tied embedding keeps its mean
 
 
 @pytest.mark.parametrize("name", RESULTS)
