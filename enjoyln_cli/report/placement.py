@@ -3,13 +3,13 @@
 A residual sum adds a branch to a value that goes around the branch: ``x + f(x)``. In a traced graph
 it is a sum one of whose terms (the skip) is, or contains as a term, a value that the other term
 (the branch) is computed from. A value that is the skip of several sums is none, but something that
-each layer adds, such as positions. With these sums, each norm has a place:
+each layer adds, such as positions. With these sums, each norm has the first place of these that fits:
 
 * ``pre``: it reads a value that also goes past it into the skip: ``x + f(norm(x))``;
-* ``branch_end``: it ends a branch: ``x + norm(f(x))``;
 * ``final``: it reads a sum with norms in its branches, and nothing goes past it: the last norm of a
   pre-norm model;
 * ``post``: it reads a sum without norms in its branches: ``norm(x + f(x))``;
+* ``branch_end``: it ends a branch: ``x + norm(f(x))``;
 * ``inside``: it is inside a branch, as norms of queries and keys are;
 * ``other``: none of these, as a norm after the embeddings or in a head.
 
@@ -221,7 +221,7 @@ def _source(node: Node, operands: list[Node], varying: list[Node]) -> Node | Non
     if packet(node) in _PASSES or is_part(node):
         return operands[0] if operands else None
     if packet(node) in _PRODUCTS and node.args[0] in operands:
-        if len(operands) == 1 and operands[0] is not (*node.args, None)[1]:
+        if len(operands) == 1 and node.args[1] is not operands[0]:  # not a square
             return operands[0]
         if len(operands) == 2 and len(varying) == 1:
             return varying[0]
@@ -252,15 +252,15 @@ def _place(norm: _Norm, norms: Iterable[_Norm], sums: Iterable[_Sum], sets: _Set
     reads = _union(sets.own[node] for node in norm.reads)
     if any(reads & one.skip and norm.own & one.inside for one in sums):
         return "pre"
-    if any(norm.own & one.branch and not norm.own & one.skip for one in sums):
-        return "branch_end"
-    if any(_is_within(norm, one, sets) for one in sums):
-        return "inside"
     terms = _union(sets.terms[node] for node in norm.reads)
     read = [one for one in sums if one.own & terms]
     if any(_is_within(other, one, sets) for one in read for other in norms):
         return "final"
-    return "post" if read else "other"
+    if read:
+        return "post"
+    if any(norm.own & one.branch and not norm.own & one.skip for one in sums):
+        return "branch_end"
+    return "inside" if any(_is_within(norm, one, sets) for one in sums) else "other"
 
 
 def _is_within(norm: _Norm, one: _Sum, sets: _Sets) -> bool:

@@ -99,6 +99,18 @@ class Positions(Layers):
         return x
 
 
+class LongSkip(Layers):
+    """A sum around both layers makes their norms no inner ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = self.first(x)
+        x = early.tanh()
+        for f, a, b in zip(self.f, self.a, self.b, strict=True):
+            x = a(x + f(x))
+            x = b(x + f(x).relu())
+        return self.last((early + x).relu())
+
+
 class Plain(Layers):
     def step(self, x: Any, f: Any, a: Any, b: Any) -> Any:
         return f(b(f(a(x)))).relu()
@@ -115,6 +127,7 @@ class Plain(Layers):
         (ResPost, {"branch_end": 4, "final": 1}),
         (Inner, {"final": 1, "inside": 4}),
         (Positions, {"post": 4, "other": 1}),
+        (LongSkip, {"post": 4, "other": 1}),
         (Plain, {"other": 5}),
     ],
 )
