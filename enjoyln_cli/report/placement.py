@@ -3,7 +3,7 @@
 A residual sum adds a branch to a value that goes around the branch: ``x + f(x)``. In a traced graph
 it is a sum one of whose terms (the skip) is, or contains as a term, a value that the other term
 (the branch) is computed from. A value that is the skip of several sums is none, but something that
-each layer adds, such as positions. With these sums, each norm has the first place of these that fits:
+each layer adds, such as positions. A norm has the first of these places that fits:
 
 * ``pre``: it reads a value that also goes past it into the skip: ``x + f(norm(x))``;
 * ``final``: it reads a sum with norms in its branches, and nothing goes past it: the last norm of a
