@@ -33,8 +33,8 @@ SAME_IN_TRAINING = {nn.Linear, nn.Embedding, nn.LayerNorm, nn.Identity, nn.Modul
 """Classes whose ``forward`` is the same in training mode; a newly created layer often is in it."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Classes that may call a child that is added later."""
-RECORDING = ("transformers.", "enjoyln_cli.", "torch.utils.")
-"""Prefixes of modules whose hooks change no value."""
+RECORDING = ("transformers.", "enjoyln_cli.", "torch.utils.", "torch.distributed.fsdp.")
+"""Prefixes of modules whose hooks change no value, or gather split weights (FSDP)."""
 
 _OR = "or keep LayerNorm"
 _check_lock = threading.RLock()
@@ -143,8 +143,8 @@ def _check_part(path: str, module: nn.Module, part: Part, root: bool, mode: bool
 
 
 def _without_ours(cls: type) -> type:
-    """The class that the module had before norms were folded."""
-    while cls.__module__.startswith("enjoyln_cli."):
+    """The class that the module had before norms were folded and weights split (FSDP)."""
+    while cls.__module__.startswith(("enjoyln_cli.", "torch.distributed.fsdp.")):
         cls = cls.__bases__[-1]
     return cls
 

@@ -25,6 +25,7 @@ from torch._subclasses import FakeTensor
 
 from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.errors import EnjoyLNError, NotCentred
+from enjoyln_cli.models.sharding import whole, write_whole_tensor
 from enjoyln_cli.plan.axis import Axis, blocks, centre, group_means, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, Layers, Units, intact
 from enjoyln_cli.runtime.adapters import (
@@ -172,8 +173,8 @@ def check_centred(model: nn.Module, watch: WatchList) -> None:
     for one in watch.weights:
         scale_path = one.scale or one.parameter
         with _in_memory(model, one.parameter), _in_memory(model, scale_path):
-            tensor = tensor_at(model, one.parameter)
-            scale = tensor_at(model, one.scale) if one.scale else None
+            tensor = whole(tensor_at(model, one.parameter))
+            scale = whole(tensor_at(model, one.scale)) if one.scale else None
             for part in _without_units(tensor.detach(), beside.get(one.parameter)):
                 _check_tensor(one, part, None if scale is None else scale.detach())
     _check_biases(model, watch)
@@ -247,19 +248,20 @@ def centre_watched(model: nn.Module, watch: WatchList) -> None:
         tensor = tensor_at(model, one.parameter)
         if tensor.is_meta or tensor.dtype not in FLOATS:
             continue  # ``check_centred`` says why it cannot be
-        if one.scale and not bool((tensor_at(model, one.scale) == 1).all()):
+        if one.scale and not bool((whole(tensor_at(model, one.scale)) == 1).all()):
             raise NotCentred(
                 f"{one.scale}: was merged into {one.parameter} and is no longer ones; freeze it in "
                 "training, or fold the trained model anew"
             )
         with torch.no_grad():
             for _ in range(2):  # a mean far above the other values is rounded: once more
-                if not unexplained_mean(one.axis, tensor.detach()):
+                values = whole(tensor.detach())
+                if not unexplained_mean(one.axis, values):
                     break
-                wide = tensor.double()
+                wide = values.double()
                 for block in blocks(one.axis):
                     wide = centre(wide, block)
-                tensor.copy_(wide)
+                write_whole_tensor(tensor, wide)
 
 
 def _in_memory(model: nn.Module, path: str) -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from enjoyln_cli.checkpoint.marker import CentredTensor
+from enjoyln_cli.models.sharding import in_shards, sharded_modules
 from enjoyln_cli.plan.mean_units import Units
 from enjoyln_cli.runtime.adapters import added_weights, require_additive_adapter
 from enjoyln_cli.runtime.hooks import encoder_of, enter_of, entries
@@ -76,6 +77,9 @@ class KeepCentred(KeepStructure):
         self.accepted: Accepted | None = None
         self.recentres = False
         """Whether weights that have left zero mean are centred again, instead of being refused."""
+        self.split = False
+        """Whether weights are split over processes, which have to check them together. So they are
+        checked once after each ``train()``, and not where addresses of tensors differ."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "values": None, "accepted": None}
@@ -86,7 +90,8 @@ class KeepCentred(KeepStructure):
         Raises ``NotCentred``, with nothing changed, if the model was edited since it was folded.
         """
         self.built.compare(model, self._adapted(model), in_any_mode=True)
-        centre_watched(model, self.watch)
+        with in_shards(model):
+            centre_watched(model, self.watch)
 
     def accept(self, model: nn.Module) -> None:
         """Take the weights as they are now for centred, until one of them changes."""
@@ -101,13 +106,15 @@ class KeepCentred(KeepStructure):
     def unchanged(self) -> bool:
         """Whether modules, tensors and their values are those of the last check."""
         looked = self.values is not None and self.trained == Folded.trained
-        return looked and self.values.unchanged() and super().unchanged()
+        return looked and (self.split or self.values.unchanged()) and super().unchanged()
 
     def _look(self, entry: Enter, model: nn.Module) -> None:
         trained, values = Folded.trained, Values(model, self._paths(model))
         known = not values.fake or bool(self.values and self.values.unchanged())
         flags = [] if values.fake and known else set_flags(model, self.merged, known)
-        snapshot = Snapshot(model, self.built.loose, [*values.facts, *flags])
+        self.split = bool(sharded_modules(model))
+        facts = [] if self.split else values.facts
+        snapshot = Snapshot(model, self.built.loose, [*facts, *flags])
         trouble = trouble_with(self._compare, model)
         if values.fake:
             trouble = trouble or entry.trouble  # fake tensors have no values: keep the last result
@@ -128,9 +135,10 @@ class KeepCentred(KeepStructure):
                 if path not in adapted:
                     require_additive_adapter(path, model.get_submodule(path), kind, dim)
         self.built.compare(model, adapted)
-        if self.recentres:
-            centre_watched(model, self.watch)
-        check_centred(model, self.watch)
+        with in_shards(model):
+            if self.recentres:
+                centre_watched(model, self.watch)
+            check_centred(model, self.watch)
 
     def _adapted(self, model: nn.Module) -> set[str]:
         """Paths of the centred linear layers that a LoRA adapter stands around."""

@@ -25,6 +25,7 @@ from enjoyln_cli.checkpoint.result_files import RECIPE_FILE
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.fs.whole_file import write_whole
 from enjoyln_cli.models.holders import models_in
+from enjoyln_cli.models.sharding import sharded_modules
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.hooks import enter_of
@@ -165,6 +166,10 @@ def _require_whole(model: nn.Module) -> None:
                 "the first version of FSDP flattens weights, so that they cannot be centred; use "
                 "fully_shard (fsdp_version=2)"
             )
+    if sharded_modules(model):
+        raise UnsupportedModel(
+            "the weights are split by fully_shard already; call keep_centred before it"
+        )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise UnsupportedModel(

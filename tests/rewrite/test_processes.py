@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +13,7 @@ from commands import GPT2
 from fold_cases import fold, sharded, state, store
 from kill_runs import contents
 from live_models import ROOT
+from several_processes import together
 
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.fs.staging import count_finished, work_of
@@ -33,33 +30,6 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
-
-
-def together(*commands: Sequence[object]) -> list[tuple[int, str]]:
-    """Exit status and output of each process, started as by a launcher."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        "WORLD_SIZE": f"{len(commands)}",
-        "LOCAL_WORLD_SIZE": f"{len(commands)}",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": f"{port}",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    running = [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env={**os.environ, **common, "RANK": f"{rank}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, command in enumerate(commands)
-    ]
-    said = [process.communicate(timeout=300)[0] for process in running]
-    return [(process.returncode, text) for process, text in zip(running, said, strict=True)]
 
 
 @pytest.mark.slow
