@@ -41,7 +41,7 @@ from enjoyln_cli.runtime.weight_check import (
     watch_list_of,
     with_adapters,
 )
-from enjoyln_cli.runtime.weight_watch import watch_weights
+from enjoyln_cli.runtime.weight_watch import watch_weights, weight_checks
 
 Model = TypeVar("Model", bound=nn.Module)
 Holder = TypeVar("Holder")
@@ -115,9 +115,12 @@ def optimize_unchecked(model: Model, found: Marker) -> Model:
     """``optimize`` without the check of the weights: they were checked, or are not loaded yet."""
     unproven = (*found.unproven, *_inner_inputs(model, found))
     merged, covered = bool(found.weightless or found.biasless), found.covered
+    recentres = any(check.recentres for _, check in weight_checks(model))
     install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven, merged, covered)
     ops = [op.module for op in found.centering]
     watch_weights(model, _weights(found), ops, found.units, found.weightless, found.biasless)
+    for _, check in weight_checks(model):
+        check.recentres = recentres  # a model that is trained so stays so
     kernels.prepare(kinds_of_norms(model, found.weightless, found.biasless))
     return model
 

@@ -12,6 +12,7 @@ from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.train.centred_training import (
     CentredTraining,
     Every,
+    centre_or_warn,
     centred_parameters,
     keep_centred,
 )
@@ -51,13 +52,16 @@ class EnjoyLNCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Centre the weights in every process, if they are about to be used in one."""
         used = control.should_evaluate or control.should_save
-        if self._training is not None and (used or self.every == "step"):
-            self._training.centre()
+        if used or self.every == "step":
+            self._centre()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Centre the weights for whatever comes after training."""
-        if self._training is not None:
-            self._training.centre()
+        self._centre()
+
+    def _centre(self) -> None:
+        for model in self._training.models if self._training else ():
+            centre_or_warn(model)
 
     def _start(self, model: nn.Module) -> CentredTraining:
         models = models_in(model)

@@ -13,6 +13,7 @@ weights need to be centred only when somebody reads them as such:
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -102,9 +103,10 @@ def keep_centred(
     centred, but the noise of later training steps differs.
 
     Raises ``UnsupportedModel`` for what cannot be trained so (hidden units of ``--widen-mlp``, a
-    LayerScale that is trained, weights that DeepSpeed or the first FSDP has split),
-    ``NothingToFold``
-    if no norm becomes RMSNorm, and ``NotCentred`` if the model was edited.
+    LayerScale that is trained, weights that DeepSpeed or FSDP has split before this call),
+    ``NothingToFold`` if no norm becomes RMSNorm, and ``NotCentred`` if the model was edited. If it
+    is edited later (a forward hook on a block), calls in eval mode compute LayerNorm, and saves
+    have weights that are not centred, both with a warning: training goes on.
     """
     if every not in ("evaluation", "step"):
         raise ValueError(f"every is {every!r}, but must be 'evaluation' or 'step'")
@@ -193,7 +195,15 @@ def _centre(model: nn.Module) -> None:
 
 def _centre_before_reading(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     """A hook of ``state_dict``. It holds no model, so that it is right in copies of the model."""
-    _centre(model)
+    centre_or_warn(model)
+
+
+def centre_or_warn(model: nn.Module) -> None:
+    """Centre the weights of ``model``; warn if it was edited, so that training can go on."""
+    try:
+        _centre(model)
+    except NotCentred as error:
+        warnings.warn(f"the weights are left as they are, not centred: {error}", stacklevel=3)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,18 +6,20 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from live_models import CHECKPOINTS
 from safetensors.torch import load_file, save_file
 from tiny_models import GPT2, PHI, live
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from enjoyln_cli import analyze, from_pretrained, verify
+from enjoyln_cli import Options, analyze, fold, from_pretrained, refold, verify
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, NotCentred, UnsupportedModel
 from enjoyln_cli.plan.plan import Plan
@@ -185,7 +187,7 @@ def test_a_checkpoint_is_a_folded_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="leave --against out"):
         verify(tmp_path, against=tmp_path)
     with pytest.raises(AlreadyFolded, match="trained as a folded model"):
-        analyze_directory(tmp_path)
+        fold(tmp_path, tmp_path.parent / "twice")
 
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     keep_centred(again)  # nothing changes: training goes on from these very weights
@@ -212,12 +214,6 @@ def uses_rms_norm_after_a_call(model: Any) -> bool:
     return uses_rms_norm(model)
 
 
-def analyze_directory(folder: Path) -> None:
-    from enjoyln_cli import fold
-
-    fold(folder, folder.parent / "twice")
-
-
 def test_copies_centre_their_own_weights(plans: dict[str, Plan]) -> None:
     model = phi()
     keep_centred(model, plan=plans["phi"])
@@ -240,9 +236,51 @@ def test_an_edited_model_is_not_centred(plans: dict[str, Plan]) -> None:
         weight.add_(0.1)
     with pytest.raises(NotCentred, match="has a forward hook"):
         training.centre()
+    with pytest.warns(UserWarning, match="left as they are, not centred: .*forward hook"):
+        state = model.state_dict()
+    assert float(state["model.layers.0.mlp.fc2.weight"].mean(0).abs().min()) > 0.05
     with pytest.warns(UserWarning, match="computing LayerNorm: .*forward hook"):
         model.eval()(input_ids=IDS)
     assert float(weight.detach().mean(0).abs().min()) > 0.05 and not uses_rms_norm(model)
+
+
+def test_a_folded_model_is_trained_and_keeps_its_source(outs: dict[str, Path]) -> None:
+    before = from_pretrained(outs["phi"])
+    source = read_marker(before.config.to_dict()).source
+    model = transformers.AutoModelForCausalLM.from_pretrained(outs["phi"])
+    training = keep_centred(model)
+    found = read_marker(model.config.to_dict())
+    assert found.trained and found.source == source
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    with torch.no_grad():
+        model.model.layers[0].mlp.fc2.weight.add_(0.1)
+    assert uses_rms_norm_after_a_call(refold(model))
+    with torch.no_grad():
+        model.model.layers[0].mlp.fc2.weight.add_(0.1)
+    assert uses_rms_norm_after_a_call(model)  # refold has not ended it
+    training.remove()
+    with torch.no_grad():
+        model.model.layers[0].mlp.fc2.weight.add_(0.1)
+    with pytest.warns(UserWarning, match="computing LayerNorm"):
+        assert not uses_rms_norm_after_a_call(model)
+
+
+def test_a_plan_that_does_more_than_centring_is_refused(plans: dict[str, Plan]) -> None:
+    config = copy.deepcopy(phi().config)
+    config.architectures = ["PhiForCausalLM"]
+    merged = analyze(config, options=Options(merge="bias")).plan
+    with pytest.raises(UnsupportedModel, match=r"more than centring \(merge\)"):
+        keep_centred(phi(), plan=merged)
+    keep_centred(phi(), plan=replace(merged, merged=()))
+
+
+@pytest.mark.slow
+def test_hidden_units_that_subtract_a_mean_are_refused(tmp_path: Path) -> None:
+    fold(CHECKPOINTS / "bert", tmp_path / "out", options=Options(widen_mlp=True), verify=False)
+    model = transformers.AutoModel.from_pretrained(tmp_path / "out")
+    with pytest.raises(UnsupportedModel, match="folded with --widen-mlp"):
+        keep_centred(model)
 
 
 class Net(nn.Module):
