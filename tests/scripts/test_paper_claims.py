@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 from string import Formatter
+from typing import Any
 
 import paper_claims
 import paper_figures
 import pytest
 import torch
+from tiny_models import BERT, GPT2
 from torch.nn import functional as F
+from transformers import CONFIG_MAPPING
+
+from enjoyln_cli import analyze
+from enjoyln_cli.analysis.paper import algorithm_1
 
 
 @pytest.fixture
@@ -58,6 +64,24 @@ def test_the_counts_of_both_tables_are_the_printed_ones() -> None:
 )
 def test_a_percentage_as_a_fraction(shown: float, fraction: str) -> None:
     assert str(paper_claims.as_fraction(shown)) == fraction
+
+
+@pytest.mark.parametrize(
+    ("model_type", "model_class", "settings", "counts"),
+    [
+        ("bert", "BertModel", BERT, (5, 4, 5, 1)),  # all but the norm of the embeddings
+        ("bloom", "BloomForCausalLM", {}, (6, 5, 6, 5)),  # the paper's 83.33 %
+        ("gpt2", "GPT2LMHeadModel", GPT2, (5, 0, 5, 5)),  # its stream begins with embeddings
+    ],
+)
+def test_norms_of_algorithm_1_without_and_with_embeddings_and_exact_ones(
+    model_type: str, model_class: str, settings: dict[str, Any], counts: tuple[int, ...]
+) -> None:
+    config = CONFIG_MAPPING[model_type](**settings)
+    found = analyze(config, model_class=model_class)
+    without = algorithm_1(found.subject.traces[0], centre_embeddings=False)
+    plan = found.plan
+    assert (len(plan.norms), len(without), len(found.paper), len(plan.folded)) == counts
 
 
 def test_a_percentage_that_no_fraction_has() -> None:
