@@ -191,6 +191,7 @@ def signed(x: torch.Tensor, axis: Axis, q: Rotation) -> torch.Tensor:
     return rotation.rotate(x, axis, replace(q, fixes_ones=False))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("wrong", [transposed, scaled, signed])
 def test_a_wrong_matrix_does_not_pass(
     wrong: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -238,6 +239,7 @@ def test_a_dry_run_and_a_report_say_what_turns_and_what_stays() -> None:
     assert "not turned: the heads of" in text
 
 
+@pytest.mark.slow
 def test_the_check_measures_quantisation_before_and_after(tmp_path: Path) -> None:
     """Three features of each norm are 30 times as large: what a rotation is for."""
     model = transformers.GPT2LMHeadModel.from_pretrained(CHECKPOINTS / "gpt2")

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from enjoyln_cli.kernels import build, cuda, formula
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.slow]
 
 PACKS = (8, 768, 1024, 1032, 8192, 8200)
 """Row lengths of whole packs: short rows, rows that are kept in registers, and longer ones."""
@@ -75,7 +75,6 @@ PAIRS = [pair for pair in reversed(cuda.PAIRS) if pair not in cuda.PAIRS[1:3]]
 """Each dtype of rows once; those of 16 bits with parameters in float32."""
 
 
-@pytest.mark.one_case
 @pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
 def test_every_kernel_is_right(programs: Callable[[str, str], Path], pair: tuple[str, str]) -> None:
     affines = itertools.cycle(("weight and bias", "weight", "bias", ""))
@@ -111,7 +110,6 @@ def largest(x: Tensor) -> Tensor:
     return x.sign() * torch.finfo(x.dtype).max / 2
 
 
-@pytest.mark.one_case
 @pytest.mark.parametrize("kind", [huge, tiny, largest])
 @pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
 def test_extreme_values(
@@ -166,7 +164,6 @@ def gradients_are_right(one: Gradients, found: list[Tensor]) -> bool:
     return bool(((found[0].double() - dx).abs() <= rounding).all() and near.all())
 
 
-@pytest.mark.one_case
 @pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
 def test_the_gradients_are_right(
     programs: Callable[[str, str], Path], pair: tuple[str, str]
@@ -227,12 +224,10 @@ def is_found(made: Path) -> bool:
         return True
 
 
-@pytest.mark.slow
 def test_sources_without_a_fault_pass(programs: Callable[[str, str], Path]) -> None:
     assert not is_found(programs("float32", "float32"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: " ".join(fault[2].split())[:30])
 def test_a_fault_is_found(fault: tuple[str, str, str], tmp_path: Path) -> None:
     name, before, after = fault

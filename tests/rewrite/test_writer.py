@@ -26,8 +26,16 @@ def source(tmp_path: Path) -> Path:
     return sharded(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["single", "sharded", "bin", "sharded bin"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+KINDS = ["single", "sharded", "bin", "sharded bin"]
+STORED = [
+    pytest.param(kind, dtype, marks=() if at % len(DTYPES) == place else pytest.mark.slow)
+    for at, kind in enumerate(KINDS)
+    for place, dtype in enumerate(DTYPES)
+]
+"""Each kind of file in one dtype, and slowly in the others."""
+
+
+@pytest.mark.parametrize(("kind", "dtype"), STORED)
 def test_edited_tensors_are_centred_and_the_others_keep_their_bytes(
     tmp_path: Path, dtype: torch.dtype, kind: str
 ) -> None:

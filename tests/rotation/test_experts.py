@@ -98,6 +98,7 @@ def test_a_layer_norm_merges_its_weight_and_keeps_its_bias() -> None:
     assert error(converted(original, plan), original, given) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_experts_are_rotated_on_disk(kind: str, tmp_path: Path) -> None:
     """Mixtral's file has a tensor for each expert, GPT-OSS's has stacks of transposed ones."""
