@@ -42,7 +42,7 @@ from enjoyln_cli.recipe.read import load_recipe, parse_recipe
 from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite import steps
-from enjoyln_cli.rewrite.directory import fold_checkpoint
+from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 from enjoyln_cli.rotation.given_matrices import give_matrices
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,6 +126,28 @@ def test_the_recipe_gives_the_plan_back(out: Path) -> None:
     text = dump_recipe(recipe_of(plan, config=config, options=dict(recipe.options)))
     assert text == (out / "enjoyln_recipe.yaml").read_text()
     assert not differences(recipe, plan, config=config)
+
+
+def test_an_interrupted_rotation_goes_on_with_its_own_matrix_only(
+    out: Path, tmp_path: Path
+) -> None:
+    def stop(folded: Path) -> Any:
+        raise KeyboardInterrupt
+
+    def write(seed: int, resume: bool, check: Any = None) -> None:
+        plan = plan_of("gpt2", replace(ROTATED, seed=seed))
+        source = open_checkpoint(open_source(str(CHECKPOINTS / "gpt2"), weights=True))
+        options = WriteOptions(resume=resume)
+        fold_checkpoint(source, plan, tmp_path / "out", recipe_text=f"seed: {seed}",
+                        options=options, check=check)  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt, match="--resume"):
+        write(3, resume=False, check=stop)
+    with pytest.raises(OutputError):
+        write(4, resume=True)
+    write(3, resume=True)
+    one, same = (folder / "model.safetensors" for folder in (out, tmp_path / "out"))
+    assert one.read_bytes() == same.read_bytes()
 
 
 def test_a_rotated_result_is_not_rotated_again(out: Path, tmp_path: Path) -> None:
