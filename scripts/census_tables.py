@@ -186,6 +186,9 @@ BASES = ("stream", "values", "heads")
 
 def _rotated(rows: list[dict[str, Any]]) -> list[str]:
     """What turns in each class that was rotated, and why the other bases stay."""
+    import torch
+    import transformers
+
     done = [row for row in rows if "error" in row]
     seen = [row for row in rows if "turned" in row]
     wrong = [row for row in done if row["status"] == "wrong"]
@@ -194,6 +197,10 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
     turns = Counter(kind for row in seen for kind in row["turned"])
     stays = Counter(kind for row in seen for kind, *_ in row["not_turned"])
     counts = ", ".join(f"{turns[kind]} of {turns[kind] + stays[kind]} {kind}" for kind in BASES)
+    types = set(transformers.CONFIG_MAPPING)
+    left = len(types - {row["type"] for row in rows})
+    missing = [row for row in rows if "turned" not in row and row["status"] != "no class"]
+    obstacles = Counter(_obstacle(row) for row in missing)
     lines = [
         "",
         "## Rotated",
@@ -201,12 +208,18 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
         f"{len(seen)} classes ({len({row['type'] for row in seen})} types) under "
         "`enjoyln rotate --untie`, without `--untie` where a class cannot untie. The rotated model "
         "runs in its own class, with random weights, on three seeded inputs and the optional "
-        "inputs of the proof that do not turn.",
+        "inputs of the proof that do not turn. The error is that of the table above. Written with "
+        f"torch {torch.__version__} and transformers {transformers.__version__}.",
         "",
+        *([f"* {left} of {len(types)} model types were not run yet."] if left else []),
         f"* Bases that turn: {counts}.",
         f"* {len(done)} classes turn something and were compared. Wrong rotations: {len(wrong)}. "
         f"Largest error in float64 {max(exact, default=0):.0e} ({len(exact)} classes), in float32 "
         f"{max(single, default=0):.0e} ({len(single)}).",
+        f"* {len(seen) - len(done)} classes turn nothing, or could not be compared. "
+        f"{len(missing)} classes could not be analysed"
+        + "".join(f"; {count}: {what}" for what, count in obstacles.most_common())
+        + ".",
         "",
         "| why a basis stays | streams | values | heads | types |",
         "|---|---|---|---|---|",

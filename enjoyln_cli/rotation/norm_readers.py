@@ -106,8 +106,9 @@ def find_readers(
                 use = _summed_product(named, reader, current)
             if use is None:
                 name = op_name(whole if isinstance(whole, Node) else reader)
-                where = trace.module_of(reader)
-                return Obstacle(f"its result is read by {name}, which is not a linear layer", where)
+                why = "whose weight is computed or also used elsewhere"
+                why = why if packet(reader) is aten.linear else "which is not a linear layer"
+                return Obstacle(f"its result is read by {name}, {why}", trace.module_of(reader))
             uses.append(use)
     return uses
 
@@ -178,7 +179,7 @@ def _summed_product(named: Mapping[Node, str], node: Node, value: Value) -> Use 
 
 def _operand_below(node: Node, axis: Axis, reader: Node) -> tuple[Node, Axis] | None:
     """What ``node`` takes its features from, if only ``reader`` reads them and it mixes none."""
-    if readers_of(node) != {reader} or not _is_read_once(node, axis, reader):
+    if nodes_that_read(node) != {reader} or not _is_read_once(node, axis, reader):
         return None
     pairs = pull(node, axis)
     if isinstance(pairs, Opaque) or len(pairs) != 1 or not commutes_with_every_matrix(node, axis):

@@ -170,12 +170,16 @@ TAKES: dict[str, Callable[[Routed, torch.Tensor, torch.Tensor], Any]] = {
     "a share of each expert": lambda m, y, chosen: torch.einsum(
         "ne,nd,ewd->nw", m.router(y).softmax(-1), y, m.stack
     ),
+    "matrices of which something else reads the shape": lambda m, y, chosen: (
+        lambda w: one_by_one(w, y) + torch.zeros_like(w * 2).sum()
+    )(m.stack[chosen]),
     "a scaled stack": lambda m, y, chosen: one_by_one(m.stack[chosen] * 0.5, y),
     "twice the same experts": lambda m, y, chosen: (
         one_by_one(m.stack[chosen], y) + one_by_one(m.stack[chosen.flip(0)], y)
     ),
 }
 READ = "its result is read by {}, which is not a linear layer"
+COMPUTED = "its result is read by linear, whose weight is computed or also used elsewhere"
 ELSEWHERE = "a linear layer that reads it has a parameter that is also used elsewhere"
 REFUSES: dict[str, tuple[Callable[[Routed, torch.Tensor, torch.Tensor], Any], str]] = {
     "a weight that is used again": (
@@ -195,6 +199,9 @@ REFUSES: dict[str, tuple[Callable[[Routed, torch.Tensor, torch.Tensor], Any], st
     ),
     "a part of the features of a weight": (
         lambda m, y, chosen: one_by_one(m.halves[..., :D][chosen], y), READ.format("bmm"),
+    ),
+    "a weight that is computed": (
+        lambda m, y, chosen: F.linear(y, m.stack.mean(0).tanh()), COMPUTED,
     ),
     "an activation of the weight": (
         lambda m, y, chosen: one_by_one(m.stack[chosen].tanh(), y), READ.format("bmm"),
