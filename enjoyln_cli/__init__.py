@@ -3,6 +3,7 @@
     analyze(model)     which LayerNorms can go, and why the others stay
     fold(model, out)   write the converted checkpoint
     verify(out)        measure that it computes the original function
+    export(out, file)  write it as an ONNX file
     push(out, "me/x")  upload it to the Hub
     bench(out)         time it beside the original
     unfold(out, back)  the way back, to the original bit for bit where its means were kept
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from enjoyln_cli.conversion.fold import convert as fold
     from enjoyln_cli.conversion.inspect import analyze
     from enjoyln_cli.conversion.unfold import unfold
+    from enjoyln_cli.onnx_export.export import export
     from enjoyln_cli.plan.plan import Options
     from enjoyln_cli.publish.push import push
     from enjoyln_cli.recipe.read import load_recipe
@@ -80,6 +82,7 @@ __all__ = [
     "analyze",
     "bench",
     "centre_parameters",
+    "export",
     "fold",
     "from_pretrained",
     "install",
@@ -98,6 +101,7 @@ _LAZY = {
     "analyze": ("enjoyln_cli.conversion.inspect", "analyze"),
     "bench": ("enjoyln_cli.benchmark.bench", "bench"),
     "centre_parameters": ("enjoyln_cli.rewrite.in_memory", "centre_parameters"),
+    "export": ("enjoyln_cli.onnx_export.export", "export"),
     "fold": ("enjoyln_cli.conversion.fold", "convert"),
     "from_pretrained": ("enjoyln_cli.runtime.loading", "from_pretrained"),
     "install": ("enjoyln_cli.runtime.install", "install"),

@@ -32,6 +32,7 @@ from enjoyln_cli.text import counted, number, size
 if TYPE_CHECKING:
     from enjoyln_cli.benchmark.results import Bench
     from enjoyln_cli.benchmark.results import Row as SpeedRow
+    from enjoyln_cli.onnx_export.export import Exported
     from enjoyln_cli.proof.explain import Tree
     from enjoyln_cli.publish.push import Upload
     from enjoyln_cli.verification.verify import Verification
@@ -185,6 +186,29 @@ def write_unfold(found: Row) -> None:
     say("it was folded without --keep-means, so the original cannot be restored bit for bit")
     say("the copy is a LayerNorm checkpoint that gives the same outputs; its enjoyln entry is gone")
     say(f"wrote {wrote}")
+
+
+def write_export(found: Exported) -> None:
+    """Print what the ONNX file computes, how its norms are written, and how it was verified."""
+    norms = ", ".join(
+        f"{found.nodes[kind]} {kind}"
+        for kind in ("RMSNormalization", "LayerNormalization")
+        if kind in found.nodes
+    )
+    ops = f", {counted(found.centrings, 'added mean subtraction')}" if found.centrings else ""
+    say(f"exported {found.model_class} ({found.dtype}, opset {found.opset}): {norms}{ops}", "green")
+    shapes = ", ".join(
+        f"{name} [{', '.join(map(str, axes))}]" for name, axes in found.inputs.items()
+    )
+    say(f"  from {shapes} to {', '.join(found.outputs)}")
+    if found.biased:
+        say(f"  {found.biased} RMSNorms add a bias in a second node; fold with --merge bias")
+    beside = f" and {found.data_file}" if found.data_file else ""
+    say(f"wrote {size(found.bytes_written)} to {found.file}{beside} in {found.seconds:.1f} s")
+    for check in found.checks:
+        say(f"verified in {check.runtime}: {check.summary}")
+    if not found.checks:
+        say("not verified (--no-verify)")
 
 
 def _show_checks(found: Mapping[str, Any], rows: Sequence[Texts]) -> None:

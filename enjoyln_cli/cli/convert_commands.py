@@ -1,4 +1,4 @@
-"""``enjoyln fold`` and ``enjoyln unfold``: to a converted checkpoint, and back."""
+"""``enjoyln fold`` and ``unfold``: to a converted checkpoint, and back. ``export``: to ONNX."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 import click
 
+from enjoyln_cli.checkpoint.access import access_keywords
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.group import show_transfers
 from enjoyln_cli.cli.options import (
     DTYPES,
     FILE,
     FOLDER,
+    NEW_FILE,
     WRITING,
     Options,
     checking_options,
@@ -229,3 +231,55 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
         write_json(found)
     elif not quiet:
         write_unfold(found)
+
+
+@help.command()
+@click.argument("out", type=FOLDER)
+@click.option(
+    "-o", "--out", "file", type=NEW_FILE, required=True, metavar="FILE", help="New ONNX file."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16"]),
+    help="Convert all weights to this dtype (default: that of OUT).",
+)
+@click.option(
+    "--model-class", metavar="CLASS", help="Export this class of the same family, e.g. GPT2Model."
+)
+@click.option(
+    "--against", metavar="MODEL", help="The original, if it has moved since OUT was made."
+)
+@click.option(
+    "--max-ratio",
+    type=float,
+    metavar="R",
+    help="Fail above this error ratio (default: 1.25; 2 if OUT is rotated).",
+)
+@click.option("--no-verify", "verify", flag_value=False, default=True, help="Skip the check.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@quiet_option
+@json_option
+@hub_options
+def export(
+    out: Path, file: Path, quiet: bool, as_json: bool, opening: Options, **options: Any
+) -> None:
+    """Write the converted checkpoint OUT as an ONNX file and verify it.
+
+    Each folded norm becomes one RMSNormalization (opset 23). The batch and the sequence have any
+    size. Needs the packages onnx and onnxscript, and onnxruntime to verify.
+    """
+    if not options["verify"] and (options["against"] or options["max_ratio"]):
+        what = "--against" if options["against"] else "--max-ratio"
+        raise click.UsageError(f"{what} needs the check; drop --no-verify.")
+    from enjoyln_cli.cli.progress import watch_job
+
+    with watch_job(quiet or as_json) as watch:
+        from enjoyln_cli import export as write_onnx
+        from enjoyln_cli.cli.console import write_export, write_json  # takes seconds
+
+        hub = access_keywords(opening.pop("access"))
+        found = write_onnx(out, file, on_event=watch.event, **options, **opening, **hub)
+    if as_json:
+        write_json(found.to_json())
+    elif not quiet:
+        write_export(found)

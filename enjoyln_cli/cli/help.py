@@ -78,6 +78,10 @@ EXAMPLES = {
         "enjoyln bench gpt2-rms --batch-size 1,4 --seq-len 128,512 --mode eager,fused",
         "enjoyln bench gpt2-rms --plot gpt2.png",
     ),
+    "export": (
+        "enjoyln export gpt2-rms -o gpt2.onnx",
+        "enjoyln export gpt2-rms -o gpt2.onnx --dtype float16 --force",
+    ),
     "push": ("enjoyln push gpt2-rms me/gpt2-rms --dry-run", "enjoyln push gpt2-rms me/gpt2-rms"),
     "env": ("enjoyln env",),
     "completion": (

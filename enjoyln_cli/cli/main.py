@@ -9,7 +9,7 @@ import click
 
 from enjoyln_cli import __version__
 from enjoyln_cli.cli import help
-from enjoyln_cli.cli.convert_commands import fold, rotate, unfold
+from enjoyln_cli.cli.convert_commands import export, fold, rotate, unfold
 from enjoyln_cli.cli.group import Commands
 from enjoyln_cli.cli.measure_commands import bench, verify
 from enjoyln_cli.cli.options import json_option
@@ -33,6 +33,7 @@ for command in (
     unfold,
     verify,
     bench,
+    export,
     push,
 ):  # in the order in which they are used
     main.add_command(command)

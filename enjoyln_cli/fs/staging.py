@@ -37,7 +37,7 @@ _MAX_LOCK_ATTEMPTS = 100
 _MAX_NAME_BYTES = 200
 """The work directory of an output with a longer name is named after the name's digest."""
 
-_OS_ERROR_ADVICE = {
+OS_ERROR_ADVICE = {
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the disk quota is used up; free some space",
     errno.EFBIG: "the file system or a limit of this shell forbids files of this size; try "
@@ -111,8 +111,8 @@ def _explain(error: BaseException, out: Path, work: Path | None) -> BaseExceptio
         advice = f"{_kept_files(work)}; continue with --resume, or remove that directory"
     if isinstance(error, KeyboardInterrupt):
         return KeyboardInterrupt(advice) if work else error
-    if isinstance(error, OSError) and (work or error.errno in _OS_ERROR_ADVICE):
-        why = _OS_ERROR_ADVICE.get(error.errno or 0, f"{error.strerror or error}")
+    if isinstance(error, OSError) and (work or error.errno in OS_ERROR_ADVICE):
+        why = OS_ERROR_ADVICE.get(error.errno or 0, f"{error.strerror or error}")
         return OutputError(f"cannot write {out}: {why}" + f"; {advice}" * bool(work))
     if isinstance(error, EnjoyLNError) and work and "--resume" not in str(error):
         return type(error)(f"{error}; {advice}")
@@ -296,12 +296,12 @@ def _publish(staged: Path, out: Path, aside: Path, force: bool) -> None:
             if os.path.lexists(out):
                 out.rename(aside)
             staged.rename(out)
-            _sync(out.parent)
+            sync(out.parent)
         finally:
             if os.path.lexists(aside) and not os.path.lexists(out):
                 aside.rename(out)
     except OSError as error:
-        why = _OS_ERROR_ADVICE.get(error.errno or 0, error.strerror)
+        why = OS_ERROR_ADVICE.get(error.errno or 0, error.strerror)
         raise OutputError(f"cannot write {out}: {why}") from error
 
 
@@ -316,11 +316,12 @@ def _sync_tree(root: Path) -> None:
     """Sync every file to disk, and every directory after its contents."""
     for folder, _, files in os.walk(root, topdown=False):
         for name in files:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
+            sync(Path(folder, name))
+        sync(Path(folder))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until the file or directory ``path`` is on the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -1,0 +1,123 @@
+"""The call of a model that an ONNX file computes: its inputs, outputs and dynamic axes.
+
+The inputs are those that the model needs, with an attention mask and token types if it takes them.
+The outputs are the floating tensors that it returns by default, without the cache. An axis is
+dynamic if its size follows the number of rows (``batch``) or of tokens (``sequence``). Other sizes,
+such as those of an image, are fixed by the config.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.calls.input_forms import accepted_by
+from enjoyln_cli.comparison.batches import (
+    LONGEST_ROW,
+    Batch,
+    complete_batch,
+    positions,
+    unpadded_batch,
+)
+from enjoyln_cli.comparison.run import choose_outputs, tensors
+
+ROWS, TOKENS = 2, 7
+"""Sizes of the traced call."""
+OTHER_ROWS, OTHER_TOKENS = 3, 11
+"""Sizes of other calls, which show the dynamic axes."""
+MASK = "attention_mask"
+
+Axes = dict[str, dict[int, str]]
+"""For each input, the names of its dynamic axes by their numbers."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a model, as it is traced."""
+
+    batch: Batch
+    """The inputs by name, in the order of ``forward``."""
+    outputs: tuple[str, ...]
+    axes: Axes
+
+
+def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> Call:
+    """The call to export. ``outputs`` are names or patterns of outputs; if empty, all are exported.
+
+    Runs the model once. Raises ``UnsupportedModel`` if no inputs can be made for it, or if none of
+    its outputs is named.
+    """
+    tokens = min(OTHER_TOKENS, positions(model.config.get_text_config()))
+    few = max(1, min(TOKENS, tokens - 1))
+    batch = batch_of(model, ROWS, few, dtype)
+    other = {
+        "batch": batch_of(model, OTHER_ROWS, few, dtype),
+        "sequence": batch_of(model, ROWS, tokens, dtype),
+    }
+    axes = {
+        name: {
+            at: axis
+            for axis, changed in other.items()
+            for at, size in enumerate(value.shape)
+            if size != changed[name].shape[at]
+        }
+        for name, value in batch.items()
+    }
+    with torch.no_grad():
+        found = dict(tensors(model(**batch, **without_cache(model))))
+    return Call(batch, tuple(choose_outputs([found], outputs)[0]), axes)
+
+
+def batch_of(model: Any, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
+    """Inputs without padding, in the order of ``forward``; floating ones in ``dtype``."""
+    found = complete_batch(model, unpadded_batch(model, rows, tokens, dtype), dtype)
+    order = [name for name in inspect.signature(model.forward).parameters if name in found]
+    return {name: found[name] for name in (*order, *(name for name in found if name not in order))}
+
+
+def without_cache(model: Any) -> dict[str, Any]:
+    """Arguments that turn the cache off, if ``forward`` has one for it.
+
+    Where it has none, ``use_cache`` would be passed on to the model inside, in a call that the
+    proof does not cover.
+    """
+    return {"use_cache": False} if "use_cache" in accepted_by(model) else {}
+
+
+class Positional(nn.Module):
+    """A model that takes its inputs by position, and returns the chosen outputs as a tuple."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self.call = call
+        self.eval()
+
+    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = dict(zip(self.call.batch, args, strict=True))
+        found = dict(tensors(self.model(**given, **without_cache(self.model))))
+        return tuple(found[name] for name in self.call.outputs)
+
+
+def batches_of_other_sizes(model: Any, call: Call, dtype: torch.dtype) -> Iterator[Batch]:
+    """Batches of other sizes than the traced one: one row, one token, the longest row, and padding.
+
+    The rows of the last batch are padded on the left by different numbers of tokens.
+    """
+    if not any("sequence" in axes.values() for axes in call.axes.values()):
+        yield batch_of(model, 1, TOKENS, dtype)
+        return
+    longest = min(LONGEST_ROW, positions(model.config.get_text_config()))
+    sizes = ((1, 1), (1, longest), (5, min(13, longest)))
+    found = [batch_of(model, rows, tokens, dtype) for rows, tokens in sizes]
+    yield from found
+    if MASK in found[-1]:
+        mask = found[-1][MASK].clone()
+        for row in range(1, len(mask)):
+            mask[row, : row * mask.shape[1] // (len(mask) + 1)] = 0
+        yield {**found[-1], MASK: mask}

@@ -1,0 +1,204 @@
+"""Does an ONNX file compute the original's function, as closely as the original does?
+
+The reference is the original in float64, as in ``verification``. The file is run on inputs of
+several sizes, some with padding, and its error is compared with the rounding error of the original
+in the dtype of the file. The bounds are those of ``verification.verify``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enjoyln_cli.clock import Clock
+from enjoyln_cli.comparison.batches import Batch
+from enjoyln_cli.comparison.metrics import (
+    Distance,
+    distances_of,
+    gross_bound,
+    largest,
+    pool_distances,
+    position_bound,
+    ratio,
+    relative,
+    worst_position,
+)
+from enjoyln_cli.comparison.pace import Pace
+from enjoyln_cli.comparison.run import run
+from enjoyln_cli.comparison.sampling import Runner, choose, length
+from enjoyln_cli.comparison.user_data import UserData
+from enjoyln_cli.onnx_export.call import MASK, Call, batches_of_other_sizes
+from enjoyln_cli.onnx_export.runtimes import RUNTIMES
+
+Outputs = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RuntimeCheck:
+    """What running the file in one program showed. Errors are relative, of the worst output."""
+
+    runtime: str
+    """``onnxruntime`` or ``openvino``, with its version."""
+    error: float
+    original_error: float
+    """The original's own rounding error in the dtype of the file."""
+    ratio: float | None
+    """Their ratio for the worst output; ``None`` if no output has enough entries for one."""
+    position_ratio: float | None
+    """The same at the worst positions."""
+    rows: int
+    """Number of inputs that were run."""
+    dtype: str
+    failure: str
+    """Why the file does not pass; empty if it does."""
+
+    @property
+    def summary(self) -> str:
+        """The result, for a file that passes."""
+        if self.ratio is None:
+            return f"same outputs (error {self.error:.1e}), too few to judge their rounding"
+        error = f"error {self.ratio:.2f} x the original's own"
+        return f"same outputs up to {self.dtype} rounding ({error})"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Inputs, the exact outputs, and the distances of the original's own outputs from them."""
+
+    batches: list[Batch]
+    exact: list[Outputs]
+    own: dict[str, Distance]
+
+
+def reference_of(
+    load: Callable[[torch.dtype], Any],
+    call: Call,
+    dtype: torch.dtype,
+    unproven: Sequence[str],
+    folder: Path,
+    seed: int,
+) -> Reference:
+    """Run the original on seeded inputs, in float64 and in ``dtype``.
+
+    ``load`` loads it in a dtype. ``folder`` is the directory of the result, ``unproven`` are the
+    inputs that its proof does not cover.
+    """
+    batches, exact = _exact(load(torch.float64), call, dtype, unproven, folder, seed)
+    rounded = load(dtype)
+    own = [
+        distances_of(_outputs(rounded, batch, call), expected)
+        for batch, expected in zip(batches, exact, strict=True)
+    ]
+    return Reference(batches, exact, pool_distances(own))
+
+
+def _exact(
+    model: Any,
+    call: Call,
+    dtype: torch.dtype,
+    unproven: Sequence[str],
+    folder: Path,
+    seed: int,
+) -> tuple[list[Batch], list[Outputs]]:
+    """Inputs for the call, and the outputs of ``model`` for them."""
+
+    def one(batch: Batch) -> Outputs:
+        return _outputs(model, batch, call)
+
+    runner = Runner(model, folder, dtype, unproven, False, one)
+    seeded = choose(runner, UserData(), seed, Pace(Clock(time.perf_counter, math.inf))).batches
+    batches = [batch for batch in seeded if batch.keys() == call.batch.keys()]
+    batches += batches_of_other_sizes(model, call, dtype)
+    return batches, [one(batch) for batch in batches]
+
+
+def _outputs(model: Any, batch: Batch, call: Call) -> Outputs:
+    return _compared(run(model, [batch])[0], batch, call)
+
+
+def _compared(found: Outputs, batch: Batch, call: Call) -> Outputs:
+    """The exported outputs, with zeros where a row is padded on the left.
+
+    A padded query there has nothing to attend to, and programs differ in what they return for it.
+    """
+    chosen = {name: found[name] for name in call.outputs}
+    mask = batch.get(MASK)
+    if mask is None or bool(mask[:, :1].all()):
+        return chosen
+    return {
+        name: value.masked_fill(_padding(mask, value), 0.0) if _per_token(mask, value) else value
+        for name, value in chosen.items()
+    }
+
+
+def _per_token(mask: torch.Tensor, value: torch.Tensor) -> bool:
+    return value.shape[:2] == mask.shape
+
+
+def _padding(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return (mask == 0).reshape(*mask.shape, *[1] * (value.ndim - 2))
+
+
+def check_in(
+    runtime: str,
+    file: Path,
+    call: Call,
+    reference: Reference,
+    dtype: torch.dtype,
+    max_ratio: float,
+) -> RuntimeCheck:
+    """Run ``file`` in ``runtime`` (of ``RUNTIMES``) and compare with the exact outputs.
+
+    Raises what the program raises if it cannot run the file.
+    """
+    compute = RUNTIMES[runtime](file)
+    found = pool_distances(
+        [
+            distances_of(_compared(compute(batch), batch, call), exact)
+            for batch, exact in zip(reference.batches, reference.exact, strict=True)
+        ]
+    )
+    own = reference.own
+    usual = {name for name, one in own.items() if not one.is_sparse}
+    got, before = ({n: one[n] for n in usual} for one in (found, own))
+    times = ratio(relative(got), relative(before), dtype) if usual else None
+    at_worst = worst_position(got, before, dtype).ratio if usual else None
+    sparse = {
+        name: ratio({name: found[name].relative}, {name: one.relative}, dtype)
+        for name, one in own.items()
+        if one.is_sparse
+    }
+    return RuntimeCheck(
+        runtime=f"{runtime} {version(runtime)}",
+        error=largest(relative(found)),
+        original_error=largest(relative(own)),
+        ratio=times,
+        position_ratio=at_worst,
+        rows=sum(map(length, reference.batches)),
+        dtype=str(dtype).removeprefix("torch."),
+        failure=_failure(times, at_worst, sparse, own, max_ratio),
+    )
+
+
+def _failure(
+    times: float | None,
+    at_worst: float | None,
+    sparse: dict[str, float],
+    own: dict[str, Distance],
+    max_ratio: float,
+) -> str:
+    if times is not None and not times <= max_ratio:
+        return f"error {times:.2f} x the original's own (limit {max_ratio:g} x)"
+    if at_worst is not None and not at_worst <= (bound := position_bound(max_ratio)):
+        return f"error {at_worst:.1f} x the original's at one position (limit {bound:g} x)"
+    for name, value in sparse.items():
+        if not value <= (bound := gross_bound(max_ratio, own[name].entries)):
+            return f"error {value:.0f} x the original's in {name} (limit {bound:.0f} x)"
+    return ""

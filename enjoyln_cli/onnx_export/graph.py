@@ -1,0 +1,123 @@
+"""Write a model that computes RMSNorm as an ONNX graph, with torch's own exporter.
+
+Each call of a folded norm becomes one ``RMSNormalization``, an operator of opset 23. That is
+checked: a norm that was traced as LayerNorm would make a right but slower file.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.load import silent
+from enjoyln_cli.onnx_export.call import Call, Positional
+from enjoyln_cli.runtime.hooks import entries
+from enjoyln_cli.text import first_line
+
+OPSET = 23
+"""The first one with ``RMSNormalization``."""
+RMS_NORM = "RMSNormalization"
+LARGEST = 1_500_000_000
+"""Bytes of weights that are stored in the file itself: protobuf allows 2 GB in all."""
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def program_of(model: nn.Module, call: Call) -> Any:
+    """The ``torch.onnx.ONNXProgram`` of one call of ``model``, which computes RMSNorm.
+
+    Its nodes say in their metadata which module they come from. Raises ``UnsupportedModel`` if
+    torch cannot export the model, or if an axis that should be dynamic would be fixed.
+    """
+    from onnxscript.optimizer import optimize_ir
+
+    dims = tuple(dict(call.axes[name]) for name in call.batch)
+    try:
+        with torch.no_grad(), silent(), _quiet():
+            program: Any = torch.onnx.export(
+                Positional(model, call),
+                tuple(call.batch.values()),
+                input_names=list(call.batch),
+                output_names=list(call.outputs),
+                dynamic_shapes=(dims,),
+                opset_version=OPSET,
+                dynamo=True,
+                verbose=False,
+                optimize=False,
+            )
+            optimize_ir(program.model)
+            return program
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # the exporter and a model's code may raise anything
+        raise UnsupportedModel(
+            f"torch.onnx cannot export {type(model).__name__}: {_cause(error)}"
+        ) from error
+
+
+def require_rms_norms(program: Any, model: nn.Module, norms: set[str]) -> None:
+    """Raise ``UnsupportedModel`` if one of the ``norms`` that the call runs is no RMSNorm node."""
+    missing = sorted(norms - set(modules_of(program, RMS_NORM)))
+    if missing:
+        trouble = next((entry.trouble for _, entry in entries(model) if entry.trouble), "")
+        raise UnsupportedModel(
+            f"{missing[0]} of {type(model).__name__} would be exported as LayerNorm"
+            + (f": {trouble}" if trouble else "")
+        )
+
+
+def modules_of(program: Any, op_type: str) -> list[str]:
+    """For each node of this type, the path of the module in the model that it comes from."""
+    found = []
+    for node in program.model.graph:
+        if node.op_type == op_type:
+            scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "['']"))
+            found.append(scopes[-2].removeprefix("model.") if len(scopes) > 1 else "")
+    return found
+
+
+def count_nodes(program: Any) -> dict[str, int]:
+    """How many nodes of each type the graph has."""
+    return dict(Counter(node.op_type for node in program.model.graph))
+
+
+def save(program: Any, file: Path) -> None:
+    """Write the graph to ``file``; weights above ``LARGEST`` go to ``file.data`` beside it.
+
+    The nodes' metadata is left out: it quotes the source code that was traced, with its paths.
+    """
+    for node in program.model.graph:
+        node.metadata_props.clear()
+    weights = (value.const_value for value in program.model.graph.initializers.values())
+    program.save(file, external_data=sum(weight.nbytes for weight in weights) > LARGEST)
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of the exception that started it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    line = first_line(error)
+    return line if isinstance(error, RuntimeError) else f"{type(error).__name__}: {line}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside the block, the exporter prints no warnings: they are about its own internals."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)

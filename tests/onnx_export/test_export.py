@@ -1,0 +1,310 @@
+"""An ONNX file computes the original's function, with one node for each folded norm."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from commands import good, refused
+from live_models import CHECKPOINTS
+
+from enjoyln_cli import export, fold
+from enjoyln_cli.checkpoint.marker import read_marker
+from enjoyln_cli.comparison.run import run
+from enjoyln_cli.errors import (
+    BadCheckpoint,
+    EnjoyLNError,
+    OutputError,
+    UnsupportedModel,
+    VerificationFailed,
+)
+from enjoyln_cli.models.classes import class_named
+from enjoyln_cli.onnx_export import graph
+from enjoyln_cli.onnx_export.export import Exported, require_packages
+from enjoyln_cli.onnx_export.runtimes import RUNTIMES
+from enjoyln_cli.plan.plan import Options
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Outs = dict[str, Path]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2 untied": ("gpt2", {"merge": "affine", "untie": True}),
+    "bert widened": ("bert", {"widen_mlp": True}),
+    "bloom": ("bloom", {"merge": "bias"}),
+    "opt": ("opt", {"merge": "affine"}),
+    "opt rotated": ("opt", {"rotate": True, "untie": True}),
+    "phi": ("phi", {"merge": "affine"}),
+    "vit": ("vit", {"merge": "bias"}),
+}
+"""For each case: a checkpoint, and how it is converted."""
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Converts the checkpoint of a case, once."""
+    folder = tmp_path_factory.mktemp("converted")
+
+    def one(case: str) -> Path:
+        name, options = CASES[case]
+        if not (folder / case).exists():
+            fold(CHECKPOINTS / name, folder / case, verify=False, options=Options(**options))
+        return folder / case
+
+    return one
+
+
+@pytest.fixture(scope="module")
+def gpt2(outs: Outs, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """GPT-2 with its norms' biases, exported and verified."""
+    return export(outs["gpt2"], tmp_path_factory.mktemp("onnx") / "gpt2.onnx")
+
+
+def batches(found: Exported) -> list[dict[str, torch.Tensor]]:
+    """Inputs of several sizes, with padding on the right and on the left."""
+    torch.manual_seed(5)
+    if "pixel_values" in found.inputs:
+        shape = found.inputs["pixel_values"][1:]
+        return [{"pixel_values": torch.randn(rows, *map(int, shape))} for rows in (1, 4)]
+    made = []
+    for rows, tokens, padded in ((1, 1, 0), (1, 23, 0), (4, 9, 3), (4, 9, -3)):
+        ids = torch.randint(3, 500, (rows, tokens))
+        mask = torch.ones_like(ids)
+        if padded:
+            mask[-1, slice(-padded, None) if padded > 0 else slice(None, -padded)] = 0
+        batch = {"input_ids": ids, "attention_mask": mask}
+        if "token_type_ids" in found.inputs:
+            batch["token_type_ids"] = torch.randint(0, 2, ids.shape)
+        made.append(batch)
+    return made
+
+
+def errors(found: Exported, runtime: str, original: Path) -> tuple[float, float]:
+    """The relative error of the file over all batches, and that of the original in its dtype.
+
+    Padding is left out of the comparison.
+    """
+    dtype = getattr(torch, found.dtype)
+    cls: Any = class_named(found.model_class)
+    compute = RUNTIMES[runtime](Path(found.file))
+    exact = cls.from_pretrained(original).eval().double()
+    rounded = cls.from_pretrained(original, dtype=dtype).eval()
+    off, own, size = 0.0, 0.0, 0.0
+    for batch in batches(found):
+        batch = {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
+        real = batch.get("attention_mask", torch.ones(())).bool()
+        for name in found.outputs:
+            target = run(exact, [batch])[0][name][real]
+            off += float((compute(batch)[name][real].double() - target).square().sum())
+            own += float((run(rounded, [batch])[0][name][real].double() - target).square().sum())
+            size += float(target.square().sum())
+    return (off / size) ** 0.5, (own / size) ** 0.5
+
+
+def added_zeros(model: onnx.ModelProto) -> list[str]:
+    zeros = {
+        one.name for one in model.graph.initializer if not onnx.numpy_helper.to_array(one).any()
+    }
+    return [
+        node.name for node in model.graph.node if node.op_type == "Add" and zeros & {*node.input}
+    ]
+
+
+def count(model: onnx.ModelProto, kind: str) -> int:
+    return sum(node.op_type == kind for node in model.graph.node)
+
+
+def require_right(found: Exported, out: Path, runtimes: tuple[str, ...] = ("onnxruntime",)) -> None:
+    """The file has one node for each norm, and computes the function of the original."""
+    marker = read_marker(json.loads((out / "config.json").read_text()))
+    model = onnx.load(found.file)
+    onnx.checker.check_model(found.file, full_check=True)
+    assert [entry.version for entry in model.opset_import if not entry.domain] == [23]
+    assert count(model, "RMSNormalization") == len(marker.rmsnorm)
+    assert count(model, "LayerNormalization") == len(marker.layernorm)
+    assert count(model, "ReduceMean") == len(marker.centering) == found.centrings
+    assert not added_zeros(model)
+    assert not any(node.metadata_props for node in model.graph.node)
+    for runtime in runtimes:
+        error, own = errors(found, runtime, Path(marker.source))
+        assert 0 < error <= 2 * own, (runtime, error, own)
+
+
+def test_names_and_axes_are_those_that_users_expect(gpt2: Exported, outs: Outs) -> None:
+    axes = ["batch", "sequence"]
+    assert gpt2.inputs == {"input_ids": axes, "attention_mask": axes}
+    assert gpt2.outputs == ("logits",) and gpt2.model_class == "GPT2LMHeadModel"
+    model = onnx.load(gpt2.file)
+
+    def shape(value: Any) -> list[Any]:
+        return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+    assert {one.name: shape(one) for one in model.graph.input} == gpt2.inputs
+    assert {one.name: shape(one) for one in model.graph.output} == {"logits": [*axes, 509]}
+    assert gpt2.bytes_written == Path(gpt2.file).stat().st_size and gpt2.data_file is None
+
+
+def test_it_computes_the_function_of_the_original(gpt2: Exported, outs: Outs) -> None:
+    require_right(gpt2, outs["gpt2"])
+    assert gpt2.biased == 7
+    assert [check.runtime.split()[0] for check in gpt2.checks] == ["onnxruntime", "openvino"]
+    for check in gpt2.checks:
+        assert not check.failure and check.ratio is not None and 0 < check.ratio <= 1.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case != "gpt2"])
+def test_every_checkpoint_in_both_programs(
+    case: str, converted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = converted(case)
+    found = export(out, tmp_path / "model.onnx")
+    require_right(found, out, tuple(RUNTIMES))
+    assert found.biased == (3 if case == "bert widened" else 0)
+    assert os.listdir(tmp_path) == ["model.onnx"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["opt", "vit"])
+def test_float16(case: str, converted: Callable[[str], Path], tmp_path: Path) -> None:
+    out = converted(case)
+    found = export(out, tmp_path / "model.onnx", dtype="float16")
+    require_right(found, out, tuple(RUNTIMES))
+    kinds = {one.data_type for one in onnx.load(found.file).graph.initializer}
+    assert onnx.TensorProto.FLOAT16 in kinds
+    assert found.bytes_written < 0.6 * sum(
+        file.stat().st_size for file in out.glob("*.safetensors")
+    )
+
+
+@pytest.mark.slow
+def test_the_base_model_returns_its_last_hidden_state(outs: Outs, tmp_path: Path) -> None:
+    found = export(outs["gpt2"], tmp_path / "base.onnx", model_class="GPT2Model")
+    assert found.outputs == ("last_hidden_state",)
+    require_right(found, outs["gpt2"])
+
+
+@pytest.mark.slow
+def test_large_weights_are_a_file_of_their_own(
+    outs: Outs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "LARGEST", 100_000)
+    found = export(outs["vit"], tmp_path / "vit.onnx", verify=False)
+    assert sorted(os.listdir(tmp_path)) == ["vit.onnx", "vit.onnx.data"]
+    assert found.data_file == str(tmp_path / "vit.onnx.data")
+    assert Path(found.file).stat().st_size < 100_000 < Path(found.data_file).stat().st_size
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for file in (found.file, found.data_file):
+        shutil.move(file, moved)
+    error, own = errors(
+        Exported(**{**vars(found), "file": str(moved / "vit.onnx")}),
+        "onnxruntime",
+        CHECKPOINTS / "vit",
+    )
+    assert 0 < error <= 2 * own
+
+
+@pytest.mark.slow
+def test_another_function_is_not_written(outs: Outs, tmp_path: Path) -> None:
+    """The original that it is compared with has one other weight."""
+    from transformers import GPT2LMHeadModel
+
+    other = GPT2LMHeadModel.from_pretrained(CHECKPOINTS / "gpt2")
+    with torch.no_grad():
+        other.transformer.h[1].mlp.c_fc.bias[3] += 0.01
+    other.save_pretrained(tmp_path / "other")
+    (tmp_path / "onnx").mkdir()
+    with pytest.raises(VerificationFailed, match=r"in onnxruntime .* x the original's own"):
+        export(outs["gpt2"], tmp_path / "onnx" / "a.onnx", against=tmp_path / "other")
+    assert os.listdir(tmp_path / "onnx") == []
+
+
+@pytest.mark.slow
+def test_weights_that_were_rounded_further_than_the_file(tmp_path: Path) -> None:
+    fold(CHECKPOINTS / "vit", tmp_path / "out", dtype="bfloat16", verify=False)
+    with pytest.raises(VerificationFailed, match=r"is stored in bfloat16; fold with --dtype float"):
+        export(tmp_path / "out", tmp_path / "a.onnx", dtype="float32")
+
+
+@pytest.mark.slow
+def test_a_norm_that_computes_layer_norm_is_refused(gpt2: Exported, outs: Outs) -> None:
+    from enjoyln_cli import from_pretrained
+    from enjoyln_cli.onnx_export.call import call_to_export
+
+    model = from_pretrained(outs["gpt2"])
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_proj.weight += 1
+    call = call_to_export(model, (), torch.float32)
+    program = graph.program_of(model, call)
+    with pytest.raises(UnsupportedModel, match=r"h\.0\.ln_1 of GPT2.* exported as LayerNorm: "):
+        graph.require_rms_norms(program, model, {"transformer.h.0.ln_1"})
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        (
+            {"dtype": "bfloat16"},
+            UnsupportedModel,
+            "bfloat16 cannot be exported: .*fold with --dtype",
+        ),
+        ({"dtype": "float64"}, UnsupportedModel, "float64 cannot be exported"),
+        ({"model_class": "GPT2ForQuestionAnswering"}, EnjoyLNError, "GPT2ForQuestionAnswering"),
+        ({"model_class": "BertModel"}, EnjoyLNError, "BertModel"),
+        ({"against": CHECKPOINTS / "bert"}, BadCheckpoint, "of type bert"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(
+    how: dict[str, Any], kind: type[EnjoyLNError], said: str, outs: Outs, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=said):
+        export(outs["gpt2"], tmp_path / "a.onnx", **how)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_original_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    line = refused("export", CHECKPOINTS / "gpt2", "-o", tmp_path / "a.onnx")
+    assert "was not folded" in line and "run `enjoyln fold`" in line
+
+
+def test_an_existing_file_is_kept(outs: Outs, tmp_path: Path) -> None:
+    file = tmp_path / "a.onnx"
+    file.write_text("mine")
+    assert "a.onnx exists; choose another name" in refused("export", outs["gpt2"], "-o", file)
+    assert file.read_text() == "mine"
+    with pytest.raises(OutputError, match="is not a directory"):
+        export(outs["gpt2"], tmp_path / "nowhere" / "a.onnx")
+
+
+def test_missing_libraries_are_named() -> None:
+    with pytest.raises(UnsupportedModel, match=r"needs no_such_b: pip install no_such_b$"):
+        require_packages(("onnx", "no_such_b"))
+    require_packages(("onnx", "onnxscript"))
+
+
+@pytest.mark.slow
+def test_the_command(outs: Outs, tmp_path: Path) -> None:
+    file = tmp_path / "vit.onnx"
+    shown = good("export", outs["vit"], "-o", file)
+    assert "exported ViTForImageClassification (float32, opset 23): 7 RMSNormalization\n" in shown
+    assert "from pixel_values [batch, 3, 32, 32] to logits\n" in shown
+    assert "7 RMSNorms add a bias in a second node; fold with --merge bias\n" in shown
+    assert shown.count("same outputs up to float32 rounding") == len(RUNTIMES)
+    again = json.loads(good("export", outs["vit"], "-o", file, "--no-verify", "--force", "--json"))
+    assert again["nodes"]["RMSNormalization"] == 7 and again["checks"] == []
+    assert again["file"] == str(file) and again["inputs"]["pixel_values"][0] == "batch"
+
+
+def test_options_of_the_check_need_it(outs: Outs, tmp_path: Path) -> None:
+    ask = partial(refused, "export", outs["gpt2"], "-o", tmp_path / "a.onnx", "--no-verify")
+    for option in (("--against", "gpt2"), ("--max-ratio", "2")):
+        assert f"{option[0]} needs the check" in ask(*option, status=2)
