@@ -7,8 +7,9 @@ place, run it in the installed programs, and put it there only if it passes.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,14 @@ from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.comparison.run import run
-from enjoyln_cli.errors import UnsupportedModel, VerificationFailed
+from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staged_files import check_new_file, staged_file
 from enjoyln_cli.models.classes import apply_experts
 from enjoyln_cli.models.load import load
 from enjoyln_cli.models.outputs import config_returning
 from enjoyln_cli.onnx_export.call import Call, Positional, call_to_export
-from enjoyln_cli.onnx_export.check import Reference, RuntimeCheck, check_in, reference_of
+from enjoyln_cli.onnx_export.check import RuntimeCheck, check_in, reference_of
 from enjoyln_cli.onnx_export.graph import (
     OPSET,
     count_nodes,
@@ -37,7 +38,7 @@ from enjoyln_cli.onnx_export.graph import (
     require_rms_norms,
     save,
 )
-from enjoyln_cli.onnx_export.runtimes import RUNTIMES
+from enjoyln_cli.onnx_export.runtimes import installed
 from enjoyln_cli.runtime.hooks import input_means
 from enjoyln_cli.runtime.loading import optimize, saved_class
 from enjoyln_cli.runtime.modules import Folded
@@ -177,15 +178,29 @@ def export(
         save(program, staged)
         del program
         if original is not None:
+            load_original = partial(load_from, original)
+
+            @cache
+            def original_file() -> Path:
+                path = staged.with_name("original.onnx")
+                save(program_of(load_original(kind), call), path)
+                return path
+
             folder = found.source.path
-            reference = reference_of(
-                lambda dtype: load_from(original, dtype), call, kind, marker.unproven, folder, seed
+            reference = reference_of(load_original, call, kind, marker.unproven, folder, seed)
+            check = partial(
+                check_in,
+                file=staged,
+                original=original_file,
+                call=call,
+                reference=reference,
+                dtype=kind,
+                max_ratio=max_ratio,
             )
             advice = ""
             if torch.finfo(stored).eps > torch.finfo(kind).eps:
                 advice = f" ({out} is stored in {dtype_name(stored)}; fold with --dtype float32)"
-            checks = _check(staged, call, reference, kind, max_ratio, advice, event)
-            result = replace(result, checks=checks)
+            result = replace(result, checks=_run_checks(check, advice, event))
         written = [one for one in (staged, staged.with_name(data.name)) if one.exists()]
         size = sum(one.stat().st_size for one in written)
     where = str(data) if len(written) > 1 else None
@@ -259,26 +274,20 @@ def _shape(value: torch.Tensor, axes: dict[int, str]) -> list[str | int]:
     return [axes.get(at, size) for at, size in enumerate(value.shape)]
 
 
-def _check(
-    file: Path,
-    call: Call,
-    reference: Reference,
-    dtype: torch.dtype,
-    max_ratio: float,
-    advice: str,
-    event: Event,
+def _run_checks(
+    check: Callable[[str], RuntimeCheck], advice: str, event: Event
 ) -> tuple[RuntimeCheck, ...]:
-    """Run the file in every installed program; raises ``VerificationFailed`` if one result is off.
+    """``check`` for every installed program.
 
-    ``advice`` is added to its message.
-    A program other than onnxruntime that cannot run the file is reported as a warning.
+    Raises ``VerificationFailed``, with ``advice``, if one of them gives other outputs, or if
+    onnxruntime cannot run the file. If another program cannot run it, there is a warning.
     """
     checks = []
-    for runtime in (name for name in RUNTIMES if find_spec(name) is not None):
+    for runtime in installed():
         event("stage", f"verifying in {runtime}")
         try:
-            found = check_in(runtime, file, call, reference, dtype, max_ratio)
-        except MemoryError:
+            found = check(runtime)
+        except (EnjoyLNError, MemoryError):
             raise
         except Exception as error:  # each program has exceptions of its own
             what = f"{runtime} cannot run the exported model: {first_line(error)}"
