@@ -2,8 +2,9 @@
 
 The inputs are those that the model needs, with an attention mask and token types if it takes them.
 The outputs are the floating tensors that it returns by default, without the cache. An axis is
-dynamic if its size follows the number of rows (``batch``) or of tokens (``sequence``). Other sizes,
-such as those of an image, are fixed by the config.
+dynamic if its size follows the number of rows (``batch``) or of tokens (``sequence``, and
+``decoder_sequence`` for a decoder's inputs). Other sizes, such as those of an image, are fixed by
+the config.
 """
 
 from __future__ import annotations
@@ -25,12 +26,18 @@ from enjoyln_cli.comparison.batches import (
     unpadded_batch,
 )
 from enjoyln_cli.comparison.run import choose_outputs, tensors
+from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.models.load import silent
+from enjoyln_cli.text import first_line
 
 ROWS, TOKENS = 2, 7
 """Sizes of the traced call."""
 OTHER_ROWS, OTHER_TOKENS = 3, 11
 """Sizes of other calls, which show the dynamic axes."""
+SHORTER = 2
+"""Number of tokens that a decoder gets less, so that its length is not taken for the encoder's."""
 MASK = "attention_mask"
+DECODER = "decoder_"
 
 Axes = dict[str, dict[int, str]]
 """For each input, the names of its dynamic axes by their numbers."""
@@ -49,8 +56,8 @@ class Call:
 def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> Call:
     """The call to export. ``outputs`` are names or patterns of outputs; if empty, all are exported.
 
-    Runs the model once. Raises ``UnsupportedModel`` if no inputs can be made for it, or if none of
-    its outputs is named.
+    Runs the model once. Raises ``UnsupportedModel`` if no inputs can be made for it, if it does not
+    run in ``dtype``, or if none of its outputs is named.
     """
     tokens = min(OTHER_TOKENS, positions(model.config.get_text_config()))
     few = max(1, min(TOKENS, tokens - 1))
@@ -61,21 +68,33 @@ def call_to_export(model: Any, outputs: Sequence[str], dtype: torch.dtype) -> Ca
     }
     axes = {
         name: {
-            at: axis
+            at: f"{DECODER}{axis}" if axis == "sequence" and name.startswith(DECODER) else axis
             for axis, changed in other.items()
             for at, size in enumerate(value.shape)
             if size != changed[name].shape[at]
         }
         for name, value in batch.items()
     }
-    with torch.no_grad():
-        found = dict(tensors(model(**batch, **without_cache(model))))
+    try:
+        with torch.no_grad(), silent():
+            found = dict(tensors(model(**batch, **without_cache(model))))
+    except (EnjoyLNError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # any error of the model's code
+        name, kind = type(model).__name__, str(dtype).removeprefix("torch.")
+        raise UnsupportedModel(f"{name} does not run in {kind}: {first_line(error)}") from error
     return Call(batch, tuple(choose_outputs([found], outputs)[0]), axes)
 
 
 def batch_of(model: Any, rows: int, tokens: int, dtype: torch.dtype) -> Batch:
-    """Inputs without padding, in the order of ``forward``; floating ones in ``dtype``."""
+    """Inputs without padding, in the order of ``forward``; floating ones in ``dtype``.
+
+    The inputs of a decoder are shorter than those of its encoder.
+    """
     found = complete_batch(model, unpadded_batch(model, rows, tokens, dtype), dtype)
+    for name, value in found.items():
+        if name.startswith(DECODER) and value.shape[1:2] == (tokens,):
+            found[name] = value[:, : max(1, tokens - SHORTER)]
     order = [name for name in inspect.signature(model.forward).parameters if name in found]
     return {name: found[name] for name in (*order, *(name for name in found if name not in order))}
 
@@ -109,7 +128,8 @@ def batches_of_other_sizes(model: Any, call: Call, dtype: torch.dtype) -> Iterat
 
     The rows of the last batch are padded on the left by different numbers of tokens.
     """
-    if not any("sequence" in axes.values() for axes in call.axes.values()):
+    named = {axis for axes in call.axes.values() for axis in axes.values()}
+    if not any(axis.endswith("sequence") for axis in named):
         yield batch_of(model, 1, TOKENS, dtype)
         return
     longest = min(LONGEST_ROW, positions(model.config.get_text_config()))

@@ -35,8 +35,10 @@ from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.comparison.sampling import Runner, choose, length
 from enjoyln_cli.comparison.user_data import UserData
+from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.onnx_export.call import MASK, Call, batches_of_other_sizes
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
+from enjoyln_cli.text import first_line
 
 Outputs = dict[str, torch.Tensor]
 PROGRAM_RATIO = 16.0
@@ -97,9 +99,18 @@ def reference_of(
     """Run the original on seeded inputs, in float64 and in ``dtype``.
 
     ``load`` loads it in a dtype. ``folder`` is the directory of the result, ``unproven`` are the
-    inputs that its proof does not cover.
+    inputs that its proof does not cover. Raises ``UnsupportedModel`` if the original does not run
+    in float64.
     """
-    batches, exact = _exact(load(torch.float64), call, dtype, unproven, folder, seed)
+    try:
+        batches, exact = _exact(load(torch.float64), call, dtype, unproven, folder, seed)
+    except (EnjoyLNError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # any error of the model's code
+        raise UnsupportedModel(
+            f"the original does not run in float64 ({first_line(error)}), so there is no exact "
+            "result to compare with; --no-verify exports it unverified"
+        ) from error
     rounded = load(dtype)
     own = [
         distances_of(_outputs(rounded, batch, call), expected)

@@ -37,11 +37,14 @@ def in_openvino(file: Path) -> Run:
     core = openvino.Core()
     exact = {"INFERENCE_PRECISION_HINT": "f32"}  # by default, some CPUs compute in bfloat16
     model = core.compile_model(core.read_model(file), "CPU", exact)
-    names = [next(iter(one.names)) for one in model.outputs]
 
     def run(batch: Batch) -> dict[str, torch.Tensor]:
         found = model({name: value.numpy() for name, value in batch.items()})
-        return {name: torch.from_numpy(found[at].copy()) for at, name in enumerate(names)}
+        return {  # an output may have names besides its own
+            name: torch.from_numpy(found[at].copy())
+            for at, one in enumerate(model.outputs)
+            for name in one.names
+        }
 
     return run
 
