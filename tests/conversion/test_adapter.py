@@ -148,6 +148,41 @@ def test_an_adapter_with_biases_and_whole_modules(bases: dict[str, Path], tmp_pa
     assert float(weight.mean(0).abs().max() / weight.abs().max()) < 1e-15
 
 
+def test_an_adapter_with_the_biases_of_all_layers(bases: dict[str, Path], tmp_path: Path) -> None:
+    model = adapted(load(bases["phi"]), bias="all")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "adapter")
+    fold(bases["phi"], tmp_path / "out", adapter=tmp_path / "adapter", verify=False)
+    base = from_pretrained(tmp_path / "out")
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
+    assert largest(first_output(tuned), first_output(model)) < 1e-12
+    assert not any(norm.shifted for norm in base.modules() if isinstance(norm, Folded))
+
+
+@pytest.mark.slow
+def test_an_adapter_on_an_untied_head(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Part of a norm's affine moves into the head, which gets its own weights."""
+    model = adapted(load(bases["gpt2"]), target_modules=["lm_head", "c_attn"])
+    model.save_pretrained(tmp_path / "adapter")  # PEFT also saves the base weight of the head
+    given: Any = {"adapter": tmp_path / "adapter", "model_class": "GPT2LMHeadModel"}
+    given["options"] = Options(merge="affine", untie=True)
+    with pytest.raises(UnsupportedModel, match="lm_head.weight: the adapter has its own values"):
+        fold(bases["gpt2"], tmp_path / "out", **given, verify=False)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    found = fold(bases["gpt2"], tmp_path / "out", **given, verify=False)
+    assert any(
+        reader.weight.parameter == "lm_head.weight"
+        for norm in found.plan.merged
+        for reader in norm.readers
+    )
+    base = from_pretrained(tmp_path / "out")
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
+    assert largest(first_output(tuned), first_output(model)) < 1e-12
+
+
 def test_the_adapter_keeps_its_dtype(
     bases: dict[str, Path], adapters: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -140,6 +140,25 @@ def test_mixed_precision_accumulation_and_checkpointing(
     assert verify(tmp_path / "last", samples=4).passed
 
 
+def test_adapters_in_a_trainer(tmp_path: Path, plan: Plan) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(seed: int = 0) -> Any:
+        base = live("GPT2LMHeadModel", CONFIG)
+        torch.manual_seed(seed)
+        layers = ["c_attn", "c_proj"]
+        lora = peft.LoraConfig(target_modules=layers, fan_in_fan_out=True, init_lora_weights=False)
+        return peft.get_peft_model(base, lora).double()
+
+    plain, _ = trained(tmp_path / "plain", adapted())
+    kept, _ = trained(tmp_path / "kept", adapted(), EnjoyLNCallback(plan=plan))
+    assert largest(kept, plain) < 1e-11 and kept.rms == [True] * 3
+    saved = tmp_path / "kept" / "checkpoint-4"
+    callback = EnjoyLNCallback(plan=plan)
+    resumed, _ = trained(tmp_path / "resumed", adapted(seed=5), callback, resume=saved)
+    assert resumed.losses == kept.losses[-len(resumed.losses) :]
+
+
 def test_a_callback_that_is_added_later_and_one_that_stays_unused(
     tmp_path: Path, plan: Plan
 ) -> None:
