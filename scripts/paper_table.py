@@ -10,6 +10,7 @@ that produces its input is centred, whatever else reads that weight.
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import warnings
@@ -25,11 +26,14 @@ from enjoyln_cli.analysis.analyze import Analysis
 from enjoyln_cli.comparison.batches import seeded_batches
 from enjoyln_cli.comparison.metrics import distances, relative
 from enjoyln_cli.comparison.run import run
+from enjoyln_cli.errors import NothingToFold, UnsupportedModel
+from enjoyln_cli.models.classes import build, class_named
 from enjoyln_cli.plan.plan import Plan, Verdict, Writer
 from enjoyln_cli.proof.min_cut import Item, Parameter
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
+from enjoyln_cli.train.streams import MERGED, plan_streams
 
 ROOT = Path(__file__).parent.parent
 PHI_2 = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32}
@@ -103,10 +107,31 @@ def vision_row() -> str:
         exact = model(x)
         centre_parameters(model, printed_plan(model, found))
         error = float((install(model, found.paper, ())(x) - exact).norm() / exact.norm())
-    return row("VMamba (a small one, random weights)", "71 %", found, error)
+    yes = "yes" if compressible(moved(StateSpaceVision()), x) else "no"
+    return row("VMamba (a small one, random weights)", "71 %", found, error, yes)
 
 
-def row(name: str, paper: str, found: Analysis, error: float) -> str:
+def compressible(model: nn.Module, *example: Any) -> bool:
+    """Whether the streams of a model can be held as ``d - 1`` features; reads no weights."""
+    try:
+        plan_streams(model, analyze(model, *example, options=MERGED), "last")
+    except (NothingToFold, UnsupportedModel):
+        return False
+    return True
+
+
+def compressed(config: Any, model_class: str) -> str:
+    """Whether a class can be compressed as it is, or with a head of its own."""
+    if compressible(build(class_named(model_class), config)):
+        return "yes"
+    if getattr(config, "tie_word_embeddings", False):
+        untied = copy.deepcopy(config)
+        untied.tie_word_embeddings = False
+        return "untied" if compressible(build(class_named(model_class), untied)) else "no"
+    return "no"
+
+
+def row(name: str, paper: str, found: Analysis, error: float, compressed: str) -> str:
     plan = found.plan
     static = sum(verdict.status == "static" for verdict in plan.norms)
     cells = (
@@ -117,6 +142,7 @@ def row(name: str, paper: str, found: Analysis, error: float) -> str:
         static,
         f"{len(plan.folded)}, {len(plan.ops)} op" if plan.ops else len(plan.folded),
         f"{100 * error:.2g} %" if error > 1e-9 else f"{error:.0e}",
+        compressed,
     )
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -132,14 +158,20 @@ def main() -> None:
         "a centred embedding. `exact` folds change no output. `error` is how much Algorithm 1, as"
     )
     print("printed, changes the outputs of the small trained checkpoints in `tests/checkpoints`.")
-    print("[The papers' claims](papers.md) has more, and says which papers are meant.\n")
-    print("| model | LNs | paper | Algorithm 1 | exact, in weights | exact, with ops | error |")
-    print("|---|---|---|---|---|---|---|")
+    print("[The papers' claims](papers.md) has more, and says which papers are meant.")
+    print("`CRMSNorm`: whether the streams can be held as d - 1 features, as Pre-RMSNorm proposes")
+    print(
+        "([how](training.md#streams-of-d--1-features-crmsnorm)); `untied`: with a separate head.\n"
+    )
+    columns = ("model", "LNs", "paper", "Algorithm 1", "exact, in weights", "exact, with ops")
+    print(f"| {' | '.join((*columns, 'error', 'CRMSNorm'))} |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, model_type, model_class, settings, paper, folder in MODELS:
         config = transformers.CONFIG_MAPPING[model_type](**settings)
         error = checkpoint_error(ROOT / "tests" / "checkpoints" / folder, model_class)
         found = analyze(config, model_class=model_class)
-        print(row(f"{name} ({model_class})", paper, found, error))
+        cell = compressed(config, model_class)
+        print(row(f"{name} ({model_class})", paper, found, error, cell))
     print(vision_row())
     print("\nThese have RMSNorm already, and no LayerNorm:\n")
     for name, model_type in RMS_MODELS.items():

@@ -33,10 +33,7 @@ from enjoyln_cli.train.streams import (
     CompressedTensor,
     Stream,
     StreamBasis,
-    find_streams,
-    merges_of,
-    readers_without_bias,
-    require_same_code,
+    plan_streams,
     state_sizes,
 )
 
@@ -82,15 +79,12 @@ def compress_streams(
     require_unconverted(model)
     args, kwargs = as_call(example)
     found = analyze_module(model, *args, options=MERGED, example_calls=example_calls, **kwargs)
-    streams = find_streams(model, found, basis)
-    plan = merges_of(found.plan, streams)
-    biases = readers_without_bias(model, found, plan)
-    require_same_code(model, found, streams)
-    centre_parameters(model, plan)
-    for merge, owners in biases:
-        _move_bias(model.get_submodule(merge.norm), owners)
-    done = tuple(_compress(model, stream, basis) for stream in streams)
-    return CompressedStreams(basis, done, _guard(model, found.plan, streams))
+    steps = plan_streams(model, found, basis)
+    centre_parameters(model, steps.merges)
+    for merge, readers in steps.biases:
+        _move_bias(model.get_submodule(merge.norm), readers)
+    done = tuple(_compress(model, stream, basis) for stream in steps.streams)
+    return CompressedStreams(basis, done, _guard(model, found.plan, steps.streams))
 
 
 def decompress_streams(model: nn.Module, compressed: CompressedStreams) -> nn.Module:
@@ -110,8 +104,9 @@ def decompress_streams(model: nn.Module, compressed: CompressedStreams) -> nn.Mo
                 )
     for stream in compressed.streams:
         _change(model, stream.tensors, compressed.basis, decompressed_tensor)
+        like = model.get_parameter(stream.tensors[0].parameter)
         for path, norm in stream.norms.items():
-            _replace(model, path, norm)
+            _replace(model, path, norm.to(like.device, like.dtype))
     compressed.guard.remove()
     return model
 
@@ -119,13 +114,13 @@ def decompress_streams(model: nn.Module, compressed: CompressedStreams) -> nn.Mo
 def _compress(model: nn.Module, stream: Stream, basis: StreamBasis) -> CompressedStream:
     _change(model, stream.tensors, basis, compressed_tensor)
     originals = {path: model.get_submodule(path) for path in stream.norms}
-    like = next(model.parameters())
+    like = model.get_parameter(stream.tensors[0].parameter)
     features = stream.size - 1
     for path, form in stream.norms.items():
         norm: nn.Module = CRMSNorm(features, form.eps)
         if basis == "orthonormal":
             norm = orthonormal_norm(features, form.eps, like)
-        _replace(model, path, norm.train(originals[path].training))
+        _replace(model, path, norm)
     return CompressedStream(stream.size, stream.tensors, originals)
 
 
@@ -135,7 +130,7 @@ def _replace(model: nn.Module, path: str, norm: nn.Module) -> None:
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module is old:
             above, _, own = name.rpartition(".")
-            setattr(model.get_submodule(above), own, norm)
+            setattr(model.get_submodule(above), own, norm.train(old.training))
 
 
 Change = Callable[[torch.Tensor, StreamBasis, bool], torch.Tensor]

@@ -21,6 +21,7 @@ from torch import nn
 from enjoyln_cli.analysis.analyze import Analysis
 from enjoyln_cli.analysis.same_ops import same_but_for_sizes
 from enjoyln_cli.errors import NothingToFold, UnsupportedModel
+from enjoyln_cli.graph.nodes import shape_of
 from enjoyln_cli.models.meta_device import without_weights
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import feature_axis
@@ -32,6 +33,7 @@ from enjoyln_cli.rotation.bases import FoundBasis, find_bases
 
 StreamBasis = Literal["orthonormal", "last"]
 MERGED = Options(fold=False, rotate=True, values=False, merge="affine")
+"""The options of an analysis that finds streams, and how their norms are merged."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class CompressedTensor:
     parameter: str
     dim: int
     reads: bool
+    """Whether it reads the stream. One that is tied may do both."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,18 +51,40 @@ class Stream:
     """A stream that can be compressed."""
 
     size: int
+    """``d``, the number of its features."""
     tensors: tuple[CompressedTensor, ...]
     norms: Mapping[str, LayerNormForm]
+    """The LayerNorms that norm it, by path."""
     inputs: tuple[str, ...]
     """Inputs of the model that would have to have ``size - 1`` features, such as
     ``inputs_embeds``."""
 
 
-def find_streams(model: nn.Module, found: Analysis, basis: StreamBasis) -> list[Stream]:
-    """The streams of ``model``, from an analysis with the options ``MERGED``.
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """How the streams of a model are compressed."""
 
-    Raises ``NothingToFold`` or ``UnsupportedModel``.
+    streams: tuple[Stream, ...]
+    merges: Plan
+    """Merges the weights and biases of the norms into the layers after them."""
+    biases: tuple[tuple[Merge, list[nn.Linear]], ...]
+    """For each norm whose bias is left: the linear layers that get it as their bias."""
+
+
+def plan_streams(model: nn.Module, found: Analysis, basis: StreamBasis) -> Steps:
+    """The steps for all streams of ``model``, from an analysis of it with the options ``MERGED``.
+
+    Values of weights are not read. Raises ``NothingToFold`` if there is no stream with LayerNorms,
+    and ``UnsupportedModel`` with the layer that prevents the conversion.
     """
+    streams = _streams(model, found, basis)
+    merges = _merges(found.plan, streams)
+    biases = _readers_without_bias(model, found, merges)
+    _require_same_code(model, found, streams)
+    return Steps(tuple(streams), merges, tuple(biases))
+
+
+def _streams(model: nn.Module, found: Analysis, basis: StreamBasis) -> list[Stream]:
     flow, forms = found.problem.flow, layer_norms(model)
     inputs, _ = norm_calls(flow, *forms)
     bases = find_bases(flow, found.problem.groups, values=False)
@@ -95,6 +120,10 @@ def _stream(
         module = flow.traces[trace].module_of(node)
         if module not in norms:
             raise _refusal(module, "it depends on the number of features, and is no LayerNorm")
+    for value in one.values:
+        if value.axis != feature_axis(shape_of(value.node) or (0,), value.axis.dim):
+            module = flow.traces[value.trace].module_of(value.node)
+            raise _refusal(module, "it holds the stream beside other features")
     readers: set[str] = set()
     for pair in one.sums:
         operands = [_sources(flow, norms, value) for value in pair]
@@ -110,8 +139,10 @@ def _stream(
         name, axis = tensor.parameter, tensor.axis
         if name.rpartition(".")[0] in norms:
             continue
-        if axis != feature_axis(tensor.shape, axis.dim) or tensor.scale:
-            raise _refusal(name, "only some of its features, or scaled ones, are in the stream")
+        if tensor.scale:
+            raise _refusal(
+                tensor.scale.parameter, "it scales the features of the stream one by one"
+            )
         if basis == "last" and (name in readers) == (name in writers):
             raise _refusal(name, "it is tied, and both writes and reads the stream")
         tensors.append(CompressedTensor(name, axis.dim, name in readers))
@@ -141,7 +172,7 @@ def _sources(flow: Flow, norms: Mapping[str, Any], value: Value) -> set[str]:
     return found
 
 
-def merges_of(plan: Plan, streams: Iterable[Stream]) -> Plan:
+def _merges(plan: Plan, streams: Iterable[Stream]) -> Plan:
     """The part of a plan that merges the norms of the streams; refuses norms that stay as is."""
     norms = {path: form for stream in streams for path, form in stream.norms.items()}
     merged = {one.norm: one for one in plan.merged}
@@ -155,7 +186,7 @@ def merges_of(plan: Plan, streams: Iterable[Stream]) -> Plan:
     return replace(plan, bases=(), merged=tuple(one for one in plan.merged if one.norm in norms))
 
 
-def readers_without_bias(
+def _readers_without_bias(
     model: nn.Module, found: Analysis, plan: Plan
 ) -> list[tuple[Merge, list[nn.Linear]]]:
     """For each norm that keeps its bias: its readers, which are linear layers to get one."""
@@ -184,7 +215,7 @@ def _refusal(culprit: str, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"{culprit}: {reason}; so its stream cannot be compressed")
 
 
-def require_same_code(model: nn.Module, found: Analysis, streams: Iterable[Stream]) -> None:
+def _require_same_code(model: nn.Module, found: Analysis, streams: Iterable[Stream]) -> None:
     """Raises ``UnsupportedModel`` if code computes something else for another number of features.
 
     For example, it may divide by the root of the size that its input has.
