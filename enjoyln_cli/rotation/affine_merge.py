@@ -247,8 +247,13 @@ def _reads_given_value(search: _Search, position: int, reader: Node) -> bool:
 
 def _layers_obstacle(search: _Search, uses: list[Use], biased: bool) -> Obstacle | None:
     """Why the parameters of the linear layers cannot change; ``None`` if they can."""
+    elsewhere_reason = "a linear layer that reads it has a parameter that is also used elsewhere"
     own: dict[str, set[tuple[int, Node]]] = {}
+    known = {pair for use in uses for pair in use.between}
     for use in uses:
+        for node, _ in use.between:
+            if any((node, reader) not in known for reader in nodes_that_read(node)):
+                return Obstacle(elsewhere_reason, use.weight.name)
         for parameter in use.parameters:
             own.setdefault(parameter.name, set()).add((use.trace, parameter.reader))
     for use in uses:
@@ -259,8 +264,7 @@ def _layers_obstacle(search: _Search, uses: list[Use], biased: bool) -> Obstacle
         for name in filter(None, (weight, bias)):
             elsewhere = search.readers[name] - own[name]
             if any(not _reads_given_value(search, *reader) for reader in elsewhere):
-                reason = "a linear layer that reads it has a parameter that is also used elsewhere"
-                return Obstacle(reason, name)
+                return Obstacle(elsewhere_reason, name)
             as_one = name == bias or biased  # what a bias adds is computed from one stored matrix
             if not search.single(name) and (as_one or not search.stored_weight(name, dim)):
                 reason = "a linear layer that reads it has a tied or differently stored parameter"

@@ -60,6 +60,8 @@ class Use:
     dim: int
     """The dimension of the weight that belongs to the features of the norm."""
     bias: ReadParameter | None = None
+    between: tuple[tuple[Node, Node], ...] = ()
+    """The values between the parameter and the layer, each with the op that reads it here."""
 
     @property
     def parameters(self) -> tuple[ReadParameter, ...]:
@@ -166,25 +168,25 @@ def _summed_product(named: Mapping[Node, str], node: Node, value: Value) -> Use 
     if pair is None:
         return None
     reader, (operand, axis) = node, pair
+    between: list[tuple[Node, Node]] = []
     while operand not in named:
         found = _operand_below(operand, axis, reader)
         if found is None:
             return None
+        between.append((operand, reader))
         reader, (operand, axis) = operand, found
     if not _is_read_once(operand, axis, reader) or operand.meta.get("written"):
         return None
     weight = ReadParameter(named[operand], operand, reader)
-    return Use(trace=value.trace, weight=weight, dim=axis.dim)
+    return Use(trace=value.trace, weight=weight, dim=axis.dim, between=tuple(between))
 
 
 def _operand_below(node: Node, axis: Axis, reader: Node) -> tuple[Node, Axis] | None:
-    """What ``node`` takes its features from, if only ``reader`` reads them and it mixes none."""
-    if nodes_that_read(node) != {reader} or not _is_read_once(node, axis, reader):
-        return None
+    """What ``node`` takes its features from, if it mixes none and ``reader`` reads it once."""
     pairs = pull(node, axis)
     if isinstance(pairs, Opaque) or len(pairs) != 1 or not commutes_with_every_matrix(node, axis):
         return None
-    return pairs[0]
+    return pairs[0] if _is_read_once(node, axis, reader) else None
 
 
 def _is_read_once(node: Node, axis: Axis, reader: Node) -> bool:

@@ -46,6 +46,7 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_moe", "Qwen3MoeForCausalLM", ROUTED),
     ("olmoe", "OlmoeForCausalLM", ROUTED),
     ("granitemoe", "GraniteMoeForCausalLM", {**SMALL, "num_local_experts": 3}),
+    ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", {**ROUTED, "moe_layer_start_index": 0}),
     ("llama4_text", "Llama4ForCausalLM", {**SMALL, "num_local_experts": 3}),
     ("phimoe", "PhimoeForCausalLM", {**SMALL, "num_local_experts": 3, "attention_bias": True}),
 ]
@@ -173,6 +174,9 @@ TAKES: dict[str, Callable[[Routed, torch.Tensor, torch.Tensor], Any]] = {
     "matrices of which something else reads the shape": lambda m, y, chosen: (
         lambda w: one_by_one(w, y) + torch.zeros_like(w * 2).sum()
     )(m.stack[chosen]),
+    "matrices that are chosen once and used twice": lambda m, y, chosen: (
+        lambda w: one_by_one(w, y) + one_by_one(w.flip(0), y)
+    )(m.stack[chosen]),
     "a scaled stack": lambda m, y, chosen: one_by_one(m.stack[chosen] * 0.5, y),
     "twice the same experts": lambda m, y, chosen: (
         one_by_one(m.stack[chosen], y) + one_by_one(m.stack[chosen.flip(0)], y)
@@ -187,7 +191,11 @@ REFUSES: dict[str, tuple[Callable[[Routed, torch.Tensor, torch.Tensor], Any], st
     ),
     "chosen matrices that are used again": (
         lambda m, y, chosen: (lambda w: one_by_one(w, y) + w.sum((1, 2), True)[0])(m.stack[chosen]),
-        READ.format("bmm"),
+        ELSEWHERE,
+    ),
+    "a weight twice in one product, once as chosen": (
+        lambda m, y, chosen: (lambda w: torch.einsum("nd,ndf,nhf->nh", y, w, w))(m.square[chosen]),
+        READ.format("einsum"),
     ),
     "a weight twice in one product": (
         lambda m, y, chosen: torch.einsum("nd,edf,ehf->neh", y, m.square, m.square),
