@@ -146,6 +146,7 @@ def test_ours_stand_beside_the_papers(small: tuple[Measured, str]) -> None:
     assert "OOM" in text and "| A100, amp | 0.8567 | 1.0000 | 0.9699 |" in text
 
 
+@pytest.mark.slow
 def test_results_are_the_same_after_they_were_stored(small: tuple[Measured, str]) -> None:
     found, _ = small
     results = paper_times.as_json(found, "the command", "float32", CPU_DEVICE, CPU)
