@@ -342,6 +342,8 @@ class Plan:
     input."""
     training: bool = False
     """Whether the plan is proven for training mode, too."""
+    dropout_rates: tuple[tuple[str, float], ...] = ()
+    """The rates of dropout with which it is proven for training mode, by path and attribute."""
 
     @property
     def folded(self) -> tuple[Verdict, ...]:

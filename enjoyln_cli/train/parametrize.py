@@ -29,7 +29,7 @@ from enjoyln_cli.runtime.install import install, locate
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import Enter
 from enjoyln_cli.runtime.structure import KeepStructure, Snapshot, set_trouble, trouble_with
-from enjoyln_cli.train.training_plan import analyze_training
+from enjoyln_cli.train.training_plan import analyze_training, dropout_rates
 
 
 class Centre(nn.Module):
@@ -95,9 +95,11 @@ def reparametrize(
         parametrize.register_parametrization(module, name, Centre(axes))
         parametrisation: Any = module.parametrizations
         parametrisation.train(module.training)
+    paths = {id(module): path for path, module in model.named_modules()}
     for module, entry in entries(model):
         entry.fold.training_plan = plan
-        entry.check = KeepParametrised(module)
+        path = paths[id(module)]
+        entry.check = KeepParametrised(module, plan, f"{path}." if path else "")
     return plan
 
 
@@ -131,33 +133,35 @@ class KeepParametrised(KeepStructure):
     of dropout. If not, the norms compute LayerNorm.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, prefix: str) -> None:
+        """``prefix`` is the path of ``model`` in the model of the plan, with a dot at its end."""
         super().__init__(model)
         self.built.trains = True
-        self.rates = [float(value) for _, _, value in _rates(model)]
+        self.plan, self.prefix = plan, prefix
 
     def _look(self, entry: Enter, model: nn.Module) -> None:
-        snapshot = Snapshot(model, self.built.loose, _rates(model))
+        facts = [(held, name, value) for _, held, name, value in dropout_rates(model)]
+        snapshot = Snapshot(model, self.built.loose, facts)
         set_trouble(entry, trouble_with(self._compare, model))
         self.snapshot = snapshot
 
     def _compare(self, model: nn.Module) -> None:
         self.built.compare(model)
-        if [float(value) for _, _, value in _rates(model)] != self.rates:
+        if found := _other_rate(model, self.plan, self.prefix):
             raise NotCentred(
-                "a rate of dropout has changed since the model was parametrised; call merge, and "
-                "reparametrize a model that was loaded anew"
+                f"{found}; restore it, or call merge, and reparametrize a model that was loaded "
+                "anew"
             )
 
 
-def _rates(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Every attribute that may be a rate of dropout, as facts for a ``Snapshot``."""
-    return [
-        (vars(module), name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if type(value) in (int, float) and (name == "p" or "drop" in name)
-    ]
+def _other_rate(model: nn.Module, plan: Plan, prefix: str = "") -> str:
+    """The first rate of dropout that is not that of the plan, in words; empty if there is none."""
+    proven = dict(plan.dropout_rates)
+    for path, _, _, value in dropout_rates(model) if proven else ():
+        before = proven.get(f"{prefix}{path}", value)
+        if before != value:
+            return f"{prefix}{path}: is a dropout of {value}, and was {before} in the proof"
+    return ""
 
 
 def as_call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -189,6 +193,8 @@ def _require_usable(model: nn.Module, plan: Plan, approximate: bool) -> None:
             f"{name}: the plan is proven for eval mode only; call reparametrize without a plan, or "
             "ignore dropout with approximate=True"
         )
+    if found := _other_rate(model, plan):
+        raise UnsupportedModel(f"{found}; call reparametrize without a plan")
     edits = replace(plan, writers=())
     if edits_of(edits) or any(writer.scale for writer in plan.writers) or plan.untied:
         raise UnsupportedModel(

@@ -13,7 +13,7 @@ by what the graphs show:
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from enjoyln_cli.analysis.foreign_code import foreign_code
 from enjoyln_cli.analysis.problem import DropoutChoice
 from enjoyln_cli.calls.calls import ExampleCalls
 from enjoyln_cli.effects.garbage import collections_of_new_objects
-from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.norm_modules import runs_torchs_layer_norm
 from enjoyln_cli.plan.plan import PLAIN
 from enjoyln_cli.trace.capture import Captures
@@ -51,6 +51,8 @@ def analyze_training(
     Raises ``TraceFailed`` if a call cannot be traced in both modes, and ``UnsupportedModel`` if
     code branches on random numbers in training mode, or a norm computes something else there.
     """
+    if dropout not in ("keep", "centre"):
+        raise EnjoyLNError(f"dropout is {dropout!r}, but must be 'keep' or 'centre'")
     with foreign_code(model):
         calls = calls_of(model, tuple(args), dict(kwargs or {}), example_calls)
         trained = [
@@ -65,9 +67,23 @@ def analyze_training(
                     "random numbers (as LayerDrop does), so no plan is proven; set its rate to 0"
                 )
         found = analyze_subject(subject_in_memory(model, traced, training=dropout), PLAIN)
+    if not approximate:
+        rates = tuple((name, value) for name, _, _, value in dropout_rates(model))
+        found = replace(found, plan=replace(found.plan, dropout_rates=rates))
     for verdict in found.plan.folded:
         _require_same_in_training(verdict.norm, model.get_submodule(verdict.norm))
     return found
+
+
+def dropout_rates(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, float]]:
+    """Every attribute of a module that may be a rate of dropout.
+
+    Yields its path in the model, the dictionary that holds it, its name there, and its value.
+    """
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) in (int, float) and (name == "p" or "drop" in name):
+                yield (f"{path}.{name}" if path else name), vars(module), name, value
 
 
 def _require_same_in_training(path: str, norm: nn.Module) -> None:

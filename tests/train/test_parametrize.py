@@ -387,7 +387,7 @@ def test_another_rate_of_dropout_makes_the_norms_compute_layer_norm(
     reparametrize(model, example=xs[0])
     model.train()
     model.drop.p = 0.4
-    with pytest.warns(UserWarning, match="a rate of dropout has changed"):
+    with pytest.warns(UserWarning, match="drop.p: is a dropout of 0.4, and was 0.0"):
         model(xs[0])
     assert model.norm.shifted
 
@@ -408,6 +408,12 @@ def test_what_cannot_be_parametrised_is_refused(xs: list[torch.Tensor]) -> None:
     plan = analyze(model, xs[0]).plan
     with pytest.raises(UnsupportedModel, match="proven for eval mode only"):
         reparametrize(model, plan)
+    plain = moved(Mlp())
+    proven = reparametrize(plain, example=xs[0])
+    with pytest.raises(UnsupportedModel, match="drop.p: is a dropout of 0.4, and was 0.0"):
+        reparametrize(model, proven)
+    with pytest.raises(EnjoyLNError, match="must be 'keep' or 'centre'"):
+        reparametrize(model, example=xs[0], dropout="ignore")  # type: ignore[arg-type]
     merged = analyze(model, xs[0], options=Options(merge="bias")).plan
     assert merged.merged
     with pytest.raises(UnsupportedModel, match="more than centring"):
