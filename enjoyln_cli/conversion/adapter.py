@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor
+from enjoyln_cli.checkpoint.result_files import ADAPTER_CONFIG
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.models.classes import build, class_named, classes_for
 from enjoyln_cli.plan.axis import on_dimension
@@ -36,7 +37,7 @@ from enjoyln_cli.runtime.weight_check import tensor_at
 if TYPE_CHECKING:
     from enjoyln_cli.plan.plan import Plan
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 
 PREFIX = "base_model.model."
 KEY = re.compile(r"(?P<path>.+)\.(?P<part>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB])")
@@ -64,7 +65,7 @@ class Adapter:
         folder.mkdir(exist_ok=True)
         config = {**self.config, "base_model_name_or_path": base, "revision": None}
         text = json.dumps(config, indent=2, sort_keys=True)
-        (folder / CONFIG_FILE).write_text(f"{text}\n", encoding="utf-8")
+        (folder / ADAPTER_CONFIG).write_text(f"{text}\n", encoding="utf-8")
         save_file(self.tensors, folder / WEIGHTS_FILE, {"format": "pt"})
 
 
@@ -120,9 +121,11 @@ def edit_adapter(folder: str | Path, plan: Plan, checkpoint: Checkpoint, config:
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     """The adapter's config. Raises ``UnsupportedModel`` for one that does more than add."""
-    path = folder / CONFIG_FILE
+    path = folder / ADAPTER_CONFIG
     if not path.is_file():
-        raise ModelNotFound(f"{folder} has no {CONFIG_FILE}; pass the directory of a PEFT adapter")
+        raise ModelNotFound(
+            f"{folder} has no {ADAPTER_CONFIG}; pass the directory of a PEFT adapter"
+        )
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

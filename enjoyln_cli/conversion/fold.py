@@ -19,7 +19,7 @@ from enjoyln_cli.archive.recorder import bytes_to_keep
 from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
 from enjoyln_cli.checkpoint.config import load_config, require_unfolded
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
-from enjoyln_cli.checkpoint.result_files import MATRIX_FILE
+from enjoyln_cli.checkpoint.result_files import ADAPTER_FOLDER, MATRIX_FILE
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.clock import Progress
 from enjoyln_cli.conversion.inspect import Inspection, Opening, open_named, recipe_text
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from enjoyln_cli.recipe.model import Recipe
     from enjoyln_cli.verification.verify import Verification
 
-ADAPTER_FOLDER = "adapter"
-"""Where the adapter lies in the result."""
 CHECK_SECONDS = 60.0
 """Default time for the check of a fold."""
 
@@ -206,7 +204,8 @@ def write(
 
     def add_adapter(folded: Path) -> None:
         if adapter is not None:
-            adapter.write(folded / ADAPTER_FOLDER, str(final))
+            inside = ready.source.folder
+            adapter.write(folded / inside / ADAPTER_FOLDER, str(final / inside))
 
     def check(folded: Path) -> Verification:
         add_adapter(folded)
@@ -235,7 +234,7 @@ def write(
 
     left = count_finished(work_of(Path(out))) if options.resume else 0
     before = f", {counted(left, 'file')} finished by an earlier run" if left else ""
-    beside = f" and {Path(out) / ADAPTER_FOLDER}" if adapter else ""
+    beside = f" and {Path(out, ready.source.folder, ADAPTER_FOLDER)}" if adapter else ""
     event("stage", f"writing {out}{beside}{before}")
     return fold_checkpoint(
         ready.checkpoint,
@@ -256,7 +255,7 @@ def adapter_for(ready: PreparedFold, folder: str | Path | None) -> Adapter | Non
 
     if folder is None:
         return None
-    if (ready.source.root / ADAPTER_FOLDER).exists():
+    if (ready.source.path / ADAPTER_FOLDER).exists():
         raise OutputError(
             f"{ready.source.model} has a folder {ADAPTER_FOLDER} of its own, where the edited one "
             "would go; move that folder away"

@@ -16,7 +16,7 @@ from torch import nn
 
 def sharded_modules(model: nn.Module) -> list[Any]:
     """The modules in ``model`` whose parameters ``fully_shard`` has split."""
-    if not torch.distributed.is_available():
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     from torch.distributed.fsdp import FSDPModule
 

@@ -27,7 +27,14 @@ from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.config import raw_config
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.marker import read_marker
-from enjoyln_cli.checkpoint.result_files import BENCH_FILE, CARD_FILE, VERIFY_FILE, verified_files
+from enjoyln_cli.checkpoint.result_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FOLDER,
+    BENCH_FILE,
+    CARD_FILE,
+    VERIFY_FILE,
+    verified_files,
+)
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, PushRefused
 from enjoyln_cli.fs.digests import digest_of_file
@@ -226,7 +233,7 @@ def prepare(
         access=access,
         look_only=look_only,
     )
-    origins = _origins(source, marker.source).items()
+    origins = published_paths(source, marker.source).items()
     warnings = tuple(f"{', '.join(names)} would publish the path {path}" for path, names in origins)
     text = None
     if (out / CARD_FILE).is_file():
@@ -242,11 +249,14 @@ def prepare(
     return Upload(out, found, files, text, complaint, warnings)
 
 
-def _origins(result: Source, marked: str) -> dict[str, list[str]]:
-    """From each local path of the original that files of the result contain, to these files."""
+def published_paths(result: Source, marked: str) -> dict[str, list[str]]:
+    """From each local path that files of the result contain, to these files."""
     sources = {CONFIG: marked}
     for name in (VERIFY_FILE, BENCH_FILE):
         sources[name] = str(card.read_json(result.path / name).get("source", ""))
+    adapter = f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}"
+    base = card.read_json(result.path / adapter).get("base_model_name_or_path")
+    sources[adapter] = str(base or "")
     found: dict[str, list[str]] = {}
     for name, path in sources.items():
         if os.path.isabs(path) or path.startswith((".", "~")):  # never the case for a Hub id

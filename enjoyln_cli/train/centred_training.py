@@ -2,9 +2,10 @@
 
 In training mode every norm computes LayerNorm, so the loss depends on ``P W`` alone: a mean over
 the outputs of a centred weight ``W`` changes nothing. Then its gradient has zero mean as well, and
-``W <- P W`` between two steps is a change of gauge (Enjoy-LN, section 3.2): the loss, the gradient
-and every later ``P W`` stay the same, while the weights become those of a folded model. So the
-weights need to be centred only when somebody reads them as such:
+``W <- P W`` between two steps is a change of gauge: the loss, the gradient and every later ``P W``
+stay the same, while the weights become those of a folded model. (In Enjoy-LN, Proposition 2,
+``P W`` is computed in each step instead.) So the weights need to be centred only when somebody
+reads them as such:
 
     a call in eval mode     the check before it centres them, and the norms run RMSNorm
     ``state_dict()``        every way to save reads it first

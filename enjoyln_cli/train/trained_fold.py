@@ -76,7 +76,6 @@ def _analysed(model: Any, found: Marker | None) -> Plan:
     config = _unmarked(model.config)
     config.architectures = [name]
     outputs = found.outputs if found else ()
-    plan = None
     for only in (None, name):  # right for every class that loads the weights, or for this one
         plan = analyze_config(config, model_class=only, outputs=outputs).plan
         folded = {verdict.norm for verdict in plan.folded}

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BERT, GPT2, PHI, live
 
 from enjoyln_cli import Options, fold, from_pretrained
+from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.cli.main import main
 from enjoyln_cli.errors import (
     BadCheckpoint,
@@ -24,6 +25,7 @@ from enjoyln_cli.errors import (
     OutputError,
     UnsupportedModel,
 )
+from enjoyln_cli.publish.push import published_paths
 from enjoyln_cli.runtime.modules import Folded
 
 peft = pytest.importorskip("peft")
@@ -274,6 +276,8 @@ def test_the_command(bases: dict[str, Path], adapters: dict[str, Path], tmp_path
     assert f"writing {tmp_path / 'out'} and {tmp_path / 'out' / 'adapter'}" in found.output
     report = json.loads((tmp_path / "out" / "enjoyln_verify.json").read_text())
     assert "adapter/adapter_model.safetensors" in report["sha256"]
+    told = published_paths(open_source(str(tmp_path / "out")), "phi")
+    assert told[str(tmp_path / "out")] == ["adapter/adapter_config.json"]
     for name in ("--stream", "--keep-means"):
         found = CliRunner().invoke(main, [*words, "-o", str(tmp_path / "two"), name])
         assert found.exit_code == 2
