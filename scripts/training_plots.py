@@ -51,7 +51,9 @@ def _equality(figure: Any, found: Found) -> None:
         axes.axhline(rows[0]["bound"], color="black", linewidth=0.8, linestyle="--")
         axes.set_yscale("log")
         _label(axes, f"{activation}, {dtype}", "epoch", "largest difference of a weight")
-    panels[0].legend(fontsize=8, title="solid: CBWC, dotted: rounding", title_fontsize=8)
+    panels[0].legend(
+        fontsize=8, loc="center right", title="solid: CBWC, dotted: rounding", title_fontsize=8
+    )
 
 
 def _transformer(figure: Any, found: Found) -> None:
@@ -70,7 +72,7 @@ def _transformer(figure: Any, found: Found) -> None:
                 grid[1][column].plot(steps, apart, color=COLOURS[name], label=name, linewidth=0.9)
         _label(grid[0][column], f"Loss, {case}", "", "training loss")
         grid[1][column].set_yscale("log")
-        _label(grid[1][column], "Distance from LayerNorm's loss", "step", "")
+        _label(grid[1][column], "Distance from LayerNorm's loss (none: 1e-17)", "step", "")
         for axes in grid[:, column]:
             axes.legend(fontsize=8)
 

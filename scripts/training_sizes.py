@@ -56,7 +56,7 @@ FULL = Sizes(
     classification=TextSizes(layers=3),
     fine_tuning=TextSizes(files=79),
     steps=200,
-    moving_steps=90,
+    moving_steps=60,
     dropout_steps=200,
     every=20,
     seeds=5,

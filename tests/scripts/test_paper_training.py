@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import paper_training
 import pytest
 import torch
-from paper_training import EXPERIMENTS, as_text, rounded
+from paper_training import DOCS, EXPERIMENTS, as_text, rounded
 from rounding import TIMES
 from torch import nn
 from training_equivalence import ROUNDING, run_together
-from training_page import BEGIN, END, page, replace_section
+from training_page import ALT, BEGIN, END, SECTIONS, page, replace_section
+from training_plots import PICTURES, draw_all
 from training_runs import (
     CBWC,
     LAYER_NORM,
@@ -27,7 +29,7 @@ from training_runs import (
     train,
 )
 from training_spread import input_norms
-from training_tasks import Task, digits_epoch, digits_task, mlp, pieces
+from training_tasks import PACKAGES, Task, digits_epoch, digits_task, mlp, pieces
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -132,6 +134,72 @@ def test_the_section_is_replaced_and_the_rest_of_the_page_stays() -> None:
     assert once == f"# Training\n\nHow.\n\n{BEGIN}\n## What\n{END}\n"
     again = replace_section(once + "\n## More\n", "## Else\n")
     assert again == f"# Training\n\nHow.\n\n{BEGIN}\n## Else\n{END}\n\n## More\n"
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Any]:
+    """All that docs/paper_training.json holds."""
+    found: dict[str, Any] = json.loads((DOCS / "paper_training.json").read_text("utf-8"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(known: dict[str, Any]) -> dict[str, Any]:
+    return {name: one["results"] for name, one in known.items()}
+
+
+def test_the_page_is_the_one_that_the_results_give(known: dict[str, Any]) -> None:
+    text = (DOCS / "training.md").read_text("utf-8")
+    assert list(known) == list(EXPERIMENTS) == list(SECTIONS)
+    assert replace_section(text, page(known)) == text
+
+
+def test_the_page_counts_the_runs_outside_of_the_bounds(known: dict[str, Any]) -> None:
+    found = json.loads(json.dumps({"equality": known["equality"]}))
+    rows = found["equality"]["results"]["rows"]
+    for row in rows:
+        row["loss"] = {CBWC: 0.0, ROUNDING: 0.0}
+        row["weights"] = {CBWC: [0.0, row["bound"] / 2], ROUNDING: [0.0]}
+
+    def counts() -> list[str]:
+        text = page(found).replace("\n", " ")
+        return re.findall(r"outside of it in (\d+), and LayerNorm against itself in (\d+)", text)
+
+    assert counts() == [("0", "0"), ("0", "0")]
+    single = next(row for row in rows if row["dtype"] == "float32")
+    double = next(row for row in rows if row["dtype"] == "float64")
+    single["weights"][CBWC][0] = 2e-5
+    double["loss"][ROUNDING] = 2e-11
+    assert counts() == [("0", "1"), ("1", "0")]
+
+
+def test_the_promised_equalities_hold_in_the_results(results: dict[str, Any]) -> None:
+    for row in results["equality"]["rows"]:
+        exact = row["dtype"] == "float64"  # in float32 LayerNorm drifts from itself, see the page
+        assert row["loss"][CBWC] < row["bound"] + (0 if exact else 5 * row["loss"][ROUNDING])
+        assert row["beyond"][CBWC] <= (0 if exact else 1e-4 + 2 * row["beyond"][ROUNDING])
+        if exact:
+            assert max(row["weights"][CBWC]) < row["bound"]
+    for one in results["transformer"]["cases"].values():
+        assert len(one["curves"][LAYER_NORM]) == 200
+        assert max(max(distances) for distances in one["distances"].values()) < 1e-9
+    for row in results["moving"]["rows"]:
+        assert row["loss"]["loaded"] < 1e-9
+    for runs in (results["dropout"][name] for name in ("language model", "classification")):
+        assert {len(one["test"]) for one in runs["variants"].values()} == {5}
+    tested = results["dropout"]["classification"]["variants"][LAYER_NORM]["test"]
+    assert max(curve[-1]["accuracy"] for curve in tested) > 2 / len(PACKAGES)
+
+
+def test_every_picture_is_there_and_redrawing_it_gives_the_same(
+    known: dict[str, Any], tmp_path: Any
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert ALT.keys() == PICTURES.keys()
+    assert all((DOCS / "pictures" / f"training_{name}.svg").exists() for name in PICTURES)
+    (drawn,) = draw_all({"fine_tuning": known["fine_tuning"]}, tmp_path)
+    text = drawn.read_text("utf-8")
+    assert all(f">{name}<" in text for name in known["fine_tuning"]["results"]["variants"])
 
 
 @pytest.mark.slow
