@@ -35,21 +35,9 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 def program_of(model: nn.Module, call: Call) -> Any:
     """The ``torch.onnx.ONNXProgram`` of one call of ``model``, which computes RMSNorm.
 
-    Its nodes say in their metadata which module they come from. A model whose attention the
-    exporter does not know is exported with that of transformers in plain operations. Raises
-    ``UnsupportedModel`` if torch cannot export it, or if an axis that should be dynamic is not.
+    Its nodes say in their metadata which module they come from. Raises ``UnsupportedModel`` if
+    torch cannot export the model, or if an axis that should be dynamic would be fixed.
     """
-    try:
-        return _program_of(model, call)
-    except UnsupportedModel:
-        if getattr(getattr(model, "config", None), "_attn_implementation", "eager") == "eager":
-            raise
-        with silent():
-            model.set_attn_implementation("eager")  # type: ignore[operator]
-        return _program_of(model, call)
-
-
-def _program_of(model: nn.Module, call: Call) -> Any:
     from onnxscript.optimizer import optimize_ir
 
     dims = tuple(dict(call.axes[name]) for name in call.batch)

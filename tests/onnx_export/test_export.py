@@ -16,7 +16,7 @@ import torch
 from commands import good, refused
 from live_models import CHECKPOINTS
 
-from enjoyln_cli import export, fold
+from enjoyln_cli import export, fold, from_pretrained
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.comparison.run import run
 from enjoyln_cli.errors import (
@@ -28,6 +28,7 @@ from enjoyln_cli.errors import (
 )
 from enjoyln_cli.models.classes import class_named
 from enjoyln_cli.onnx_export import graph
+from enjoyln_cli.onnx_export.call import call_to_export
 from enjoyln_cli.onnx_export.export import Exported, require_packages
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.plan.plan import Options
@@ -242,9 +243,6 @@ def test_weights_that_were_rounded_further_than_the_file(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_norm_that_computes_layer_norm_is_refused(gpt2: Exported, outs: Outs) -> None:
-    from enjoyln_cli import from_pretrained
-    from enjoyln_cli.onnx_export.call import call_to_export
-
     model = from_pretrained(outs["gpt2"])
     with torch.no_grad():
         model.transformer.h[0].mlp.c_proj.weight += 1
@@ -252,6 +250,18 @@ def test_a_norm_that_computes_layer_norm_is_refused(gpt2: Exported, outs: Outs) 
     program = graph.program_of(model, call)
     with pytest.raises(UnsupportedModel, match=r"h\.0\.ln_1 of GPT2.* exported as LayerNorm: "):
         graph.require_rms_norms(program, model, {"transformer.h.0.ln_1"})
+
+
+@pytest.mark.slow
+def test_a_model_that_torch_cannot_export_is_refused_by_name() -> None:
+    """Falcon hands one key for several heads to torch's attention, which the exporter refuses."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(vocab_size=37, hidden_size=24, num_hidden_layers=1, num_attention_heads=3)
+    model = FalconForCausalLM(config).eval()
+    call = call_to_export(model, (), torch.float32)
+    with pytest.raises(UnsupportedModel, match=r"^torch.onnx cannot export FalconForCausalLM: .+"):
+        graph.program_of(model, call)
 
 
 @pytest.mark.parametrize(

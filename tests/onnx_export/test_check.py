@@ -1,0 +1,99 @@
+"""Which error of an exported file passes, and against what it is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TOKENS
+from transformers import MBartConfig, MBartForConditionalGeneration
+
+from enjoyln_cli.comparison.metrics import distances
+from enjoyln_cli.onnx_export.call import Call, batches_of_other_sizes, call_to_export
+from enjoyln_cli.onnx_export.check import PROGRAM_RATIO, Reference, RuntimeCheck, check_in
+from enjoyln_cli.onnx_export.runtimes import RUNTIMES
+
+SIZE = 1e-6
+"""Relative rounding error of the original in torch."""
+
+
+def with_error(exact: torch.Tensor, times: float, seed: int) -> dict[str, torch.Tensor]:
+    noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(seed))
+    return {"y": exact + times * SIZE * noise}
+
+
+def check(
+    file: float, original: float, in_torch: float, monkeypatch: pytest.MonkeyPatch
+) -> RuntimeCheck:
+    """The result for a program that returns the exact outputs with errors of these sizes."""
+    exact = torch.randn(64, 97, generator=torch.Generator().manual_seed(0)).double()
+    errors = {"file": (file, 1), "original": (original, 2)}
+    monkeypatch.setitem(
+        RUNTIMES,
+        "onnxruntime",
+        lambda path: lambda batch: with_error(exact, *errors[path.name]),
+    )
+    call = Call({"x": torch.zeros(64, 3)}, ("y",), {"x": {0: "batch"}})
+    own = distances([with_error(exact, in_torch, 3)], [{"y": exact}])
+    reference = Reference([call.batch], [{"y": exact}], own)
+    files = Path("file"), lambda: Path("original")
+    return check_in("onnxruntime", *files, call, reference, torch.float32, max_ratio=1.25)
+
+
+def test_an_original_that_overflows_passes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = check(0.5, 0.5, float("inf"), monkeypatch)
+    assert "the original itself overflows" in found.failure
+
+
+@pytest.mark.parametrize(
+    ("file", "original", "measured_in", "passes"),
+    [
+        (1.1, 50.0, "torch", True),
+        (3.0, 2.9, "onnxruntime", True),
+        (3.0, 1.5, "onnxruntime", False),
+        (0.9 * PROGRAM_RATIO, 0.9 * PROGRAM_RATIO, "onnxruntime", True),
+        (300.0, 300.0, "torch", False),  # a program that computes something else
+    ],
+)
+def test_a_program_may_round_more_than_torch_but_not_grossly(
+    file: float,
+    original: float,
+    measured_in: str,
+    passes: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = check(file, original, 1.0, monkeypatch)
+    assert found.original_ran_in == measured_in
+    assert bool(found.failure) is not passes
+    if not passes:
+        assert "x the original's own (limit 1.25 x)" in found.failure
+
+
+def test_an_encoder_and_its_decoder_have_lengths_of_their_own() -> None:
+    config = MBartConfig(
+        **TOKENS,
+        d_model=24,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=20,
+        decoder_ffn_dim=20,
+        max_position_embeddings=30,
+    )
+    model = MBartForConditionalGeneration(config).eval()
+    call = call_to_export(model, (), torch.float32)
+    tokens = {0: "batch", 1: "sequence"}
+    assert call.axes == {
+        "input_ids": tokens,
+        "attention_mask": tokens,
+        "decoder_input_ids": {0: "batch", 1: "decoder_sequence"},
+    }
+    assert call.outputs == ("logits", "encoder_last_hidden_state")
+    others = list(batches_of_other_sizes(model, call, torch.float32))
+    assert all(batch.keys() == call.batch.keys() for batch in others)
+    sizes = {batch["input_ids"].shape for batch in others}
+    assert len(sizes) >= 3 and call.batch["input_ids"].shape not in sizes
+    padded = others[-1]["attention_mask"]
+    assert 0 < int(padded[-1].sum()) < padded.shape[1] and not padded[-1, 0] and padded[-1, -1]
