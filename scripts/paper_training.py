@@ -33,7 +33,7 @@ import training_spread
 import training_times
 import transformers
 from paper_tables import log
-from training_page import page, replace_section
+from training_page import page
 from training_plots import draw_all
 from training_sizes import FULL, QUICK, Sizes, Tell
 
@@ -41,6 +41,8 @@ from enjoyln_cli import __version__
 from enjoyln_cli.benchmark.results import hardware
 from enjoyln_cli.clock import duration
 
+BEGIN = "<!-- written by scripts/paper_training.py; do not edit by hand -->"
+END = "<!-- end of what scripts/paper_training.py writes -->"
 DOCS = Path(__file__).parents[1] / "docs"
 EXPERIMENTS: dict[str, tuple[Callable[[Sizes, Tell], dict[str, Any]], float]] = {
     "equality": (training_equivalence.equality, 136),
@@ -118,6 +120,13 @@ def as_text(results: dict[str, Any]) -> str:
     """JSON with each list of plain values on one line."""
     text = json.dumps(results, indent=1)
     return re.sub(r"\[[^][{}]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text) + "\n"
+
+
+def replace_section(text: str, section: str) -> str:
+    """``text`` with what stands between ``BEGIN`` and ``END`` replaced, or appended at the end."""
+    head, _, rest = text.partition(BEGIN)
+    tail = rest.partition(END)[2] or "\n"
+    return f"{head.rstrip()}\n\n{BEGIN}\n{section.rstrip()}\n{END}{tail}"
 
 
 def main() -> None:

@@ -7,9 +7,8 @@ moving       weights and optimizer state move between LayerNorm and CBWC in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from training_runs import (
     train,
     with_norms,
 )
-from training_sizes import Sizes, Tell
+from training_sizes import Sizes, Tell, tell_of_part
 from training_tasks import Task, digits_epoch, digits_task, language_task
 
 from enjoyln_cli.train import merge
@@ -47,9 +46,6 @@ CASES: tuple[tuple[str, type[nn.Module], torch.dtype], ...] = (
 """ReLU is the paper's. It has a kink, where rounding decides about gradients; GELU has none."""
 BOUNDS = {"float32": 1e-5, "float64": 1e-11}
 """The paper's bound for weights (appendix H.4.1), and ours in float64."""
-
-
-# Runs that are compared step by step.
 
 
 @dataclass
@@ -71,7 +67,7 @@ def run_together(
     batches: Sequence[Batch],
     method: Method,
     every: int,
-    on_part: Callable[[float], None] = lambda share: None,
+    tell: Tell = lambda share, text: None,
 ) -> Together:
     """Train each model on the same batches with the same dropout masks, ``every`` steps at a time.
 
@@ -95,7 +91,7 @@ def run_together(
             )
         for name, model in models.items():
             found.weights[name].append(largest_difference(first, model)[0])
-        on_part((begin + len(part)) / len(batches))
+        tell((begin + len(part)) / len(batches), f"step {begin + len(part)}")
     return found
 
 
@@ -114,28 +110,21 @@ def equality(sizes: Sizes, tell: Tell) -> dict[str, Any]:
             }
             batches = task.draw(1, sizes.epochs * epoch)
             found = run_together(models, batches, method, epoch)
-            rows.append(
-                {"optimizer": method.name, "dtype": precision, "bound": BOUNDS[precision]}
-                | {"activation": activation.__name__}
-                | {"loss": {name: max(found.loss_differences(name)) for name in (CBWC, ROUNDING)}}
-                | {"weights": {name: found.weights[name] for name in (CBWC, ROUNDING)}}
-                | {
-                    "beyond": {
-                        name: share_beyond(models[LAYER_NORM], models[name], BOUNDS[precision])
-                        for name in (CBWC, ROUNDING)
-                    }
-                }
-                | {"first_loss": found.losses[LAYER_NORM][0]}
-                | {"last_loss": found.losses[LAYER_NORM][-1]}
-                | {"accuracy": score(models[CBWC], task.unseen())["accuracy"]}
-            )
+            compared, bound = (CBWC, ROUNDING), BOUNDS[precision]
+            rows.append({
+                "optimizer": method.name, "dtype": precision, "bound": bound,
+                "activation": activation.__name__,
+                "loss": {name: max(found.loss_differences(name)) for name in compared},
+                "weights": {name: found.weights[name] for name in compared},
+                "beyond": {name: share_beyond(models[LAYER_NORM], models[name], bound)
+                           for name in compared},
+                "first_loss": found.losses[LAYER_NORM][0],
+                "last_loss": found.losses[LAYER_NORM][-1],
+                "accuracy": score(models[CBWC], task.unseen())["accuracy"],
+            })  # fmt: skip
             tell(len(rows) / total, f"{method.name}, {activation.__name__}, {precision}")
     return {"epochs": sizes.epochs, "steps": sizes.epochs * epoch, "depth": sizes.depth,
             "width": sizes.width, "rows": rows}  # fmt: skip
-
-
-def _tell_part(tell: Tell, text: str, before: float, share: float, done: float) -> None:
-    tell(before + share * done, text)
 
 
 def transformer(sizes: Sizes, tell: Tell) -> dict[str, Any]:
@@ -153,16 +142,13 @@ def transformer(sizes: Sizes, tell: Tell) -> dict[str, Any]:
             for name, options in variants.items()
         }  # fmt: skip
         batches = task.draw(1, sizes.steps)
-        part = partial(_tell_part, tell, case, number / len(cases), 1 / len(cases))
-        together = run_together(models, batches, TRANSFORMER, sizes.every, part)
+        tell_case = tell_of_part(tell, number, len(cases), case)
+        together = run_together(models, batches, TRANSFORMER, sizes.every, tell_case)
         found["cases"][case] = {
             "curves": together.losses,
             "distances": {name: together.loss_differences(name) for name in models},
         }
     return found
-
-
-# Section 5.4: a run goes on with the other norms.
 
 
 def moving(sizes: Sizes, tell: Tell) -> dict[str, Any]:

@@ -19,9 +19,7 @@ from training_times import CENTRED_EACH_STEP, CENTRED_LATER, NORM, PARAMETRISATI
 from enjoyln_cli.clock import duration
 from enjoyln_cli.text import counted
 
-BEGIN = "<!-- written by scripts/paper_training.py; do not edit by hand -->"
 COLUMNS = 110
-END = "<!-- end of what scripts/paper_training.py writes -->"
 AFTER_EQUALITY = """\
 In float32, a ReLU whose input is as close to zero as rounding is passes a gradient in one run and
 not in the other. From there the runs drift apart, as LayerNorm drifts apart from itself. GELU has
@@ -32,13 +30,6 @@ CHANCE = 0.1
 """The accuracy of guessing digits."""
 SIGNS = "A difference whose sign is not the same for all seeds may be chance."
 Found = Mapping[str, Any]
-
-
-def replace_section(text: str, section: str) -> str:
-    """``text`` with what stands between ``BEGIN`` and ``END`` replaced, or appended at the end."""
-    head, _, rest = text.partition(BEGIN)
-    tail = rest.partition(END)[2] or "\n"
-    return f"{head.rstrip()}\n\n{BEGIN}\n{section.rstrip()}\n{END}{tail}"
 
 
 def page(experiments: Found) -> str:
@@ -284,6 +275,10 @@ def _step_times(found: Found) -> str:
                          f"{one[name]['ratio']:.3f}",
                          "" if name == LAYER_NORM else _interval(one[name]["ratio_interval"]),
                          one[name]["rounds"]))  # fmt: skip
+    verdicts = [
+        f"{_verdict(one[CBWC]['ratio_interval'])} with {tokens} tokens"
+        for tokens, one in found["cases"].items()
+    ]
     head = ("one training step", "ms (quartiles)", "divided by LayerNorm's", "95 %", "rounds")
     return f"""\
 ### Time of a training step
@@ -293,7 +288,15 @@ dropout, on one thread of this CPU, in processor time. In a round each runs once
 over the rounds. `{CENTRED_LATER}` is what `EnjoyLNCallback` and `keep_centred` do between two
 evaluations, and `{CENTRED_EACH_STEP}` is their `every="step"`.
 
-{table(head, body)}"""
+{table(head, body)}
+By these intervals, a step with CBWC is {", ".join(verdicts)}."""
+
+
+def _verdict(ends: Sequence[float] | None) -> str:
+    """What the interval of a ratio to LayerNorm's time says."""
+    if ends is None or ends[0] <= 1 <= ends[1]:
+        return "neither faster nor slower"
+    return "slower" if ends[0] > 1 else "faster"
 
 
 def _break_even(found: Found) -> str:

@@ -24,8 +24,7 @@ from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.train import reparametrize
 
 LAYER_NORM, RMS_NORM, CBWC = "LayerNorm", "RMSNorm", "CBWC+RMSNorm"
-VARIANTS = (LAYER_NORM, RMS_NORM, CBWC)
-"""The three that the paper compares: the two norms, and RMSNorm on centred weights."""
+"""The three that the paper compares: the two norms, and RMSNorm on weights ``V = P W``."""
 CONVERTED = "folded, then RMSNorm"
 """Weights are centred once, before the training with RMSNorm."""
 
@@ -40,7 +39,7 @@ class PlainRMSNorm(nn.LayerNorm):
 def with_norms(
     model: nn.Module, variant: str, batch: Batch, plan: Any = None, **options: Any
 ) -> Any:
-    """Change ``model`` in place to one of ``VARIANTS``, or to ``CONVERTED``. Returns its plan.
+    """Change a LayerNorm ``model`` in place to one of the variants above. Returns its plan.
 
     ``batch`` is an example of its input; ``options`` are those of ``reparametrize``. ``plan`` is
     what this returned for another such model, so that it is made only once.
@@ -180,12 +179,11 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     begin: int = 0,
     of: int | None = None,
-    on_step: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
     """Train in place for ``steps`` steps. Returns the loss of each.
 
     ``begin`` and ``of`` are the number of the first step and of all steps, if this is a part of a
-    longer run; such a run passes its ``optimizer``. ``on_step`` receives the steps that are done.
+    longer run; such a run passes its ``optimizer``.
     """
     optimizer = optimizer or method.optimizer(model.parameters())
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -201,7 +199,6 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), method.clip)
         optimizer.step()
         losses.append(loss.item())
-        on_step(step + 1)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     return losses

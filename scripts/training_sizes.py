@@ -12,6 +12,11 @@ Tell = Callable[[float, str], None]
 """Receives which share of an experiment is done, and what was done last."""
 
 
+def tell_of_part(tell: Tell, number: int, count: int, name: str) -> Tell:
+    """For part ``number`` of ``count`` equal parts of an experiment."""
+    return lambda done, text: tell((number + done) / count, f"{name}, {text}")
+
+
 @dataclass(frozen=True)
 class Sizes:
     """How much is run."""

@@ -27,7 +27,7 @@ from training_runs import (
     score,
     train,
 )
-from training_sizes import Sizes, Tell
+from training_sizes import Sizes, Tell, tell_of_part
 from training_tasks import (
     Task,
     classification_task,
@@ -36,8 +36,6 @@ from training_tasks import (
     fine_tuning_task,
     language_task,
 )
-
-# Runs that are compared by their results over several seeds.
 
 
 def over_seeds(
@@ -90,14 +88,11 @@ def dropout(sizes: Sizes, tell: Tell) -> dict[str, Any]:
         "language model": language_task(sizes.text, 0.1),
         "classification": classification_task(sizes.classification, 0.1),
     }
-
-    def tell_of(number: int, name: str) -> Tell:
-        return lambda done, text: tell((number + done) / len(tasks), f"{name}, {text}")
-
-    return {
-        name: over_seeds(task, APPROXIMATE, TRANSFORMER, sizes, tell_of(number, name))
-        for number, (name, task) in enumerate(tasks.items())
-    }
+    found = {}
+    for number, (name, task) in enumerate(tasks.items()):
+        tell_task = tell_of_part(tell, number, len(tasks), name)
+        found[name] = over_seeds(task, APPROXIMATE, TRANSFORMER, sizes, tell_task)
+    return found
 
 
 def fine_tuning(sizes: Sizes, tell: Tell) -> dict[str, Any]:
@@ -105,9 +100,6 @@ def fine_tuning(sizes: Sizes, tell: Tell) -> dict[str, Any]:
     variants = {LAYER_NORM: {}, CONVERTED: {}, CBWC: {"approximate": True}}
     method = replace(TRANSFORMER, optimizer=partial(TRANSFORMER.optimizer, lr=5e-4))
     return over_seeds(fine_tuning_task(sizes.fine_tuning, 0.1), variants, method, sizes, tell)
-
-
-# Section 5.1.
 
 
 @torch.no_grad()

@@ -157,6 +157,7 @@ class TextSizes:
     tokens: int = 64
     rows: int = 8
     files: int = 60
+    """How many modules, or topics of the language reference, the text is."""
     test_rows: int = 256
 
     def config(self, dropout: float, **more: Any) -> transformers.GPT2Config:

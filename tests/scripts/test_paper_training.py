@@ -9,11 +9,11 @@ from typing import Any
 import paper_training
 import pytest
 import torch
-from paper_training import DOCS, EXPERIMENTS, as_text, rounded
+from paper_training import BEGIN, DOCS, END, EXPERIMENTS, as_text, replace_section, rounded
 from rounding import TIMES
 from torch import nn
 from training_equivalence import ROUNDING, run_together
-from training_page import ALT, BEGIN, END, SECTIONS, page, replace_section
+from training_page import ALT, SECTIONS, page
 from training_plots import PICTURES, draw_all
 from training_runs import (
     CBWC,
@@ -171,6 +171,24 @@ def test_the_page_counts_the_runs_outside_of_the_bounds(known: dict[str, Any]) -
     single["weights"][CBWC][0] = 2e-5
     double["loss"][ROUNDING] = 2e-11
     assert counts() == [("0", "1"), ("1", "0")]
+
+
+@pytest.mark.parametrize(
+    ("ends", "verdict"),
+    [
+        ((1.01, 1.2), "slower"),
+        ((0.8, 0.99), "faster"),
+        ((0.9, 1.1), "neither faster nor slower"),
+        (None, "neither faster nor slower"),
+    ],
+)
+def test_the_page_claims_a_difference_only_if_the_interval_shows_it(
+    known: dict[str, Any], ends: tuple[float, float] | None, verdict: str
+) -> None:
+    found = json.loads(json.dumps({"step_times": known["step_times"]}))
+    for one in found["step_times"]["results"]["cases"].values():
+        one[CBWC]["ratio_interval"] = ends
+    assert f"a step with CBWC is {verdict} with 128 tokens" in page(found).replace("\n", " ")
 
 
 def test_the_promised_equalities_hold_in_the_results(results: dict[str, Any]) -> None:
