@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31, help="rounds for a model (default: 31)")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     keep_pages()
     names = ("torch", "onnxscript", "onnxruntime", "openvino")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
