@@ -75,7 +75,7 @@ PAIRS = [pair for pair in reversed(cuda.PAIRS) if pair not in cuda.PAIRS[1:3]]
 """Each dtype of rows once; those of 16 bits with parameters in float32."""
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
+@pytest.mark.parametrize("pair", reversed(cuda.PAIRS), ids=" with ".join)
 def test_every_kernel_is_right(programs: Callable[[str, str], Path], pair: tuple[str, str]) -> None:
     affines = itertools.cycle(("weight and bias", "weight", "bias", ""))
     cases = []
@@ -183,10 +183,12 @@ def test_the_gradients_are_right(
 FAULTS = (
     ("cuda.cu", "    __syncthreads();  // other threads may", "    // other threads may"),
     ("cuda.cu", "int step = 16;", "int step = 8;"),
+    ("cuda.cu", "0xffffffffu, v", "0x0000ffffu, v"),
     ("cuda.cu", "i < THREADS / 32", "i < THREADS / 32 - 1"),
     ("cuda.cu", "int64_t at = row * c.d", "int64_t at = (row + 1) * c.d"),
     ("cuda.cu", "if (row < c.rows)", "if (true)"),
     ("launch.h", "c.d % pack == 0 && rows % 16 == 0", "c.d % pack == 0"),
+    ("launch.h", "c.d % pack == 0 && ", ""),
     ("launch.h", "(c.rows + WARPS - 1) / WARPS", "c.rows / WARPS"),
     ("launch.h", "c.d <= THREADS * EACH", "true"),
     ("team.h", "if (i < packs) {\n          fetch", "if (i <= packs) {\n          fetch"),
@@ -196,7 +198,8 @@ FAULTS = (
     ("backward.h", "rows * chunk / chunks", "rows / chunks * chunk"),
 )  # fmt: skip
 """A file, a text in it, and what replaces it: of each kind of fault one (a barrier that is missing,
-a reduction over too few values, an index past the end, an alignment, a grid that is too small)."""
+a mask or a reduction that is too small, an index past the end, a wrong tail, an alignment, a grid
+that is too small)."""
 
 
 def cases_for_faults() -> list[Case]:

@@ -1,16 +1,16 @@
 """A GPU that is simulated: its kernels, their faults and their times are handed in.
 
-Run as a program, it is one of several processes that start together: see ``main``.
+Run as a program, it starts several processes together: see ``main``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,18 +84,28 @@ class SimulatedGpu:
 
 
 def main() -> None:
-    """Choose for one kind of norm, on a GPU whose times differ from process to process.
+    """Choose for one kind of norm in several processes, on a GPU whose times differ between them.
 
-    Prints what was chosen, and whether this process measured. It begins when the file that is
-    given exists, so that all processes begin together.
+    Each prints what was chosen, and whether it measured. They are forks of this process, so that
+    all begin together; each holds one end of a pipe, and begins when the other end is closed.
     """
-    start, seed = Path(sys.argv[1]), int(sys.argv[2])
-    device = SimulatedGpu(noise=0.9, seed=seed)
-    while not start.exists():
-        pass
-    found = tuning.choose(device, (Norms("float32", "float32", True, False, 8),))
-    taken = [(one.rows, one.added, one.taken, dict(one.microseconds)) for one in found]
-    print(json.dumps({"measured": device.measured > 0, "taken": taken}))
+    begin, opened = os.pipe()
+    for seed in range(int(sys.argv[1])):
+        if os.fork() == 0:
+            os.close(opened)
+            os.read(begin, 1)
+            device = SimulatedGpu(noise=0.9, seed=seed)
+            found = tuning.choose(device, (Norms("float32", "float32", True, False, 8),))
+            taken = [(one.rows, one.added, one.taken, dict(one.microseconds)) for one in found]
+            line = json.dumps({"measured": device.measured > 0, "taken": taken})
+            os.write(sys.stdout.fileno(), f"{line}\n".encode())
+            os._exit(0)
+    os.close(opened)
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
 
 
 if __name__ == "__main__":
