@@ -63,7 +63,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["report"], ["fold"], ["unfold"], ["verify"], ["bench"], ["push"]]
+    "arguments",
+    [[], ["report"], ["fold"], ["unfold"], ["verify"], ["bench"], ["export"], ["push"]],
 )
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_is_everywhere(arguments: list[str], flag: str) -> None:
