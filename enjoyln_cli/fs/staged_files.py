@@ -48,7 +48,11 @@ def staged_file(
     file = check_new_file(file, beside, force=force)
     others = [file.with_name(other.name) for other in beside]
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{file.name[:40]}.", dir=file.parent) as folder:
+        place = tempfile.TemporaryDirectory(prefix=f".{file.name[:40]}.", dir=file.parent)
+    except OSError as error:
+        raise OutputError(f"cannot create a directory in {file.parent}; choose another") from error
+    try:
+        with place as folder:
             yield Path(folder, file.name)
             written = [one for one in (*others, file) if Path(folder, one.name).exists()]
             for one in written:

@@ -213,7 +213,7 @@ def require_packages(names: Iterable[str]) -> None:
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise UnsupportedModel(
-            f"exporting to ONNX needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+            f"exporting to ONNX needs {', '.join(missing)}: pip install {' '.join(missing)}"
         )
 
 

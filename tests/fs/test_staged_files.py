@@ -83,6 +83,12 @@ def test_the_directory_has_to_exist(tmp_path: Path) -> None:
         write(tmp_path / "nowhere" / "model", "graph")
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_a_place_that_takes_no_directories() -> None:
+    with pytest.raises(OutputError, match="in /proc/self; choose another|not allow new files"):
+        write(Path("/proc/self/model"), "graph")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 @pytest.mark.parametrize("force", [False, True])
 def test_a_directory_that_allows_no_new_files(tmp_path: Path, force: bool) -> None:
