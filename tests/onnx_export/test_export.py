@@ -139,7 +139,8 @@ def require_right(found: Exported, out: Path, runtimes: tuple[str, ...] = ("onnx
         assert 0 < error <= 2 * own, (runtime, error, own)
 
 
-def test_names_and_axes_are_those_that_users_expect(gpt2: Exported, outs: Outs) -> None:
+@pytest.mark.slow
+def test_names_and_axes_are_those_that_users_expect(gpt2: Exported) -> None:
     axes = ["batch", "sequence"]
     assert gpt2.inputs == {"input_ids": axes, "attention_mask": axes}
     assert gpt2.outputs == ("logits",) and gpt2.model_class == "GPT2LMHeadModel"
@@ -153,12 +154,14 @@ def test_names_and_axes_are_those_that_users_expect(gpt2: Exported, outs: Outs) 
     assert gpt2.bytes_written == Path(gpt2.file).stat().st_size and gpt2.data_file is None
 
 
+@pytest.mark.slow
 def test_the_result_is_plain_data(gpt2: Exported) -> None:
     found = json.loads(json.dumps(gpt2.to_json()))
     assert found["nodes"]["RMSNormalization"] == 7 and found["outputs"] == ["logits"]
     assert [check["failure"] for check in found["checks"]] == ["", ""]
 
 
+@pytest.mark.slow
 def test_it_computes_the_function_of_the_original(gpt2: Exported, outs: Outs) -> None:
     require_right(gpt2, outs["gpt2"])
     assert gpt2.biased == 7
@@ -242,7 +245,7 @@ def test_weights_that_were_rounded_further_than_the_file(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_norm_that_computes_layer_norm_is_refused(gpt2: Exported, outs: Outs) -> None:
+def test_a_norm_that_computes_layer_norm_is_refused(outs: Outs) -> None:
     model = from_pretrained(outs["gpt2"])
     with torch.no_grad():
         model.transformer.h[0].mlp.c_proj.weight += 1
