@@ -18,13 +18,14 @@ CHUNKS, CHUNK_ROWS = 32, 16
 
 
 @contextmanager
-def _not_traced() -> Iterator[None]:
-    """Inside the block, ``torch.jit.trace`` records nothing."""
+def _outside_of_modes() -> Iterator[None]:
+    """Inside the block, ``torch.jit.trace`` records nothing, and no mode changes an operation."""
     compiled: Any = torch._C
     state = compiled._get_tracing_state()
     compiled._set_tracing_state(None)
     try:
-        yield
+        with compiled.DisableTorchFunction(), _python_dispatch._disable_current_modes():
+            yield
     finally:
         compiled._set_tracing_state(state)
 
@@ -32,15 +33,14 @@ def _not_traced() -> Iterator[None]:
 DTYPES = tuple((dtype, dtype) for dtype in dispatch.DTYPES)
 
 
-@_not_traced()
-@_python_dispatch._disable_current_modes()
+@_outside_of_modes()
 def compare_with_formula(
     loaded: Any, device: str, dtypes: tuple[tuple[str, str], ...] = DTYPES
 ) -> None:
     """Compare the kernels with the formula on real tensors; raise ``NoLibrary`` if one is wrong.
 
-    ``dtypes`` are pairs of the dtypes of rows and parameters. Tracing and dispatch modes are
-    switched off, since the first use may be inside a traced call.
+    ``dtypes`` are pairs of the dtypes of rows and parameters. Tracing and modes are switched off,
+    since the first use may be inside a traced call, or in one that runs in float64.
     """
     one = torch.ones(1, 8, device=device, dtype=getattr(torch, dtypes[0][0]))
     if loaded.run("rms_norm", one, None, None, 1e-5) is NotImplemented:
