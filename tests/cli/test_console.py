@@ -235,6 +235,7 @@ SHOW = """
 from report_cases import CHECKED, ONLY_RMS, PLAN
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
+from enjoyln_cli.report.row import row
 console.write_rows([row("a/long/model/名前", PLAN, ()), row("LLaMA", ONLY_RMS)], "table")
 console.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
 console.write_verification(CHECKED)

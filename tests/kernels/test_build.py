@@ -18,6 +18,7 @@ import pytest
 from live_models import ROOT
 from torch._subclasses import FakeTensorMode
 
+from enjoyln_cli.comparison.run import Float64
 from enjoyln_cli.kernels import build, native
 from enjoyln_cli.kernels.build import NoLibrary
 from enjoyln_cli.kernels.check import compare_with_formula
@@ -83,10 +84,11 @@ def test_the_name_changes_with_sources_and_flags(tmp_path: Path, monkeypatch: An
 
 
 @needs_compiler
-def test_a_loaded_library_is_checked_even_while_a_graph_is_captured() -> None:
+@pytest.mark.parametrize("mode", [FakeTensorMode, Float64])
+def test_a_loaded_library_is_checked_even_inside_of_a_mode(mode: Any) -> None:
     wrong = SimpleNamespace(run=lambda name, x, *_: (x, x) if "add" in name else x)
     assert native.has("cpu")
-    with FakeTensorMode():
+    with mode():
         compare_with_formula(native.entry, "cpu")
         with pytest.raises(NoLibrary, match="kernel of rms_norm is wrong for torch.float32, d = 1"):
             compare_with_formula(wrong, "cpu")

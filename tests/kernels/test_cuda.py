@@ -59,7 +59,7 @@ def test_nvrtc_compiles_each_pair_of_dtypes(compiler: ctypes.CDLL, pair: tuple[s
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", (ARCHITECTURES[0], ARCHITECTURES[-1]))
 def test_nvrtc_compiles_for_each_architecture(compiler: ctypes.CDLL, architecture: str) -> None:
-    if cuda.compiled_for(compiler, architecture) != architecture:
+    if cuda.nvrtc_version(compiler) < "12.8" and architecture == "sm_120":
         pytest.skip("this NVRTC is older than the architecture")
     for dtype in ("float32", "bfloat16"):
         cubin, log = cuda.compile_kernels(
