@@ -76,12 +76,9 @@ def replaced_message(path: str, module: nn.Module, kind: type) -> str:
     if found:
         return quantised_message(path, found)
     if any(type(inner) is kind for inner in module.modules()):
-        lora = added_weights(module) is not None
-        how = (
-            "call enjoyln_cli.refold, which centres it"
-            if lora
-            else ("merge it (merge_and_unload) and call enjoyln_cli.refold")
-        )
+        how = "call enjoyln_cli.refold, which centres it"
+        if added_weights(module) is None:
+            how = "merge it (merge_and_unload) and call enjoyln_cli.refold"
         return (
             f"{path}: has an adapter ({cls.__module__}.{cls.__name__}) whose output may have a "
             f"mean; {how}, or keep LayerNorm"
