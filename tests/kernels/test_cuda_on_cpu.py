@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,15 +46,9 @@ FORMS = (
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The program for a pair of dtypes, compiled once."""
-    folder = tmp_path_factory.mktemp("cuda_on_cpu")
-
-    def made(dtype: str, parameters: str) -> Path:
-        path = folder / f"{dtype}-{parameters}"
-        return path if path.exists() else program(folder, dtype, parameters)
-
-    return made
+    return partial(program, tmp_path_factory.mktemp("cuda_on_cpu"))
 
 
 def case(
@@ -76,7 +71,7 @@ PAIRS = [pair for pair in reversed(cuda.PAIRS) if pair not in cuda.PAIRS[1:3]]
 
 
 @pytest.mark.parametrize("pair", reversed(cuda.PAIRS), ids=" with ".join)
-def test_every_kernel_is_right(programs: Callable[[str, str], Path], pair: tuple[str, str]) -> None:
+def test_every_kernel_is_right(programs: Callable[..., Path], pair: tuple[str, str]) -> None:
     affines = itertools.cycle(("weight and bias", "weight", "bias", ""))
     cases = []
     for d, offset in (*((d, 0) for d in PACKS + TAILS), (768, 1), (1536, 3)):
@@ -87,7 +82,7 @@ def test_every_kernel_is_right(programs: Callable[[str, str], Path], pair: tuple
         assert is_right(one, found), (one.x.shape, one.offset)
 
 
-def test_the_order_of_threads_does_not_matter(programs: Callable[[str, str], Path]) -> None:
+def test_the_order_of_threads_does_not_matter(programs: Callable[..., Path]) -> None:
     pair = ("bfloat16", "float32")
     for d in (33, 768, 1536, 8200):
         torch.manual_seed(d)
@@ -113,7 +108,7 @@ def largest(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", [huge, tiny, largest])
 @pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
 def test_extreme_values(
-    programs: Callable[[str, str], Path], pair: tuple[str, str], kind: Callable[[Tensor], Tensor]
+    programs: Callable[..., Path], pair: tuple[str, str], kind: Callable[[Tensor], Tensor]
 ) -> None:
     cases = []
     for d, layer, added in itertools.product((33, 1536, 8200), (False, True), (False, True)):
@@ -131,7 +126,7 @@ def test_extreme_values(
 
 
 def test_rows_without_a_result_are_nan_and_others_are_not_touched(
-    programs: Callable[[str, str], Path],
+    programs: Callable[..., Path],
 ) -> None:
     pair = ("bfloat16", "float32")
     for d, layer in itertools.product((33, 768, 8200), (False, True)):
@@ -165,9 +160,7 @@ def gradients_are_right(one: Gradients, found: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
-def test_the_gradients_are_right(
-    programs: Callable[[str, str], Path], pair: tuple[str, str]
-) -> None:
+def test_the_gradients_are_right(programs: Callable[..., Path], pair: tuple[str, str]) -> None:
     sizes = ((8, 0), (7, 0), (33, 0), (768, 0), (768, 1), (1032, 0), (1025, 0), (1536, 3))
     switches = itertools.cycle(itertools.product((0, 1), (True, False), (1, 3, 29)))
     cases = []
@@ -180,26 +173,96 @@ def test_the_gradients_are_right(
         assert gradients_are_right(one, found), (one.x.shape, one.layer, one.offset)
 
 
-FAULTS = (
-    ("cuda.cu", "    __syncthreads();  // other threads may", "    // other threads may"),
-    ("cuda.cu", "int step = 16;", "int step = 8;"),
-    ("cuda.cu", "0xffffffffu, v", "0x0000ffffu, v"),
-    ("cuda.cu", "i < THREADS / 32", "i < THREADS / 32 - 1"),
-    ("cuda.cu", "int64_t at = row * c.d", "int64_t at = (row + 1) * c.d"),
-    ("cuda.cu", "if (row < c.rows)", "if (true)"),
-    ("launch.h", "c.d % pack == 0 && rows % 16 == 0", "c.d % pack == 0"),
-    ("launch.h", "c.d % pack == 0 && ", ""),
-    ("launch.h", "(c.rows + WARPS - 1) / WARPS", "c.rows / WARPS"),
-    ("launch.h", "c.d <= THREADS * EACH", "true"),
-    ("team.h", "if (i < packs) {\n          fetch", "if (i <= packs) {\n          fetch"),
-    ("cuda.cu", "  __syncthreads();\n  if (share < 2", "  if (share < 2"),
-    ("cuda.cu", "i >= 2 * c.d", "i > 2 * c.d"),
-    ("gradient.h", "h[j] * dot - total", "h[j] * dot"),
-    ("backward.h", "rows * chunk / chunks", "rows / chunks * chunk"),
-)  # fmt: skip
-"""A file, a text in it, and what replaces it: of each kind of fault one (a barrier that is missing,
-a mask or a reduction that is too small, an index past the end, a wrong tail, an alignment, a grid
-that is too small)."""
+FAULTS = {
+    "a barrier before the sum of a block": (
+        "cuda.cu",
+        "    __syncthreads();  // other threads may",
+        "    if (!FAULT) __syncthreads();  // other threads may",
+    ),
+    "a barrier after the sums of the warps": (
+        "cuda.cu",
+        "    __syncthreads();\n    v = 0;",
+        "    if (!FAULT) __syncthreads();\n    v = 0;",
+    ),
+    "a barrier before the sum of a chunk": (
+        "cuda.cu",
+        "  __syncthreads();\n  if (share < 2",
+        "  if (!FAULT) __syncthreads();\n  if (share < 2",
+    ),
+    "a reduction over half a warp": ("cuda.cu", "int step = 16;", "int step = FAULT ? 8 : 16;"),
+    "a mask of half a warp": ("cuda.cu", "0xffffffffu, v", "FAULT ? 0xffffu : 0xffffffffu, v"),
+    "a warp left out": ("cuda.cu", "i < THREADS / 32", "i < THREADS / 32 - FAULT"),
+    "the row after": ("cuda.cu", "int64_t at = row * c.d", "int64_t at = (row + FAULT) * c.d"),
+    "a row after the last": ("cuda.cu", "if (row < c.rows)", "if (FAULT || row < c.rows)"),
+    "packs off the alignment": (
+        "launch.h",
+        "c.d % pack == 0 && rows % 16 == 0",
+        "c.d % pack == 0 && (FAULT || rows % 16 == 0)",
+    ),
+    "packs that leave a tail": (
+        "launch.h",
+        "c.d % pack == 0 && ",
+        "(FAULT || c.d % pack == 0) && ",
+    ),
+    "a block too few": (
+        "launch.h",
+        "(c.rows + WARPS - 1) / WARPS",
+        "(c.rows + (FAULT ? 0 : WARPS - 1)) / WARPS",
+    ),
+    "a row too long to be kept": (
+        "launch.h",
+        "c.d <= THREADS * EACH",
+        "(FAULT || c.d <= THREADS * EACH)",
+    ),
+    "a pack after the last": (
+        "team.h",
+        "if (i < packs) {\n          fetch",
+        "if (i < packs + FAULT) {\n          fetch",
+    ),
+    "elements of a thread twice": (
+        "cuda.cu",
+        "threadIdx.x % 32, 32}",
+        "threadIdx.x % 32, 32 - FAULT}",
+    ),
+    "packs that are not written": (
+        "team.h",
+        "    Packed y;\n",
+        "    if (FAULT && i > 99) return;\n    Packed y;\n",
+    ),
+    "rows left out of a sum": ("cuda.cu", "row += SHARE", "row += SHARE + FAULT"),
+    "a share left out of a sum": ("cuda.cu", "i < SHARE;", "i < SHARE - FAULT;"),
+    "columns without a block": (
+        "launch.h",
+        "(c.d + COLUMNS - 1) / COLUMNS * c.chunks",
+        "(c.d + (FAULT ? 0 : COLUMNS - 1)) / COLUMNS * c.chunks",
+    ),
+    "a column after the last": ("cuda.cu", "i >= 2 * c.d", "i >= 2 * c.d + FAULT"),
+    "a gradient that is not centred": (
+        "gradient.h",
+        "h[j] * dot - total",
+        "h[j] * dot - (FAULT ? 0 : total)",
+    ),
+    "chunks without the last rows": (
+        "backward.h",
+        "rows * chunk / chunks",
+        "(FAULT ? rows / chunks * chunk : rows * chunk / chunks)",
+    ),
+}
+"""Of each kind one or more: a file, a text in it, and what replaces it. ``FAULT`` is true if the
+fault is switched on, so that one program has them all."""
+
+
+@pytest.fixture(scope="module")
+def faulty(programs: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program that has all faults, none of which is switched on by itself."""
+    sources = tmp_path_factory.mktemp("sources") / "faulty"
+    shutil.copytree(build.SOURCES, sources)
+    for number, (name, before, after) in enumerate(FAULTS.values(), start=1):
+        text = (sources / name).read_text()
+        assert before in text
+        after = after.replace("FAULT", f"(fault == {number})")
+        (sources / name).write_text(text.replace(before, after, 1))
+    return programs("float32", "float32", sources)
 
 
 def cases_for_faults() -> list[Case]:
@@ -213,29 +276,25 @@ def cases_for_faults() -> list[Case]:
     return cases
 
 
-def is_found(made: Path) -> bool:
+def is_found(made: Path, fault: int) -> bool:
     """Whether a program gives a wrong result, or ends with an error."""
     cases, pair = cases_for_faults(), ("float32", "float32")
     sizes = ((40, 7), (40, 48), (8, 1032))
     backward = [gradients(rows, d, pair, True, layer=1, seed=d) for rows, d in sizes]
     try:
-        norms_are_right = all(map(is_right, cases, run(made, cases)))
+        norms_are_right = all(map(is_right, cases, run(made, cases, fault)))
         return not (
-            norms_are_right and all(map(gradients_are_right, backward, run(made, backward)))
+            norms_are_right and all(map(gradients_are_right, backward, run(made, backward, fault)))
         )
     except Fault:
         return True
 
 
-def test_sources_without_a_fault_pass(programs: Callable[[str, str], Path]) -> None:
-    assert not is_found(programs("float32", "float32"))
+def test_sources_without_a_fault_pass(programs: Callable[..., Path], faulty: Path) -> None:
+    for made in (programs("float32", "float32"), faulty):
+        assert not is_found(made, 0)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: " ".join(fault[2].split())[:30])
-def test_a_fault_is_found(fault: tuple[str, str, str], tmp_path: Path) -> None:
-    name, before, after = fault
-    sources = shutil.copytree(build.SOURCES, tmp_path / "csrc")
-    text = (sources / name).read_text()
-    assert before in text
-    (sources / name).write_text(text.replace(before, after, 1))
-    assert is_found(program(tmp_path, "float32", "float32", sources))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str, faulty: Path) -> None:
+    assert is_found(faulty, 1 + list(FAULTS).index(fault))

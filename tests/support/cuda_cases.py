@@ -1,7 +1,8 @@
 """Calls of the CUDA kernels that run on the CPU: compiled with a stand-in for CUDA.
 
 A program for one pair of dtypes (``cuda_on_cpu/run.cpp``) runs a list of calls in a process of its
-own, with a time limit: a barrier that is missing may show as a hang.
+own, with a time limit: a barrier that is missing may show as a hang. The threads
+(``cuda_on_cpu/threads.cpp``) are the same in each program.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch import Tensor
 from enjoyln_cli.kernels import build, cuda, formula
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
-FLAGS = ("-std=c++17", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-w")
+FLAGS = ("-std=c++17", "-w", "-I", HERE)
+CHECKED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+"""How the kernels are compiled: optimising them would take longer than they run."""
 SECONDS = 120
 NOT_KEPT, KEPT, IN_PLACE = range(3)
 """What becomes of the sum: it is not kept, it is kept, or it replaces the residual."""
@@ -113,19 +116,31 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def program(folder: Path, dtype: str, parameters: str, sources: Path = build.SOURCES) -> Path:
-    """Compile the program for a pair of dtypes; ``sources`` may be a copy with a fault."""
-    made = folder / f"{dtype}-{parameters}"
-    types = f"-DROW={cuda.TYPES[dtype]}", f"-DPARAMETER={cuda.TYPES[parameters]}"
-    command = ["g++", *FLAGS, "-I", HERE, "-I", sources, *types, HERE / "run.cpp", "-o", made]
-    subprocess.run(command, check=True, timeout=SECONDS)
+    """Compile the program for a pair of dtypes; ``sources`` may be a copy with faults.
+
+    What is in ``folder`` already is not compiled again.
+    """
+    made, threads = folder / f"{dtype}-{parameters}-{sources.name}", folder / "threads.o"
+    if not threads.exists():
+        _compile("-O2", "-c", HERE / "threads.cpp", "-o", threads)
+    if not made.exists():
+        types = f"-DROW={cuda.TYPES[dtype]}", f"-DPARAMETER={cuda.TYPES[parameters]}"
+        _compile(*CHECKED, *types, "-I", sources, HERE / "run.cpp", threads, "-o", made)
     return made
 
 
-def run(made: Path, cases: Sequence[Case | Gradients]) -> list[list[Tensor]]:
-    """The outputs of each call. Raises ``Fault`` if the program ends with an error."""
-    given = b"".join(case.packed() for case in cases)
+def _compile(*arguments: str | Path) -> None:
+    subprocess.run(["g++", *FLAGS, *arguments], check=True, timeout=SECONDS)
+
+
+def run(made: Path, cases: Sequence[Case | Gradients], fault: int = 0) -> list[list[Tensor]]:
+    """The outputs of each call, with a ``fault`` of the sources switched on, or none.
+
+    Raises ``Fault`` if the program ends with an error.
+    """
+    given, command = b"".join(case.packed() for case in cases), [made, f"{fault}"]
     try:
-        found = subprocess.run([made], input=given, capture_output=True, timeout=SECONDS)
+        found = subprocess.run(command, input=given, capture_output=True, timeout=SECONDS)
     except subprocess.TimeoutExpired as error:
         raise Fault(f"it takes more than {SECONDS} s") from error
     if found.returncode:

@@ -1,7 +1,16 @@
 // Runs calls of cuda.cu for one pair of types (ROW, PARAMETER): reads them from standard input, and
 // writes the results to standard output. Every buffer has its exact size, so that
 // AddressSanitizer sees what is read or written beyond it.
+//
+// The argument is the number of the fault that is switched on, in sources that have faults.
+static int fault = 0;
+
 #include "cuda.cu"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <initializer_list>
 
 struct Case {  // as in cuda_cases.py; the contents of x, r, w and b follow, as far as there are any
   int64_t rows, d;
@@ -55,7 +64,7 @@ void run(const Case& one) {
   c.w_dtype = c.b_dtype = parameter_dtype();
   void (*kernels[KERNELS])(Call) = {short_packs, short_single, long_kept, long_packs, long_single};
   const Launch l = launch_of(c);
-  cuda_on_cpu::launch(l.blocks, l.threads, one.seed, [&] { kernels[l.kernel](c); });
+  cuda_on_cpu::launch<Call>(l.blocks, l.threads, one.seed, kernels[l.kernel], c);
   fwrite(y, 1, size, stdout);
   if (one.sum) fwrite(s, 1, size, stdout);
   if (!one.over) free(y - offset);
@@ -86,8 +95,7 @@ void run_backward(const Case& one) {
   void (*kernels[])(Backward) = {back_short_packs, back_short_single, back_long_packs,
                                  back_long_single, back_chunks,       back_sums};
   for (const Launch& l : {launch_of_rows(c), launch_of_chunks(c), launch_of_sums(c)})
-    cuda_on_cpu::launch(l.blocks, l.threads, one.seed,
-                        [&] { kernels[l.kernel - BACK_SHORT_PACKS](c); });
+    cuda_on_cpu::launch(l.blocks, l.threads, one.seed, kernels[l.kernel - BACK_SHORT_PACKS], c);
   fwrite(dx, 1, size, stdout);
   fwrite(sums, 1, 2 * one.d * sizeof(S), stdout);
   free(x - offset);
@@ -102,7 +110,8 @@ void run_backward(const Case& one) {
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  if (count > 1) fault = atoi(arguments[1]);
   Case one;
   while (fread(&one, sizeof one, 1, stdin) == 1) one.chunks ? run_backward(one) : run(one);
 }
