@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -33,36 +35,41 @@ exact = torch.nn.functional.layer_norm(x.double(), (32,))
 lost = (torch.nn.functional.layer_norm(x, (32,)) - exact).norm()
 assert (y - exact).norm() <= 8 * max(lost, torch.finfo(y.dtype).eps * exact.norm())
 status = kernels.native.status("cpu")
-print(json.dumps([status.active, status.what, str(status.path)]))
+print(json.dumps([status.active, status.what, str(status.path)]), flush=True)
 """
+"""Computes a norm, and prints which kernels did it."""
+
+TOGETHER = """
+import os, sys
+from enjoyln_cli import kernels
+for _ in range(2):
+    if os.fork() == 0:
+        exec(sys.argv[1])
+        os._exit(0)
+assert os.wait()[1] == 0 == os.wait()[1]
+"""
+"""Runs the program that is its argument in two processes, which have imported the package."""
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 
 
-def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
-    given = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-c", USE]
-    return subprocess.Popen(
-        command, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def answer(process: subprocess.Popen[str]) -> Any:
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    return json.loads(output)
-
-
 @pytest.mark.slow
 @needs_compiler
-def test_processes_that_start_together_compile_once(tmp_path: Path, quick_compiler: str) -> None:
-    found = [answer(p) for p in [start(tmp_path, CXX=quick_compiler) for _ in range(2)]]
+def test_processes_that_start_together_compile_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_compiler: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", quick_compiler)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [sys.executable, "-c", TOGETHER, USE]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=240)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 2
     path = tmp_path / "enjoyln" / build.cpu().name
     assert all(active and got == str(path) for active, _, got in found)
     assert sorted(p.suffix for p in path.parent.iterdir()) == [".lock", ".so"]
-    before = path.stat().st_mtime_ns
-    assert answer(start(tmp_path))[0]
-    assert path.stat().st_mtime_ns == before
+    monkeypatch.setattr(build, "compiler", None)
+    assert build.library(build.cpu()) == path, "which is not compiled again"
 
 
 @needs_compiler
@@ -125,27 +132,49 @@ def test_a_full_disk_is_a_reason_not_to_have_a_library(
     assert build.cached("a.cubin", lambda path: path.write_bytes(b"1") and None).exists()
 
 
-def test_without_a_compiler_it_computes_and_says_why(tmp_path: Path) -> None:
-    empty = tmp_path / "bin"
-    empty.mkdir()
-    active, what, _ = answer(start(tmp_path, PATH=str(empty), CXX=""))
-    assert not active and "C++ compiler (g++ or clang++) is not on PATH" in what
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of a new process with an empty cache."""
+    monkeypatch.setattr(native, "_known", {})
+    monkeypatch.setattr(native, "entry", native.Unloaded())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-@pytest.mark.slow
-def test_it_can_be_switched_off(tmp_path: Path) -> None:
-    active, what, _ = answer(start(tmp_path, ENJOYLN_KERNELS="0"))
-    assert not active and "ENJOYLN_KERNELS=0" in what
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"PATH": "/nowhere", "CXX": ""}, "C++ compiler (g++ or clang++) is not on PATH"),
+        ({"ENJOYLN_KERNELS": "0"}, "switched off by ENJOYLN_KERNELS=0"),
+    ],
+    ids=["no compiler", "switched off"],
+)
+def test_without_kernels_it_computes_and_says_why(
+    setting: dict[str, str],
+    reason: str,
+    fresh: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    exec(USE, {})
+    active, what, _ = json.loads(capsys.readouterr().out)
+    assert not active and reason in what
 
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_cache_that_cannot_be_written_is_passed_over(tmp_path: Path, quick_compiler: str) -> None:
+def test_a_cache_that_cannot_be_written_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_compiler: str
+) -> None:
     (tmp_path / "cache").write_text("not a directory")
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    active, _, path = answer(start(tmp_path / "cache", TMPDIR=str(temporary), CXX=quick_compiler))
-    assert active and Path(path).parent == temporary / f"enjoyln-{os.getuid()}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", quick_compiler)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    path = build.library(build.cpu())
+    assert path.parent == temporary / f"enjoyln-{os.getuid()}" and ctypes.CDLL(str(path))
     (tmp_path / "file").write_text("")
     # no temporary directory either: TMPDIR is ignored by Python where it is not writable
     folders = [tmp_path / "file" / "a", tmp_path / "file" / "b"]

@@ -297,6 +297,7 @@ def test_processes_that_start_together_agree(tmp_path: Path) -> None:
     program = ROOT / "tests" / "support" / "simulated_gpu.py"
     paths = os.pathsep.join((str(ROOT), str(program.parent)))
     given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": paths}
+    given["ENJOYLN_KERNELS"] = "0"  # the CPU's, which would be compiled in this cache
     call = [sys.executable, str(program), "8"]
     done = subprocess.run(call, env=given, capture_output=True, text=True, check=True, timeout=240)
     found = [json.loads(line) for line in done.stdout.splitlines()]
@@ -401,9 +402,8 @@ def test_the_kinds_of_norms_of_a_model(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_tuned_by_the_command(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, outs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = fold(CHECKPOINTS / "gpt2", tmp_path / "out", verify=False).out
     device = SimulatedGpu({**SPEEDS, KERNEL: 5e-6})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -415,7 +415,7 @@ def test_a_checkpoint_is_tuned_by_the_command(
     )
     for time in ("5.0", "6.0"):
         device.speeds = {**SPEEDS, KERNEL: float(time) * 1e-6}
-        result = CliRunner().invoke(main, ["env", "--tune", str(out)])
+        result = CliRunner().invoke(main, ["env", "--tune", str(outs["gpt2"])])
         assert result.exit_code == 0, result.output
         (line,) = (a for a in result.stdout.splitlines() if "32 rows" in a and "after" not in a)
         assert "in float32, weight and bias in float32: kernel (layer_norm 10.0" in line
