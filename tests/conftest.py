@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hub_clients import clients
 from hub_server import Hub, serving
 from live_models import CHECKPOINTS, FOLDED
+from warm_process import servers
 
 from enjoyln_cli import fold
 
@@ -38,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if name in seen:
                 item.add_marker(pytest.mark.slow)
             seen.add(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_of_commands() -> Iterator[None]:
+    with servers():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,6 +120,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hub_server() -> Iterator[Hub]:
-    """One server for all tests: starting the processes that ask it takes seconds."""
-    with serving() as server, clients():
+    """One server for all tests, since each other address is another process that asks it."""
+    with serving() as server:
         yield server

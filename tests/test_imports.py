@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from warm_process import run
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "enjoyln_cli"
@@ -188,4 +189,4 @@ def test_importing_is_cheap(module: str) -> None:
 @pytest.mark.slow
 def test_every_public_name_is_there() -> None:
     code = "import enjoyln_cli as e; assert all(callable(getattr(e, name)) for name in e.__all__)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run("-c", code) == (0, "", "")

@@ -67,12 +67,12 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         if debugging():
-            return super().invoke(ctx)
+            return self._run(ctx)
         ctx.obj = {name for name in QUIET if name not in os.environ}
         os.environ.update({name: QUIET[name] for name in ctx.obj})
         warnings.simplefilter("ignore")
         try:
-            return super().invoke(ctx)
+            return self._run(ctx)
         except KeyboardInterrupt as error:
             if not processes.present().rank:
                 complain(f"interrupted; {str(error) or 'nothing half-written was left behind'}")
@@ -84,6 +84,12 @@ class Commands(click.Group):
                 raise
             complain(explain(error))
             ctx.exit(1)
+
+    def _run(self, ctx: click.Context) -> Any:
+        """Run the command; Click is silent about a reader of its output that has gone away."""
+        found = super().invoke(ctx)
+        sys.stdout.flush()  # otherwise Python does so when it ends, and complains
+        return found
 
 
 def explain(error: Exception) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hub_server import Hub, serving
+from warm_process import run
 
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import ModelNotFound
@@ -110,16 +108,10 @@ def asked(
     calls: list[dict[str, Any]], cache: Path, here: Path | None = None, **environment: str
 ) -> list[list[Any]]:
     """What ``open_source`` returns or raises for each call, in a separate process."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(cache), json.dumps(calls)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=here,
-        env={**os.environ, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    settings = {"HF_HUB_DISABLE_XET": "1", **environment}
+    status, out, err = run("-c", SCRIPT, cache, json.dumps(calls), settings=settings, cwd=here)
+    assert status == 0, err
+    return [json.loads(line) for line in out.splitlines()]
 
 
 @pytest.fixture(scope="module")

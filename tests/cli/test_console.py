@@ -16,6 +16,7 @@ import pytest
 from live_models import ROOT
 from report_cases import CHECKED, ONLY_RMS, PLAN, REASON
 from rich.table import Table
+from warm_process import start
 
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
@@ -232,6 +233,7 @@ def test_what_an_earlier_run_has_written_is_no_speed(
 
 
 SHOW = """
+from warm_process import start
 from report_cases import CHECKED, ONLY_RMS, PLAN
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
@@ -246,20 +248,16 @@ with progress.watch_job(quiet=False) as watch:
 """
 
 
-def shown(**environment: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_any_encoding_does(encoding: str) -> None:
+    done = subprocess.run(
         [sys.executable, "-c", SHOW],
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
         cwd=ROOT / "tests" / "support",
         capture_output=True,
         check=True,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
-def test_any_encoding_does(encoding: str) -> None:
-    done = shown(PYTHONIOENCODING=encoding, PYTHONUTF8="0")
     assert b"h.2-3.ln" in done.stdout
     assert done.stdout.decode(encoding)
 
@@ -267,14 +265,8 @@ def test_any_encoding_does(encoding: str) -> None:
 def on_a_terminal(width: int, **environment: str) -> str:
     """What a terminal of ``width`` columns receives."""
     ours, theirs = pty.openpty()
-    env = {**os.environ, "COLUMNS": str(width), "TERM": "xterm-256color", **environment}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SHOW],
-        env=env,
-        cwd=ROOT / "tests" / "support",
-        stdout=theirs,
-        stderr=theirs,
-    )
+    environment |= {"COLUMNS": str(width), "TERM": "xterm-256color"}
+    process = start("-c", SHOW, environment=environment, stdout=theirs, stderr=theirs)
     os.close(theirs)
     received = b""
     while True:

@@ -9,8 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -424,13 +422,8 @@ def closed_pipe() -> Iterator[int]:
 @pytest.mark.slow
 def test_a_closed_pipe_is_silent(closed_pipe: int, llama: Path) -> None:
     for arguments in (["--help"], ["report", str(llama)]):
-        process = subprocess.run(
-            [sys.executable, "-m", "enjoyln_cli", *arguments],
-            stdout=closed_pipe,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stderr == ""
+        process = running(*arguments, stdout=closed_pipe)
+        assert process.communicate()[1] == ""
 
 
 # Library.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 from click.testing import CliRunner, Result
 from live_models import CHECKPOINTS
+from warm_process import Started, start
 
 from enjoyln_cli.cli.main import main
 
@@ -35,11 +34,5 @@ def refused(*arguments: object, status: int = 1) -> str:
     return result.stderr
 
 
-def running(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "enjoyln_cli", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+def running(*arguments: object, **options: Any) -> Started:
+    return start("-m", "enjoyln_cli", *arguments, **options)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
+
+from warm_process import start
 
 
 def together(*commands: Sequence[object]) -> list[tuple[int, str]]:
@@ -19,18 +18,10 @@ def together(*commands: Sequence[object]) -> list[tuple[int, str]]:
         "LOCAL_WORLD_SIZE": f"{len(commands)}",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": f"{port}",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
     }
     running = [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env={**os.environ, **common, "RANK": f"{rank}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        start(*command, environment={**common, "RANK": f"{rank}"})
         for rank, command in enumerate(commands)
     ]
-    said = [process.communicate(timeout=300)[0] for process in running]
-    return [(process.returncode, text) for process, text in zip(running, said, strict=True)]
+    said = [process.communicate()[0] for process in running]
+    return [(process.wait(), text) for process, text in zip(running, said, strict=True)]

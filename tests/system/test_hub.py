@@ -13,16 +13,15 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import termios
 import time
 from pathlib import Path
 
 import pytest
-from hub_clients import GPT2, TOKEN, enjoyln, environment, python
+from hub_clients import GPT2, TOKEN, enjoyln, python, settings_for
 from hub_server import Hub, sha256
 from rounding import TIMES
+from warm_process import start
 
 READ, FINE = "hf_onlyREADS", "hf_fineGRAINED"
 MESSAGE = "Upload a checkpoint folded by enjoyln"
@@ -389,14 +388,13 @@ def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tup
     """The exit status of a command and its output, if the user answers its question ``reply``."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "enjoyln_cli", *map(str, arguments)],
+    process = start(
+        *("-m", "enjoyln_cli", *arguments),
+        settings=settings_for(hub, home, TERM="xterm-256color"),  # where bars are drawn
+        environment={"HF_TOKEN": TOKEN},
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env=environment(hub, home, HF_TOKEN=TOKEN),
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
     )
     os.close(theirs)
     shown, quiet, patience = b"", 0, 1
@@ -505,12 +503,10 @@ def test_ctrl_c_says_what_is_left_and_a_second_push_goes_on(
 ) -> None:
     hub.storage.pop(sha256((out / "model.safetensors").read_bytes()), None)
     hub.fault("PUT", "/upload/.*/2", held=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "enjoyln_cli", "push", str(out), "me/held", "--yes"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(hub, home, HF_TOKEN=TOKEN),
+    process = start(
+        *("-m", "enjoyln_cli", "push", out, "me/held", "--yes"),
+        settings=settings_for(hub, home),
+        environment={"HF_TOKEN": TOKEN},
     )
     until = time.monotonic() + 60
     while not any(re.fullmatch("/upload/.*/2", request.path) for request in hub.requests):

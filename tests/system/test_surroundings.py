@@ -10,17 +10,27 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import GPT2
+from commands import GPT2, good, running
 
 PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 """A locale without UTF-8, with Python's own UTF-8 modes off."""
 
 
-def started(words: list[object], redirected: str = "", **environment: str) -> list[object]:
-    """Exit status, standard output and standard error of a command run by a shell."""
+COMMANDS = """
+import sys
+from enjoyln_cli.cli.main import main
+while "then" in sys.argv:
+    at = sys.argv.index("then")
+    words, sys.argv[1:] = sys.argv[1:at], sys.argv[at + 1:]
+    main(words, standalone_mode=False)
+"""
+
+
+def started(*calls: list[object], redirected: str = "", **environment: str) -> list[object]:
+    """Exit status, standard output and standard error of commands in one process of a shell."""
+    words = [str(word) for call in calls for word in [*call, "then"]]
     done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {redirected}', "sh", sys.executable, "-m", "enjoyln_cli"]
-        + [str(word) for word in words],
+        ["sh", "-c", f'exec "$@" {redirected}', "sh", sys.executable, "-c", COMMANDS, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -33,15 +43,9 @@ def started(words: list[object], redirected: str = "", **environment: str) -> li
 def test_a_reader_that_goes_away() -> None:
     """``| head`` closes the pipe like this once it has its lines."""
     words = [GPT2, GPT2]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "enjoyln_cli", "report", *words, "--format", "json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None and process.stderr is not None
+    process = running("report", *words, "--format", "json")
     process.stdout.close()
-    assert process.stderr.read() == b""
+    assert process.stderr.read() == ""
     assert process.wait() == 1
 
 
@@ -49,14 +53,10 @@ def test_a_reader_that_goes_away() -> None:
 def test_a_fold_without_a_reader_is_whole(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    process = subprocess.run(
-        [sys.executable, "-m", "enjoyln_cli", "fold", GPT2, "-o", tmp_path / "out", "--no-verify"],
-        stdout=writing,
-        stderr=writing,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    words = ("fold", GPT2, "-o", tmp_path / "out", "--no-verify")
+    process = running(*words, stdout=writing, stderr=writing)
     os.close(writing)
-    assert process.returncode == 1
+    assert process.wait() != 0
     assert [path.name for path in tmp_path.iterdir()] in ([], ["out"])
 
 
@@ -65,10 +65,10 @@ def test_a_fold_without_a_reader_is_whole(tmp_path: Path) -> None:
 def test_closed_streams(tmp_path: Path, redirected: str) -> None:
     """Printed text must not go into a file that has the number of a closed stream."""
     out = tmp_path / "out"
-    status, _, err = started(["fold", GPT2, "-o", out, "--no-verify"], redirected)
+    status, _, err = started(["fold", GPT2, "-o", out, "--no-verify"], redirected=redirected)
     assert (status, err) == (0, b"")
     again = tmp_path / "again"
-    assert started(["fold", GPT2, "-o", again, "--no-verify", "--quiet"]) == [0, b"", b""]
+    good("fold", GPT2, "-o", again, "--no-verify")
     for path in out.iterdir():
         if path.name != "README.md":
             assert path.read_bytes() == (again / path.name).read_bytes(), path.name
@@ -80,25 +80,20 @@ def test_a_locale_without_utf8(tmp_path: Path, environment: dict[str, str]) -> N
     """File names that the locale cannot encode are still read and written."""
     source, out = tmp_path / "modèle", tmp_path / "été"
     shutil.copytree(GPT2, source)
-    status, said, _ = started(["fold", source, "-o", out, "--no-verify"], **environment)
-    assert status == 0 and said.startswith(b"converted 7 of 7 LayerNorms")
+    fold = ["fold", source, "-o", out, "--no-verify", "--quiet"]
+    status, said, err = started(
+        fold, ["report", source, "--why", "transformer.h.0.ln_1"], **environment
+    )
+    assert (status, err) == (0, b"") and said.startswith(b"transformer.h.0.ln_1 becomes RMSNorm")
     (out / "README.md").read_bytes().decode("utf-8")
     assert (out / "model.safetensors").is_file()
-    words = ["report", GPT2, "--why", "transformer.h.0.ln_1"]
-    status, said, err = started(words, **environment)
-    assert (status, err) == (0, b"") and said.startswith(b"transformer.h.0.ln_1 becomes RMSNorm")
 
 
 def on_a_terminal(words: list[object], **environment: str) -> str:
     """The output of a command whose three streams are a terminal."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "enjoyln_cli", *map(str, words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", **environment},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    )
+    environment = {"TERM": "xterm-256color", **environment}
+    process = running(*words, environment=environment, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     received = b""
     try:

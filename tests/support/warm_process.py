@@ -1,0 +1,290 @@
+"""Commands in processes that are forked from one which has imported what takes long.
+
+A command takes four seconds of processor time before it begins: imports, and what torch registers
+when it traces for the first time. A forked one has them behind it. What Python itself reads when it
+starts (closed streams, the encoding of the locale) still needs a process that is started.
+
+``huggingface_hub`` reads its settings when it is imported, so there is a server for each group of
+settings. All of them are forked from a first process, which has imported torch alone. Each ends
+when its link to the tests is closed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+GPT2 = Path(__file__).parents[1] / "checkpoints" / "gpt2"
+
+
+@dataclass
+class Started:
+    """A command that runs, with what ``subprocess.Popen`` has of it."""
+
+    pid: int
+    link: socket.socket
+    stdout: TextIO
+    stderr: TextIO
+    returncode: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = ask(self.link, {"status": self.pid, "wait": False})
+        return self.returncode
+
+    def wait(self, timeout: float = 300) -> int:
+        if self.returncode is None:
+            self.link.settimeout(timeout)
+            self.returncode = ask(self.link, {"status": self.pid, "wait": True})
+        assert self.returncode is not None
+        return self.returncode
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """The rest of what it prints; less than a pipe holds of it may go to ``stderr``."""
+        with self.stdout, self.stderr:
+            said = self.stdout.read(), self.stderr.read()
+        self.wait(timeout)
+        return said
+
+
+SERVERS: dict[tuple[tuple[str, str], ...], socket.socket] = {}
+"""Links to the servers, by their settings."""
+
+
+def start(
+    *words: object,
+    settings: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
+    cwd: Path | None = None,
+) -> Started:
+    """Start Python with ``words``, which are those of its command line.
+
+    ``settings`` are environment variables that are read by imports, ``environment`` others.
+    ``stdin``, ``stdout`` and ``stderr`` are file descriptors: by default an empty file, and pipes.
+    A terminal that it gets as its input is its own.
+    """
+    settings = settings or {}
+    key = tuple(sorted(settings.items()))
+    if key not in SERVERS:
+        SERVERS[key] = _server(settings)
+    nothing, reading, told = os.open(os.devnull, os.O_RDONLY), os.pipe(), os.pipe()
+    defaults = (nothing, reading[1], told[1])
+    given = zip((stdin, stdout, stderr), defaults, strict=True)
+    streams = [default if stream is None else stream for stream, default in given]
+    own = {**settings, **(environment or {})}
+    pid = order(SERVERS[key], words, own, cwd, streams)
+    for descriptor in defaults:
+        os.close(descriptor)
+    return Started(pid, SERVERS[key], os.fdopen(reading[0]), os.fdopen(told[0]))
+
+
+def run(*words: object, **options: Any) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a command (see ``start``)."""
+    process = start(*words, **options)
+    out, err = process.communicate()
+    return process.wait(), out, err
+
+
+@contextlib.contextmanager
+def servers() -> Iterator[None]:
+    """Servers that were started in the block end with it."""
+    try:
+        yield
+    finally:
+        for link in SERVERS.values():
+            link.close()
+        SERVERS.clear()
+        for link, process in FIRST:
+            link.close()
+            process.wait(timeout=60)
+        FIRST.clear()
+
+
+FIRST: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
+"""The process that all servers are forked from, once there is one."""
+
+
+def _server(settings: Mapping[str, str]) -> socket.socket:
+    if not FIRST:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, __file__, f"{theirs.fileno()}"],
+                env=_environment(),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        FIRST.append((ours, process))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        order(FIRST[0][0], (), settings, None, (0, 1, 2, theirs.fileno()))
+    return ours
+
+
+def _environment() -> dict[str, str]:
+    left = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return {**left, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def order(
+    link: socket.socket,
+    words: Sequence[object],
+    environment: Mapping[str, str],
+    cwd: Path | None,
+    descriptors: Sequence[int],
+) -> Any:
+    """Let a server fork a process. Returns its number."""
+    what = {
+        "words": [str(word) for word in words],
+        "environment": {**_environment(), **environment},
+        "cwd": str(cwd or Path.cwd()),
+        "traces": bool({"fold", "report", "verify"} & set(words)),
+    }
+    return ask(link, what, descriptors)
+
+
+def ask(link: socket.socket, what: dict[str, Any], descriptors: Sequence[int] = ()) -> Any:
+    socket.send_fds(link, [json.dumps(what).encode() + b"\n"], descriptors)
+    answer, _ = receive(link)
+    return answer
+
+
+def receive(link: socket.socket) -> tuple[Any, list[int]]:
+    """A line of JSON and the file descriptors beside it; ``EOFError`` if the link is closed."""
+    text, descriptors = b"", []
+    while not text.endswith(b"\n"):
+        more, new, _, _ = socket.recv_fds(link, 1 << 16, 4)
+        if not more:
+            raise EOFError("the other end of the link is closed")
+        text += more
+        descriptors += new
+    return json.loads(text), descriptors
+
+
+# In the servers.
+
+
+def serve(link: socket.socket) -> tuple[list[str], list[int]]:
+    """Fork a process for each order; returns in that process."""
+    ready = False
+    while True:
+        try:
+            wanted, descriptors = receive(link)
+        except EOFError:
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.wait()
+            os._exit(0)
+        if "status" in wanted:
+            pid, status = os.waitpid(wanted["status"], 0 if wanted["wait"] else os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            if wanted["traces"] and not ready:
+                get_ready()
+                ready = True
+            answer = os.fork()
+            if not answer:
+                link.close()
+                take_over(wanted, descriptors)
+                return wanted["words"], descriptors
+            for descriptor in descriptors:
+                os.close(descriptor)
+        link.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def take_over(wanted: dict[str, Any], descriptors: list[int]) -> None:
+    """Become the process that was ordered."""
+    for standard, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    if sys.stdin.isatty():
+        import fcntl
+        import termios
+
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
+    os.chdir(wanted["cwd"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def get_ready() -> None:
+    """Import and do once what commands do that analyse a model."""
+    import tempfile
+
+    from click.testing import CliRunner
+
+    import enjoyln_cli.publish.push  # noqa: F401
+    from enjoyln_cli.cli.main import main
+
+    with tempfile.TemporaryDirectory() as folder:
+        first = CliRunner().invoke(main, ["fold", str(GPT2), "-o", f"{folder}/out"])
+    assert first.exit_code == 0, first.output
+    gc.collect()
+    gc.freeze()  # collections in the forked processes pass over all this
+
+
+def run_here(words: list[str]) -> None:
+    """Do what Python does with these words on its command line."""
+    first, *rest = words
+    if first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv = [first, *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(first).parent))
+        runpy.run_path(first, run_name="__main__")
+
+
+def end_with(words: list[str]) -> NoReturn:
+    """Run, and end as Python does, but without a second's work to free each object."""
+    status = 0
+    try:
+        run_here(words)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # which imports most of torch
+    import torch.export  # noqa: F401
+
+    _, given = serve(socket.socket(fileno=int(sys.argv[1])))
+    line, _ = serve(socket.socket(fileno=given[3]))
+    end_with(line)
