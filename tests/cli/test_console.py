@@ -8,15 +8,13 @@ import json
 import os
 import pty
 import re
-import subprocess
-import sys
 from dataclasses import fields, replace
 
 import pytest
 from live_models import ROOT
 from report_cases import CHECKED, ONLY_RMS, PLAN, REASON
 from rich.table import Table
-from warm_process import start
+from warm_process import run, start
 
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
@@ -233,7 +231,6 @@ def test_what_an_earlier_run_has_written_is_no_speed(
 
 
 SHOW = """
-from warm_process import start
 from report_cases import CHECKED, ONLY_RMS, PLAN
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
@@ -251,15 +248,14 @@ with progress.watch_job(quiet=False) as watch:
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_any_encoding_does(encoding: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SHOW],
-        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
-        cwd=ROOT / "tests" / "support",
-        capture_output=True,
-        check=True,
-    )
-    assert b"h.2-3.ln" in done.stdout
-    assert done.stdout.decode(encoding)
+    narrow = f"""
+import sys
+for stream in (sys.stdout, sys.stderr):
+    stream.reconfigure(encoding={encoding!r})
+"""
+    status, shown, _ = run("-c", narrow + SHOW)
+    assert status == 0 and "h.2-3.ln" in shown
+    assert shown.encode(errors="surrogateescape").decode(encoding)
 
 
 def on_a_terminal(width: int, **environment: str) -> str:

@@ -126,9 +126,8 @@ def test_the_backend_by_its_name(outs: dict[str, Path]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not inductor.WORKS, reason="Inductor's own code does not compile here")
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_inductor_inside(outs: dict[str, Path], name: str) -> None:
-    model, given = loaded(outs, name, torch.float32), inputs(name, torch.float32)
+def test_inductor_inside(outs: dict[str, Path]) -> None:
+    model, given = loaded(outs, "gpt2", torch.float32), inputs("gpt2", torch.float32)
     compiled = torch.compile(model, backend="enjoyln", options={"inner": "inductor"})
     assert same(compiled, model, given)
 

@@ -98,7 +98,11 @@ def start(
     pid = order(SERVERS[key], words, own, cwd, streams)
     for descriptor in defaults:
         os.close(descriptor)
-    return Started(pid, SERVERS[key], os.fdopen(reading[0]), os.fdopen(told[0]))
+    return Started(pid, SERVERS[key], *map(_opened, (reading[0], told[0])))
+
+
+def _opened(descriptor: int) -> TextIO:
+    return os.fdopen(descriptor, errors="surrogateescape")  # any bytes
 
 
 def run(*words: object, **options: Any) -> tuple[int, str, str]:
