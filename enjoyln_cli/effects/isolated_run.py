@@ -32,6 +32,7 @@ from enjoyln_cli.effects.escapes import (
     what_holds,
 )
 from enjoyln_cli.effects.garbage import no_collections
+from enjoyln_cli.effects.known_answers import KnownAnswers
 from enjoyln_cli.effects.mode_queries import watch_mode_queries
 from enjoyln_cli.effects.reachable import Snapshot
 from enjoyln_cli.errors import TraceFailed
@@ -173,11 +174,12 @@ def ready(model: nn.Module, training: bool = False) -> Iterator[Watchers]:
     cannot be restored.
     """
     modes = [(module, module.training) for module in model.modules()]
+    known = KnownAnswers() if training else nullcontext()
     with no_collections():
         model.train(training)
         remembered = Snapshot(model)
         try:
-            with warnings.catch_warnings(), torch.no_grad(), _brief_export():
+            with warnings.catch_warnings(), torch.no_grad(), _brief_export(), known:
                 warnings.simplefilter("ignore")
                 with watch_norms(model) as norms, mark_insertion_points(model) as places:
                     watchers = Watchers(norms, places)

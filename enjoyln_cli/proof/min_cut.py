@@ -156,7 +156,7 @@ class Problem:
         """An op that would notice a shift of ``item``, in any trace; ``None`` if none would."""
         if isinstance(item, Value):
             return self.flow.observer(item)
-        values = (Value(t, node, item.axis) for t, node in self._readers[item.name])
+        values = (Value(t, node, item.axis) for t, node in self._readers.get(item.name, ()))
         return next((seen for v in values if (seen := self.flow.observer(v))), None)
 
     def place(self, observer: Observer) -> str:

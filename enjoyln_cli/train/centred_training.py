@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.checkpoint.result_files import RECIPE_FILE
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.fs.whole_file import write_whole
@@ -40,6 +39,7 @@ from enjoyln_cli.runtime.weight_check import (
     with_adapters,
 )
 from enjoyln_cli.runtime.weight_watch import KeepCentred, watch_weights, weight_checks
+from enjoyln_cli.train.free_means import centred_tensors
 from enjoyln_cli.train.optimizers import warn_of_dependence
 from enjoyln_cli.train.trained_fold import mark_trained, plan_in_training, recipe_in_training
 
@@ -104,10 +104,12 @@ def keep_centred(
     centred, but the noise of later training steps differs.
 
     Raises ``UnsupportedModel`` for what cannot be trained so (hidden units of ``--widen-mlp``, a
-    LayerScale that is trained, weights that DeepSpeed or FSDP has split before this call),
-    ``NothingToFold`` if no norm becomes RMSNorm, and ``NotCentred`` if the model was edited. If it
-    is edited later (a forward hook on a block), calls in eval mode compute LayerNorm, and saves
-    have weights that are not centred, both with a warning: training goes on.
+    LayerScale that is trained, weights that DeepSpeed or FSDP has split before this call, code that
+    only training runs and that reads a residual stream without a norm: see ``train.free_means``),
+    ``TraceFailed`` if a call cannot be traced in training mode, ``NothingToFold`` if no norm
+    becomes RMSNorm, and ``NotCentred`` if the model was edited. If it is edited later (a forward
+    hook on a block), calls in eval mode compute LayerNorm, and saves have weights that are not
+    centred, both with a warning: training goes on.
     """
     if every not in ("evaluation", "step"):
         raise ValueError(f"every is {every!r}, but must be 'evaluation' or 'step'")
@@ -137,10 +139,7 @@ def _start(model: Any, plan: Plan | None) -> list[Any]:
     """Fold ``model`` in memory and centre its weights from now on; the handles of its hooks."""
     _require_whole(model)
     plan = plan_in_training(model, plan)
-    weights = [
-        CentredTensor(w.parameter, w.held or w.axis, w.scale.parameter if w.scale else None)
-        for w in plan.writers
-    ]
+    weights = centred_tensors(plan)
     ops = [op.module for op in plan.ops]
     watch = with_adapters(model, watch_list_of(model, weights, ops))
     require_unquantised(model, watch.tensors)

@@ -22,6 +22,7 @@ from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.preconditions import why_nothing_changes
+from enjoyln_cli.train.free_means import require_free_means
 
 
 def plan_in_training(model: nn.Module, plan: Plan | None = None) -> Plan:
@@ -29,7 +30,8 @@ def plan_in_training(model: nn.Module, plan: Plan | None = None) -> Plan:
 
     ``model`` is a transformers model, folded or not, or any module if ``plan`` is given. Raises
     ``NothingToFold`` if no norm becomes RMSNorm, and ``UnsupportedModel`` for a plan, or a folded
-    model, that cannot be trained without a change of its function.
+    model, that cannot be trained without a change of its function, or whose loss may depend on the
+    mean of a centred weight (see ``free_means``).
     """
     name = type(model).__name__
     found = marker_in(model)
@@ -49,6 +51,7 @@ def plan_in_training(model: nn.Module, plan: Plan | None = None) -> Plan:
             "it first, and train the result without a plan"
         )
     _require_frozen_scales(model, plan)
+    require_free_means(model, plan, _unmarked(getattr(model, "config", None)))
     return plan
 
 
@@ -91,7 +94,7 @@ def _analysed(model: Any, found: Marker | None) -> Plan:
 
 def _unmarked(config: Any) -> Any:
     config = copy.deepcopy(config)
-    vars(config).pop(MARKER, None)
+    getattr(config, "__dict__", {}).pop(MARKER, None)
     return config
 
 

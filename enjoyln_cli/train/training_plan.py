@@ -13,7 +13,7 @@ by what the graphs show:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,13 @@ from torch import nn
 from enjoyln_cli.analysis.analyze import Analysis, analyze_subject, calls_of, subject_in_memory
 from enjoyln_cli.analysis.foreign_code import foreign_code
 from enjoyln_cli.analysis.problem import DropoutChoice
-from enjoyln_cli.calls.calls import ExampleCalls
+from enjoyln_cli.calls.calls import Call, ExampleCalls
 from enjoyln_cli.effects.garbage import collections_of_new_objects
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.norm_modules import runs_torchs_layer_norm
 from enjoyln_cli.plan.plan import PLAIN
 from enjoyln_cli.trace.capture import Captures
-from enjoyln_cli.trace.traced_calls import trace_calls
+from enjoyln_cli.trace.traced_calls import TracedModel, trace_calls
 
 
 @collections_of_new_objects()
@@ -55,24 +55,31 @@ def analyze_training(
         raise EnjoyLNError(f"dropout is {dropout!r}, but must be 'keep' or 'centre'")
     with foreign_code(model):
         calls = calls_of(model, tuple(args), dict(kwargs or {}), example_calls)
-        trained = [
-            replace(call, label=f"{call.label}, in training mode", training=True) for call in calls
-        ]
-        modes = (calls,) if approximate else (calls, trained)
-        traced = tuple(trace_calls(Captures(model), some) for some in modes)
-        for trace in (trace for one in traced for trace in one.traces):
-            if trace.call.training and trace.by_values:
-                raise UnsupportedModel(
-                    f"{type(model).__name__}: in training mode, its code branches on values or on "
-                    "random numbers (as LayerDrop does), so no plan is proven; set its rate to 0"
-                )
-        found = analyze_subject(subject_in_memory(model, traced, training=dropout), PLAIN)
+        traced = [trace_calls(Captures(model), calls)]
+        if not approximate:
+            traced.append(trace_in_training(model, calls))
+            for trace in traced[-1].traces:
+                if trace.by_values:
+                    raise UnsupportedModel(
+                        f"{type(model).__name__}: in training mode, its code branches on values or "
+                        "on random numbers (as LayerDrop does), so no plan is proven; set its rate "
+                        "to 0"
+                    )
+        found = analyze_subject(subject_in_memory(model, (*traced,), training=dropout), PLAIN)
     if not approximate:
         rates = tuple((name, value) for name, _, _, value in dropout_rates(model))
         found = replace(found, plan=replace(found.plan, dropout_rates=rates))
     for verdict in found.plan.folded:
         _require_same_in_training(verdict.norm, model.get_submodule(verdict.norm))
     return found
+
+
+def trace_in_training(model: nn.Module, calls: Iterable[Call]) -> TracedModel:
+    """Trace ``calls`` in training mode. Raises as ``trace_calls`` does."""
+    trained = [
+        replace(call, label=f"{call.label}, in training mode", training=True) for call in calls
+    ]
+    return trace_calls(Captures(model), trained)
 
 
 def dropout_rates(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, float]]:
@@ -82,7 +89,8 @@ def dropout_rates(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, 
     """
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if type(value) in (int, float) and (name == "p" or "drop" in name):
+            of_dropout = name == "p" and "drop" in type(module).__name__.lower()
+            if type(value) in (int, float) and (of_dropout or "drop" in name):
                 yield (f"{path}.{name}" if path else name), vars(module), name, value
 
 

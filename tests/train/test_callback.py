@@ -122,6 +122,18 @@ def test_a_trainer_learns_the_same_and_saves_folded_checkpoints(tmp_path: Path, 
     assert resumed.losses == kept.losses[-len(resumed.losses) :] and len(resumed.losses) == 3
 
 
+def test_a_folded_model_is_trained_and_resumed(tmp_path: Path, outs: dict[str, Path]) -> None:
+    def folded() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(outs["opt"])
+
+    more: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "loss": None}
+    whole, _ = trained(tmp_path / "whole", folded(), EnjoyLNCallback(), **more)
+    saved = tmp_path / "whole" / "checkpoint-2"
+    resumed, _ = trained(tmp_path / "rest", folded(), EnjoyLNCallback(), resume=saved, **more)
+    assert len(resumed.losses) == 3 and resumed.losses == whole.losses[-3:]
+    assert resumed.rms == [True]
+
+
 @pytest.mark.parametrize("every", ["evaluation", "step"])
 def test_mixed_precision_accumulation_and_checkpointing(
     tmp_path: Path, plan: Plan, every: Any

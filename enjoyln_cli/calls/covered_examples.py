@@ -1,0 +1,105 @@
+"""Example inputs for the calls that a proof covers, from their forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice, permutations, product
+from typing import Any
+
+import torch
+from torch import nn
+
+from enjoyln_cli.calls.calls import Call
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.classes import dtype_of
+from enjoyln_cli.plan.call_text import names_in, to_text
+from enjoyln_cli.plan.covered_calls import (
+    CallForm,
+    Constant,
+    CoveredCalls,
+    Form,
+    Items,
+    Length,
+    TensorForm,
+    value_of,
+)
+
+_SIZES = (3, 2, 5, 4, 7, 6, 8, 9, 16, 32, 64, 1)
+"""Sizes to try for each name, the most telling first."""
+_MAX_TRIALS = 20_000
+
+
+def covered_examples(model: nn.Module, covered: CoveredCalls) -> list[tuple[CallForm, Call]]:
+    """Each covered form of ``model`` with a call like it, without those that take a cache.
+
+    Tensors are zeros. Raises ``UnsupportedModel`` if there is no such form, or if no sizes can be
+    found for one.
+    """
+    forms = covered.calls_of(model).forms
+    found = [(form, _call(model, form)) for form in forms if not _takes_object(form)]
+    if not found:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: the plan covers no call of it with tensors alone"
+        )
+    return found
+
+
+def _takes_object(form: CallForm) -> bool:
+    """Whether an argument is an object of transformers, such as a cache."""
+    waiting = [one for _, one in form.arguments]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Items):
+            if one.kind not in ("list", "tuple", "dict"):
+                return True
+            waiting += one.values
+    return False
+
+
+def _call(model: nn.Module, form: CallForm) -> Call:
+    sizes = next(_sizes_of(form), None)
+    if sizes is None:
+        raise UnsupportedModel(f"no example inputs could be found for the call {to_text(form)}")
+    made = {name: _value(one, sizes, dtype_of(model)) for name, one in form.arguments}
+    args = tuple(value for name, value in made.items() if name.startswith("*"))
+    kwargs = {name: value for name, value in made.items() if not name.startswith("*")}
+    return Call(to_text(form), ((args, kwargs),))
+
+
+def _sizes_of(form: CallForm) -> Iterator[dict[str, int]]:
+    """Sizes that meet the conditions of a form, by name; different ones first."""
+    names = sorted(set().union(*(names_in(one) for one in form.conditions), _named(form)))
+    trials = chain(permutations(_SIZES, len(names)), product(_SIZES, repeat=len(names)))
+    for trial in islice(trials, _MAX_TRIALS):
+        sizes = dict(zip(names, trial, strict=True))
+        if all(value_of(condition, sizes) for condition in form.conditions):
+            yield sizes
+
+
+def _named(form: CallForm) -> set[str]:
+    """The names of the sizes in a form."""
+    found, waiting = set(), [one for _, one in form.arguments]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Items):
+            waiting += one.values
+        sizes = one.sizes if isinstance(one, TensorForm) else ()
+        found |= {size for size in sizes if isinstance(size, str)}
+        if isinstance(one, Length) and isinstance(one.size, str):
+            found.add(one.size)
+    return found
+
+
+def _value(form: Form, sizes: Mapping[str, int], dtype: torch.dtype) -> Any:
+    if isinstance(form, Constant):
+        return form.value
+    if isinstance(form, Length):
+        return value_of(form.size, sizes)
+    if isinstance(form, TensorForm):
+        kinds = {"float": dtype, "int": torch.int64, "bool": torch.bool}
+        shape = [value_of(size, sizes) for size in form.sizes]
+        return torch.zeros(shape, dtype=kinds.get(form.kind, torch.complex64))
+    inside = [_value(one, sizes, dtype) for one in form.values]
+    if form.kind == "dict":
+        return dict(zip(form.keys, inside, strict=True))
+    return tuple(inside) if form.kind == "tuple" else inside
