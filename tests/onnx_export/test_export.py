@@ -38,10 +38,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Outs = dict[str, Path]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
-    "gpt2 untied": ("gpt2", {"merge": "affine", "untie": True}),
     "bert widened": ("bert", {"widen_mlp": True}),
     "bloom": ("bloom", {"merge": "bias"}),
-    "opt": ("opt", {"merge": "affine"}),
     "opt rotated": ("opt", {"rotate": True, "untie": True}),
     "phi": ("phi", {"merge": "affine"}),
     "vit": ("vit", {"merge": "bias"}),

@@ -6,8 +6,6 @@ import copy
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import warm_process
 from live_models import CHECKPOINTS, FOLDED
 from rounding import as_exact, in_float64, relative
 from torch import nn
@@ -308,7 +307,7 @@ def test_loading_registers_the_backend() -> None:
         "import torch, enjoyln_cli; enjoyln_cli.optimize; "
         "print(torch.compile(torch.nn.LayerNorm(8), backend='enjoyln')(torch.ones(2, 8)).shape)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert warm_process.run("-c", code, fresh=True)[0] == 0
 
 
 # Usual operations on a model.

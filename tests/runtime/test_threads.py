@@ -100,7 +100,7 @@ def wrong_calls(rounds: int, workers: int, calls: list[Any], expected: list[Any]
 
 
 @pytest.mark.parametrize(
-    "rounds", [60, pytest.param(3000, marks=pytest.mark.slow)], ids=["short", "long"]
+    "rounds", [60, pytest.param(1000, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_calls_with_and_without_an_unproven_input(rounds: int) -> None:
     model, stock = streams()
@@ -110,7 +110,7 @@ def test_calls_with_and_without_an_unproven_input(rounds: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "rounds", [20, pytest.param(600, marks=pytest.mark.slow)], ids=["short", "long"]
+    "rounds", [20, pytest.param(200, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 @pytest.mark.parametrize("name", ["whisper", "opt"])
 def test_a_model_and_its_parts(tmp_path: Path, name: str, rounds: int) -> None:

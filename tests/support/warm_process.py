@@ -67,8 +67,8 @@ class Started:
         return said
 
 
-SERVERS: dict[tuple[tuple[str, str], ...], socket.socket] = {}
-"""Links to the servers, by their settings."""
+SERVERS: dict[tuple[object, ...], socket.socket] = {}
+"""Links to the servers, by what was asked of them."""
 
 
 def start(
@@ -79,15 +79,16 @@ def start(
     stdout: int | None = None,
     stderr: int | None = None,
     cwd: Path | None = None,
+    fresh: bool = False,
 ) -> Started:
     """Start Python with ``words``, which are those of its command line.
 
     ``settings`` are environment variables that are read by imports, ``environment`` others.
     ``stdin``, ``stdout`` and ``stderr`` are file descriptors: by default an empty file, and pipes.
-    A terminal that it gets as its input is its own.
+    A terminal that it gets as its input is its own. A ``fresh`` command has imported torch alone.
     """
     settings = settings or {}
-    key = tuple(sorted(settings.items()))
+    key = (fresh, *sorted(settings.items()))
     if key not in SERVERS:
         SERVERS[key] = _server(settings)
     nothing, reading, told = os.open(os.devnull, os.O_RDONLY), os.pipe(), os.pipe()
@@ -95,7 +96,10 @@ def start(
     given = zip((stdin, stdout, stderr), defaults, strict=True)
     streams = [default if stream is None else stream for stream, default in given]
     own = {**settings, **(environment or {})}
-    pid = order(SERVERS[key], words, own, cwd, streams)
+    first = [] if fresh else ["imports"]
+    if not fresh and {"fold", "report", "verify"} & set(words):
+        first.append("trace")
+    pid = order(SERVERS[key], words, own, cwd, streams, first)
     for descriptor in defaults:
         os.close(descriptor)
     return Started(pid, SERVERS[key], *map(_opened, (reading[0], told[0])))
@@ -159,13 +163,17 @@ def order(
     environment: Mapping[str, str],
     cwd: Path | None,
     descriptors: Sequence[int],
+    first: Sequence[str] = (),
 ) -> Any:
-    """Let a server fork a process. Returns its number."""
+    """Let a server fork a process, after it has done for once what comes ``first``.
+
+    Returns its number.
+    """
     what = {
         "words": [str(word) for word in words],
         "environment": {**_environment(), **environment},
         "cwd": str(cwd or Path.cwd()),
-        "traces": bool({"fold", "report", "verify"} & set(words)),
+        "first": first,
     }
     return ask(link, what, descriptors)
 
@@ -193,7 +201,7 @@ def receive(link: socket.socket) -> tuple[Any, list[int]]:
 
 def serve(link: socket.socket) -> tuple[list[str], list[int]]:
     """Fork a process for each order; returns in that process."""
-    ready = False
+    done: set[str] = set()
     while True:
         try:
             wanted, descriptors = receive(link)
@@ -206,9 +214,10 @@ def serve(link: socket.socket) -> tuple[list[str], list[int]]:
             pid, status = os.waitpid(wanted["status"], 0 if wanted["wait"] else os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
-            if wanted["traces"] and not ready:
-                get_ready()
-                ready = True
+            for name in wanted["first"]:
+                if name not in done:
+                    FIRST_OF_ALL[name]()
+                    done.add(name)
             answer = os.fork()
             if not answer:
                 link.close()
@@ -238,20 +247,31 @@ def take_over(wanted: dict[str, Any], descriptors: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def get_ready() -> None:
-    """Import and do once what commands do that analyse a model."""
+def import_all() -> None:
+    import enjoyln_cli.conversion.fold
+    import enjoyln_cli.publish.push
+    import enjoyln_cli.verification.verify  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # collections in the forked processes pass over all this
+
+
+def trace() -> None:
+    """Analyse a model: for the first time, torch imports and registers much more."""
     import tempfile
 
     from click.testing import CliRunner
 
-    import enjoyln_cli.publish.push  # noqa: F401
     from enjoyln_cli.cli.main import main
 
     with tempfile.TemporaryDirectory() as folder:
         first = CliRunner().invoke(main, ["fold", str(GPT2), "-o", f"{folder}/out"])
     assert first.exit_code == 0, first.output
     gc.collect()
-    gc.freeze()  # collections in the forked processes pass over all this
+    gc.freeze()
+
+
+FIRST_OF_ALL = {"imports": import_all, "trace": trace}
 
 
 def run_here(words: list[str]) -> None:

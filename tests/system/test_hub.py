@@ -390,8 +390,9 @@ def on_a_terminal(hub: Hub, home: Path, reply: bytes, *arguments: object) -> tup
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     process = start(
         *("-m", "enjoyln_cli", *arguments),
-        settings=settings_for(hub, home, TERM="xterm-256color"),  # where bars are drawn
+        settings=settings_for(hub, home),
         environment={"HF_TOKEN": TOKEN},
+        fresh=True,  # whether bars are drawn is settled by an import
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

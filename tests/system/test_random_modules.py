@@ -11,7 +11,7 @@ import pytest
 from random_check import Result, check, checked
 from random_writer import Written, odd_parts, write, write_alone
 
-QUICK = range(20)
+QUICK = range(12)
 
 
 def failures(results: Iterable[Result]) -> list[str]:
