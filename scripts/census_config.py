@@ -45,6 +45,7 @@ GIVEN = {
     "vocab_size": VOCABULARY, "image_token_id": 70, "image_token_index": 70, "pad_token_id": 1,
     "video_token_id": 71, "video_token_index": 71, "audio_token_id": 72, "audio_token_index": 72,
     "prediction_length": 6, "context_length": 12, "mlp_layer_types": ["dense", "sparse"],
+    "attn_layer_indices": [1], "num_experts_per_tok": 2,
     "default_language": "en_XX", "vocabulary_map": {"<image>": 70} | {
         "IMGIMG" + "".join(chr(ord("A") + int(digit)) for digit in str(code)) + "Z": code % 64
         for code in range(8192)  # image tokens, named as in Chameleon's vocabulary
@@ -68,10 +69,11 @@ ABSENT = {
 """From an attribute that some default configs lack although their models read it, to the settings
 that such a config gets."""
 CORRECTED = {
+    "attn_layer_period": 2, "attn_layer_offset": 1,
     "mm_tokens_per_image": 4, "downsample_mode": "16x", "num_cross_attention_heads": 1,
     "projector_patch_to_query_dict": {n * n: n for n in range(65)},
 }  # fmt: skip
-"""Settings in which a default config contradicts its own default image size."""
+"""Settings in which a default config contradicts its own default image size, or two layers."""
 
 
 def shrink(config: Any, factor: int, side: int | None = None) -> None:
@@ -85,6 +87,7 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
     if vars(config).get("num_feature_levels", 1) > 3:
         factor = min(factor, 4)  # the fourth level is one pixel, normalised in 32 groups
     stages = vars(config).get("num_hidden_layers") if "stage_names" in vars(config) else None
+    before = _depth(config)
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
             shrink(value, factor, side)
@@ -114,12 +117,23 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
             except (AttributeError, TypeError, ValueError):
                 continue
     kinds = vars(config).get("layer_types")
+    if kinds and set(kinds) == {"linear_attention"} and "num_attention_heads" in vars(config):
+        kinds = ["linear_attention", "full_attention"]  # the cache counts tokens by attention
     if isinstance(kinds, (list, tuple)) and kinds and isinstance(kinds[0], str):
         depth = max(2, *(1 + list(kinds).index(kind) for kind in kinds))
         config.layer_types, config.num_hidden_layers = list(kinds[:depth]), depth
         if vars(config).get("rope_parameters") == {}:
             turned = {"rope_type": "default", "rope_theta": 10000.0}
             config.rope_parameters = {kind: dict(turned) for kind in config.layer_types}
+    by_layer = {} if "depths" in vars(config) else dict(vars(config))  # not one for each stage
+    for name, value in by_layer.items():
+        if isinstance(value, (list, tuple)) and 0 < _depth(config) < len(value) == before:
+            setattr(config, name, type(value)(value[: _depth(config)]))
+    overrides = getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", {})
+    for layer in [layer for layer in overrides if layer >= _depth(config)]:
+        del overrides[layer]
+    if vars(config).get("num_kv_shared_layers"):
+        config.num_kv_shared_layers = 0
     if isinstance(stages, int) and max(config.out_indices or [0]) > config.num_hidden_layers:
         config.num_hidden_layers = stages  # later stages of this backbone are read
     if {"vision_config", "audio_config"} <= vars(config).keys():
@@ -135,10 +149,20 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
     if own.get("sliding_window", 0) is None and "sliding_attention" in (kinds or ()):
         config.sliding_window = BEGUN["sliding_window"]
     heads = own.get("num_attention_heads")
+    if {"mamba_n_heads", "mamba_d_head", "mamba_expand"} <= own.keys():
+        inner = own.get("mamba_d_ssm") or config.mamba_expand * config.hidden_size
+        config.mamba_n_heads = inner // config.mamba_d_head
     if heads and vars(config).get("num_key_value_heads", heads) is None:
         config.num_key_value_heads = heads
     if heads and vars(config).get("head_dim", heads) is None and hasattr(config, "hidden_size"):
         config.head_dim = config.hidden_size // heads
+
+
+def _depth(config: Any) -> int:
+    """The number of layers, or zero."""
+    own = vars(config)
+    depth = next((own[n] for n in ("num_hidden_layers", "num_layers", "n_layer") if n in own), 0)
+    return depth if isinstance(depth, int) else 0
 
 
 def _larger(image: Any, side: int) -> bool:
@@ -231,8 +255,14 @@ def _deepen(text: Any, layers: int) -> None:
 
 def _turn(config: Any) -> None:
     """Fit the sections of a multimodal rotary embedding (time, height, width) to the head size."""
-    text = getattr(config, "text_config", None)
-    rope = getattr(text, "rope_parameters", None) if hasattr(config, "vision_config") else None
+    from transformers import CONFIG_MAPPING
+
+    whole = config.model_type.removesuffix("_text")
+    if whole != config.model_type and whole in CONFIG_MAPPING:  # the text model of another model
+        text, sees = config, "vision_config" in CONFIG_MAPPING[whole].sub_configs
+    else:
+        text, sees = getattr(config, "text_config", None), hasattr(config, "vision_config")
+    rope = getattr(text, "rope_parameters", None) if sees else None
     if not isinstance(rope, dict) or "rope_type" not in rope:
         return
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -51,6 +51,27 @@ def test_a_smaller_image_is_a_power_of_two_of_patches() -> None:
     assert shrunken("vit").image_size == 224
 
 
+def test_lists_with_an_entry_for_each_layer_are_cut() -> None:
+    gpt_neo, gemma = shrunken("gpt_neo"), shrunken("gemma3n_text")
+    assert gpt_neo.attention_layers == ["global", "local"] and gpt_neo.num_layers == 2
+    assert len(gemma.intermediate_size) == gemma.num_hidden_layers == 5
+    assert shrunken("deepseek_v2").num_experts_per_tok == 2
+
+
+def test_a_hybrid_keeps_an_attention_layer_and_heads_that_fit_its_states() -> None:
+    assert shrunken("granitemoehybrid").layer_types == ["linear_attention", "full_attention"]
+    jamba, bamba, falcon = shrunken("jamba"), shrunken("bamba"), shrunken("falcon_h1")
+    assert jamba.attn_layer_offset < jamba.num_hidden_layers and bamba.attn_layer_indices == [1]
+    assert bamba.mamba_n_heads * bamba.mamba_d_head == bamba.mamba_expand * bamba.hidden_size
+    assert falcon.mamba_n_heads * falcon.mamba_d_head == falcon.mamba_d_ssm
+
+
+def test_sections_of_positions_fit_the_heads_of_a_text_model_by_itself() -> None:
+    config = shrunken("qwen2_vl_text")
+    size = config.hidden_size // config.num_attention_heads
+    assert 2 * sum(config.rope_parameters["mrope_section"]) == size
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", census.FAST)
 def test_a_folded_model_computes_what_it_did(model_type: str) -> None:
