@@ -114,10 +114,20 @@ def seeded_runs(model: Any, dtype: Any) -> dict[Run, list[Any]]:
 
 
 def without_cache(model: Any) -> None:
-    """Make no caches by default: what a rotated model stores there is rotated as well."""
+    """Make and return no caches: what a rotated model stores there is rotated as well."""
+    from transformers import Cache
+
     for module in model.modules():
         if getattr(getattr(module, "config", None), "use_cache", None):
             module.config.use_cache = False
+
+    def leave_out(model: Any, inputs: Any, output: Any) -> Any:
+        """Some models return a cache in any case."""
+        if not hasattr(output, "items"):
+            return output
+        return type(output)(**{k: v for k, v in output.items() if not isinstance(v, Cache)})
+
+    model.register_forward_hook(leave_out)
 
 
 def proof_runs(model: Any, dtype: Any, turned: Container[str] | None = None) -> list[Run]:

@@ -192,8 +192,10 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
     done = [row for row in rows if "error" in row]
     seen = [row for row in rows if "turned" in row]
     wrong = [row for row in done if row["status"] == "wrong"]
-    exact = [row["error"] for row in done if row["dtype"] == "float64" and row not in wrong]
-    single = [row["error"] for row in done if row["dtype"] == "float32" and row not in wrong]
+    near = [row for row in done if "own_rounding" in row and row not in wrong]
+    right = [row for row in done if row not in wrong and row not in near]
+    exact = [row["error"] for row in right if row["dtype"] == "float64"]
+    single = [row["error"] for row in right if row["dtype"] == "float32"]
     turns = Counter(kind for row in seen for kind in row["turned"])
     stays = Counter(kind for row in seen for kind, *_ in row["not_turned"])
     counts = ", ".join(f"{turns[kind]} of {turns[kind] + stays[kind]} {kind}" for kind in BASES)
@@ -216,6 +218,11 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
         f"* {len(done)} classes turn something and were compared. Wrong rotations: {len(wrong)}. "
         f"Largest error in float64 {max(exact, default=0):.0e} ({len(exact)} classes), in float32 "
         f"{max(single, default=0):.0e} ({len(single)}).",
+        *(
+            f"* `{row['class']}` nearly cancels an output: the error is {row['error']:.0e}, and "
+            f"rounding its weights once costs it {row['own_rounding']:.0e}."
+            for row in near
+        ),
         f"* {len(seen) - len(done)} classes turn nothing, or could not be compared. "
         f"{len(missing)} classes could not be analysed"
         + "".join(f"; {count}: {what}" for what, count in obstacles.most_common())
