@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import inductor
 import pytest
 import torch
 import transformers
@@ -24,6 +25,7 @@ def pytest_configure() -> None:
     closed by the time of the tests.
     """
     transformers.logging.set_verbosity_error()
+    inductor.keep_apart()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
