@@ -109,7 +109,8 @@ def asked(
 ) -> list[list[Any]]:
     """What ``open_source`` returns or raises for each call, in a separate process."""
     settings = {"HF_HUB_DISABLE_XET": "1", **environment}
-    status, out, err = run("-c", SCRIPT, cache, json.dumps(calls), settings=settings, cwd=here)
+    words = ("-c", SCRIPT, cache, json.dumps(calls))
+    status, out, err = run(*words, settings=settings, cwd=here, fresh=True)
     assert status == 0, err
     return [json.loads(line) for line in out.splitlines()]
 

@@ -41,14 +41,17 @@ def enjoyln(hub: Hub, home: Path, *calls: list[object], **environment: str) -> l
 
 def python(hub: Hub, home: Path, code: str, **environment: str) -> str:
     """What a program prints."""
-    done = _done(hub, home, ["-c", code], environment)
+    done = _done(hub, home, ["-c", code], environment, fresh=True)
     assert done.status == 0, done.err
     return done.out.strip()
 
 
-def _done(hub: Hub, home: Path, words: list[object], environment: dict[str, str]) -> Done:
+def _done(
+    hub: Hub, home: Path, words: list[object], environment: dict[str, str], fresh: bool = False
+) -> Done:
     token = {name: value for name, value in environment.items() if name == "HF_TOKEN"}
     more = {name: value for name, value in environment.items() if name != "HF_TOKEN"}
-    found = Done(*run(*words, settings=settings_for(hub, home, **more), environment=token))
+    settings = settings_for(hub, home, **more)
+    found = Done(*run(*words, settings=settings, environment=token, fresh=fresh))
     assert TOKEN not in found.out + found.err
     return found
