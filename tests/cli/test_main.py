@@ -399,7 +399,7 @@ def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    process = running("fold", GPT2, "-o", tmp_path / "out")
+    process = running("fold", GPT2, "-o", tmp_path / "out", fresh=True)  # which takes its time
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("finding"):

@@ -96,7 +96,7 @@ def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
     good("fold", GPT2, "-o", out)
     whole = contents(out)
     shutil.rmtree(out)
-    process = running("fold", GPT2, "-o", out)
+    process = running("fold", GPT2, "-o", out, "--samples", 2000)  # which takes its time
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("verifying"):
@@ -114,7 +114,7 @@ def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_says_what_it_leaves(tmp_path: Path) -> None:
-    process = running("fold", GPT2, "-o", tmp_path / "out")
+    process = running("fold", GPT2, "-o", tmp_path / "out", "--samples", 2000)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("verifying"):
