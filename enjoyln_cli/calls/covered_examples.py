@@ -12,7 +12,7 @@ from torch import nn
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import dtype_of
-from enjoyln_cli.plan.call_text import names_in, to_text
+from enjoyln_cli.plan.call_text import named_sizes, names_in, to_text
 from enjoyln_cli.plan.covered_calls import (
     CallForm,
     Constant,
@@ -46,14 +46,13 @@ def covered_examples(model: nn.Module, covered: CoveredCalls) -> list[tuple[Call
 
 def _takes_object(form: CallForm) -> bool:
     """Whether an argument is an object of transformers, such as a cache."""
-    waiting = [one for _, one in form.arguments]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Items):
-            if one.kind not in ("list", "tuple", "dict"):
-                return True
-            waiting += one.values
-    return False
+    return any(_has_object(one) for _, one in form.arguments)
+
+
+def _has_object(form: Form) -> bool:
+    if not isinstance(form, Items):
+        return False
+    return form.kind not in ("list", "tuple", "dict") or any(map(_has_object, form.values))
 
 
 def _call(model: nn.Module, form: CallForm) -> Call:
@@ -68,26 +67,13 @@ def _call(model: nn.Module, form: CallForm) -> Call:
 
 def _sizes_of(form: CallForm) -> Iterator[dict[str, int]]:
     """Sizes that meet the conditions of a form, by name; different ones first."""
-    names = sorted(set().union(*(names_in(one) for one in form.conditions), _named(form)))
+    own = named_sizes(form.arguments)
+    names = sorted(own.union(*(names_in(one) for one in form.conditions)))
     trials = chain(permutations(_SIZES, len(names)), product(_SIZES, repeat=len(names)))
     for trial in islice(trials, _MAX_TRIALS):
         sizes = dict(zip(names, trial, strict=True))
         if all(value_of(condition, sizes) for condition in form.conditions):
             yield sizes
-
-
-def _named(form: CallForm) -> set[str]:
-    """The names of the sizes in a form."""
-    found, waiting = set(), [one for _, one in form.arguments]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Items):
-            waiting += one.values
-        sizes = one.sizes if isinstance(one, TensorForm) else ()
-        found |= {size for size in sizes if isinstance(size, str)}
-        if isinstance(one, Length) and isinstance(one.size, str):
-            found.add(one.size)
-    return found
 
 
 def _value(form: Form, sizes: Mapping[str, int], dtype: torch.dtype) -> Any:

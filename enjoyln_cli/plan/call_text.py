@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from enjoyln_cli.plan.covered_calls import (
@@ -20,6 +21,7 @@ from enjoyln_cli.plan.covered_calls import (
     Items,
     Length,
     TensorForm,
+    sizes_in,
 )
 
 MAX_TEXT_CHARS = 200_000
@@ -117,7 +119,7 @@ def from_text(text: str) -> CallForm:
         if keyword.arg is None:
             raise ValueError(f"{text:.80} has an argument without a name")
         arguments.append((keyword.arg, _form(keyword.value)))
-    known = {size for _, one in arguments for size in _names(one)}
+    known = named_sizes(arguments)
     if not {name for one in conditions for name in names_in(one)} <= known:
         raise ValueError(f"{text:.80} has a condition on sizes that it does not name")
     return CallForm(tree.func.id, tuple(arguments), conditions)
@@ -202,13 +204,10 @@ def _joined(name: str, nodes: list[ast.expr]) -> Expression:
     return first
 
 
-def _names(form: Form) -> set[str]:
-    if isinstance(form, TensorForm):
-        return {size for size in form.sizes if isinstance(size, str)}
-    if isinstance(form, Length):
-        return {form.size} if isinstance(form.size, str) else set()
-    inside = form.values if isinstance(form, Items) else ()
-    return {name for one in inside for name in _names(one)}
+def named_sizes(arguments: Iterable[tuple[str, Form]]) -> set[str]:
+    """The names of sizes in the arguments of a form."""
+    sizes = (size for _, one in arguments for size in sizes_in(one))
+    return {size for size in sizes if isinstance(size, str)}
 
 
 def names_in(expression: Expression) -> set[str]:

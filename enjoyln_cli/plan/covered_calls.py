@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,17 @@ class Length:
 
 
 Form = Constant | TensorForm | Items | Length
+
+
+def sizes_in(form: Form) -> Iterator[Any]:
+    """The sizes of all tensors in ``form`` and its lengths, in order: numbers, names or symbols."""
+    if isinstance(form, TensorForm):
+        yield from form.sizes
+    elif isinstance(form, Length):
+        yield form.size
+    elif isinstance(form, Items):
+        for one in form.values:
+            yield from sizes_in(one)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from enjoyln_cli.plan.covered_calls import (
     TensorForm,
     call_form,
     is_stock,
+    sizes_in,
     value_of,
 )
 from enjoyln_cli.trace.trace import Trace
@@ -265,16 +266,8 @@ def _renamed(form: Form, named: Callable[[Any], Any]) -> Form:
 
 
 def _sizes(form: CallForm | None) -> Iterator[Any]:
-    def inside(one: Any) -> Iterator[Any]:
-        if isinstance(one, TensorForm):
-            yield from one.sizes
-        elif isinstance(one, Length):
-            yield one.size
-        for value in getattr(one, "values", ()):
-            yield from inside(value)
-
     for _, one in form.arguments if form else ():
-        yield from inside(one)
+        yield from sizes_in(one)
 
 
 def _condition(expression: Any, symbols: dict[Any, Any]) -> Expression:

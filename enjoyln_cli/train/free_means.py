@@ -111,9 +111,9 @@ def _without_dropout(model: nn.Module, plan: Plan, config: Any) -> nn.Module:
             )
         bare = classes.build(cls, config_returning(config, plan.outputs))
     held = [(values, name, value) for _, values, name, value in dropout_rates(bare)]
-    for config in _configs_of(bare):
-        inside: dict[str, Any] = vars(config)
-        held += [(inside, name, value) for name, value in inside.items() if "drop" in name]
+    for part in _configs_of(bare):
+        own: dict[str, Any] = vars(part)
+        held += [(own, name, value) for name, value in own.items() if "drop" in name]
     for values, name, value in held:
         if type(value) is float and 0 < value <= 1:
             values[name] = 0.0
