@@ -44,6 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def servers_of_commands() -> Iterator[None]:
+    """Processes that commands are forked from (``warm_process``); they end with the tests."""
     with servers():
         yield
 
@@ -122,6 +123,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hub_server() -> Iterator[Hub]:
-    """One server for all tests, since each other address is another process that asks it."""
+    """One server for all tests: for another address, commands would import everything again."""
     with serving() as server:
         yield server

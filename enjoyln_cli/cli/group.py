@@ -51,6 +51,15 @@ def open_streams() -> None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
+def drop_unread() -> None:
+    """Drop what nobody reads any more; when Python ends, it would try to write it, and complain."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Commands(click.Group):
     """A group that turns every refusal into one line and an exit status."""
 
@@ -61,9 +70,12 @@ class Commands(click.Group):
         return list(self.commands)
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run Click's ``main`` after opening any closed standard stream."""
+        """Run Click's ``main`` with standard streams that are open, and stay quiet at the end."""
         open_streams()
-        return super().main(*args, **options)
+        try:
+            return super().main(*args, **options)
+        finally:
+            drop_unread()
 
     def invoke(self, ctx: click.Context) -> Any:
         if debugging():
@@ -86,9 +98,12 @@ class Commands(click.Group):
             ctx.exit(1)
 
     def _run(self, ctx: click.Context) -> Any:
-        """Run the command; Click is silent about a reader of its output that has gone away."""
+        """Run the command and write all that it printed.
+
+        Click ends with status 1 if the reader of the output has gone away.
+        """
         found = super().invoke(ctx)
-        sys.stdout.flush()  # otherwise Python does so when it ends, and complains
+        sys.stdout.flush()
         return found
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import pty
 import re
 from dataclasses import fields, replace
 
@@ -14,7 +12,7 @@ import pytest
 from live_models import ROOT
 from report_cases import CHECKED, ONLY_RMS, PLAN, REASON
 from rich.table import Table
-from warm_process import run, start
+from warm_process import on_a_terminal, run
 
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
@@ -258,29 +256,9 @@ for stream in (sys.stdout, sys.stderr):
     assert shown.encode(errors="surrogateescape").decode(encoding)
 
 
-def on_a_terminal(width: int, **environment: str) -> str:
-    """What a terminal of ``width`` columns receives."""
-    ours, theirs = pty.openpty()
-    environment |= {"COLUMNS": str(width), "TERM": "xterm-256color"}
-    process = start("-c", SHOW, environment=environment, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    received = b""
-    while True:
-        try:
-            block = os.read(ours, 65536)
-        except OSError:  # the terminal's other end is closed
-            break
-        if not block:
-            break
-        received += block
-    os.close(ours)
-    assert process.wait() == 0
-    return received.decode()
-
-
 @pytest.mark.slow
 def test_a_narrow_terminal_does() -> None:
-    text = on_a_terminal(20)
+    text = on_a_terminal("-c", SHOW, COLUMNS="20")
     assert "\x1b[" in text and "LLaMA" in text
 
 
@@ -301,7 +279,7 @@ def test_nothing_of_a_table_is_lost(
 
 @pytest.mark.slow
 def test_no_color_is_respected() -> None:
-    text = on_a_terminal(80, NO_COLOR="1")
+    text = on_a_terminal("-c", SHOW, COLUMNS="80", NO_COLOR="1")
     assert "\x1b[32m" not in text and "\x1b[31m" not in text
 
 

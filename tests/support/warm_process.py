@@ -1,18 +1,20 @@
-"""Commands in processes that are forked from one which has imported what takes long.
+"""Run commands in processes that are forked from one which has imported everything.
 
-A command takes four seconds of processor time before it begins: imports, and what torch registers
-when it traces for the first time. A forked one has them behind it. What Python itself reads when it
-starts (closed streams, the encoding of the locale) still needs a process that is started.
+Before a command begins, it spends four seconds of processor time on imports, and on what torch
+registers when it traces for the first time. A fork of a process that has done this spends none.
+What Python itself reads when it starts (closed streams, the encoding of the locale) still needs a
+process that is started.
 
-``huggingface_hub`` reads its settings when it is imported, so there is a server for each group of
-settings. All of them are forked from a first process, which has imported torch alone. Each ends
-when its link to the tests is closed.
+The process that forks is called a server. ``huggingface_hub`` reads its settings when it is
+imported, so there is a server for each group of settings. All servers are forks of one process, the
+origin, which has imported torch alone. Each ends when its link to the tests is closed.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -21,13 +23,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import termios
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
-
-GPT2 = Path(__file__).parents[1] / "checkpoints" / "gpt2"
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Started:
         return self.returncode
 
     def communicate(self, timeout: float = 300) -> tuple[str, str]:
-        """The rest of what it prints; less than a pipe holds of it may go to ``stderr``."""
+        """Read both outputs to their end; a pipe must hold what goes to ``stderr`` (64 kB)."""
         with self.stdout, self.stderr:
             said = self.stdout.read(), self.stderr.read()
         self.wait(timeout)
@@ -68,7 +70,9 @@ class Started:
 
 
 SERVERS: dict[tuple[object, ...], socket.socket] = {}
-"""Links to the servers, by what was asked of them."""
+"""Links to the servers, by ``fresh`` and the settings (see ``start``)."""
+ORIGIN: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
+"""The process that all servers are forked from, and the link to it; empty until it is needed."""
 
 
 def start(
@@ -81,28 +85,29 @@ def start(
     cwd: Path | None = None,
     fresh: bool = False,
 ) -> Started:
-    """Start Python with ``words``, which are those of its command line.
+    """Run what ``python`` followed by ``words`` would run.
 
     ``settings`` are environment variables that are read by imports, ``environment`` others.
     ``stdin``, ``stdout`` and ``stderr`` are file descriptors: by default an empty file, and pipes.
-    A terminal that it gets as its input is its own. A ``fresh`` command has imported torch alone.
+    If ``stdin`` is a terminal, it controls the process: Ctrl-C is a signal. A process that is
+    ``fresh`` has imported torch alone.
     """
     settings = settings or {}
     key = (fresh, *sorted(settings.items()))
     if key not in SERVERS:
         SERVERS[key] = _server(settings)
-    nothing, reading, told = os.open(os.devnull, os.O_RDONLY), os.pipe(), os.pipe()
-    defaults = (nothing, reading[1], told[1])
+    out, err = os.pipe(), os.pipe()
+    defaults = (os.open(os.devnull, os.O_RDONLY), out[1], err[1])
     given = zip((stdin, stdout, stderr), defaults, strict=True)
     streams = [default if stream is None else stream for stream, default in given]
     own = {**settings, **(environment or {})}
-    first = [] if fresh else ["imports"]
+    steps = [] if fresh else ["import"]
     if not fresh and {"fold", "report", "verify"} & set(words):
-        first.append("trace")
-    pid = order(SERVERS[key], words, own, cwd, streams, first)
+        steps.append("trace")
+    pid = fork(SERVERS[key], words, own, cwd, streams, steps)
     for descriptor in defaults:
         os.close(descriptor)
-    return Started(pid, SERVERS[key], *map(_opened, (reading[0], told[0])))
+    return Started(pid, SERVERS[key], _opened(out[0]), _opened(err[0]))
 
 
 def _opened(descriptor: int) -> TextIO:
@@ -116,27 +121,38 @@ def run(*words: object, **options: Any) -> tuple[int, str, str]:
     return process.wait(), out, err
 
 
+def on_a_terminal(*words: object, **environment: str) -> str:
+    """What a terminal receives from a command that has it as all three streams, and succeeds."""
+    ours, theirs = os.openpty()
+    environment = {"TERM": "xterm-256color", **environment}
+    process = start(*words, environment=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    received = b""
+    with contextlib.suppress(OSError):  # raised when the other end is closed
+        while block := os.read(ours, 65536):
+            received += block
+    os.close(ours)
+    assert process.wait() == 0, received
+    return received.decode()
+
+
 @contextlib.contextmanager
 def servers() -> Iterator[None]:
-    """Servers that were started in the block end with it."""
+    """End the servers that were started in the block, and wait until they have ended."""
     try:
         yield
     finally:
         for link in SERVERS.values():
             link.close()
         SERVERS.clear()
-        for link, process in FIRST:
+        for link, process in ORIGIN:
             link.close()
             process.wait(timeout=60)
-        FIRST.clear()
-
-
-FIRST: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
-"""The process that all servers are forked from, once there is one."""
+        ORIGIN.clear()
 
 
 def _server(settings: Mapping[str, str]) -> socket.socket:
-    if not FIRST:
+    if not ORIGIN:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -145,10 +161,10 @@ def _server(settings: Mapping[str, str]) -> socket.socket:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        FIRST.append((ours, process))
+        ORIGIN.append((ours, process))
     ours, theirs = socket.socketpair()
     with theirs:
-        order(FIRST[0][0], (), settings, None, (0, 1, 2, theirs.fileno()))
+        fork(ORIGIN[0][0], (), settings, None, (0, 1, 2, theirs.fileno()))
     return ours
 
 
@@ -157,23 +173,23 @@ def _environment() -> dict[str, str]:
     return {**left, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def order(
+def fork(
     link: socket.socket,
     words: Sequence[object],
     environment: Mapping[str, str],
     cwd: Path | None,
     descriptors: Sequence[int],
-    first: Sequence[str] = (),
+    steps: Sequence[str] = (),
 ) -> Any:
-    """Let a server fork a process, after it has done for once what comes ``first``.
+    """Let a server fork a process, and return the number of the process.
 
-    Returns its number.
+    Before it forks, the server takes those of the ``steps`` (see ``STEPS``) that it has not taken.
     """
     what = {
         "words": [str(word) for word in words],
         "environment": {**_environment(), **environment},
         "cwd": str(cwd or Path.cwd()),
-        "first": first,
+        "steps": steps,
     }
     return ask(link, what, descriptors)
 
@@ -200,8 +216,8 @@ def receive(link: socket.socket) -> tuple[Any, list[int]]:
 
 
 def serve(link: socket.socket) -> tuple[list[str], list[int]]:
-    """Fork a process for each order; returns in that process."""
-    done: set[str] = set()
+    """Fork a process for each request. Returns, in that process, its words and descriptors."""
+    taken: set[str] = set()
     while True:
         try:
             wanted, descriptors = receive(link)
@@ -214,10 +230,10 @@ def serve(link: socket.socket) -> tuple[list[str], list[int]]:
             pid, status = os.waitpid(wanted["status"], 0 if wanted["wait"] else os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
-            for name in wanted["first"]:
-                if name not in done:
-                    FIRST_OF_ALL[name]()
-                    done.add(name)
+            for step in wanted["steps"]:
+                if step not in taken:
+                    STEPS[step]()
+                    taken.add(step)
             answer = os.fork()
             if not answer:
                 link.close()
@@ -229,16 +245,13 @@ def serve(link: socket.socket) -> tuple[list[str], list[int]]:
 
 
 def take_over(wanted: dict[str, Any], descriptors: list[int]) -> None:
-    """Become the process that was ordered."""
+    """Become the process that is wanted: take its streams, its environment and its directory."""
     for standard, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     if sys.stdin.isatty():
-        import fcntl
-        import termios
-
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     os.environ.clear()
@@ -248,6 +261,7 @@ def take_over(wanted: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def import_all() -> None:
+    """Import what all commands import."""
     import enjoyln_cli.conversion.fold
     import enjoyln_cli.publish.push
     import enjoyln_cli.verification.verify  # noqa: F401
@@ -257,21 +271,16 @@ def import_all() -> None:
 
 
 def trace() -> None:
-    """Analyse a model: for the first time, torch imports and registers much more."""
-    import tempfile
-
-    from click.testing import CliRunner
-
-    from enjoyln_cli.cli.main import main
+    """Fold a model. When torch traces for the first time, it imports and registers much more."""
+    from commands import GPT2, good
 
     with tempfile.TemporaryDirectory() as folder:
-        first = CliRunner().invoke(main, ["fold", str(GPT2), "-o", f"{folder}/out"])
-    assert first.exit_code == 0, first.output
+        good("fold", GPT2, "-o", f"{folder}/out")
     gc.collect()
     gc.freeze()
 
 
-FIRST_OF_ALL = {"imports": import_all, "trace": trace}
+STEPS = {"import": import_all, "trace": trace}
 
 
 def run_here(words: list[str]) -> None:
@@ -290,7 +299,7 @@ def run_here(words: list[str]) -> None:
 
 
 def end_with(words: list[str]) -> NoReturn:
-    """Run, and end as Python does, but without a second's work to free each object."""
+    """Run, and end as Python does, but do not free each object, which would take a second."""
     status = 0
     try:
         run_here(words)
