@@ -73,7 +73,8 @@ CORRECTED = {
     "mm_tokens_per_image": 4, "downsample_mode": "16x", "num_cross_attention_heads": 1,
     "projector_patch_to_query_dict": {n * n: n for n in range(65)},
 }  # fmt: skip
-"""Settings in which a default config contradicts its own default image size, or two layers."""
+"""Settings in which a default config contradicts its own default image size, and those that would
+leave two layers without attention."""
 
 
 def shrink(config: Any, factor: int, side: int | None = None) -> None:
@@ -125,15 +126,7 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
         if vars(config).get("rope_parameters") == {}:
             turned = {"rope_type": "default", "rope_theta": 10000.0}
             config.rope_parameters = {kind: dict(turned) for kind in config.layer_types}
-    by_layer = {} if "depths" in vars(config) else dict(vars(config))  # not one for each stage
-    for name, value in by_layer.items():
-        if isinstance(value, (list, tuple)) and 0 < _depth(config) < len(value) == before:
-            setattr(config, name, type(value)(value[: _depth(config)]))
-    overrides = getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", {})
-    for layer in [layer for layer in overrides if layer >= _depth(config)]:
-        del overrides[layer]
-    if vars(config).get("num_kv_shared_layers"):
-        config.num_kv_shared_layers = 0
+    _cut(config, before)
     if isinstance(stages, int) and max(config.out_indices or [0]) > config.num_hidden_layers:
         config.num_hidden_layers = stages  # later stages of this backbone are read
     if {"vision_config", "audio_config"} <= vars(config).keys():
@@ -156,6 +149,20 @@ def shrink(config: Any, factor: int, side: int | None = None) -> None:
         config.num_key_value_heads = heads
     if heads and vars(config).get("head_dim", heads) is None and hasattr(config, "hidden_size"):
         config.head_dim = config.hidden_size // heads
+
+
+def _cut(config: Any, before: int) -> None:
+    """Leave out what the config says of layers that are gone; ``before`` is their old number."""
+    own, depth = vars(config), _depth(config)
+    for name, value in list(own.items()):  # lists with an entry for each layer, not for each stage
+        listed = isinstance(value, (list, tuple)) and "depths" not in own
+        if listed and 0 < depth < len(value) == before:
+            setattr(config, name, type(value)(value[:depth]))
+    overrides = getattr(own.get("_heterogeneity_spec"), "per_layer_overrides", {})
+    for layer in [layer for layer in overrides if layer >= depth]:
+        del overrides[layer]
+    if own.get("num_kv_shared_layers"):
+        config.num_kv_shared_layers = 0
 
 
 def _depth(config: Any) -> int:

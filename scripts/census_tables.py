@@ -180,7 +180,7 @@ def _reasons(done: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
-BASES = ("stream", "values", "heads")
+BASES = {"stream": "streams", "values": "values of attention", "heads": "heads"}
 """The kinds of bases: residual streams, values of attentions, and heads with norms of their own."""
 
 
@@ -192,13 +192,17 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
     done = [row for row in rows if "error" in row]
     seen = [row for row in rows if "turned" in row]
     wrong = [row for row in done if row["status"] == "wrong"]
-    near = [row for row in done if "own_rounding" in row and row not in wrong]
-    right = [row for row in done if row not in wrong and row not in near]
-    exact = [row["error"] for row in right if row["dtype"] == "float64"]
-    single = [row["error"] for row in right if row["dtype"] == "float32"]
+    right = [row for row in done if row["status"] != "wrong"]
+    near = [row for row in right if "own_rounding" in row]
+    exact, single = (
+        [row["error"] for row in right if row["dtype"] == dtype and "own_rounding" not in row]
+        for dtype in ("float64", "float32")
+    )
     turns = Counter(kind for row in seen for kind in row["turned"])
     stays = Counter(kind for row in seen for kind, *_ in row["not_turned"])
-    counts = ", ".join(f"{turns[kind]} of {turns[kind] + stays[kind]} {kind}" for kind in BASES)
+    counts = ", ".join(
+        f"{turns[kind]} of {turns[kind] + stays[kind]} {many}" for kind, many in BASES.items()
+    )
     types = set(transformers.CONFIG_MAPPING)
     left = len(types - {row["type"] for row in rows})
     missing = [row for row in rows if "turned" not in row and row["status"] != "no class"]
@@ -214,7 +218,9 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
         f"torch {torch.__version__} and transformers {transformers.__version__}.",
         "",
         *([f"* {left} of {len(types)} model types were not run yet."] if left else []),
-        f"* Bases that turn: {counts}.",
+        f"* Bases that turn: {counts}. "
+        "[`rotate`](commands/rotate.md#what-is-turned) says what the three kinds are. What a norm "
+        "reads as a whole counts as a stream, also inside of a layer (behind a gate, for example).",
         f"* {len(done)} classes turn something and were compared. Wrong rotations: {len(wrong)}. "
         f"Largest error in float64 {max(exact, default=0):.0e} ({len(exact)} classes), in float32 "
         f"{max(single, default=0):.0e} ({len(single)}).",
@@ -224,9 +230,9 @@ def _rotated(rows: list[dict[str, Any]]) -> list[str]:
             for row in near
         ),
         f"* {len(seen) - len(done)} classes turn nothing, or could not be compared. "
-        f"{len(missing)} classes could not be analysed"
-        + "".join(f"; {count}: {what}" for what, count in obstacles.most_common())
-        + ".",
+        f"{len(missing)} classes could not be examined ("
+        + "; ".join(f"{count}: {what}" for what, count in obstacles.most_common())
+        + ").",
         "",
         "| why a basis stays | streams | values | heads | types |",
         "|---|---|---|---|---|",

@@ -135,13 +135,8 @@ def test_inductor_inside() -> None:
         stream = stream + F.gelu(first(stream))
         return second(stream + b), stream
 
-    given = centred(2, 3, D), centred(2, 3, D)
     compiled = torch.compile(blocks, backend="enjoyln", options={"inner": "inductor"})
-    with torch.no_grad():
-        with InFloat64():
-            exact = blocks(*in_float64(given))
-        for one, other, truth in zip(compiled(*given), blocks(*given), exact, strict=True):
-            assert as_exact(one, other, truth)
+    require_same(compiled, blocks, centred(2, 3, D), centred(2, 3, D))
     assert counters["inductor"], "it compiled nothing"
 
 
@@ -228,18 +223,23 @@ def centred(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def outcome(function: Callable[..., Any], *given: Any) -> Counting:
     """Compiles ``function``, and compares the result with that of a plain call."""
     backend = Counting()
+    require_same(torch.compile(function, backend=backend, fullgraph=True), function, *given)
+    return backend
+
+
+def require_same(compiled: Callable[..., Any], function: Callable[..., Any], *given: Any) -> None:
+    """Both return the same, up to a few times what rounding costs, and do the same to ``given``."""
     copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in given]
     with torch.no_grad():
         with InFloat64():
             exact = function(*in_float64(copies))
         expected = function(*copies)
-        got = torch.compile(function, backend=backend, fullgraph=True)(*given)
+        got = compiled(*given)
     for one, other, truth in zip(_flat(got), _flat(expected), _flat(exact), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         assert as_exact(one, other, truth)
     for one, copy in zip(given, copies, strict=True):
         assert not isinstance(one, torch.Tensor) or torch.equal(one, copy)
-    return backend
 
 
 def _flat(value: Any) -> list[torch.Tensor]:
