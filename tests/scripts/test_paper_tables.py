@@ -189,6 +189,7 @@ def test_each_model_gets_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
     assert written == [1, 2, 2], "what is known is stored after each model"
 
 
+@pytest.mark.slow
 def test_every_line_of_a_table_is_as_long_as_its_head(small: tuple[Measured, str]) -> None:
     _, text = small
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)

@@ -85,6 +85,7 @@ def test_a_narrow_terminal_shows_every_number() -> None:
     assert "\x1b[3" not in text, "a colour"
 
 
+@pytest.mark.slow
 def test_a_narrow_terminal_shows_help() -> None:
     text = on_a_terminal("-m", "enjoyln_cli", "fold", "--help", COLUMNS="20")
     assert "--resume" in text

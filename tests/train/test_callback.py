@@ -122,6 +122,7 @@ def test_a_trainer_learns_the_same_and_saves_folded_checkpoints(tmp_path: Path, 
     assert resumed.losses == kept.losses[-len(resumed.losses) :] and len(resumed.losses) == 3
 
 
+@pytest.mark.slow
 def test_a_folded_model_is_trained_and_resumed(tmp_path: Path, outs: dict[str, Path]) -> None:
     def folded() -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(outs["opt"])
