@@ -42,6 +42,7 @@ from enjoyln_cli.errors import (
     UnsupportedModel,
     VerificationFailed,
 )
+from enjoyln_cli.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from enjoyln_cli.benchmark.bench import bench
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from enjoyln_cli.verification.measured_norms import optimize
     from enjoyln_cli.verification.verify import verify
 
-__version__ = "0.1.0"
 
 __all__ = [
     "AlreadyFolded",

@@ -16,6 +16,7 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "enjoyln_cli"
 
 FOLDERS = (
+    "version",
     "text",
     "errors",
     "clock",

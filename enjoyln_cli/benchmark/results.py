@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli import __version__, kernels
+from enjoyln_cli import kernels
 from enjoyln_cli.benchmark.timing import (
     NO_GAIN,
     WARM_UP,
@@ -36,6 +36,7 @@ from enjoyln_cli.benchmark.timing import (
     quartiles,
     ratios,
 )
+from enjoyln_cli.version import __version__
 
 VERSION = 1
 """Version of ``enjoyln_bench.json``; the next version drops the keys of ``_old_keys``."""

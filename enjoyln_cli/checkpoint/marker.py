@@ -61,7 +61,6 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli import __version__
 from enjoyln_cli.checkpoint.config import MARKER
 from enjoyln_cli.checkpoint.headers import MAX_ELEMENTS
 from enjoyln_cli.checkpoint.source import Source
@@ -72,6 +71,7 @@ from enjoyln_cli.plan.covered_calls import PLAIN_TYPES, CoveredCalls, Plain
 from enjoyln_cli.plan.mean_units import Units
 from enjoyln_cli.plan.plan import Centring, Place, Plan
 from enjoyln_cli.text import first_line
+from enjoyln_cli.version import __version__
 
 VERSION = 4
 READABLE = (1, 2, 3, 4)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import click
 
-from enjoyln_cli import __version__
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.convert_commands import export, fold, rotate, unfold
 from enjoyln_cli.cli.group import Commands
@@ -15,6 +14,7 @@ from enjoyln_cli.cli.measure_commands import bench, verify
 from enjoyln_cli.cli.options import json_option
 from enjoyln_cli.cli.push_command import push
 from enjoyln_cli.cli.report_command import report
+from enjoyln_cli.version import __version__
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

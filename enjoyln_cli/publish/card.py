@@ -29,7 +29,6 @@ from importlib.metadata import metadata as package_metadata
 from pathlib import Path
 from typing import Any
 
-from enjoyln_cli import __version__
 from enjoyln_cli.checkpoint.result_files import BENCH_FILE, RECIPE_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
@@ -42,6 +41,7 @@ from enjoyln_cli.report.verification_table import (
     verification_heads,
     verification_rows,
 )
+from enjoyln_cli.version import __version__
 
 BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
 END = "<!-- enjoyln: end of the section -->"

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from enjoyln_cli import __version__
 from enjoyln_cli.archive.archive_file import Recorder, save_archive
 from enjoyln_cli.archive.recorder import outputs_to_digest, start_recording
 from enjoyln_cli.checkpoint.config import MARKER, raw_config, require_unfolded, with_entries
@@ -57,6 +56,7 @@ from enjoyln_cli.rewrite.preconditions import check_edits
 from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
 from enjoyln_cli.rewrite.shard_layout import plain_layout
 from enjoyln_cli.rewrite.writer import write_shards
+from enjoyln_cli.version import __version__
 
 _DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16")
 

@@ -40,7 +40,6 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli import __version__
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.config import load_config, raw_config, require_unfolded
 from enjoyln_cli.checkpoint.headers import DTYPES
@@ -63,6 +62,7 @@ from enjoyln_cli.verification.config_differences import differing_settings
 from enjoyln_cli.verification.nonfinite import failure
 from enjoyln_cli.verification.runs import Measurement, Subject, measure, worst_first
 from enjoyln_cli.verification.stored_tensors import check_centred_tensors, check_tensors
+from enjoyln_cli.version import __version__
 
 IDENTITY_BOUND = 1e-12
 RATIO, ROTATED_RATIO = 1.25, 2.0
