@@ -44,7 +44,7 @@ from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import digest_of_data, digest_of_piece
 from enjoyln_cli.plan.axis import Axis, as_numbers
 
-VERSION = 2
+VERSION = 1
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _RUNS = ("gaps", "steps", "exact")

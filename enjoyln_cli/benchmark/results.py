@@ -39,10 +39,7 @@ from enjoyln_cli.benchmark.timing import (
 from enjoyln_cli.version import __version__
 
 VERSION = 1
-"""Version of ``enjoyln_bench.json``; the next version drops the keys of ``_old_keys``."""
-
-OLD_NAMES = {"torch_rms_norm": "stock", "no_norm": "bare"}
-"""From a model's name to its name in the old keys."""
+"""Version of ``enjoyln_bench.json``."""
 
 Interval = tuple[float, float]
 
@@ -109,11 +106,6 @@ class Row:
         return median_interval(_shares(ratios(self.times, "original", "no_norm")))
 
     @property
-    def norm_tax(self) -> Quartiles:
-        """The old name of ``norm_cost``."""
-        return self.norm_cost
-
-    @property
     def cost_is_measurable(self) -> bool:
         """Whether the norm cost can be distinguished from noise."""
         found = self.norm_cost_interval
@@ -173,7 +165,7 @@ class Row:
 
     def to_json(self, fold_seconds: float | None = None) -> dict[str, Any]:
         """The row as plain values; docs/commands/bench.md explains the keys."""
-        found = {
+        return {
             "case": self.case,
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
@@ -191,7 +183,6 @@ class Row:
             "reason": self.reason,
             "break_even_runs": self.break_even(fold_seconds),
         }
-        return found | self._old_keys()
 
     def _model_json(self, name: str) -> dict[str, Any]:
         spread = self.ms[name]
@@ -202,21 +193,6 @@ class Row:
             "times_as_fast_interval": _listed(self.faster_interval(name)),
             "items_per_second": self.throughput(name),
             "peak_bytes": None if self.peak_bytes is None else self.peak_bytes[name],
-        }
-
-    def _old_keys(self) -> dict[str, Any]:
-        """Keys that the next ``VERSION`` drops."""
-        ms = {OLD_NAMES.get(name, name): spread for name, spread in self.ms.items()}
-        peaks = self.peak_bytes and {OLD_NAMES.get(n, n): v for n, v in self.peak_bytes.items()}
-        return {
-            **{f"{name}_ms": spread.median for name, spread in ms.items()},
-            "quartiles_ms": {name: spread.rounded(6) for name, spread in ms.items()},
-            "per_second": {name: 1e3 * self.items / spread.median for name, spread in ms.items()},
-            "speedup_quartiles": self.speedup.rounded(6),
-            "norm_tax": self.norm_cost.median,
-            "norm_tax_quartiles": self.norm_cost.rounded(6),
-            "tax_recovered": self.recovered,
-            "peak_bytes": peaks,
         }
 
 

@@ -1,9 +1,9 @@
 """The marker: the ``enjoyln`` entry in the ``config.json`` of a converted checkpoint.
 
 It tells a program that only has the config which norms can compute RMSNorm, for which classes and
-inputs, and which parameters have to be centred for that. Version 4 is::
+inputs, and which parameters have to be centred for that::
 
-    {"version": 4,
+    {"version": 1,
      "source": "gpt2",                 what was converted: a Hub id, or an absolute path
      "revision": "607a30d..." | null,
      "model_class": "GPT2LMHeadModel", whose module paths the lists below use
@@ -42,11 +42,6 @@ inputs, and which parameters have to be centred for that. Version 4 is::
                                        these weights with LayerNorm
      "proof": "5d41402abc...",         SHA-256 of the entry without source, revision, proof and tool
      "tool": "enjoyln 0.1.0"}
-
-Version 3 has no ``calls``. Version 2 also has no ``units``, ``merged`` and ``untied``. Version 1
-also has no ``centered``, ``scales`` and ``proof``: it does not say which weights have to be
-centred, so this cannot be checked. Such a marker is read, but its model runs as RMSNorm only on
-request.
 """
 
 from __future__ import annotations
@@ -73,8 +68,7 @@ from enjoyln_cli.plan.plan import Centring, Place, Plan
 from enjoyln_cli.text import first_line
 from enjoyln_cli.version import __version__
 
-VERSION = 4
-READABLE = (1, 2, 3, 4)
+VERSION = 1
 MAX_DIMS = 8
 """Maximum dimensions of a tensor that is centred."""
 _NOT_PROVEN = ("source", "revision", "proof", "tool")
@@ -105,15 +99,14 @@ class Marker:
     entry_inputs: tuple[str, ...]
     unproven: tuple[str, ...]
     tool: str
-    outputs: tuple[str, ...] = ()
-    centred: tuple[CentredTensor, ...] | None = None
-    """``None`` for version 1, which does not list them."""
-    units: tuple[Units, ...] = ()
-    weightless: tuple[str, ...] = ()
+    outputs: tuple[str, ...]
+    centred: tuple[CentredTensor, ...]
+    units: tuple[Units, ...]
+    weightless: tuple[str, ...]
     """Norms whose weight was merged into the layers after them, and is ones now."""
-    biasless: tuple[str, ...] = ()
+    biasless: tuple[str, ...]
     """Norms whose bias was merged into the layers after them, and is zeros now."""
-    untied: tuple[tuple[str, str], ...] = ()
+    untied: tuple[tuple[str, str], ...]
     """Pairs of parameters that are tied in the original, and separate in the result."""
     nonfinite: bool = False
     """Whether the user allowed NaN and infinity in weights."""
@@ -208,10 +201,10 @@ def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
             f"{model} was not folded: its config.json has no enjoyln entry; run `enjoyln fold`"
         )
     version = entry.get("version")
-    if type(version) is not int or version not in READABLE:
+    if type(version) is not int or version != VERSION:
         raise BadCheckpoint(
-            f"the enjoyln entry of config.json has version {version!r}, but this program reads "
-            f"{' and '.join(map(str, READABLE))}; upgrade enjoyln"
+            f"the enjoyln entry of config.json has version {version!r:.40}, but this program reads "
+            f"{VERSION}; upgrade enjoyln or convert the source again"
         )
     found = Marker(
         source=_text(entry, "source"),
@@ -224,17 +217,17 @@ def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
         entry_inputs=_texts(entry, "entry_inputs"),
         unproven=_texts(entry, "unproven"),
         tool=_text(entry, "tool"),
-        outputs=_texts(entry, "outputs") if "outputs" in entry else (),
-        centred=_centred(entry) if version > 1 else None,
-        units=tuple(_units(one) for one in _list(entry, "units")) if version > 2 else (),
-        weightless=_texts(_merged(entry), "weight") if version > 2 else (),
-        biasless=_texts(_merged(entry), "bias") if version > 2 else (),
-        untied=tuple(_names(entry, "untied").items()) if version > 2 else (),
+        outputs=_texts(entry, "outputs"),
+        centred=_centred(entry),
+        units=tuple(_units(one) for one in _list(entry, "units")),
+        weightless=_texts(_merged(entry), "weight"),
+        biasless=_texts(_merged(entry), "bias"),
+        untied=tuple(_names(entry, "untied").items()),
         nonfinite=entry.get("nonfinite") is True,
         trained=entry.get("trained") is True,
-        covered=_covered(entry.get("calls")) if version > 3 else None,
+        covered=_covered(entry.get("calls")),
     )
-    if version > 1 and _text(entry, "proof") != proof_of(entry):
+    if _text(entry, "proof") != proof_of(entry):
         raise BadCheckpoint(
             "the enjoyln entry of config.json was edited after the fold, so its proof is invalid; "
             "convert the source again (--recipe lets you choose which norms are converted)"

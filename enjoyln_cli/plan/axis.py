@@ -52,10 +52,7 @@ def blocks(axis: Axis) -> tuple[Axis, ...]:
 
 
 def as_numbers(axis: Axis) -> list[int]:
-    """The numbers of the axis as files store them.
-
-    The step is left out if it is 0: older versions of enjoyln read five numbers and refuse six.
-    """
+    """The numbers of the axis as files store them. The step is left out if it is 0."""
     return list(astuple(axis)) if axis.step else list(astuple(axis))[:5]
 
 

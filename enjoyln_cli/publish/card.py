@@ -253,7 +253,7 @@ def _speeds(found: Any) -> list[tuple[str, ...]]:
                 low, high = (f"{value:.3f}" for value in entry["speedup_interval"])
                 faster += f" ({low} to {high})"
             words = [str(entry[name])[:100].replace("|", "\\|") for name in ("case", "verdict")]
-        except (KeyError, TypeError, ValueError):  # written by an older version, or edited
+        except (KeyError, TypeError, ValueError):  # edited
             continue
         lines.append((words[0], time, faster, words[1]))
     return lines

@@ -134,8 +134,8 @@ def row(
     if places is not None:
         found["norm_places"] = {kind: dict(counts) for kind, counts in places.items()}
     if options:
-        found["options"] = {name: _with_old_names(_norm_counts(p)) for name, p in options.items()}
-    return _with_old_names(found)
+        found["options"] = {name: _norm_counts(p) for name, p in options.items()}
+    return found
 
 
 def _norm_counts(plan: Plan) -> Row:
@@ -154,25 +154,3 @@ VERDICTS = {
     "kept": "stays_layernorm",
 }
 """The ``status`` of a ``plan.Verdict``, and its name in reports."""
-
-_OLD_NAMES = {
-    "norms": "layernorms",
-    "folded": "become_rmsnorm",
-    "folded_static": "in_weights_alone",
-    "centering_ops": "added_subtractions",
-    "writers": "tensors_centred",
-    "parameters": "parameters_centred",
-    "kept": "norms_that_stay",
-    "ops": "subtractions",
-    "centred": "centred_tensors",
-    "merged": "merged_scales",
-    "rms_norms": "already_rmsnorm",
-}
-_OLD_STATUSES = {verdict: status for status, verdict in VERDICTS.items()}
-
-
-def _with_old_names(found: Row) -> Row:
-    """``found`` with the keys of version 0.1 added, which version 0.3 will remove."""
-    for one in found.get("verdicts", ()):
-        one |= {"status": _OLD_STATUSES[one["verdict"]], "ops": one["subtractions"]}
-    return found | {name: found[new] for name, new in _OLD_NAMES.items() if new in found}

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from enjoyln_cli import kernels
-from enjoyln_cli.checkpoint.marker import CentredTensor, Marker, read_marker
+from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.models.classes import build, class_named
@@ -108,7 +108,7 @@ def optimize(model: Holder) -> Holder:
 
 def watched_weights(model: nn.Module, found: Marker) -> WatchList:
     """The weights of ``model`` that were centred; raises ``NotCentred`` if it lacks one."""
-    return watch_list_of(model, _weights(found), (), found.units)
+    return watch_list_of(model, found.centred, (), found.units)
 
 
 def optimize_unchecked(model: Model, found: Marker) -> Model:
@@ -118,7 +118,7 @@ def optimize_unchecked(model: Model, found: Marker) -> Model:
     recentres = any(check.recentres for _, check in weight_checks(model))
     install(model, found.rmsnorm, found.centering, found.entry_inputs, unproven, merged, covered)
     ops = [op.module for op in found.centering]
-    watch_weights(model, _weights(found), ops, found.units, found.weightless, found.biasless)
+    watch_weights(model, found.centred, ops, found.units, found.weightless, found.biasless)
     for _, check in weight_checks(model):
         check.recentres = recentres  # a model that is trained so stays so
     kernels.prepare(kinds_of_norms(model, found.weightless, found.biasless))
@@ -165,7 +165,7 @@ def refold(model: Holder) -> Holder:
 
 def _refold(model: nn.Module) -> None:
     found = marker_of(model)
-    watch = watch_list_of(model, _weights(found), (), found.units)
+    watch = watch_list_of(model, found.centred, (), found.units)
     tensors = with_adapters(model, watch).tensors
     require_unquantised(model, tensors)
     for path in tensors:
@@ -257,15 +257,6 @@ def _require_untied(model: nn.Module, found: Marker) -> None:
                 f"{pair[0]} and {pair[1]} are tied again, so the model computes another function; "
                 "load it with the config that the conversion wrote"
             )
-
-
-def _weights(found: Marker) -> tuple[CentredTensor, ...]:
-    if found.centred is None:
-        raise NotCentred(
-            f"this result of {found.tool} does not say which weights were centred, so they cannot "
-            f"be checked; convert {found.source} again"
-        )
-    return found.centred
 
 
 def _inner_inputs(model: nn.Module, found: Marker) -> set[str]:

@@ -507,7 +507,7 @@ def test_the_recipe_of_a_result_repeats_it(tmp_path: Path) -> None:
 def test_the_marker_tells_what_was_untied_and_a_tie_is_noticed(tmp_path: Path) -> None:
     out = convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=UNTIE, verify=False).out
     config = json.loads((out / "config.json").read_text())
-    assert config["enjoyln"]["version"] == 4
+    assert config["enjoyln"]["version"] == 1
     assert read_marker(config).untied == (("lm_head.weight", "transformer.wte.weight"),)
     model = tf.GPT2LMHeadModel.from_pretrained(out)
     model.lm_head.weight = model.transformer.wte.weight
@@ -545,8 +545,8 @@ def test_the_command_line_says_what_is_untied_and_what_it_costs() -> None:
     found = json.loads(enjoyln("fold", source, "--untie", "--dry-run", "--json").stdout)
     plain = json.loads(enjoyln("fold", source, "--dry-run", "--json").stdout)
     assert found["bytes_written"] - plain["bytes_written"] == found["bytes_added"] == size
-    assert (found["folded_static"], found["tensors"]) == (7, plain["tensors"] + 1)
-    assert (plain["folded_static"], plain["bytes_added"]) == (0, 0)
+    assert (found["in_weights_alone"], found["tensors"]) == (7, plain["tensors"] + 1)
+    assert (plain["in_weights_alone"], plain["bytes_added"]) == (0, 0)
     text = enjoyln("fold", source, "--untie", "--dry-run").stdout
     assert "store lm_head.weight separately, as a copy of transformer.wte.weight" in text
     assert UNTIED in text and UNTIED not in enjoyln("fold", source, "--dry-run").stdout
@@ -565,7 +565,7 @@ def test_a_report_of_options_shows_the_gain_in_the_weights() -> None:
     always = tf.ViltConfig(**SMALL, intermediate_size=40, image_size=16, patch_size=8)
     found = Inspection("x", always, analyze_config(always, model_class="ViltForMaskedLM"))
     shown = found.row(options=True)
-    assert shown["options"]["untie"]["folded"] == shown["folded"]
+    assert shown["options"]["untie"]["become_rmsnorm"] == shown["become_rmsnorm"]
 
 
 def test_the_report_counts_the_copy() -> None:

@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
 import torch
 import transformers
-from bench_models import folded_of, norms_of
 from click.testing import CliRunner, Result
 from live_models import CHECKPOINTS, moved
 from rounding import IDENTITY, relative
 
 from enjoyln_cli import analyze, fold, kernels
 from enjoyln_cli.benchmark import cases, machine, plot
-from enjoyln_cli.benchmark.baselines import COLUMNS, in_mode, variants
+from enjoyln_cli.benchmark.baselines import COLUMNS, in_mode, share_weights, variants
 from enjoyln_cli.benchmark.bench import bench
 from enjoyln_cli.benchmark.budget import Calls, Case, Choice, Cost, choose, cost, describe, just_one
 from enjoyln_cli.benchmark.cases import GRID, BenchOptions
@@ -44,8 +44,8 @@ from enjoyln_cli.benchmark.timing import (
     time_rounds,
 )
 from enjoyln_cli.benchmark.workload import Size, decode, decode_steps, prompt, sizes
-from enjoyln_cli.checkpoint.config import load_config
-from enjoyln_cli.checkpoint.marker import proof_of
+from enjoyln_cli.checkpoint.config import MARKER, load_config
+from enjoyln_cli.checkpoint.marker import marker, proof_of
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.cli import options as arguments
 from enjoyln_cli.cli.console import write_bench
@@ -53,7 +53,9 @@ from enjoyln_cli.cli.main import main
 from enjoyln_cli.clock import Clock
 from enjoyln_cli.errors import ModelNotFound, OutputError, UnsupportedModel
 from enjoyln_cli.models.load import load
+from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.publish import card, push
+from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
 
@@ -134,20 +136,6 @@ def test_a_row_says_what_its_times_say() -> None:
     assert json.loads(json.dumps(found)) == found
 
 
-def test_the_old_keys_stay_for_a_version() -> None:
-    found = row(peak_bytes=dict.fromkeys(COLUMNS, 5)).to_json(fold_seconds=2.0)
-    old = ("original", "folded", "stock", "bare")
-    for name, new in zip(old, COLUMNS, strict=True):
-        model = found["models"][new]
-        assert found[f"{name}_ms"] == model["median_ms"]
-        assert found["quartiles_ms"][name] == model["quartiles_ms"]
-        assert found["peak_bytes"][name] == model["peak_bytes"] == 5
-    assert found["per_second"]["folded"] == pytest.approx(64_000)
-    assert found["speedup_quartiles"] == pytest.approx([1.23, 1.25, 1.27])
-    assert found["norm_tax_quartiles"] == pytest.approx([0.24, 0.25, 0.26])
-    assert (found["norm_tax"], found["tax_recovered"]) == (found["norm_cost"], found["saved_share"])
-
-
 @pytest.mark.parametrize(
     ("faster", "cost", "verdict", "reason"),
     [
@@ -184,7 +172,8 @@ def test_what_is_told_lies_within_its_interval() -> None:
     folded = [0.8, 0.85, 0.9, 0.93, 0.95, 2.0, 2.2, 2.2, 2.2]
     times = {"original": original, "folded": folded, "torch_rms_norm": original}
     found = row(times=times | {"no_norm": [0.7 * value for value in original]}).to_json()
-    outside = found["original_ms"] / found["folded_ms"]
+    medians = {name: one["median_ms"] for name, one in found["models"].items()}
+    outside = medians["original"] / medians["folded"]
     low, high = found["speedup_interval"]
     assert outside > high, "as it was made"
     assert low <= found["speedup"] <= high
@@ -470,13 +459,21 @@ def test_calls_that_take_different_times_are_noticed() -> None:
     assert found.startswith("the same call took 31 ms at one time and 62 ms at another")
 
 
+def folded_of(original: Any, plan: Plan) -> Any:
+    """Centre ``original`` in place. Returns a model with the same weights that runs RMSNorm."""
+    centre_parameters(original, plan)
+    folded = share_weights(original)
+    setattr(folded.config, MARKER, marker(plan, SimpleNamespace(model="random", revision=None)))
+    return optimize(folded)
+
+
 def parts(name: str, **settings: Any) -> tuple[Any, Any, list[str]]:
     """A model with moved weights in float64, the folded one, and their norms."""
     cls = {"gpt2": "GPT2LMHeadModel", "nemotron": "NemotronModel"}[name]
     config = transformers.CONFIG_MAPPING[name](**settings)
     plan = analyze(config, model_class=cls).plan
     original = moved(getattr(transformers, cls)(config))
-    return original, folded_of(original, plan), norms_of(plan)
+    return original, folded_of(original, plan), [verdict.norm for verdict in plan.norms]
 
 
 GPT2 = {"n_embd": 40, "n_layer": 2, "n_head": 4, "vocab_size": 101, "n_positions": 32}

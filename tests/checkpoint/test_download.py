@@ -113,7 +113,8 @@ def test_a_single_file_of_a_private_repository(hub: Hub, home: Path, tmp_path: P
     done = stream(hub, home, "me/single", tmp_path / "out", "--token", TOKEN, "--json")
     assert done.status == 0, done.err
     found = json.loads(done.out)
-    assert found["streamed"] is True and found["verification"] is None and found["folded"] == 7
+    assert found["streamed"] is True and found["verification"] is None
+    assert found["become_rmsnorm"] == 7
     of_storage = [request for request in hub.requests if request.path.startswith("/storage/")]
     assert len(of_storage) >= 2
     assert not any("authorization" in request.headers for request in of_storage)
@@ -277,7 +278,7 @@ def test_a_head_that_is_stored_and_differs_is_not_tied(
         options = ["--stream", "--dry-run", "--json", "--cache-dir", tmp_path / "cache"]
         (done,) = enjoyln(hub, home, ["fold", f"org/{name}", *options])
         folded[name] = json.loads(done.out) if done.status == 0 else done.err
-    assert folded["same"]["centering_ops"] == 1
+    assert folded["same"]["added_subtractions"] == 1
     assert folded["other"] != folded["same"]
 
 

@@ -149,7 +149,7 @@ def test_every_command_takes_the_whole_pipeline(
     pipeline(tmp_path / "source", kind, inside)
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(main, ["report", "source", "--format", "json"])
-    assert json.loads(done.output)["folded"] == 1, done.output
+    assert json.loads(done.output)["become_rmsnorm"] == 1, done.output
     monkeypatch.chdir(tmp_path / "source")
     done = CliRunner().invoke(main, ["fold", ".", "-o", "../out", "--json"])
     assert done.exit_code == 0, done.output

@@ -125,17 +125,18 @@ def test_report_as_json_has_one_object_per_model(llama: Path) -> None:
     lines = good("report", GPT2, llama, "--format", "json", "--paper").splitlines()
     gpt2, other = (json.loads(line) for line in lines)
     assert (gpt2["model"], gpt2["model_class"]) == (GPT2, "GPT2LMHeadModel")
-    assert gpt2["norms"] == gpt2["folded"] == len(gpt2["paper"]) == 7
-    assert (gpt2["folded_static"], gpt2["centering_ops"], gpt2["kept"]) == (0, 1, [])
-    assert other["norms"] == 0 and sum(other["rms_norms"].values()) == 5
+    assert gpt2["layernorms"] == gpt2["become_rmsnorm"] == len(gpt2["paper"]) == 7
+    assert (gpt2["in_weights_alone"], gpt2["added_subtractions"]) == (0, 1)
+    assert gpt2["norms_that_stay"] == []
+    assert other["layernorms"] == 0 and sum(other["already_rmsnorm"].values()) == 5
 
 
 def test_report_names_what_forbids(tmp_path: Path) -> None:
     """From a config alone: BERT with its tied head keeps every norm."""
     shutil.copy(CHECKPOINTS / "bert" / "config.json", tmp_path)
     found = json.loads(good("report", tmp_path, "--format", "json"))
-    assert found["folded"] == 0 and len(found["kept"]) == found["norms"] > 0
-    assert all(kept["reason"] and kept["culprit"] for kept in found["kept"])
+    assert found["become_rmsnorm"] == 0 and len(found["norms_that_stay"]) == found["layernorms"] > 0
+    assert all(kept["reason"] and kept["culprit"] for kept in found["norms_that_stay"])
 
 
 def test_report_can_be_narrowed_to_a_class() -> None:
@@ -215,7 +216,7 @@ def test_fold_leaves_a_whole_checkpoint(folded: Path) -> None:
         "enjoyln_verify.json",
         "README.md",
     }
-    assert json.loads((folded / "config.json").read_text())["enjoyln"]["version"] == 4
+    assert json.loads((folded / "config.json").read_text())["enjoyln"]["version"] == 1
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_json_is_one_object_and_nothing_else(tmp_path: Path) -> None:
     result = enjoyln("fold", GPT2, "-o", tmp_path / "out", "--json")
     assert result.exit_code == 0 and result.stderr == ""
     found = json.loads(result.stdout)
-    assert found["out"] == str(tmp_path / "out") and found["folded"] == 7
+    assert found["out"] == str(tmp_path / "out") and found["become_rmsnorm"] == 7
     assert found["bytes_written"] > 0 and found["seconds"] > 0
     assert found["verification"]["passed"] is True
 

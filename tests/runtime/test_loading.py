@@ -200,16 +200,6 @@ def test_a_marker_with_other_weights_is_refused(outs: dict[str, Path]) -> None:
     assert not norms(model)
 
 
-def test_a_result_of_version_1_says_what_it_lacks(outs: dict[str, Path]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(outs["gpt2"])
-    entry = model.config.enjoyln
-    model.config.enjoyln = {**entry, "version": 1}
-    for key in ("centered", "scales", "proof"):
-        del model.config.enjoyln[key]
-    with pytest.raises(NotCentred, match="does not say which weights"):
-        optimize(model)
-
-
 def test_a_marker_for_another_shape_is_refused(outs: dict[str, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(outs["gpt2"])
     for group in model.config.enjoyln["centered"]:

@@ -26,7 +26,7 @@ from live_models import CHECKPOINTS
 from stored_files import opened
 
 from enjoyln_cli import unfold
-from enjoyln_cli.checkpoint.marker import Marker, read_marker
+from enjoyln_cli.checkpoint.marker import Marker, proof_of, read_marker
 from enjoyln_cli.checkpoint.reader import read_tensor
 from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
 from enjoyln_cli.conversion import fold
@@ -249,11 +249,18 @@ MARKER = {
     "revision": None,
     "model_class": "GPT2LMHeadModel",
     "classes": ["GPT2LMHeadModel"],
+    "outputs": [],
     "rmsnorm": ["transformer.h.0.ln_1"],
     "layernorm": [],
     "centering": [{"module": "transformer.wte", "place": "output", "axis": [-1, 0, 1, 8, 1]}],
+    "centered": [{"axis": [0, 0, 1, 8, 1], "parameters": ["transformer.wpe.weight"]}],
+    "scales": {"transformer.h.0.mlp.c_proj.weight": "transformer.scale"},
+    "units": [{"first": "a", "bias": None, "second": "b", "dim": 0, "start": 4}],
+    "merged": {"weight": [], "bias": ["transformer.h.0.ln_1"]},
+    "untied": {"lm_head.weight": "transformer.wte.weight"},
     "entry_inputs": ["inputs_embeds"],
     "unproven": [],
+    "calls": {"proven": ["Net(x=float[a, b, 16])"], "attributes": {"Net": {"flag": False}}},
     "tool": "enjoyln 0.1.0",
 }
 
@@ -261,10 +268,11 @@ MARKER = {
 @cases(60)
 @given(entry=damaged(MARKER))
 def test_markers(entry: Any) -> None:
-    """The marker has version 1: a newer one has a digest, so any change would be refused."""
+    """A damaged marker gets the digest of its content; otherwise its digest would refuse it."""
 
     def case() -> None:
-        assert isinstance(read_marker({"enjoyln": entry}), Marker)
+        signed = {**entry, "proof": proof_of(entry)} if isinstance(entry, dict) else entry
+        assert isinstance(read_marker({"enjoyln": signed}), Marker)
 
     in_bounds(case)
 

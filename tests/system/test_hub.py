@@ -85,7 +85,7 @@ def token_files(folder: Path) -> list[Path]:
 def test_a_report_fetches_the_config_alone(hub: Hub, home: Path, tmp_path: Path) -> None:
     call = ["report", "org/gpt2", "--format", "json", "--cache-dir", tmp_path]
     (done,) = enjoyln(hub, home, call)
-    assert json.loads(done.out)["folded"] == 7
+    assert json.loads(done.out)["become_rmsnorm"] == 7
     assert hub.fetched() == ["config.json"]
 
 
@@ -165,7 +165,7 @@ def test_who_was_let_in_may_read_a_gated_model(hub: Hub, home: Path) -> None:
     hub.granted.add("me")
     (done,) = enjoyln(hub, home, ["report", "org/gated", "--format", "json"], HF_TOKEN=TOKEN)
     hub.granted.clear()
-    assert json.loads(done.out)["folded"] == 7
+    assert json.loads(done.out)["become_rmsnorm"] == 7
 
 
 # Faults of downloads.
