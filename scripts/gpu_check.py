@@ -4,9 +4,8 @@
     python scripts/gpu_check.py --page gpu.json > docs/gpu.md
 
 Runs the tests that need a GPU; measures what computes a norm on it, as loading a model does; times
-six models (eager, CUDA graphs and torch.compile; prefill and decode) and the papers' tables. What
-does not fit into the time is named; torch.compile takes most of it, so that not all models are
-compiled in nine minutes. ``--minutes 25`` leaves little out.
+six models, eager and compiled, and the papers' tables. What does not fit into the time is named.
+``--minutes 25`` leaves little out.
 
 Needs an NVIDIA GPU and ``pip install -e ".[dev]"`` in a clone of the repository. The file is
 written after each step, so that Ctrl-C leaves what was measured until then.
@@ -18,19 +17,17 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import paper_tables
 import torch
 import transformers
+from bench_cases import MODELS
+from paper_tables import norm_cost, paper_cases, saved, seconds_of, table, time_models, times_page
 
 from enjoyln_cli import __version__
 from enjoyln_cli.kernels import gpu, tuning
@@ -39,52 +36,18 @@ from enjoyln_cli.kernels.choices import Choice, Norms
 ROOT = Path(__file__).parent.parent
 WIDTHS = (768, 1024, 2048, 4096)
 DTYPES = ("bfloat16", "float16", "float32")
-MODELS = ("gpt2", "bert", "opt-125m", "bloom-560m", "vit", "minilm")
-START = 15
-"""Seconds that a program takes before it measures."""
-COMPILE_SECONDS = 62
-"""The fewest seconds for a model in which a case with torch.compile is begun."""
+SIZES = ((1, 128), (1, 512), (8, 512))
+"""Rows and tokens of each model."""
 MINUTES = 9
-LINES = 40
-"""How much of a program's output is kept."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One part of the check: a name, the seconds that it may take, and what it does."""
-
-    name: str
-    seconds: float
-    run: Callable[[float], Any]
-    """Gets the seconds; returns plain values."""
-
-
-def program(*command: str, seconds: float, result: Path | None = None) -> dict[str, Any]:
-    """Run a Python program of the repository; its status, the end of its output, and its file."""
-    start = time.monotonic()
-    try:
-        process = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, timeout=seconds, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        status, output = process.returncode, process.stdout
-    except subprocess.TimeoutExpired as error:
-        status, output = None, error.stdout or ""
-        output = output if isinstance(output, str) else output.decode(errors="replace")
-    found: dict[str, Any] = {
-        "command": " ".join(command),
-        "status": status,
-        "seconds": round(time.monotonic() - start, 1),
-        "output": output.splitlines()[-LINES:],
-    }
-    if result is not None and result.exists():
-        with suppress(ValueError):  # it was stopped while it wrote
-            found["result"] = json.loads(result.read_text())
-    return found
+Step = tuple[float, Callable[[float], Any]]
+"""The seconds that a step may take, and the step: gets the seconds, returns plain values."""
 
 
 def run_tests(seconds: float) -> dict[str, Any]:
-    return program("-m", "pytest", "-q", "tests/kernels/test_gpu.py", seconds=seconds)
+    """The end of what the tests that need a GPU print."""
+    command = [sys.executable, "-m", "pytest", "-q", "tests/kernels/test_gpu.py"]
+    done = subprocess.run(command, cwd=ROOT, timeout=seconds, text=True, capture_output=True)
+    return {"status": done.returncode, "output": done.stdout.splitlines()[-40:]}
 
 
 def measure_norms(seconds: float, device: tuning.Device | None = None) -> list[dict[str, Any]]:
@@ -106,60 +69,36 @@ def with_bandwidth(choice: Choice) -> dict[str, Any]:
     return asdict(choice) | {"gigabytes_per_second": rates}
 
 
-def time_models(seconds: float) -> dict[str, Any]:
-    return _models("eager,cudagraphs", (seconds - START) / len(MODELS), seconds)
+def time_all(mode: str, seconds: float) -> dict[str, Any]:
+    """All models of ``bench.py`` in a mode."""
+    chosen = [(name, model, SIZES) for name, model in MODELS.items() if name != "tiny"]
+    return time_models(chosen, "cuda", "bfloat16", seconds, (mode,))
 
 
-def time_compiled_models(seconds: float) -> dict[str, Any]:
-    each = max(COMPILE_SECONDS, (seconds - START) / len(MODELS))
-    return _models("compile", each, seconds, "--seq-len", "128")
-
-
-def _models(mode: str, each: float, seconds: float, *options: str) -> dict[str, Any]:
-    """Time the models in a mode, ``each`` in so many seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "models.json")
-        return program(
-            "scripts/bench_models.py", "--device", "cuda", "--models", ",".join(MODELS),
-            "--mode", mode, "--seconds", str(round(each)), "--out", str(result), *options,
-            seconds=seconds, result=result,
-        )  # fmt: skip
-
-
-def time_papers(seconds: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "papers.json")
-        return program(
-            "scripts/paper_tables.py", "--device", "cuda", "--json", str(result),
-            "--seconds", str(round(seconds - 2 * START)), seconds=seconds, result=result,
-        )  # fmt: skip
-
-
-STEPS = (
-    Step("tests", 70, run_tests),
-    Step("norms", 40, measure_norms),
-    Step("models", 145, time_models),
-    Step("compiled", 145, time_compiled_models),
-    Step("papers", 140, time_papers),
-)
+STEPS: dict[str, Step] = {
+    "tests": (70, run_tests),
+    "norms": (40, measure_norms),
+    "models": (145, lambda seconds: time_all("eager", seconds)),
+    "compiled": (145, lambda seconds: time_all("compile", seconds)),
+    "papers": (140, lambda seconds: time_models(paper_cases(True), "cuda", "float32", seconds)),
+}
 """What is run, with the seconds that each may take of ``MINUTES``."""
 
 
 def check(
-    steps: Iterable[Step], write: Callable[[dict[str, Any]], None], times: float = 1.0
+    steps: Mapping[str, Step], write: Callable[[dict[str, Any]], None], times: float = 1.0
 ) -> dict[str, Any]:
     """Run the steps one after the other, each in up to ``times`` its seconds.
 
     One that fails leaves its error, and the next one runs.
     """
     found = about()
-    for step in steps:
-        seconds = step.seconds * times
-        print(f"{step.name}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
+    for name, (seconds, step) in steps.items():
+        print(f"{name}: up to {seconds * times:.0f} s", file=sys.stderr, flush=True)
         try:
-            found[step.name] = step.run(seconds)
+            found[name] = step(seconds * times)
         except Exception as error:
-            found[step.name] = {"error": f"{type(error).__name__}: {error}"}
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
         write(found)
     return found
 
@@ -179,45 +118,26 @@ def about() -> dict[str, Any]:
 def page(found: Mapping[str, Any]) -> str:
     """``docs/gpu.md`` from what was measured."""
     versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers", "enjoyln"))
-    lines = [
-        "# On a GPU",
-        "",
-        f"Measured by `scripts/gpu_check.py` on {found['date']}: {found.get('gpu', 'no GPU')}, "
-        f"driver {found.get('driver', 'unknown')}, {versions}.",
-        "",
-        f"* Tests that need a GPU: {last_line(found.get('tests'))}",
-    ]
-    lines += [
-        f"* {name}: {last_line(found[name])}" for name in found if _error(found[name]) is not None
-    ]
-    if isinstance(found.get("norms"), list):
-        lines += ["", "## Norms", "", *norm_lines(found["norms"])]
-    models = [found[name] for name in ("models", "compiled") if _result(found.get(name))]
+    device = f"{found.get('gpu', 'no GPU')}, driver {found.get('driver', 'unknown')}"
+    tests = found.get("tests", {})
+    lines = ["# On a GPU", ""]
+    lines += [f"Measured by `scripts/gpu_check.py` on {found['date']}: {device}, {versions}.", ""]
+    lines.append(f"* Tests that need a GPU: {(tests.get('output') or ['not run'])[-1]}")
+    errors = {name: error_of(step) for name, step in found.items() if error_of(step)}
+    lines += [f"* {name}: {error}" for name, error in errors.items()]
+    done = {name: found[name] for name in STEPS if name in found and name not in errors}
+    if "norms" in done:
+        lines += ["", "## Norms", "", *norm_lines(done["norms"])]
+    models = [done[name] for name in ("models", "compiled") if name in done]
     if models:
-        lines += ["", "## Models", "", *model_lines([_result(one)["models"] for one in models])]
-    if papers := _result(found.get("papers")):
-        text = paper_tables.sections(papers).replace("\n## ", "\n### ")
-        lines += ["", "## The papers' times, and this machine's", "", f"In {papers['dtype']}.", ""]
-        lines.append(text)
-    return "\n".join(lines).rstrip() + "\n"
+        lines += ["", "## Models", "", *model_lines(models)]
+    if "papers" in done:
+        lines += ["", "## The papers' times, and this machine's", "", times_page(done["papers"])]
+    return "\n".join(lines) + "\n"
 
 
-def _error(step: Any) -> str | None:
+def error_of(step: Any) -> str | None:
     return step.get("error") if isinstance(step, Mapping) else None
-
-
-def _result(step: Any) -> Any:
-    """What a program stored, or ``None``."""
-    return step.get("result") if isinstance(step, Mapping) else None
-
-
-def last_line(step: Any) -> str:
-    """What a step said at its end."""
-    if step is None:
-        return "not run"
-    output = step.get("output") or [_error(step) or "no output"]
-    late = step.get("status", 0) is None
-    return f"{output[-1]}{' (the time was over)' * late}"
 
 
 def norm_lines(choices: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -242,30 +162,18 @@ def norm_lines(choices: Iterable[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def model_lines(steps: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A table: how many times as fast each folded model is; then what was left out, and why.
-
-    Each of ``steps`` has the models of one run of ``bench_models.py``.
-    """
-    lines = [
-        "`times as fast`: LayerNorm's time over RMSNorm's, the median over the rounds, with the "
-        "interval at 95 %. `norms cost`: the share of the time that leaving out all norms saves.",
-        "",
-        "| model | case | LayerNorm, ms | times as fast | norms cost | verdict |",
-        "|---|---|---:|---:|---:|---|",
-    ]
-    left_out = []
-    for name, found in (pair for models in steps for pair in models.items()):
+def model_lines(runs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A table of how many times as fast each folded model is; then what was left out, and why."""
+    body, left_out = [], []
+    for name, found in (pair for models in runs for pair in models.items()):
         for row in found["rows"]:
-            interval = row["speedup_interval"]
-            spread = f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
-            lines.append(
-                f"| {name} | {row['case']} | {row['models']['original']['median_ms']:.3f} | "
-                f"{row['speedup']:.3f}{spread} | {100 * row['norm_cost']:.1f} % | "
-                f"{row['verdict']} |"
-            )
+            spread = " to ".join(f"{end:.3f}" for end in row["speedup_interval"] or [])
+            times = f"{row['speedup']:.3f} ({spread or 'too few rounds'})"
+            cells = (seconds_of(row, "original"), times, saved(row), norm_cost(row))
+            body.append((name, row["case"], *cells))
         left_out += [f"* left out: {name}: {line}" for line in found["left_out"]]
-    return [*lines, "", *left_out] if left_out else lines
+    head = ("model", "case", "LayerNorm, s", "times as fast (95 %)", "saved", "norms cost")
+    return [table(head, body), "", *left_out]
 
 
 def main() -> int:
@@ -280,14 +188,14 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: torch sees no GPU", file=sys.stderr)
         return 1
-    found = check(STEPS, lambda some: save(args.out, some), args.minutes / MINUTES)
-    failed = [step.name for step in STEPS if _error(found[step.name]) is not None]
+
+    def save(found: Mapping[str, Any]) -> None:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+    found = check(STEPS, save, args.minutes / MINUTES)
+    failed = [name for name in STEPS if error_of(found[name])]
     print(f"wrote {args.out}" + f"; failed: {', '.join(failed)}" * bool(failed), file=sys.stderr)
     return int(bool(failed))
-
-
-def save(path: Path, found: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

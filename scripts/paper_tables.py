@@ -1,304 +1,367 @@
-"""Compares the papers' tables of times with this machine's: docs/paper_timings.md.
+"""Measures the tables of the two papers on this machine; prints Markdown.
 
-    OMP_NUM_THREADS=1 python scripts/paper_tables.py --json timings.json > docs/paper_timings.md
-    python scripts/paper_tables.py --device cuda --json timings.json > docs/paper_timings.md
+    python scripts/paper_tables.py norms > docs/paper_table.md
+    OMP_NUM_THREADS=1 python scripts/paper_tables.py times
+    python scripts/paper_tables.py times --device cuda --dtype float32 --json times.json
 
-These are Tables 4 to 6 and 10 to 19 of Enjoy-LN, and Table 3 of the Pre-RMSNorm paper with the
-sizes of its Table 2. Weights are random. On a CPU some of the sizes are run. On a GPU all sizes of
-the papers are run, the largest batches of ViT only in bfloat16. Each case is timed once, as in
-``enjoyln bench``, for all tables that contain it.
+``norms`` is Table 3 of Enjoy-LN: how many norms each model can replace. The counts are those of the
+full-size configurations. The error is measured: the trained checkpoints of ``tests/checkpoints``
+are folded by Algorithm 1 as printed, run in float64, and compared with the original. Every norm
+that the algorithm marks becomes RMSNorm, and every weight that produces its input is centred,
+whatever else reads that weight.
+
+``times`` is what Tables 4, 5 and 9 to 19 of Enjoy-LN and Table 3 of Pre-RMSNorm time, with random
+weights, as ``enjoyln bench`` does. A CPU runs the small sizes, a GPU all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
-import math
+import logging
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from paper_figures import (
-    BATCHES,
-    FOLDING,
-    GPTJ,
-    LENGTHS,
-    LENGTHS_6,
-    OVERHEAD,
-    TABLE_10,
-    TABLE_11,
-    TABLE_14,
-    TABLE_15,
-    TABLE_16,
-    TABLE_19,
-    VIT_TIMES,
-)
-from paper_times import CPU, GPU, Measured, as_json, from_json, measure
-from paper_times import PAPER_MODELS as PAPER_MODELS
-from paper_times import log as log
+from bench_cases import MODELS, OPT_125M, benchmarked
+from torch import nn
 
-from enjoyln_cli.benchmark.results import Row
-from enjoyln_cli.benchmark.timing import NO_GAIN
+from enjoyln_cli import BenchOptions, analyze
+from enjoyln_cli.analysis.analyze import Analysis
+from enjoyln_cli.comparison.batches import seeded_batches
+from enjoyln_cli.comparison.metrics import distances, relative
+from enjoyln_cli.comparison.run import run
+from enjoyln_cli.errors import EnjoyLNError, NothingToFold, UnsupportedModel
+from enjoyln_cli.models.classes import build, class_named
+from enjoyln_cli.plan.plan import Plan, Verdict, Writer
+from enjoyln_cli.proof.min_cut import Item, Parameter
+from enjoyln_cli.proof.pullback import Opaque
+from enjoyln_cli.rewrite.in_memory import centre_parameters
+from enjoyln_cli.runtime.install import install
+from enjoyln_cli.train.streams import MERGED, plan_streams
+
+ROOT = Path(__file__).parent.parent
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def seconds(row: Row | None, column: str) -> str:
-    return "-" if row is None else f"{row.ms[column].median / 1e3:.4f}"
+# Which norms can be replaced: Table 3 of Enjoy-LN.
+
+PHI_2 = {
+    "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}  # fmt: skip
+COUNTED: list[tuple[str, tuple[str, str, dict[str, Any]], str, str]] = [
+    ("GPT-2", MODELS["gpt2"], "100 %", "gpt2"),
+    ("BERT base", MODELS["bert"], "96 %, 100 %", "bert"),
+    ("ViT base", MODELS["vit"], "100 %", "vit"),
+    ("Phi-2", ("phi", "PhiForCausalLM", PHI_2), "100 %", "phi"),
+    ("OPT-125m", MODELS["opt-125m"], "100 %", "opt"),
+    ("BLOOM-560m", MODELS["bloom-560m"], "83 %, 100 %", "bloom"),
+]
+"""Name, model, the paper's percentages, and the checkpoint on which the error is measured."""
+RMS_MODELS = {"Phi-3": "phi3", "Qwen2": "qwen2", "T5": "t5", "LLaMA": "llama", "Mamba2": "mamba2"}
+INTRODUCTION = """\
+# Table 3 of Enjoy-LN, and what is exact
+
+Written by `scripts/paper_tables.py norms`. If the paper has two percentages, the second is with
+a centred embedding. `exact` folds change no output. `error` is how much Algorithm 1, as
+printed, changes the outputs of the small trained checkpoints in `tests/checkpoints`.
+[The papers' claims](papers.md) has more, and says which papers are meant.
+`CRMSNorm`: whether the streams can be held as d - 1 features, as Pre-RMSNorm proposes
+([how](training.md#streams-of-d--1-features-crmsnorm)); `untied`: with a separate head.
+"""
 
 
-def gain(row: Row | None) -> str:
-    """The papers' "acceleration": the share of the original's time that is saved."""
-    if row is None:
-        return "-"
-    words = "" if row.verdict == "faster" else f" ({row.verdict})"
-    return f"{100 * row.saved:.2f} %{words}"
+def printed_plan(model: nn.Module, found: Analysis) -> Plan:
+    """The plan of Algorithm 1 as printed: its norms, and all weights in their graphs."""
+    problem, shapes = found.problem, dict(model.named_parameters(remove_duplicate=False))
+    waiting: list[Item] = [problem.item(v) for norm in found.paper for v in problem.norms[norm]]
+    visited: dict[Item, None] = {}
+    while waiting:
+        item = waiting.pop()
+        if item not in visited:
+            visited[item] = None
+            sources = () if isinstance(item, Parameter) else problem.flow.sources(item)
+            if not isinstance(sources, Opaque):
+                waiting.extend(problem.item(value) for value in sources)
+    writers = tuple(
+        Writer(item.name, item.name, item.axis, tuple(shapes[item.name].shape))
+        for item in visited
+        if isinstance(item, Parameter)
+    )
+    norms = tuple(Verdict(norm, "static") for norm in found.paper)
+    return Plan("", type(model).__name__, (), norms, writers, ())
 
 
-def tax(row: Row | None) -> str:
-    """The share of the original's time that norms cost."""
-    if row is None:
-        return "-"
-    words = "" if row.cost_is_measurable else " (too small to measure)"
-    return f"{100 * row.norm_cost.median:.2f} %{words}"
+def printed_error(model: nn.Module, found: Analysis, batches: list[Any]) -> float:
+    """Relative error of the worst output of the printed plan. Changes ``model``."""
+    exact = run(model, batches)
+    plan = printed_plan(model, found)
+    centre_parameters(model, plan)
+    install(model, found.paper, ())
+    return max(relative(distances(run(model, batches), exact)).values())
 
 
-def throughput(row: Row | None, column: str) -> str:
-    return "-" if row is None else f"{row.throughput(column):.1f}"
+def checkpoint_error(folder: Path, model_class: str) -> float:
+    load = getattr(transformers, model_class).from_pretrained
+    model = load(folder, dtype=torch.float64).eval()
+    found = analyze(model.config, model_class=model_class)
+    return printed_error(model, found, seeded_batches(model, 16, 0, torch.float64))
 
 
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} %"
+def vision_row() -> list[object]:
+    """The row of the tests' network in the style of VMamba, with random weights."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from live_models import moved
+    from state_space import StateSpaceVision
+
+    model, x = moved(StateSpaceVision()), torch.randn(2, 3, 32, 24, dtype=torch.float64)
+    found = analyze(model, x)
+    with torch.no_grad():
+        exact = model(x)
+        centre_parameters(model, printed_plan(model, found))
+        error = float((install(model, found.paper, ())(x) - exact).norm() / exact.norm())
+    yes = "yes" if compressible(moved(StateSpaceVision()), x) else "no"
+    return norm_row("VMamba (a small one, random weights)", "71 %", found, error, yes)
 
 
-Get = Callable[..., Row | None]
+def compressible(model: nn.Module, *example: Any) -> bool:
+    """Whether the streams of a model can be held as ``d - 1`` features; reads no weights."""
+    try:
+        plan_streams(model, analyze(model, *example, options=MERGED), "last")
+    except (NothingToFold, UnsupportedModel):
+        return False
+    return True
 
 
-def overhead(found: Measured, get: Get) -> str:
-    head = ("model, where", "norms folded", "fold, s", "init, s", "ratio", "before, s", "after, s",
-            "saved", "break-even runs")  # fmt: skip
-    body: list[Sequence[object]] = []
-    for name in OVERHEAD["A100 (Table 4)"]:
-        for where, rows in OVERHEAD.items():
-            fold, init, ratio, before, after, saved, runs = rows[name]
-            body.append((f"{name}, {where}", "", fold, init, f"{ratio:.2f} %", before, after,
-                         percent(saved), runs))  # fmt: skip
-        row = get(name, 1, 256)
-        if row is not None:
-            fold, init = found.overhead[name]
-            runs_here = row.break_even(fold)
-            body.append((f"**{name}, here**", found.folded[name], f"{fold:.4f}", f"{init:.4f}",
-                         f"{100 * fold / (fold + init):.2f} %", seconds(row, "original"),
-                         seconds(row, "folded"), gain(row),
-                         "-" if runs_here is None else f"{runs_here:.1f}"))  # fmt: skip
-    return table(head, body)
+def compressed(config: Any, model_class: str) -> str:
+    """Whether a class can be compressed as it is, or with a head of its own."""
+    if compressible(build(class_named(model_class), config)):
+        return "yes"
+    if getattr(config, "tie_word_embeddings", False):
+        untied = copy.deepcopy(config)
+        untied.tie_word_embeddings = False
+        return "untied" if compressible(build(class_named(model_class), untied)) else "no"
+    return "no"
 
 
-def folding(found: Measured) -> str:
-    head = ("batch", *(f"{tokens} tokens, paper > here" for tokens in LENGTHS_6))
+def norm_row(name: str, paper: str, found: Analysis, error: float, compressed: str) -> list[object]:
+    plan = found.plan
+    static = sum(verdict.status == "static" for verdict in plan.norms)
+    folded = f"{len(plan.folded)}, {len(plan.ops)} op" if plan.ops else len(plan.folded)
+    shown = f"{100 * error:.2g} %" if error > 1e-9 else f"{error:.0e}"
+    return [name, len(plan.norms), paper, len(found.paper), static, folded, shown, compressed]
+
+
+def norms_page() -> str:
+    """The page ``docs/paper_table.md``."""
+    head = ("model", "LNs", "paper", "Algorithm 1", "exact, in weights", "exact, with ops", "error")
     body = []
-    for rows, paper in FOLDING.items():
-        here = [found.folding.get((rows, tokens)) for tokens in LENGTHS_6]
-        cells = [f"{p} > {'-' if h is None else f'{h:.1f}'}"
-                 for p, h in zip(paper, here, strict=True)]  # fmt: skip
-        body.append((rows, *cells))
-    return table(head, body)
+    for name, (model_type, model_class, settings), paper, folder in COUNTED:
+        config = transformers.CONFIG_MAPPING[model_type](**settings)
+        error = checkpoint_error(ROOT / "tests" / "checkpoints" / folder, model_class)
+        found = analyze(config, model_class=model_class)
+        cell = compressed(config, model_class)
+        body.append(norm_row(f"{name} ({model_class})", paper, found, error, cell))
+    lines = [INTRODUCTION, table((*head, "CRMSNorm"), [*body, vision_row()])]
+    lines.append("\nThese have RMSNorm already, and no LayerNorm:\n")
+    for name, model_type in RMS_MODELS.items():
+        config = transformers.CONFIG_MAPPING[model_type]()
+        model_class = transformers.MODEL_MAPPING[type(config)].__name__
+        plan = analyze(config, model_class=model_class).plan
+        counts = ", ".join(f"{count} {kind}" for kind, count in plan.other_norms)
+        lines.append(f"* {name}: {counts}, {len(plan.norms)} LayerNorms")
+    return "\n".join(lines)
 
 
-def latency(get: Get) -> str:
-    head = ("model, where", "before, s", "after, s", "saved", "norms cost", "tokens/s before",
-            "tokens/s after")  # fmt: skip
-    body: list[Sequence[object]] = []
-    for name in ("Bert", "GPT2", "OPT"):
-        for where in ("V100", "A100"):
-            before, after, saved = TABLE_10[name, where]
-            body.append((f"{name}, {where}", before, after, percent(saved), "",
-                         *TABLE_11[name, where]))  # fmt: skip
-        for mode in ("eager", "fused"):
-            row = get(name, 2, 256, mode)
-            body.append((f"**{name}, here, {mode}**", seconds(row, "original"),
-                         seconds(row, "folded"), gain(row), tax(row),
-                         throughput(row, "original"), throughput(row, "folded")))  # fmt: skip
-    return table(head, body)
+# Times.
+
+LONG = 16384
+TIMED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Bert": ("bert", "BertModel", {"max_position_embeddings": LONG}),
+    "GPT2": ("gpt2", "GPT2Model", {"n_positions": LONG}),
+    "OPT": ("opt", "OPTModel", {**OPT_125M, "max_position_embeddings": LONG}),
+    "Phi": ("phi", "PhiModel", PHI_2),
+    "GPTJ": ("gptj", "GPTJModel", {}),
+}
+"""Position tables are as long as the papers' rows; that changes no time."""
+VITS = {
+    "Tiny-16": (192, 12, 3, 768, 16), "Small-16": (384, 12, 6, 1536, 16),
+    "Base-16": (768, 12, 12, 3072, 16), "Large-16": (1024, 24, 16, 4096, 16),
+    "Huge-14": (1280, 32, 16, 5120, 14), "Giant-14": (1664, 48, 16, 8192, 14),
+}  # fmt: skip
+"""Width, depth, heads, hidden units and patch size, from Table 2 of the Pre-RMSNorm paper."""
+VIT_TIMES = {"A100, amp": (0.8567, 0.9699), "A100, float32": (0.9353, 0.9850)}
+"""Without norms and with RMSNorm, of the time with LayerNorm: means over sizes and batches."""
+NORM_SHARES = {"Bert": 9.56, "GPT2": 10.72, "OPT": 7.33}
+"""Percent of the time that norms take, from Table 9."""
+FOLDS = {
+    "Bert": ("0.0452", "0.1263"), "GPT2": ("0.0651", "0.1639"), "OPT": ("0.0484", "0.1183"),
+    "Phi": ("0.0928", "0.1779"),
+}  # fmt: skip
+"""Seconds of a fold, on an A100 (Table 4) and on a V100 (Table 5)."""
+FIGURES: list[tuple[str, int, int, str, float | None, float | None, float]] = [
+    *(("Bert", rows, 256, "V100, Table 12", *three) for rows, three in {
+        4: (0.0201, 0.0193, 3.99), 8: (0.0360, 0.0347, 3.64), 16: (0.0693, 0.0675, 2.58),
+        32: (0.1339, 0.1269, 5.25), 64: (0.2557, 0.2418, 5.45), 128: (0.5092, 0.4763, 6.45),
+    }.items()),
+    *((name, 1, 256, f"{gpu}, Table {4 + (gpu == 'V100')}", *three) for name, gpu, *three in [
+        ("Bert", "A100", 0.0077, 0.0073, 5.19), ("Bert", "V100", 0.0095, 0.0086, 9.47),
+        ("GPT2", "A100", 0.0119, 0.0113, 5.22), ("GPT2", "V100", 0.0115, 0.0110, 4.34),
+        ("OPT", "A100", 0.0092, 0.0078, 14.60), ("OPT", "V100", 0.0106, 0.0091, 14.73),
+        ("Phi", "A100", 0.0531, 0.0507, 4.52), ("Phi", "V100", 0.0693, 0.0668, 3.54)]),
+    *((name, 2, 256, f"{gpu}, Table 10", *three) for name, gpu, *three in [
+        ("Bert", "V100", 0.0116, 0.0111, 3.90), ("Bert", "A100", 0.0090, 0.0087, 2.79),
+        ("GPT2", "V100", 0.0121, 0.0117, 3.57), ("GPT2", "A100", 0.0093, 0.0089, 4.22),
+        ("OPT", "V100", 0.0119, 0.0116, 2.53), ("OPT", "A100", 0.0094, 0.0089, 5.85)]),
+    *((name, 4, tokens, "A100, Table 16", None, None, saved) for name, shares in {
+        "Bert": (1.96, 6.86, 10.62, 18.45, 24.95), "GPT2": (4.23, 6.65, 8.50, 13.88, 21.47),
+        "OPT": (14.13, 5.09, 5.17, 8.04, 11.51),
+    }.items() for tokens, saved in zip((64, 256, 1024, 4096, LONG), shares, strict=True)),
+    *(("GPTJ", rows, tokens, "A100, Table 17", *three) for rows, tokens, *three in [
+        (4, 64, 0.2030, 0.1931, 4.89), (4, 256, 0.7840, 0.7453, 4.94),
+        (4, 1024, 3.0976, 2.8637, 7.55), (8, 64, 0.4187, 0.4010, 4.22),
+        (8, 256, 1.5709, 1.4666, 6.64), (8, 1024, 6.2038, 5.7415, 7.45),
+        (16, 64, 0.7793, 0.7409, 4.92), (16, 256, 2.9893, 2.7601, 7.67)]),
+]  # fmt: skip
+"""Model, rows, tokens, where, seconds before and after a fold (not in Table 16), percent saved."""
 
 
-def batches(get: Get) -> str:
-    return _paper_and_here({(rows, 256): paper for rows, paper in BATCHES.items()}, "Bert", get)
+Case = tuple[str, tuple[str, str, dict[str, Any]], Sequence[tuple[int, int]]]
+"""A name, a model, and its pairs of rows and tokens."""
 
 
-def gptj(get: Get) -> str:
-    return _paper_and_here(GPTJ, "GPTJ", get)
+def paper_cases(on_gpu: bool) -> Iterator[Case]:
+    """What is timed on a GPU, or on a CPU."""
+    for name in TIMED:
+        pairs = sorted({(rows, tokens) for model, rows, tokens, *_ in FIGURES if model == name})
+        if not on_gpu:
+            pairs = [pair for pair in pairs if pair[0] * pair[1] <= 2048 and name in NORM_SHARES]
+        if pairs:
+            yield name, TIMED[name], pairs
+    for size, (width, depth, heads, hidden, patch) in list(VITS.items())[: None if on_gpu else 3]:
+        settings = {
+            "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads,
+            "intermediate_size": hidden, "patch_size": patch}  # fmt: skip
+        batches = (1, 4, 16, 64, 256, 1024) if on_gpu else (1, 4)
+        yield f"ViT {size}", ("vit", "ViTModel", settings), [(rows, 1) for rows in batches]
 
 
-def _paper_and_here(paper: Any, name: str, get: Get) -> str:
-    head = ("batch x tokens", "paper: before, s", "after, s", "saved", "tokens/s", "after",
-            "here: before, s", "after, s", "saved", "tokens/s", "after")  # fmt: skip
-    body = []
-    for (rows, tokens), figures in paper.items():
-        row = get(name, rows, tokens)
-        theirs = ("OOM", "OOM", "-", "OOM", "OOM")
-        if figures:
-            theirs = (*figures[:2], percent(figures[2]), *figures[3:])
-        body.append((f"{rows} x {tokens}", *theirs, seconds(row, "original"),
-                     seconds(row, "folded"), gain(row), throughput(row, "original"),
-                     throughput(row, "folded")))  # fmt: skip
-    return table(head, body)
+def time_models(
+    cases: Iterable[Case],
+    device: str,
+    dtype: str,
+    seconds: float,
+    modes: tuple[str, ...] = ("eager",),
+    write: Callable[[dict[str, Any]], None] = lambda results: None,
+) -> dict[str, Any]:
+    """From each model to what ``enjoyln bench`` measured, or to ``left_out`` with the reason.
+
+    Each model gets its share of ``seconds``. ``write`` gets the results so far after each.
+    """
+    results: dict[str, Any] = {}
+    cases = list(cases)
+    for name, kind, pairs in cases:
+        print(name, file=sys.stderr, flush=True)
+        asked = BenchOptions(tuple(pairs), modes, ("prefill",), seconds=seconds / len(cases))
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                results[name] = benchmarked(kind, Path(folder, name), asked, dtype, device)
+            except (EnjoyLNError, torch.OutOfMemoryError) as error:
+                results[name] = {"rows": [], "left_out": [str(error).partition("\n")[0]]}
+        write(results)
+    return results
 
 
-def lengths(get: Get) -> str:
-    head = ("model", "tokens", "paper: tokens/s", "more", "saved", "here: tokens/s", "more",
-            "saved", "norms cost")  # fmt: skip
-    body: list[Sequence[object]] = []
-    for name in TABLE_15:
-        for index, tokens in enumerate(LENGTHS):
-            row = get(name, 4, tokens)
-            more = "-"
-            if row is not None:
-                more = f"{row.throughput('folded') - row.throughput('original'):+.1f}"
-            paper = TABLE_14[tokens][0] if name == "Bert" else ""
-            body.append((name, tokens, paper, f"+{TABLE_15[name][index]}",
-                         percent(TABLE_16[name][index]), throughput(row, "original"), more,
-                         gain(row), tax(row)))  # fmt: skip
-    return table(head, body)
+def saved(row: Mapping[str, Any]) -> str:
+    """The share of the original's time that is saved, as the papers state it."""
+    words = "" if row["verdict"] == "faster" else f" ({row['verdict']})"
+    return f"{100 * (1 - 1 / row['speedup']):.2f} %{words}"
 
 
-def by_model_size(get: Get) -> str:
-    head = ("model", "paper: 256 tokens", "1024 tokens", "here: 256 tokens", "1024 tokens")
-    body = [
-        (name, *map(percent, paper), gain(get(name, 4, 256)), gain(get(name, 4, 1024)))
-        for name, paper in TABLE_19.items()
-    ]
-    return table(head, body)
+def norm_cost(row: Mapping[str, Any]) -> str:
+    interval = row["norm_cost_interval"]
+    words = "" if interval and interval[0] > 0 else " (too small to measure)"
+    return f"{100 * row['norm_cost']:.2f} %{words}"
 
 
-def vits(found: Measured) -> str:
-    """Means of the normalised times over all sizes and batches, and for each size."""
-    head = ("where", "no norm", "LayerNorm", "RMSNorm", "by torch's F.rms_norm")
-    body: list[Sequence[object]] = [
-        (where, f"{bare:.4f}", "1.0000", f"{rms:.4f}", "")
-        for where, (bare, rms) in VIT_TIMES.items()
-    ]
-    for dtype in dict.fromkeys(kind for _, kind in found.vits):
-        every = [row for (_, kind), rows in found.vits.items() if kind == dtype for row in rows]
-        body.append((f"**here, {dtype}**", *_normalised(every)))
-        for (size, kind), rows in found.vits.items():
-            if kind == dtype and rows:
-                sizes = ", ".join(str(row.batch_size) for row in rows)
-                body.append((f"{size}, batch {sizes}", *_normalised(rows)))
-    return table(head, body)
+def seconds_of(row: Mapping[str, Any], model: str) -> str:
+    return f"{row['models'][model]['median_ms'] / 1e3:.4f}"
 
 
-def _normalised(rows: Sequence[Row]) -> list[str]:
-    columns = ("no_norm", "original", "folded", "torch_rms_norm")
-    return [f"{statistics.fmean(1 / r.faster(name).median for r in rows):.4f}" for name in columns]
-
-
-def page(results: dict[str, Any]) -> str:
-    """The page ``docs/paper_timings.md``, from what ``as_json`` returns."""
-    versions = results["versions"]
-    return f"""\
-# The papers' times, and this machine's
-
-Written by `{results["command"]}` on {results["date"]}.
-
-* {results["hardware"]}, {results["dtype"]}, kernels: {results["kernels"]}
-* load average at the end: {results["load"]:.1f} on {results["cores"]} cores; if it is far
-  above the threads of the run, other programs were running, and small differences are lost in noise
-* enjoyln {versions["enjoyln"]}, torch {versions["torch"]}, transformers {versions["transformers"]}
-{sections(results)}"""
-
-
-def sections(results: dict[str, Any]) -> str:
-    """The notes and the tables, from what ``as_json`` returns."""
-    found = from_json(results)
-
-    def get(name: str, rows: int, tokens: int, mode: str = "eager") -> Row | None:
-        return found.rows.get((name, rows, tokens, mode))
-
-    norms = ", ".join(f"{name} {text}" for name, text in found.folded.items())
-    left_out = "".join(f"* left out: {line}\n" for line in dict.fromkeys(found.left_out))
-    return f"""\
-* Weights are random, of the sizes that the papers name; classes without a head.
-* Norms that fold: {norms}. The papers fold all of them; in BERT, a post-LN model, that would change
-  the outputs, so here only the norms that fold exactly are folded.
-* Medians of {results["repeats"]} rounds, or fewer if a round takes long. `saved` and `norms cost`
-  are medians of the shares within a round; `saved` is negative if the folded model takes longer.
-  `slower`: the 95 % interval of before / after lies below 1. `{NO_GAIN}`: the interval contains 1,
-  or more is saved than norms cost. `norms cost`: the time that leaving out every norm would save,
-  which is the most that any change to norms can save. `-`: not run on this machine.
-* The papers' times were taken on GPUs, and their sizes fit float32. [The papers' claims](papers.md)
-  says which papers are meant, and where their times do not fit together.
-{left_out}
-## Enjoy-LN, Tables 4 and 5: what folding costs, and what it gains
-
-Batch 1 x 256 tokens. `fold` finds the plan from the configuration and centres the weights in
-memory; `ratio` is fold / (fold + init); `saved` is the share (before - after) / before.
-
-{overhead(found, get)}
-## Enjoy-LN, Table 6: folding does not depend on the size of the inputs
-
-Milliseconds to analyse BERT, with an example input of each size.
-
-{folding(found)}
-## Enjoy-LN, Tables 10 and 11: latency and throughput
-
-Batch 2 x 256 tokens. `fused` is `torch.compile(backend="enjoyln")`; the original is captured in the
-same way. This backend computes additions together with norms, also with norms that were kept.
-
-{latency(get)}
-## Enjoy-LN, Tables 12 and 13: BERT by batch size, the paper's on a V100
-
-{batches(get)}
-## Enjoy-LN, Tables 14, 15 and 16: by sequence length, batch 4, the paper's on an A100
-
-{lengths(get)}
-## Enjoy-LN, Tables 17 and 18: GPT-J, the paper's on an A100
-
-{gptj(get)}
-## Enjoy-LN, Table 19: a small model and a large one, batch 4
-
-{by_model_size(get)}
-## Pre-RMSNorm, Table 3: normalised time of ViT
-
-The paper's are means over the six sizes of its Table 2 and batches of 1, 4, 16, 64, 256, 1024.
-
-{vits(found)}"""
+def times_page(results: Mapping[str, Any]) -> str:
+    """What ``time_models`` returned, beside the papers' figures."""
+    rows = {(name, r["batch_size"], r["seq_len"] or 1): r
+            for name, found in results.items() for r in found["rows"]}  # fmt: skip
+    body: list[list[object]] = []
+    for name, count, tokens, where, before, after, share in FIGURES:
+        row, paper = rows.get((name, count, tokens)), [before or "", after or "", f"{share:.2f} %"]
+        here = ["-"] * 4
+        if row:
+            here = [seconds_of(row, "original"), seconds_of(row, "folded"), saved(row),
+                    norm_cost(row)]  # fmt: skip
+        body.append([name, f"{count} x {tokens}", where, *paper, *here])
+    head = ("model", "rows x tokens", "the paper's", "before, s", "after, s", "saved",
+            "here: before, s", "after, s", "saved", "norms cost")  # fmt: skip
+    folds = [
+        [name, *paper, *(f"{results[name][key]:.2f}" for key in ("fold_seconds", "load_seconds")),
+         f"{NORM_SHARES[name]:.2f} %" if name in NORM_SHARES else ""]
+        for name, paper in FOLDS.items() if results.get(name, {}).get("fold_seconds")
+    ]  # fmt: skip
+    vits = [[where, f"{bare:.4f}", f"{rms:.4f}", ""] for where, (bare, rms) in VIT_TIMES.items()]
+    for size in VITS:
+        if found := results.get(f"ViT {size}", {}).get("rows"):
+            vits.append([f"here, {size}", *(
+                f"{statistics.fmean(1 / r['models'][m]['times_as_fast'] for r in found):.4f}"
+                for m in ("no_norm", "folded", "torch_rms_norm"))])  # fmt: skip
+    left = [f"* left out: {name}: {line}" for name, r in results.items() for line in r["left_out"]]
+    about = next((found for found in results.values() if found["rows"]), {})
+    versions = ", ".join(f"{name} {v}" for name, v in about.get("versions", {}).items())
+    return "\n".join([
+        f"{about.get('hardware')}, {about.get('dtype')}, {versions}, {about.get('date')}. Weights "
+        "are random, classes without a head. `-`: not run here. `saved` and `norms cost` are what "
+        "`enjoyln bench` prints. The papers replace all norms of BERT, which changes its outputs; "
+        "here the norms that fold exactly are folded.", "", *left, "", table(head, body), "",
+        "Seconds of a fold; `load` is the time to load the original.", "",
+        table(("model", "A100, Table 4", "V100, Table 5", "here: fold, s", "load, s",
+               "norms cost, Table 9"), folds), "",
+        "ViT, Table 3 of Pre-RMSNorm: times divided by those with LayerNorm.", "",
+        table(("where", "no norm", "RMSNorm", "torch's F.rms_norm"), vits),
+    ])  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["norms", "times"])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--dtype", help="default: float32 on a GPU, as in the papers; bfloat16 on a CPU"
-    )
-    parser.add_argument("--json", type=Path, help="file for all results")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="for all of it; cases are left out for it"
-    )
+    parser.add_argument("--dtype", default="bfloat16", help="the papers' is probably float32")
+    parser.add_argument("--seconds", type=float, default=900, help="for all times")
+    parser.add_argument("--json", type=Path, help="file for the times, written after each model")
     args = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    device = torch.device(args.device)
-    scale = GPU if device.type == "cuda" else CPU
-    dtype = args.dtype or ("float32" if device.type == "cuda" else "bfloat16")
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    if args.what == "norms":
+        print(norms_page())
+        return
 
-    options = "".join(f" --{name} {v}" for name in ("device", "dtype", "seconds")
-                      if (v := vars(args)[name]) and v != parser.get_default(name))  # fmt: skip
-    command = f"scripts/paper_tables.py{options}"
-
-    def write(found: Measured) -> None:
+    def write(results: dict[str, Any]) -> None:
         if args.json:
-            results = as_json(found, command, dtype, device, scale)
             args.json.write_text(json.dumps(results, indent=1) + "\n")
 
-    found = measure(scale, dtype, device, write, args.seconds)
-    print(page(as_json(found, command, dtype, device, scale)), end="")
+    print("# The papers' times, and this machine's\n")
+    cases = paper_cases(on_gpu=args.device != "cpu")
+    print(times_page(time_models(cases, args.device, args.dtype, args.seconds, write=write)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import new_user
 import pytest
 import torch
 import transformers
@@ -378,19 +377,3 @@ def test_the_time_decides_in_the_command_too(tmp_path: Path) -> None:
 
 
 # The script that watches a terminal.
-
-
-def test_a_silence_is_measured() -> None:
-    words = "import sys, time; print('begin', flush=True); time.sleep(0.5); print('end')"
-    seen = new_user.watch([sys.executable, "-c", words])
-    assert seen.status == 0 and seen.text.split() == ["begin", "end"]
-    assert 0.3 < seen.silence <= seen.seconds
-    assert new_user.watch([sys.executable, "-c", "raise SystemExit(3)"]).status == 3
-
-
-def test_colours_are_no_words() -> None:
-    assert new_user.plain(b"\x1b[2Kchecked on 8 of 128 images in 52.0 s\r") == (
-        "checked on 8 of 128 images in 52.0 s\n"
-    )
-    found = new_user.CHECKED.search("wrote 1 B, checked on 8 of 128 images in 52.0 s")
-    assert found and found.groups() == ("8 of 128 images", "52.0")

@@ -1,7 +1,7 @@
 """How much smaller is the error of quantised models after `enjoyln rotate`?
 
     python scripts/train_tiny.py opt phi gpt2 -o checkpoints
-    python scripts/bench_quantisation.py checkpoints/opt checkpoints/phi checkpoints/gpt2
+    python scripts/quantisation.py checkpoints/opt checkpoints/phi checkpoints/gpt2
 
 For each checkpoint: as it is, with its norms' weights merged, and rotated. Each of these is
 quantised by simulated rounding, by torchao (8-bit and 4-bit weights and inputs), and by

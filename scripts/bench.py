@@ -1,0 +1,385 @@
+"""Times on this machine: medians over rounds in which everything that is compared takes turns.
+
+    python scripts/bench.py fold                    folds of generated checkpoints beside cp
+    python scripts/bench.py fold DIR --options=--merge=affine
+    python scripts/bench.py report                  reports from configs alone, small to 176B
+    python scripts/bench.py command "verify OUT" "report DIR" --beside ../another-checkout
+    python scripts/bench.py norms                   RMSNorm beside torch's LayerNorm
+    python scripts/bench.py models --models gpt2,bert    `enjoyln bench` with random weights
+    python scripts/bench.py onnx                    norms and a model in onnxruntime and OpenVINO
+
+Each prints a table in Markdown, or with ``--json`` its rows. A ratio is the time of the first of
+those that are compared over the time of this one, so more is faster; it is the median of the ratios
+within a round, with its quartiles. ``memory_mb`` is the largest anonymous memory of a command,
+minus that of an interpreter that has imported torch. Times of the CPU are those of
+``--threads 1``, unless another number is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_cases import (
+    MODELS,
+    PROGRAMS,
+    REPORTS,
+    benchmarked,
+    keep_pages,
+    model_graphs,
+    norm_graphs,
+)
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING
+
+import enjoyln_cli
+from enjoyln_cli import kernels
+
+SCRIPTS = Path(__file__).parent
+ENJOYLN = (sys.executable, "-m", "enjoyln_cli")
+Row = dict[str, Any]
+Task = Callable[[], float]
+"""Does its work once, and returns how many seconds of it count."""
+Command = tuple[tuple[str, ...], Path | None]
+"""Arguments of ``enjoyln``, and the checkout whose code runs, by default this one."""
+
+
+# What all comparisons share.
+
+
+def in_rounds(tasks: Mapping[str, Task], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each task in every round; every second round runs backwards."""
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
+    for number in range(rounds):
+        for name in list(tasks)[:: -1 if number % 2 else 1]:
+            seconds[name].append(tasks[name]())
+    return seconds
+
+
+def ratios(seconds: Mapping[str, list[float]], name: str) -> list[float]:
+    """Seconds of the first task over those of ``name``, in each round."""
+    first = next(iter(seconds.values()))
+    return [a / b for a, b in zip(first, seconds[name], strict=True)]
+
+
+def compared(seconds: Mapping[str, list[float]], unit: float = 1.0) -> Iterable[tuple[str, Row]]:
+    """Each task with its median in ``unit`` seconds, and its ratio to the first task."""
+    for name, values in seconds.items():
+        row: Row = {"time": float(f"{statistics.median(values) / unit:.4g}")}
+        each = ratios(seconds, name)
+        low, middle, high = statistics.quantiles(each, n=4) if len(each) > 1 else each * 3
+        yield name, row | {"ratio": round(middle, 3), "from": round(low, 3), "to": round(high, 3)}
+
+
+def timed(call: Callable[[], Any], least: float = 2e-4) -> Task:
+    """A task that calls a function as often as takes ``least`` seconds; seconds of one call."""
+    call()
+    begin = time.perf_counter()
+    call()
+    count = max(1, math.ceil(least / max(time.perf_counter() - begin, 1e-9)))
+
+    def task() -> float:
+        call()  # so that no task profits from the caches of the one before
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - begin) / count
+
+    return task
+
+
+def table(rows: list[Row]) -> str:
+    """The rows in Markdown, with a column for each key."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [keys, ["---"] * len(keys), *([row.get(key, "") for key in keys] for row in rows)]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+# Commands: their seconds and their memory.
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended."""
+
+    seconds: float
+    memory_mb: float
+    """Its largest anonymous memory."""
+    output: str
+
+
+def run(command: Iterable[object], checkout: Path | None = None) -> Finished:
+    """Run a command, with the code of ``checkout`` if given. One that fails ends the benchmark."""
+    words = list(map(str, command))
+    environment = os.environ | ({"PYTHONPATH": str(checkout.resolve())} if checkout else {})
+    begin = time.perf_counter()
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+    peak, done = [0.0], threading.Event()
+    sampler = threading.Thread(target=_sample, args=(process.pid, peak, done))
+    sampler.start()
+    output, _ = process.communicate()
+    seconds = time.perf_counter() - begin
+    done.set()
+    sampler.join()
+    if process.returncode:
+        sys.exit(f"{shlex.join(words)} failed with status {process.returncode}")
+    return Finished(seconds, peak[0], output)
+
+
+def _sample(pid: int, peak: list[float], done: threading.Event) -> None:
+    """Keep the largest anonymous memory of a process in ``peak``, in MB."""
+    while not done.wait(0.01):
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            return
+        found = [line for line in status.splitlines() if line.startswith("RssAnon")]
+        peak[0] = max(peak[0], *(int(line.split()[1]) / 1024 for line in found), 0.0)
+
+
+def fresh(out: Path, action: Callable[[], float]) -> float:
+    """Do ``action`` with ``out`` removed before and after it, and all writes synced to disk."""
+    shutil.rmtree(out, ignore_errors=True)
+    os.sync()
+    try:
+        return action()
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def copied(source: Path, out: Path) -> float:
+    """Seconds of ``cp -r`` and an fsync of every file."""
+    begin = time.perf_counter()
+    subprocess.run(["cp", "-r", source, out], check=True)
+    for path in filter(Path.is_file, out.rglob("*")):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return time.perf_counter() - begin
+
+
+def command_rows(
+    commands: Mapping[str, Command], out: Path, rounds: int, first: Mapping[str, Task] | None = None
+) -> list[Row]:
+    """Time and memory of commands that take turns, after other tasks in ``first``.
+
+    ``{out}`` in an argument is a new directory each time. The time of a command that prints JSON
+    with ``seconds`` is those: without imports and tracing.
+    """
+    torch_alone = run([sys.executable, "-c", "import torch"]).memory_mb
+    ended: dict[str, list[Finished]] = {name: [] for name in commands}
+
+    def task(name: str, command: Command) -> float:
+        words = [word.replace("{out}", str(out)) for word in command[0]]
+        done = run([*ENJOYLN, *words], command[1])
+        ended[name].append(done)
+        stated = json.loads(done.output) if "--json" in words else {}
+        return float(stated.get("seconds") or done.seconds)
+
+    tasks = dict(first or {}) | {name: partial(task, name, one) for name, one in commands.items()}
+    seconds = in_rounds({name: partial(fresh, out, one) for name, one in tasks.items()}, rounds)
+    rows = []
+    for name, row in compared(seconds):
+        if name in ended:
+            row["command_s"] = round(statistics.median(done.seconds for done in ended[name]), 2)
+            row["memory_mb"] = round(max(done.memory_mb for done in ended[name]) - torch_alone)
+        rows.append({"what": name} | row)
+    return rows
+
+
+def fold(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
+    """Folds beside ``cp -r`` with an fsync, and with ``--options`` beside folds without."""
+    for size in [None] if args.directory else args.sizes:
+        source = args.directory or generated(size, work)
+        out = work / "out"
+        plain = ("fold", str(source), "-o", "{out}", "--no-verify", "--json")
+        commands = beside("fold", plain, args.beside)
+        for options in args.options:
+            commands[f"fold {options}"] = (*plain, *shlex.split(options)), None
+        written = sum(path.stat().st_size for path in source.glob("*.safetensors")) / 1e9
+        first = {"cp": partial(copied, source, out)}
+        rows = command_rows(commands, out, args.rounds, first)
+        yield [{"model": source.name, "gigabytes": round(written, 2)} | row for row in rows]
+        if not args.directory:
+            shutil.rmtree(source)
+
+
+def generated(gigabytes: float, work: Path) -> Path:
+    """A random OPT in bfloat16, in 8 files."""
+    out = work / f"opt-{gigabytes:g}GB"
+    script = [sys.executable, SCRIPTS / "make_checkpoint.py", "opt", "--dtype", "bfloat16"]
+    run([*script, "--params", f"{gigabytes * 500:g}M", "--shards", "8", "-o", out])
+    return out
+
+
+def report(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
+    """Reports from configs alone; the ratio is the time for the first model over this one's."""
+    commands = {}
+    for name in args.models or REPORTS:
+        model_type, model_class, settings = REPORTS[name]
+        config = CONFIG_MAPPING[model_type](**settings, architectures=[model_class])
+        config.save_pretrained(work / name)
+        commands |= beside(f"report {name}", ("report", str(work / name)), args.beside)
+    yield command_rows(commands, work / "out", args.rounds)
+
+
+def command(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
+    """Any commands of ``enjoyln``, each by itself, or beside the same of another checkout."""
+    for text in args.commands:
+        words = tuple(shlex.split(text))
+        yield command_rows(beside(text, words, args.beside), work / "out", args.rounds)
+
+
+def beside(name: str, words: tuple[str, ...], checkout: Path | None) -> dict[str, Command]:
+    """The command, after the same with the code of ``checkout`` if given."""
+    before = {f"{name} ({checkout})": (words, checkout)} if checkout else {}
+    return before | {name: (words, None)}
+
+
+# Norms, models, and both as ONNX.
+
+
+def norms(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
+    """Microseconds of a norm of zero-mean rows with weight and bias, and of a folded module."""
+    rows: list[Row] = []
+    keep_pages()
+    torch.set_num_threads(args.threads)
+    with torch.no_grad():
+        for name, width, count in product(args.dtypes, args.widths, args.rows):
+            x, weight, bias = torch.randn(count, width), *torch.randn(2, width)
+            x = (x - x.mean(-1, keepdim=True)).to(getattr(torch, name))
+            weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+            stock = torch.nn.LayerNorm(width).to(x.dtype).eval()
+            folded = enjoyln_cli.install(torch.nn.LayerNorm(width).to(x.dtype).eval(), [""], [])
+            tasks = {
+                "layer_norm": partial(F.layer_norm, x, (width,), weight, bias, 1e-5),
+                "rms_norm": partial(kernels.rms_norm, x, weight, bias, 1e-5),
+                "nn.LayerNorm": partial(stock, x),
+                "folded module": partial(folded, x),
+            }
+            done = in_rounds({name: timed(call) for name, call in tasks.items()}, args.rounds)
+            shape = {"dtype": name, "rows": count, "features": width}
+            rows += [shape | {"what": what} | row for what, row in compared(done, 1e-6)]
+    yield rows
+
+
+def models(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
+    """What ``enjoyln bench`` measures of models with random weights."""
+    torch.set_num_threads(args.threads)
+    pairs = tuple((rows, tokens) for rows, tokens in args.sizes)
+    asked = enjoyln_cli.BenchOptions(
+        pairs, tuple(args.modes), repeats=args.rounds, seconds=args.seconds
+    )
+    for name in args.models:
+        result = benchmarked(MODELS[name], work / name, asked, args.dtype, args.device)
+        shown = ("case", "speedup", "speedup_interval", "norm_cost", "verdict")
+        for row in result["rows"]:
+            ms = {"model": name, "original_ms": row["models"]["original"]["median_ms"]}
+            yield [ms | {key: row[key] for key in shown}]
+        for line in result["left_out"]:
+            yield [{"model": name, "case": line, "verdict": "left out"}]
+
+
+def onnx(args: argparse.Namespace, work: Path) -> Iterator[list[Row]]:
+    """Milliseconds of norms and models as ONNX, with LayerNorm, folded, and without biases."""
+    keep_pages()
+    graphs = (
+        *norm_graphs(work, args.rows, args.widths),
+        *model_graphs(work, args.models, args.tokens),
+    )
+    for title, files, inputs in graphs:
+        for program, load in PROGRAMS.items():
+            tasks = {name: timed(load(file, inputs)) for name, file in files.items()}
+            done = compared(in_rounds(tasks, args.rounds), 1e-3)
+            yield [{"what": title, "program": program, "graph": name} | row for name, row in done]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def sizes(text: str) -> list[list[int]]:
+    """``1x128,4x64``: rows and tokens."""
+    return [[int(number) for number in size.split("x")] for size in text.split(",")]
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--rounds", type=int, default=5)
+    shared.add_argument("--threads", type=int, default=1, help="of torch in this process")
+    shared.add_argument("--json", action="store_true", help="print one JSON array of rows")
+    shared.add_argument("--work", type=Path, help="directory for large files")
+    kinds = parser.add_subparsers(required=True)
+
+    def kind(run: Any, **defaults: Any) -> argparse.ArgumentParser:
+        added = kinds.add_parser(run.__name__, parents=[shared], help=run.__doc__)
+        added.set_defaults(run=run, **defaults)
+        return added
+
+    of_fold = kind(fold)
+    of_fold.add_argument("directory", nargs="?", type=Path, help="default: generated checkpoints")
+    of_fold.add_argument("--sizes", type=float, nargs="+", default=[1, 4, 8], metavar="GB")
+    of_fold.add_argument("--options", action="append", default=[], help="such as --merge=affine")
+    of_report = kind(report)
+    of_report.add_argument("models", nargs="*", help=", ".join(REPORTS))
+    of_command = kind(command)
+    of_command.add_argument("commands", nargs="+", help='such as "fold DIR -o {out}"')
+    for one in (of_fold, of_report, of_command):
+        one.add_argument("--beside", type=Path, help="checkout whose code takes turns with this")
+    of_norms = kind(norms, rounds=31)
+    of_norms.add_argument("--dtypes", type=names, default=["float32", "bfloat16"])
+    of_models = kind(models, rounds=15)
+    of_models.add_argument("--models", type=names, default=[n for n in MODELS if n != "tiny"])
+    of_models.add_argument("--sizes", type=sizes, default=[(1, 128), (1, 512)], help="1x128,1x512")
+    of_models.add_argument("--modes", type=names, default=["eager"])
+    of_models.add_argument("--dtype", default="bfloat16")
+    of_models.add_argument("--device", default="cpu")
+    of_models.add_argument("--seconds", type=float, help="for each model")
+    of_onnx = kind(onnx, rounds=15)
+    of_onnx.add_argument("--models", type=names, default=["gpt2", "vit"])
+    of_onnx.add_argument("--tokens", type=int, default=128)
+    for one in (of_norms, of_onnx):
+        one.add_argument("--rows", type=numbers, default=[1, 8, 64, 512])
+        one.add_argument("--widths", type=numbers, default=[768, 1024])
+    return parser
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    warnings.simplefilter("ignore")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(dir=args.work) as work:
+        for some in args.run(args, Path(work)):
+            rows += some
+            if not args.json:
+                print(table(some) + "\n", flush=True)
+    if args.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
