@@ -10,7 +10,7 @@ in another way cannot be untied by a checkpoint.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models import classes
 from enjoyln_cli.plan.edits import edits_of
-from enjoyln_cli.plan.plan import Plan, Setting, UntiedParameter
+from enjoyln_cli.plan.plan import Basis, Plan, Setting, UntiedParameter
 
 FLAG = "tie_word_embeddings"
 
@@ -195,5 +195,10 @@ def untie(plan: Plan, apart: Apart) -> Plan:
     edits = edits_of(plan, held=True)
     alike = all(edits.get(one.parameter) == edits.get(one.source) for one in apart.untied)
     if alike and concerned.isdisjoint(edited):
-        return plan
+        copies = {one.tensor for one in apart.untied if one.tensor != one.stored}
+        return replace(plan, bases=tuple(_without(basis, copies) for basis in plan.bases))
     return replace(plan, untied=apart.untied, settings=(*plan.settings, *apart.settings))
+
+
+def _without(basis: Basis, tensors: Container[str]) -> Basis:
+    return replace(basis, tensors=tuple(t for t in basis.tensors if t.tensor not in tensors))

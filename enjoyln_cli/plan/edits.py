@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -195,22 +196,21 @@ def to_float64(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 
 def apply_edit(x: torch.Tensor, edit: Edit, values: EditInputs) -> torch.Tensor:
-    """The tensor ``x``, in float64 or float32, after ``edit``; of the same dtype."""
+    """The float64 tensor ``x`` after ``edit``, in float64."""
     if edit.fill is not None:
         return torch.full_like(x, edit.fill)
     if edit.times is not None and values.times is not None:
-        x = scale_along(x, values.times.to(x.dtype), edit.times.dim)
+        x = scale_along(x, values.times, edit.times.dim)
     if values.plus is not None:
-        x = x + values.plus.to(x.dtype).view_as(x)
+        x = x + values.plus.view_as(x)
     if edit.scale is not None and values.scale is not None:
-        x = scale_along(x, values.scale.to(x.dtype), edit.scale.dim)
+        x = scale_along(x, values.scale, edit.scale.dim)
     for axis in edit.axes:
         x = centre(x, axis)
     for turn in edit.turns:
         x = rotate(x, turn.axis, turn.rotation)
     if edit.append is not None:
-        added = appended_slices(tuple(x.shape), edit.append).to(x.dtype)
-        x = torch.cat([x, added], edit.append.dim)
+        x = torch.cat([x, appended_slices(tuple(x.shape), edit.append)], edit.append.dim)
     return x
 
 
@@ -221,26 +221,24 @@ PIECE = 1 << 17
 def apply_in_pieces(x: torch.Tensor, edit: Edit, values: EditInputs, out: torch.Tensor) -> None:
     """Write ``x`` after ``edit`` to ``out``, rounded once; both are of any floating dtype.
 
-    A rotation from 16 bits to 16 bits is computed in float32, whose own error is a thousandth of
-    the rounding to 16 bits; all else is computed in float64. Only a part of ``x`` is wide at a
-    time, except if the edit mixes several dimensions: then one after the other is mixed, and the
-    result in between is wide as a whole.
+    Only a piece of ``x`` is in float64 at a time. An edit that mixes several dimensions may need
+    much of ``x`` in each piece: then one dimension after the other is mixed, and the result in
+    between is in float64 as a whole.
 
     Raises ``OverflowError`` if rounding makes a finite value infinite.
     """
-    narrow = edit.turns and edit.plus is None and x.dtype.itemsize == out.dtype.itemsize == 2
-    kind = torch.float32 if narrow else torch.float64
     if edit.append is not None:
         dim, length = edit.append.dim, x.shape[edit.append.dim]
         added = appended_slices(tuple(x.shape), edit.append)
         out.narrow(dim, length, len(edit.append.values)).copy_(added)
-        out = out.narrow(dim, 0, length)
-    *first, last = _passes(replace(edit, append=None))
-    for some in first:
-        wide = torch.empty(x.shape, dtype=kind)
-        _apply_pass(x, some, values, wide, kind)
+        out, edit = out.narrow(dim, 0, length), replace(edit, append=None)
+    dim, unit = _cut(x, edit)
+    passes = [edit] if unit * x.numel() <= 4 * PIECE * x.shape[dim] else _passes(edit)
+    for some in passes[:-1]:
+        wide = torch.empty(x.shape, dtype=torch.float64)
+        _apply_pass(x, some, values, wide)
         x, values = wide, EditInputs()
-    _apply_pass(x, last, values, out, kind)
+    _apply_pass(x, passes[-1], values, out)
 
 
 def _passes(edit: Edit) -> list[Edit]:
@@ -249,34 +247,61 @@ def _passes(edit: Edit) -> list[Edit]:
     Steps that mix different dimensions commute.
     """
     first, *others = sorted(edit.mixed_dims) or [0]
-    found = [_on_dimension(edit, first)]
-    for dim in others:
-        found.append(replace(_on_dimension(edit, dim), times=None, plus=None, scale=None))
-    return found
+    alone = replace(edit, times=None, plus=None, scale=None)
+    return [_on_dimension(edit, first), *(_on_dimension(alone, dim) for dim in others)]
 
 
 def _on_dimension(edit: Edit, dim: int) -> Edit:
     """The edit without the steps that mix other dimensions."""
-    return replace(
-        edit,
-        axes=tuple(axis for axis in edit.axes if axis.dim == dim),
-        turns=tuple(turn for turn in edit.turns if turn.axis.dim == dim),
-    )
+    return _with_axes(edit, lambda axis: [axis] if axis.dim == dim else [])
 
 
-def _apply_pass(
-    x: torch.Tensor, edit: Edit, values: EditInputs, out: torch.Tensor, kind: torch.dtype
-) -> None:
-    """Apply an edit that mixes at most one dimension, in parts along another."""
-    free = [dim for dim in range(x.ndim) if dim not in edit.mixed_dims and edit.plus is None]
-    dim = max(free, key=lambda d: x.shape[d], default=0)
+def _with_axes(edit: Edit, change: Callable[[Axis], list[Axis]]) -> Edit:
+    """The edit with each axis replaced by those that ``change`` returns for it."""
+    axes = [new for axis in edit.axes for new in change(axis)]
+    turns = [replace(turn, axis=new) for turn in edit.turns for new in change(turn.axis)]
+    return replace(edit, axes=tuple(axes), turns=tuple(turns))
+
+
+def _cut(x: torch.Tensor, edit: Edit) -> tuple[int, int]:
+    """The dimension along which ``edit`` applies to the smallest pieces of ``x``, and their length.
+
+    A dimension that the edit mixes is cut between groups, if all have the same size and begin at
+    its multiples; otherwise it stays whole.
+    """
+    units = [1] * x.ndim if edit.plus is None else list(x.shape)
+    for axis in (*edit.axes, *(turn.axis for turn in edit.turns)):
+        group, dim = axis.size * axis.inner, axis.dim
+        regular = units[dim] in (1, group) and not (axis.start % group or axis.step % group)
+        units[dim] = group if regular else x.shape[dim]
+    dim = min(range(x.ndim), key=lambda d: units[d] / max(x.shape[d], 1))
+    return dim, units[dim]
+
+
+def _within(axis: Axis, dim: int, first: int, count: int) -> list[Axis]:
+    """The groups of ``axis`` in ``count`` slices along ``dim``, which hold whole groups."""
+    if axis.dim != dim:
+        return [axis]
+    found = []
+    for block in blocks(axis):
+        start, stop = max(block.start, first), min(block.stop, first + count)
+        if start < stop:
+            outer = (stop - start) // (block.size * block.inner)
+            found.append(replace(block, start=start - first, outer=outer))
+    return found
+
+
+def _apply_pass(x: torch.Tensor, edit: Edit, values: EditInputs, out: torch.Tensor) -> None:
+    """Apply an edit that appends nothing, in pieces along one dimension."""
+    dim, unit = _cut(x, edit)
     whole = x.shape[dim]
-    count = max(1, PIECE * whole // max(x.numel(), 1)) if free else whole
+    count = max(1, PIECE * whole // max(x.numel() * unit, 1)) * unit
     most = torch.finfo(out.dtype).max
-    for first in range(0, whole, max(count, 1)):
+    for first in range(0, whole, count):
         some = min(count, whole - first)
-        part = x.narrow(dim, first, some).to(kind)
-        found = apply_edit(part, edit, values.part(edit, dim, first, some) if free else values)
+        part = x.narrow(dim, first, some).double()
+        within = _with_axes(edit, partial(_within, dim=dim, first=first, count=some))
+        found = apply_edit(part, within, values.part(edit, dim, first, some))
         into = out.narrow(dim, first, some)
         into.copy_(found)
         low, high = found.aminmax() if found.numel() else (0.0, 0.0)

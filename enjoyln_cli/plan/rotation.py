@@ -27,7 +27,7 @@ from enjoyln_cli.plan.axis import Axis, blocks
 
 DENSE = 256
 """A circulant up to this order is multiplied as a matrix, a larger one by a Fourier transform."""
-TAIL = 64
+TAIL = 32
 """Small matrices are joined up to this order: one product of this size is faster than several."""
 NO_FLATTER = 1.01
 """A circulant this flat ends the search: its largest entry is this times the least possible."""
@@ -60,7 +60,7 @@ class Rotation:
 def rotate(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
     """``Q x`` for each group of ``axis``; other elements stay as they are.
 
-    ``x`` is float64 or float32, of any shape. The result is a new tensor.
+    ``x`` is float64, of any shape. The result is a new tensor.
     """
     if not axis.step and axis.length == x.shape[axis.dim]:
         return _turned(x, axis, rotation)
@@ -81,28 +81,29 @@ def _turned(x: torch.Tensor, axis: Axis, rotation: Rotation) -> torch.Tensor:
 def product(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """``Q`` times the vectors along dimension 1 of ``x``.
 
-    ``x`` is float64 or float32, of shape (n, size, m); the result is a new tensor.
+    ``x`` is float64, of shape (n, size, m); the result is a new tensor.
     """
     if rotation.given is not None:
-        dense = rotation.given.values.to(x.dtype)
+        dense = rotation.given.values
         return (x.squeeze(2) @ dense.T).unsqueeze(2) if x.shape[2] == 1 else dense @ x
-    if rotation.fixes_ones:
-        x = x.index_select(1, _permutation(rotation))
-    else:
-        x = x * _signs(rotation).to(x.dtype).unsqueeze(1)
     many, size, width = x.shape
+    if not rotation.fixes_ones:
+        x = (x * _signs(rotation).unsqueeze(1)).contiguous()
+    elif width == 1:  # many times as fast as ``index_select`` is here
+        x = x.squeeze(2).gather(1, _permutation(rotation).expand(many, size))
+    else:
+        x = x.index_select(1, _permutation(rotation))
     fours, tail, rest = _factors(size, rotation.fixes_ones)
     for level in range(fours):
-        rows = x.view(many * 4**level, 4, -1)
+        rows = x.view(many * 4**level, 4, size // 4 ** (level + 1) * width)
         rows.sub_(rows.sum(1, keepdim=True), alpha=0.5)  # I - J / 2; the sign is in ``tail``
     if tail is not None:
-        tail = tail.to(x.dtype)
-        rows = x.view(-1, len(tail), width)
-        x = rows.squeeze(2) @ tail.T if width == 1 else tail @ rows
+        rows = x.view(many * size // (len(tail) * rest), len(tail), rest * width)
+        x = rows.squeeze(2) @ tail.T if rows.shape[2] == 1 else tail @ rows
     if rest > 1:
-        rows = x.view(-1, rest, width)
+        rows = x.view(many * size // rest, rest, width)
         turned = torch.fft.rfft(rows, dim=1) * _eigenvalues(rest).unsqueeze(1)
-        x = torch.fft.irfft(turned, rest, 1).to(x.dtype)
+        x = torch.fft.irfft(turned, rest, 1).contiguous()
     return x.view(many, size, width)
 
 

@@ -46,7 +46,7 @@ def give_matrices(plan: Plan, path: Path) -> Plan:
             remedy = did_you_mean(key, names, 1) or "the recipe of a rotation lists them"
             raise BadCheckpoint(f"{path}: {key} is no basis that turns; {remedy}")
         for basis, transposed in bases:
-            matrix = found.double().T if transposed else found.double()
+            matrix = found.T if transposed and found.ndim == 2 else found
             given[basis.name] = _nearest_orthogonal(f"{path}: {key}", matrix, basis)
     turned = tuple(replace(one, given=given.get(one.name)) for one in plan.bases)
     return replace(plan, bases=turned)
@@ -67,8 +67,9 @@ def _bases_named(key: str, plan: Plan) -> Iterator[tuple[Basis, bool]]:
 def _read(path: Path) -> Mapping[str, torch.Tensor]:
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
+            found = load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: no such file") from None
     except (OSError, SafetensorError, RuntimeError, ValueError, EOFError) as error:
@@ -79,7 +80,21 @@ def _read(path: Path) -> Mapping[str, torch.Tensor]:
         ) from error
     if not isinstance(found, dict) or not all(torch.is_tensor(one) for one in found.values()):
         raise BadCheckpoint(f"{path}: not a dictionary of tensors")
-    return found
+    return {name: _dense(f"{path}: {name}", one.detach()) for name, one in found.items()}
+
+
+def _dense(where: str, matrix: torch.Tensor) -> torch.Tensor:
+    """``matrix`` in float64; raises ``BadCheckpoint`` if it is not a plain real tensor."""
+    if matrix.is_meta:
+        raise BadCheckpoint(f"{where} is on the meta device and has no values; save the weights")
+    kinds = {
+        "complex": matrix.is_complex(),
+        "quantised": matrix.is_quantized,
+        "a nested tensor": matrix.is_nested,
+    }
+    if kind := next((name for name, applies in kinds.items() if applies), ""):
+        raise BadCheckpoint(f"{where} is {kind}; save a matrix of real numbers")
+    return matrix.to_dense().double()
 
 
 def _nearest_orthogonal(where: str, matrix: torch.Tensor, basis: Basis) -> GivenMatrix:

@@ -18,6 +18,7 @@ from fold_cases import written
 from live_models import CHECKPOINTS
 from rounding import as_exact
 from safetensors.torch import save_file
+from tiny_models import TOKENS, live
 
 from enjoyln_cli import from_pretrained, verify
 from enjoyln_cli.analysis.analyze import analyze_config
@@ -384,6 +385,83 @@ def test_wrong_matrices_are_refused_by_name(
     )
     assert reason in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.nn.Parameter, torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr,
+        lambda q: q.T.contiguous().T, lambda q: q.clone().requires_grad_(),
+    ],
+    ids=["parameter", "sparse", "csr", "transposed", "with gradients"],
+)  # fmt: skip
+def test_a_matrix_may_be_any_tensor_of_real_numbers(
+    kind: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    matrix = orthogonal(96, 2, True)
+    torch.save({STREAM: kind(matrix), "R1": kind(matrix.T)}, tmp_path / "R.bin")
+    (given,) = (
+        b.given for b in give_matrices(plan_of("gpt2"), tmp_path / "R.bin").bases if b.given
+    )
+    torch.testing.assert_close(given.values, matrix, rtol=0, atol=1e-13)
+    whole = torch.eye(24, dtype=torch.int64).roll(5, 0)
+    torch.save({VALUES: whole}, tmp_path / "R.bin")
+    (given,) = (
+        b.given for b in give_matrices(plan_of("gpt2"), tmp_path / "R.bin").bases if b.given
+    )
+    torch.testing.assert_close(given.values, whole.double(), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (lambda: torch.eye(96, device="meta"), "is on the meta device and has no values"),
+        (lambda: torch.eye(96, dtype=torch.complex64), "is complex"),
+        (lambda: torch.quantize_per_tensor(torch.eye(96), 0.1, 0, torch.qint8), "is quantised"),
+        (lambda: torch.ones(96, 96, 96), "has shape [96, 96, 96], but needs [96, 96]"),
+        (lambda: torch.ones(96), "has shape [96], but needs [96, 96]"),
+    ],
+    ids=["meta", "complex", "quantised", "of rank 3", "of rank 1"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*[qQ]uantiz.*deprecated")
+def test_other_tensors_are_refused_by_name(
+    tensor: Callable[[], torch.Tensor], reason: str, tmp_path: Path
+) -> None:
+    for key in (STREAM, "R1"):
+        torch.save({key: tensor()}, tmp_path / "R.bin")
+        with pytest.raises(BadCheckpoint, match=re.escape(f"R.bin: {key} {reason}")):
+            give_matrices(plan_of("gpt2"), tmp_path / "R.bin")
+
+
+TIED: list[tuple[str, str, dict[str, Any]]] = [
+    ("olmo", "OlmoForCausalLM", {"num_key_value_heads": 2, "intermediate_size": 33}),
+    ("opt", "OPTForCausalLM", {"word_embed_proj_dim": 24, "ffn_dim": 33,
+                               "layer_norm_elementwise_affine": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name", "settings"), TIED, ids=[case[0] for case in TIED])
+def test_a_tied_model_whose_norms_have_no_weight_stays_tied(
+    kind: str, name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    config = transformers.CONFIG_MAPPING[kind](
+        **TOKENS, hidden_size=24, num_attention_heads=4, num_hidden_layers=2,
+        tie_word_embeddings=True, **settings,
+    )  # fmt: skip
+    original = live(name, config)
+    original.save_pretrained(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", options=ROTATED, verify=False)
+    found = open_checkpoint(open_source(str(tmp_path / "out"), weights=True))
+    before = open_checkpoint(open_source(str(tmp_path / "in"), weights=True))
+    assert found.tensors.keys() == before.tensors.keys()
+    turned = type(original).from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert turned.get_input_embeddings().weight is turned.get_output_embeddings().weight
+    assert not torch.allclose(turned.get_input_embeddings().weight,
+                              original.get_input_embeddings().weight, atol=1e-2)  # fmt: skip
+    with torch.no_grad():
+        expected = original(IDS).logits
+        far = (turned.eval()(IDS).logits - expected).abs().max() / expected.abs().max()
+    assert far <= 1e-5  # OLMo's norms compute in float32
 
 
 def test_a_file_without_matrices_is_refused(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 
 import numpy
 import pytest
 import torch
 
+from enjoyln_cli.plan import rotation as rotation_module
 from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.plan.rotation import Rotation, matrix, product, rotate
 
@@ -58,6 +60,61 @@ def test_a_product_is_that_of_the_matrix() -> None:
     for size in SIZES:
         x = torch.randn(3, size, 2, dtype=torch.float64)
         torch.testing.assert_close(product(x, of(size)), matrix(of(size)) @ x)
+
+
+LARGE_SIZES = (
+    5120, 5632, 6144, 6656, 7168, 8192, 9216, 10240, 11008, 12288, 13824, 14336, 14784, 16384,
+    18432, 18944, 20480, 22016, 24576, 25600, 27648, 28672, 29568, 32768, 49152, 53248,
+)  # fmt: skip
+"""Widths and inner widths of published models."""
+
+
+@pytest.fixture
+def any_circulant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take the first circulant instead of a flat one, since the search takes time."""
+    caches = (rotation_module._eigenvalues, rotation_module._factors)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(rotation_module, "NO_FLATTER", math.inf)
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def check_products(size: int, fixes_ones: bool) -> None:
+    """The same product whatever the shape is; it keeps lengths, angles, and the ones if asked."""
+    rotation = of(size, fixes_ones)
+    x = torch.randn(3, size, 1, dtype=torch.float64)
+    x[2] = 1
+    turned = product(x, rotation)
+    before, after = (v.squeeze(2) @ v.squeeze(2).T for v in (x, turned))
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-13 * size)
+    if fixes_ones:
+        torch.testing.assert_close(turned[2], x[2], rtol=0, atol=1e-13)
+    along_columns = product(x.permute(2, 1, 0), rotation).permute(2, 1, 0)
+    torch.testing.assert_close(along_columns, turned, rtol=0, atol=1e-13)
+    wide = product(x[:2].expand(2, size, 3), rotation)
+    torch.testing.assert_close(wide, turned[:2].expand(2, size, 3), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("fixes_ones", [True, False], ids=["fixes ones", "any"])
+def test_the_size_may_be_any_number(fixes_ones: bool, any_circulant: None) -> None:
+    """Sizes with every kind of factors; 257 is the first circulant that is not a dense matrix."""
+    for size in (*range(1, 40), 256, 257, 514, 771, 1028, 1036, 1542, 2056, 4112, 4113, 4626):
+        check_products(size, fixes_ones)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixes_ones", [True, False], ids=["fixes ones", "any"])
+def test_every_size_up_to_5000_and_those_of_models(fixes_ones: bool, any_circulant: None) -> None:
+    for size in (*range(1, 5001), *LARGE_SIZES):
+        check_products(size, fixes_ones)
+
+
+def test_a_size_with_a_large_prime_factor_is_spread_over_all() -> None:
+    for size, fixes_ones in ((514, False), (1028, True), (1036, False), (2056, True)):
+        largest = matrix(of(size, fixes_ones)).abs().max() * math.sqrt(size)
+        assert largest <= 1.75, size
 
 
 @pytest.mark.parametrize(
