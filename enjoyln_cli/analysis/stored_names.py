@@ -39,12 +39,32 @@ class Candidate:
     def name(self) -> str:
         return type(self.model).__name__
 
-    def has_no_zeros(self, tensor: str) -> bool:
-        """Whether no element of a stored tensor is zero; true if its values are not known."""
+    def why_not_divided(self, bias: str, weight: str, offset: float) -> str:
+        """Why the stored ``bias`` of a norm cannot be divided by its ``weight`` plus ``offset``.
+
+        Empty if it can, or if the values are not known. The quotient is added to features whose
+        root mean square is 1. It may be so large that the sum keeps half of its dtype's digits.
+        """
+        shift, gain = self._values(bias), self._values(weight)
+        if shift is None or gain is None:
+            return ""
+        gain = gain.double() + offset
+        if not gain.all():
+            return "its weight has a zero, and its bias would be divided by it"
+        size = float((shift.double() / gain).square().mean().sqrt())
+        dtype = str(shift.dtype).removeprefix("torch.")
+        if size * torch.finfo(shift.dtype).eps ** 0.5 > 1:
+            return (
+                "its weight is too small: its bias divided by it would be "
+                f"{size:.0e} times as large as what it is added to, too much for {dtype}"
+            )
+        return ""
+
+    def _values(self, tensor: str) -> torch.Tensor | None:
         if self.checkpoint is not None:
-            return bool(read_tensor(self.checkpoint, tensor).all())
+            return read_tensor(self.checkpoint, tensor)
         held = dict(self.model.named_parameters()).get(tensor)
-        return held is None or held.is_meta or bool(held.all())
+        return None if held is None or held.is_meta else held.detach()
 
 
 def stored_in_groups(found: Candidate, groups: Mapping[str, str]) -> dict[str, list[str]]:

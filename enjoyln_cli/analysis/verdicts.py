@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from torch import nn
+
 from enjoyln_cli.analysis.config_size import widenings_for
 from enjoyln_cli.analysis.problem import Statement, Subject
 from enjoyln_cli.analysis.stored_layout import Conversion
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
-from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.calls.calls import input_embeddings
+from enjoyln_cli.plan.axis import Axis, feature_axis
 from enjoyln_cli.plan.plan import (
     Centring,
     Merge,
@@ -29,7 +32,7 @@ from enjoyln_cli.plan.plan import (
 )
 from enjoyln_cli.proof import explain
 from enjoyln_cli.proof.layer_norms import rms_norms
-from enjoyln_cli.proof.min_cut import Cut, Problem
+from enjoyln_cli.proof.min_cut import Cut, Parameter, Problem
 from enjoyln_cli.proof.pullback import Opaque
 from enjoyln_cli.rotation.affine_merge import find_merges
 from enjoyln_cli.rotation.bases import FoundBasis
@@ -46,7 +49,8 @@ def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) 
     supports = cut.folded.values()
     subtracting = {mlp for support in supports for mlp in support.mlps}
     widened = widenings_for(subtracting, problem.widenings.resizes, found.stored)
-    known = rotations(problem, options.values) if options.rotate else Rotations(())
+    table = _token_table(found.model, problem.groups)
+    known = rotations(problem, options.values, table) if options.rotate else Rotations(())
     merged, unmerged = _merges(statement, cut, subject, options, known)
     tensors = partial(turned_tensors, problem, found)
     bases = bases_of(known, problem, merged, unmerged, tensors)
@@ -65,7 +69,15 @@ def plan_of(subject: Subject, statement: Statement, cut: Cut, options: Options) 
         writers=writers_of(problem, cut, found),
         ops=ops_of(problem, cut),
         entry_inputs=tuple(dict.fromkeys(e for support in supports for e in support.entries)),
-        unproven=(*unproven_inputs(subject.traced), *_unread(found, problem.groups, traces)),
+        unproven=tuple(
+            dict.fromkeys(
+                (
+                    *unproven_inputs(subject.traced),
+                    *known.unproven,
+                    *_unread(found, problem.groups, traces),
+                )
+            )
+        ),
         other_norms=tuple(sorted(Counter(rms_norms(found.model).values()).items())),
         outputs=subject.outputs,
         by_example=tuple(dict.fromkeys(t.label for t in traces if t.by_example)),
@@ -86,6 +98,15 @@ def _unread(found: Candidate, groups: Mapping[str, str], traces: Sequence[Trace]
     reached = {name for names in used for name in names}
     held = [name for name in (*found.stored, *found.converted) if name in groups]
     return [name for name in held if traces and name not in reached]
+
+
+def _token_table(model: nn.Module, groups: Mapping[str, str]) -> Parameter | None:
+    """The weight of ``get_input_embeddings()``; ``None`` if the model has none."""
+    table = input_embeddings(model)
+    for name, parameter in model.named_parameters():
+        if table is not None and parameter is table.weight:
+            return Parameter(groups.get(name, name), feature_axis(tuple(parameter.shape)))
+    return None
 
 
 def _merges(
@@ -115,7 +136,7 @@ def _merges(
         stored,
         statement.stored_weight,
         centred,
-        lambda name: found.has_no_zeros(stored[name]),
+        lambda bias, weight, offset: found.why_not_divided(stored[bias], stored[weight], offset),
         moves,
         known.products,
     )

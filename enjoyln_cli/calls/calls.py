@@ -324,7 +324,7 @@ def _optional_text(model: Any, given: Inputs, rows: int) -> Iterator[Call]:
     accepted, ids = accepted_by(model), example(model, Spec((rows, given["input_ids"].shape[1]), 2))
     optional = [name for name in ("token_type_ids", "position_ids") if name in accepted]
     inputs: dict[str, Any] = {**_step(model, given, 0)[1], **dict.fromkeys(optional, ids)}
-    table = _input_embeddings(model)
+    table = input_embeddings(model)
     if "inputs_embeds" in accepted and table is not None:
         width = int(getattr(table, "embedding_dim", table.weight.shape[-1]))
         inputs["inputs_embeds"] = activations(model, (*ids.shape, width))
@@ -352,7 +352,7 @@ def _encoded(model: Any, rows: int) -> Spec:
     return Spec((rows, TOKENS, width))
 
 
-def _input_embeddings(model: Any) -> Any:
+def input_embeddings(model: Any) -> Any:
     """The token embedding of ``model``; ``None`` if ``get_input_embeddings`` has none."""
     try:
         table = model.get_input_embeddings()

@@ -11,7 +11,7 @@ and a bias of zeros. This is exact under two conditions:
   norm, nor an embedding.
 
 A norm that something else reads keeps its parameters. If one of the layers has no bias, the norm
-keeps a bias of its own, divided by the weight, which must not have zeros:
+keeps a bias of its own, divided by the weight, which must not have zeros or be too small:
 
     W (g * x + v) = (W diag(g)) (x + v / g)
 """
@@ -53,7 +53,7 @@ class _Search:
     single: Callable[[str], bool]
     stored_weight: StoredWeight
     centred: AbstractSet[Node]
-    without_zeros: Callable[[str], bool]
+    why_not_divided: Callable[[str, str, float], str]
     results: Mapping[str, list[tuple[int, list[Node]]]]
     """For each norm, its calls: the index of the trace, and the values read outside the call."""
 
@@ -65,7 +65,7 @@ def find_merges(
     stored: Mapping[str, str],
     stored_weight: StoredWeight,
     centred: AbstractSet[Node],
-    without_zeros: Callable[[str], bool],
+    why_not_divided: Callable[[str, str, float], str],
     moves: Mapping[str, Move],
     products: Mapping[str, Sequence[tuple[int, Node]]],
 ) -> tuple[tuple[Merge, ...], tuple[UnmergedNorm, ...]]:
@@ -74,10 +74,11 @@ def find_merges(
     ``groups`` maps any parameter name to the first of its tied names. ``stored`` maps each
     parameter that is untied and stored as one tensor with its own layout to that tensor;
     ``stored_weight`` also knows parameters of another layout.
-    ``centred`` are the values that an explicit operation acts on. ``without_zeros`` tells whether
-    no element of a stored weight is zero. ``moves`` says what moves out of each norm. ``products``
-    are the ops that multiply by the weight, with the index of their trace; without them, the norm's
-    module must have no other result. Norms without such parameters are in neither result.
+    ``centred`` are the values that an explicit operation acts on. ``why_not_divided`` says why a
+    bias cannot be divided by a weight plus a number; empty if it can. ``moves`` says what moves out
+    of each norm. ``products`` are the ops that multiply by the weight, with the index of their
+    trace; without them, the norm's module must have no other result. Norms without such parameters
+    are in neither result.
     """
     named, nodes = parameter_nodes(flow, groups)
     readers = {
@@ -91,7 +92,7 @@ def find_merges(
         single=stored.__contains__,
         stored_weight=stored_weight,
         centred=centred,
-        without_zeros=without_zeros,
+        why_not_divided=why_not_divided,
         results=_results(flow.traces, norms.keys() - products.keys())
         | {norm: [(at, [node]) for at, node in found] for norm, found in products.items()},
     )
@@ -105,22 +106,25 @@ def find_merges(
             reason = "its parameters have other names than weight and bias"
             unmerged.append(UnmergedNorm(norm, reason, norm))
             continue
-        ways = _WAYS[move] if gain else ("bias",)
+        ways: tuple[Move, ...] = _WAYS[move] if gain else ("bias",)
+        obstacles: dict[Move, Obstacle] = {}
         for way in ways:
             found = _merge(search, norm, form, stored, way)
             if isinstance(found, Merge):
+                merged.append(found)
                 break
-        if isinstance(found, Obstacle):
-            unmerged.append(UnmergedNorm(norm, found.reason, found.culprit))
+            obstacles[way] = found
         else:
-            merged.append(found)
+            obstacle = obstacles["weight" if "weight" in ways else "bias"]
+            unmerged.append(UnmergedNorm(norm, obstacle.reason, obstacle.culprit))
     return tuple(merged), tuple(unmerged)
 
 
 Move = Literal["bias", "affine", "weight"]
-"""What moves out of a norm: its bias; weight and bias, as far as possible; at least its weight."""
+"""What moves out of a norm: its bias; weight and bias, as far as possible; its weight, and its bias
+only if that cannot be divided by the weight."""
 _WAYS: Mapping[Move, tuple[Move, ...]] = {
-    "bias": ("bias",), "affine": ("affine", "weight"), "weight": ("weight",),
+    "bias": ("bias",), "affine": ("affine", "weight"), "weight": ("weight", "affine"),
 }  # fmt: skip
 
 
@@ -131,8 +135,10 @@ def _merge(
     weight, bias = f"{norm}.weight", f"{norm}.bias"
     own = [weight] * (way != "bias") + [bias] * form.biased
     found = _own_obstacle(search, norm, own)
-    if found is None and way == "weight" and form.biased and not search.without_zeros(weight):
-        found = Obstacle("its weight has a zero, and its bias would be divided by it", weight)
+    offset = 1.0 if form.gain == "1 + weight" else 0.0
+    if found is None and way == "weight" and form.biased:
+        why = search.why_not_divided(bias, weight, offset)
+        found = Obstacle(why, weight) if why else None
     if found is not None:
         return found
     moves_bias = form.biased and way != "weight"
@@ -151,9 +157,10 @@ def _merge(
         for tensor, dim in search.stored_weight(weight_name, held)
     )
     moved = stored[weight] if way != "bias" else ""
-    offset = 1.0 if moved and form.gain == "1 + weight" else 0.0
     kept = stored[bias] if form.biased and way == "weight" else ""
-    return Merge(norm, moved, stored[bias] if moves_bias else "", readers, offset, kept)
+    return Merge(
+        norm, moved, stored[bias] if moves_bias else "", readers, offset if moved else 0.0, kept
+    )
 
 
 def _results(

@@ -7,13 +7,14 @@ parameters is not stored, or is locked, or if a parameter would be turned in two
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Basis, BasisKind, Merge, TurnedTensor, UnmergedNorm
+from enjoyln_cli.proof.flow import readers_of
 from enjoyln_cli.proof.min_cut import Parameter, Problem
 from enjoyln_cli.rotation.affine_merge import Move
 from enjoyln_cli.rotation.bases import (
@@ -31,6 +32,8 @@ class Rotations:
     """The bases of a model, before their norms are merged."""
 
     found: tuple[FoundBasis, ...]
+    unproven: tuple[str, ...] = ()
+    """Inputs of bases that a user may compute from a table that is not in the same basis."""
 
     @property
     def forms(self) -> dict[str, LayerNormForm]:
@@ -57,7 +60,8 @@ class Rotations:
     def that_turn(self, bases: Iterable[Basis]) -> Rotations:
         """Those of the bases, listed in the same order, that turn."""
         pairs = zip(self.found, bases, strict=True)
-        return Rotations(tuple(found for found, basis in pairs if basis.turns))
+        turned = tuple(found for found, basis in pairs if basis.turns)
+        return replace(self, found=turned)
 
     @property
     def moves(self) -> dict[str, Move]:
@@ -65,10 +69,23 @@ class Rotations:
         return dict.fromkeys(self.forms, "weight")
 
 
-def rotations(problem: Problem, values: bool) -> Rotations:
-    """All bases of the stated model; with ``values``, also those of the values of attention."""
+def rotations(problem: Problem, values: bool, table: Parameter | None) -> Rotations:
+    """All bases of the stated model; with ``values``, also those of the values of attention.
+
+    ``table`` is the weight of ``get_input_embeddings()``, from which users make ``inputs_embeds``.
+    """
     found = find_bases(problem.flow, problem.groups, values=values)
     nodes = parameter_nodes(problem.flow, problem.groups)[1]
+    unproven = []
+    for basis in found:
+        if table is None:
+            break
+        apart = table not in basis.parameters and table.axis.size == basis.size
+        is_unread = not any(readers_of(node) for _, node in nodes.get(table.name, ()))
+        if apart and is_unread and "inputs_embeds" in basis.inputs:
+            basis.parameters[table] = True
+        elif apart:
+            unproven += [name for name in basis.inputs if name.endswith("inputs_embeds")]
     turned: dict[str, list[Parameter]] = {}
     for basis in found:
         if basis.obstacle is None:
@@ -76,7 +93,7 @@ def rotations(problem: Problem, values: bool) -> Rotations:
         if basis.obstacle is None:
             for parameter in basis.parameters:
                 turned.setdefault(parameter.name, []).append(parameter)
-    return Rotations(tuple(found))
+    return Rotations(tuple(found), tuple(unproven))
 
 
 def _obstacle(
@@ -143,7 +160,7 @@ def bases_of(
                 fixes_ones=basis.fixes_ones,
                 tensors=() if obstacle else tensors(basis),
                 norms=() if obstacle else tuple(sorted({gain.module for gain in basis.gains})),
-                inputs=tuple(basis.inputs),
+                inputs=tuple(name for name in basis.inputs if name not in known.unproven),
                 reason=obstacle.reason if obstacle else "",
                 culprit=obstacle.culprit if obstacle else "",
             )

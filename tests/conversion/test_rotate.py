@@ -17,8 +17,8 @@ from commands import good, refused
 from fold_cases import written
 from live_models import CHECKPOINTS
 from rounding import as_exact
-from safetensors.torch import save_file
-from tiny_models import TOKENS, live
+from safetensors.torch import load_file, save_file
+from tiny_models import GPT2, TOKENS, live
 
 from enjoyln_cli import from_pretrained, verify
 from enjoyln_cli.analysis.analyze import analyze_config
@@ -462,6 +462,52 @@ def test_a_tied_model_whose_norms_have_no_weight_stays_tied(
         expected = original(IDS).logits
         far = (turned.eval()(IDS).logits - expected).abs().max() / expected.abs().max()
     assert far <= 1e-5  # OLMo's norms compute in float32
+
+
+def with_small_weight(norm: str, dtype: torch.dtype, small: float, folder: Path) -> Any:
+    """A GPT-2 in ``folder`` in which one weight of a norm is so small that its bias matters."""
+    config = transformers.CONFIG_MAPPING["gpt2"](**GPT2 | {"n_embd": 24, "n_head": 3})
+    model = live("GPT2LMHeadModel", config)
+    with torch.no_grad():
+        model.get_submodule(norm).weight[5] = small
+    model.to(dtype).save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype=torch.float64).eval()
+
+
+SMALL = [(torch.float16, 1e-5), (torch.bfloat16, 1e-6), (torch.float32, 1e-8), (torch.float32, 0.0)]
+UNCHECKED = {"options": ROTATED, "verify": False}
+
+
+@pytest.mark.parametrize(("dtype", "small"), SMALL)
+def test_a_bias_beside_a_small_weight_goes_into_the_readers(
+    dtype: torch.dtype, small: float, tmp_path: Path
+) -> None:
+    original = with_small_weight("transformer.h.1.ln_2", dtype, small, tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", **UNCHECKED)
+    turned = type(original).from_pretrained(tmp_path / "out", dtype=torch.float64).eval()
+    assert not torch.allclose(turned.transformer.wpe.weight, original.transformer.wpe.weight)
+    merged, divided = turned.transformer.h[1].ln_2, turned.transformer.h[0].ln_2
+    assert not merged.bias.any() and divided.bias.abs().max() > 0.1
+    with torch.no_grad():
+        expected = original(IDS).logits
+        far = (turned(IDS).logits - expected).abs().max() / expected.abs().max()
+    assert far <= 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("dtype", "small"), SMALL[:3])
+def test_a_small_weight_before_a_layer_without_bias_is_an_obstacle(
+    dtype: torch.dtype, small: float, tmp_path: Path
+) -> None:
+    """GPT-2's head has no bias, so the bias of the last norm cannot go there."""
+    with_small_weight("transformer.ln_f", dtype, small, tmp_path / "in")
+    said = good("rotate", tmp_path / "in", "-o", tmp_path / "out", "--untie", "--no-verify")
+    plain = " ".join(said.split())
+    assert "not turned: 1 stream of 24 features (transformer.wte.weight)" in plain
+    assert "its weight is too small: its bias divided by it would be" in plain
+    assert "because of transformer.ln_f" in plain
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert max(float(t.abs().max()) for t in tensors.values()) < 10
 
 
 def test_a_file_without_matrices_is_refused(tmp_path: Path) -> None:

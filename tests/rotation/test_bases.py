@@ -365,8 +365,48 @@ def test_a_zero_in_a_weight_keeps_the_bias_from_being_divided() -> None:
     model = Stream(TURNS["nothing"])
     with torch.no_grad():
         model.last.weight[2] = 0
+    plan = analyze_module(model, rows(), options=ROTATED).plan
+    assert {one.norm: one.divided for one in plan.merged} == {"norm": "norm.bias", "last": ""}
+    torch.testing.assert_close(rotated(model, plan)(rows(4)), model(rows(4)), rtol=0, atol=1e-11)
+    model.head.bias = None
     (kept,) = analyze_module(model, rows(), options=ROTATED).plan.bases
     assert kept.culprit == "last" and "has a zero" in kept.reason
+
+
+SEPARATE = {
+    "d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 33,
+    "decoder_ffn_dim": 33, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "max_position_embeddings": 31, "vocab_size": 37, "scale_embedding": True,
+}  # fmt: skip
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("untied", [{}, UNTIED], ids=["untied here", "untied before"])
+@pytest.mark.parametrize("kind", ["Pegasus", "Blenderbot"])
+def test_embeddings_from_the_model_itself_are_in_its_basis(
+    kind: str, untied: dict[str, Any]
+) -> None:
+    """``get_input_embeddings`` gives a table that ``forward`` does not read once it is untied."""
+    name = f"{kind}ForConditionalGeneration"
+    config = CONFIG_MAPPING[kind.lower()](**SEPARATE, **untied)
+    options = replace(ROTATED, untie=not untied)
+    plan = analyze_config(config, model_class=name, outputs=("logits",), options=options).plan
+    assert [basis.kind for basis in plan.turned].count("stream") == 2
+    assert "decoder_inputs_embeds" in plan.unproven
+    config.tie_word_embeddings = False
+    original = live(name, config)
+    with torch.no_grad():  # the same values in all tables, as in a model that was tied
+        for model in (original.get_encoder(), original.get_decoder()):
+            model.embed_tokens.weight.copy_(original.get_input_embeddings().weight)
+    turned = rotated(original, replace(plan, untied=(), settings=()))
+    given, results = inputs(original), []
+    ids = given.pop("input_ids")
+    with torch.no_grad():
+        for model in (original, turned):
+            embeds = 24**0.5 * model.get_input_embeddings().weight[ids]
+            results.append(model(inputs_embeds=embeds, **given).logits)
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-10)
+    assert far(turned, original, ("logits",)) <= 1e-12
 
 
 @pytest.mark.slow
