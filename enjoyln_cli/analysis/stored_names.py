@@ -43,7 +43,8 @@ class Candidate:
         """Why the stored ``bias`` of a norm cannot be divided by its ``weight`` plus ``offset``.
 
         Empty if it can, or if the values are not known. The quotient is added to features whose
-        root mean square is 1. It may be so large that the sum keeps half of its dtype's digits.
+        root mean square is 1. If it is so large that the sum keeps only half of its dtype's digits,
+        too much is lost.
         """
         shift, gain = self._values(bias), self._values(weight)
         if shift is None or gain is None:

@@ -32,8 +32,19 @@ class Rotations:
     """The bases of a model, before their norms are merged."""
 
     found: tuple[FoundBasis, ...]
-    unproven: tuple[str, ...] = ()
-    """Inputs of bases that a user may compute from a table that is not in the same basis."""
+    table: Parameter | None = None
+    """The weight of ``get_input_embeddings()``, from which users make ``inputs_embeds``."""
+
+    @property
+    def unproven(self) -> tuple[str, ...]:
+        """Embeddings that have to be given in a basis in which the table is not turned."""
+        return tuple(
+            name
+            for basis in self.found
+            if self.table is not None and _lacks(basis, self.table)
+            for name in basis.inputs
+            if name.endswith("inputs_embeds")
+        )
 
     @property
     def forms(self) -> dict[str, LayerNormForm]:
@@ -72,20 +83,15 @@ class Rotations:
 def rotations(problem: Problem, values: bool, table: Parameter | None) -> Rotations:
     """All bases of the stated model; with ``values``, also those of the values of attention.
 
-    ``table`` is the weight of ``get_input_embeddings()``, from which users make ``inputs_embeds``.
+    ``table`` is the weight of ``get_input_embeddings()``. If ``forward`` does not read it, it turns
+    with the basis of ``inputs_embeds``, which users make from it.
     """
     found = find_bases(problem.flow, problem.groups, values=values)
     nodes = parameter_nodes(problem.flow, problem.groups)[1]
-    unproven = []
-    for basis in found:
-        if table is None:
-            break
-        apart = table not in basis.parameters and table.axis.size == basis.size
-        is_unread = not any(readers_of(node) for _, node in nodes.get(table.name, ()))
-        if apart and is_unread and "inputs_embeds" in basis.inputs:
-            basis.parameters[table] = True
-        elif apart:
-            unproven += [name for name in basis.inputs if name.endswith("inputs_embeds")]
+    if table and not any(readers_of(node) for _, node in nodes.get(table.name, ())):
+        for basis in found:
+            if "inputs_embeds" in basis.inputs and _lacks(basis, table):
+                basis.parameters[table] = True
     turned: dict[str, list[Parameter]] = {}
     for basis in found:
         if basis.obstacle is None:
@@ -93,7 +99,11 @@ def rotations(problem: Problem, values: bool, table: Parameter | None) -> Rotati
         if basis.obstacle is None:
             for parameter in basis.parameters:
                 turned.setdefault(parameter.name, []).append(parameter)
-    return Rotations(tuple(found), tuple(unproven))
+    return Rotations(tuple(found), table)
+
+
+def _lacks(basis: FoundBasis, table: Parameter) -> bool:
+    return table not in basis.parameters and table.axis.size == basis.size
 
 
 def _obstacle(
@@ -160,7 +170,7 @@ def bases_of(
                 fixes_ones=basis.fixes_ones,
                 tensors=() if obstacle else tensors(basis),
                 norms=() if obstacle else tuple(sorted({gain.module for gain in basis.gains})),
-                inputs=tuple(name for name in basis.inputs if name not in known.unproven),
+                inputs=tuple(basis.inputs),
                 reason=obstacle.reason if obstacle else "",
                 culprit=obstacle.culprit if obstacle else "",
             )
