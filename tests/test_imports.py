@@ -52,7 +52,6 @@ FOLDERS = (
 MOST_FILES = 12
 
 OWNERS = {
-    "PIL": {"report.render"},
     "click": {
         "cli.convert_commands",
         "cli.group",
@@ -65,7 +64,7 @@ OWNERS = {
     },
     "grandalf": {"report.graph_layout"},
     "huggingface_hub": {"checkpoint.download", "publish.push", "publish.target"},
-    "matplotlib": {"benchmark.plot"},
+    "matplotlib": {"benchmark.plot", "report.render"},
     "networkx": {"proof.min_cut"},
     "onnxruntime": {"onnx_export.runtimes"},
     "onnxscript": {"onnx_export.graph"},

@@ -52,7 +52,7 @@ EXAMPLES = {
     "report": (
         "enjoyln report gpt2",
         "enjoyln report gpt2 --why transformer.ln_f",
-        "enjoyln report gpt2 --save gpt2.html",
+        "enjoyln report gpt2 --save gpt2.svg",
         "enjoyln report --model-type bert --options",
     ),
     "fold": (

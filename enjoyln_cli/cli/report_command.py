@@ -50,7 +50,7 @@ from enjoyln_cli.fs.staging import check_file, write_file
     "picture",
     type=NEW_FILE,
     metavar="FILE",
-    help="Draw the model, or the norm of --why: .svg, .html, .png.",
+    help="Draw the model, or the norm of --why: .svg, .png, .pdf.",
 )
 @click.option("--format", "form", type=FORMATS, default="table", show_default=True)
 @hub_options

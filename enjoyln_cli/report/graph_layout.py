@@ -2,17 +2,14 @@
 
 ``model_graph`` decides what a box means, ``render`` how it is drawn in a file. Links run from top
 to bottom. The graph inside a box is laid out on its own; outside, that box is placed like any
-other. Graphviz computes the layout if it is installed, otherwise grandalf. Both place boxes in
-layers (Sugiyama's method).
+other. grandalf places the boxes in layers (Sugiyama's method).
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Literal
 
 Tone = Literal[
@@ -35,10 +32,6 @@ FONT, LINE, CHARACTER = 12, 16, 7.8
 """Font size, line height and an upper estimate of a character's width, in pixels."""
 MARGIN, DOT, SPACE_X, SPACE_Y = 12.0, 18.0, 26.0, 22.0
 """Padding of a box, size of a dot, horizontal and vertical gap between boxes, in pixels."""
-INCH = 72.0
-"""Pixels per inch, the unit of lengths in Graphviz."""
-PATIENCE = 20
-"""Time limit of Graphviz in seconds."""
 MAX_LINE_CHARS = 44
 """Longest line in a box, in characters."""
 
@@ -51,8 +44,6 @@ class Box:
     """Identifies the box in its graph."""
     lines: tuple[str, ...]
     tone: Tone = "plain"
-    title: str = ""
-    """The tooltip."""
     shape: Shape = "box"
     inside: Graph | None = None
     """The graph drawn inside the box, if any."""
@@ -207,7 +198,7 @@ def _arrange(graph: Graph, sizes: Mapping[str, Point]) -> _Arrangement:
         if link.start != link.end:
             first, second = sorted((link.start, link.end), key=order.__getitem__)
             links.setdefault((first, second), []).append(link)
-    whole = _by_graphviz(links, sizes) or _by_grandalf(links, sizes)
+    whole = _by_grandalf(links, sizes)
     for box in graph.boxes:
         if box.inside:
             _spread_ends(whole, box.key, sizes[box.key][0])
@@ -231,53 +222,6 @@ def _spread_ends(whole: _Arrangement, key: str, width: float) -> None:
         route, x = whole.routes[place], left + width * number / (len(ending) + 1)
         moved = [(x, y) for _, y in route.points[-straight:]]
         whole.routes[place] = Route(route.link, (*route.points[:-straight], *moved))
-
-
-def _by_graphviz(links: Links, sizes: Mapping[str, Point]) -> _Arrangement | None:
-    """The arrangement that the program ``dot`` finds; ``None`` if it is not installed or fails."""
-    keys = list(sizes)
-    number = {key: at for at, key in enumerate(keys)}
-    text = "\n".join((
-        f"digraph {{ nodesep={SPACE_X / INCH} ranksep={SPACE_Y / INCH} splines=polyline",
-        "node [shape=box fixedsize=true label=\"\"]",
-        "edge [arrowhead=none tailport=s headport=n]",
-        *(f"{number[key]} [width={w / INCH} height={h / INCH}]" for key, (w, h) in sizes.items()),
-        *(f"{number[first]} -> {number[second]}" for first, second in links),
-        "}",
-    ))  # fmt: skip
-    try:
-        command = ["dot", "-Tplain"]
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE)
-        return _parse_dot(done.stdout, keys, links, sizes) if done.returncode == 0 else None
-    except (OSError, subprocess.SubprocessError, ValueError, LookupError):
-        return None
-
-
-def _parse_dot(
-    text: str, keys: list[str], links: Links, sizes: Mapping[str, Point]
-) -> _Arrangement:
-    """Parse the output of ``dot -Tplain``, which is in inches from the lower left corner.
-
-    Raises ``ValueError`` or ``LookupError`` if the output is malformed or incomplete.
-    """
-    whole = _Arrangement()
-    for kind, *words in filter(None, map(str.split, text.splitlines())):
-        if kind == "graph":
-            whole.width, whole.height = float(words[1]) * INCH, float(words[2]) * INCH
-        elif kind == "node":
-            key = keys[int(words[0])]
-            x, y = float(words[1]) * INCH, whole.height - float(words[2]) * INCH
-            whole.at[key] = (x - sizes[key][0] / 2, y - sizes[key][1] / 2)
-        elif kind == "edge":
-            ends = keys[int(words[0])], keys[int(words[1])]
-            numbers = [float(word) * INCH for word in words[3 : 3 + 2 * int(words[2])]]
-            points = [(x, whole.height - y) for x, y in zip(*[iter(numbers)] * 2, strict=True)]
-            corners = list(dict.fromkeys(points[::3]))  # the points between are spline controls
-            straight = tuple(point for pair in pairwise(corners) for point in pair)
-            whole.add(links[ends], ends[0], straight)
-    if whole.at.keys() != sizes.keys() or len(whole.routes) != sum(map(len, links.values())):
-        raise ValueError("boxes or links are missing")
-    return whole
 
 
 @dataclass
@@ -328,7 +272,7 @@ def _add_component(
         (width, height), rank = sizes[vertex.data], found.grx[vertex].rank
         y = tops[rank] + (heights[rank] - height) / 2
         whole.at[vertex.data] = (vertex.view.xy[0] + shift - width / 2, y)
-    for edge in found.g.sE:
+    for edge in sorted(found.g.sE, key=lambda edge: edge.data):  # grandalf's order varies
         start, end = edge.data
         first, last = found.grx[edge.v[0]].rank, found.grx[edge.v[1]].rank
         between = found.ctrls.get(edge, {})

@@ -11,15 +11,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import wrap
 
 from enjoyln_cli.recipe.templates import layers_of
-from enjoyln_cli.report.graph_layout import Box, Graph, Link, Shape, Tone, shorten, wrap_name
+from enjoyln_cli.report.graph_layout import (
+    MAX_LINE_CHARS,
+    Box,
+    Graph,
+    Link,
+    Shape,
+    Tone,
+    shorten,
+    wrap_name,
+)
 from enjoyln_cli.report.layer_names import compact
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the model: its kind, its dotted name, how it is shown, and why."""
+    """One part of the model: its kind, its dotted name, and how it is shown."""
 
     kind: str
     path: str
@@ -27,6 +37,7 @@ class Part:
     lines: tuple[str, ...] = ()
     """Lines below its name."""
     why: str = ""
+    """The reason why a norm stays, or why a value keeps its mean; it stands below the lines."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +130,10 @@ def _box(kind: str, path: str, inside: str, parts: list[Part]) -> Box:
         names, lines = wrap_name(name.partition(" (")[0] or name), part.lines
     else:
         names, lines = wrap_name(name), part.lines
-    times = f" ({len(parts)} times)" if len(parts) > 1 and kind not in ("sum", "op") else ""
-    paths = [p.path for p in parts] if kind not in ("sum", "op") else []
     whys = compact(dict.fromkeys(p.why for p in parts if p.why))
-    title = "\n".join([*(name + times for name in compact(paths)), *whys[:4]])
+    reasons = [line for why in whys[:2] for line in wrap(why, MAX_LINE_CHARS)]
     shape: Shape = "dot" if kind == "sum" else "box"
-    return Box(f"{kind} {path}", (*names, *lines), part.tone, title, shape, names=len(names))
+    return Box(f"{kind} {path}", (*names, *lines, *reasons), part.tone, shape, names=len(names))
 
 
 @dataclass
@@ -154,14 +163,13 @@ class _Level:
             ways.setdefault(tuple(sorted(ends)), []).append(name)
         boxes, links = [], dict(self.links)
         for following, names in ways.items():
-            title = "from " + ", ".join(names)
             lines = (shorten(names[0]),) if len(ways) > 1 else ()
-            boxes.append(Box(f"in {names[0]}", lines, "plain", title, "dot"))
+            boxes.append(Box(f"in {names[0]}", lines, "plain", "dot"))
             links |= {Link(boxes[-1].key, end): None for end in following}
         for key, box in self.boxes.items():
             boxes.append(self.inner[key].box(self.path) if key in self.inner else box)
         if self.exits:
-            boxes.append(Box("out", (), "plain", "to what follows", "dot"))
+            boxes.append(Box("out", (), "plain", "dot"))
             links |= {Link(start, "out"): None for start in self.exits}
         return Graph(tuple(boxes), tuple(links))
 
@@ -170,13 +178,7 @@ class _Level:
         first, _, last = self.path.rpartition(".")[2].partition("-")
         times = int(last) - int(first) + 1 if last else 1
         name += f" ({times} layers)" if times > 1 else ""
-        return Box(
-            self.path,
-            (name,),
-            "group",
-            f"{times} layers that look alike" * (times > 1),
-            inside=self.graph(),
-        )
+        return Box(self.path, (name,), "group", inside=self.graph())
 
 
 def _connect(

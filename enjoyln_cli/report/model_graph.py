@@ -106,7 +106,6 @@ def _add_norms(found: Sketch, analysis: Analysis) -> None:
         verdict = verdicts[path]
         tone, word = VERDICTS[verdict.status]
         why = verdict.reason + (f": {verdict.culprit}" if verdict.culprit else "")
-        why = f"with the added mean subtraction at {', '.join(verdict.ops)}" if verdict.ops else why
         found.of_node[node] = found.add(Part("norm", path, tone, (word,), why))
 
 
@@ -142,7 +141,7 @@ def _add_stream(found: Sketch, analysis: Analysis) -> None:
             numbers[call] += 1
             zero = value in proven and value not in analysis.cut.impure
             tone: Tone = "zero" if zero else "mean"
-            found.of_node[node] = found.add(Part("sum", path, tone, (), "the residual stream"))
+            found.of_node[node] = found.add(Part("sum", path, tone))
             for weight in weights:
                 part = _writer(found, analysis, [weight])
                 for held, names in found.trace.parameters.items():
@@ -179,17 +178,16 @@ def _writer(found: Sketch, analysis: Analysis, weights: Sequence[Parameter]) -> 
     blocked = [w for w in weights if problem.obstacle(w)]
     tone: Tone
     lines: tuple[str, ...]
+    why = ""
     if blocked:
         tone, lines = "left", ("keeps its mean",)
-        why = "; ".join(f"{w.name}: {problem.obstacle(w)}" for w in blocked)
+        why = str(problem.obstacle(blocked[0]))
     elif any(weight in used for weight in weights):
         wider = {one.second.parameter for one in analysis.plan.widened if one.subtracts}
         subtracts = any(weight.name in wider for weight in weights)
         tone, lines = "writer", ("centred, subtracts a mean" if subtracts else "centred",)
-        why = "centred in the weights: " + ", ".join(weight.name for weight in weights)
     else:
         tone, lines = "plain", ()
-        why = "could be centred in the weights, but no norm needs it to become RMSNorm"
     part = found.add(Part("writer", path, tone, lines, why))
     for weight in blocked:
         _add_observer(found, analysis, weight, part)
@@ -206,10 +204,9 @@ def _add_observer(found: Sketch, analysis: Analysis, weight: Parameter, part: Pa
         return
     trace = analysis.problem.flow.traces[seen.trace]
     module = trace.module_of(seen.node) or op_name(seen.node)
-    why = f"{module} of {trace.model_class}: {seen.reason}"
     elsewhere = trace.model_class != found.trace.model_class
     lines = ("sees its mean", *[f"in {trace.model_class}"] * elsewhere)
-    eye = found.add(Part("observer", module, "observer", lines, why))
+    eye = found.add(Part("observer", module, "observer", lines))
     found.links[part, eye] = True
     for node in found.trace.graph.nodes:
         same = packet(node) is packet(seen.node) and found.trace.module_of(node) == module
@@ -218,14 +215,12 @@ def _add_observer(found: Sketch, analysis: Analysis, weight: Parameter, part: Pa
 
 
 def _add_ops(found: Sketch, analysis: Analysis) -> None:
-    whys = {(op.module, op.place): op.reason for op in analysis.plan.ops}
     carriers = {op for support in analysis.cut.folded.values() for op in support.ops}
     for carrier in carriers:
         if carrier.place == "entry":
             continue
-        why = whys.get((carrier.module, carrier.place), "")
         words = f"{carrier.module}.(centre {carrier.place})"
-        part = found.add(Part("op", words, "op", (), f"a mean subtraction is added here: {why}"))
+        part = found.add(Part("op", words, "op"))
         for trace, node in analysis.problem.carried(carrier):
             if trace == 0:
                 found.after[node] = part
@@ -246,7 +241,7 @@ def _add_links(found: Sketch) -> None:
         for operand in node.all_input_nodes:
             before |= reach[operand]
         if node in trace.inputs:
-            before = {Part("input", trace.inputs[node], "plain", (), "an input"): None}
+            before = {Part("input", trace.inputs[node], "plain"): None}
         part = found.of_node.get(node)
         if part:
             given.setdefault(part, {}).update(before)
@@ -258,7 +253,7 @@ def _add_links(found: Sketch) -> None:
     for node, fields in trace.returned.items():
         names = [name for name in fields if name not in trace.fed_back]
         if names and node in reach:
-            out = Part("output", names[0], "plain", (), "the model returns it")
+            out = Part("output", names[0], "plain")
             given.setdefault(out, {}).update(reach[node])
     for part, before in given.items():
         computed = [p for p in before if p.kind != "input" and p is not part]
@@ -304,7 +299,7 @@ def _vertex(key: str, node: Tree) -> Box:
     name, _, rest = node.text.partition(": ")
     names = wrap_name(name.partition(" (dimension")[0])
     lines = (*names, *textwrap.wrap(rest, MAX_LINE_CHARS))
-    return Box(key, lines, "zero" if node.zero_mean else "mean", node.text, names=len(names))
+    return Box(key, lines, "zero" if node.zero_mean else "mean", names=len(names))
 
 
 def _group_alike(trees: Iterable[Tree]) -> list[list[Tree]]:

@@ -1,19 +1,16 @@
-"""Write a picture to a file: SVG, one self-contained HTML page, or PNG.
+"""Draw a picture to a file with matplotlib: as SVG, PNG or PDF.
 
-All three draw the same layout in the same colours. Names come from untrusted files, so text is
-escaped, and characters that XML does not allow are replaced. PNG is drawn with Pillow, which has
-its own font and needs no system library.
+Names come from untrusted files. So characters that no font has are replaced, and no text is read as
+a formula.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from html import escape
+import io
+import warnings
 from importlib.util import find_spec
-from io import BytesIO
-from itertools import groupby
-from math import hypot
 from pathlib import Path
+from typing import Any
 
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.fs.staging import check_file, write_file
@@ -22,14 +19,12 @@ from enjoyln_cli.report.graph_layout import (
     FONT,
     LINE,
     MARGIN,
-    Box,
     Layout,
     Picture,
     PlacedBox,
     Point,
     Route,
     Tone,
-    every_box,
     layout,
     tones,
 )
@@ -52,14 +47,18 @@ COLOURS: dict[Tone, tuple[str, str, str]] = {
 The fills are chosen to be distinguishable with colour vision deficiency.
 """
 
-SUFFIXES = (".svg", ".html", ".png")
+SUFFIXES = (".svg", ".png", ".pdf")
 TEXT, DIM, LINK = "#212121", "#616161", "#78909c"
-FAMILY = "'DejaVu Sans', Verdana, Helvetica, Arial, sans-serif"
+METADATA = {
+    "svg": ("Date", "Creator"),
+    "png": ("Software",),
+    "pdf": ("CreationDate", "Creator", "Producer"),
+}
+"""What matplotlib would write into a file besides the picture, which no two versions agree on."""
 HEAD = 26.0
-PIXELS = 2
-"""PNG pixels per pixel of the layout, in each direction, so that text is sharp."""
-STEPS = 24
-"""Number of straight segments that draw a curve in a PNG."""
+PIXELS_PER_INCH = 96
+SHARPNESS = 2
+"""PNG pixels per pixel of the layout, in each direction."""
 MOST_PIXELS = 100_000_000
 """Largest number of pixels of a PNG."""
 
@@ -70,30 +69,54 @@ def check(file: Path) -> None:
         raise OutputError(
             f"unsupported picture format {file.suffix or file.name!r}; use {', '.join(SUFFIXES)}"
         )
-    if find_spec("grandalf") is None:
-        raise OutputError("a picture needs the layout library grandalf; pip install grandalf")
-    if file.suffix.lower() == ".png" and find_spec("PIL") is None:
-        raise OutputError("a PNG needs Pillow; save as .svg, or pip install pillow")
+    missing = [library for library in ("grandalf", "matplotlib") if find_spec(library) is None]
+    if missing:
+        raise OutputError(f"a picture needs {missing[0]}; pip install {' '.join(missing)}")
     check_file(file)
 
 
 def save(picture: Picture, file: Path) -> None:
     """Write a picture in the format given by the file's suffix.
 
-    Raises ``OutputError`` if the suffix is not in ``SUFFIXES``, a library is missing, or the file
-    cannot be written.
+    Raises ``OutputError`` if the suffix is not in ``SUFFIXES``, a library is missing, the picture
+    is too large for a PNG, or the file cannot be written.
     """
     check(file)
-    ways = {".svg": _svg_bytes, ".html": _html_bytes, ".png": as_png}
-    write_file(file, ways[file.suffix.lower()](picture))
+    write_file(file, drawn(picture, file.suffix.lower().removeprefix(".")))
 
 
-def _svg_bytes(picture: Picture) -> bytes:
-    return as_svg(picture).encode()
+def drawn(picture: Picture, kind: str) -> bytes:
+    """The picture as a file of ``kind``: svg, png or pdf."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-
-def _html_bytes(picture: Picture) -> bytes:
-    return as_html(picture).encode()
+    found = layout(picture.graph)
+    width, height, top, legend = _page(picture, found)
+    if kind == "png" and width * height * SHARPNESS**2 > MOST_PIXELS:
+        raise OutputError("this picture is too large for a PNG; save it as .svg or .pdf")
+    figure = Figure((width / PIXELS_PER_INCH, height / PIXELS_PER_INCH))
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+    axes.set_axis_off()
+    _text(axes, (MARGIN, HEAD - 6), picture.title, TEXT, size=15, weight="bold")
+    for number, note in enumerate(picture.notes):
+        _text(axes, (MARGIN, HEAD + LINE * (number + 0.9)), note, DIM)
+    for tone, (x, y) in legend:
+        _rectangle(axes, (x, y), (16, 13), tone, 3)
+        _text(axes, (x + 22, y + 11), COLOURS[tone][2], DIM)
+    corner = ((width - found.width) / 2, top)
+    for placed in found.boxes:
+        _box(axes, placed, corner)
+    for route in found.routes:
+        _route(axes, route, corner)
+    data = io.BytesIO()
+    how: Any = {"svg.fonttype": "none", "svg.hashsalt": "enjoyln"}
+    with matplotlib.rc_context(how), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*missing from font")
+        about = dict.fromkeys(METADATA[kind])
+        figure.savefig(data, format=kind, dpi=SHARPNESS * PIXELS_PER_INCH, metadata=about)
+    return data.getvalue()
 
 
 def _legend(picture: Picture) -> list[Tone]:
@@ -118,221 +141,72 @@ def _page(picture: Picture, found: Layout) -> tuple[float, float, float, list[tu
     return width, top + found.height + MARGIN, top, entries
 
 
-def _clean(text: str) -> str:
-    """The text escaped for XML, with question marks for characters that XML does not allow."""
-    allowed = "".join(
-        c if c in "\n\t" or (c.isprintable() and ord(c) < 0x110000) else "?" for c in text
+def printable(text: str) -> str:
+    """The text with question marks for control characters and lone surrogates."""
+    return "".join(c if c.isprintable() and not "\ud800" <= c <= "\udfff" else "?" for c in text)
+
+
+def _text(axes: Any, at: Point, text: str, colour: str, size: float = FONT, **how: Any) -> None:
+    points = size * 72 / PIXELS_PER_INCH
+    axes.text(*at, printable(text), color=colour, size=points, parse_math=False, zorder=3, **how)
+
+
+def _rectangle(
+    axes: Any, at: Point, size: Point, tone: Tone, corner: float, order: int = 2
+) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    fill, line, _ = COLOURS[tone]
+    style = f"round,pad=0,rounding_size={corner}"
+    axes.add_patch(
+        FancyBboxPatch(at, *size, boxstyle=style, fc=fill, ec=line, lw=0.75, zorder=order)
     )
-    return escape(allowed.encode(errors="replace").decode())
 
 
-# SVG and HTML.
-
-
-def as_svg(picture: Picture) -> str:
-    """The picture as an SVG document; reasons are tooltips (``<title>`` elements)."""
-    found = layout(picture.graph)
-    width, height, top, legend = _page(picture, found)
-    left = (width - found.width) / 2
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="{FAMILY}" font-size="{FONT}">',
-        f"<title>{_clean(picture.title)}</title>",
-        '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-        f'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{LINK}"/></marker></defs>',
-        f'<rect width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>',
-        _text(MARGIN, HEAD - 6, picture.title, 'font-weight="bold" font-size="15"'),
-    ]
-    for number, note in enumerate(picture.notes):
-        out.append(_text(MARGIN, HEAD + LINE * (number + 0.9), note, f'fill="{DIM}"'))
-    out.append('<g class="legend">')
-    for tone, (x, y) in legend:
-        fill, line, meaning = COLOURS[tone]
-        out.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="16" height="13" rx="3" {_ink(fill, line)}/>'
-        )
-        out.append(_text(x + 22, y + 11, meaning, f'fill="{DIM}"'))
-    out.append(f'</g><g transform="translate({left:.1f} {top:.1f})">')
-    out += [_svg_box(p) for p in found.boxes if p.box.inside]
-    out += [_svg_route(route) for route in found.routes]
-    out += [_svg_box(p) for p in found.boxes if not p.box.inside]
-    return "\n".join([*out, "</g>", "</svg>", ""])
-
-
-def _ink(fill: str, line: str) -> str:
-    return f'fill="{fill}" stroke="{line}"'
-
-
-def _text(x: float, y: float, text: str, how: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {how}>{_clean(text)}</text>'
-
-
-def _svg_box(placed: PlacedBox) -> str:
-    box = placed.box
-    fill, line, _ = COLOURS[box.tone]
-    round_ = placed.height / 2 if box.shape == "dot" else 6
-    parts = [f'<g class="box {box.tone}">']
-    if box.title:
-        parts.append(f"<title>{_clean(box.title)}</title>")
-    where = f'x="{placed.x:.1f}" y="{placed.y:.1f}"'
-    size = f'width="{placed.width:.1f}" height="{placed.height:.1f}"'
-    parts.append(f'<rect {where} {size} rx="{round_:.0f}" {_ink(fill, line)}/>')
-    for text, (x, y), bold in _lines(placed):
-        weight = ' font-weight="bold"' if bold else ""
-        colour = TEXT if bold else line
-        parts.append(_text(x, y, text, f'text-anchor="middle" fill="{colour}"{weight}'))
-    return "".join([*parts, "</g>"])
-
-
-def _lines(placed: PlacedBox) -> Iterable[tuple[str, Point, bool]]:
-    """Each line of a box: its text, the middle of its baseline, and whether it is in the name."""
-    box: Box = placed.box
-    x, y = placed.x + placed.width / 2, placed.y + MARGIN / 2 + FONT
-    if box.shape == "dot":
-        y = placed.y + placed.height / 2 + FONT * 0.36
+def _box(axes: Any, placed: PlacedBox, corner: Point) -> None:
+    """Draw a box, below the links if it contains others."""
+    box, x, y = placed.box, placed.x + corner[0], placed.y + corner[1]
+    is_dot = box.shape == "dot"
+    rounding = placed.height / 2 if is_dot else 6
+    _rectangle(
+        axes, (x, y), (placed.width, placed.height), box.tone, rounding, 0 if box.inside else 2
+    )
+    baseline = y + placed.height / 2 + FONT * 0.36 if is_dot else y + MARGIN / 2 + FONT
     for number, text in enumerate(box.lines):
-        yield text, (x, y + LINE * number), number < box.names and box.shape == "box"
+        in_name = number < box.names and not is_dot
+        _text(
+            axes,
+            (x + placed.width / 2, baseline + LINE * number),
+            text,
+            TEXT if in_name else COLOURS[box.tone][1],
+            weight="bold" if in_name else "normal",
+            ha="center",
+        )
 
 
-def _svg_route(route: Route) -> str:
-    path = ""
-    for number, (x, y) in enumerate(route.points):
-        if number and route.points[number - 1] == (x, y):
+def _route(axes: Any, route: Route, corner: Point) -> None:
+    """Draw a link: straight between the points of a pair, curved from pair to pair."""
+    from matplotlib.patches import FancyArrowPatch
+    from matplotlib.path import Path as Curve
+
+    points = [(x + corner[0], y + corner[1]) for x, y in route.points]
+    vertices, codes = [points[0]], [Curve.MOVETO]
+    for number, (x, y) in enumerate(points[1:], 1):
+        before_x, before_y = points[number - 1]
+        if (before_x, before_y) == (x, y):
             continue
-        if number % 2 or not number:
-            path += f"{'L' if number else 'M'}{x:.1f} {y:.1f}"
+        if number % 2:
+            vertices.append((x, y))
+            codes.append(Curve.LINETO)
         else:
-            px, py = route.points[number - 1]
-            middle = (py + y) / 2
-            path += f"C{px:.1f} {middle:.1f} {x:.1f} {middle:.1f} {x:.1f} {y:.1f}"
-    how = 'stroke-dasharray="5 4" ' if route.link.seen else ""
+            middle = (before_y + y) / 2
+            vertices += [(before_x, middle), (x, middle), (x, y)]
+            codes += [Curve.CURVE4] * 3
     colour = COLOURS["observer"][1] if route.link.seen else LINK
-    ink = f'fill="none" stroke="{colour}" {how}marker-end="url(#arrow)"'
-    return f'<path class="link" d="{path}" {ink}/>'
-
-
-def as_html(picture: Picture) -> str:
-    """The picture as an HTML page; a list repeats the reasons, for devices without tooltips."""
-    boxes = (b for b in every_box(picture.graph) if b.title and b.shape == "box")
-    said = dict.fromkeys((box.tone, box.title) for box in boxes if COLOURS[box.tone][2])
-    rows = "".join(
-        f'<li><span style="background:{COLOURS[tone][0]};border-color:{COLOURS[tone][1]}"></span>'
-        f"<pre>{_clean(title)}</pre></li>"
-        for tone, title in said
+    style = (0, (4, 3)) if route.link.seen else "-"
+    path = Curve(vertices, codes)
+    axes.add_patch(
+        FancyArrowPatch(
+            path=path, arrowstyle="-|>", mutation_scale=7, ec=colour, fc=colour, ls=style, zorder=1
+        )
     )
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_clean(picture.title)}</title>
-<style>
-body {{ font-family: {FAMILY}; font-size: 13px; margin: 1em; color: {TEXT}; }}
-figure {{ margin: 0; overflow-x: auto; }}
-svg .box:hover > rect {{ stroke-width: 3; }}
-ul {{ list-style: none; padding: 0; }}
-li {{ display: flex; gap: .6em; margin: .3em 0; }}
-li span {{ flex: none; width: 14px; height: 12px; border: 1px solid; border-radius: 3px; }}
-pre {{ margin: 0; font: inherit; white-space: pre-wrap; overflow-wrap: anywhere; }}
-</style></head><body>
-<figure>{as_svg(picture)}</figure>
-<details><summary>All parts and reasons</summary><ul>{rows}</ul></details>
-</body></html>
-"""
-
-
-# PNG.
-
-
-def as_png(picture: Picture) -> bytes:
-    """The picture as a PNG. Raises ``OutputError`` if it is too large."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    found = layout(picture.graph)
-    width, height, top, legend = _page(picture, found)
-    if width * height * PIXELS**2 > MOST_PIXELS:
-        raise OutputError("this picture is too large for a PNG; save it as .svg or .html")
-    image = Image.new("RGB", (round(width * PIXELS), round(height * PIXELS)), "#ffffff")
-    pen = ImageDraw.Draw(image)
-    font = ImageFont.load_default(FONT * PIXELS)
-    large = ImageFont.load_default(15 * PIXELS)
-
-    def scaled(x: float, y: float) -> Point:
-        return x * PIXELS, y * PIXELS
-
-    def rectangle(x: float, y: float, w: float, h: float, tone: Tone, corner: float) -> None:
-        fill, line, _ = COLOURS[tone]
-        ends = (*scaled(x, y), *scaled(x + w, y + h))
-        pen.rounded_rectangle(ends, corner * PIXELS, fill, line, PIXELS)
-
-    pen.text(scaled(MARGIN, HEAD - 6), picture.title, TEXT, large, "ls")
-    for number, note in enumerate(picture.notes):
-        pen.text(scaled(MARGIN, HEAD + LINE * (number + 0.9)), note, DIM, font, "ls")
-    for tone, (x, y) in legend:
-        rectangle(x, y, 16, 13, tone, 3)
-        pen.text(scaled(x + 22, y + 11), COLOURS[tone][2], DIM, font, "ls")
-    left = (width - found.width) / 2
-
-    def boxes(groups: bool) -> None:
-        for placed in found.boxes:
-            if bool(placed.box.inside) is groups:
-                x, y, box = placed.x + left, placed.y + top, placed.box
-                corner = placed.height / 2 if box.shape == "dot" else 6
-                rectangle(x, y, placed.width, placed.height, box.tone, corner)
-                for text, (tx, ty), name in _lines(placed):
-                    colour = TEXT if name else COLOURS[box.tone][1]
-                    pen.text(scaled(tx + left, ty + top), text, colour, font, "ms")
-
-    boxes(True)
-    for route in found.routes:
-        points = [scaled(x + left, y + top) for x, y in _straight(route)]
-        colour = COLOURS["observer"][1] if route.link.seen else LINK
-        if route.link.seen:
-            for dash in _dashes(points):
-                pen.line(dash, colour, PIXELS)
-        else:
-            pen.line(points, colour, PIXELS, "curve")
-        pen.polygon(_arrow(*points[-2:]), colour)
-    boxes(False)
-    data = BytesIO()
-    image.save(data, "PNG")
-    return data.getvalue()
-
-
-def _straight(route: Route) -> list[Point]:
-    """The points of a route, with curves as straight segments, without repeated points."""
-    points: list[Point] = []
-    for number, (x, y) in enumerate(route.points):
-        if number % 2 or not number:
-            points.append((x, y))
-            continue
-        px, py = route.points[number - 1]
-        for step in range(1, STEPS + 1):
-            t = step / STEPS
-            ease = 3 * t * t * (1 - t) + t**3
-            rise = 1.5 * t * (1 - t) + t**3
-            points.append((px + (x - px) * ease, py + (y - py) * rise))
-    return [point for point, _ in groupby(points)]
-
-
-def _arrow(start: Point, end: Point) -> list[Point]:
-    """The corners of an arrowhead at the end of a line."""
-    (ax, ay), (bx, by) = start, end
-    length = hypot(bx - ax, by - ay) or 1.0
-    dx, dy = (bx - ax) / length * PIXELS, (by - ay) / length * PIXELS
-    left, right = ((bx - 7 * dx - s * dy, by - 7 * dy + s * dx) for s in (-3.5, 3.5))
-    return [end, left, right]
-
-
-def _dashes(points: list[Point]) -> Iterable[tuple[Point, Point]]:
-    """The dashes of a dashed line: every second segment, all segments of equal length."""
-    piece, at = 5.0 * PIXELS, 0.0
-    for (ax, ay), (bx, by) in zip(points, points[1:], strict=False):
-        length, done = hypot(bx - ax, by - ay), 0.0
-        while length - done > 1e-6:
-            step = min(piece - at % piece, length - done)
-            if at // piece % 2 < 1:
-                start, end = done / length, (done + step) / length
-                yield (
-                    (ax + (bx - ax) * start, ay + (by - ay) * start),
-                    (ax + (bx - ax) * end, ay + (by - ay) * end),
-                )
-            at, done = at + step + 1e-9, done + step
