@@ -63,7 +63,7 @@ OWNERS = {
         "cli.report_command",
     },
     "grandalf": {"report.graph_layout"},
-    "huggingface_hub": {"checkpoint.download", "publish.push", "publish.target"},
+    "huggingface_hub": {"checkpoint.download", "publish.push", "publish.repository"},
     "matplotlib": {"benchmark.plot", "report.render"},
     "networkx": {"proof.min_cut"},
     "onnxruntime": {"onnx_export.runtimes"},

@@ -168,8 +168,7 @@ def write_fold(found: Row) -> None:
     if checked and (rows := [*quantisation_rows(checked), *reader_rows(checked)]):
         _show_checks(checked, rows)
     if "pushed" in found:
-        done = "pushed to" if found["pushed"]["differs"] else "nothing to push:"
-        say(f"{done} {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
+        say(f"pushed to {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
     else:
         is_partial = checked and checked["rows"] < checked["full_rows"]
         which = f" (runs all {checked['full_rows']} {checked['inputs_are']})" if is_partial else ""
@@ -278,19 +277,17 @@ def _rate(value: float) -> str:
 
 
 def write_push(found: Upload) -> None:
-    """Print what was pushed and where it is; for a dry run, each file, its size and its change."""
-    done = f"pushed {upload_line(found)}" if found.differs else _same_line(found)
+    """Print what was pushed and where it is; for a dry run, each file and its size."""
     if found.url:
-        say(done, "green")
+        say(f"pushed {upload_line(found)}", "green")
         say(found.url)
         return
-    table = Table("file", "size", "")
+    table = Table("file", "size")
     table.columns[1].justify = "right"
     for file in found.files:
-        table.add_row(file.name, size(file.size), file.change)
+        table.add_row(file.name, size(file.size))
     _show(table)
-    would = f"would push {upload_line(found)}" if found.differs else _same_line(found)
-    say(f"{would}; nothing was sent (dry run)")
+    say(f"would push {upload_line(found)}; nothing was sent (dry run)")
 
 
 def write_doubts(found: Upload) -> None:
@@ -302,17 +299,11 @@ def write_doubts(found: Upload) -> None:
 
 
 def upload_line(found: Upload) -> str:
-    """``3 new and 1 changed of 9 files, 1.6 MB, to me/model (new, private)``."""
-    to, where = found.target, found.target.name
-    changes = f"{found.count('new')} new and {found.count('changed')} changed"
-    files = counted(len(found.files), "file")
-    where = f"a pull request to {where}" if to.create_pr else where
-    return f"{changes} of {files}, {size(found.size)}, to {where} ({to.kind})"
-
-
-def _same_line(found: Upload) -> str:
-    files = counted(len(found.files), "file")
-    return f"nothing to push: {found.target.name} already has all of it ({files})"
+    """``8 files, 1.6 MB, to me/model@rms``."""
+    where = f"a pull request to {found.repo_id}" if found.create_pr else found.repo_id
+    where += f"@{found.revision}" if found.revision else ""
+    kind = {True: " (private)", False: " (public)", None: ""}[found.private]
+    return f"{counted(len(found.files), 'file')}, {size(found.size)}, to {where}{kind}"
 
 
 def write_environment(found: dict[str, Any]) -> None:

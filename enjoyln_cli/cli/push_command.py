@@ -37,7 +37,7 @@ def push_after(
 ) -> Callable[[Path | None], Options]:
     """A function that pushes a finished fold. Asks the user and the Hub before the fold begins.
 
-    For a dry run, the function only names the repository that would be pushed to.
+    For a dry run, it only names the repository that would be pushed to, and asks nobody.
     """
     names = ("repo_id", "private", "create_pr", "commit_message", "yes")
     repo_id, private, create_pr, message, yes = (options.pop(name) for name in names)
@@ -49,21 +49,23 @@ def push_after(
         )
     if helps:
         return lambda out: {}
-    from enjoyln_cli.cli.console import write_doubts
-    from enjoyln_cli.publish import push as hub
+    from enjoyln_cli.publish.repository import full_name, require_repo_id
 
+    require_repo_id(repo_id)
+    if dry_run:
+        return lambda out: {"would_push_to": repo_id}
     access: HubAccess = options["opening"]["access"]
-    to: Options = {"private": private, "create_pr": create_pr, "access": access}
-    target = hub.target(repo_id, **to)
-    where = f"{target.repo_id} ({target.kind})"
-    if not dry_run:
-        ask(f"the result to {where}", yes)
+    name = full_name(repo_id, access)
+    ask(f"the result to {name}", yes)
 
     def push_it(out: Path | None) -> Options:
         if out is None:
-            return {"would_push_to": where}
+            return {}
+        from enjoyln_cli.cli.console import write_doubts
+        from enjoyln_cli.publish import push as hub
+
         try:
-            upload = hub.prepare(out, repo_id, **to)
+            upload = hub.prepare(out, name, private=private, create_pr=create_pr)
             if chatty:
                 write_doubts(upload)
             sent = hub.send(upload, commit_message=message, access=access)
@@ -84,7 +86,7 @@ def push_after(
 @push_options
 @click.option("--revision", metavar="REV", help="Branch to push to; created if missing.")
 @click.option("--token", metavar="TOKEN", help="Hub token that may write.")
-@click.option("--dry-run", is_flag=True, help="List the files and what is new; send nothing.")
+@click.option("--dry-run", is_flag=True, help="List the files that would be sent.")
 @click.option(
     "--force", is_flag=True, help="Push although OUT is not verified; the model card says so."
 )
@@ -99,14 +101,17 @@ def push(
         show_transfers()
     from enjoyln_cli.cli.console import upload_line, write_doubts, write_json, write_push
     from enjoyln_cli.publish import push as hub
+    from enjoyln_cli.publish.repository import full_name
 
     yes, message = options.pop("yes"), options.pop("commit_message")
     access = HubAccess(token=options.pop("token"))
-    upload = hub.prepare(out, repo_id, access=access, look_only=dry_run, **options)
+    if "/" not in repo_id and not dry_run:
+        repo_id = full_name(repo_id, access)
+    upload = hub.prepare(out, repo_id, **options)
     if chatty:
         write_doubts(upload)
     if not dry_run:
-        ask(upload_line(upload), yes or not upload.differs)
+        ask(upload_line(upload), yes)
         upload = hub.send(upload, commit_message=message, access=access)
     if as_json:
         write_json(upload.to_json())

@@ -2,7 +2,7 @@
 
 Decides what may be pushed: a directory whose config has the ``enjoyln`` marker, and whose
 ``enjoyln_verify.json`` says that the present files have passed. All files are uploaded, except
-those of git and caches. If the Hub has all of them already, nothing is sent.
+those of git and caches. What the Hub has already is not sent again.
 
 Uploads of every size use ``HfApi.upload_folder``. With ``hf_xet`` it commits hundreds of files in
 parts; without it, all files in one commit. A second push continues an interrupted one, since the
@@ -15,15 +15,14 @@ No token is stored or printed.
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
+from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_token
 from enjoyln_cli.checkpoint.config import raw_config
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.marker import read_marker
@@ -36,14 +35,19 @@ from enjoyln_cli.checkpoint.result_files import (
     verified_files,
 )
 from enjoyln_cli.checkpoint.source import Source, open_source
-from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, PushRefused
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, PushRefused
 from enjoyln_cli.fs.digests import digest_of_file
 from enjoyln_cli.fs.whole_file import write_whole
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.publish import card
-from enjoyln_cli.publish.target import AGAIN, Target, own_pulls, refusal, target
-
-Change = Literal["new", "changed", "same"]
+from enjoyln_cli.publish.repository import (
+    AGAIN,
+    PULLS,
+    full_name,
+    open_repository,
+    refusal,
+    require_repo_id,
+)
 
 MAX_METADATA_CHARS = 100_000
 """Longest metadata of a card that is parsed, in characters."""
@@ -55,15 +59,18 @@ class File:
 
     name: str
     size: int
-    change: Change
 
 
 @dataclass(frozen=True)
 class Upload:
-    """What a push will send, decided before anything is sent; afterwards, what it has sent."""
+    """What a push will send, decided before anything is sent; afterwards, where it is."""
 
     out: Path
-    target: Target
+    repo_id: str
+    private: bool | None
+    """Visibility of a new repository; ``None``: public, or as the owner's settings say."""
+    revision: str | None
+    create_pr: bool
     files: tuple[File, ...]
     card: str | None
     """The new text of the model card; ``None`` if there is no card."""
@@ -71,41 +78,23 @@ class Upload:
     """Why the push needs ``force``; empty if it does not."""
     warnings: tuple[str, ...]
     url: str = ""
-    """URL of the commit, of the pull request, or of the unchanged files; empty before the push."""
+    """URL of the commit, or of the pull request; empty before the push."""
     commit: str = ""
 
     @property
     def size(self) -> int:
-        """Total bytes of the files that are new or changed."""
-        return sum(file.size for file in self.files if file.change != "same")
-
-    @property
-    def changes_files(self) -> bool:
-        """Whether any file is new or changed."""
-        return self.count("same") < len(self.files)
-
-    @property
-    def differs(self) -> bool:
-        """Whether there is anything to push: a file or a new branch."""
-        return self.target.new_branch or self.changes_files
-
-    def count(self, change: Change) -> int:
-        return sum(file.change == change for file in self.files)
+        """Total bytes of the files."""
+        return sum(file.size for file in self.files)
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain values."""
-        files = [{"name": f.name, "size": f.size, "change": f.change} for f in self.files]
-        target = self.target
         return {
             "out": str(self.out),
-            "repo_id": target.repo_id,
-            "revision": target.revision,
-            "new_branch": target.new_branch,
-            "create_pr": target.create_pr,
-            "exists": target.exists,
-            "private": target.private,
-            "files": files,
-            "differs": self.differs,
+            "repo_id": self.repo_id,
+            "revision": self.revision,
+            "create_pr": self.create_pr,
+            "private": self.private,
+            "files": [asdict(file) for file in self.files],
             "bytes": self.size,
             "forced": self.complaint,
             "warnings": list(self.warnings),
@@ -201,17 +190,17 @@ def prepare(
     private: bool | None = None,
     revision: str | None = None,
     create_pr: bool = False,
-    access: HubAccess = DEFAULT_ACCESS,
     force: bool = False,
-    look_only: bool = False,
 ) -> Upload:
     """Decide what pushing ``out`` to ``repo_id`` would send. Sends and writes nothing.
 
-    With ``look_only`` no token is needed; the result cannot be passed to ``send``.
-
-    Raises ``PushRefused`` if the present files were not verified (unless ``force``) or the Hub
-    refuses; ``ModelNotFound`` or ``BadCheckpoint`` if ``out`` is not the result of a fold.
+    Needs neither a token nor a network. Raises ``PushRefused`` if the present files were not
+    verified (unless ``force``), ``ModelNotFound`` or ``BadCheckpoint`` if ``out`` is not the result
+    of a fold.
     """
+    require_repo_id(repo_id)
+    if create_pr and revision is not None:
+        raise PushRefused("a pull request starts from the main branch; drop --revision")
     out = Path(out).expanduser()
     if not out.is_dir():
         raise ModelNotFound(
@@ -225,28 +214,20 @@ def prepare(
             f"{out} is not pushed: {complaint}; run `enjoyln verify {out}`, or push it anyway with "
             "--force"
         )
-    found = target(
-        repo_id,
-        private=private,
-        revision=revision,
-        create_pr=create_pr,
-        access=access,
-        look_only=look_only,
-    )
     origins = published_paths(source, marker.source).items()
     warnings = tuple(f"{', '.join(names)} would publish the path {path}" for path, names in origins)
     text = None
     if (out / CARD_FILE).is_file():
         text = (out / CARD_FILE).read_bytes().decode("utf-8", errors="replace")
-        updated = section(out, source.folder, found.repo_id, marker.classes, complaint)
+        updated = section(out, source.folder, repo_id, marker.classes, complaint)
         text = card.replace_section(text, updated)
     if complaint and complaint not in (text or ""):
         raise PushRefused(
             f"{out} is not pushed: {complaint}, and its {CARD_FILE} no longer has the enjoyln "
             f"section, where --force must say so; run `enjoyln verify {out}`"
         )
-    files = _files(out, found.there, text)
-    return Upload(out, found, files, text, complaint, warnings)
+    files = _files(out, text)
+    return Upload(out, repo_id, private, revision, create_pr, files, text, complaint, warnings)
 
 
 def published_paths(result: Source, marked: str) -> dict[str, list[str]]:
@@ -264,7 +245,7 @@ def published_paths(result: Source, marked: str) -> dict[str, list[str]]:
     return found
 
 
-def _files(out: Path, there: Mapping[str, tuple[str, str]], text: str | None) -> tuple[File, ...]:
+def _files(out: Path, text: str | None) -> tuple[File, ...]:
     found = []
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
         name = path.relative_to(out).as_posix()
@@ -272,23 +253,11 @@ def _files(out: Path, there: Mapping[str, tuple[str, str]], text: str | None) ->
             continue
         if not path.resolve().is_relative_to(out.resolve()):
             raise BadCheckpoint(f"{name} is a link to a file outside {out}; copy the file there")
-        data = text.encode(errors="replace") if text is not None and name == CARD_FILE else None
-        size = path.stat().st_size if data is None else len(data)
-        found.append(File(name, size, _change(path, size, data, there.get(name))))
+        size = path.stat().st_size
+        if text is not None and name == CARD_FILE:
+            size = len(text.encode(errors="replace"))
+        found.append(File(name, size))
     return tuple(found)
-
-
-def _change(path: Path, size: int, data: bytes | None, there: tuple[str, str] | None) -> Change:
-    """How a file differs from the Hub's; ``data`` is its future content if that is not on disk."""
-    if there is None:
-        return "new"
-    kind, known = there
-    if kind == "sha256":
-        own = digest_of_file(path) if data is None else hashlib.sha256(data).hexdigest()
-    else:  # git's blob id
-        data = path.read_bytes() if data is None else data
-        own = hashlib.sha1(b"blob %d\0" % size + data).hexdigest()
-    return "same" if own == known else "changed"
 
 
 # The Hub.
@@ -302,22 +271,20 @@ def send(
 ) -> Upload:
     """Carry out what ``prepare`` returned: write the card, create the repository, upload.
 
-    Returns it with ``url`` and ``commit`` set. Sends and writes nothing if nothing differs.
-
-    Raises ``PushRefused`` if the Hub refuses or fails. A second push need not send again what the
-    Hub has received.
+    Returns it with ``url`` and ``commit`` set. Raises ``PushRefused`` if the Hub refuses or fails.
+    A second push need not send again what the Hub has received.
     """
-    to = upload.target
-    if not upload.differs:
-        return replace(upload, url=to.page, commit=to.commit)
+    require_token(access)
     _renew_card(upload)
     try:
         return _send(upload, commit_message, access)
     except KeyboardInterrupt:
-        left = f"{to.repo_id} may now exist without all of its files"
-        raise KeyboardInterrupt(f"{left}; {_how_to_continue(to, access)}") from None
+        left = f"{upload.repo_id} may now exist without all of its files"
+        raise KeyboardInterrupt(f"{left}; {_how_to_continue(upload)}") from None
+    except EnjoyLNError:
+        raise
     except Exception as error:  # any error of huggingface_hub and its HTTP library
-        raise refusal(error, to.repo_id, _how_to_continue(to, access)) from error
+        raise refusal(error, upload.repo_id, _how_to_continue(upload)) from error
 
 
 def _renew_card(upload: Upload) -> None:
@@ -331,7 +298,7 @@ def _renew_card(upload: Upload) -> None:
     except OSError as error:
         raise PushRefused(
             f"nothing was sent: {CARD_FILE} in {upload.out} must be updated for "
-            f"{upload.target.repo_id} and cannot be written ({error.strerror}); push a copy of "
+            f"{upload.repo_id} and cannot be written ({error.strerror}); push a copy of "
             f"{upload.out}"
         ) from error
 
@@ -339,35 +306,23 @@ def _renew_card(upload: Upload) -> None:
 def _send(upload: Upload, commit_message: str | None, access: HubAccess) -> Upload:
     from huggingface_hub import HfApi
 
-    to, api = upload.target, HfApi(token=access.token)
-    if not to.exists:
-        api.create_repo(to.repo_id, private=to.private, exist_ok=True)
-    if to.new_branch:
-        api.create_branch(to.repo_id, branch=str(to.revision), exist_ok=True)
-    if not upload.changes_files:
-        return replace(upload, url=to.page, commit=to.commit)
+    api = HfApi(token=access.token or True)  # True: a stored token is needed
+    open_repository(api, upload.repo_id, upload.private, upload.revision, upload.create_pr)
     done = api.upload_folder(
-        repo_id=to.repo_id,
+        repo_id=upload.repo_id,
         folder_path=upload.out,
         allow_patterns=[glob.escape(file.name) for file in upload.files],
-        revision=to.revision,
-        create_pr=to.create_pr,
+        revision=upload.revision,
+        create_pr=upload.create_pr,
         commit_message=commit_message or "Upload a checkpoint folded by enjoyln",
     )
     return replace(upload, url=done.pr_url or done.commit_url, commit=done.oid)
 
 
-def _how_to_continue(to: Target, access: HubAccess) -> str:
-    """How to continue an interrupted push: in the pull request that it has opened, if any."""
-    if not to.create_pr:
+def _how_to_continue(upload: Upload) -> str:
+    if not upload.create_pr:
         return AGAIN
-    try:
-        opened = own_pulls(to, access) - to.pulls
-    except Exception:  # any error of huggingface_hub and its HTTP library
-        return f"if {to.url}/discussions has its pull request, push to that with --revision"
-    if not opened:
-        return AGAIN
-    return f"push again with --revision {max(opened)} and without --create-pr to continue there"
+    return f"if {upload.repo_id} has its pull request by now, push to that: --revision {PULLS}N"
 
 
 def push(
@@ -381,15 +336,17 @@ def push(
     token: str | None = None,
     force: bool = False,
 ) -> Upload:
-    """Upload the verified result ``out`` to the Hub as ``repo_id``: ``prepare``, then ``send``."""
+    """Upload the verified result ``out`` to the Hub as ``repo_id``: ``prepare``, then ``send``.
+
+    The user that ``token`` belongs to owns a ``repo_id`` without an owner.
+    """
     access = HubAccess(token=token)
     upload = prepare(
         out,
-        repo_id,
+        repo_id if "/" in repo_id else full_name(repo_id, access),
         private=private,
         revision=revision,
         create_pr=create_pr,
-        access=access,
         force=force,
     )
     return send(upload, commit_message=commit_message, access=access)
