@@ -225,7 +225,7 @@ def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
         untied=tuple(_names(entry, "untied").items()),
         nonfinite=entry.get("nonfinite") is True,
         trained=entry.get("trained") is True,
-        covered=_covered(entry.get("calls")),
+        covered=_covered(entry),
     )
     if _text(entry, "proof") != proof_of(entry):
         raise BadCheckpoint(
@@ -276,17 +276,18 @@ def _centred(entry: dict[str, Any]) -> tuple[CentredTensor, ...]:
     return tuple(found)
 
 
-def _covered(entry: Any) -> CoveredCalls | None:
-    if entry is None:
+def _covered(entry: dict[str, Any]) -> CoveredCalls | None:
+    calls = entry.get("calls", ())
+    if calls is None:
         return None
-    by_owner = entry.get("attributes") if isinstance(entry, dict) else None
+    by_owner = calls.get("attributes") if isinstance(calls, dict) else None
     if not isinstance(by_owner, dict) or not all(isinstance(v, dict) for v in by_owner.values()):
-        raise _malformed("calls", entry)
+        raise _malformed("calls", calls)
     found = tuple((o, name, v) for o, values in by_owner.items() for name, v in values.items())
     if not all(type(value) in PLAIN_TYPES for _, _, value in found):
         raise _malformed("attributes", by_owner)
     try:
-        return CoveredCalls(tuple(map(call_text.from_text, _texts(entry, "proven"))), found)
+        return CoveredCalls(tuple(map(call_text.from_text, _texts(calls, "proven"))), found)
     except ValueError as error:
         raise _malformed("calls", str(error)) from error
 

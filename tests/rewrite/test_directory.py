@@ -26,7 +26,7 @@ from stored_files import opened
 from torch import nn
 
 from enjoyln_cli.checkpoint.config import raw_config
-from enjoyln_cli.checkpoint.marker import marker, read_marker
+from enjoyln_cli.checkpoint.marker import marker, proof_of, read_marker
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import (
     AlreadyFolded,
@@ -419,6 +419,15 @@ def test_a_malformed_marker_is_refused(source: Path, change: dict[str, Any]) -> 
     assert "\n" not in str(caught.value)
     if "proof" not in change:
         assert "malformed" in str(caught.value) or "version" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["outputs", "centered", "units", "merged", "untied", "calls"])
+def test_a_marker_that_lacks_an_entry_is_refused(source: Path, key: str) -> None:
+    """Also if its digest fits: an entry that is missing must not be taken for an empty one."""
+    entry = marker(plan_for({}, {}), opened(source).source)
+    del entry[key]
+    with pytest.raises(BadCheckpoint, match=f"malformed at '{key}'"):
+        read_marker({"enjoyln": {**entry, "proof": proof_of(entry)}})
 
 
 def test_no_marker() -> None:
