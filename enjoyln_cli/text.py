@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 MAX_QUOTED_CHARS = 300
@@ -21,6 +21,12 @@ def size(nbytes: float) -> str:
 def counted(many: int, noun: str) -> str:
     """``1 file``, ``2 files``."""
     return f"{many} {noun}" + "s" * (many != 1)
+
+
+def listed_briefly(names: Sequence[str], most: int = 3) -> str:
+    """``a, b, c and 4 more``: up to ``most`` names, and how many are left out."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def first_line(error: object) -> str:

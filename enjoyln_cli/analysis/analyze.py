@@ -17,18 +17,18 @@ from typing import Any
 from torch import nn
 
 from enjoyln_cli.analysis import stored_names, untying
-from enjoyln_cli.analysis.foreign_code import foreign_code
 from enjoyln_cli.analysis.output_gains import Gain, gains
 from enjoyln_cli.analysis.paper import algorithm_1
 from enjoyln_cli.analysis.problem import DropoutChoice, Subject, state_problem
 from enjoyln_cli.analysis.same_ops import require_same
+from enjoyln_cli.analysis.stored_class import class_of, loading, require_known_class, shapes_of
 from enjoyln_cli.analysis.stored_names import Candidate
 from enjoyln_cli.analysis.untying import Apart
 from enjoyln_cli.analysis.verdicts import plan_of
 from enjoyln_cli.calls.calls import Call, ExampleCalls, calls_like
 from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.effects.garbage import collections_of_new_objects
-from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, TraceFailed, UnsupportedModel
+from enjoyln_cli.errors import EnjoyLNError, TraceFailed, UnsupportedModel
 from enjoyln_cli.models import classes
 from enjoyln_cli.models.meta_device import without_weights
 from enjoyln_cli.models.outputs import config_returning
@@ -39,6 +39,7 @@ from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.proof.layer_norms import layer_norms
 from enjoyln_cli.proof.min_cut import Cut, Problem, solve
 from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.foreign_code import foreign_code
 from enjoyln_cli.trace.size_range import in_two_rows
 from enjoyln_cli.trace.traced_calls import (
     TracedModel,
@@ -107,8 +108,9 @@ def analyze_config(
     """The plan for a transformers config, or for the checkpoint that it belongs to.
 
     The plan holds for every class that loads the checkpoint without missing weights, or only for
-    ``model_class`` if that is given. Without a checkpoint, the weights are those that the config's
-    own class saves.
+    ``model_class`` if that is given. Its reference class is the one that the config names, or the
+    one that the stored tensors fill (see ``stored_class``). Without a checkpoint, the weights are
+    those that the config's own class saves.
 
     ``example_calls`` are further calls of the first of these classes to prove, besides the calls
     that are derived from its config. ``outputs`` names the only output fields that must stay
@@ -119,23 +121,26 @@ def analyze_config(
     has such an output.
     """
     config = config_returning(config, outputs)
+    if model_class is None:
+        require_known_class(config, checkpoint)
     listed = [classes.class_named(model_class)] if model_class else classes.classes_for(config)
-    if options.rotate:  # a base class returns the values that are turned
-        listed = listed[:1]
-    reference = classes.build(listed[0], config)
     if checkpoint:
-        shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
+        shapes = shapes_of(checkpoint)
+        first = class_of(listed, config, checkpoint)
     else:
+        reference = classes.build(listed[0], config)
         shapes = stored_names.saved_shapes(reference)
-    first = stored_names.candidate(reference, shapes, checkpoint)
-    if not any(layer_norms(reference)) and not options.rotate:
+        first = stored_names.candidate(reference, shapes, None)
+    # A base class returns the values that a rotation turns.
+    others = [cls for cls in listed if cls is not type(first.model) and not options.rotate]
+    if not any(layer_norms(first.model)) and not options.rotate:
         untraced = Subject(reference=first, model_type=config.model_type, classes=(first.name,))
         return analyze_subject(untraced, options)
-    siblings = (_loading(other, config, shapes, checkpoint) for other in listed[1:])
-    loading = chain([first], (found for found in siblings if found))
+    siblings = (loading(other, config, shapes, checkpoint) for other in others)
+    candidates = chain([first], (found for found in siblings if found))
     more = calls_like(example_calls)
     if not options.untie:
-        found = _analysis_of_classes(loading, config.model_type, tuple(outputs), options, more)
+        found = _analysis_of_classes(candidates, config.model_type, tuple(outputs), options, more)
         again = partial(
             analyze_config,
             config,
@@ -146,7 +151,7 @@ def analyze_config(
         )
         same = found.under
         return replace(found, under=lambda o: again(options=o) if o.untie or o.rotate else same(o))
-    tied = list(loading)
+    tied = list(candidates)
     apart = untying.apart(config, tied, shapes, checkpoint)
     after = apart.after.values() if apart else tied
     found = _analysis_of_classes(after, config.model_type, tuple(outputs), options, more, apart)
@@ -295,24 +300,6 @@ def subject_in_memory(
         outputs=outputs,
         training=training,
     )
-
-
-def _loading(
-    model_class: type,
-    config: Any,
-    shapes: dict[str, stored_names.Shape],
-    checkpoint: Checkpoint | None,
-) -> Candidate | None:
-    """The class as a candidate, if it loads the stored tensors; ``None`` otherwise.
-
-    It does not if a weight is missing or has another shape, or if the config lacks something that
-    the class needs.
-    """
-    try:
-        found = stored_names.candidate(classes.build(model_class, config), shapes, checkpoint)
-    except (BadCheckpoint, UnsupportedModel):
-        return None
-    return None if found.missing else found
 
 
 def _type_at(model: nn.Module, path: str) -> type:

@@ -8,12 +8,14 @@ JSON object, an architecture that transformers does not know, custom code withou
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enjoyln_cli.checkpoint.file_roles import CONFIG
+from enjoyln_cli.checkpoint.foreign_formats import foreign_format
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES, reads_hidden_states
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, UnsupportedModel
 from enjoyln_cli.text import did_you_mean, first_line
@@ -32,12 +34,6 @@ _REDIRECTING_KEYS = {"configuration_files", "attribute_map"}
 _COUNTS = re.compile(r"(.*_)?(layers?|depths?|blocks|experts)")
 """Attributes that say how often a part of the model is repeated."""
 
-_ADVICE_BY_FILE = {
-    "adapter_config.json": "it is an adapter, merge it into its base model first",
-    "model_index.json": "it is a diffusers pipeline, pass one of its models",
-    MODULES: "the first module of its modules.json is no transformer",
-}
-
 
 def raw_config(source: Source) -> dict[str, Any]:
     """The content of ``config.json``, parsed but not interpreted.
@@ -46,7 +42,7 @@ def raw_config(source: Source) -> dict[str, Any]:
     """
     path = source.path / CONFIG
     if not path.is_file():
-        raise UnsupportedModel(f"{source.model} has no {CONFIG}; {_advice(source.root)}")
+        raise UnsupportedModel(f"{source.model} {_without_config(source.root)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -60,15 +56,20 @@ def raw_config(source: Source) -> dict[str, Any]:
     return config
 
 
-def _advice(path: Path) -> str:
-    """What to do about a directory without a config."""
-    for name, advice in _ADVICE_BY_FILE.items():
-        if (path / name).is_file():
-            return advice
-    inner = sorted(found.parent.name for found in path.glob(f"*/{CONFIG}"))
-    if inner:
-        return f"there is one in its folder {inner[0]}, pass that"
-    return "pass the directory that save_pretrained wrote"
+def _without_config(path: Path) -> str:
+    """What a directory without a config holds, and what to do about it."""
+    if what := foreign_format(_files_in(path)):
+        return what
+    missing = f"has no {CONFIG};"
+    if (path / MODULES).is_file():
+        return f"{missing} the first module of its {MODULES} is no transformer"
+    if inner := sorted(found.parent.name for found in path.glob(f"*/{CONFIG}")):
+        return f"{missing} there is one in its folder {inner[0]}, pass that"
+    return f"{missing} pass the directory that save_pretrained wrote"
+
+
+def _files_in(folder: Path) -> list[str]:
+    return [entry.name for entry in os.scandir(folder)]
 
 
 def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -84,7 +85,7 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
     if not trust_remote_code:
         require_no_code(raw, source.model)
     if not (trust_remote_code and "AutoConfig" in _code_of(raw)):
-        require_known_type(raw, source.model)
+        require_known_type(raw, source.model, _files_in(source.path))
     from transformers import AutoConfig
 
     states = {"output_hidden_states": True} if reads_hidden_states(source.path) else {}
@@ -174,10 +175,20 @@ def _code_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return named if isinstance(named, dict) else {"auto_map": named}
 
 
-def require_known_type(config: Mapping[str, Any], model: str) -> None:
-    """Raise ``UnsupportedModel`` for a model type that transformers lacks; suggest similar ones."""
+def require_known_type(config: Mapping[str, Any], model: str, files: Iterable[str] = ()) -> None:
+    """Raise ``UnsupportedModel`` for a model type that transformers lacks; suggest similar ones.
+
+    A config without a type may be that of another program, as ``files`` beside it show.
+    """
     found = config.get("model_type")
     if not isinstance(found, str) or not found:
+        if "pretrained_cfg" in config:
+            raise UnsupportedModel(
+                f"{model} holds a timm model; create it with timm, and pass the module to "
+                "enjoyln_cli.analyze in Python"
+            )
+        if what := foreign_format(files):
+            raise UnsupportedModel(f"{model} {what}")
         raise UnsupportedModel(
             f'the {CONFIG} of {model} names no model_type; add it, for example "model_type": "gpt2"'
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from enjoyln_cli.checkpoint.foreign_formats import foreign_format
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 
 WEIGHTS = (
@@ -26,15 +27,11 @@ LONGEST_NAME = 255
 
 _AT_THE_TOP = ("*.safetensors", "pytorch_model*.bin", "*.index.json", "*.pt", "*.pth")
 """Weights of the model, if they lie in its own directory; in a subfolder, a pipeline module's."""
-_FOREIGN = {
-    "TensorFlow": ("*.h5", "*.ckpt", "*.ckpt.*", "*.ckpt-*", "*.tflite", "saved_model/*"),
-    "Flax": ("*.msgpack",),
-    "ONNX": ("*.onnx", "*.onnx_data*", "onnx/*"),
-    "OpenVINO": ("openvino/*", "openvino_model*"),
-    "Rust": ("*.ot",),
-    "Core ML": ("coreml/*", "*.mlmodel", "*.mlpackage/*"),
-    "GGUF": ("*.gguf", "*.ggml"),
-}
+_FOREIGN = (
+    *("*.h5", "*.ckpt", "*.ckpt.*", "*.ckpt-*", "*.tflite", "saved_model/*", "*.msgpack"),
+    *("*.onnx", "*.onnx_data*", "onnx/*", "openvino/*", "openvino_model*", "*.ot"),
+    *("coreml/*", "*.mlmodel", "*.mlpackage/*", "*.gguf", "*.ggml", "*.nemo"),
+)
 """The same model for other frameworks. In these patterns ``*`` also matches ``/``."""
 _LEFT_OUT = ("checkpoint-*/*", "global_step*/*", "original/*", "optimizer.bin")
 """Training states, and weights in the layout of the original publication."""
@@ -53,12 +50,8 @@ def weights_among(names: Iterable[str], model: str) -> str:
     for name in WEIGHTS:
         if name in names:
             return name
-    for framework, patterns in _FOREIGN.items():
-        for name in names:
-            if any(fnmatchcase(name, pattern) for pattern in patterns):
-                raise UnsupportedModel(
-                    f"{model} has {framework} weights only ({name}); save it as safetensors first"
-                )
+    if what := foreign_format(names):
+        raise UnsupportedModel(f"{model} {what}")
     close = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
     raise UnsupportedModel(
         f"{model} has no weights: neither {WEIGHTS[0]} nor {WEIGHTS[2]}, single or with an index"
@@ -114,7 +107,7 @@ def is_housekeeping(name: str) -> bool:
 
 def comes_along(name: str) -> bool:
     """Whether a file is copied to a converted checkpoint; ``name`` is relative to the model."""
-    patterns = [*_LEFT_OUT, *_HOUSEKEEPING, *(p for ps in _FOREIGN.values() for p in ps)]
+    patterns = [*_LEFT_OUT, *_HOUSEKEEPING, *_FOREIGN]
     if "/" not in name:
         patterns += _AT_THE_TOP
     return not any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -308,6 +308,12 @@ def _load_bin(path: Path, _changed: int, _size: int) -> dict[str, torch.Tensor]:
         raise BadCheckpoint(
             f"{path.name} holds a {type(content).__name__}, not a state dict; save the model again"
         )
+    for name, entry in content.items():
+        if isinstance(entry, dict) and any(map(torch.is_tensor, entry.values())):
+            raise BadCheckpoint(
+                f"{path.name} keeps the tensors of the model in its entry {name!r:.60}; save that "
+                f"entry alone: torch.save(torch.load(path)[{name!r:.60}], path)"
+            )
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise BadCheckpoint(

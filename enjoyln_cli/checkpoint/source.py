@@ -15,6 +15,7 @@ from pathlib import Path
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_token
 from enjoyln_cli.checkpoint.download import Remote, similar, snapshot
 from enjoyln_cli.checkpoint.file_roles import comes_along
+from enjoyln_cli.checkpoint.foreign_formats import foreign_format
 from enjoyln_cli.checkpoint.sentence_transformers import transformer_folder
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 
@@ -79,6 +80,8 @@ def open_source(
         folder = transformer_folder(Path(local))
         return Source(model, Path(local, folder), None, folder)
     if model and os.path.exists(local):
+        if what := foreign_format([os.path.basename(local)]):
+            raise UnsupportedModel(f"{model} {what}")
         raise ModelNotFound(f"{model} is a file; pass the directory that holds it")
     if not _HUB_ID.fullmatch(model):
         advice = similar(local) or "; pass a directory, or a Hub id such as owner/name"

@@ -131,12 +131,8 @@ def prepare(
     if options.matrix:
         plan = give_matrices(plan, Path(options.matrix))
         options = replace(options, matrix=MATRIX_FILE)
-    if unproven := set(config.architectures or ()) - set(plan.classes):
-        event(
-            "warning",
-            f"the result is proven for {', '.join(plan.classes)} only; if it is loaded as "
-            f"{', '.join(sorted(unproven))}, the class it was saved as, its outputs may differ",
-        )
+    if unproven := sorted(set(config.architectures or ()) - set(plan.classes)):
+        event("warning", _why_another_class(plan, unproven, is_chosen=bool(model_class or outputs)))
     if options.rotate and not options.untie and (more := _turned_if_untied(found, options)):
         event("warning", f"--untie would also turn {more}")
     if options.untie and not plan.untied:
@@ -156,6 +152,20 @@ def prepare(
         plan.covered.require_any(plan.model_class)
     text = recipe_text([Inspection(str(model), config, replace(found, plan=plan), options)])
     return PreparedFold(source, config, checkpoint, plan, text, opening)
+
+
+def _why_another_class(plan: Plan, unproven: Sequence[str], is_chosen: bool) -> str:
+    """A warning that the result is not for the ``unproven`` classes that its config names."""
+    named = ", ".join(unproven)
+    if is_chosen or plan.model_class in unproven:
+        return (
+            f"the result is proven for {', '.join(plan.classes)} only; if it is loaded as "
+            f"{named}, the class it was saved as, its outputs may differ"
+        )
+    return (
+        f"config.json names {named}, but weights of it are not stored; the stored tensors are "
+        f"those of {plan.model_class}, so load the result as {plan.model_class}"
+    )
 
 
 def _with_options_of(asked: Recipe, path: Path, options: Options) -> Options:

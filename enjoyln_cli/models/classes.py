@@ -75,18 +75,30 @@ def class_named(name: str) -> type:
     raise UnsupportedModel(f"{unknown}; {hint}" if hint else unknown)
 
 
+def unknown_class(config: Any) -> str | None:
+    """The first class that ``architectures`` names and nobody defines; ``None`` if none."""
+    import transformers
+
+    is_custom = bool(getattr(config, "auto_map", None))
+    named = () if is_custom else config.architectures or ()
+    return next((name for name in named if not hasattr(transformers, name)), None)
+
+
 def classes_for(config: Any) -> list[type]:
     """All classes that transformers' auto classes list for this config.
 
-    The class named in the config comes first. Raises ``UnsupportedModel`` if there is none.
+    The class named in the config comes first; one that transformers lacks is left out. Raises
+    ``UnsupportedModel`` if there is none.
     """
+    import transformers
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto import modeling_auto
 
     custom = getattr(config, "auto_map", None) or {}
     if own := [code for auto, code in custom.items() if auto.startswith("AutoModel")]:
         return [get_class_from_dynamic_module(code, config._name_or_path) for code in own]
-    names: dict[str, None] = dict.fromkeys(config.architectures or ())
+    named = config.architectures or ()
+    names = dict.fromkeys(name for name in named if hasattr(transformers, name))
     tables = [n for n in dir(modeling_auto) if n.startswith("MODEL") and n.endswith("_NAMES")]
     for table in sorted(tables, key=lambda n: n != "MODEL_MAPPING_NAMES"):
         entry = getattr(modeling_auto, table).get(config.model_type, ())

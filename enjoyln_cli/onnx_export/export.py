@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from enjoyln_cli.analysis.stored_class import require_weights
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.config import load_config, raw_config
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.comparison.run import run
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.fs.staged_files import check_new_file, staged_file
@@ -43,7 +43,6 @@ from enjoyln_cli.runtime.hooks import input_means
 from enjoyln_cli.runtime.loading import optimize, saved_class
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.text import first_line
-from enjoyln_cli.verification.missing_weights import require_weights
 from enjoyln_cli.verification.verify import (
     RATIO,
     ROTATED_RATIO,
@@ -244,10 +243,7 @@ def _load(
     config = config_returning(load_config(checkpoint.source, trust_remote_code), marker.outputs)
     missing: set[str] = set()
     model = load(checkpoint.source.path, name, config, dtype, trust_remote_code, missing=missing)
-    if missing:
-        call = call_to_export(model, marker.outputs, dtype)
-        batch = [call.batch]
-        require_weights(model, missing, checkpoint.source.model, lambda some: run(some, batch))
+    require_weights(model, missing, checkpoint.source.model)
     for part in (model.config, model.config.get_text_config()):
         if getattr(part, "use_cache", None):
             part.use_cache = False

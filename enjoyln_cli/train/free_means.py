@@ -25,7 +25,6 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from enjoyln_cli.analysis.analyze import subject_in_memory
-from enjoyln_cli.analysis.foreign_code import foreign_code
 from enjoyln_cli.analysis.problem import state_problem
 from enjoyln_cli.calls.covered_examples import covered_examples
 from enjoyln_cli.calls.labels import calls_with_labels
@@ -43,6 +42,7 @@ from enjoyln_cli.plan.plan import PLAIN, Plan
 from enjoyln_cli.proof.min_cut import Parameter, Problem
 from enjoyln_cli.runtime.weight_check import watch_list_of, with_adapters
 from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.foreign_code import foreign_code
 from enjoyln_cli.trace.traced_calls import TracedModel, covered_calls, likely_calls, with_forms
 from enjoyln_cli.train.training_plan import dropout_rates, trace_in_training
 

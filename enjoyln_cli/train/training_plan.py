@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from enjoyln_cli.analysis.analyze import Analysis, analyze_subject, calls_of, subject_in_memory
-from enjoyln_cli.analysis.foreign_code import foreign_code
 from enjoyln_cli.analysis.problem import DropoutChoice
 from enjoyln_cli.calls.calls import Call, ExampleCalls
 from enjoyln_cli.effects.garbage import collections_of_new_objects
@@ -29,6 +28,7 @@ from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.norm_modules import runs_torchs_layer_norm
 from enjoyln_cli.plan.plan import PLAIN
 from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.foreign_code import foreign_code
 from enjoyln_cli.trace.traced_calls import TracedModel, trace_calls
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from enjoyln_cli.analysis.stored_class import require_weights
 from enjoyln_cli.checkpoint.config import load_config
 from enjoyln_cli.checkpoint.marker import Marker, blame_marker
 from enjoyln_cli.checkpoint.reader import Checkpoint
@@ -56,7 +57,6 @@ from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.hooks import input_means
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.text import first_line, size
-from enjoyln_cli.verification.missing_weights import require_weights
 from enjoyln_cli.verification.nonfinite import nonfinite_outputs
 from enjoyln_cli.verification.quantised_runs import (
     RUNS_OF_EACH,
@@ -142,14 +142,6 @@ class Subject:
         if self.marker.outputs:
             return choose_outputs(outputs, self.marker.outputs)[0]
         return self.embed(outputs[0], batch) if self.embed else outputs[0]
-
-    def require_weights(self, model: Any, missing: set[str], batch: inputs.Batch) -> None:
-        require_weights(
-            model,
-            missing,
-            self.original.source.model,
-            lambda some: run(some, [{name: value[:2] for name, value in batch.items()}]),
-        )
 
     def install(self, model: Any) -> None:
         modules = {name for name, _ in model.named_modules()}
@@ -245,7 +237,7 @@ def measure(subject: Subject, data: UserData, seed: int, pace: Pace) -> Measurem
             within = duration(pace.clock.limit)
             part = f"running {planned} of {examples.full} {examples.kind}"
             subject.event("stage", f"{part} to end within {within}")
-        subject.require_weights(model, missing, batches[0])
+        require_weights(model, missing, subject.original.source.model)
         exact = pace.run(lambda at: subject.run(model, batches[at]))
     except (EnjoyLNError, MemoryError):
         raise

@@ -53,8 +53,8 @@ def test_a_config_that_is_no_object(tmp_path: Path, content: Any, kind: str) -> 
     ("file", "words"),
     [
         (None, "has no config.json; pass the directory that save_pretrained wrote"),
-        ("adapter_config.json", "it is an adapter, merge it into its base model first"),
-        ("model_index.json", "it is a diffusers pipeline"),
+        ("adapter_config.json", "holds a PEFT adapter .*; merge it into its base model first"),
+        ("model_index.json", "holds a diffusers pipeline"),
         ("0_Transformer/config.json", "there is one in its folder 0_Transformer"),
     ],
 )

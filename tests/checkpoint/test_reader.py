@@ -213,11 +213,11 @@ def test_links_stay_in_the_directory_or_its_part_of_the_hub_cache(tmp_path: Path
     ("files", "words"),
     [
         ([], "has no weights: neither model.safetensors nor pytorch_model.bin"),
-        (["tf_model.h5"], r"TensorFlow weights only \(tf_model.h5\)"),
-        (["model.ckpt.index"], r"TensorFlow weights only \(model.ckpt.index\)"),
-        (["flax_model.msgpack"], r"Flax weights only \(flax_model.msgpack\)"),
-        (["rust_model.ot"], "Rust weights only"),
-        (["model-q4.gguf"], "GGUF weights only"),
+        (["tf_model.h5"], r"a TensorFlow model \(tf_model.h5\)"),
+        (["model.ckpt.index"], r"a TensorFlow model \(model.ckpt.index\)"),
+        (["flax_model.msgpack"], r"a Flax model \(flax_model.msgpack\)"),
+        (["rust_model.ot"], "a rust-bert model"),
+        (["model-q4.gguf"], "a GGUF model"),
         (["model.fp16.safetensors"], r"has no weights.*\(but model.fp16.safetensors\)"),
     ],
 )

@@ -169,7 +169,7 @@ def test_code_that_the_config_names_is_fetched_with_it(answers: dict[str, list[A
         ("stumbling/model", "ModelNotFound", ["cannot serve", "(520); try again later"]),
         ("empty/model", "UnsupportedModel", ["empty/model has no config.json"]),
         ("revision", "ModelNotFound", ["old/model has no revision 'v9'"]),
-        ("flax", "UnsupportedModel", ["Flax weights only (flax_model.msgpack)"]),
+        ("flax", "UnsupportedModel", ["holds a Flax model (flax_model.msgpack)"]),
     ],
 )
 def test_refusals_of_the_hub(

@@ -146,16 +146,6 @@ def test_a_fold_with_a_missing_weight_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_head_that_its_own_class_lacks(tmp_path: Path) -> None:
-    def edit(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors["classifier.weight"], tensors["classifier.bias"]
-
-    with_weights(CHECKPOINTS / "vit", tmp_path / "in", edit)
-    words = "classifier.bias, classifier.weight, which ViTForImageClassification needs"
-    with pytest.raises(BadCheckpoint, match=words):
-        enjoyln_cli.fold(tmp_path / "in", tmp_path / "out")
-
-
 @pytest.mark.slow
 def test_a_new_head_and_a_pooler_that_nobody_trained(tmp_path: Path) -> None:
     """A class that the user chooses may have parts that the checkpoint does not store."""

@@ -1,0 +1,233 @@
+"""Which model class a checkpoint belongs to: its config names one, its tensors may fill another.
+
+Only the headers of the weight files are read. The class that the config names stays if the
+checkpoint stores every weight that it needs. Otherwise the checkpoint belongs to the class that its
+tensors fill (a config that names a masked language model, over the tensors of an encoder). If they
+fill none, they may do so without a prefix that all their names begin with, which a wrapper added.
+
+transformers initialises weights that a checkpoint does not store. That is right for a part that was
+never trained, such as an unused pooler. A missing weight is needed if
+
+    its module         has another parameter that is stored (a bias without its weight)
+    another layer      stores the same weight (all layers but the third one)
+    every output       is computed with it, as the graph of a call shows
+
+A class that the config does not name (``--model-class``) may have a new head. For such a class,
+only the outputs of the base model count.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import Node
+
+from enjoyln_cli.analysis.stored_names import Candidate, Shape, candidate
+from enjoyln_cli.checkpoint.reader import Checkpoint
+from enjoyln_cli.errors import BadCheckpoint, TraceFailed, UnsupportedModel
+from enjoyln_cli.models.classes import base_path, build, class_named, classes_for, unknown_class
+from enjoyln_cli.models.meta_device import without_weights
+from enjoyln_cli.text import did_you_mean, listed_briefly
+from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.trace import Trace
+from enjoyln_cli.trace.traced_calls import likely_calls
+
+WRAPPERS = {
+    "module": "torch.nn.DataParallel",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel",
+    "_forward_module": "Lightning",
+    "model": "a training script",
+}
+"""What adds a prefix to the names of all tensors that it saves, by prefix."""
+
+
+def require_known_class(config: Any, checkpoint: Checkpoint | None) -> None:
+    """Raise ``UnsupportedModel`` for a class that transformers lacks; names one to use instead.
+
+    That is the class that takes most of the stored tensors, or without a checkpoint the base class.
+    """
+    unknown = unknown_class(config)
+    if unknown is None:
+        return
+    listed = classes_for(config)
+    names = [cls.__name__ for cls in listed]
+    if checkpoint:
+        names = [found.name for found in filled(listed, config, checkpoint)]
+    if hint := did_you_mean(unknown, names, most=1) or (
+        names and f"its tensors are those of {names[0]}: pass --model-class {names[0]}"
+    ):
+        raise UnsupportedModel(f"transformers has no model class {unknown}; {hint}")
+    class_named(unknown)
+
+
+def class_of(listed: Sequence[type], config: Any, checkpoint: Checkpoint) -> Candidate:
+    """The class that the checkpoint belongs to: the first of ``listed``, or another that is filled.
+
+    Raises ``BadCheckpoint`` if the first lacks weights that it needs and no other is filled.
+    """
+    first = candidate(build(listed[0], config), shapes_of(checkpoint), checkpoint)
+    needed = needed_weights(first.model, first.missing)
+    if needed:
+        _require_no_prefix(listed[0], config, checkpoint, len(first.missing))
+        others = filled(listed[1:], config, checkpoint) or [
+            base
+            for cls in listed[1:2]  # the base class, whose pooler may be new
+            if (base := _candidate(cls, config, shapes_of(checkpoint), checkpoint))
+            and not needed_weights(base.model, base.missing)
+        ]
+        if not others:
+            raise missing_weights(first.model, needed, checkpoint.source.model)
+        return others[0]
+    return first
+
+
+def filled(listed: Sequence[type], config: Any, checkpoint: Checkpoint) -> list[Candidate]:
+    """The classes that load the checkpoint without missing weights, those with most tensors first.
+
+    Of classes that take as many stored tensors, those that come first in ``listed`` come first.
+    """
+    shapes = shapes_of(checkpoint)
+    found = [one for cls in listed if (one := loading(cls, config, shapes, checkpoint))]
+    return sorted(found, key=_count_taken, reverse=True)
+
+
+def loading(
+    model_class: type, config: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | None
+) -> Candidate | None:
+    """The class as a candidate, if it loads the stored tensors without missing weights."""
+    found = _candidate(model_class, config, shapes, checkpoint)
+    return None if found is None or found.missing else found
+
+
+def shapes_of(checkpoint: Checkpoint) -> dict[str, Shape]:
+    """The shape of each stored tensor by its name."""
+    return {name: stored.shape for name, stored in checkpoint.tensors.items()}
+
+
+def _candidate(
+    model_class: type, config: Any, shapes: Mapping[str, Shape], checkpoint: Checkpoint | None
+) -> Candidate | None:
+    """``None`` if a shape does not fit, or if the config lacks something that the class needs."""
+    try:
+        return candidate(build(model_class, config), shapes, checkpoint)
+    except (BadCheckpoint, UnsupportedModel):
+        return None
+
+
+def _count_taken(found: Candidate) -> int:
+    """How many of the stored tensors a class loads."""
+    taken = {name for names in found.stored.values() for name in names}
+    return len(taken.union(*(layout.sources for layout in found.converted.values())))
+
+
+def _require_no_prefix(
+    model_class: type, config: Any, checkpoint: Checkpoint, missing: int
+) -> None:
+    """Raise ``BadCheckpoint`` if fewer weights are missing without a prefix of all tensor names."""
+    stored = shapes_of(checkpoint)
+    common = os.path.commonprefix(list(stored)).split(".")[:-1]
+    for depth, head in enumerate(common, 1):
+        prefix = ".".join(common[:depth]) + "."
+        shapes = {name.removeprefix(prefix): shape for name, shape in stored.items()}
+        bare = _candidate(model_class, config, shapes, None)
+        if bare and len(bare.missing) < missing:
+            cause = WRAPPERS.get(head, "the program that wrote it")
+            raise BadCheckpoint(
+                f"the names of all tensors of {checkpoint.source.model} begin with {prefix!r}, "
+                f"which {cause} adds and {model_class.__name__} does not know; "
+                f"{_how_to_rename(checkpoint, prefix)}"
+            )
+
+
+def _how_to_rename(checkpoint: Checkpoint, prefix: str) -> str:
+    """What to do about a prefix, in Python."""
+    load, save = (
+        ("load_file(path)", "save_file(tensors, path, {'format': 'pt'})")
+        if checkpoint.format == "safetensors"
+        else ("torch.load(path)", "torch.save(tensors, path)")
+    )
+    every = f" in each shard, and the names in {checkpoint.index}" if checkpoint.index else ""
+    return (
+        f"remove it{every}: tensors = {{name.removeprefix({prefix!r}): tensor for name, tensor in "
+        f"{load}.items()}}; {save}"
+    )
+
+
+def require_weights(model: Any, missing: Iterable[str], checkpoint: str) -> None:
+    """Raises ``BadCheckpoint`` if ``model`` needs weights that its checkpoint does not store.
+
+    ``missing`` are the names of weights that are not stored, ``checkpoint`` is a name for messages.
+    """
+    if needed := needed_weights(model, missing):
+        raise missing_weights(model, needed, checkpoint)
+
+
+def missing_weights(model: nn.Module, needed: Sequence[str], checkpoint: str) -> BadCheckpoint:
+    """The error for weights that ``model`` needs and ``checkpoint`` does not store."""
+    return BadCheckpoint(
+        f"{checkpoint} does not store {listed_briefly(needed)}, which {type(model).__name__} "
+        "needs; fetch the checkpoint again, or name the class that you use with --model-class"
+    )
+
+
+def needed_weights(model: Any, missing: Iterable[str]) -> list[str]:
+    """Those of the ``missing`` weights that ``model`` needs (see above), sorted."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    left = sorted(set(missing) & parameters)
+    if not left:
+        return []
+    return _next_to_stored(left, parameters - set(left)) or _read_by_all_outputs(model, left)
+
+
+def _next_to_stored(missing: list[str], stored: set[str]) -> list[str]:
+    """Those of the ``missing`` weights that must be stored, by the first two rules (see above)."""
+    modules = {name.rpartition(".")[0] for name in stored}
+    layers = {_without_numbers(name) for name in stored}
+    return [
+        name
+        for name in missing
+        if name.rpartition(".")[0] in modules - {""} or _without_numbers(name) in layers
+    ]
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _read_by_all_outputs(model: Any, missing: list[str]) -> list[str]:
+    """Those of the ``missing`` weights with which every output is computed."""
+    base = base_path(model)
+    named = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
+    prefix = f"{base}." if base and not named else ""
+    part = model.get_submodule(base) if prefix else model
+    read = _weights_of_all_outputs(part)
+    return [name for name in missing if name.startswith(prefix) and name[len(prefix) :] in read]
+
+
+def _weights_of_all_outputs(model: nn.Module) -> set[str]:
+    """The weights with which every output of the simplest call is computed, caches aside.
+
+    Empty if no call can be traced.
+    """
+    captures = Captures(without_weights(model))
+    try:
+        trace = captures.capture(likely_calls(captures)[0])
+    except (TraceFailed, UnsupportedModel):
+        return set()
+    results = [node for node, fields in trace.returned.items() if {*fields} - trace.fed_back]
+    return set.intersection(*(_weights_of(trace, node) for node in results)) if results else set()
+
+
+def _weights_of(trace: Trace, result: Node) -> set[str]:
+    """All names of the weights that ``result`` is computed from."""
+    waiting, seen = [result], {result}
+    while waiting:
+        operands = set(waiting.pop().all_input_nodes) - seen
+        seen |= operands
+        waiting += operands
+    return {name for node in seen for name in trace.parameters.get(node, ())}
