@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ANALYTIC = {
@@ -33,13 +34,13 @@ ANALYTIC = {
     "sub", "sum", "t", "transpose", "unsqueeze", "var", "var_mean", "view",
 }  # fmt: skip
 """``aten`` ops that use one formula for all values, move values, or change the dtype."""
-SWAPS = {"alias", "clone", "detach", "permute", "t", "transpose"}
-"""Ops that permute dimensions or do nothing, and work for dimensions of any size."""
+SWAPS = {"_to_copy", "alias", "clone", "detach", "permute", "t", "transpose"}
+"""Ops that permute dimensions, cast or do nothing, and work for dimensions of any size."""
 FUNCTIONS = {
     getattr(home, name)
     for home in (torch, torch.Tensor, torch._C.TensorBase, nn.functional)
     for name in ANALYTIC | {"__rdiv__", "__rsub__", "double", "float", "group_norm", "layer_norm",
-                            "to", "type_as"}
+                            "to", "type", "type_as"}
     if hasattr(home, name)
 } | {cast(Any, torch.Tensor.dtype).__get__}  # fmt: skip
 """Functions of torch for these ops. None of them returns a value or a size to Python. They may
@@ -71,7 +72,7 @@ def decision(module: nn.Module, size: tuple[int, ...], fixed: set[int]) -> str |
     )
     ops, choices = _Ops(), _Choices(sizes)
     try:
-        with torch.no_grad(), fake, ops, choices:
+        with torch.no_grad(), fake, ops, choices, InFloat64():
             copied(x)
         choices.look()
     except (DataDependentOutputException, GuardOnDataDependentSymNode):
@@ -104,7 +105,7 @@ def _observed(module: nn.Module, x: torch.Tensor) -> tuple[_Ops, set[Callable[..
     """The ops that ``module`` computes of a copy of ``x``, and the functions that it calls."""
     ops, functions = _Ops(), _Functions()
     given = x.clone()
-    with torch.no_grad(), ops, functions:
+    with torch.no_grad(), ops, functions, InFloat64():
         module(given)
     return ops, functions.called
 
@@ -138,11 +139,28 @@ class _Ops(TorchDispatchMode):
     ) -> Any:
         name = func.overloadpacket.__name__
         self.calls.append((name, args))
-        if func.namespace == "aten" and name.removesuffix("_") not in ANALYTIC:
+        rounds = not (kwargs or {}).get("dtype", torch.float64).is_floating_point
+        if func.namespace == "aten" and (rounds or name.removesuffix("_") not in ANALYTIC):
             self.other = self.other or name
         elif func.namespace not in ("aten", "prim"):
             self.other = self.other or f"{func.namespace}.{name}"
         return func(*args, **(kwargs or {}))
+
+
+class InFloat64(TorchDispatchMode):
+    """Inside the block, casts to float32 become casts to float64.
+
+    So a module that casts its input to float32, and not its weights, runs in float64, too.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        def wide(dtype: torch.dtype) -> torch.dtype:
+            return torch.float64 if dtype == torch.float32 else dtype
+
+        args, kwargs = pytree.tree_map_only(torch.dtype, wide, (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
 
 
 class _Functions(TorchFunctionMode):

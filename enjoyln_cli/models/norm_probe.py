@@ -26,15 +26,14 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from enjoyln_cli.models.arithmetic import decision, layer_norm_eps, other_op
+from enjoyln_cli.models.arithmetic import InFloat64, decision, layer_norm_eps, other_op
 
 Gain = Literal["weight", "1 + weight", "1"]
 
@@ -80,6 +79,9 @@ class LayerNormForm:
     """Name of the bias; it may have dimensions of size 1."""
     groups: int = 1
     """How many groups of features are normalised one by one."""
+    takes_other_dtypes: bool = False
+    """Whether it also normalises inputs of another dtype than that of its parameters, and returns
+    their dtype."""
 
     def holds_for(self, rank: int) -> bool:
         """Whether inputs with ``rank`` dimensions are normalised in this way."""
@@ -123,8 +125,9 @@ class _Probe:
         yield from (rank for rank in RANKS if rank > (2 if dim == 1 else len(self.shape)))
 
     def run(self, x: torch.Tensor) -> torch.Tensor | None:
+        wide = InFloat64() if x.dtype == torch.float64 else nullcontext()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), wide:
                 y = self.module(x.clone())
         except Exception:  # a module that fails on these inputs is not a norm of this kind
             return None
@@ -246,7 +249,8 @@ def _examined(module: nn.Module, roles: list[_Roles]) -> LayerNormForm | str | N
         probe = _probe(module, one)
         found = _form(probe, one)
         if found is not None:
-            return _objection(module, one, found) or found
+            mixed = _takes_other_dtypes(module, one, found)
+            return _objection(module, one, found) or replace(found, takes_other_dtypes=mixed)
     return None
 
 
@@ -292,23 +296,44 @@ def _objection(module: nn.Module, roles: _Roles, form: LayerNormForm) -> str | N
                     return f"it does not compute LayerNorm of {where}"
     if repr(sorted((n, v) for n, v in vars(probe.module).items() if n not in _INTERNAL)) != before:
         return "its forward changes the module"
+    return next(filter(None, (_objection_in(d, d, module, roles, form) for d in NARROW)), None)
+
+
+def _objection_in(
+    dtype: torch.dtype,
+    held: torch.dtype,
+    module: nn.Module,
+    roles: _Roles,
+    form: LayerNormForm,
+    unsupported: str | None = None,
+) -> str | None:
+    """Why a module with parameters in ``held`` may not compute LayerNorm of inputs in ``dtype``.
+
+    ``unsupported`` is the answer for a module that raises an error with these.
+    """
     probe = _probe(module, roles)
-    for dtype, tolerance in NARROW.items():
-        narrow = replace(probe, module=copy.deepcopy(probe.module))
-        nn.Module.to(narrow.module, dtype)
-        x = probe.input(form.dim, (form.ranks or (3,))[0]).to(dtype)
-        weight, bias = (getattr(narrow.module, n or "", None) for n in (roles.weight, roles.bias))
-        wide = (None if part is None else part.double() for part in (weight, bias))
-        y, expected = narrow.run(x), layer_norm(x.double(), form, *wide)
-        if y is None:  # the module does not support this dtype
-            continue
-        if found := other_op(narrow.module, x):
-            return found
-        if not (y - expected).abs().max() <= tolerance * expected.abs().max():
-            return f"it does not compute LayerNorm in {str(dtype).removeprefix('torch.')}"
-        if narrow.module(x).dtype != dtype:
-            return "it returns another dtype than that of its input"
+    nn.Module.to(probe.module, held)
+    x = probe.input(form.dim, (form.ranks or (3,))[0]).to(dtype)
+    weight, bias = (getattr(probe.module, n or "", None) for n in (roles.weight, roles.bias))
+    wide = (None if part is None else part.double() for part in (weight, bias))
+    y, expected = probe.run(x), layer_norm(x.double(), form, *wide)
+    if y is None:
+        return unsupported
+    if found := other_op(probe.module, x):
+        return found
+    if not (y - expected).abs().max() <= NARROW[dtype] * expected.abs().max():
+        return f"it does not compute LayerNorm in {str(dtype).removeprefix('torch.')}"
+    if probe.module(x).dtype != dtype:
+        return "it returns another dtype than that of its input"
     return None
+
+
+def _takes_other_dtypes(module: nn.Module, roles: _Roles, form: LayerNormForm) -> bool:
+    """Whether a module with float32 parameters normalises float16 and bfloat16 as such."""
+    return not any(
+        _objection_in(dtype, torch.float32, module, roles, form, unsupported="it raises an error")
+        for dtype in NARROW
+    )
 
 
 def _parameters(probe: _Probe) -> Iterator[tuple[str, Any, Any]]:
@@ -356,7 +381,7 @@ def _is_exact(probe: _Probe, form: LayerNormForm, x: torch.Tensor, gradients: bo
     expected = layer_norm(given, form, probe.weight, probe.bias).movedim(form.dim, -1)
     for enabled in (False, True)[: 1 + gradients]:
         try:
-            with torch.set_grad_enabled(enabled), _Wide():
+            with torch.set_grad_enabled(enabled), InFloat64():
                 y = probe.module(x.requires_grad_(enabled))
         except Exception:  # a custom module may fail, but then it returns no wrong result
             continue
@@ -370,20 +395,6 @@ def _is_exact(probe: _Probe, form: LayerNormForm, x: torch.Tensor, gradients: bo
         if not (close | (y.isnan() & expected.isnan())).all():
             return False
     return True
-
-
-class _Wide(TorchDispatchMode):
-    """Inside the block, casts to float32 or narrower dtypes become casts to float64."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        def wide(value: Any) -> Any:
-            narrow = isinstance(value, torch.dtype) and value.is_floating_point
-            return torch.float64 if narrow else value
-
-        args, kwargs = pytree.tree_map_only(torch.dtype, wide, (args, dict(kwargs or {})))
-        return func(*args, **kwargs)
 
 
 def _by_own(module: nn.Module, form: LayerNormForm) -> LayerNormForm | str:

@@ -207,6 +207,8 @@ def rms_spelled_out(base: type, form: LayerNormForm) -> type:
         if not literal and _wants_gradients(self, input):
             return plain(self, *args, **kwargs)
         gain, bias = affine(self, form)
+        if not form.takes_other_dtypes and _differs_in_dtype(input, gain, bias):
+            return plain(self, *args, **kwargs)
         if self.weightless and not needs(getattr(self, form.weight), True):
             gain = None
         if self.biasless and not needs(getattr(self, form.bias), True):
@@ -229,6 +231,11 @@ def affine(module: Any, form: LayerNormForm) -> tuple[torch.Tensor | None, torch
     gain = None if weight is None else per_feature(weight)
     bias = per_feature(getattr(module, form.bias)) if form.biased else None
     return (1 + gain if form.gain == "1 + weight" and gain is not None else gain), bias
+
+
+def _differs_in_dtype(input: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
+    """Whether a parameter has another dtype than the input."""
+    return any(p is not None and p.dtype != input.dtype for p in parameters)
 
 
 def _wants_gradients(norm: Any, input: torch.Tensor) -> bool:

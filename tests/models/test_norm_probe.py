@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,8 +89,9 @@ class Either(nn.LayerNorm):
     ],
 )
 def test_a_layer_norm_is_recognised_in_any_form(module: nn.Module, form: LayerNormForm) -> None:
-    assert layer_norm_form(module) == form
-    assert layer_norm_form(copy.deepcopy(module).to("meta")) == form
+    for example in (module, copy.deepcopy(module).to("meta")):
+        found = layer_norm_form(example)
+        assert found is not None and replace(found, takes_other_dtypes=False) == form
     assert not computes_rms_norm(module)
 
 
@@ -111,6 +113,93 @@ def test_a_layer_norm_is_recognised_in_any_form(module: nn.Module, form: LayerNo
 )
 def test_modules_that_compute_something_else_are_no_layer_norms(module: nn.Module) -> None:
     assert layer_norm_form(module) is None
+
+
+class Casting(nn.LayerNorm):
+    """Torch's LayerNorm in float32, as libraries write it for models in 16 bits."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(WIDTH, eps=3e-6)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        function, shape, kind = nn.functional.layer_norm, self.normalized_shape, self.kind
+        if kind == "input":  # OpenAI's Whisper
+            return super().forward(x.float()).type(x.dtype)
+        if kind == "input, by type":  # OpenAI's CLIP
+            dtype = x.dtype
+            return super().forward(x.type(torch.float32)).type(dtype)
+        if kind == "input, by to":  # open_clip
+            return function(x.to(torch.float32), shape, self.weight, self.bias, self.eps).to(x)
+        if kind == "everything":  # fairseq
+            y = function(x.float(), shape, self.weight.float(), self.bias.float(), self.eps)
+            return y.type_as(x)
+        if kind == "no autocast":
+            with torch.autocast(x.device.type, enabled=False):
+                return super().forward(x.float()).to(x.dtype)
+        if kind == "no cast back":
+            return super().forward(x.float())
+        if kind == "by hand":
+            wide = x.float()
+            centred = wide - wide.mean(-1, keepdim=True)
+            y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps)
+            return y.to(x.dtype) * self.weight + self.bias
+        if kind == "to half":
+            return super().forward(x.half().float()).type(x.dtype)
+        assert kind == "to integers"
+        return super().forward((x * 1e9).long() / 1e9).type(x.dtype)
+
+
+CASTS = {
+    "input": True,
+    "input, by type": True,
+    "input, by to": True,
+    "everything": True,
+    "no autocast": True,
+    "no cast back": False,
+    "by hand": False,
+}
+"""Ways to cast, and whether inputs of another dtype than the weights' are normalised as such."""
+
+
+@pytest.mark.parametrize("kind", CASTS)
+def test_a_layer_norm_that_casts_is_recognised(kind: str) -> None:
+    form = LayerNormForm(-1, "weight", True, 3e-6, (2, 3, 4, 5), takes_other_dtypes=CASTS[kind])
+    assert examine(Casting(kind), {}) == form
+
+
+@pytest.mark.parametrize("kind", ["to half", "to integers"])
+def test_a_module_that_rounds_its_input_is_none(kind: str) -> None:
+    """In float16, inputs beyond 65,504 are infinite."""
+    assert layer_norm_form(Casting(kind)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", CASTS)
+def test_a_layer_norm_that_casts_folds_in_every_dtype_that_it_takes(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """The norm keeps its float32 weights in a model of 16 bits, as in Whisper."""
+    torch.manual_seed(0)
+    model = Block(Casting(kind)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.7, 0.4)
+    model.to(dtype).norm.float()
+    if not CASTS[kind]:
+        model.read.to(torch.float32)
+    x = torch.randn(2, 5, WIDTH).to(dtype)
+    plan = analyze_module(model, x).plan
+    assert [v.status for v in plan.norms] == ["static"]
+    folded, exact = copy.deepcopy(model), exactly(model, x)
+    centre_parameters(folded, plan)
+    install(folded, ["norm"], plan.ops)
+    with torch.no_grad():
+        expected, found = model(x), folded(x)
+        assert found.dtype == expected.dtype
+        assert as_exact(found, expected, exact, dtype)
+        install(model, ["norm"], plan.ops)  # the weights as they were: RMSNorm sees a mean
+        computes_rms_norm = CASTS[kind] or dtype == torch.float32
+        assert torch.allclose(model(x), expected, rtol=0.1, atol=0.1) != computes_rms_norm
 
 
 def test_an_rms_norm_is_found_by_its_values() -> None:
