@@ -1,11 +1,11 @@
 """Find the values of a graph that a centring operation of a live model can act on.
 
-An operation can act on the output of a leaf module, or on the first input of a block (a module with
-children, in a ``ModuleList`` or ``Sequential``). The proof is about a value in a graph, while the
-folded model changes an input or output of ``forward``. Both use ``change_input`` and
-``change_output``, so that they refer to the same value, and while a graph is captured, that value
-is marked in it. A module has no such place if the value is not a floating-point tensor in one of
-its calls.
+An operation can act on the output of a leaf module, or on the first input of any module with
+children inside the model. Of these, blocks (in a ``ModuleList`` or ``Sequential``) are preferred.
+The proof is about a value in a graph, while the folded model changes an input or output of
+``forward``. Both use ``change_input`` and ``change_output``, so that they refer to the same value,
+and while a graph is captured, that value is marked in it. A module has no such place if the value
+is not a floating-point tensor in one of its calls.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from enjoyln_cli.graph.nodes import packet
+from enjoyln_cli.models.classes import base_path
 from enjoyln_cli.models.norm_modules import (
     first_input,
     foreign_hooks,
@@ -89,25 +90,16 @@ class Places:
 def mark_insertion_points(model: nn.Module) -> Iterator[Places]:
     """Inside the block, graphs of ``model`` are captured with their places marked."""
     places = Places()
-    blocks = {
-        id(block)
-        for module in model.modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential))
-        for block in module
-        if block is not None and any(block.children())
-    }
     patched: list[tuple[nn.Module, Any]] = []
     for path, module in model.named_modules():
         leaf = not any(module.children())
         if has_replaced_forward(module) or foreign_hooks(forward_hooks(module)):
             places.lost.add((path, "output"))
-        if (leaf or id(module) in blocks) and inspect.isfunction(type(module).forward):
+        if path not in ("", base_path(model)) and inspect.isfunction(type(module).forward):
             patched.append((module, module.__dict__.get("forward")))
             module.__dict__["forward"] = _marking(places, path, module, leaf)
     hooks = [
-        module.register_forward_pre_hook(_empty_hook)
-        for module in model.modules()
-        if id(module) in blocks
+        model.get_submodule(path).register_forward_pre_hook(_empty_hook) for path in blocks(model)
     ]
     try:
         yield places
@@ -119,6 +111,18 @@ def mark_insertion_points(model: nn.Module) -> Iterator[Places]:
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = before
+
+
+def blocks(model: nn.Module) -> list[str]:
+    """The paths of modules with children in a ``ModuleList`` or ``Sequential``."""
+    items = {
+        block
+        for module in model.modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        for block in module
+        if block is not None and any(block.children())
+    }
+    return [path for path, module in model.named_modules() if module in items]
 
 
 def _empty_hook(module: nn.Module, args: Any) -> None:

@@ -299,11 +299,14 @@ def _network(
     """The flow network, in which each item is an edge ``_in(number) -> _out(number)``.
 
     An edge without capacity cannot be cut. Costs are multiplied by ``scale``, and each operation
-    and MLP costs 1 more, so that of two equally cheap cuts the one with fewer edits wins.
+    and MLP costs 1 more, so that of two equally cheap cuts the one with fewer edits wins. Another
+    place than a leaf or a block costs 2 more.
     """
     graph = networkx.DiGraph()
     graph.add_nodes_from(("source", "sink"))
-    scale = 1 + 3 * sum(len(trace.leaves) for trace in problem.flow.traces)
+    traces = problem.flow.traces
+    scale = 1 + sum(3 * len(trace.leaves) + 2 * len(trace.places) for trace in traces)
+    usual = frozenset().union(*(trace.leaves | trace.blocks for trace in traces))
     for norm, inputs in norms.items():
         graph.add_edge(("norm", norm), "sink", capacity=SAVING * scale)
         graph.add_edges_from((_out(number), ("norm", norm)) for number in inputs)
@@ -319,7 +322,8 @@ def _network(
         else:
             before, after = ("before", way.carrier), ("after", way.carrier)
             graph.add_edge(begin, before)
-            graph.add_edge(before, after, capacity=costs[way.carrier] * scale + 1)
+            more = 1 if way.carrier.place == "entry" or way.carrier.module in usual else 2
+            graph.add_edge(before, after, capacity=costs[way.carrier] * scale + more)
             graph.add_edge(after, end)
         if way.sources is None:
             graph.add_edge("source", begin)

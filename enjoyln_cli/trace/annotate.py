@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.calls.input_forms import accepted_by
 from enjoyln_cli.effects.isolated_run import Steps, Watchers
-from enjoyln_cli.graph.insertion_points import lost_places, places_of
+from enjoyln_cli.graph.insertion_points import blocks, lost_places, places_of
 from enjoyln_cli.graph.subgraphs import has_closed, read_by_closed
 from enjoyln_cli.models.outputs import is_fed_back
 from enjoyln_cli.trace.shared_storage import reason_outside
@@ -96,6 +96,7 @@ def annotate(
         naming=naming,
         required=this.call.required,
         leaves=frozenset(leaves),
+        blocks=frozenset(map(naming, blocks(model))),
         model_class=type(model).__name__,
         returned=returned,
         fed_back=frozenset(

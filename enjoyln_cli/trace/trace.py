@@ -33,6 +33,8 @@ class Trace:
     """Whether the proof needs this call; otherwise it only adds optional inputs."""
     leaves: frozenset[str]
     """Paths of the modules without children, whose output a new class can change."""
+    blocks: frozenset[str]
+    """Paths of the modules with children in a ``ModuleList`` or ``Sequential``."""
     model_class: str
     returned: dict[Node, tuple[str, ...]]
     """The output fields that hold a value. Values that leave the call without being in a field are

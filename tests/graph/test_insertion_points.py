@@ -1,0 +1,138 @@
+"""Where a mean can be subtracted: behind a leaf, in front of a block, or in front of any call."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from rounding import as_exact
+from torch import nn
+
+from enjoyln_cli.analysis.analyze import analyze_module
+from enjoyln_cli.kernels import literally
+from enjoyln_cli.rewrite.in_memory import centre_parameters
+from enjoyln_cli.runtime.install import install
+
+WIDTH, TOKENS = 14, 9
+
+
+class Attention(nn.Module):
+    """Has its own norm, and heads that are spelled out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        return self.out((q @ k.mT / WIDTH**0.5).softmax(-1) @ v)
+
+
+class Transformer(nn.Module):
+    """Calls the parts of each layer, and no layer as a whole."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.norm, self.layers = nn.LayerNorm(WIDTH), nn.ModuleList()
+        for _ in range(depth):
+            mlp = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 17), nn.GELU(), nn.Linear(17, WIDTH)]
+            self.layers.append(nn.ModuleList([Attention(), nn.Sequential(*mlp)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers: Any = self.layers
+        for attention, mlp in layers:
+            x = attention(x) + x
+            x = mlp(x) + x
+        return self.norm(x)
+
+
+def positions(count: int) -> torch.Tensor:
+    angles = torch.arange(count)[:, None] / torch.arange(1, WIDTH // 2 + 1)
+    return torch.cat((angles.sin(), angles.cos()), dim=1)
+
+
+class Encoder(nn.Module):
+    """Adds a table of positions in ``forward``, which has a mean over the features."""
+
+    def __init__(self, table: str, embed: nn.Module) -> None:
+        super().__init__()
+        self.table, self.embed, self.encode = table, embed, Transformer()
+        self.head = nn.Linear(WIDTH, 3)
+        if table == "constant":
+            self.positions = positions(TOKENS)
+        elif table != "computed":
+            self.register_buffer("positions", positions(TOKENS), persistent=table == "stored")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        table = positions(x.shape[1]) if self.table == "computed" else self.positions
+        return self.head(self.encode(x + table.to(x.device, dtype=x.dtype)).mean(1))
+
+
+def random(model: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.5 if parameter.dim() == 1 else 0.1, 0.3)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("table", ["constant", "stored", "not stored", "computed"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_mean_is_subtracted_in_front_of_a_call_that_is_no_block(table: str, normed: bool) -> None:
+    embed = nn.Linear(5, WIDTH)
+    stem = nn.Sequential(embed, nn.LayerNorm(WIDTH)) if normed else embed
+    model, x = random(Encoder(table, stem)), torch.randn(2, TOKENS, 5, dtype=torch.float64)
+    plan = analyze_module(model, x).plan
+    assert [(op.module, op.place) for op in plan.ops] == [("encode", "input")]
+    assert len(plan.folded) == len(plan.norms) == 5 + normed
+    folded = copy.deepcopy(model)
+    centre_parameters(folded, plan)
+    install(folded, [v.norm for v in plan.folded], plan.ops, covered=plan.covered)
+    with torch.no_grad(), literally():
+        expected = model(x)
+        assert as_exact(folded(x), expected, expected)
+        install(model, [v.norm for v in plan.folded], (), covered=plan.covered)  # no subtraction
+        assert not torch.allclose(model(x), expected, rtol=1e-3)
+
+
+def test_a_leaf_or_a_block_is_preferred() -> None:
+    """The same value leaves a leaf, enters a wrapper, and enters the wrapper's first block."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.norm = Attention(), nn.LayerNorm(WIDTH)
+            self.mlp = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.attention(x)
+            return x + self.mlp(self.norm(x))
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(Block(), Block())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks(x)
+
+    class Model(nn.Module):
+        def __init__(self, stem: nn.Module) -> None:
+            super().__init__()
+            self.stem, self.encode, self.norm = stem, Blocks(), nn.LayerNorm(WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.encode(self.stem(x) * self.stem(x).sigmoid()))
+
+    class Leaf(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.encode(self.stem(x)))
+
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
+    (op,) = analyze_module(random(Model(nn.Linear(WIDTH, WIDTH))), x).plan.ops
+    assert (op.module, op.place) == ("encode.blocks.0", "input")
+    (op,) = analyze_module(random(Leaf(nn.LayerNorm(WIDTH))), x).plan.ops
+    assert (op.module, op.place) == ("stem", "output")
