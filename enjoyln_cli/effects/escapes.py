@@ -26,7 +26,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from enjoyln_cli.effects.mode_queries import OF_TENSORS, from_outside
 from enjoyln_cli.effects.reachable import slots
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.nodes import packet
@@ -53,7 +52,7 @@ _OPENED = _READS | _WHOLE
 
 
 class WatchPython(TorchFunctionMode):
-    """Records tensors whose values Python reads as numbers, and queries of gradient properties.
+    """Records tensors whose values Python reads as numbers.
 
     Raises ``TraceFailed`` if code assigns to ``.data`` of a tensor, which no graph shows.
     """
@@ -63,16 +62,12 @@ class WatchPython(TorchFunctionMode):
         self.read: list[torch.Tensor] = []
         self.read_values = False
         """Whether any value was read, even that of an input."""
-        self.questions: dict[str, None] = {}
-        """Gradient properties of tensors that custom code has read (``mode_queries``)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise TraceFailed("forward assigns to the .data of a tensor, which no graph shows")
-        if (question := _question(func, args)) and from_outside(sys._getframe(1)):
-            self.questions[question] = None
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if is_dynamo_compiling() or name not in _OPENED:
@@ -82,17 +77,6 @@ class WatchPython(TorchFunctionMode):
             given = pytree.tree_leaves((args, kwargs))
             self.read += [value for value in given if isinstance(value, torch.Tensor)]
         return result
-
-
-def _question(func: Any, args: tuple[Any, ...]) -> str | None:
-    """The property in ``OF_TENSORS`` that ``func`` reads of a computed tensor, in words, or
-    ``None``."""
-    name = getattr(func, "__name__", "")
-    if name not in OF_TENSORS:
-        name = getattr(getattr(func, "__self__", None), "__name__", "")  # of a property
-    if name not in OF_TENSORS or not args or isinstance(args[0], nn.Parameter):
-        return None
-    return f"{name} of a tensor"
 
 
 def require_finished(result: Any) -> None:

@@ -12,7 +12,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
@@ -33,10 +33,10 @@ from enjoyln_cli.effects.escapes import (
 )
 from enjoyln_cli.effects.garbage import no_collections
 from enjoyln_cli.effects.known_answers import KnownAnswers
-from enjoyln_cli.effects.mode_queries import watch_mode_queries
 from enjoyln_cli.effects.reachable import Snapshot
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.insertion_points import Places, mark_insertion_points
+from enjoyln_cli.models.meta_device import answers_without_values
 from enjoyln_cli.models.norm_modules import NormRuns, watch_norms
 from enjoyln_cli.models.outputs import by_field, tensors_in
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, returned_cache
@@ -90,10 +90,7 @@ class Steps(nn.Module):
         own = [*weights.values(), *self.model.buffers(), *tensors_in(steps)]
         given = versions(own)
         state = module_state(self.model)
-        asking: AbstractContextManager[dict[str, None]] = nullcontext({})
-        if self.watchers:
-            asking = watch_mode_queries(self.model)
-        with WatchPython() as watch, asking as questions:
+        with WatchPython() as watch:
             returned, results = self._run(steps)
             left = still_alive([*tensors_in(returned), *watch.read], given)
             after = module_state(self.model)
@@ -109,11 +106,6 @@ class Steps(nn.Module):
         self.read_values |= watch.read_values
         if self.watchers:
             self.watchers.left.extend(weakref.ref(one) for one in left if id(one) not in given)
-        if queried := [*questions, *watch.questions]:
-            raise TraceFailed(
-                f"its code reads {queried[0]}, which may differ in a later call; pass it as an "
-                "argument, or decide before the call"
-            )
         now = dict(self.model.named_parameters(remove_duplicate=False))
         if added := now.keys() - weights.keys():
             raise TraceFailed(f"forward creates a parameter, {min(added)}")
@@ -179,7 +171,8 @@ def ready(model: nn.Module, training: bool = False) -> Iterator[Watchers]:
         model.train(training)
         remembered = Snapshot(model)
         try:
-            with warnings.catch_warnings(), torch.no_grad(), _brief_export(), known:
+            unwarned, answers = warnings.catch_warnings(), answers_without_values()
+            with unwarned, torch.no_grad(), _brief_export(), known, answers:
                 warnings.simplefilter("ignore")
                 with watch_norms(model) as norms, mark_insertion_points(model) as places:
                     watchers = Watchers(norms, places)

@@ -95,7 +95,8 @@ def mark_insertion_points(model: nn.Module) -> Iterator[Places]:
         leaf = not any(module.children())
         if has_replaced_forward(module) or foreign_hooks(forward_hooks(module)):
             places.lost.add((path, "output"))
-        if path not in ("", base_path(model)) and inspect.isfunction(type(module).forward):
+        inside = leaf or path not in ("", base_path(model))
+        if inside and inspect.isfunction(type(module).forward):
             patched.append((module, module.__dict__.get("forward")))
             module.__dict__["forward"] = _marking(places, path, module, leaf)
     hooks = [

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.experimental import _config as symbolic
+from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,6 +47,39 @@ def weightless() -> Iterator[Memory]:
     all_chosen = symbolic.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
     with _KeepConstants(), _KeepInputs() as run, all_chosen:
         yield run.computed
+
+
+@contextmanager
+def answers_without_values() -> Iterator[None]:
+    """Inside the block, torch answers two questions that it cannot answer without values.
+
+    * ``torch.is_autocast_enabled(x.device.type)`` raises an error on the meta device, and so does
+      ``torch.autocast(x.device.type)``. The answers here are those for the CPU.
+    * ``nn.TransformerEncoder`` compares its mask with a causal one if ``is_causal`` is not given.
+      It then chooses how to compute attention, not what, so here the mask counts as any other.
+    """
+    begin: Any = torch.autocast.__init__
+    asked: Any = torch.is_autocast_enabled, torch.get_autocast_dtype
+    compare = transformer._detect_is_causal_mask
+
+    def on_cpu(device: Any) -> Any:
+        return "cpu" if device == "meta" else device
+
+    def begin_on_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        begin(self, on_cpu(device_type), *args, **kwargs)
+
+    def on_any(ask: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *device: ask(*map(on_cpu, device))
+
+    torch.is_autocast_enabled, torch.get_autocast_dtype = map(on_any, asked)
+    torch.autocast.__init__ = begin_on_cpu  # type: ignore[method-assign]
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled, torch.get_autocast_dtype = asked
+        torch.autocast.__init__ = begin  # type: ignore[method-assign]
+        transformer._detect_is_causal_mask = compare
 
 
 class Memory:

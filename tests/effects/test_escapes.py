@@ -357,10 +357,12 @@ class Fan(nn.Module):
     ["position", "keyword", "second by keyword", "tuple", "mixed", "any keyword", "args"],
 )
 def test_the_first_input_of_a_block_is_the_one_that_the_call_takes(how: str) -> None:
+    """If a block cannot be used so, there is the module inside it that holds the norms."""
     found = fold_in_place(randomised(Several(how)), ids())
-    assert found.error < 1e-12
-    expected = how in ("position", "keyword")
-    assert bool(found.folded) == expected
+    assert found.error < 1e-12 and len(found.folded) == 3
+    (op,) = analyze_module(randomised(Several(how)), ids()).plan.ops
+    expected = "blocks.0" if how in ("position", "keyword") else "blocks.0.norm"
+    assert (op.module, op.place) == (expected, "input")
 
 
 class Direct(nn.Module):

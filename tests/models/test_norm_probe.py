@@ -442,13 +442,8 @@ def test_a_layer_norm_for_common_inputs_only_is_kept(kind: str, reason: str) -> 
     torch.manual_seed(0)
     norm = Trap(kind, 0.0 if kind == "eps outside" else 1e-6)
     model = Block(norm).double()
-    refused = {
-        "counts": "each call changes norm.calls",
-        "by gradient": "reads torch.is_grad_enabled",
-        "by requires_grad": "reads requires_grad of a tensor",
-    }
-    if kind in refused:  # the whole model, whatever else it is made of
-        with pytest.raises(TraceFailed, match=refused[kind]):
+    if kind == "counts":  # the whole model is refused, whatever else it is made of
+        with pytest.raises(TraceFailed, match="each call changes norm.calls"):
             analyze_module(model, torch.randn(2, 5, WIDTH).double())
     elif kind not in ("by value", "by item"):  # with these, no graph can be captured
         norms = analyze_module(model, torch.randn(2, 5, WIDTH).double()).plan.norms

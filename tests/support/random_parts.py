@@ -467,13 +467,6 @@ NORMS = Table(
                     return super().forward(x)
             """,
         ),
-        "grad decides": norm_class(
-            """
-            y = super().forward(x)
-            return y + x if torch.is_grad_enabled() and x.requires_grad else y
-            """,
-            "nn.LayerNorm",
-        ),
         "rank decides": norm_class(
             """
             y = F.layer_norm(x, x.shape[-1:], self.weight, self.bias)

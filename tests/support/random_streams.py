@@ -652,21 +652,6 @@ STREAM = Table(
         "one token decides": part("$y = $x if $x.shape[1] > 1 else $x + $x.mean()"),
         "batch decides": part("$y = $x if $x.shape[0] > 1 else $x.tanh()"),
         "numel decides": part("$y = $x if $x.numel() < 300 else $x.relu()"),
-        "grad decides": part("$y = $x + $x.mean() if torch.is_grad_enabled() else $x"),
-        "inference decides": part("$y = $x.tanh() if torch.is_inference_mode_enabled() else $x"),
-        "gradient of the stream decides": part("$y = $x.tanh() if $x.requires_grad else $x"),
-        "inference of the stream decides": part("$y = $x.tanh() if $x.is_inference() else $x"),
-        "autocast decides": part('$y = $x.tanh() if torch.is_autocast_enabled("cpu") else $x'),
-        "default dtype decides": part(
-            "$y = $x if torch.get_default_dtype() == torch.float64 else $x.tanh()"
-        ),
-        "a question by another name": part(
-            "$y = $x.tanh() if self.ask$n() else $x", "self.ask$n = torch.is_grad_enabled"
-        ),
-        "a question of transformers": part(
-            "from transformers.utils import is_torchdynamo_compiling\n"
-            "$y = $x if is_torchdynamo_compiling() else $x.tanh()"
-        ),
         "dtype decides": part("$y = $x if $x.dtype == torch.float64 else $x.tanh()"),
         "contiguity decides": part("$y = $x if $x.is_contiguous() else $x.tanh()"),
         "tracing decides": part(
