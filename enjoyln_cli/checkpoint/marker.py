@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -349,10 +350,15 @@ def _text(entry: dict[str, Any], key: str) -> str:
 
 
 def _list(entry: dict[str, Any], key: str) -> list[Any]:
-    value = entry.get(key)
-    if not isinstance(value, list):
-        raise _malformed(key, value)
-    return value
+    """A list in which nothing is repeated, except for the numbers of an axis."""
+    values = entry.get(key)
+    if not isinstance(values, list):
+        raise _malformed(key, values)
+    shown = [repr(value) for value in values if type(value) is not int]
+    if len(set(shown)) < len(shown):
+        repeated = Counter(shown).most_common(1)[0][0]
+        raise _malformed(key, f"{repeated:.40} is repeated")
+    return values
 
 
 def _texts(entry: dict[str, Any], key: str) -> tuple[str, ...]:

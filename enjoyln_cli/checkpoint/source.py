@@ -14,13 +14,17 @@ from pathlib import Path
 
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_token
 from enjoyln_cli.checkpoint.download import Remote, similar, snapshot
-from enjoyln_cli.checkpoint.file_roles import comes_along
+from enjoyln_cli.checkpoint.file_roles import CONFIG, comes_along
 from enjoyln_cli.checkpoint.foreign_formats import foreign_format
 from enjoyln_cli.checkpoint.sentence_transformers import transformer_folder
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+from enjoyln_cli.text import size
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 
+
+MAX_CONFIG_BYTES = 4_000_000
+"""A larger ``config.json`` is damaged or hostile: 20,000 labels take less than half of this."""
 
 State = tuple[int, int]
 """Size of a file, and the time of its last change in nanoseconds."""
@@ -78,6 +82,7 @@ def open_source(
         if revision is not None:
             raise ModelNotFound(f"{model} is a directory and has no revision {revision!r}; drop it")
         folder = transformer_folder(Path(local))
+        require_small_config(Path(local, folder))
         return Source(model, Path(local, folder), None, folder)
     if model and os.path.exists(local):
         if what := foreign_format([os.path.basename(local)]):
@@ -88,7 +93,18 @@ def open_source(
         raise ModelNotFound(f"there is no directory {model!r}{advice}")
     require_token(access)
     path, remote = snapshot(model, revision, access, weights=weights, stream=stream)
+    require_small_config(path)
     return Source(model, path, path.name, remote=remote)
+
+
+def require_small_config(folder: Path) -> None:
+    """Raise ``BadCheckpoint`` for a config that transformers would take minutes to read."""
+    path = folder / CONFIG
+    if path.is_file() and path.stat().st_size > MAX_CONFIG_BYTES:
+        raise BadCheckpoint(
+            f"{path} has {size(path.stat().st_size)}, and no config has more than "
+            f"{size(MAX_CONFIG_BYTES)}; do not use it"
+        )
 
 
 def states_of(folder: Path, names: Iterable[str]) -> dict[str, State]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from enjoyln_cli.errors import OutputError
-from enjoyln_cli.fs.staging import OS_ERROR_ADVICE, check_file, sync
+from enjoyln_cli.fs.staging import OS_ERROR_ADVICE, absolute_path, check_file, sync
 
 
 def check_new_file(file: Path, beside: tuple[Path, ...] = (), *, force: bool = False) -> Path:
@@ -22,7 +22,7 @@ def check_new_file(file: Path, beside: tuple[Path, ...] = (), *, force: bool = F
     Raises ``OutputError`` if one of them exists, unless ``force`` replaces it, or if the directory
     does not exist or allows no new files.
     """
-    file = Path(os.path.abspath(file.expanduser()))
+    file = absolute_path(file)
     for one in (file, *(file.with_name(other.name) for other in beside)):
         if os.path.lexists(one) and not (force or one.is_dir()):
             raise OutputError(f"{one} exists; choose another name, or replace it with --force")

@@ -50,14 +50,17 @@ _RESUMABLE = (KeyboardInterrupt, OSError, OutputError, ModelNotFound)
 
 def work_of(out: Path) -> Path:
     """The work directory for ``out``, which is the same for every run."""
-    out = _absolute(out)
+    out = absolute_path(out)
     name = out.name
     if len(os.fsencode(name)) > _MAX_NAME_BYTES:
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return out.parent / f".{name}.partial"
 
 
-def _absolute(out: Path) -> Path:
+def absolute_path(out: Path) -> Path:
+    """``out`` as an absolute path. Raises ``OutputError`` for a name that no file can have."""
+    if "\0" in str(out):
+        raise OutputError(f"{str(out)!r} contains a NUL character; choose another name")
     return Path(os.path.abspath(out.expanduser()))
 
 
@@ -138,7 +141,7 @@ def check_place(out: Path, *, source: Path, force: bool, resume: bool = False) -
     Raises ``OutputError`` if the directory cannot be created or replaced, and if an interrupted run
     has left finished files, unless ``resume`` uses them or ``force`` discards them.
     """
-    out = _absolute(out)
+    out = absolute_path(out)
     real, origin, here = out.resolve(), source.resolve(), Path.cwd().resolve()
     if real == origin or out == origin:
         raise OutputError(f"{out} is the source itself; choose another directory")

@@ -122,7 +122,7 @@ def load_recipe(path: str | Path) -> Recipe:
     try:
         with open(path, encoding="utf-8") as file:
             found = file.read(MAX_CHARS + 1)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a name with a NUL character, or no text
         raise RecipeError(f"{path}: cannot be read as text: {one_line(error)}") from None
     return parse_recipe(found, where=str(path))
 

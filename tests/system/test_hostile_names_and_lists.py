@@ -1,0 +1,116 @@
+"""Names that no file can have, and configs that repeat an entry 100,000 times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from live_models import CHECKPOINTS
+
+import enjoyln_cli
+from enjoyln_cli.checkpoint.config import load_config
+from enjoyln_cli.checkpoint.marker import proof_of, read_marker
+from enjoyln_cli.checkpoint.source import MAX_CONFIG_BYTES, open_source
+from enjoyln_cli.cli.main import main
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError
+from enjoyln_cli.fs.staged_files import check_new_file
+from enjoyln_cli.recipe.read import load_recipe
+
+GPT2 = str(CHECKPOINTS / "gpt2")
+NUL = "a\0b"
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fold", GPT2, "-o", NUL],
+        ["fold", NUL, "-o", "out"],
+        ["fold", GPT2, "-o", "out", "--recipe", NUL],
+        ["fold", GPT2, "-o", "out", "--adapter", NUL],
+        ["fold", GPT2, "-o", "out", f"--cache-dir={NUL}"],
+        ["rotate", GPT2, "-o", "out", "--matrix", NUL],
+        ["verify", NUL],
+        ["verify", GPT2, "--against", NUL],
+        ["verify", GPT2, "--text", NUL],
+        ["unfold", GPT2, "-o", NUL],
+        ["export", GPT2, "-o", NUL],
+        ["bench", GPT2, "--plot", NUL],
+        ["push", NUL, "owner/name"],
+        ["env", "--tune", NUL],
+    ],
+)
+def test_an_argument_with_a_nul_character(arguments: list[str]) -> None:
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert r"a\x00b" in done.output and "contains a NUL character" in done.output
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: enjoyln_cli.fold(GPT2, NUL),
+        lambda: enjoyln_cli.fold(NUL, "out"),
+        lambda: check_new_file(Path(NUL)),
+        lambda: load_recipe(NUL),
+        lambda: open_source(NUL),
+    ],
+)
+def test_a_path_with_a_nul_character_in_python(use: Callable[[], Any]) -> None:
+    with pytest.raises(EnjoyLNError) as caught:
+        use()
+    assert "\0" not in str(caught.value) or "cannot be read" in str(caught.value)
+
+
+REPEATED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "classes": lambda entry: entry.update(classes=entry["classes"] * MANY),
+    "rmsnorm": lambda entry: entry.update(rmsnorm=entry["rmsnorm"] * MANY),
+    "entry_inputs": lambda entry: entry.update(entry_inputs=["inputs_embeds"] * MANY),
+    "centering": lambda entry: entry.update(centering=entry["centering"] * MANY),
+    "centered": lambda entry: entry.update(centered=entry["centered"] * MANY),
+    "parameters": lambda entry: entry["centered"][0].update(parameters=["wte.weight"] * MANY),
+    "weight": lambda entry: entry["merged"].update(weight=["ln_f"] * MANY),
+    "units": lambda entry: entry.update(units=[{"first": "a", "second": "b"}] * MANY),
+    "proven": lambda entry: entry.update(
+        calls={"proven": ["Net(x=float[a, 16])"] * MANY, "attributes": {}}
+    ),
+}
+
+
+def repeated(out: Path, name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((out / "config.json").read_text())
+    REPEATED[name](config["enjoyln"])
+    config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
+    return config
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_marker_that_repeats_an_entry_is_refused(outs: dict[str, Path], name: str) -> None:
+    with pytest.raises(BadCheckpoint, match=f"malformed at '{name}'.*is repeated") as caught:
+        read_marker(repeated(outs["gpt2"], name))
+    assert len(str(caught.value)) < 300
+
+
+def test_a_config_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    """It is valid JSON, and names a model that is known."""
+    labels = {str(number): f"label {number}" for number in range(MAX_CONFIG_BYTES // 20)}
+    config = {"model_type": "gpt2", "id2label": labels}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for use in (open_source, enjoyln_cli.from_pretrained, enjoyln_cli.analyze):
+        with pytest.raises(BadCheckpoint, match=r"config.json has .* MB, and no config has more"):
+            use(str(tmp_path))
+
+
+def test_as_many_labels_as_imagenet_has_are_read(tmp_path: Path) -> None:
+    labels = {str(number): f"a label of four words, {number}" for number in range(21_843)}
+    config = {
+        "model_type": "gpt2",
+        "id2label": labels,
+        "label2id": {v: k for k, v in labels.items()},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_config(open_source(str(tmp_path))).num_labels == 21_843
