@@ -55,11 +55,12 @@ def require_known_class(config: Any, checkpoint: Checkpoint | None) -> None:
     if unknown is None:
         return
     listed = classes_for(config)
-    names = [cls.__name__ for cls in listed]
+    names, why = [cls.__name__ for cls in listed], "it has"
     if checkpoint:
         names = [found.name for found in filled(listed, config, checkpoint)]
+        why = "the stored tensors are those of"
     if hint := did_you_mean(unknown, names, most=1) or (
-        names and f"its tensors are those of {names[0]}: pass --model-class {names[0]}"
+        names and f"{why} {names[0]}: pass --model-class {names[0]}"
     ):
         raise UnsupportedModel(f"transformers has no model class {unknown}; {hint}")
     class_named(unknown)
@@ -72,18 +73,18 @@ def class_of(listed: Sequence[type], config: Any, checkpoint: Checkpoint) -> Can
     """
     first = candidate(build(listed[0], config), shapes_of(checkpoint), checkpoint)
     needed = needed_weights(first.model, first.missing)
-    if needed:
-        _require_no_prefix(listed[0], config, checkpoint, len(first.missing))
-        others = filled(listed[1:], config, checkpoint) or [
-            base
-            for cls in listed[1:2]  # the base class, whose pooler may be new
-            if (base := _candidate(cls, config, shapes_of(checkpoint), checkpoint))
-            and not needed_weights(base.model, base.missing)
-        ]
-        if not others:
-            raise missing_weights(first.model, needed, checkpoint.source.model)
-        return others[0]
-    return first
+    if not needed:
+        return first
+    _require_no_prefix(listed[0], config, checkpoint, len(first.missing))
+    others = filled(listed[1:], config, checkpoint) or [
+        base
+        for cls in listed[1:2]  # the base class, whose pooler may be new
+        if (base := _candidate(cls, config, shapes_of(checkpoint), checkpoint))
+        and not needed_weights(base.model, base.missing)
+    ]
+    if not others:
+        raise missing_weights(first.model, needed, checkpoint.source.model)
+    return others[0]
 
 
 def filled(listed: Sequence[type], config: Any, checkpoint: Checkpoint) -> list[Candidate]:

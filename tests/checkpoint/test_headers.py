@@ -106,7 +106,7 @@ def test_a_pickle_with_code_is_named_and_not_run(
     ("content", "words"),
     [
         ([1, 2], "holds a list, not a state dict"),
-        ({"state_dict": tensors("a")}, "'state_dict' is a dict, not a tensor"),
+        ({"state_dict": tensors("a")}, "keeps the tensors of the model in its entry 'state_dict'"),
         ({"a\n": torch.ones(2)}, r"names a tensor 'a\\n'"),
         ({1: torch.ones(2)}, "no state dict: 1 is a Tensor"),
         ({"a": torch.ones(2, 2).to_sparse()}, "a in .* is a torch.sparse_coo tensor"),
