@@ -143,15 +143,21 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def require_unquantised(config: Mapping[str, Any], model: str) -> None:
-    """Raise ``UnsupportedModel`` if the config, or a part of it, has a quantisation config."""
+    """Raise ``UnsupportedModel`` if the config, or a part of it, has a quantisation config.
+
+    A checkpoint that was converted before it was quantised cannot be verified or edited either.
+    """
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    advice = "convert the original checkpoint, then quantise the result"
+    if MARKER in config:
+        advice = "use the converted checkpoint that it was quantised from"
     for part in parts:
         found = part.get("quantization_config") or part.get("compression_config")
         if found:
             method = found.get("quant_method") if isinstance(found, dict) else None
             raise UnsupportedModel(
-                f"{model} is quantised ({method or 'so its config says'}) and cannot be centred "
-                "exactly; fold the original checkpoint and run the result unquantised"
+                f"{model} is quantised ({method or 'so its config says'}), and rounded weights "
+                f"cannot be compared or edited exactly; {advice}"
             )
 
 

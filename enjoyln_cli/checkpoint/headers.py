@@ -352,6 +352,6 @@ def require_unpacked(tensors: dict[str, StoredTensor]) -> None:
 
 def _quantised(name: str, file: str, dtype: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"{name} in {file} is quantised ({dtype}) and cannot be centred exactly; "
-        "fold the original checkpoint, then quantise the result"
+        f"{name} in {file} is quantised ({dtype}), and rounded weights cannot be compared or "
+        "edited exactly; convert the original checkpoint, then quantise the result"
     )

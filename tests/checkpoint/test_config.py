@@ -95,6 +95,21 @@ def test_quantised_models_are_refused(tmp_path: Path, config: Any, words: str) -
     refused(write(tmp_path, {"model_type": "gpt2", **config}), words)
 
 
+@pytest.mark.parametrize(
+    ("entry", "advice"),
+    [
+        ({}, "convert the original checkpoint, then quantise the result"),
+        ({"enjoyln": {}}, "use the converted checkpoint that it was quantised from"),
+    ],
+    ids=["original", "result"],
+)
+def test_a_quantised_model_is_refused_with_what_to_use_instead(
+    tmp_path: Path, entry: Any, advice: str
+) -> None:
+    stored = {"model_type": "gpt2", "quantization_config": {"load_in_8bit": True}, **entry}
+    refused(write(tmp_path, stored), f"cannot be compared or edited exactly; {advice}")
+
+
 def test_a_config_that_mentions_no_quantisation_is_not_refused(tmp_path: Path) -> None:
     stored = {"model_type": "gpt2", "quantization_config": None, "task_specific_params": {"a": 1}}
     assert load_config(open_source(str(write(tmp_path, stored)))).model_type == "gpt2"
