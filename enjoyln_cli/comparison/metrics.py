@@ -1,10 +1,25 @@
-"""The distance between the outputs of two runs, over all positions and at each position.
+"""The distance between the outputs of two runs, and the ratio of two rounding errors.
 
-A position is one vector along the last dimension of an output: a token, an image's logits, a row of
-pixels. The distance over a whole output is ``||a - b|| / ||b||``. It depends little on single
-entries, so a large error at one position may not show in it. Therefore the distance at each
-position ``p`` is measured too: ``||a_p - b_p|| / max(||b_p||, m)``, where ``m`` is the median of
-the ``||b_p||``. The median keeps positions with very small outputs from dominating.
+The distance over an output is ``||a - b|| / ||b||``. ``verification`` compares the folded model's
+distance from the exact function with the original's. Both are rounding errors, so their ratio is
+partly chance: with few inputs it can be 3 for an exact fold. How far chance reaches follows from
+the number ``D`` of independent errors. Their sum of squares is then like a sum of ``D`` squared
+normal variables, and Chernoff's bound says that the ratio of two such sums is above
+
+    x    with a probability of at most    ((1 + x)^2 / 4x)^(-D / 2)
+
+Entries are no independent errors. All logits of a classifier come from one hidden vector, and
+inputs may share an error. ``D`` is estimated from the errors themselves, with an input as unit:
+
+    D = 1 / (q (1 / n + r^2)),    n = (sum |e_i|^2)^2 / sum |e_i|^4
+
+where ``e_i`` is the error of input ``i`` over all entries of the output, ``q`` is the mean squared
+cosine of the angle between the errors of two inputs (one over the independent entries of an input),
+``r`` is the mean of ``e_i . e_j`` relative to that of ``|e_i|^2`` (what all inputs share), and
+``n`` is the number of inputs that matter. Two runs are compared with the mean of both ``1 / D``.
+If some inputs are much worse in one run and others in the other, that is chance as well: the spread
+of the inputs' shares is added to ``1 / D``. With one input nothing of this can be estimated: ``D``
+is 1, and only a gross error (``GROSS``) is no chance.
 """
 
 from __future__ import annotations
@@ -14,41 +29,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn import functional as F
 
 AT_ONCE = 1 << 22
 """Number of entries that are converted to float64 at a time."""
 MIN_ERROR_EPS = 0.5
 """Smallest rounding error that is expected of a result, in units of the eps of its dtype."""
-POSITION_RATIO = 4.0
-"""Largest allowed ratio of the folded model's worst position to the original's worst position.
-Among 18 correct folds, in three dtypes and with five seeds each, the largest ratio was 2.2 (1.7 for
-the storage error)."""
-USUAL_RATIO = 1.25
-"""The default of ``max_ratio``."""
-FEWEST_ENTRIES = 128
-"""Fewest entries of an output for which the ratio of two rounding errors is meaningful. A ratio of
-root mean squares over n entries has a standard error of about 1 / sqrt(n): with 128 entries, 1.25
-is nearly three standard errors from 1. ``sampling.MOST_ROWS`` inputs with one entry each are 128
-entries."""
+CHANCE = 1e-6
+"""Probability with which an exact result may be taken for a wrong one."""
+GROSS = 1000.0
+"""Chance never makes a ratio more than this many times larger: the original's rounding error counts
+as at least half an eps, however small it is by chance."""
+SAMPLED = 1024
+"""Entries of an input whose errors are kept, to compare the errors of different inputs."""
+COARSE = 4.0
+"""If chance alone can make a ratio this many times larger, there are too few inputs to judge it."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance between two runs ``a`` and ``b``, for one output."""
+    """The distance between two runs ``a`` and ``b``, for one output; a row is one input."""
 
     squares: torch.Tensor
-    """``||a_p - b_p||^2`` for each position, float64, shape ``(positions,)``."""
+    """``||a_i - b_i||^2`` for each row, float64, shape ``(rows,)``."""
     sizes: torch.Tensor
-    """``||b_p||^2`` for each position, float64, shape ``(positions,)``."""
+    """``||b_i||^2`` for each row, float64, shape ``(rows,)``."""
+    errors: torch.Tensor
+    """``a_i - b_i`` at up to ``SAMPLED`` evenly spaced entries, float64, ``(rows, entries)``."""
     comparable: bool
     """Whether the shapes are equal, and no entry is finite in only one of the two."""
-    entries: int = 0
-    """Number of compared entries."""
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether there are too few entries for the ratio of two rounding errors."""
-        return self.comparable and 0 < self.entries < FEWEST_ENTRIES
 
     @property
     def relative(self) -> float:
@@ -59,29 +68,49 @@ class Distance:
         return math.sqrt(difference / size) if size else math.sqrt(difference)
 
     @property
-    def positions(self) -> torch.Tensor:
-        """The relative distance at each position, float64, shape ``(positions,)``."""
-        if not self.comparable:
-            return torch.full((1,), math.inf, dtype=torch.float64)
-        sizes = self.sizes
-        least = float(sizes.median()) or float(sizes.mean()) or 1.0
-        return (self.squares / sizes.clamp(min=least)).sqrt()
+    def independent_errors(self) -> float:
+        """The number ``D`` of independent errors; 1 for one row.
+
+        One pair of errors with cosine 1 is counted in addition, so that a few rows whose errors are
+        orthogonal by chance do not count as many.
+        """
+        squares = self.squares[self.squares > 0]
+        errors = self.errors[self.squares > 0]
+        if len(squares) < 2:
+            return 1.0
+        rows, pairs = len(squares), len(squares) * (len(squares) - 1) / 2
+        directions = F.normalize(errors, eps=1e-300)
+        cosines = directions @ directions.T
+        alike = (1 + float(cosines.square().sum() - cosines.diagonal().square().sum()) / 2) / (
+            1 + pairs
+        )
+        own = float(errors.square().sum())
+        shared = (float(errors.sum(0).square().sum()) - own) / ((rows - 1) * own) if own else 1.0
+        matter = float(squares.sum() ** 2 / squares.square().sum())
+        return 1 / (alike * (1 / matter + max(shared, 0.0) ** 2))
 
     def times(self, factor: float) -> Distance:
         """This distance multiplied by ``factor``."""
-        return replace(self, squares=self.squares * factor**2)
+        return replace(self, squares=self.squares * factor**2, errors=self.errors * factor)
 
 
 @dataclass(frozen=True)
-class WorstPosition:
-    """The errors at the position, of all outputs, that is furthest from the exact function."""
+class Ratio:
+    """The error of a result divided by the original's own rounding error, for one output."""
 
-    error: float
-    original: float
-    """The original's own rounding error: at its own worst position (``worst_position``), or at the
-    same position (``worst_stored``)."""
-    ratio: float
-    """The largest ratio of ``error`` to ``original`` among the outputs."""
+    value: float
+    chance: float
+    """By chance, ``value`` is at most this many times the true ratio (see ``CHANCE``)."""
+
+    @property
+    def least(self) -> float:
+        """The smallest true ratio that chance does not rule out."""
+        return self.value / self.chance
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether there are too few inputs to judge it."""
+        return self.chance > COARSE
 
 
 def distances(
@@ -106,49 +135,52 @@ def distances_of(
 
 def pool_distances(batches: Sequence[Mapping[str, Distance]]) -> dict[str, Distance]:
     """The distances of several batches joined into one, for each output."""
-    found = {}
+    pooled = {}
     for name in dict.fromkeys(name for batch in batches for name in batch):
         parts = [batch[name] for batch in batches if name in batch]
-        found[name] = Distance(
+        width = max(part.errors.shape[1] for part in parts)
+        pooled[name] = Distance(
             torch.cat([part.squares for part in parts]),
             torch.cat([part.sizes for part in parts]),
+            torch.cat([F.pad(part.errors, (0, width - part.errors.shape[1])) for part in parts]),
             all(part.comparable for part in parts),
-            sum(part.entries for part in parts),
         )
-    return found
+    return pooled
 
 
 def _incomparable() -> Distance:
-    return Distance(torch.zeros(1), torch.zeros(1), False)
+    none = torch.zeros(1, dtype=torch.float64)
+    return Distance(none, none, none[:, None], False)
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> Distance:
     if a.shape != b.shape:
         return _incomparable()
-    width = b.shape[-1] if b.ndim > 1 else 1
-    if not b.numel():
-        return Distance(torch.zeros(0), torch.zeros(0), True)
-    rows = max(1, AT_ONCE // width)
-    squares, sizes = [], []
-    for x, y in zip(
-        a.reshape(-1, width).split(rows), b.reshape(-1, width).split(rows), strict=True
-    ):
-        x, y = x.double(), y.double()
-        difference, size = (x - y).square().sum(-1), y.square().sum(-1)
-        if not math.isfinite(float(difference.sum() + size.sum())):
-            finite = x.isfinite() & y.isfinite()
-            if not (finite | (x == y) | (x.isnan() & y.isnan())).all():
-                return _incomparable()
-            difference = torch.where(finite, x - y, 0.0).square().sum(-1)
-            size = torch.where(finite, y, 0.0).square().sum(-1)
-        squares.append(difference)
-        sizes.append(size)
-    return Distance(torch.cat(squares), torch.cat(sizes), True, b.numel())
+    a, b = (value.reshape(len(value), value[:1].numel()) for value in (a, b))
+    rows, width = b.shape
+    squares, sizes = torch.zeros(2, rows, dtype=torch.float64)
+    at_once = max(1, AT_ONCE // max(width, 1))
+    for first in range(0, rows, at_once):
+        part = slice(first, first + at_once)
+        for x, y in zip(a[part].split(AT_ONCE, 1), b[part].split(AT_ONCE, 1), strict=True):
+            x, y = x.double(), y.double()
+            difference, size = (x - y).square().sum(1), y.square().sum(1)
+            if not math.isfinite(float(difference.sum() + size.sum())):
+                finite = x.isfinite() & y.isfinite()
+                if not (finite | (x == y) | (x.isnan() & y.isnan())).all():
+                    return _incomparable()
+                difference = torch.where(finite, x - y, 0.0).square().sum(1)
+                size = torch.where(finite, y, 0.0).square().sum(1)
+            squares[part] += difference
+            sizes[part] += size
+    step = math.ceil(width / SAMPLED) or 1
+    errors = a[:, ::step].double() - b[:, ::step].double()
+    return Distance(squares, sizes, errors.nan_to_num(0.0, 0.0, 0.0), True)
 
 
-def relative(found: Mapping[str, Distance]) -> dict[str, float]:
-    """The relative distance over all positions, for each output."""
-    return {name: distance.relative for name, distance in found.items()}
+def relative(measured: Mapping[str, Distance]) -> dict[str, float]:
+    """The relative distance over all rows, for each output."""
+    return {name: distance.relative for name, distance in measured.items()}
 
 
 def largest(errors: Mapping[str, float]) -> float:
@@ -156,66 +188,37 @@ def largest(errors: Mapping[str, float]) -> float:
     return max(errors.values(), default=0.0)
 
 
-def ratio(errors: Mapping[str, float], own: Mapping[str, float], dtype: torch.dtype) -> float:
-    """The largest ``errors / own`` among the outputs; ``own`` is at least half the dtype's eps."""
+def ratios(
+    measured: Mapping[str, Distance], own: Mapping[str, Distance], dtype: torch.dtype
+) -> dict[str, Ratio]:
+    """The ratio of two rounding errors in ``dtype``, for each output.
+
+    ``own`` are the original's errors. They count as at least half the eps of ``dtype``.
+    """
     floor = MIN_ERROR_EPS * torch.finfo(dtype).eps
-    ratios = [errors[name] / max(own[name], floor) for name in own]
-    return max((math.inf if math.isnan(value) else value for value in ratios), default=0.0)
+    return {
+        name: Ratio(
+            measured[name].relative / max(original.relative, floor),
+            chance_of(measured[name], original),
+        )
+        for name, original in own.items()
+    }
 
 
-def worst_position(
-    found: Mapping[str, Distance], own: Mapping[str, Distance], dtype: torch.dtype
-) -> WorstPosition:
-    """The worst position of ``found``, compared with the worst position of the original's ``own``.
-
-    These can be two positions: the position with the largest rounding error differs between runs.
-    """
-    worst = {name: _largest(distance.positions) for name, distance in found.items()}
-    before = {name: _largest(distance.positions) for name, distance in own.items()}
-    return WorstPosition(
-        max(worst.values(), default=0.0),
-        max(before.values(), default=0.0),
-        ratio(worst, before, dtype),
-    )
+def chance_of(measured: Distance, own: Distance) -> float:
+    """How many times the true ratio of two errors its measured value may be by chance."""
+    if not (measured.comparable and own.comparable):
+        return 1.0
+    dependence = (1 / measured.independent_errors + 1 / own.independent_errors) / 2
+    rows = len(own.squares)
+    if rows > 1 and rows == len(measured.squares):
+        shares = [each.squares / (each.squares.sum() or 1.0) for each in (measured, own)]
+        spread = float((shares[0] - shares[1]).square().sum())
+        dependence += spread / 4 * rows / (rows - 1)
+    bound = math.exp(2 * dependence * math.log(1 / CHANCE))  # (1 + x)^2 / 4x
+    return min(math.exp(math.acosh(2 * bound - 1) / 2), GROSS)  # the square root of x
 
 
-def worst_stored(
-    stored: Mapping[str, Distance], own: Mapping[str, Distance], dtype: torch.dtype
-) -> WorstPosition:
-    """The position with the largest ratio of storage error to the original's rounding error.
-
-    The storage error is the same in every run, so it is compared with the original's rounding error
-    at the same position. Since that may be small by chance, its root mean square over all positions
-    is used if it is larger.
-    """
-    found = WorstPosition(0.0, 0.0, 0.0)
-    for name, distance in stored.items():
-        errors, before = distance.positions, own[name].positions
-        usual = float(before.square().mean().sqrt()) if before.numel() else 0.0
-        floor = max(usual, MIN_ERROR_EPS * torch.finfo(dtype).eps)
-        if errors.shape != before.shape:
-            return WorstPosition(math.inf, usual, math.inf)
-        ratios = (errors / before.clamp(min=floor)).nan_to_num(math.inf)
-        if ratios.numel() and float(ratios.max()) > found.ratio:
-            at = int(ratios.argmax())
-            found = WorstPosition(
-                float(errors[at]), max(float(before[at]), floor), float(ratios[at])
-            )
-    return found
-
-
-def position_bound(max_ratio: float) -> float:
-    """The limit for the ratio of worst positions; ``max_ratio`` is that over all positions."""
-    return POSITION_RATIO * max(max_ratio / USUAL_RATIO, 1.0)
-
-
-def gross_bound(max_ratio: float, entries: int) -> float:
-    """The limit for the ratio of an output with few ``entries``, which only finds gross errors.
-
-    The fewer entries there are, the larger the ratio of two rounding errors can be by chance.
-    """
-    return position_bound(max_ratio) * FEWEST_ENTRIES / entries
-
-
-def _largest(values: torch.Tensor) -> float:
-    return float(values.max()) if values.numel() else 0.0
+def worst(found: Mapping[str, Ratio]) -> Ratio:
+    """The ratio that is the furthest above what chance allows; 0 if there are no outputs."""
+    return max(found.values(), key=lambda ratio: ratio.least, default=Ratio(0.0, 1.0))

@@ -1,11 +1,15 @@
 """How many inputs a check can run in the time that it may take.
 
-A check loads two models twice each, and makes six runs on the same inputs. The remaining time,
-minus the time for the models that are still to be loaded, is shared equally among the remaining
-runs. A run takes the batches in order and stops before one that would not fit into its share. Later
-runs use no more batches than it did. So a check ends in time, even if one dtype is slow on this
-machine, and every run has at least one batch. Loading, and the comparison of every stored tensor,
-are never skipped.
+A check loads several models and makes several runs on the same inputs. The remaining time, minus
+the time for the models that are still to be loaded, is shared equally among the remaining runs. A
+run takes the batches in order and stops before one that would not fit into its share. Later runs
+use no more batches than it did. So a check ends in time, even if one dtype is slow on this machine,
+and every run has at least one batch. Loading, and the comparison of every stored tensor, are never
+skipped.
+
+The first run of a model is slower than later ones (memory is mapped, libraries choose algorithms).
+So the first input is timed twice, and the first batch of a run only says what the next one costs
+until the next one has been timed.
 """
 
 from __future__ import annotations
@@ -17,24 +21,20 @@ from typing import TypeVar
 
 from enjoyln_cli.clock import Clock
 
-LOADS = 4
-"""Models that are loaded: the original and the folded one, in two dtypes each."""
-RUNS = 6
-"""Runs of these models. In float64: the original, the original with centred weights, the folded
-model as stored. In the compute dtype: the original, the folded model in the stock class, and the
-folded model with RMSNorm."""
-
 Result = TypeVar("Result")
 
 
 class Pace:
     """Shares the time of one check among its runs."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, loads: int = 0, runs: int = 0) -> None:
         self.clock = clock
+        self.loads = loads
+        """Models that are still to be loaded."""
+        self.runs = runs
+        """Runs that are still to be made."""
         self.costs: list[int] = []
         """For each batch that is still run: its number of input elements."""
-        self._loads, self._runs = LOADS, RUNS
         self._load_seconds = 0.0
         self._seconds_per_element = 0.0
         """Time per input element in the last run."""
@@ -42,21 +42,25 @@ class Pace:
     @property
     def share(self) -> float:
         """Seconds that the next run may take."""
-        return (self.clock.left - self._loads * self._load_seconds) / max(self._runs, 1)
-
-    def plan_run(self) -> None:
-        """Reserve time for one more run, which scores a text."""
-        self._runs += 1
+        return (self.clock.left - self.loads * self._load_seconds) / max(self.runs, 1)
 
     def end_run(self, was_planned: bool = True) -> None:
         """Note that a run is over or was left out."""
-        self._runs -= was_planned
+        self.runs -= was_planned
         self.tell()
 
-    def fitting(self, seconds: float) -> int | None:
-        """How many inputs of ``seconds`` each fit into a run, at least 1; ``None`` for no limit."""
-        share = self.share
-        return None if math.isinf(share) else max(1, int(share / max(seconds, 1e-9)))
+    def fitting(self, try_one: Callable[[], Result]) -> tuple[Result, int | None]:
+        """The result of ``try_one``, which runs one input, and how many such inputs fit into a run.
+
+        At least 1; ``None`` for no limit.
+        """
+        result = try_one()
+        if math.isinf(self.clock.limit):
+            return result, None
+        begin = self.clock.now()
+        try_one()
+        seconds = self.clock.now() - begin
+        return result, max(1, int(self.share / max(seconds, 1e-9)))
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -64,8 +68,8 @@ class Pace:
         self.tell()
         begin = self.clock.now()
         yield
-        self._loads -= 1
-        self._load_seconds = self.clock.now() - begin
+        self.loads -= 1
+        self._load_seconds = max(self._load_seconds, self.clock.now() - begin)
         self.tell()
 
     def run(self, one: Callable[[int], Result]) -> list[Result]:
@@ -74,25 +78,27 @@ class Pace:
         At least once. Returns the results; later runs are limited to the same batches.
         """
         begin, share = self.clock.now(), self.share
-        found: list[Result] = []
-        done = 0
+        results: list[Result] = []
+        since, timed, rate = begin, 0, 0.0
         for at, cost in enumerate(self.costs):
-            spent = self.clock.now() - begin
-            if found and spent * (1 + cost / done) > share:
+            if results and self.clock.now() - begin + cost * rate > share:
                 break
-            found.append(one(at))
-            done += cost
-            self._seconds_per_element = (self.clock.now() - begin) / done
+            results.append(one(at))
+            timed += cost
+            rate = (self.clock.now() - since) / timed
+            if at == 0:
+                since, timed = self.clock.now(), 0
+            self._seconds_per_element = rate
             self.tell(sum(self.costs[at + 1 :]))
-        self.costs = self.costs[: len(found)]
-        self._runs -= 1
-        return found
+        self.costs = self.costs[: len(results)]
+        self.end_run()
+        return results
 
     def tell(self, elements_left: int = 0) -> None:
         """Report the progress; ``elements_left`` input elements are left in the current run."""
         if not self.costs or not self._seconds_per_element:
             self.clock.tell()
             return
-        others = self._runs - (elements_left > 0)
+        others = self.runs - (elements_left > 0)
         elements = elements_left + others * sum(self.costs)
-        self.clock.tell(self._loads * self._load_seconds + elements * self._seconds_per_element)
+        self.clock.tell(self.loads * self._load_seconds + elements * self._seconds_per_element)

@@ -1,7 +1,7 @@
 """Which inputs a check runs on: enough to make the ratio of two rounding errors stable.
 
 The user's inputs come first; generated ones are added if there are too few (``batches``). The first
-two inputs are timed to see how many fit into the time. If the time or the number of inputs is
+input is timed to see how many fit into the time. If the time or the number of inputs is
 limited, batches are small and ordered by how much they reveal: rows with padding, the last rows of
 a position table, masked patches.
 """
@@ -79,17 +79,13 @@ def choose(runner: Runner, data: UserData, seed: int, pace: Pace) -> Examples:
     """Choose the user's examples, and seeded ones if a stable ratio needs more rows."""
     own, mask_token, is_scored = _user_batches(runner, data)
     if is_scored:
-        pace.plan_run()
-        pace.plan_run()
-    first = own or inputs.seeded_batches(runner.model, 2, seed, runner.dtype)
-    two = {name: value[:2] for name, value in first[0].items()}
-    begin = pace.clock.now()
-    found = runner.run(two)
-    seconds = (pace.clock.now() - begin) / length(two)
-    fewest, most = _rows(found)
+        pace.runs += 2
+    first = own or inputs.seeded_batches(runner.model, 1, seed, runner.dtype)
+    one = {name: value[:1] for name, value in first[0].items()}
+    outputs, fitting = pace.fitting(lambda: runner.run(one))
+    fewest, most = _rows(outputs)
     full = data.number if data.texts and data.number else fewest
     rows = min(full, most) if data.texts else data.number or full
-    fitting = pace.fitting(seconds)
     rows = rows if fitting is None else min(rows, fitting)
     is_cut = rows < full
     batches = _first_rows(own, rows)

@@ -21,15 +21,14 @@ import torch
 from enjoyln_cli.clock import Clock
 from enjoyln_cli.comparison.batches import Batch
 from enjoyln_cli.comparison.metrics import (
+    COARSE,
     Distance,
     distances_of,
-    gross_bound,
     largest,
     pool_distances,
-    position_bound,
-    ratio,
+    ratios,
     relative,
-    worst_position,
+    worst,
 )
 from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.run import run
@@ -59,10 +58,10 @@ class RuntimeCheck:
     """The original's own rounding error in the dtype of the file."""
     original_ran_in: str
     """``torch``, or the program itself if that rounds more than torch."""
-    ratio: float | None
-    """Their ratio for the worst output; ``None`` if no output has enough entries for one."""
-    position_ratio: float | None
-    """The same at the worst positions."""
+    ratio: float
+    """Their ratio for the worst output."""
+    chance: float
+    """By chance, ``ratio`` may be this many times the true ratio (see ``comparison.metrics``)."""
     rows: int
     """Number of inputs that were run."""
     dtype: str
@@ -72,7 +71,7 @@ class RuntimeCheck:
     @property
     def summary(self) -> str:
         """The result, for a file that passes."""
-        if self.ratio is None:
+        if self.chance > COARSE:
             return f"same outputs (error {self.error:.1e}), too few to judge their rounding"
         error = f"error {self.ratio:.2f} x the original's own"
         where = "" if self.original_ran_in == "torch" else f" in {self.original_ran_in}"
@@ -208,42 +207,21 @@ def _judge(
     found: dict[str, Distance], own: dict[str, Distance], dtype: torch.dtype, max_ratio: float
 ) -> RuntimeCheck:
     """Compare the distances of the file's outputs with those of the original's ``own`` outputs."""
-    usual = {name for name, one in own.items() if not one.is_sparse}
-    got, before = ({n: one[n] for n in usual} for one in (found, own))
-    times = ratio(relative(got), relative(before), dtype) if usual else None
-    at_worst = worst_position(got, before, dtype).ratio if usual else None
-    sparse = {
-        name: ratio({name: found[name].relative}, {name: one.relative}, dtype)
-        for name, one in own.items()
-        if one.is_sparse
-    }
+    ratio = worst(ratios(found, own, dtype))
+    failure = ""
+    if not math.isfinite(largest(relative(own))):
+        failure = "the original itself overflows in this dtype; export another with --dtype"
+    elif not ratio.least <= max_ratio:
+        limits = f"limit {max_ratio:g} x, by chance {max_ratio * ratio.chance:.3g} x"
+        failure = f"error {ratio.value:.2f} x the original's own ({limits})"
     return RuntimeCheck(
         runtime="",
         error=largest(relative(found)),
         original_error=largest(relative(own)),
         original_ran_in="torch",
-        ratio=times,
-        position_ratio=at_worst,
+        ratio=ratio.value,
+        chance=ratio.chance,
         rows=0,
         dtype=str(dtype).removeprefix("torch."),
-        failure=_failure(times, at_worst, sparse, own, max_ratio),
+        failure=failure,
     )
-
-
-def _failure(
-    times: float | None,
-    at_worst: float | None,
-    sparse: dict[str, float],
-    own: dict[str, Distance],
-    max_ratio: float,
-) -> str:
-    if not math.isfinite(largest(relative(own))):
-        return "the original itself overflows in this dtype; export another with --dtype"
-    if times is not None and not times <= max_ratio:
-        return f"error {times:.2f} x the original's own (limit {max_ratio:g} x)"
-    if at_worst is not None and not at_worst <= (bound := position_bound(max_ratio)):
-        return f"error {at_worst:.1f} x the original's at one position (limit {bound:g} x)"
-    for name, value in sparse.items():
-        if not value <= (bound := gross_bound(max_ratio, own[name].entries)):
-            return f"error {value:.0f} x the original's in {name} (limit {bound:.0f} x)"
-    return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ def verification_rows(found: Mapping[str, Any]) -> list[Texts]:
         ("identity error", _number(found, "identity_error"), "", "the algebra, in float64"),
         ("storage error", _number(found, "storage_error"), "", "rounding the new weights"),
         *_run_rows(found),
-        *_ratio_rows(found),
+        _ratio_row(found),
         ("KL divergence", _number(found, "kl"), "", "from the original"),
         ("top-1 agreement", _number(found, "top1_agreement"), "", "with the original"),
     ]
@@ -106,17 +105,13 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _ratio_rows(found: Mapping[str, Any]) -> list[Texts]:
-    """The ratio and the worst position with their limits; one row if there are too few inputs."""
-    ratio = _value(found, "ratio")
-    if ratio is None or math.isnan(ratio):
-        return [("ratio", NONE, "", "too few inputs to judge it")]
-    error, own = (_number(found, f"worst_position_{key}") for key in ("error", "original"))
-    bound, at_once = (_number(found, key) for key in ("max_position_ratio", "max_ratio"))
-    return [
-        ("ratio", _number(found, "ratio"), "1", f"passes up to {at_once}"),
-        ("worst position", error, own, f"passes up to {bound} times"),
-    ]
+def _ratio_row(found: Mapping[str, Any]) -> Texts:
+    """The ratio and its limits: that for the true ratio, and what few inputs allow by chance."""
+    limit, chance = _value(found, "max_ratio"), _value(found, "chance")
+    note = "" if limit is None else f"limit {number(limit)}"
+    if limit is not None and chance is not None:
+        note += f", by chance {number(limit * chance)}"
+    return ("ratio", _number(found, "ratio"), "1", note)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

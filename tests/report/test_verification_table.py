@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,21 +22,17 @@ from enjoyln_cli.report.verification_table import (
     verification_rows,
 )
 
-WHOLE = replace(
-    CHECKED, worst_position_error=3e-7, worst_position_original=2e-7, max_position_ratio=10.0
-)
-
 
 def test_an_object_and_its_file_give_the_same_rows() -> None:
-    rows = verification_rows(vars(WHOLE))
-    assert rows == verification_rows(json.loads(json.dumps(WHOLE.to_json())))
-    assert all(len(row) == len(verification_heads(vars(WHOLE))) for row in rows)
-    assert len(rows) == len({row[0] for row in rows}) == 9
+    rows = verification_rows(vars(CHECKED))
+    assert rows == verification_rows(json.loads(json.dumps(CHECKED.to_json())))
+    assert all(len(row) == len(verification_heads(vars(CHECKED))) for row in rows)
+    assert len(rows) == len({row[0] for row in rows}) == 8
 
 
 def test_a_model_without_rmsnorm_has_one_error_of_its_runs() -> None:
     """A model that was only rotated runs in the plain class, with or without this package."""
-    rows = verification_rows(vars(replace(WHOLE, norm_input_mean={})))
+    rows = verification_rows(vars(replace(CHECKED, norm_input_mean={})))
     assert ("runtime error", "3.2e-07", "3.0e-07", "plain class, in float32") in rows
     assert "stock error" not in [row[0] for row in rows]
     assert not any("RMSNorm" in text for row in rows for text in row)
@@ -62,38 +57,37 @@ def test_the_terminal_and_the_card_show_the_same_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("enjoyln_cli.cli.streams.PIPED_WIDTH", 200)
-    (tmp_path / VERIFY_FILE).write_text(json.dumps(WHOLE.to_json()))
-    console.write_verification(WHOLE)
+    (tmp_path / VERIFY_FILE).write_text(json.dumps(CHECKED.to_json()))
+    console.write_verification(CHECKED)
     lines = [
         tuple(cell.strip() for cell in line.strip("│").split("│"))
         for line in capsys.readouterr().out.splitlines()
         if line.startswith("│")
     ]
     assert lines == card.state(tmp_path, "", "me/x", ())["checks"]
-    assert lines == verification_rows(vars(WHOLE))
+    assert lines == verification_rows(vars(CHECKED))
 
 
-def test_too_few_inputs_judge_neither_ratio_nor_positions() -> None:
-    for ratio in (math.nan, None):
-        rows = verification_rows({**vars(WHOLE), "ratio": ratio})
-        assert ("ratio", NONE, "", "too few inputs to judge it") in rows
-        assert "worst position" not in [row[0] for row in rows]
+def test_the_ratio_has_a_limit_and_what_chance_allows() -> None:
+    assert ("ratio", "1.03", "1", "limit 1.25, by chance 1.44") in verification_rows(vars(CHECKED))
+    early = {key: value for key, value in vars(CHECKED).items() if key != "chance"}
+    assert ("ratio", "1.03", "1", "limit 1.25") in verification_rows(early)
 
 
 def test_a_perplexity_of_few_tokens_is_marked() -> None:
     scores = {"original": 12.5, "folded": 12.25, "tokens": 255}
-    *few, note = verification_rows(vars(replace(WHOLE, perplexity=scores)))[-1]
+    *few, note = verification_rows(vars(replace(CHECKED, perplexity=scores)))[-1]
     assert few == ["perplexity", "12.2500", "12.5000"]
     assert note == "over 255 tokens: too few to be reliable"
-    many = verification_rows(vars(replace(WHOLE, perplexity={**scores, "tokens": 256})))[-1]
+    many = verification_rows(vars(replace(CHECKED, perplexity={**scores, "tokens": 256})))[-1]
     assert many[3] == "over 256 tokens"
-    none = verification_rows(vars(replace(WHOLE, perplexity=None)))
+    none = verification_rows(vars(replace(CHECKED, perplexity=None)))
     assert none[-1][0] == "top-1 agreement"
 
 
 @pytest.mark.parametrize("value", [None, "1.0", [], {}, {"tokens": None}])
 def test_an_edited_file_is_shown_as_far_as_possible(value: Any) -> None:
-    found = dict.fromkeys(vars(WHOLE), value)
+    found = dict.fromkeys(vars(CHECKED), value)
     assert {row[1] for row in verification_rows(found)} == {NONE}
     assert {row[1] for row in verification_rows({})} == {NONE}
 

@@ -47,7 +47,7 @@ from enjoyln_cli.checkpoint.marker import proof_of
 from enjoyln_cli.checkpoint.reader import open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.comparison import batches as inputs
-from enjoyln_cli.comparison.metrics import distances, ratio, relative
+from enjoyln_cli.comparison.metrics import Distance, distances, ratios, relative
 from enjoyln_cli.comparison.run import Float64, run
 from enjoyln_cli.comparison.text_scores import divergence, perplexity
 from enjoyln_cli.errors import AlreadyFolded, BadCheckpoint, ModelNotFound, UnsupportedModel
@@ -269,7 +269,8 @@ def test_a_strict_ratio_fails(outs: dict[str, Path]) -> None:
     assert not found.passed
     error = f"error {found.runtime_error:.1e} as RMSNorm, 0."
     assert found.summary.startswith(f"not verified: too far from the exact function: {error}")
-    assert found.summary.endswith(f"({found.original_error:.1e}; limit 0.1 x)")
+    assert found.summary.endswith(f"the original's error is {found.original_error:.1e}")
+    assert "(limit 0.1 x, by chance 0.1" in found.summary
 
 
 def test_storage_shows_in_a_wider_dtype(outs: dict[str, Path]) -> None:
@@ -314,10 +315,18 @@ def test_relative_errors_are_pooled_and_respect_infinities() -> None:
     assert relative(distances([{}, {}], exact)) == {"a": math.inf}
 
 
+def one_error(size: float, rows: int = 4) -> dict[str, Distance]:
+    exact = torch.ones(rows, 3, dtype=torch.float64)
+    return distances([{"a": exact * (1 + size)}], [{"a": exact}])
+
+
 def test_ratio_has_a_floor() -> None:
-    assert ratio({"a": 3e-7, "b": 1.0}, {"a": 2e-7, "b": 1.0}, torch.float32) == pytest.approx(1.5)
-    assert ratio({"a": 1e-9}, {"a": 0.0}, torch.float32) < 0.02
-    assert ratio({"a": math.nan}, {"a": 1.0}, torch.float32) == math.inf
+    (found,) = ratios(one_error(3e-7), one_error(2e-7), torch.float32).values()
+    assert found.value == pytest.approx(1.5)
+    (found,) = ratios(one_error(1e-9), one_error(0.0), torch.float32).values()
+    assert found.value < 0.02
+    (found,) = ratios(one_error(math.nan), one_error(1.0), torch.float32).values()
+    assert found.least == math.inf
 
 
 def test_divergence() -> None:
@@ -553,9 +562,6 @@ def test_trained_checkpoints(tmp_path: Path, family: str, dtype: str) -> None:
     assert found.passed, found.summary
     assert found.identity_error < IDENTITY_BOUND
     assert found.ratio <= 1.1 and found.stock_ratio <= 1.1
-    assert 0 < found.worst_position_ratio < 3 < found.max_position_ratio
-    assert found.stored_position_ratio is not None and 0 < found.stored_position_ratio < 3
-    assert found.worst_position_error >= found.runtime_error
     eps = torch.finfo(getattr(torch, dtype)).eps
     assert max(found.norm_input_mean.values()) < 2 * eps
 

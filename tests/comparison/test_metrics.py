@@ -1,0 +1,108 @@
+"""How far chance reaches in the ratio of two rounding errors: never too little, and no further than
+a wrong result needs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from enjoyln_cli.comparison.metrics import COARSE, GROSS, Distance, Ratio, distances, ratios
+
+SIZE = 1e-6
+Errors = dict[str, Distance]
+
+
+def errors(exact: torch.Tensor, noise: torch.Tensor, times: float = 1.0) -> Errors:
+    return distances([{"y": exact + times * SIZE * noise}], [{"y": exact}])
+
+
+def one_ratio(measured: Errors, own: Errors) -> Ratio:
+    return ratios(measured, own, torch.float32)["y"]
+
+
+def draws(kind: str, rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two errors of the same size, with an exact output; each row is one input."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    if kind == "one number":
+        return normal(rows, 1), normal(rows, 1)
+    head = normal(3, 50)
+    if kind == "logits of one hidden vector":
+        return normal(rows, 3) @ head, normal(rows, 3) @ head
+    if kind == "shared by all inputs":
+        return tuple(normal(1, 50) + 0.1 * normal(rows, 50) for _ in range(2))  # type: ignore[return-value]
+    if kind == "of very different size":
+        sizes = normal(rows, 1).exp()
+        return sizes * normal(rows, 50), sizes * normal(rows, 50)
+    assert kind == "of another size in each run"
+    return tuple(normal(rows, 50) * (normal(rows, 1) / 2).exp() for _ in range(2))  # type: ignore[return-value]
+
+
+KINDS = [
+    "one number",
+    "logits of one hidden vector",
+    "shared by all inputs",
+    "of very different size",
+    "of another size in each run",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 32])
+def test_chance_explains_every_ratio_of_two_errors_of_the_same_size(kind: str, rows: int) -> None:
+    exact = torch.ones(rows, 1 if kind == "one number" else 50, dtype=torch.float64)
+    above = 0
+    for seed in range(300):
+        measured, own = draws(kind, rows, seed)
+        found = one_ratio(errors(exact, measured), errors(exact, own))
+        assert found.least <= 1, seed
+        above += found.value > 1.25
+    assert above or rows > 3, "the ratio alone is above the usual limit"
+
+
+@pytest.mark.parametrize(
+    ("shape", "times"),
+    [((16, 32, 500), 1.6), ((4, 32, 500), 4.0), ((128, 10), 1.9), ((128, 1), 6.0), ((1, 9), 5e3)],
+    ids=str,
+)
+def test_a_larger_error_is_not_taken_for_chance(shape: tuple[int, ...], times: float) -> None:
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        exact, measured, own = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
+        found = one_ratio(errors(exact, measured, times), errors(exact, own))
+        assert found.least > 1.25, (seed, found)
+
+
+def test_more_inputs_leave_less_to_chance() -> None:
+    noise = torch.randn(2, 128, 40, generator=torch.Generator().manual_seed(0)).double()
+    exact = torch.ones(128, 40, dtype=torch.float64)
+    chances = [
+        one_ratio(errors(exact[:n], noise[0, :n]), errors(exact[:n], noise[1, :n])).chance
+        for n in (1, 2, 4, 8, 16, 32, 64, 128)
+    ]
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] == GROSS and chances[-1] < 1.2 < COARSE < chances[1]
+
+
+def test_rows_longer_than_what_is_kept_of_them_and_of_several_lengths() -> None:
+    """A long row is cut into parts for its size, and every so many entries stand for its error."""
+    generator = torch.Generator().manual_seed(0)
+    exact = [
+        {"y": torch.randn(2, length, 5000, generator=generator).double()} for length in (3, 900)
+    ]
+    got = [{"y": batch["y"] * (1 + SIZE)} for batch in exact]
+    (found,) = distances(got, exact).values()
+    assert found.relative == pytest.approx(SIZE, rel=1e-6)
+    assert found.squares.shape == (4,) and found.errors.shape[0] == 4
+    assert found.times(3.0).relative == pytest.approx(3 * SIZE, rel=1e-6)
+
+
+def test_incomparable_outputs_are_no_chance() -> None:
+    exact = torch.ones(4, 3, dtype=torch.float64)
+    wrong = distances([{"y": exact * math.nan}], [{"y": exact}])
+    assert one_ratio(wrong, errors(exact, torch.randn(4, 3))).least == math.inf
