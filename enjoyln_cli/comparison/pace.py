@@ -69,7 +69,7 @@ class Pace:
         begin = self.clock.now()
         yield
         self.loads -= 1
-        self._load_seconds = max(self._load_seconds, self.clock.now() - begin)
+        self._load_seconds = self.clock.now() - begin
         self.tell()
 
     def run(self, one: Callable[[int], Result]) -> list[Result]:

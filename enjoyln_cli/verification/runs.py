@@ -183,6 +183,7 @@ def _run_model(
     """Load one model and make all its runs. The first model chooses the ``examples``."""
     checkpoint = subject.original if group[0].weights == "original" else subject.folded
     missing: set[str] = set()
+    subject.read_sizes(checkpoint)  # imports are not what each load costs
     with pace.loading():
         model = subject.load(checkpoint, group[0].dtype, missing)
     with _running(model, group[0].dtype):

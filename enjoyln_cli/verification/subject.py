@@ -52,28 +52,36 @@ class Subject:
     sizes: dict[Path, dict[str, int]] = field(default_factory=dict, compare=False)
     """For each checkpoint that was loaded before, the number of elements of each weight."""
 
-    def load(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, missing: set[str] | None = None
-    ) -> Any:
-        """``checkpoint`` as the marker's class; names that it does not store go to ``missing``."""
+    def read_sizes(self, checkpoint: Checkpoint) -> dict[str, int]:
+        """The number of elements of each weight of ``checkpoint``; imports its class.
+
+        Raises ``UnsupportedModel`` if ``layers`` does not shorten the model.
+        """
         folder, name = checkpoint.source.path, self.marker.model_class
-        config = config_returning(
-            load_config(checkpoint.source, self.trust_remote_code), self.marker.outputs
-        )
-        uncut = config
-        if self.layers is not None:
-            config = first_blocks(config, self.layers)
         if folder not in self.sizes:
-            sizes = elements(folder, name, config, self.trust_remote_code)
+            sizes = elements(folder, name, self._config(checkpoint), self.trust_remote_code)
             if self.layers is not None:
-                whole = elements(folder, name, uncut, self.trust_remote_code)
-                if sizes.keys() == whole.keys():
+                whole = self._config(checkpoint, is_cut=False)
+                uncut = elements(folder, name, whole, self.trust_remote_code)
+                if sizes.keys() == uncut.keys():
                     raise UnsupportedModel(
                         f"{name} has the same weights with a config of {self.layers} blocks, so "
                         "--layers cannot shorten it: leave that option out"
                     )
             self.sizes[folder] = sizes
-        sizes = self.sizes[folder]
+        return self.sizes[folder]
+
+    def _config(self, checkpoint: Checkpoint, is_cut: bool = True) -> Any:
+        config = load_config(checkpoint.source, self.trust_remote_code)
+        config = config_returning(config, self.marker.outputs)
+        return config if self.layers is None or not is_cut else first_blocks(config, self.layers)
+
+    def load(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, missing: set[str] | None = None
+    ) -> Any:
+        """``checkpoint`` as the marker's class; names that it does not store go to ``missing``."""
+        folder, name = checkpoint.source.path, self.marker.model_class
+        sizes, config = self.read_sizes(checkpoint), self._config(checkpoint)
         room = room_for_weights(sizes, dtype, self.device_map, self.max_memory)
         offload = None
         if room is not None and self.folder:

@@ -65,6 +65,8 @@ from enjoyln_cli.verification.subject import Subject
 from enjoyln_cli.version import __version__
 
 IDENTITY_BOUND = 1e-12
+DIGESTED = 5e8
+"""Bytes of a result whose digest takes a second, about."""
 RATIO, ROTATED_RATIO = 1.25, 2.0
 """The default of ``max_ratio``: for a fold, which changes few weights, and for a rotation."""
 
@@ -194,6 +196,9 @@ def verify(
     access = HubAccess(token=token, cache_dir=cache_dir)
     folded = open_checkpoint(open_source(str(out), access=access, weights=True))
     cached = folded.source.cached
+    if write and not cached:
+        size = sum(stored.nbytes for stored in folded.tensors.values())
+        pace.clock.after = size / DIGESTED
     marker = read_marker(raw_config(folded.source), folded.source.model)
     original = original_of(folded.source, marker, against, revision, access)
     stored = _stored_dtype(folded)
