@@ -8,10 +8,8 @@ Two more models with the same weights are timed, for comparison::
 ``original - no_norm`` is the time that norms cost, so no change to norms can save more. Each mode
 runs all four models in the same way, so the time saved by compiling is not counted as a gain::
 
-    eager       not compiled
-    fused       captured as one graph; the folded model computes additions with their norms
-    compile     compiled by Inductor
-    cudagraphs  as fused, recorded as one CUDA graph and replayed: the CPU adds no time
+    eager    not compiled
+    compile  compiled by Inductor
 """
 
 from __future__ import annotations
@@ -26,11 +24,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from enjoyln_cli.benchmark.choices import MODES
-from enjoyln_cli.benchmark.timing import WARM_UP, Task, prepare_nothing
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.norm_probe import LayerNormForm, layer_norm_form
-from enjoyln_cli.runtime.dynamo_backend import enjoyln
 from enjoyln_cli.runtime.install import locate
 from enjoyln_cli.runtime.modules import Folded, affine
 from enjoyln_cli.text import first_line
@@ -88,67 +83,11 @@ def _torch_forward(form: LayerNormForm) -> Callable[..., torch.Tensor]:
     return forward
 
 
-def require(mode: str, device: torch.device) -> None:
-    """Raise ``UnsupportedModel`` for a mode that ``device`` does not support."""
-    if mode == "cudagraphs" and device.type != "cuda":
-        others = ", ".join(name for name in MODES if name != mode)
-        raise UnsupportedModel(f"--mode {mode} needs a CUDA GPU, not {device}; use {others}")
-
-
 def in_mode(models: Mapping[str, Any], mode: str) -> dict[str, Any]:
     """The models, prepared for ``mode``. They are compiled when they are first called."""
     if mode == "eager":
         return dict(models)
-    plain: Any = "inductor" if mode == "compile" else "eager"
-    ways = dict.fromkeys(models, plain)
-    if mode != "compile":
-        ways["folded"] = enjoyln
-    return {name: torch.compile(share_weights(m), backend=ways[name]) for name, m in models.items()}
-
-
-def record_graphs(task: Task, device: torch.device) -> Task:
-    """``task`` recorded as CUDA graphs, which use the same memory at every replay.
-
-    ``task.prepare`` is recorded as a separate graph, so that each run starts with the same cache.
-    (Torch's backend ``cudagraphs`` would copy all weights for every call, since Dynamo passes them
-    as inputs.) A task that waits for the device is refused before anything is recorded: a recording
-    that fails leaves torch's allocator and generator in recording mode.
-
-    Raises ``UnsupportedModel`` if the task does something that cannot be recorded.
-    """
-    before, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    prepares = task.prepare is not prepare_nothing
-    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(current)
-    waiting = torch.cuda.get_sync_debug_mode()
-    try:
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):  # compiles the models, and chooses their kernels
-                task.run(task.prepare())
-            torch.cuda.set_sync_debug_mode("error")
-            task.run(task.prepare())
-            torch.cuda.set_sync_debug_mode(waiting)  # a recording frees memory first, and waits
-            given = None
-            if prepares:
-                with torch.cuda.graph(before, stream=stream):
-                    given = task.prepare()
-            pool = before.pool() if prepares else None
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                task.run(given)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        first = first_line(error.__context__ or error)
-        raise UnsupportedModel(f"cannot be recorded: {first}") from error
-    finally:
-        torch.cuda.set_sync_debug_mode(waiting)
-    current.wait_stream(stream)
-    # The graphs read the tensors of ``task``, so the new task keeps a reference to it.
-    return Task(
-        lambda _, held=task: graph.replay(),  # type: ignore[misc]
-        before.replay if prepares else prepare_nothing,
-        task.steps,
-    )
+    return {name: torch.compile(share_weights(model)) for name, model in models.items()}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ what the times say.
 from __future__ import annotations
 
 import json
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,6 @@ from torch import nn
 from enjoyln_cli import kernels
 from enjoyln_cli.analysis.analyze import analyze_config
 from enjoyln_cli.benchmark import machine
-from enjoyln_cli.benchmark.baselines import require
 from enjoyln_cli.benchmark.cases import BenchOptions, compare_speeds
 from enjoyln_cli.benchmark.results import Bench
 from enjoyln_cli.checkpoint.access import HubAccess
@@ -28,7 +28,7 @@ from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.result_files import BENCH_FILE, RECIPE_FILE
 from enjoyln_cli.checkpoint.source import open_source
-from enjoyln_cli.clock import Clock, Progress
+from enjoyln_cli.clock import Clock, Progress, duration
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.events import Event, default_listener, write_or_warn
 from enjoyln_cli.models.load import load
@@ -87,8 +87,6 @@ def bench(
 
     stage = partial(event, "stage")
     place = device_named(device)
-    for mode in asked.modes:
-        require(mode, place)
     if not asked.limit > 0:
         raise UnsupportedModel(f"seconds={asked.limit:g} leaves no time to measure anything")
     folded = open_checkpoint(open_source(str(out), weights=True))
@@ -109,8 +107,15 @@ def bench(
     if hint := _merge_hint(after, marker, place):
         event("warning", hint)
     weights = {"original": weight_bytes(before), "folded": weight_bytes(after)}
-    stage("analysing the model once more, to time how long folding takes")
-    plan, plan_seconds = _time_planning(original, folded, marker, trust_remote_code)
+    if asked.seconds is not None and clock.left <= 0:
+        raise UnsupportedModel(
+            f"loading the models alone takes {duration(clock.spent)}; allow it with "
+            f"--seconds {math.ceil(2 * clock.spent)}"
+        )
+    plan, plan_seconds = None, 0.0
+    if asked.seconds is None or clock.left > asked.seconds / 2:
+        stage("analysing the model once more, to time how long folding takes")
+        plan, plan_seconds = _time_planning(original, folded, marker, trust_remote_code)
     clock.after = 0.0 if plan is None else weights["original"] / CENTRED
     norms = (*marker.rmsnorm, *marker.layernorm)
     rows, left_out = compare_speeds(before, after, norms, asked, place, event, clock)

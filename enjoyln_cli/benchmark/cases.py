@@ -22,7 +22,6 @@ from enjoyln_cli.benchmark.baselines import (
     COLUMNS,
     fresh_compiler,
     in_mode,
-    record_graphs,
     variants,
 )
 from enjoyln_cli.benchmark.budget import (
@@ -69,7 +68,7 @@ TRIAL_SECONDS = 2.0
 """Longest time for one trial call."""
 SAME = 5
 """Calls of the smallest size, which show whether the times on this machine are steady."""
-COMPILING = {"eager": 0.0, "fused": 10.0, "compile": 60.0, "cudagraphs": 15.0}
+COMPILING = {"eager": 0.0, "compile": 60.0}
 """First estimate of the seconds for compiling the four models."""
 
 
@@ -334,16 +333,10 @@ def _row(
             tasks = {n: decode(m, text) for n, m in in_mode(models, mode).items()}
         else:
             tasks = {n: prefill(m, size.given) for n, m in in_mode(models, mode).items()}
-        timed = tasks
-        if mode == "cudagraphs":
-            try:
-                timed = {n: record_graphs(task, device) for n, task in tasks.items()}
-            except UnsupportedModel as error:
-                return f"{case}: {error}"
         limit = Limit(until - clock.now(), max(clock.left, until - clock.now()))
-        times = time_rounds(timed, rounds, wait, limit, on_round)
+        times = time_rounds(tasks, rounds, wait, limit, on_round)
         peaks = None
-        if device.type == "cuda" and mode != "cudagraphs":  # a CUDA graph keeps its memory
+        if device.type == "cuda":
             peaks = {n: _peak(lambda task=task: task.run(task.prepare()), device)  # type: ignore
                      for n, task in tasks.items()}  # fmt: skip
     return Row(

@@ -1,6 +1,6 @@
 """The choices of ``bench``. This module imports nothing, so ``enjoyln --help`` stays instant."""
 
-MODES = ("eager", "fused", "compile", "cudagraphs")
+MODES = ("eager", "compile")
 GRID_ROWS = (1, 8)
 GRID_LENGTHS = (128, 512, 1024)
 """Tokens of each row."""

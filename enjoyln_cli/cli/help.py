@@ -75,7 +75,7 @@ EXAMPLES = {
     "bench": (
         "enjoyln bench gpt2-rms",
         "enjoyln bench gpt2-rms --seconds 600 --json",
-        "enjoyln bench gpt2-rms --batch-size 1,4 --seq-len 128,512 --mode eager,fused",
+        "enjoyln bench gpt2-rms --batch-size 1,4 --seq-len 128,512 --mode eager,compile",
         "enjoyln bench gpt2-rms --plot gpt2.png",
     ),
     "export": (
