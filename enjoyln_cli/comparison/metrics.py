@@ -196,13 +196,12 @@ def ratios(
     ``own`` are the original's errors. They count as at least half the eps of ``dtype``.
     """
     floor = MIN_ERROR_EPS * torch.finfo(dtype).eps
-    return {
-        name: Ratio(
-            measured[name].relative / max(original.relative, floor),
-            chance_of(measured[name], original),
-        )
-        for name, original in own.items()
-    }
+    found = {}
+    for name, original in own.items():
+        value = measured[name].relative / max(original.relative, floor)
+        value = math.inf if math.isnan(value) else value  # neither can be compared
+        found[name] = Ratio(value, chance_of(measured[name], original))
+    return found
 
 
 def chance_of(measured: Distance, own: Distance) -> float:

@@ -274,7 +274,7 @@ def _tell_limit(subject: Subject, examples: Examples, pace: Pace) -> None:
 
 
 def _measurement(subject: Subject, results: Results, examples: Examples) -> Measurement:
-    """The errors over the batches that every run had time for."""
+    """The errors over the batches that every run had time for; the identity over all it ran."""
     count = min(map(len, results.distances.values()))
     measured = {name: pool_distances(each[:count]) for name, each in results.distances.items()}
     if subject.dtype == torch.float64:
@@ -296,7 +296,7 @@ def _measurement(subject: Subject, results: Results, examples: Examples) -> Meas
     unturned, turned = (results.quantisability.get(n) for n in ("original", "stock"))
     unturned, turned = unturned or Quantisability(), turned or Quantisability()
     return Measurement(
-        identity_error=errors["identity"],
+        identity_error=largest(relative(pool_distances(results.distances["identity"]))),
         storage_error=errors["storage"],
         runtime_error=errors["runtime"],
         original_error=errors["original"],

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from enjoyln_cli.comparison.metrics import COARSE, GROSS, Distance, Ratio, distances, ratios
+from enjoyln_cli.comparison.metrics import COARSE, GROSS, Distance, Ratio, distances, ratios, worst
 
 SIZE = 1e-6
 Errors = dict[str, Distance]
@@ -105,4 +105,7 @@ def test_rows_longer_than_what_is_kept_of_them_and_of_several_lengths() -> None:
 def test_incomparable_outputs_are_no_chance() -> None:
     exact = torch.ones(4, 3, dtype=torch.float64)
     wrong = distances([{"y": exact * math.nan}], [{"y": exact}])
-    assert one_ratio(wrong, errors(exact, torch.randn(4, 3))).least == math.inf
+    own = errors(exact, torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+    assert one_ratio(wrong, own).least == math.inf
+    both = {"x": own["y"], "y": wrong["y"]}
+    assert worst(ratios(both, both, torch.float32)).least == math.inf
