@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.analysis.stored_class import require_weights
 from enjoyln_cli.checkpoint.config import load_config
 from enjoyln_cli.checkpoint.marker import Marker
 from enjoyln_cli.checkpoint.reader import Checkpoint
