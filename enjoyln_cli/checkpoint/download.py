@@ -9,7 +9,6 @@ except for those that streaming deletes.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 import re
@@ -27,6 +26,7 @@ from enjoyln_cli.checkpoint.file_roles import (
     weights_among,
 )
 from enjoyln_cli.checkpoint.headers import header_bytes
+from enjoyln_cli.checkpoint.model_name import similar
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, UnsupportedModel
 from enjoyln_cli.fs.digests import digest_of_file
 from enjoyln_cli.text import first_line
@@ -152,17 +152,6 @@ def _part(model: str, path: Path, file: str, start: int, count: int, access: Hub
             "--stream out if the Hub does not serve parts of files"
         )
     return data
-
-
-def similar(path: str) -> str:
-    """A hint to add to an error, if directories with similar names exist; otherwise empty."""
-    parent, name = os.path.split(path.rstrip("/"))
-    try:
-        names = [entry.name for entry in os.scandir(parent or ".") if entry.is_dir()]
-    except (OSError, ValueError):
-        return ""
-    close = difflib.get_close_matches(name, names, n=2, cutoff=0.75)
-    return f"; did you mean {' or '.join(os.path.join(parent, c) for c in close)}?" if close else ""
 
 
 def snapshot(

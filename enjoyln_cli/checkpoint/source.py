@@ -7,21 +7,17 @@ it lies in the directory, or in the Hub cache that the directory is part of.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_token
-from enjoyln_cli.checkpoint.download import Remote, similar, snapshot
+from enjoyln_cli.checkpoint.download import Remote, snapshot
 from enjoyln_cli.checkpoint.file_roles import CONFIG, comes_along
-from enjoyln_cli.checkpoint.foreign_formats import foreign_format
+from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.sentence_transformers import transformer_folder
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.text import size
-
-_HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
-
 
 MAX_CONFIG_BYTES = 4_000_000
 """A larger ``config.json`` is damaged or hostile: 20,000 labels take less than half of this."""
@@ -73,24 +69,17 @@ def open_source(
     Raises ``ModelNotFound`` if the model does not exist or cannot be reached, ``UnsupportedModel``
     if it has no config or no weights, and with ``stream`` for a directory and for pickles.
     """
-    local = os.path.expanduser(model)
-    if model and os.path.isdir(local):
+    local = local_folder(model)
+    if local is not None:
         if stream:
             raise UnsupportedModel(
                 f"{model} is a directory, so there is nothing to download: leave --stream out"
             )
         if revision is not None:
             raise ModelNotFound(f"{model} is a directory and has no revision {revision!r}; drop it")
-        folder = transformer_folder(Path(local))
-        require_small_config(Path(local, folder))
-        return Source(model, Path(local, folder), None, folder)
-    if model and os.path.exists(local):
-        if what := foreign_format([os.path.basename(local)]):
-            raise UnsupportedModel(f"{model} {what}")
-        raise ModelNotFound(f"{model} is a file; pass the directory that holds it")
-    if not _HUB_ID.fullmatch(model):
-        advice = similar(local) or "; pass a directory, or a Hub id such as owner/name"
-        raise ModelNotFound(f"there is no directory {model!r}{advice}")
+        folder = transformer_folder(local)
+        require_small_config(local / folder)
+        return Source(model, local / folder, None, folder)
     require_token(access)
     path, remote = snapshot(model, revision, access, weights=weights, stream=stream)
     require_small_config(path)

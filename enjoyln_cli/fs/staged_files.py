@@ -13,7 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from enjoyln_cli.errors import OutputError
-from enjoyln_cli.fs.staging import OS_ERROR_ADVICE, absolute_path, check_file, sync
+from enjoyln_cli.fs.staging import (
+    OS_ERROR_ADVICE,
+    absolute_path,
+    check_file,
+    sync,
+    why_nothing_new,
+)
 
 
 def check_new_file(file: Path, beside: tuple[Path, ...] = (), *, force: bool = False) -> Path:
@@ -27,8 +33,10 @@ def check_new_file(file: Path, beside: tuple[Path, ...] = (), *, force: bool = F
         if os.path.lexists(one) and not (force or one.is_dir()):
             raise OutputError(f"{one} exists; choose another name, or replace it with --force")
         check_file(one)
-    if not os.access(file.parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{file} cannot be written: {file.parent} does not allow new files")
+    if why := why_nothing_new(file.parent):
+        raise OutputError(
+            f"{file} cannot be written: {file.parent} does not allow new files ({why})"
+        )
     return file
 
 

@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -135,20 +136,17 @@ def count_finished(work: Path) -> int:
         return 0
 
 
-def check_place(out: Path, *, source: Path, force: bool, resume: bool = False) -> Path:
+def check_place(out: Path, *, source: Path | None, force: bool, resume: bool = False) -> Path:
     """Return ``out`` as an absolute path if it can be written.
 
-    Raises ``OutputError`` if the directory cannot be created or replaced, and if an interrupted run
-    has left finished files, unless ``resume`` uses them or ``force`` discards them.
+    ``source`` is ``None`` if it is not known yet where the model lies. Raises ``OutputError`` if
+    the directory cannot be created or replaced, and if an interrupted run has left finished files,
+    unless ``resume`` uses them or ``force`` discards them.
     """
     out = absolute_path(out)
-    real, origin, here = out.resolve(), source.resolve(), Path.cwd().resolve()
-    if real == origin or out == origin:
-        raise OutputError(f"{out} is the source itself; choose another directory")
-    if origin in real.parents:
-        raise OutputError(f"{out} lies inside the source {source}; choose another directory")
-    if real in origin.parents:
-        raise OutputError(f"{out} contains the source {source}; choose another directory")
+    real, here = out.resolve(), Path.cwd().resolve()
+    if source is not None:
+        _require_apart(out, source)
     if os.path.lexists(out):
         _require_free(out, force, resume)
         if real == here or real in here.parents:
@@ -156,8 +154,11 @@ def check_place(out: Path, *, source: Path, force: bool, resume: bool = False) -
     above = next(folder for folder in out.parents if os.path.lexists(folder))
     if not above.is_dir():
         raise OutputError(f"{above} is not a directory; choose another place")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise OutputError(f"{above} cannot be written to; choose another place")
+    longest = max((len(os.fsencode(part)) for part in out.relative_to(above).parts), default=0)
+    if longest > os.pathconf(above, "PC_NAME_MAX"):
+        raise OutputError(f"{out} has a name that is too long for its file system; shorten it")
+    if why := why_nothing_new(above):
+        raise OutputError(f"cannot create a directory in {above}: {why}; choose another place")
     work = work_of(out)
     if count_finished(work) and not (force or resume):
         if _is_locked(work):
@@ -169,8 +170,28 @@ def check_place(out: Path, *, source: Path, force: bool, resume: bool = False) -
     return out
 
 
+def _require_apart(out: Path, source: Path) -> None:
+    """Raise ``OutputError`` if one of the two directories is the other or lies inside it."""
+    real, origin = out.resolve(), source.resolve()
+    if real == origin or out == origin:
+        raise OutputError(f"{out} is the source itself; choose another directory")
+    if origin in real.parents:
+        raise OutputError(f"{out} lies inside the source {source}; choose another directory")
+    if real in origin.parents:
+        raise OutputError(f"{out} contains the source {source}; choose another directory")
+
+
+def why_nothing_new(folder: Path) -> str:
+    """Why nothing can be created in a directory, found by trying it; empty if it can."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".enjoyln.", dir=folder))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def check_file(file: Path) -> None:
-    """Raise ``OutputError`` if ``file`` cannot be written; nothing is created or changed."""
+    """Raise ``OutputError`` if ``file`` cannot be written; ``file`` itself is not touched."""
     folder, why = file.parent, ""
     if os.path.isdir(file):
         why = "it is a directory"
@@ -178,8 +199,8 @@ def check_file(file: Path) -> None:
         why = f"{folder} is not a directory"
     elif os.path.exists(file):
         why = "" if os.access(file, os.W_OK) else "it is read-only"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        why = f"{folder} does not allow new files"
+    elif reason := why_nothing_new(folder):
+        why = f"{folder} does not allow new files ({reason})"
     if why:
         raise OutputError(f"{file} cannot be written: {why}")
 

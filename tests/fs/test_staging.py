@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from enjoyln_cli.errors import OutputError
-from enjoyln_cli.fs.staging import check_file, staged_output
+from enjoyln_cli.fs.staging import check_file, check_place, staged_output
 
 
 @pytest.fixture
@@ -160,12 +160,23 @@ def test_missing_parents_are_made_and_are_gone_after_a_failure(
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_parent_that_cannot_be_written_to(tmp_path: Path, source: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
-    refuses(tmp_path / "closed" / "out", source, "cannot be written to", force=False)
+    refuses(tmp_path / "closed" / "out", source, "cannot create a directory in", force=False)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a place that is read-only")
 def test_a_file_system_that_cannot_be_written_to(source: Path) -> None:
-    refuses(Path("/proc/self/out"), source, "cannot be written to", force=False)
+    for out in (Path("/proc/out"), Path("/proc/self/none/out")):
+        with pytest.raises(OutputError, match="cannot create a directory in /proc"):
+            check_place(out, source=source, force=False)
+    with pytest.raises(OutputError, match="/proc does not allow new files"):
+        check_file(Path("/proc/new"))
+
+
+def test_a_name_that_no_file_system_takes(tmp_path: Path, source: Path) -> None:
+    for out in (tmp_path / ("x" * 300), tmp_path / "none" / ("x" * 300) / "out"):
+        with pytest.raises(OutputError, match="name that is too long"):
+            check_place(out, source=source, force=False)
+    assert names(tmp_path) == ["source"]
 
 
 def refuses(out: Path, source: Path, words: str, force: bool) -> None:
@@ -243,7 +254,6 @@ def test_a_full_disk(tmp_path: Path, source: Path) -> None:
         ("none/new", "none is not a directory"),
         ("file/new", "file is not a directory"),
         ("file", "it is read-only"),
-        ("folder/new", "folder does not allow new files"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_found_before(
@@ -251,7 +261,7 @@ def test_a_file_that_cannot_be_written_is_found_before(
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    if name in ("file", "folder/new"):
+    if name == "file":
         check_file(tmp_path / name)
         monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # not for root
     with pytest.raises(OutputError, match=f"{name} cannot be written: .*{why}$"):

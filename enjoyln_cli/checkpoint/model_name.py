@@ -1,0 +1,43 @@
+"""Whether ``MODEL`` names a directory or a model on the Hub. Imports nothing slow."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+from enjoyln_cli.checkpoint.foreign_formats import foreign_format
+from enjoyln_cli.errors import ModelNotFound, UnsupportedModel
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
+
+
+def local_folder(model: str) -> Path | None:
+    """The directory that ``model`` names; ``None`` if it has the form of a Hub id.
+
+    Raises ``ModelNotFound`` for a file, and for what is neither a directory nor a Hub id;
+    ``UnsupportedModel`` for a file of a format of other programs.
+    """
+    local = os.path.expanduser(model)
+    if model and os.path.isdir(local):
+        return Path(local)
+    if model and os.path.exists(local):
+        if what := foreign_format([os.path.basename(local)]):
+            raise UnsupportedModel(f"{model} {what}")
+        raise ModelNotFound(f"{model} is a file; pass the directory that holds it")
+    if not _HUB_ID.fullmatch(model):
+        advice = similar(local) or "; pass a directory, or a Hub id such as owner/name"
+        raise ModelNotFound(f"there is no directory {model!r}{advice}")
+    return None
+
+
+def similar(path: str) -> str:
+    """A hint to add to an error, if directories with similar names exist; otherwise empty."""
+    parent, name = os.path.split(path.rstrip("/"))
+    try:
+        names = [entry.name for entry in os.scandir(parent or ".") if entry.is_dir()]
+    except (OSError, ValueError):
+        return ""
+    close = difflib.get_close_matches(name, names, n=2, cutoff=0.75)
+    return f"; did you mean {' or '.join(os.path.join(parent, c) for c in close)}?" if close else ""
