@@ -11,17 +11,20 @@ import click
 
 from enjoyln_cli.checkpoint.access import access_keywords
 from enjoyln_cli.cli import help
+from enjoyln_cli.cli.early_checks import require_models, require_new_folder
 from enjoyln_cli.cli.group import show_transfers
 from enjoyln_cli.cli.options import (
     DTYPES,
     FILE,
     FOLDER,
     NEW_FILE,
+    OLD_FOLDER,
     WRITING,
     Options,
     checking_options,
     hub_options,
     json_option,
+    make_opening,
     model_class_option,
     outputs_option,
     parse_size,
@@ -116,7 +119,7 @@ def model_options(command: Command) -> Command:
 )
 @click.option(
     "--adapter",
-    type=FOLDER,
+    type=OLD_FOLDER,
     metavar="DIR",
     help="Also edit this LoRA adapter of MODEL, into OUT/adapter.",
 )
@@ -147,7 +150,7 @@ def _convert(
         raise click.UsageError("Missing option '-o' / '--out'.")
     if options["keep_means"] and options["dtype"]:
         raise click.UsageError("--keep-means cannot be combined with --dtype.")
-    if options["keep_means"] and options["opening"]["options"].rotate:
+    if options["keep_means"] and options["opening"]["options"]["rotate"]:
         raise click.UsageError("--keep-means cannot be combined with --rotate.")
     for name, is_given in (
         ("--keep-means", options["keep_means"]),
@@ -171,16 +174,19 @@ def _convert(
         raise click.UsageError(f"{what} needs the check; drop --no-verify and --stream.")
     if options["seconds"] is None:
         del options["seconds"]
+    require_models(model)
+    if out:
+        require_new_folder(out, model, force=options["force"], resume=options["resume"])
     push_it = push_after(options, dry_run, helps, chatty)
     from enjoyln_cli.cli.progress import watch_job
 
-    with watch_job(not chatty) as watch, processes.join_group(watch.event) as us:
+    watching = watch_job(not chatty, f"opening {model}")
+    with watching as watch, processes.join_group(watch.event) as us:
         from enjoyln_cli.conversion.fold import adapter_for, as_dtype, prepare, write
-        from enjoyln_cli.conversion.inspect import Opening
         from enjoyln_cli.conversion.results import fold_row
         from enjoyln_cli.rewrite.directory import WriteOptions  # takes seconds
 
-        opening = Opening(**options.pop("opening"))
+        opening = make_opening(options.pop("opening"))
         how = {name: options.pop(name) for name in WRITING}
         how["dtype"] = as_dtype(how["dtype"])
         writing = WriteOptions(**how)
@@ -221,7 +227,9 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
     """
     from enjoyln_cli.cli.progress import watch_job
 
-    with watch_job(quiet or as_json) as watch:
+    require_models(folded)
+    require_new_folder(back, folded, force=options["force"])
+    with watch_job(quiet or as_json, f"restoring the original of {folded}") as watch:
         from enjoyln_cli import unfold as restore
         from enjoyln_cli.cli.console import write_json, write_unfold
         from enjoyln_cli.conversion.results import unfold_row  # takes seconds
@@ -272,8 +280,11 @@ def export(
         what = "--against" if options["against"] else "--max-ratio"
         raise click.UsageError(f"{what} needs the check; drop --no-verify.")
     from enjoyln_cli.cli.progress import watch_job
+    from enjoyln_cli.onnx_export.preconditions import require_export
 
-    with watch_job(quiet or as_json) as watch:
+    require_models(out, options["against"])
+    require_export(file, force=options["force"], verify=options["verify"])
+    with watch_job(quiet or as_json, f"opening {out}") as watch:
         from enjoyln_cli import export as write_onnx
         from enjoyln_cli.cli.console import write_export, write_json  # takes seconds
 

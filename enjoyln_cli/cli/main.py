@@ -9,6 +9,7 @@ import click
 
 from enjoyln_cli.cli import help
 from enjoyln_cli.cli.convert_commands import export, fold, rotate, unfold
+from enjoyln_cli.cli.early_checks import require_models
 from enjoyln_cli.cli.group import Commands
 from enjoyln_cli.cli.measure_commands import bench, verify
 from enjoyln_cli.cli.options import json_option
@@ -46,14 +47,19 @@ for command in (
 @json_option
 def env(out: str | None, as_json: bool) -> None:
     """Show which kernels this machine uses, what is missing and why. Compiles them."""
-    from enjoyln_cli.cli.console import write_environment, write_json
-    from enjoyln_cli.kernels.environment import environment
+    from enjoyln_cli.cli.progress import watch_job
 
-    if out is not None:
-        from enjoyln_cli.runtime.loading import tune
+    require_models(out)
+    stage = "looking for devices and kernels" if out is None else f"timing the norms of {out}"
+    with watch_job(as_json, stage):
+        from enjoyln_cli.cli.console import write_environment, write_json
+        from enjoyln_cli.kernels.environment import environment
 
-        tune(out)
-    found = environment()
+        if out is not None:
+            from enjoyln_cli.runtime.loading import tune
+
+            tune(out)
+        found = environment()
     if as_json:
         write_json(found)
     else:

@@ -9,6 +9,7 @@ import click
 
 from enjoyln_cli.checkpoint.access import access_keywords
 from enjoyln_cli.cli import help
+from enjoyln_cli.cli.early_checks import require_models
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
     COMPUTE_DTYPES,
@@ -66,8 +67,8 @@ def verify(out: Path, quiet: bool, as_json: bool, opening: Options, **options: A
         raise click.UsageError(f"{given[0]} and {given[1]} cannot be combined.")
     from enjoyln_cli.cli.progress import watch_job
 
-    with watch_job(quiet or as_json) as watch:
-        watch.event("stage", f"verifying {out}")
+    require_models(out, options["against"])
+    with watch_job(quiet or as_json, f"verifying {out}") as watch:
         from enjoyln_cli import verify as check  # takes seconds
 
         listeners: Options = {"on_event": watch.event, "on_progress": watch.seconds}
@@ -127,7 +128,8 @@ def bench(
         from enjoyln_cli.benchmark import plot
 
         plot.check(picture)
-    with watch_job(quiet or as_json) as watch:
+    require_models(out, options["against"])
+    with watch_job(quiet or as_json, f"opening {out}") as watch:
         from enjoyln_cli.benchmark.bench import bench as measure
         from enjoyln_cli.benchmark.cases import BenchOptions
         from enjoyln_cli.cli.console import write_bench, write_json

@@ -28,6 +28,7 @@ LARGEST = 2**63
 """A number of bytes that no file or memory reaches."""
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
+OLD_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 DTYPES = click.Choice(["float32", "float16", "bfloat16"])
@@ -101,7 +102,7 @@ def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
         opening["access"] = HubAccess(token=token, cache_dir=cache_dir)
         allowed = {name: options.pop(name) for name in PLAN_FIELDS if name in options}
         if allowed:
-            opening["options"] = make_plan_options(**allowed)
+            opening["options"] = checked_plan_options(**allowed)
         return command(opening=opening, **options)
 
     wrapped: Callable[..., Any] = gathered
@@ -117,13 +118,13 @@ def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def make_plan_options(widen_mlp: bool = False, widen_to: int | None = None, **others: Any) -> Any:
-    """The ``plan.Options`` for these values of the command line.
+def checked_plan_options(
+    widen_mlp: bool = False, widen_to: int | None = None, **others: Any
+) -> Options:
+    """The fields of ``plan.Options`` for these values of the command line.
 
     A command without ``--rotate`` that has the other options of it is ``enjoyln rotate``.
     """
-    from enjoyln_cli.plan.plan import PLAIN, Options
-
     if "rotate" not in others:
         others |= {"rotate": True, "fold": False}
 
@@ -135,7 +136,17 @@ def make_plan_options(widen_mlp: bool = False, widen_to: int | None = None, **ot
         raise click.UsageError(f"{name} needs --rotate.")
     others["seed"] = others["seed"] or 0
     others["matrix"] = str(others["matrix"] or "")
-    return Options(widen_mlp=widen_mlp, widen_to=widen_to or PLAIN.widen_to, **others)
+    if widen_to:
+        others["widen_to"] = widen_to
+    return {"widen_mlp": widen_mlp, **others}
+
+
+def make_opening(opening: Options) -> Any:
+    """The ``conversion.inspect.Opening`` for what ``hub_options`` has gathered. Imports torch."""
+    from enjoyln_cli.conversion.inspect import Opening
+    from enjoyln_cli.plan.plan import Options
+
+    return Opening(**{**opening, "options": Options(**opening["options"])})
 
 
 untie_option = click.option(

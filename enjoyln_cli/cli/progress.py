@@ -47,8 +47,12 @@ class Watch:
 
 
 @contextmanager
-def watch_job(quiet: bool) -> Iterator[Watch]:
-    """Show the messages of a job, and on a terminal a line that moves while it runs."""
+def watch_job(quiet: bool, stage: str) -> Iterator[Watch]:
+    """Show the messages of a job, and on a terminal a line that moves while it runs.
+
+    ``stage`` is the first message. A command prints it before it imports torch, which takes
+    seconds.
+    """
     warnings: list[str] = []
 
     def event(level: str, text: str) -> None:
@@ -58,13 +62,14 @@ def watch_job(quiet: bool) -> Iterator[Watch]:
         if not quiet or level == "failure":
             say(f"warning: {text}" if warns else text, "yellow" if warns else "dim", stderr=True)
 
+    event("stage", stage)
     if quiet:
         yield Watch(event, _ignore, _ignore, warnings)
     elif not console(stderr=True).is_terminal:
         yield Watch(event, _plain_lines(), _ignore, warnings)
     else:
         line = _LastLine()
-        line.wait()  # at once, since importing torch takes seconds
+        line.wait()
         try:
             yield Watch(line.below(event), line.count_bytes, line.count_seconds, warnings)
         finally:

@@ -54,6 +54,10 @@ def push_after(
     require_repo_id(repo_id)
     if dry_run:
         return lambda out: {"would_push_to": repo_id}
+    from enjoyln_cli.cli.streams import say
+
+    if chatty:
+        say(f"looking up {repo_id} on the Hub", "dim", stderr=True)
     access: HubAccess = options["opening"]["access"]
     name = full_name(repo_id, access)
     ask(f"the result to {name}", yes)
@@ -96,12 +100,16 @@ def push(
     out: Path, repo_id: str, dry_run: bool, quiet: bool, as_json: bool, **options: Any
 ) -> None:
     """Upload a verified OUT to the Hub as REPO_ID. Continues an interrupted upload."""
+    from enjoyln_cli.cli.streams import say
+    from enjoyln_cli.publish.repository import full_name, require_repo_id
+
     chatty = not quiet and not as_json
     if chatty:
+        say(f"checking {out}", "dim", stderr=True)
         show_transfers()
+    require_repo_id(repo_id)
     from enjoyln_cli.cli.console import upload_line, write_doubts, write_json, write_push
     from enjoyln_cli.publish import push as hub
-    from enjoyln_cli.publish.repository import full_name
 
     yes, message = options.pop("yes"), options.pop("commit_message")
     access = HubAccess(token=options.pop("token"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import click
 
 from enjoyln_cli.cli import help
+from enjoyln_cli.cli.early_checks import require_models
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
     FORMATS,
@@ -17,6 +17,7 @@ from enjoyln_cli.cli.options import (
     Names,
     Options,
     hub_options,
+    make_opening,
     model_class_option,
     outputs_option,
     plan_options,
@@ -52,12 +53,23 @@ from enjoyln_cli.fs.staging import check_file, write_file
     metavar="FILE",
     help="Draw the model, or the norm of --why: .svg, .png, .pdf.",
 )
-@click.option("--format", "form", type=FORMATS, default="table", show_default=True)
+@click.option("--format", "form", type=FORMATS, help="How to print the report (default: table).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each model.")
 @hub_options
 def report(
-    models: Names, types: Names, why: str | None, save: Path | None, opening: Options, **show: Any
+    models: Names,
+    types: Names,
+    why: str | None,
+    save: Path | None,
+    form: str | None,
+    as_json: bool,
+    opening: Options,
+    **show: Any,
 ) -> None:
     """Show which LayerNorms can become RMSNorm, and why others stay. Reads no weights."""
+    if as_json and form not in (None, "json"):
+        raise click.UsageError(f"--json cannot be combined with --format {form}.")
+    form = "json" if as_json else form or "table"
     if bool(models) == bool(types):
         raise click.UsageError("name at least one MODEL, or use --model-type instead.")
     if why and len(models or types) > 1:
@@ -66,30 +78,33 @@ def report(
         raise click.UsageError(
             f"--write-recipe cannot be combined with {'--why' if why else '--save'}."
         )
-    if why and show["form"] != "table":
-        raise click.UsageError("--why cannot be combined with --format.")
+    if why and form != "table":
+        raise click.UsageError("--why cannot be combined with --format or --json.")
     if show["picture"]:
         _check_picture(models or types, show["picture"])
     if save:
         check_file(save)
+    names = models or types
+    if len(models) == 1:
+        require_models(*models)
     from enjoyln_cli.cli.progress import watch_job
 
-    with watch_job(not sys.stderr.isatty()) as watch:
+    with watch_job(form != "table", f"analysing {names[0]}") as watch:
         from enjoyln_cli.cli.console import say, write_rows, write_tree
         from enjoyln_cli.conversion.inspect import recipe_text  # takes seconds
 
-        found, failed = _inspect_all(models or types, bool(types), opening, watch.event)
+        found, failed = _inspect_all(names, bool(types), opening, watch.event)
         if not (save or why or show["picture"]):
             rows = [one.row(show["paper"], show["options"]) for one in found]
     if show["picture"]:
-        _draw((models or types)[0], found[0].analysis, show["picture"], why)
+        _draw(names[0], found[0].analysis, show["picture"], why)
     elif why:
         write_tree(found[0].analysis.why(why))
     elif save and not failed:
         write_file(save, recipe_text(found).encode())
         say(f"wrote {save}")
     elif not save:
-        write_rows(rows, show["form"])
+        write_rows(rows, form)
     if failed:
         raise click.exceptions.Exit(1)
 
@@ -115,13 +130,14 @@ def _inspect_all(
     names: Names, are_types: bool, opening: Options, event: Callable[[str, str], None]
 ) -> tuple[list[Any], bool]:
     """Analyse each model, and say whether one failed. A failure is printed; the others continue."""
-    from enjoyln_cli.conversion.inspect import Opening, inspect
+    from enjoyln_cli.conversion.inspect import inspect
 
     found, failed = [], False
     for name in names:
+        if name != names[0]:
+            event("stage", f"analysing {name}")
         try:
-            how = Opening(**opening)
-            found.append(inspect(name, how, is_type=are_types, on_event=event))
+            found.append(inspect(name, make_opening(opening), is_type=are_types))
         except EnjoyLNError as error:
             if len(names) == 1:
                 raise

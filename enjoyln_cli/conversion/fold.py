@@ -18,6 +18,7 @@ from enjoyln_cli.analysis.suggest import better, suggestions
 from enjoyln_cli.archive.recorder import bytes_to_keep
 from enjoyln_cli.checkpoint.access import HubAccess, access_keywords
 from enjoyln_cli.checkpoint.config import load_config, require_unfolded
+from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.result_files import ADAPTER_FOLDER, MATRIX_FILE
 from enjoyln_cli.checkpoint.source import Source
@@ -101,7 +102,8 @@ def prepare(
     from enjoyln_cli.recipe.read import load_recipe
 
     event = on_event or default_listener
-    event("stage" if Path(model).is_dir() else "download", f"opening {model}")
+    if local_folder(str(model)) is None:
+        event("download", f"looking up {model} on the Hub")
     source = open_named(str(model), opening)
     config = load_config(source, opening.trust_remote_code)
     require_unfolded(config, source.model)

@@ -18,7 +18,6 @@ from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess
 from enjoyln_cli.checkpoint.config import load_config, require_no_code_of, require_unfolded
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
-from enjoyln_cli.events import Event, default_listener
 from enjoyln_cli.models.holders import holds_a_model, models_in
 from enjoyln_cli.plan.plan import PLAIN, Options
 from enjoyln_cli.report.row import Row, row
@@ -166,18 +165,14 @@ def _only_model_in(holder: Any) -> torch.nn.Module:
     return models[0]
 
 
-def inspect(
-    name: str, opening: Opening, *, is_type: bool = False, on_event: Event | None = None
-) -> Inspection:
+def inspect(name: str, opening: Opening, *, is_type: bool = False) -> Inspection:
     """Analyse the model ``name``, or with ``is_type`` that model type's default configuration."""
-    event = on_event or default_listener
     if is_type:
         config = default_config(name)
     else:
         source = open_named(name, opening)
         config = load_config(source, opening.trust_remote_code)
         require_unfolded(config, source.model)
-    event("stage", f"analysing {name}")
     found = analyze(
         config,
         model_class=opening.model_class,

@@ -7,10 +7,9 @@ place, run it in the installed programs, and put it there only if it passes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel, VerificationFailed
 from enjoyln_cli.events import Event, default_listener
-from enjoyln_cli.fs.staged_files import check_new_file, staged_file
+from enjoyln_cli.fs.staged_files import staged_file
 from enjoyln_cli.models.classes import apply_experts
 from enjoyln_cli.models.load import load
 from enjoyln_cli.models.outputs import config_returning
@@ -38,6 +37,7 @@ from enjoyln_cli.onnx_export.graph import (
     require_rms_norms,
     save,
 )
+from enjoyln_cli.onnx_export.preconditions import require_export, weights_file
 from enjoyln_cli.onnx_export.runtimes import installed
 from enjoyln_cli.runtime.hooks import input_means
 from enjoyln_cli.runtime.loading import optimize, saved_class
@@ -53,8 +53,6 @@ from enjoyln_cli.verification.verify import (
 
 DTYPES = (torch.float32, torch.float16)
 """The dtypes that are exported."""
-PACKAGES = ("onnx", "onnxscript")
-"""The libraries that ``torch.onnx`` needs."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +129,9 @@ def export(
     """
     begin = time.perf_counter()
     event = on_event or default_listener
-    require_packages((*PACKAGES, "onnxruntime") if verify else PACKAGES)
     file = Path(file)
-    data = file.with_name(f"{file.name}.data")
-    check_new_file(file, (data,), force=force)
-    event("stage", f"opening {out}")
+    require_export(file, force=force, verify=verify)
+    data = weights_file(file)
     access = HubAccess(token=token, cache_dir=cache_dir)
     found = open_checkpoint(open_source(str(out), revision=revision, access=access, weights=True))
     config = raw_config(found.source)
@@ -205,15 +201,6 @@ def export(
     where = str(data) if len(written) > 1 else None
     seconds = time.perf_counter() - begin
     return replace(result, data_file=where, bytes_written=size, seconds=seconds)
-
-
-def require_packages(names: Iterable[str]) -> None:
-    """Raise ``UnsupportedModel`` for libraries that are not installed."""
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
-        raise UnsupportedModel(
-            f"exporting to ONNX needs {', '.join(missing)}: pip install {' '.join(missing)}"
-        )
 
 
 def _as_exported(dtype: torch.dtype) -> torch.dtype:

@@ -192,8 +192,7 @@ def test_a_verification_of_the_first_blocks_says_so(capsys: pytest.CaptureFixtur
 
 
 def test_progress_is_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.watch_job(quiet=True) as watch:
-        watch.event("stage", "opening")
+    with progress.watch_job(True, "opening") as watch:
         watch.event("warning", "the recipe differs")
         watch.progress(1, 2)
     assert capsys.readouterr() == ("", "")
@@ -201,8 +200,7 @@ def test_progress_is_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_progress_in_a_pipe_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.watch_job(quiet=False) as watch:
-        watch.event("stage", "opening")
+    with progress.watch_job(False, "opening") as watch:
         watch.event("warning", "the recipe differs")
         watch.progress(0, 2_000_000)
         watch.progress(1, 2_000_000)
@@ -220,10 +218,11 @@ def test_what_an_earlier_run_has_written_is_no_speed(
 ) -> None:
     clock = iter([100.0, 100.0, 110.0, 120.0])
     monkeypatch.setattr("enjoyln_cli.cli.progress.time.monotonic", lambda: next(clock))
-    with progress.watch_job(quiet=False) as watch:
+    with progress.watch_job(False, "opening") as watch:
         for done in (0, 900_000_000, 950_000_000, 1_000_000_000):
             watch.progress(done, 1_000_000_000)
     assert capsys.readouterr().err.splitlines() == [
+        "opening",
         "950.0 MB of 1.0 GB, 5.0 MB/s, 10 s left",
         "1.0 GB of 1.0 GB, 5.0 MB/s",
     ]
@@ -237,8 +236,7 @@ from enjoyln_cli.report.row import row
 console.write_rows([row("a/long/model/名前", PLAN, ()), row("LLaMA", ONLY_RMS)], "table")
 console.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
 console.write_verification(CHECKED)
-with progress.watch_job(quiet=False) as watch:
-    watch.event("stage", "écrire")
+with progress.watch_job(False, "écrire") as watch:
     watch.progress(0, 10)
     watch.progress(10, 10)
 """

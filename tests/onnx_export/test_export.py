@@ -29,7 +29,8 @@ from enjoyln_cli.errors import (
 from enjoyln_cli.models.classes import class_named
 from enjoyln_cli.onnx_export import graph
 from enjoyln_cli.onnx_export.call import call_to_export
-from enjoyln_cli.onnx_export.export import Exported, require_packages
+from enjoyln_cli.onnx_export.export import Exported
+from enjoyln_cli.onnx_export.preconditions import require_packages
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.plan.plan import Options
 

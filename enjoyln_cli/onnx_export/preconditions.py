@@ -1,0 +1,33 @@
+"""What an export needs before anything is loaded: libraries, and a place. Imports nothing slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.fs.staged_files import check_new_file
+
+PACKAGES = ("onnx", "onnxscript")
+"""The libraries that ``torch.onnx`` needs."""
+
+
+def weights_file(file: Path) -> Path:
+    """The file beside an ONNX file that has its weights, if they are large."""
+    return file.with_name(f"{file.name}.data")
+
+
+def require_export(file: Path, *, force: bool, verify: bool) -> None:
+    """Raise ``UnsupportedModel`` or ``OutputError`` if ``file`` cannot be exported, or verified."""
+    require_packages((*PACKAGES, "onnxruntime") if verify else PACKAGES)
+    check_new_file(file, (weights_file(file),), force=force)
+
+
+def require_packages(names: Iterable[str]) -> None:
+    """Raise ``UnsupportedModel`` for libraries that are not installed."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise UnsupportedModel(
+            f"exporting to ONNX needs {', '.join(missing)}: pip install {' '.join(missing)}"
+        )
