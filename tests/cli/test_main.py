@@ -131,6 +131,12 @@ def test_report_as_json_has_one_object_per_model(llama: Path) -> None:
     assert other["layernorms"] == 0 and sum(other["already_rmsnorm"].values()) == 5
 
 
+def test_report_has_the_option_of_the_other_commands(llama: Path) -> None:
+    assert good("report", GPT2, llama, "--json") == good("report", GPT2, llama, "--format", "json")
+    good("report", llama, "--json", "--format", "json")
+    assert "--format csv" in refused("report", llama, "--json", "--format", "csv", status=2)
+
+
 def test_report_names_what_forbids(tmp_path: Path) -> None:
     """From a config alone: BERT with its tied head keeps every norm."""
     shutil.copy(CHECKPOINTS / "bert" / "config.json", tmp_path)
