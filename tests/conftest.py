@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +18,27 @@ from warm_process import servers
 
 from enjoyln_cli import fold
 
+MOST_WORKERS = 8
+"""Each needs about 1 GB of memory."""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One worker for each core, up to ``MOST_WORKERS``; none to run single files or tests."""
+    named = [Path(argument.partition("::")[0]) for argument in config.args]
+    if all(path.is_file() for path in named):
+        return 0
+    return min(MOST_WORKERS, os.cpu_count() or 1)
+
 
 def pytest_configure() -> None:
-    """A job in the background of a script ignores Ctrl-C, and so would the commands it starts.
+    """One thread for each process, also for those that tests start: small models run faster so.
 
-    What transformers logs goes to the stream that was there when it was imported, which pytest has
+    A job in the background of a script ignores Ctrl-C, and so would the commands it starts. What
+    transformers logs goes to the stream that was there when it was imported, which pytest has
     closed by the time of the tests.
     """
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     transformers.logging.set_verbosity_error()
     inductor.keep_apart()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -54,15 +69,6 @@ def garbage_of_this_module_alone() -> None:
     """Each ``gc.collect`` passes over what was imported and made before: up to a second a time."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Small models run faster so, above all beside other work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 Wider MLPs are tried if any norm stays LayerNorm, and separate copies of tied weights if a tied
 weight prevents a conversion. Each answer takes a plan of its own. For wider MLPs the plan uses the
-existing graphs; for copies it takes new ones.
+existing graphs; for copies it takes new ones, and so as long as the analysis.
 """
 
 from __future__ import annotations
@@ -24,19 +24,13 @@ class Suggestion:
 
     option: str
     """As it is typed: ``--widen-mlp``."""
-    become_rmsnorm: int | None
-    """``None`` if not counted, since counting takes as long as the analysis."""
+    become_rmsnorm: int
     layernorms: int
     """The number of norms in all; a class that the option chooses may have fewer."""
 
 
-def suggestions(
-    found: Analysis, options: Options, *, count_untied: bool = False
-) -> tuple[Suggestion, ...]:
-    """The options that convert more norms than ``found``, which was made with ``options``.
-
-    Counting for ``--untie`` takes new graphs, so it is done only with ``count_untied``.
-    """
+def suggestions(found: Analysis, options: Options) -> tuple[Suggestion, ...]:
+    """The options that convert more norms than ``found``, which was made with ``options``."""
     if not found.plan.kept:
         return ()
     tried: list[Suggestion] = []
@@ -44,11 +38,8 @@ def suggestions(
         wider = _plan(found, replace(options, widen_mlp=True))
         tried += better(found.plan, [("--widen-mlp", wider)])
     if not options.untie and _rests_on_tied_weights(found):
-        if count_untied:
-            untied = _plan(found, replace(options, untie=True))
-            tried += better(found.plan, [("--untie", untied)])
-        else:
-            tried.append(Suggestion("--untie", None, len(found.plan.norms)))
+        untied = _plan(found, replace(options, untie=True))
+        tried += better(found.plan, [("--untie", untied)])
     return tuple(tried)
 
 

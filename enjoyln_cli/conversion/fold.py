@@ -427,7 +427,7 @@ def _ways_to_convert(found: Analysis, options: Options, alone: Mapping[str, Anal
     ``alone`` maps each of the plan's classes to the analysis for that class only.
     """
     by_class = ((f"--model-class {name}", one.plan) for name, one in alone.items())
-    more = (*suggestions(found, options, count_untied=True), *better(found.plan, by_class))
+    more = (*suggestions(found, options), *better(found.plan, by_class))
     gains = found.gains()
     return [
         *(suggestion(vars(one)) for one in more),

@@ -167,8 +167,6 @@ def _copy_of(copy: Row) -> str:
 
 def suggestion(one: Row) -> str:
     """The line for a ``suggest.Suggestion``, given as plain data."""
-    if one["become_rmsnorm"] is None:
-        return f"{one['option']} may convert more"
     return f"{one['option']} would convert {one['become_rmsnorm']} of {one['layernorms']}"
 
 

@@ -46,9 +46,6 @@ WANTED = ("logits_per_image", "image_embeds", "text_embeds")
 UNREAD = "vision_model_output.last_hidden_state"
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clip") / "source"

@@ -41,8 +41,6 @@ from enjoyln_cli.report.row import row
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 UNTIE = Options(untie=True)
 SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61}
 VISION = {k: v for k, v in SMALL.items() if k != "vocab_size"} | {"image_size": 16, "patch_size": 8}

@@ -48,8 +48,6 @@ SOURCE = CHECKPOINTS / "bert"
 SECOND = "bert.encoder.layer.{}.output.dense.weight"
 FIRST = "bert.encoder.layer.{}.intermediate.dense.{}"
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 # Live models with random weights and biases, so that nothing passes by chance.
 

@@ -59,8 +59,6 @@ from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMALL = BenchOptions(((1, 8), (2, 8), (2, 12)), repeats=3)
 
 

@@ -29,8 +29,6 @@ from enjoyln_cli.publish.push import published_paths
 from enjoyln_cli.runtime.modules import Folded
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CONFIGS: dict[str, Callable[[], tuple[str, Any]]] = {
     "gpt2": lambda: ("GPT2LMHeadModel", transformers.GPT2Config(**GPT2)),
     "phi": lambda: ("PhiForCausalLM", transformers.PhiConfig(**PHI)),

@@ -46,8 +46,6 @@ from enjoyln_cli.rewrite import steps
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 from enjoyln_cli.rotation.given_matrices import give_matrices
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROTATED = Options(fold=False, rotate=True, untie=True)
 IDS = torch.tensor([[3, 14, 15, 9, 2, 6], [5, 3, 5, 8, 9, 7]])
 

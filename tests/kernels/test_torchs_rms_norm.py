@@ -25,8 +25,6 @@ from enjoyln_cli.runtime.modules import Folded
 
 WIDTH, EPS = 33, 1e-5
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:

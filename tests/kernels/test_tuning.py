@@ -31,8 +31,6 @@ PLAIN = Norms("float32", "float32", True, False, 24)
 BIASED = replace(PLAIN, bias=True)
 BFLOAT = Norms("bfloat16", "float32", True, True, 24)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

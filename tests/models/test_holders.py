@@ -18,7 +18,6 @@ from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.runtime.modules import Folded
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 QUANTISED = r"q_proj: is quantised \(\w+\), so its output no longer has zero mean; load"
 
 

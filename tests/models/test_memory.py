@@ -43,8 +43,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("vit", {}),
 }
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.one_case
 @pytest.mark.parametrize("case", CASES)

@@ -34,8 +34,6 @@ from enjoyln_cli.onnx_export.preconditions import require_packages
 from enjoyln_cli.onnx_export.runtimes import RUNTIMES
 from enjoyln_cli.plan.plan import Options
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Outs = dict[str, Path]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),

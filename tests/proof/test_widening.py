@@ -19,8 +19,6 @@ from enjoyln_cli.plan.plan import Options, Setting
 
 D, SIZE = 12, 20
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 # The units themselves.
 

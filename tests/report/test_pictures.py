@@ -343,7 +343,8 @@ def said(*arguments: object) -> tuple[int, str]:
 @pytest.mark.parametrize("extra", [(), ("--why", "transformer.h.1.ln_2")])
 def test_report_saves(extra: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "it.SVG"
-    assert said("--save", file, *extra) == (0, f"drew {file}\n")
+    stage = f"analysing {CHECKPOINTS / 'gpt2'}"
+    assert said("--save", file, *extra) == (0, f"{stage}\ndrew {file}\n")
     assert ET.parse(file).getroot().tag == f"{SVG}svg"
 
 

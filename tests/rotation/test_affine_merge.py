@@ -47,8 +47,6 @@ AFFINE, BIAS = Options(merge="affine"), Options(merge="bias")
 NO_BIAS = "a linear layer that reads it has no bias to merge its bias into"
 ELSEWHERE = "a linear layer that reads it has a parameter that is also used elsewhere"
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 # Live models with random weights and biases, so that nothing passes by chance.
 

@@ -27,8 +27,6 @@ from enjoyln_cli.runtime.install import install
 ROTATED = Options(fold=False, rotate=True)
 BOTH = Options(rotate=True)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LLAMA = {
     **TOKENS, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "hidden_size": 24, "intermediate_size": 33, "head_dim": 6,

@@ -29,8 +29,6 @@ from enjoyln_cli.recipe.read import load_recipe
 from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROTATED = Options(fold=False, rotate=True)
 AFFINE = Options(merge="affine")
 SMALL = {

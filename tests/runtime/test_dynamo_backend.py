@@ -32,8 +32,6 @@ ADDITIONS = {"gpt2": 6, "opt": 9, "bloom": 8, "phi": 4, "vit": 6, "bert": 6}
 before the first norm does not count where its operands have two shapes; in OPT they have one."""
 D = 24
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:

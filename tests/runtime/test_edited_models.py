@@ -19,8 +19,6 @@ from enjoyln_cli import optimize
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.runtime.modules import Folded
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -38,8 +38,6 @@ from enjoyln_cli.runtime.scope import is_nested
 
 CAUSAL = ("gpt2", "opt", "bloom", "phi")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def no_unexpected_fallback() -> Iterator[None]:

@@ -20,7 +20,6 @@ from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.runtime.modules import Folded, RMSNorm
 from enjoyln_cli.runtime.scope import Fold, thread
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 0.7
 
 

@@ -21,8 +21,6 @@ from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import thread
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -21,8 +21,6 @@ from enjoyln_cli.plan.plan import Centring
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.scope import thread
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def threads_take_turns_often() -> Iterator[None]:

@@ -167,7 +167,7 @@ def shell(line: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A new directory with the checkpoints, where the commands run as in a terminal."""
     shutil.copytree(CHECKPOINTS, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)

@@ -278,7 +278,7 @@ def test_markers(entry: Any) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported(one_thread: None) -> None:
+def imported() -> None:
     """Import everything before the first case, so that imports do not count for its limits."""
     inspect(str(CHECKPOINTS / FAMILIES[0]), Opening())
 

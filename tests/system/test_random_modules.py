@@ -20,7 +20,7 @@ def failures(results: Iterable[Result]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_random_modules_fold_exactly_or_stay(one_thread: None) -> None:
+def test_random_modules_fold_exactly_or_stay() -> None:
     results = [check(seed) for seed in QUICK]
     assert failures(results) == []
     assert sum(r.folded > 0 for r in results) >= len(results) // 3
@@ -28,7 +28,7 @@ def test_random_modules_fold_exactly_or_stay(one_thread: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(0, len(odd_parts()), 20))
-def test_what_is_odd_alone_folds_exactly_or_stays(number: int, one_thread: None) -> None:
+def test_what_is_odd_alone_folds_exactly_or_stays(number: int) -> None:
     """One odd part in an otherwise usual model: every twentieth (the script: all, ``--alone``)."""
     assert failures([checked(write_alone(number))]) == []
 

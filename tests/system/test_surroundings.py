@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from commands import GPT2, enjoyln, running
 from warm_process import on_a_terminal
 
@@ -21,7 +23,7 @@ def started(words: list[object], redirected: str = "", **environment: str) -> li
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {redirected}', "sh", sys.executable, "-m", "enjoyln_cli"]
         + [str(word) for word in words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
     )
@@ -96,3 +98,20 @@ def test_a_fold_on_a_narrow_terminal(tmp_path: Path) -> None:
     words = ("-m", "enjoyln_cli", "fold", GPT2, "-o", tmp_path / "out", "--no-verify")
     text = on_a_terminal(*words, COLUMNS="20", NO_COLOR="1")
     assert "converted 7 of 7" in text and "\x1b[3" not in text
+
+
+def test_tests_use_one_thread_in_a_process_and_the_cores_that_are_there(
+    pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    code = "import torch; print(torch.get_num_threads())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (torch.get_num_threads(), done.stdout) == (1, "1\n")
+    plugins = pytestconfig.pluginmanager
+    workers = plugins.subset_hook_caller("pytest_xdist_auto_num_workers", [])
+
+    def chosen(*arguments: object) -> int:
+        config = SimpleNamespace(args=[str(argument) for argument in arguments])
+        return int(workers(config=config))
+
+    assert chosen(__file__) == chosen(f"{__file__}::test_one", __file__) == 0
+    assert chosen(tmp_path) == chosen(tmp_path, __file__) == min(8, os.cpu_count() or 1)

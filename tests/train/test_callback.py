@@ -19,8 +19,6 @@ from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.train import EnjoyLNCallback
 from enjoyln_cli.train.trained_fold import plan_in_training
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CONFIG = transformers.GPT2Config(**GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 STEPS = 6
 

@@ -27,8 +27,6 @@ from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.train import keep_centred
 from enjoyln_cli.train.trained_fold import plan_in_training
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEPS = 9
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 IDS = torch.randint(3, 37, (4, 9), generator=torch.Generator().manual_seed(1))

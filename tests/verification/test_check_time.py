@@ -25,8 +25,6 @@ from enjoyln_cli.comparison.pace import Pace
 from enjoyln_cli.comparison.user_data import read_user_data, runnable
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SOON = 1e-9
 """A time limit so short that a check does only the minimum."""
 

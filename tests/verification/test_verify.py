@@ -60,9 +60,6 @@ DTYPES = ["float32", "float16", "bfloat16"]
 LAST = f"transformer.h.{LAYERS - 1}.mlp.c_proj"
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One GPT-2 in three dtypes."""

@@ -24,8 +24,6 @@ from enjoyln_cli.comparison.metrics import distances
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel, VerificationFailed
 from enjoyln_cli.verification.verify import verify
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WEIGHTS = "model.safetensors"
 Edit = Callable[[dict[str, torch.Tensor]], Any]
 
