@@ -102,7 +102,8 @@ def _write_table(rows: Sequence[Row]) -> None:
     for found in rows:
         for line in notes(found):
             say(line)
-    if any(found["become_rmsnorm"] and not found["merged_norms"] for found in rows):
+    merges = ("merged_norms", "unmerged_norms")
+    if any(row["become_rmsnorm"] and not any(row[key] for key in merges) for row in rows):
         say(FOR_A_GPU, "dim")
 
 

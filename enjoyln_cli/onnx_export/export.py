@@ -39,6 +39,7 @@ from enjoyln_cli.onnx_export.graph import (
 )
 from enjoyln_cli.onnx_export.preconditions import require_export, weights_file
 from enjoyln_cli.onnx_export.runtimes import installed
+from enjoyln_cli.recipe.read import tried_to_merge
 from enjoyln_cli.runtime.hooks import input_means
 from enjoyln_cli.runtime.loading import optimize, saved_class
 from enjoyln_cli.runtime.modules import Folded
@@ -76,7 +77,9 @@ class Exported:
     centrings: int
     """Number of added mean subtractions."""
     biased: int
-    """Number of RMSNorms with a node for their bias, of a model folded without ``--merge``."""
+    """Number of RMSNorms with a node for their bias, which ``fold --merge bias`` may take away.
+
+    0 for a model that was folded with ``--merge``: what is left there cannot be merged."""
     checks: tuple[RuntimeCheck, ...]
     """One for each program that ran the file; empty without ``verify``."""
     seconds: float
@@ -163,7 +166,7 @@ def export(
         outputs=call.outputs,
         nodes=count_nodes(program),
         centrings=len(marker.centering),
-        biased=0 if marker.biasless else _count_biased(model),
+        biased=0 if tried_to_merge(found.source.path) else _count_biased(model),
         checks=(),
         seconds=0.0,
     )

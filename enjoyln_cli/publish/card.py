@@ -29,6 +29,8 @@ from importlib.metadata import metadata as package_metadata
 from pathlib import Path
 from typing import Any
 
+from enjoyln_cli.checkpoint.config import MARKER
+from enjoyln_cli.checkpoint.file_roles import CONFIG
 from enjoyln_cli.checkpoint.result_files import BENCH_FILE, RECIPE_FILE, VERIFY_FILE
 from enjoyln_cli.checkpoint.sentence_transformers import MODULES
 from enjoyln_cli.checkpoint.source import Source
@@ -46,7 +48,9 @@ from enjoyln_cli.version import __version__
 BEGIN = "<!-- enjoyln: this section is written anew by `enjoyln push` -->"
 END = "<!-- enjoyln: end of the section -->"
 
-TAGS = ("enjoyln", "rmsnorm")
+TAG = "enjoyln"
+FOLDED_TAG = "rmsnorm"
+"""The tag of a model in which some norms can compute RMSNorm."""
 RELATION = "quantized"
 METADATA_OF_ORIGINAL = (
     "license",
@@ -75,13 +79,16 @@ def template(name: str) -> str:
     return resources.files("enjoyln_cli").joinpath("templates", f"{name}.md").read_text("utf-8")
 
 
-def metadata(found: Mapping[str, Any], source: Source, folder: Path) -> Values:
-    """The card's metadata; ``found`` is the metadata of the original's card."""
+def metadata(found: Mapping[str, Any], source: Source, folder: Path, *, folds: bool) -> Values:
+    """The card's metadata; ``found`` is the metadata of the original's card.
+
+    ``folds`` says whether some norms can compute RMSNorm; otherwise the model is rotated only.
+    """
     texts = {key: _texts(value) for key, value in found.items()}
     copied = {key: texts[key] for key in METADATA_OF_ORIGINAL if texts.get(key)}
     tags = copied.get("tags") or []
     tags = [tags] if isinstance(tags, str) else tags
-    copied["tags"] = list(dict.fromkeys([*tags, *TAGS]))
+    copied["tags"] = list(dict.fromkeys([*tags, TAG, *[FOLDED_TAG] * folds]))
     library = "sentence-transformers" if (folder / MODULES).is_file() else "transformers"
     copied.setdefault("library_name", library)
     if source.revision is not None:
@@ -212,9 +219,15 @@ def state(root: Path, folder: str, place: str, names: Sequence[str], complaint: 
         "speeds": _speeds(measured.get("rows")),
         "conditions": _conditions(measured),
         "stock": stock,
-        "fast": fast,
+        "fast": fast if _folds(inner) else "",
         "homepage": _homepage(),
     }
+
+
+def _folds(folder: Path) -> bool:
+    """Whether the config of a converted checkpoint names norms that can compute RMSNorm."""
+    marker = read_json(folder / CONFIG).get(MARKER)
+    return isinstance(marker, dict) and bool(marker.get("rmsnorm"))
 
 
 def _homepage() -> str:
@@ -277,7 +290,7 @@ def _of_pipeline(place: str) -> tuple[str, str]:
 
 def _of_model(inner: Path, place: str, names: Sequence[str]) -> tuple[str, str]:
     """Python code that loads a model in the stock class, and code that loads it with RMSNorm."""
-    config = read_json(inner / "config.json")
+    config = read_json(inner / CONFIG)
     custom = ", trust_remote_code=True" if config.get("auto_map") else ""
     saved = next(iter(config.get("architectures") or ()), None)
     name = saved if saved in names or not names else names[0]

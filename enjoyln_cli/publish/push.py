@@ -118,7 +118,7 @@ def write_card(
     data, text = _parse_card(out / CARD_FILE)
     checked = section(out, source.folder, final.name, plan.classes)
     made = ModelCard.from_template(
-        ModelCardData(**card.metadata(data, source, out)),
+        ModelCardData(**card.metadata(data, source, out, folds=bool(plan.folded))),
         template_str=card.template("card"),
         **card.values(plan, source, final, options, text, checked),
     )
@@ -314,7 +314,7 @@ def _send(upload: Upload, commit_message: str | None, access: HubAccess) -> Uplo
         allow_patterns=[glob.escape(file.name) for file in upload.files],
         revision=upload.revision,
         create_pr=upload.create_pr,
-        commit_message=commit_message or "Upload a checkpoint folded by enjoyln",
+        commit_message=commit_message or "Upload a checkpoint converted by enjoyln",
     )
     return replace(upload, url=done.pr_url or done.commit_url, commit=done.oid)
 

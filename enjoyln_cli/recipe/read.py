@@ -65,6 +65,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from enjoyln_cli.checkpoint.result_files import RECIPE_FILE
 from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan import call_text
 from enjoyln_cli.plan.covered_calls import CallForm
@@ -91,6 +92,7 @@ from enjoyln_cli.recipe.model import (
     Record,
     TurnedBasis,
     Variant,
+    options_asked,
     prefix_errors,
     variant_for,
 )
@@ -115,6 +117,17 @@ from enjoyln_cli.recipe.yaml_text import MAX_CHARS, load, one_line
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
+
+
+def tried_to_merge(folder: Path) -> bool:
+    """Whether the checkpoint in ``folder`` was converted with ``--merge``, by its recipe.
+
+    A norm of it that still has a weight or a bias cannot be merged.
+    """
+    try:
+        return options_asked(load_recipe(folder / RECIPE_FILE)).merge is not None
+    except RecipeError:
+        return False
 
 
 def load_recipe(path: str | Path) -> Recipe:

@@ -89,8 +89,7 @@ def notes(found: Row) -> list[str]:
             f"  {'1 stays' if len(kept) == 1 else f'{len(kept)} stay'} LayerNorm: {reason}"
         )
         lines.append(f"    {', '.join(compact(k['name'] for k in kept))}")
-        culprits = compact(dict.fromkeys(k["culprit"] for k in kept if k["culprit"]))
-        lines += [f"    because of {culprit}" for culprit in culprits]
+        lines += _because(kept)
     lines += [f"  {suggestion(one)}" for one in found["suggestions"]]
     lines += [_gain_line(gain, found) for gain in found["gains"]]
     if found["by_example"]:
@@ -105,6 +104,12 @@ def notes(found: Row) -> list[str]:
         what = "not proven for" if only_rotated else "LayerNorm is used in"
         lines.append(f"  {what} calls with {unproven}")
     return lines if len(lines) > 1 else []
+
+
+def _because(rows: Sequence[Row]) -> list[str]:
+    """One line with what prevents the change of all ``rows``; none if nothing is named."""
+    culprits = compact(dict.fromkeys(one["culprit"] for one in rows if one["culprit"]))
+    return [f"    because of {'; '.join(culprits)}"] if culprits else []
 
 
 def _place_lines(found: Row) -> list[str]:
@@ -141,8 +146,7 @@ def _rotated_lines(found: Row) -> list[str]:
         groups.setdefault((one["kind"], one["reason"]), []).append(one)
     for (kind, reason), here in groups.items():
         lines.append(f"  not turned: {_bases_in_words(here, kind)}: {reason}")
-        culprits = compact(dict.fromkeys(one["culprit"] for one in here if one["culprit"]))
-        lines += [f"    because of {culprit}" for culprit in culprits]
+        lines += _because(here)
     if inputs := list(dict.fromkeys(name for one in found["rotated"] for name in one["inputs"])):
         named = " and ".join(inputs)
         lines.append(f"  {named} must come from the rotated model itself, if they are passed")
@@ -201,8 +205,7 @@ def _merged_lines(found: Row) -> list[str]:
     for reason, here in kept.items():
         norms = ", ".join(compact(one["name"] for one in here))
         lines.append(f"  not merged: {norms}: {reason}")
-        culprits = compact(dict.fromkeys(one["culprit"] for one in here if one["culprit"]))
-        lines += [f"    because of {culprit}" for culprit in culprits]
+        lines += _because(here)
     return lines
 
 

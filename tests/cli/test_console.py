@@ -145,7 +145,9 @@ def test_the_form_for_gpus_is_named_once(capsys: pytest.CaptureFixture[str]) -> 
     found = row("m", PLAN)
     console.write_rows([found, {**found, "model": "n"}], "table")
     assert capsys.readouterr().out.count("for a GPU: fold with --merge bias") == 1
-    for others in ({"become_rmsnorm": 0}, {"merged_norms": [MERGED]}):
+    unmerged = {"name": "h.0.ln", "reason": "a sum reads it", "culprit": ""}
+    cases = ({"become_rmsnorm": 0}, {"merged_norms": [MERGED]}, {"unmerged_norms": [unmerged]})
+    for others in cases:
         console.write_rows([{**found, **others}], "table")
         assert "for a GPU" not in capsys.readouterr().out
 

@@ -38,6 +38,7 @@ Outs = dict[str, Path]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "bert widened": ("bert", {"widen_mlp": True}),
+    "bert merged": ("bert", {"widen_mlp": True, "merge": "bias"}),
     "bloom": ("bloom", {"merge": "bias"}),
     "opt rotated": ("opt", {"rotate": True, "untie": True}),
     "phi": ("phi", {"merge": "affine"}),

@@ -81,9 +81,8 @@ def test_the_originals_metadata_comes_along(out: Path) -> None:
 
 def test_a_model_of_the_hub_is_the_base_model() -> None:
     source = Source("org/model", Path("x"), "c0ffee")
-    found = card.metadata(
-        {"base_model": "org/teacher", "tags": ["a", "rmsnorm"]}, source, Path("x")
-    )
+    own = {"base_model": "org/teacher", "tags": ["a", "rmsnorm"]}
+    found = card.metadata(own, source, Path("x"), folds=True)
     assert (found["base_model"], found["base_model_relation"]) == ("org/model", "quantized")
     assert found["tags"] == ["a", "rmsnorm", "enjoyln"]
 
@@ -105,6 +104,20 @@ def test_a_card_that_is_damaged_is_kept_as_text(tmp_path: Path, own: bytes) -> N
     assert found.text.rstrip().endswith(own.decode(errors="replace").strip())
 
 
+@pytest.mark.parametrize("name", ["gpt2", "phi"])
+def test_a_model_that_is_only_rotated_is_not_called_an_rmsnorm_model(
+    tmp_path: Path, name: str
+) -> None:
+    options = Options(fold=False, rotate=True, untie=True)
+    out = folded(tmp_path, name=name, options=options, verify=False)
+    found = made(out)
+    assert found.data.to_dict()["tags"] == ["enjoyln"]
+    later = push.section(out, "", "me/turned", ("GPT2LMHeadModel",))
+    for text in (found.text, later):
+        assert "RMSNorm" not in text.partition("bibtex")[0] and "compute LayerNorm" not in text
+        assert "from_pretrained" in text and "enjoyln_cli" not in text
+
+
 def test_huge_metadata_is_not_expanded(tmp_path: Path) -> None:
     """YAML aliases that expand to 10^9 texts, and metadata longer than the limit."""
     levels = [f"- &{a}0 [x, x, x, x, x, x, x, x, x, x]" for a in "ab"]
@@ -123,7 +136,8 @@ def test_huge_metadata_is_not_expanded(tmp_path: Path) -> None:
 
 
 def test_norwegian_is_a_language() -> None:
-    found = card.metadata({"language": ["sv", False]}, Source("org/x", Path("x"), "c0"), Path("x"))
+    source = Source("org/x", Path("x"), "c0")
+    found = card.metadata({"language": ["sv", False]}, source, Path("x"), folds=True)
     assert found["language"] == ["sv", "no"]
 
 

@@ -24,7 +24,7 @@ from rounding import TIMES
 from warm_process import start
 
 READ, FINE = "hf_onlyREADS", "hf_fineGRAINED"
-MESSAGE = "Upload a checkpoint folded by enjoyln"
+MESSAGE = "Upload a checkpoint converted by enjoyln"
 
 pytestmark = pytest.mark.usefixtures("quiet_hub")
 
