@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as RichTree
@@ -45,15 +46,21 @@ WORST = 3
 
 
 def _show(table: Table) -> None:
-    """Print a table; on a terminal too narrow for its words, print each row on several lines."""
+    """Print a table whose words are whole, except for those of the first column.
+
+    On a terminal that is too narrow for that, each row is printed on several lines.
+    """
     out = console()
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
     heads = [str(column.header) for column in table.columns]
-    words = [
-        max((len(word) for text in (head, *cells) for word in text.split()), default=0)
-        for head, cells in zip(heads, columns, strict=True)
-    ]
-    if out.width >= min(words[0], NARROW) + sum(words[1:]) + 3 * len(words) + 1:
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    texts = [[head, *cells] for head, cells in zip(heads, columns, strict=True)]
+    least = [max((cell_len(w) for t in column for w in t.split()), default=0) for column in texts]
+    least[0] = min(least[0], NARROW)
+    spare = out.width - sum(least) - 3 * len(least) - 1
+    if spare >= 0:
+        for column, width, cells in zip(table.columns, least, texts, strict=True):
+            more = min(spare, max(map(cell_len, cells)) - width)
+            column.width, spare = width + more, spare - more
         out.print(table)
         return
     for first, *rest in zip(*columns, strict=True):

@@ -7,6 +7,7 @@ error and 130 after Ctrl-C.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import warnings
@@ -25,8 +26,12 @@ QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Settings that silence the libraries, unless the user set them or ``ENJOYLN_DEBUG=1``."""
+"""Settings that silence the libraries, unless the user set them or ``ENJOYLN_DEBUG=1``.
+
+Warnings of Python and of ``logging`` are silenced, too. What a library logs as an error is shown.
+"""
 BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
 
 
@@ -83,6 +88,7 @@ class Commands(click.Group):
         ctx.obj = {name for name in QUIET if name not in os.environ}
         os.environ.update({name: QUIET[name] for name in ctx.obj})
         warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
         try:
             return self._run(ctx)
         except KeyboardInterrupt as error:
@@ -96,6 +102,8 @@ class Commands(click.Group):
                 raise
             complain(explain(error))
             ctx.exit(1)
+        finally:
+            logging.disable(logging.NOTSET)
 
     def _run(self, ctx: click.Context) -> Any:
         """Run the command and write all that it printed.

@@ -7,15 +7,19 @@ import io
 import json
 import re
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 from live_models import ROOT
 from report_cases import CHECKED, ONLY_RMS, PLAN, REASON
+from rich.cells import cell_len
 from rich.table import Table
 from warm_process import on_a_terminal, run
 
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
+from enjoyln_cli.publish.push import File, Upload
+from enjoyln_cli.publish.target import Target
 from enjoyln_cli.report import layer_names, notes
 from enjoyln_cli.report.row import row
 from enjoyln_cli.text import number, size
@@ -234,6 +238,8 @@ SHOW = """
 from report_cases import CHECKED, ONLY_RMS, PLAN
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
+from enjoyln_cli.publish.push import File, Upload
+from enjoyln_cli.publish.target import Target
 from enjoyln_cli.report.row import row
 console.write_rows([row("a/long/model/名前", PLAN, ()), row("LLaMA", ONLY_RMS)], "table")
 console.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
@@ -276,6 +282,46 @@ def test_nothing_of_a_table_is_lost(
     assert (text.splitlines()[0] == "model an/owner/and/a/name") is lines
     for word in ("1,234", "1,200", "in weights", "25", "most of them", "gpt2", "[red]"):
         assert word in text
+
+
+def every_table() -> None:
+    """Print each table that a command prints, with the widest columns that it can have."""
+    wide = row("an-owner/and-a-long-model-name", PLAN, paper=("h.0.ln",), options={"untie": PLAN})
+    console.write_rows([wide], "table")
+    rotated = {f"W{bits}A8": {"original": 0.125, "converted": 0.0625} for bits in (4, 8)}
+    console.write_verification(replace(CHECKED, quantised=rotated))
+    target = Target("me/model", "", "me", False, False, None, False)
+    files = tuple(File(name, 10**9, "unknown") for name in ("config.json", "model.safetensors"))
+    console.write_push(Upload(Path("out"), target, files, None, "", ()))
+    speeds = Table("case", "original", "folded", "with torch's RMSNorm", "without norms")
+    speeds.add_row("prefill, 8 x 1024, float32", "1234.5 ms", "1.012x", "1.021x", "1.034x")
+    console._show(speeds)
+
+
+@pytest.mark.parametrize("width", range(40, 160, 4))
+def test_no_word_of_a_table_is_broken(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("enjoyln_cli.cli.streams.PIPED_WIDTH", 10_000)
+    every_table()
+    whole = words_of(capsys.readouterr().out)
+    monkeypatch.setattr("enjoyln_cli.cli.streams.PIPED_WIDTH", width)
+    every_table()
+    printed = capsys.readouterr().out
+    assert words_of(printed) >= whole
+    assert max(map(cell_len, table_lines(printed)), default=0) <= width
+
+
+def table_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(("│", "┃", "┏"))]
+
+
+def words_of(text: str) -> set[str]:
+    """The words of tables, without those of the first column, which may be cut."""
+    lines = [line for line in text.splitlines() if not line.startswith(("┏", "┡", "└"))]
+    cells = [re.split("[│┃]", line)[1:] for line in lines]
+    first = {word for line in cells for word in line[:1] for word in word.split()}
+    return set(re.sub("[│┃]", " ", "\n".join(lines)).split()) - first
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import GPT2, enjoyln, running
+from commands import GPT2, enjoyln, refused, running
 from warm_process import on_a_terminal
 
 PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -115,3 +116,54 @@ def test_tests_use_one_thread_in_a_process_and_the_cores_that_are_there(
 
     assert chosen(__file__) == chosen(f"{__file__}::test_one", __file__) == 0
     assert chosen(tmp_path) == chosen(tmp_path, __file__) == min(8, os.cpu_count() or 1)
+
+
+LOUD = """
+import logging, warnings
+import click
+from enjoyln_cli.cli import help
+from enjoyln_cli.cli.group import Commands
+
+@click.group(cls=Commands)
+def main() -> None: ...
+
+@main.command()
+def load() -> None:
+    logging.warning("a library could not be loaded")
+    logging.getLogger("torchao").warning("a kernel could not be loaded")
+    warnings.warn("a function is deprecated")
+    logging.getLogger("torchao").error("memory is lost")
+
+try:
+    main()
+finally:
+    logging.getLogger("mine").warning("outside of the command")
+"""
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_warnings_of_libraries_do_not_stand_in_the_output(debug: str) -> None:
+    environment = {**os.environ, "ENJOYLN_DEBUG": debug}
+    words = [sys.executable, "-c", LOUD, "load"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and done.stdout == ""
+    assert "memory is lost" in done.stderr and "outside of the command" in done.stderr
+    assert ("could not be loaded" in done.stderr) is ("is deprecated" in done.stderr) is bool(debug)
+
+
+@pytest.mark.parametrize("command", ["report", "fold", "rotate"])
+def test_every_command_refuses_what_is_quantised_in_the_same_words(
+    command: str, tmp_path: Path
+) -> None:
+    shutil.copytree(GPT2, tmp_path / "gpt2-4bit")
+    file = tmp_path / "gpt2-4bit" / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    file.write_text(json.dumps(config))
+    place = [] if command == "report" else ["-o", tmp_path / "out"]
+    line = refused(command, file.parent, *place).splitlines()[-1]
+    assert line == (
+        f"error: {file.parent} is quantised (gptq), and rounded weights cannot be compared "
+        "or edited exactly; convert the original checkpoint, then quantise the result"
+    )
+    file.write_text(json.dumps(config | {"enjoyln": {"version": 4}}))
+    assert "use the converted checkpoint that it was" in refused(command, file.parent, *place)
