@@ -286,8 +286,10 @@ def test_nothing_of_a_table_is_lost(
 
 def every_table() -> None:
     """Print each table that a command prints, with the widest columns that it can have."""
-    wide = row("an-owner/and-a-long-model-name", PLAN, paper=("h.0.ln",), options={"untie": PLAN})
-    console.write_rows([wide], "table")
+    names = ("tests/checkpoints/gpt2", "sentence-transformers/all-mpnet-base-v2")
+    options = {"untie": PLAN, "widen-mlp": PLAN}
+    for more in ({}, {"options": options}, {"options": options, "paper": ("h.0.ln",)}):
+        console.write_rows([row(name, PLAN, **more) for name in names], "table")
     rotated = {f"W{bits}A8": {"original": 0.125, "converted": 0.0625} for bits in (4, 8)}
     console.write_verification(replace(CHECKED, quantised=rotated))
     target = Target("me/model", "", "me", False, False, None, False)
