@@ -219,8 +219,47 @@ def test_the_page_of_a_command_has_its_options(page: Path) -> None:
     assert set(re.findall(r"`(--[a-z-]+)`", first)) == found - {"--help"}
 
 
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+OPTIONS = {
+    name: {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+    | {"--help", "--version"}
+    for name, command in main.commands.items()
+}
+COMMAND = re.compile(rf"(?:enjoyln )?({'|'.join(OPTIONS)})\b(?!-)")
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_a_page_names_options_that_their_command_takes(page: Path) -> None:
+    """In a command line and in a sentence: those of a command that stands there with them."""
+    text = page.read_text(encoding="utf-8")
+    lines = re.findall(r"enjoyln (\w+)([^\n|;`]*)", text)
+    lines += re.findall(rf"`({'|'.join(OPTIONS)})( [^`]*)`", FENCED.sub("", text))
+    for name, rest in lines:
+        wrong = set(OPTION.findall(rest)) - OPTIONS.get(name, set(OPTION.findall(rest)))
+        assert not wrong, f"enjoyln {name}{rest}"
+    for sentence in re.split(r"(?<=[.:;|])\s|\n\n", FENCED.sub("", text)):
+        spans = re.findall(r"`([^`]+)`", sentence)
+        commands = {found[1] for span in spans if (found := COMMAND.match(span))}
+        named = {option for span in spans if span[:2] == "--" for option in OPTION.findall(span)}
+        known = set().union(*(OPTIONS[name] for name in commands or OPTIONS))
+        assert named - known <= FOREIGN, f"{commands or 'no command'}: {sentence}"
+
+
+FOREIGN = {"--pdb"}
+"""Options of other programs that the pages name."""
+
+
 def names_of(param: click.Parameter) -> list[str]:
     return [name for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
+
+
+def test_the_page_for_developers_shows_a_rule_that_is_there() -> None:
+    text = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```py\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert shown in (ROOT / "enjoyln_cli" / "proof" / "rules.py").read_text(encoding="utf-8")
 
 
 def test_the_page_for_library_users_names_what_there_is() -> None:
