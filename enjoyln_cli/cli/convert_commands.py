@@ -76,6 +76,7 @@ def conversion_options(command: Command) -> Command:
         click.option(
             "--jobs",
             type=click.IntRange(min=1),
+            metavar="N",
             help="Parallel workers (default: number of cores).",
         ),
         click.option(
@@ -214,7 +215,10 @@ def _convert(
     "-o", "--out", "back", type=FOLDER, required=True, metavar="BACK", help="New directory."
 )
 @click.option(
-    "--jobs", type=click.IntRange(min=1), help="Parallel workers (default: number of cores)."
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Parallel workers (default: number of cores).",
 )
 @click.option("--force", is_flag=True, help="Replace BACK if it exists.")
 @quiet_option

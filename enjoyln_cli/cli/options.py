@@ -165,7 +165,7 @@ def rotation_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--matrix", type=FILE, help="Turn by the matrices of this file, such as learned ones."
         ),
-        click.option("--seed", type=int, metavar="N", help="Choose another matrix (default: 0)."),
+        click.option("--seed", type=int, metavar="N", help="Seed of the random matrix (default: 0)."),
     ):
         command = option(command)
     return command
@@ -261,6 +261,7 @@ def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--repeats",
             type=click.IntRange(min=3),
+            metavar="N",
             default=15,
             show_default=True,
             help="Number of rounds, fewer if time is short; each model runs once per round.",
