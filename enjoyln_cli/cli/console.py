@@ -235,8 +235,9 @@ def write_verification(found: Verification) -> None:
     _show_checks(checked, [*verification_rows(checked), *reader_rows(checked)])
     own = f", {found.own_rows} of them your own" if found.own_rows else ""
     say(f"{found.count}{own}; errors are relative to the original in float64", "dim")
-    for name, mean in list(found.norm_input_mean.items())[:WORST]:
-        say(f"  largest relative input mean: {number(mean)} ({name})")
+    means = [f"{number(mean)} ({name})" for name, mean in found.norm_input_mean.items()]
+    if means:
+        say(f"  largest relative input means: {', '.join(means[:WORST])}")
     say(found.summary, "green" if found.passed else "red")
 
 

@@ -165,7 +165,9 @@ def rotation_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--matrix", type=FILE, help="Turn by the matrices of this file, such as learned ones."
         ),
-        click.option("--seed", type=int, metavar="N", help="Seed of the random matrix (default: 0)."),
+        click.option(
+            "--seed", type=int, metavar="N", help="Seed of the random matrix (default: 0)."
+        ),
     ):
         command = option(command)
     return command

@@ -181,7 +181,7 @@ def test_a_verification_shows_each_error_beside_the_originals(
     out = capsys.readouterr().out
     for text in ("1.2e-16", "2.5e-08", "3.1e-07", "3.0e-07", "1.03", "12.5001", "512 tokens"):
         assert text in out
-    assert "largest relative input mean: 2.0e-08 (h.0.ln)" in out
+    assert "largest relative input means: 2.0e-08 (h.0.ln), 1.0e-08 (h.1.ln)\n" in out
     assert out.splitlines()[-1] == CHECKED.summary
 
 

@@ -52,7 +52,7 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 VARIES = re.compile(
-    r"(?<=input mean: )(?P<mean>\S+ \(\S+\))|(?P<error>\d+(?:\.\d+)?e[+-]\d+)"
+    r"(?<=input means: )(?P<mean>\S.*)|(?P<error>\d+(?:\.\d+)?e[+-]\d+)"
     r"|(?P<number>\d+(?:\.\d+)+)|(?P<any>\.\.\.)"
 )
 A_NUMBER = r"(-?\d+(?:\.\d+)*(?:e[+-]\d+)?)"
@@ -97,9 +97,12 @@ def same(expected: str, printed: str) -> bool:
     """Whether a page's text and the printed text agree, except where they may differ."""
     expected, printed = (_narrow(text) for text in (expected, printed))
     pattern, errors, end = "", [], 0
+    patterns = {"any": "(.*?)", "mean": r"(\S+ \(\S+\)[^\n]*)"}
     for found in VARIES.finditer(expected):
         pattern += re.escape(expected[end : found.start()])
-        pattern += {"any": "(.*?)", "mean": r"(\S+ \(\S+\))"}.get(str(found.lastgroup), A_NUMBER)
+        pattern += {"any": "(.*?)", "mean": r"(\S+ \(\S+\)[^\n]*)"}.get(
+            str(found.lastgroup), A_NUMBER
+        )
         errors.append(float(found["error"]) if found["error"] else None)
         end = found.end()
     match = re.fullmatch(pattern + re.escape(expected[end:]), printed, re.DOTALL)
@@ -325,8 +328,8 @@ def headings(page: Path) -> set[str]:
         ("┏━━━┓\n┃ a ┃", "┏━━━━━┓\n┃  a  ┃  ", True),
         ("one\n...\nlast", "one\ntwo\nthree\nlast", True),
         ("one\n...", "two\nthree", False),
-        ("input mean: 2.0e-08 (h.0.ln)", "input mean: 1.0e-08 (h.1.ln)", True),
-        ("input mean: 2.0e-08 (h.0.ln)", "input mean: none", False),
+        ("input means: 2.0e-08 (h.0.ln)", "input means: 1.0e-08 (h.1.ln), 0 (a)", True),
+        ("input means: 2.0e-08 (h.0.ln)", "input means: none", False),
         ("", "something", False),
     ],
 )
