@@ -100,9 +100,7 @@ def same(expected: str, printed: str) -> bool:
     patterns = {"any": "(.*?)", "mean": r"(\S+ \(\S+\)[^\n]*)"}
     for found in VARIES.finditer(expected):
         pattern += re.escape(expected[end : found.start()])
-        pattern += {"any": "(.*?)", "mean": r"(\S+ \(\S+\)[^\n]*)"}.get(
-            str(found.lastgroup), A_NUMBER
-        )
+        pattern += patterns.get(str(found.lastgroup), A_NUMBER)
         errors.append(float(found["error"]) if found["error"] else None)
         end = found.end()
     match = re.fullmatch(pattern + re.escape(expected[end:]), printed, re.DOTALL)
