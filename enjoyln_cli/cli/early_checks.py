@@ -1,6 +1,7 @@
 """Refuses wrong names and places before a command imports torch, which takes seconds.
 
-The library checks them again.
+The library checks them again. One of several processes leaves it to the library, where all of them
+stop together.
 """
 
 from __future__ import annotations
@@ -15,14 +16,11 @@ from enjoyln_cli.rewrite import processes
 def require_models(*names: str | Path | None) -> None:
     """Refuse names that are neither a directory nor of the form of a Hub id; skip ``None``."""
     for name in names:
-        if name is not None:
+        if name is not None and processes.present().size == 1:
             local_folder(str(name))
 
 
 def require_new_folder(out: Path, model: str | Path, *, force: bool, resume: bool = False) -> None:
-    """Refuse ``out`` if it cannot be made, or if it is not apart from the directory ``model``.
-
-    One of several processes leaves this to the library, where all of them stop together.
-    """
+    """Refuse ``out`` if it cannot be made, or if it is not apart from the directory ``model``."""
     if processes.present().size == 1:
         check_place(out, source=local_folder(str(model)), force=force, resume=resume)

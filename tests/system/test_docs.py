@@ -249,7 +249,7 @@ def test_a_page_names_options_that_their_command_takes(page: Path) -> None:
         assert named - known <= FOREIGN, f"{commands or 'no command'}: {sentence}"
 
 
-FOREIGN = {"--pdb"}
+FOREIGN = {"--beside", "--pdb"}
 """Options of other programs that the pages name."""
 
 
