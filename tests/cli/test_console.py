@@ -19,7 +19,6 @@ from warm_process import on_a_terminal, run
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.publish.push import File, Upload
-from enjoyln_cli.publish.target import Target
 from enjoyln_cli.report import layer_names, notes
 from enjoyln_cli.report.row import row
 from enjoyln_cli.text import number, size
@@ -239,7 +238,6 @@ from report_cases import CHECKED, ONLY_RMS, PLAN
 from enjoyln_cli.cli import console, progress
 from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.publish.push import File, Upload
-from enjoyln_cli.publish.target import Target
 from enjoyln_cli.report.row import row
 console.write_rows([row("a/long/model/名前", PLAN, ()), row("LLaMA", ONLY_RMS)], "table")
 console.write_tree(Tree("→ root", True, (Tree("leaf", False),)))
@@ -292,9 +290,9 @@ def every_table() -> None:
         console.write_rows([row(name, PLAN, **more) for name in names], "table")
     rotated = {f"W{bits}A8": {"original": 0.125, "converted": 0.0625} for bits in (4, 8)}
     console.write_verification(replace(CHECKED, quantised=rotated))
-    target = Target("me/model", "", "me", False, False, None, False)
-    files = tuple(File(name, 10**9, "unknown") for name in ("config.json", "model.safetensors"))
-    console.write_push(Upload(Path("out"), target, files, None, "", ()))
+    files = tuple(File(name, 10**9) for name in ("config.json", "model.safetensors"))
+    upload = Upload(Path("out"), "me/model", None, None, False, files, None, "", ())
+    console.write_push(upload)
     speeds = Table("case", "original", "folded", "with torch's RMSNorm", "without norms")
     speeds.add_row("prefill, 8 x 1024, float32", "1234.5 ms", "1.012x", "1.021x", "1.034x")
     console._show(speeds)

@@ -17,8 +17,6 @@ from enjoyln_cli.plan.rotation import GivenMatrix, Rotation, matrix
 from enjoyln_cli.rewrite.writer import write_shards
 from enjoyln_cli.verification.stored_tensors import check_tensors
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 ROWS = 37
 
