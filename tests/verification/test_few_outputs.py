@@ -19,7 +19,7 @@ from verify_cases import folded, proven, randomised
 from enjoyln_cli import verify
 from enjoyln_cli.plan.plan import Plan
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SEEDS = 200
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
