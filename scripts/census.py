@@ -10,10 +10,12 @@
 For each class of a type, the script shrinks the config, makes random weights in float64 (random γ,
 β and biases, weights with non-zero means), and folds the model by the plan of ``analyze``. It
 records the largest difference of any returned tensor over three inputs, relative to that tensor's
-largest element. Every type runs in its own process, with limits on time and memory. With
-``--options`` the plan may also widen MLPs, untie, and merge. The reasons of the norms that are
-still kept are audited as well, in separate rows of the same file. With ``--rotate`` each model is
-rotated instead, and runs as its own class; these are separate rows, too.
+largest element. Then it writes the folded checkpoint, loads it through ``from_pretrained``, which
+calls ``optimize``, and compares the loaded model as well. Every type runs in its own process, with
+limits on time and memory. With ``--options`` the plan may also widen MLPs, untie, and merge. The
+reasons of the norms that are still kept are audited as well, in separate rows of the same file.
+With ``--rotate`` each model is rotated instead, and runs as its own class; these are separate rows,
+too.
 """
 
 from __future__ import annotations
@@ -228,6 +230,7 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
     """One class, as a row of the census; ``mode`` is empty or one of ``MODES``."""
     import torch
     from audit import audited
+    from census_loading import loading
 
     from enjoyln_cli.analysis.analyze import analyze_config
     from enjoyln_cli.errors import UnsupportedModel
@@ -312,6 +315,8 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
             row["own_rounding"] = max(found)
             bound = 10 * row["own_rounding"]
         row["status"] = "random" if same > 0 else "ok" if row["error"] <= bound else "wrong"
+        if names:
+            row |= loading(model, plan, expected, outputs_of, differing, dtype, bound)
         shown = [first, *(run for run in expected if run not in seeds)]
         if mode == "rotate":
             row["seconds"] = round(time.perf_counter() - begin, 1)
@@ -340,7 +345,7 @@ def parents(
     The processes are forks of this one, which has already imported what they need.
     """
     import torch
-    import transformers  # noqa: F401
+    import transformers
 
     from enjoyln_cli.analysis import analyze  # noqa: F401
     from enjoyln_cli.runtime import install  # noqa: F401
@@ -348,6 +353,7 @@ def parents(
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
+    transformers.logging.disable_progress_bar()
     fork, waiting = multiprocessing.get_context("fork"), list(reversed(types))
     running: dict[Any, tuple[str, Any, float, set[str]]] = {}
     while waiting or running:

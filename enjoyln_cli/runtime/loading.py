@@ -29,6 +29,7 @@ from enjoyln_cli.plan.plan import Plan, Scale, Writer
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.hooks import encoder_of
 from enjoyln_cli.runtime.install import install, locate
+from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.neutral import kinds_of_norms
 from enjoyln_cli.runtime.weight_check import (
     FLOATS,
@@ -228,15 +229,22 @@ def _require_proven(found: Marker, name: str) -> None:
 
 
 def _require_same_blocks(model: nn.Module, found: Marker) -> None:
-    """Raises ``NotCentred`` for a norm in a block that was added after the conversion."""
+    """Raises ``NotCentred`` for a norm in a block that was added after the conversion.
+
+    Such a norm is of the same class as the norm at its place in another block. Blocks of a stock
+    model may differ: the first one of ModernBERT has an ``nn.Identity`` there.
+    """
     names = (*found.rmsnorm, *found.layernorm)
-    paths = set()
+    recorded: dict[str, nn.Module] = {}
     for name in names:
         with suppress(UnsupportedModel):  # a layer that was replaced
-            paths.add(locate(model, name, names))
-    alike = {NUMBERS.sub("#", path) for path in paths if path is not None}
-    for path, _ in model.named_modules():
-        if path not in paths and NUMBERS.sub("#", path) in alike:
+            path = locate(model, name, names)
+            if path is not None:
+                recorded[path] = model.get_submodule(path)
+    classes = {(NUMBERS.sub("#", path), stock_class(type(m))) for path, m in recorded.items()}
+    for path, module in model.named_modules():
+        is_norm = (NUMBERS.sub("#", path), stock_class(type(module))) in classes
+        if is_norm and path not in recorded:
             raise NotCentred(
                 f"{path}: was not there when the model was converted; convert the model as it is "
                 "now, or keep LayerNorm"

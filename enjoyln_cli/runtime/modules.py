@@ -225,6 +225,13 @@ def rms_spelled_out(base: type, form: LayerNormForm) -> type:
     return make_class(f"RMS{base.__name__}", (Folded, base), rms_spelled_out, base, form, **body)
 
 
+def stock_class(cls: type) -> type:
+    """The class that a module had before norms were folded and weights split (FSDP)."""
+    while cls.__module__.startswith(("enjoyln_cli.", "torch.distributed.fsdp.")):
+        cls = cls.__bases__[-1]
+    return cls
+
+
 def affine(module: Any, form: LayerNormForm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The factor and the summand that a norm applies, each of shape ``(features,)`` or ``None``."""
     weight = getattr(module, form.weight, None) if form.gain != "1" else None

@@ -26,6 +26,7 @@ from torch.nn.modules import module as torch_module
 from enjoyln_cli import kernels
 from enjoyln_cli.errors import EnjoyLNError, NotCentred, UnsupportedModel
 from enjoyln_cli.runtime.adapters import replaced_message
+from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.scope import Enter
 from enjoyln_cli.text import first_line
 
@@ -83,7 +84,7 @@ class Structure:
                 continue
             seen = reference is None
             keys = {*module._forward_pre_hooks, *module._forward_hooks} if seen else ()
-            kind = _without_ours(type(original[path]))
+            kind = stock_class(type(original[path]))
             for cls in (kind, type(module)):
                 _forwards.setdefault(cls, _FORWARD(cls))
             self.parts[path] = Part(
@@ -116,13 +117,13 @@ class Structure:
 def _check_part(path: str, module: nn.Module, part: Part, root: bool, mode: bool | None) -> None:
     """``mode``: whether the module has to be in training mode; ``None`` for any mode."""
     kind, cls = part.kind, type(module)
-    if _without_ours(cls) is not kind:
+    if stock_class(cls) is not kind:
         raise NotCentred(replaced_message(path, module, kind))
     if _forwards.setdefault(cls, _FORWARD(cls)) is not _FORWARD(cls):
         raise NotCentred(f"{path}: the forward of {cls.__name__} was replaced; restore it, {_OR}")
     if "forward" in vars(module) and not (part.replaced or _is_accelerates(module)):
         raise NotCentred(f"{path}: its forward was replaced on the instance; restore it, {_OR}")
-    if mode not in (None, module.training) and _without_ours(cls) not in SAME_IN_TRAINING:
+    if mode not in (None, module.training) and stock_class(cls) not in SAME_IN_TRAINING:
         name, call = ("training", "eval()") if module.training else ("eval", "train()")
         raise NotCentred(f"{path}: is in {name} mode; call {call} on the model, {_OR}")
     new = next((name for name in _present(module) if name not in part.parameters), None)
@@ -140,13 +141,6 @@ def _check_part(path: str, module: nn.Module, part: Part, root: bool, mode: bool
     elif isinstance(module, nn.LayerNorm) and module.weight is not None:
         post = {}
     _check_hooks(path, [*pre.values(), *post.values()])
-
-
-def _without_ours(cls: type) -> type:
-    """The class that the module had before norms were folded and weights split (FSDP)."""
-    while cls.__module__.startswith(("enjoyln_cli.", "torch.distributed.fsdp.")):
-        cls = cls.__bases__[-1]
-    return cls
 
 
 def _check_hooks(path: str, hooks: list[Any]) -> None:
@@ -229,7 +223,7 @@ class Snapshot:
         self.hooked: list[Any] = []
         for module, kind in zip(self.modules, self.kinds, strict=True):
             own = vars(module)
-            if _without_ours(kind) not in SAME_IN_TRAINING:
+            if stock_class(kind) not in SAME_IN_TRAINING:
                 facts.append((own, "training", module.training))
             facts.append((own, "forward", own.get("forward")))
             for group in (module._modules, module._parameters):

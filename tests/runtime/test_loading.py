@@ -674,6 +674,16 @@ def test_layers_that_a_quantiser_made_are_measured_in_eval_mode(outs: dict[str, 
         optimize(model.train(), given)
 
 
+def test_a_block_that_the_config_adds_is_refused(outs: dict[str, Path]) -> None:
+    for name, key in (("gpt2", "n_layer"), ("phi", "num_hidden_layers")):
+        config = transformers.AutoConfig.from_pretrained(outs[name])
+        more = {key: getattr(config, key) + 1}
+        model = AutoModelForCausalLM.from_pretrained(outs[name], **more).eval()
+        with pytest.raises(NotCentred, match="was not there when the model was converted"):
+            optimize(model)
+        assert not norms(model)
+
+
 def test_a_layer_whose_weight_is_gone_is_refused_before_anything_changes(
     outs: dict[str, Path],
 ) -> None:

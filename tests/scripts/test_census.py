@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import census
@@ -82,9 +83,42 @@ def test_a_folded_model_computes_what_it_did(model_type: str) -> None:
     """
     model_class = [*census.classes_of(model_type)[:2]][-1]
     row = census.examine(model_class, model_type)
-    assert row["status"] == "ok", row
+    assert row["status"] == "ok" and row.get("loaded", "ok") == "ok", row
     assert row["norms"] > 0
     assert row["folded"] + len(row["kept"]) == row["norms"]
     assert all(reason and culprit for _, reason, culprit in row["kept"])
     assert row["audit"].keys() == {norm for norm, _, _ in row["kept"]}
     assert not [answer for answer in row["audit"].values() if answer.startswith("missing rule")]
+
+
+def test_a_result_loads_where_blocks_of_the_stock_class_differ() -> None:
+    """The first block of ModernBERT has an ``nn.Identity`` in the place of a norm."""
+    row = census.examine("ModernBertModel", "modernbert")
+    assert row["status"] == "ok" and row["loaded"] == "ok" and row["folded"] == 4, row
+
+
+def test_a_result_that_computes_something_else_is_reported() -> None:
+    import census_loading
+    import torch
+    from eight_models import given, source
+
+    from enjoyln_cli.analysis.analyze import analyze_config
+
+    model = source("gpt2")
+    plan = analyze_config(model.config, model_class="GPT2LMHeadModel").plan
+    runs = [lambda m: m(**given("gpt2"))]
+
+    def outputs(run: Any, one: Any, dtype: Any) -> list[Any]:
+        with torch.no_grad():
+            return [run(one).logits]
+
+    def row(fold: Any, differing: Any) -> Any:
+        common = (outputs, differing, torch.float64, 1e-9)
+        return census_loading.loading(model, fold, runs, *common)
+
+    assert row(plan, census.differing)["loaded"] == "ok"
+    assert row(plan, lambda *_: 1e-3)["loaded"] == "differs"
+    less = replace(plan, writers=plan.writers[1:])
+    assert row(less, census.differing)["loaded"] == "differs"
+    other = replace(plan, classes=("GPT2Model",))
+    assert "proven for GPT2Model" in row(other, census.differing)["loaded"]
