@@ -236,7 +236,7 @@ def examine(model_class: str, model_type: str, mode: str = "") -> dict[str, Any]
     from enjoyln_cli.errors import UnsupportedModel
     from enjoyln_cli.plan.plan import Options
     from enjoyln_cli.rewrite.in_memory import centre_parameters
-    from enjoyln_cli.runtime.hooks import input_means
+    from enjoyln_cli.runtime.entries import input_means
     from enjoyln_cli.runtime.install import install
 
     options = Options()

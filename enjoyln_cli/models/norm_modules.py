@@ -49,7 +49,9 @@ def interference(module: nn.Module) -> str | None:
         return "a forward hook may change its input or output"
     if has_replaced_forward(module):
         return "its forward was replaced on the instance"
-    own = [name for name in METHODS if getattr(cls, name) is not getattr(nn.Module, name)]
+    bases = (base for base in cls.__mro__ if issubclass(base, nn.Module))
+    plain = next(base for base in bases if "made_by" not in vars(base))  # without ours
+    own = [name for name in METHODS if getattr(plain, name) is not getattr(nn.Module, name)]
     own += [name for name in METHODS if name in vars(module)]
     if own:
         return f"its class replaces {own[0]}"

@@ -29,13 +29,16 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def write_whole_tensor(tensor: Any, values: torch.Tensor) -> None:
-    """Set a tensor to ``values``, which every process has; each writes the part that it holds."""
+    """Set a tensor to ``values``, which every process has; each writes the part that it holds.
+
+    Torch does not count the change, so that a backward pass which has saved the tensor still runs.
+    """
     if hasattr(tensor, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 
         place = (tensor.device_mesh, tensor.placements)
         values = distribute_tensor(values.to(tensor.dtype), *place, src_data_rank=None)
-    tensor.copy_(values)
+    tensor.data.copy_(values)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from enjoyln_cli.onnx_export.graph import (
 from enjoyln_cli.onnx_export.preconditions import require_export, weights_file
 from enjoyln_cli.onnx_export.runtimes import installed
 from enjoyln_cli.recipe.read import tried_to_merge
-from enjoyln_cli.runtime.hooks import input_means
+from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.loading import optimize, saved_class
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.text import first_line

@@ -21,7 +21,7 @@ from torch import nn
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.load import silent
 from enjoyln_cli.onnx_export.call import Call, Positional
-from enjoyln_cli.runtime.hooks import entries
+from enjoyln_cli.runtime.entries import entries
 from enjoyln_cli.text import first_line
 
 OPSET = 23

@@ -26,7 +26,7 @@ from enjoyln_cli.models.norm_modules import (
 from enjoyln_cli.models.norm_probe import Known, LayerNormForm, examine, group_norm_form
 from enjoyln_cli.plan.covered_calls import OTHER_CALLS, CoveredCalls
 from enjoyln_cli.plan.plan import Centring
-from enjoyln_cli.runtime.hooks import add_hooks, be_called, entries
+from enjoyln_cli.runtime.entries import add_entries, be_called
 from enjoyln_cli.runtime.modules import Folded, centred_subclass, rms_spelled_out, rms_subclass
 from enjoyln_cli.runtime.structure import KeepStructure
 
@@ -91,7 +91,6 @@ def install(
     for path, centrings in carried.items():
         _check_forward(model.get_submodule(path), path, centrings)
 
-    fold = add_hooks(model, tuple(entry_inputs), unproven, merged, covered)
     for module, cls in swaps:
         become(module, cls)
     for path, centrings in carried.items():
@@ -101,12 +100,10 @@ def install(
             become(module, centred_subclass(plain))
             module.register_forward_hook(be_called)
         module.centrings = centrings  # type: ignore[assignment]
-        module._enjoyln_fold = fold  # type: ignore[assignment]
+    fold = add_entries(model, KeepStructure, tuple(entry_inputs), unproven, merged, covered)
     for module in model.modules():
-        if isinstance(module, Folded):
-            module._enjoyln_fold = fold
-    for module, entry in entries(model):
-        entry.moved, entry.trouble, entry.check = False, "", KeepStructure(module)
+        if isinstance(module, Folded) or hasattr(module, "centrings"):
+            module._enjoyln_fold = fold  # type: ignore[assignment]
     return model
 
 

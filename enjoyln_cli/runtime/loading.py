@@ -27,7 +27,7 @@ from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.plan.mean_units import copy_units, intact, room, set_units
 from enjoyln_cli.plan.plan import Plan, Scale, Writer
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.hooks import encoder_of
+from enjoyln_cli.runtime.entries import encoder_of
 from enjoyln_cli.runtime.install import install, locate
 from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.neutral import kinds_of_norms
@@ -58,7 +58,8 @@ def from_pretrained(model: str | Path, cls: Any = None, **kwargs: Any) -> Any:
     """Load the converted checkpoint ``model`` (a directory or a Hub id) so that it runs RMSNorm.
 
     ``cls`` is an auto class or a model class; by default the class that the checkpoint was saved
-    as. ``kwargs`` go to its ``from_pretrained``. Raises ``UnsupportedModel`` if the fold is not
+    as, or the class that the fold is proven for if it is one only (``fold --model-class``).
+    ``kwargs`` go to its ``from_pretrained``. Raises ``UnsupportedModel`` if the fold is not
     proven for the class, ``BadCheckpoint`` if the config has no marker, ``NotCentred`` if weights
     have changed since the fold.
     """
@@ -69,9 +70,10 @@ def from_pretrained(model: str | Path, cls: Any = None, **kwargs: Any) -> Any:
 
 
 def saved_class(folder: str, **kwargs: Any) -> Any:
-    """The class that the config names; ``kwargs`` are those of ``from_pretrained``.
+    """The class that the config names, or the one that the fold is proven for if that is another.
 
-    Raises ``UnsupportedModel`` if the fold is not proven for the class.
+    ``kwargs`` are those of ``from_pretrained``. Raises ``UnsupportedModel`` if the fold is proven
+    for several other classes.
     """
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -80,6 +82,8 @@ def saved_class(folder: str, **kwargs: Any) -> Any:
     config = kwargs.get("config") or AutoConfig.from_pretrained(folder, **hub)
     found = read_marker(config.to_dict(), folder)
     name = next(iter(config.architectures or ()), found.model_class)
+    if len(found.classes) == 1:
+        (name,) = found.classes
     _require_proven(found, name)
     for code in (getattr(config, "auto_map", None) or {}).values():
         if kwargs.get("trust_remote_code") and str(code).rpartition(".")[2] == name:

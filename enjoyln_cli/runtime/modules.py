@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
-from torch.nn import functional as F
+from torch.compiler import is_compiling, is_exporting
 
 from enjoyln_cli import kernels
 from enjoyln_cli.errors import UnsupportedModel
@@ -37,7 +36,6 @@ from enjoyln_cli.runtime.scope import (
     NOT_INSTALLED,
     computes_layer_norm,
     runs_proven,
-    thread,
 )
 
 
@@ -94,8 +92,6 @@ class Folded:
     """The state shared by all norms and hooks of the model that this norm is installed in."""
     dim = -1
     """The normalised dimension; 1 for channels-first inputs."""
-    trained = 0
-    """How often ``train()`` was called on any folded norm (a class attribute)."""
     weightless = biasless = False
     """Whether the weight multiplies by one, and whether the bias is zero (see ``neutral``)."""
     weight_name, bias_name, unit = "weight", "bias", 1.0
@@ -110,31 +106,10 @@ class Folded:
         """
         return computes_layer_norm(self._enjoyln_fold)
 
-    def _is_proven(self) -> bool:
-        """Whether the norm computes RMSNorm now: in training mode only if the plan covers it."""
-        fold = self._enjoyln_fold
-        trains = self.training and fold.training_plan is None  # type: ignore[attr-defined]
-        return not trains and runs_proven(fold)
-
     def train(self, mode: bool = True) -> Any:
         """As for any module. After training, computes LayerNorm until the weights are checked."""
-        if mode and self._enjoyln_fold.training_plan is None:
-            Folded.trained += 1
-            for entry in self._enjoyln_fold.entries:
-                entry.moved = True
+        self._enjoyln_fold.trained += mode
         return super().train(mode)  # type: ignore[misc]
-
-
-def needs(parameter: Any, neutral: bool) -> bool:
-    """Whether a norm has to read its ``parameter``.
-
-    ``neutral`` says that the parameter changes nothing now (a weight of one, a bias of zero). It is
-    read anyway if it needs a gradient, and if the model's call was compiled with the code around
-    it: that code would not notice a later change. An exported program has fixed parameters.
-    """
-    if not neutral or is_exporting():
-        return not neutral
-    return not thread.running.is_checked or (torch.is_grad_enabled() and parameter.requires_grad)
 
 
 class RMSNorm(Folded, nn.LayerNorm):
@@ -145,22 +120,11 @@ class RMSNorm(Folded, nn.LayerNorm):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not is_dynamo_compiling():
-            call = self, input, thread.running.proven, thread.running.is_checked
-            y = kernels.native.entry.module_rms_norm(*call)  # all of this method in one C++ call
-            if y is NotImplemented and kernels.native.load(input.device.type):
-                y = kernels.native.entry.module_rms_norm(*call)
-            if y is not NotImplemented:
-                return y
-        if not self._is_proven():
+        if not runs_proven(self._enjoyln_fold):
             return super().forward(input)
-        weight = self.weight if needs(self.weight, self.weightless) else None
-        bias = self.bias if needs(self.bias, self.biasless) else None
+        weight = None if self.weightless else self.weight
+        bias = None if self.biasless else self.bias
         literal = self._enjoyln_fold.training_plan is not None
-        if not literal and kernels.is_layer_norm(input, weight, bias):
-            if torch.is_grad_enabled():  # checkpointing calls it again, outside of the proven call
-                return super().forward(input)
-            return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return rms_norm(input, weight, bias, self.eps, len(self.normalized_shape), literal)
 
 
@@ -170,7 +134,15 @@ class FactoryClass(type):
     made_by: tuple[Any, ...]
 
 
-copyreg.pickle(FactoryClass, lambda cls: (cls.made_by[0], cls.made_by[1:]))  # type: ignore
+@cache
+def _metaclass(of_base: type) -> type:
+    """``FactoryClass`` for a base class with the metaclass ``of_base`` (``ABCMeta``, say)."""
+    if issubclass(of_base, FactoryClass):
+        return of_base
+    plain = of_base is type
+    found = FactoryClass if plain else type(of_base.__name__, (FactoryClass, of_base), {})
+    copyreg.pickle(found, lambda cls: (cls.made_by[0], cls.made_by[1:]))  # type: ignore
+    return found
 
 
 def make_class(
@@ -178,7 +150,7 @@ def make_class(
 ) -> type:
     """Create the class that ``factory(*given)`` returns; it is pickled as this call."""
     members = {"__module__": __name__, "made_by": (factory, *given), **body}
-    return FactoryClass(name, bases, members)
+    return _metaclass(type(bases[-1]))(name, bases, members)  # type: ignore[no-any-return]
 
 
 @cache
@@ -201,18 +173,14 @@ def rms_spelled_out(base: type, form: LayerNormForm) -> type:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         input = only_input(args, kwargs, name)
-        if not self._is_proven() or input is None or not form.holds_for(input.ndim):
+        if input is None or not runs_proven(self._enjoyln_fold) or not form.holds_for(input.ndim):
             return plain(self, *args, **kwargs)
         literal = self._enjoyln_fold.training_plan is not None
-        if not literal and _wants_gradients(self, input):
-            return plain(self, *args, **kwargs)
         gain, bias = affine(self, form)
         if not form.takes_other_dtypes and _differs_in_dtype(input, gain, bias):
             return plain(self, *args, **kwargs)
-        if self.weightless and not needs(getattr(self, form.weight), True):
-            gain = None
-        if self.biasless and not needs(getattr(self, form.bias), True):
-            bias = None
+        gain = None if self.weightless else gain
+        bias = None if self.biasless else bias
         if form.groups > 1:
             return group_rms_norm(input, gain, bias, form.eps, form.groups)
         y = rms_norm(input.movedim(form.dim, -1), gain, bias, form.eps, literal=literal)
@@ -227,7 +195,8 @@ def rms_spelled_out(base: type, form: LayerNormForm) -> type:
 
 def stock_class(cls: type) -> type:
     """The class that a module had before norms were folded and weights split (FSDP)."""
-    while cls.__module__.startswith(("enjoyln_cli.", "torch.distributed.fsdp.")):
+    places = ("enjoyln_cli.", "torch.distributed.fsdp.")
+    while "made_by" in vars(cls) or cls.__module__.startswith(places):
         cls = cls.__bases__[-1]
     return cls
 
@@ -243,17 +212,6 @@ def affine(module: Any, form: LayerNormForm) -> tuple[torch.Tensor | None, torch
 def _differs_in_dtype(input: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
     """Whether a parameter has another dtype than the input."""
     return any(p is not None and p.dtype != input.dtype for p in parameters)
-
-
-def _wants_gradients(norm: Any, input: torch.Tensor) -> bool:
-    """Whether to compute LayerNorm because the call needs gradients and LayerNorm is as fast.
-
-    Gradient checkpointing computes the call again in the backward pass, outside of the proven call,
-    with LayerNorm. Autograd has to record the same operations both times.
-    """
-    if not torch.is_grad_enabled() or not kernels.layer_norm_will_do():
-        return False
-    return input.requires_grad or any(p.requires_grad for p in norm.parameters(recurse=False))
 
 
 @cache

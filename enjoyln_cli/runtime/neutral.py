@@ -67,8 +67,8 @@ def _folded(model: nn.Module, paths: Iterable[str]) -> Iterator[tuple[str, Folde
             yield path, norm
 
 
-def set_flags(model: nn.Module, parameters: Iterable[Neutral], known: bool = True) -> list[Any]:
-    """Set ``weightless`` and ``biasless`` on each norm; to false if values are not ``known``.
+def set_flags(model: nn.Module, parameters: Iterable[Neutral]) -> list[Any]:
+    """Set ``weightless`` and ``biasless`` on each norm.
 
     Returns the flags as facts for a ``Snapshot``.
     """
@@ -77,7 +77,7 @@ def set_flags(model: nn.Module, parameters: Iterable[Neutral], known: bool = Tru
         norm = model.get_submodule(one.norm)
         if isinstance(norm, Folded):
             own = vars(norm)
-            own[one.flag] = known and _all_are(norm._parameters.get(one.name), one.value)  # type: ignore
+            own[one.flag] = _all_are(norm._parameters.get(one.name), one.value)  # type: ignore
             facts.append((own, one.flag, own[one.flag]))
     return facts
 

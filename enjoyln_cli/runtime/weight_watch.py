@@ -1,15 +1,16 @@
 """When does a model check that its weights are still centred (``weight_check``)?
 
 Weights change after loading: by training, ``load_state_dict``, adapters, resized embeddings,
-quantisation. At each call, a hook compares tensors and modules with those of the last check. If
-they have changed, it checks again. If the check fails, the norms compute LayerNorm.
+quantisation. At each call, tensors and modules are compared with those of the last check. If they
+have changed, the weights are checked again. If the check fails, the norms compute LayerNorm.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -17,16 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from enjoyln_cli.checkpoint.marker import CentredTensor
 from enjoyln_cli.models.sharding import in_shards, sharded_modules
 from enjoyln_cli.plan.mean_units import Units
 from enjoyln_cli.runtime.adapters import added_weights, require_additive_adapter
-from enjoyln_cli.runtime.hooks import encoder_of, enter_of, entries
-from enjoyln_cli.runtime.modules import Folded
+from enjoyln_cli.runtime.entries import Entry, encoder_of, entries, entry_of
+from enjoyln_cli.runtime.modules import stock_class
 from enjoyln_cli.runtime.neutral import neutral_parameters, set_flags
-from enjoyln_cli.runtime.scope import Enter
 from enjoyln_cli.runtime.structure import (
+    Fact,
     KeepStructure,
     Snapshot,
     Structure,
@@ -45,6 +47,7 @@ from enjoyln_cli.runtime.weight_check import (
 
 LINEAR = ("Linear", "Conv1D")
 _VERSION = attrgetter("_version")
+_ADDRESS = torch.Tensor.data_ptr
 
 
 class KeepCentred(KeepStructure):
@@ -52,9 +55,7 @@ class KeepCentred(KeepStructure):
 
     If not, its norms compute LayerNorm. The first call checks the values. Later calls check again
     only if a tensor or module was replaced, or if torch has counted an in-place change of a tensor
-    (writes through ``tensor.data`` are not counted). If the call is compiled with the code around
-    it, the check runs at compile time and leaves no trace in the graph. Copies and unpickled models
-    check again.
+    (writes through ``tensor.data`` are not counted). Copies and unpickled models check again.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class KeepCentred(KeepStructure):
         watch: WatchList,
         model: nn.Module,
         reference: nn.Module | None = None,
-        outer: Enter | None = None,
+        outer: Entry | None = None,
     ) -> None:
         self.watch = watch
         self.linear = _centred_linears(reference or model, watch)
@@ -71,7 +72,9 @@ class KeepCentred(KeepStructure):
         self.outer = outer
         """The entry of the model around this one, which warns of the same trouble."""
         self.merged = neutral_parameters(model, watch.weightless, watch.biasless)
-        self.values: Any = Values(model, self._paths(model))
+        self.tensors = tensors_at(model, self._paths(model))
+        """The tensors of the last check; copies of the model have their own ones here."""
+        self.values: Values | None = None
         set_flags(model, self.merged)
         self.trained = -1
         self.accepted: Accepted | None = None
@@ -95,38 +98,45 @@ class KeepCentred(KeepStructure):
 
     def accept(self, model: nn.Module) -> None:
         """Take the weights as they are now for centred, until one of them changes."""
-        values = Values(model, self._paths(model))
-        self.accepted = Accepted(Structure(model, self.built.loose), values)
+        facts = tensors_at(model, self._paths(model))
+        self.accepted = Accepted(Structure(model, self.built.loose), facts, Values(facts))
         self.values = None
 
     def take_back(self) -> None:
         """Undo ``accept``."""
         self.accepted = self.values = None
 
-    def unchanged(self) -> bool:
+    def unchanged(self, entry: Entry) -> bool:
         """Whether modules, tensors and their values are those of the last check."""
-        looked = self.values is not None and self.trained == Folded.trained
-        return looked and (self.split or self.values.unchanged()) and super().unchanged()
+        if self.values is None or self.snapshot is None or self.trained != entry.fold.trained:
+            return False
+        return (self.split or self.values.unchanged()) and self.snapshot.unchanged()
 
-    def _look(self, entry: Enter, model: nn.Module) -> None:
-        trained, values = Folded.trained, Values(model, self._paths(model))
-        known = not values.fake or bool(self.values and self.values.unchanged())
-        flags = [] if values.fake and known else set_flags(model, self.merged, known)
+    def _look(self, entry: Entry, model: nn.Module) -> bool:
+        if any(isinstance(tensor, FakeTensor) for _, _, tensor in self._present()):
+            return self._look_in_export(entry, model)
+        trained, tensors = entry.fold.trained, tensors_at(model, self._paths(model))
+        uncounted = next((name for _, name, t in tensors if t.is_inference()), None)
+        try:
+            values = Values([fact for fact in tensors if not fact[2].is_inference()])
+        except RuntimeError:  # ``torch.func`` puts tensors without an address in their place
+            return False
+        flags = set_flags(model, self.merged)
         self.split = bool(sharded_modules(model))
-        facts = [] if self.split else values.facts
-        snapshot = Snapshot(model, self.built.loose, [*facts, *flags])
+        snapshot = Snapshot(model, self.built.loose, [*([] if self.split else tensors), *flags])
         trouble = trouble_with(self._compare, model)
-        if values.fake:
-            trouble = trouble or entry.trouble  # fake tensors have no values: keep the last result
-            if not trouble:
-                return
+        if uncounted:
+            trouble = trouble or (
+                "the weights were made in inference mode, in which torch does not count changes; "
+                "load or copy the model outside of torch.inference_mode()"
+            )
         set_trouble(entry, trouble, bool(self.outer and self.outer.trouble))
-        self.snapshot, self.values, self.trained = snapshot, values, trained
-        for seen in [entry] if self.outer else entry.fold.entries:  # this covers inner models too
-            seen.moved = False
+        self.snapshot, self.values, self.tensors = snapshot, values, tensors
+        self.trained = entry.fold.checked = trained
+        return True
 
     def _compare(self, model: nn.Module) -> None:
-        if self.accepted is not None and self.accepted.values.are_those_of_model():
+        if self.accepted is not None and self.accepted.are_those_of_model():
             self.accepted.structure.compare(model)
             return
         adapted = self._adapted(model)
@@ -156,50 +166,89 @@ class KeepCentred(KeepStructure):
             watch = with_adapters(model, watch)
         return (*watch.tensors, *(one.path for one in self.merged))
 
+    def _look_in_export(self, entry: Entry, model: nn.Module) -> bool:
+        """Check the tensors in whose places an export has put fake ones, which have no values."""
+        pairs = zip(self._present(), self.tensors, strict=True)
+        if not all(_stands_for(fake, real) for (*_, fake), (*_, real) in pairs):
+            warnings.warn(
+                "computing LayerNorm: the weights cannot be checked in this export, since they are "
+                "not those of the last call; call the model before it is exported",
+                stacklevel=2,
+            )
+            return False
+        with self._real_tensors():
+            return self.unchanged(entry) or self._look(entry, model)
+
+    def _present(self) -> list[Fact]:
+        """``tensors`` with what stands in their places now."""
+        return [(group, name, group.get(name)) for group, name, _ in self.tensors]
+
+    @contextmanager
+    def _real_tensors(self) -> Iterator[None]:
+        """Within the block, the tensors of the last check are back in their places."""
+        present = self._present()
+        try:
+            for group, name, tensor in self.tensors:
+                group[name] = tensor
+            with _disable_current_modes():
+                yield
+        finally:
+            for group, name, tensor in present:
+                group[name] = tensor
+
+
+def _stands_for(fake: Any, real: torch.Tensor) -> bool:
+    """Whether an export has made ``fake`` from ``real``; it makes one for each tensor."""
+    if not isinstance(fake, FakeTensor):
+        return fake is real
+    return fake.fake_mode.from_tensor(real, static_shapes=True) is fake
+
 
 @dataclass(frozen=True, eq=False)
 class Accepted:
     """A model whose weights are not centred, but whose error with RMSNorm was measured."""
 
     structure: Structure
+    tensors: list[Fact]
     values: Values
-
-
-class Values:
-    """Which tensors a model has at some paths, and their version counters and addresses."""
-
-    def __init__(self, model: nn.Module, paths: Iterable[str]) -> None:
-        held: list[tuple[dict[str, Any], str]] = []
-        for path in paths:
-            above, _, name = path.rpartition(".")
-            with suppress(AttributeError):  # a removed layer: ``Snapshot`` notices that
-                owner = model.get_submodule(above)
-                held.append((owner._buffers if name in owner._buffers else owner._parameters, name))
-        self.absent = [(group, name) for group, name in held if _is_absent(group.get(name))]
-        there = [(group, name) for group, name in held if not _is_absent(group.get(name))]
-        self.facts = [(group, name, group[name]) for group, name in there]
-        """The tensors, as facts for a ``Snapshot``."""
-        tensors = [tensor for _, _, tensor in self.facts]
-        self.fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        self.counted = [t for t in tensors if not (isinstance(t, FakeTensor) or t.is_inference())]
-        self.versions = [*map(_VERSION, self.counted)]
-        self.addresses = [*map(torch.Tensor.data_ptr, self.counted)]
-
-    def unchanged(self) -> bool:
-        return (
-            [*map(_VERSION, self.counted)] == self.versions
-            and [*map(torch.Tensor.data_ptr, self.counted)] == self.addresses
-            and all(_is_absent(group.get(name)) for group, name in self.absent)
-        )
 
     def are_those_of_model(self) -> bool:
         """Whether the model still has the same tensors, and they are unchanged."""
-        return self.unchanged() and all(group.get(name) is t for group, name, t in self.facts)
+        same = all(group.get(name) is tensor for group, name, tensor in self.tensors)
+        return same and self.values.unchanged()
 
 
-def _is_absent(tensor: Any) -> bool:
-    """Whether there is no tensor, or one that accelerate offloads and creates anew at each call."""
-    return tensor is None or bool(tensor.is_meta)
+class Values:
+    """Version counters and addresses of tensors, which show whether their values were changed."""
+
+    def __init__(self, facts: Iterable[Fact]) -> None:
+        """Raises ``RuntimeError`` for tensors of ``torch.func``, which have no address."""
+        self.tensors = [tensor for _, _, tensor in facts]
+        self.versions = [*map(_VERSION, self.tensors)]
+        self.addresses = [*map(_ADDRESS, self.tensors)]
+
+    def unchanged(self) -> bool:
+        """Whether torch has counted no change, and no tensor has other memory."""
+        return [*map(_VERSION, self.tensors)] == self.versions and (
+            [*map(_ADDRESS, self.tensors)] == self.addresses
+        )
+
+
+def tensors_at(model: nn.Module, paths: Iterable[str]) -> list[Fact]:
+    """The tensors of ``model`` at ``paths``, as facts; without those that are not in memory.
+
+    accelerate offloads such tensors, and creates them anew at each call.
+    """
+    found: list[Fact] = []
+    for path in paths:
+        above, _, name = path.rpartition(".")
+        with suppress(AttributeError):  # a removed layer: ``Snapshot`` notices that
+            owner = model.get_submodule(above)
+            group = owner._buffers if name in owner._buffers else owner._parameters
+            tensor = group.get(name)
+            if tensor is not None and not tensor.is_meta:
+                found.append((group, name, tensor))
+    return found
 
 
 def _centred_linears(model: nn.Module, watch: WatchList) -> dict[str, tuple[type, int]]:
@@ -239,14 +288,15 @@ def watch_weights(
     The names are those of the class that was folded. Raises ``NotCentred`` if the model lacks one.
     """
     named = tuple(weights), tuple(ops), tuple(units), tuple(weightless), tuple(biasless)
-    outer: Enter | None = None
-    places = {id(m): m for m in (model, getattr(model, "base_model", model))}
-    watches = [(module, watch_list_of(module, *named)) for module in places.values()]
-    if (encoder := encoder_of(model)) is not None and id(encoder) not in places:
-        watches.append((encoder, _part_in(encoder, model, watches[0][1])))
+    outer: Entry | None = None
+    watch = watch_list_of(model, *named)
+    inside = {id(m): m for m in (getattr(model, "base_model", model), encoder_of(model)) if m}
+    inside.pop(id(model), None)
+    parts = [(module, _part_in(module, model, watch)) for module in inside.values()]
+    watches = [(model, watch), *parts]
     reference = _unedited(model)
     for module, watch in watches:
-        entry = enter_of(module)
+        entry = entry_of(module)
         if entry is not None:
             path = next(name for name, m in model.named_modules() if m is module)
             inner = reference.get_submodule(path) if reference is not None else None
@@ -264,7 +314,7 @@ def _unedited(model: Any) -> nn.Module | None:
     """A new model of this class and config on the meta device; ``None`` if it cannot be built."""
     try:
         with torch.device("meta"):
-            return type(model)(copy.deepcopy(model.config))  # type: ignore[no-any-return]
+            return stock_class(type(model))(copy.deepcopy(model.config))  # type: ignore[no-any-return]
     except Exception:  # the constructor of any class: it may need more than the config
         return None
 

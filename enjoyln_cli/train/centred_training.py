@@ -29,7 +29,7 @@ from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.sharding import sharded_modules
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.hooks import enter_of
+from enjoyln_cli.runtime.entries import entry_of
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.loading import marker_of, optimize_unchecked
 from enjoyln_cli.runtime.weight_check import (
@@ -183,7 +183,7 @@ def _require_whole(model: nn.Module) -> None:
 
 
 def _check_of(model: nn.Module) -> KeepCentred:
-    check = getattr(enter_of(model), "check", None)
+    check = getattr(entry_of(model), "check", None)
     if not isinstance(check, KeepCentred):
         raise NotCentred(f"{type(model).__name__}: is no longer folded; call keep_centred again")
     return check

@@ -25,7 +25,7 @@ from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
 from enjoyln_cli.plan.cache_argument import in_plans
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.hooks import GuardInputs
+from enjoyln_cli.runtime.entries import GuardInputs
 from enjoyln_cli.train.compressed_norm import CRMSNorm, orthonormal_norm
 from enjoyln_cli.train.parametrize import as_call, require_unconverted
 from enjoyln_cli.train.streams import (

@@ -24,10 +24,9 @@ from enjoyln_cli.plan.axis import Axis, centre
 from enjoyln_cli.plan.edits import Edit, edits_of
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters, require_fit
-from enjoyln_cli.runtime.hooks import enter_of, entries
+from enjoyln_cli.runtime.entries import Entry, entries, entry_of
 from enjoyln_cli.runtime.install import install, locate
 from enjoyln_cli.runtime.modules import Folded
-from enjoyln_cli.runtime.scope import Enter
 from enjoyln_cli.runtime.structure import KeepStructure, Snapshot, set_trouble, trouble_with
 from enjoyln_cli.train.training_plan import analyze_training, dropout_rates
 
@@ -110,7 +109,7 @@ def merge(model: nn.Module) -> nn.Module:
     training mode. Parameters stay the same objects, under their own names. Returns ``model``.
     Raises ``EnjoyLNError`` if ``reparametrize`` was not called for this model.
     """
-    entry = enter_of(model)
+    entry = entry_of(model)
     plan = entry.fold.training_plan if entry is not None else None
     if entry is None or plan is None:
         raise EnjoyLNError(
@@ -139,11 +138,12 @@ class KeepParametrised(KeepStructure):
         self.built.trains = True
         self.plan, self.prefix = plan, prefix
 
-    def _look(self, entry: Enter, model: nn.Module) -> None:
+    def _look(self, entry: Entry, model: nn.Module) -> bool:
         facts = [(held, name, value) for _, held, name, value in dropout_rates(model)]
         snapshot = Snapshot(model, self.built.loose, facts)
         set_trouble(entry, trouble_with(self._compare, model))
         self.snapshot = snapshot
+        return True
 
     def _compare(self, model: nn.Module) -> None:
         self.built.compare(model)
@@ -202,7 +202,7 @@ def _require_usable(model: nn.Module, plan: Plan, approximate: bool) -> None:
             "weights), which cannot be done while training; analyse without these options"
         )
     require_fit(model, plan)
-    if (enter := enter_of(model)) is None:
+    if (enter := entry_of(model)) is None:
         return
     folded = {path for path, module in model.named_modules() if isinstance(module, Folded)}
     planned = {locate(model, verdict.norm) for verdict in plan.folded}

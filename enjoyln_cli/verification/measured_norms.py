@@ -18,7 +18,7 @@ from enjoyln_cli.comparison.metrics import distances, largest, relative
 from enjoyln_cli.comparison.run import Outputs, run
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.holders import models_in
-from enjoyln_cli.runtime.hooks import entries
+from enjoyln_cli.runtime.entries import entries
 from enjoyln_cli.runtime.loading import (
     Holder,
     marker_of,

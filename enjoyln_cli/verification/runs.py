@@ -44,7 +44,7 @@ from enjoyln_cli.comparison.user_data import UserData
 from enjoyln_cli.effects.garbage import collections_of_new_objects
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
 from enjoyln_cli.models.load import release
-from enjoyln_cli.runtime.hooks import input_means
+from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.text import first_line
 from enjoyln_cli.verification.nonfinite import nonfinite_outputs
 from enjoyln_cli.verification.quantised_runs import (

@@ -21,7 +21,7 @@ from enjoyln_cli import analyze, fold
 from enjoyln_cli.analysis.analyze import analyze_calls
 from enjoyln_cli.calls.calls import Call, ways_to_call
 from enjoyln_cli.checkpoint.marker import read_marker
-from enjoyln_cli.runtime.hooks import input_means
+from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.install import install
 
 OPT = {**BERT, "ffn_dim": 33, "word_embed_proj_dim": 21}

@@ -14,7 +14,7 @@ from torch import nn
 from enjoyln_cli import analyze
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
-from enjoyln_cli.runtime.hooks import input_means
+from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.install import install
 
 NOT_ZERO_MEAN = "the output of a LayerNorm with weights is not zero-mean"

@@ -87,16 +87,15 @@ def add_hook_before_norm(model: Any) -> bool:
 
 
 def add_hook_to_model(model: Any) -> bool:
-    """Add a hook to the model that replaces its inputs after our own hooks have run."""
+    """Add a hook to the model that replaces its inputs after they were looked at."""
     embedded = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(5)).double() + 3
 
     def replace(module: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, "input_ids": None, "inputs_embeds": embedded}
 
-    if not hasattr(model, "transformer"):
-        return False
-    model.register_forward_pre_hook(replace, with_kwargs=True)
-    return True
+    if hasattr(model, "transformer"):
+        model.register_forward_pre_hook(replace, with_kwargs=True)
+    return hasattr(model, "transformer")
 
 
 def replace_dropout(model: Any) -> bool:
@@ -130,8 +129,8 @@ def train_blocks(model: Any) -> bool:
 
 
 EDITS = [
-    add_bias, append_block, remove_block, replace_forward, add_hook, add_hook_before_norm,
-    add_hook_to_model, replace_dropout, train_dropouts, train_blocks,
+    add_bias, append_block, remove_block, add_hook, add_hook_before_norm, add_hook_to_model,
+    replace_dropout, train_dropouts, train_blocks,
 ]  # fmt: skip
 
 
@@ -155,8 +154,8 @@ def computes_rms(model: Any, name: str) -> bool:
 
 
 FAST = {
-    (add_bias, "opt"), (append_block, "gpt2"), (remove_block, "bert"), (replace_forward, "phi"),
-    (add_hook, "vit"), (add_hook_before_norm, "clip"), (add_hook_to_model, "bloom"),
+    (add_bias, "opt"), (append_block, "gpt2"), (remove_block, "bert"),
+    (add_hook, "vit"), (add_hook_before_norm, "clip"), (add_hook_to_model, "gpt2"),
     (replace_dropout, "bloom"), (train_dropouts, "gpt2"), (train_blocks, "whisper"),
 }  # fmt: skip
 """Every edit and every kind of model once."""
@@ -181,30 +180,6 @@ def test_an_edited_model_computes_what_the_edited_stock_model_does(
         with pytest.warns(UserWarning, match="computing LayerNorm: "):
             assert difference(model, stock, name) < 1e-9
         assert not computes_rms(model, name)
-
-
-@pytest.mark.parametrize("where", ["writer", "block"])
-def test_a_forward_that_is_replaced_on_a_class(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    model, stock = pair("phi", folder)
-    assert computes_rms(model, "phi")
-    cls: Any = nn.Linear if where == "writer" else type(model.model.layers[0].mlp)
-    call = cls.forward
-
-    def ramp(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = call(self, x)
-        return y + torch.arange(y.shape[-1], dtype=y.dtype)
-
-    monkeypatch.setattr(cls, "forward", ramp)
-    with pytest.warns(UserWarning, match=f"forward of {cls.__name__} was replaced"):
-        assert difference(model, stock, "phi") < 1e-9
-    copied = copy.deepcopy(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert difference(copied, stock, "phi") < 1e-9
-    monkeypatch.undo()
-    assert computes_rms(model, "phi")
 
 
 def test_a_hook_of_every_module(folder: Path) -> None:

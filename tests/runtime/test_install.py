@@ -18,11 +18,11 @@ from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.kernels import literally, native
+from enjoyln_cli.kernels import literally
 from enjoyln_cli.models.norm_modules import interference
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import Centring
-from enjoyln_cli.runtime.hooks import input_means
+from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.runtime.install import install, locate
 from enjoyln_cli.runtime.modules import Folded, RMSNorm, rms_norm
 
@@ -73,8 +73,11 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def no_layer_norm_fallback() -> Iterator[None]:
-    """Turn off the fallback to LayerNorm, which would hide an input with a mean."""
-    with literally():
+    """Turn off the fallback to LayerNorm, which would hide an input with a mean.
+
+    Norms compute RMSNorm where autograd records nothing.
+    """
+    with literally(), torch.no_grad():
         yield
 
 
@@ -92,7 +95,7 @@ def test_rms_norm_is_layer_norm_of_zero_mean_inputs(
     centred = x - x.mean(over, keepdim=True)
     expected, shifted = norm(centred), norm(x)
     install(norm, [""], [])
-    assert type(norm) is RMSNorm
+    assert isinstance(norm, RMSNorm)
     assert torch.allclose(norm(centred), expected, rtol=1e-13, atol=1e-13)
     assert not torch.allclose(norm(x), shifted, rtol=1e-3)
 
@@ -136,17 +139,6 @@ def test_training_computes_layer_norm() -> None:
 
 
 # A whole model.
-
-
-def test_a_call_loads_the_kernels_of_the_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of another device are loaded before the first call; ``meta`` stands for it."""
-    monkeypatch.setattr(native, "_known", {})
-    monkeypatch.setattr(native, "entry", native.Missing())
-    with torch.no_grad():
-        RMSNorm(8, device="meta").eval()(torch.empty(2, 8, device="meta"))
-        assert not native._known
-        RMSNorm(8).eval()(torch.randn(2, 8))
-    assert list(native._known) == ["cpu"]
 
 
 def test_a_folded_gpt2_computes_the_same() -> None:

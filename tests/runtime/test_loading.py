@@ -29,12 +29,11 @@ from transformers import (
     pipeline,
 )
 
-from enjoyln_cli import EnjoyLNConfig, fold, from_pretrained, optimize, refold
+from enjoyln_cli import EnjoyLNConfig, Options, fold, from_pretrained, optimize, refold
 from enjoyln_cli.checkpoint.marker import proof_of
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, NotCentred, UnsupportedModel
-from enjoyln_cli.runtime.hooks import input_means
+from enjoyln_cli.runtime.entries import input_means, is_nested
 from enjoyln_cli.runtime.modules import Folded
-from enjoyln_cli.runtime.scope import is_nested
 
 CAUSAL = ("gpt2", "opt", "bloom", "phi")
 
@@ -104,7 +103,8 @@ def shift_a_writer(model: Any) -> str:
 @pytest.mark.parametrize("name", FOLDED)
 def test_a_result_is_loaded_as_what_it_was_saved_as(outs: dict[str, Path], name: str) -> None:
     model, given = from_pretrained(outs[name]), inputs(name)
-    assert type(model) is type(original(name))
+    stock = type(original(name))
+    assert isinstance(model, stock) and str(type(model)) == str(stock)
     assert len(norms(model)) == len(model.config.enjoyln["rmsnorm"]) > 0
     assert computes_rms(model, given)
     assert same(model, original(name), given)
@@ -173,6 +173,25 @@ def test_a_saved_class_that_is_not_proven_is_refused_before_loading(
     (out / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModel, match="not for GPT2ForTokenClassification"):
         from_pretrained(out)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_the_one_class_that_is_proven_is_loaded(tmp_path: Path, name: str) -> None:
+    """The checkpoint was saved as a class with a head, and folded for the class without it."""
+    base = type(original(name).base_model)
+    options = Options(widen_mlp=name == "bert")
+    fold(
+        CHECKPOINTS / name,
+        tmp_path / "out",
+        model_class=base.__name__,
+        options=options,
+        verify=False,
+    )
+    model = from_pretrained(tmp_path / "out")
+    assert isinstance(model, base) and computes_rms(model, inputs(name))
+    assert same(model, original(name, base), inputs(name))
+    with pytest.raises(UnsupportedModel, match=f"is proven for {base.__name__}, and not for"):
+        from_pretrained(tmp_path / "out", type(original(name)))
 
 
 def test_models_without_a_marker_are_refused(outs: dict[str, Path]) -> None:
@@ -416,6 +435,59 @@ def test_offloaded_weights(outs: dict[str, Path], tmp_path: Path, name: str, whe
         for _ in range(2):
             assert computes_rms(model, given)
         assert same(model, original(name), given)
+
+
+@pytest.mark.parametrize("where", ["cpu", "offload", "disk"])
+@pytest.mark.parametrize("name", ["gpt2", "phi"])
+def test_weights_that_accelerate_loads_into_an_empty_model(
+    outs: dict[str, Path], tmp_path: Path, name: str, where: str
+) -> None:
+    """With ``device_map``, and with blocks that are offloaded to memory or to the disk."""
+    from accelerate import cpu_offload, init_empty_weights, load_checkpoint_and_dispatch
+
+    cls, prefix = type(original(name)), original(name).base_model_prefix
+    with init_empty_weights():
+        model = cls(transformers.AutoConfig.from_pretrained(outs[name])).eval()
+    model.tie_weights()
+    blocks = "h" if name == "gpt2" else "layers"
+    parts = [f"{prefix}.{part}" for part, _ in model.base_model.named_children()]
+    places: dict[str, Any] = dict.fromkeys([*parts, "lm_head"], "cpu")
+    if where == "disk":
+        del places[f"{prefix}.{blocks}"]
+        last = len(getattr(model.base_model, blocks)) - 1
+        named = {f"{prefix}.{blocks}.{i}": "disk" if i else "cpu" for i in range(last + 1)}
+        places |= named
+    load_checkpoint_and_dispatch(
+        model, outs[name], device_map=places, offload_folder=tmp_path / "disk"
+    )
+    if where == "offload":
+        model = cpu_offload(model, torch.device("cpu"))
+    assert where == "cpu" or any(parameter.is_meta for parameter in model.parameters())
+    optimize(model)
+    given = inputs(name)
+    for _ in range(2):
+        assert computes_rms(model, given)
+    assert same(model, original(name), given)
+
+
+def test_other_weights_that_accelerate_loads_into_an_empty_model(
+    outs: dict[str, Path], tmp_path: Path
+) -> None:
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+
+    stock = AutoModelForCausalLM.from_pretrained(outs["phi"])
+    shift_a_writer(stock)
+    stock.save_pretrained(tmp_path / "moved")
+    with init_empty_weights():
+        model = type(stock)(stock.config).eval()
+    places: dict[str, Any] = {"model.embed_tokens": "cpu", "model.final_layernorm": "cpu"}
+    places |= {"model.layers": "disk", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    load_checkpoint_and_dispatch(
+        model, tmp_path / "moved", device_map=places, offload_folder=tmp_path / "disk"
+    )
+    with pytest.raises(NotCentred, match="its mean is"):
+        optimize(model)
+    assert not norms(model)
 
 
 def test_offloaded_weights_are_looked_at(outs: dict[str, Path], tmp_path: Path) -> None:
@@ -955,7 +1027,7 @@ def test_generate_with_embeddings_for_the_encoder(
 def test_an_encoder_knows_whether_its_model_is_running(pairs: dict[str, tuple[Any, Path]]) -> None:
     model, within = from_pretrained(pairs["pegasus"][1]), []
     encoder, start = model.get_encoder(), torch.ones(2, 1, dtype=torch.long)
-    encoder.layer_norm.register_forward_hook(lambda *_: within.append(is_nested()))
+    encoder.layer_norm.register_forward_hook(lambda *_: within.append(is_nested(encoder)))
     given = {"inputs_embeds": torch.randn(2, 7, 32)}
     with torch.no_grad():
         encoder(**given)

@@ -17,6 +17,7 @@ from torch.utils import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
+from enjoyln_cli.runtime.entries import entry_of, is_nested
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.runtime.scope import thread
@@ -220,23 +221,21 @@ def test_a_call_that_is_interrupted(folder: Path, interrupt: type[BaseException]
             one.model.layers[0].mlp.fc2.bias += 1.0
     with pytest.warns(UserWarning, match="computing LayerNorm"):
         assert far(run(model.model, given("phi")), run(stock.model, given("phi"))) < 1e-9
-    assert thread.running.calls is None and thread.running.proven is None
+    assert thread.running.entry is None and thread.running.proven is None
 
 
 def test_base_models_are_models(folder: Path) -> None:
-    """Nested calls of models inside models are tracked at each level."""
+    """A call inside another one belongs to the outermost."""
     model, _ = pair("whisper", folder)
     assert sum(isinstance(m, PreTrainedModel) for m in model.modules()) == 4
-    depths = []
+    encoder, seen = model.model.encoder, []
 
     def note(norm: Any, *_: Any) -> None:
-        calls, depth = thread.running.calls, 0
-        while calls is not None:
-            depth, calls = depth + 1, calls[-1]
-        depths.append(depth)
+        seen.append((thread.running.entry, is_nested(model.model), is_nested(encoder)))
 
-    model.model.encoder.layer_norm.register_forward_hook(note)
+    encoder.layer_norm.register_forward_hook(note)
     run(model, given("whisper"))
     run(model.model, given("whisper"))
-    run(model.get_encoder(), {"input_features": given("whisper")["input_features"]})
-    assert depths == [3, 2, 1]
+    run(encoder, {"input_features": given("whisper")["input_features"]})
+    outermost = [entry_of(one) for one in (model, model.model, encoder)]
+    assert seen == list(zip(outermost, (True, False, True), (True, True, False), strict=True))

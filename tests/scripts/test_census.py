@@ -91,10 +91,20 @@ def test_a_folded_model_computes_what_it_did(model_type: str) -> None:
     assert not [answer for answer in row["audit"].values() if answer.startswith("missing rule")]
 
 
-def test_a_result_loads_where_blocks_of_the_stock_class_differ() -> None:
-    """The first block of ModernBERT has an ``nn.Identity`` in the place of a norm."""
-    row = census.examine("ModernBertModel", "modernbert")
-    assert row["status"] == "ok" and row["loaded"] == "ok" and row["folded"] == 4, row
+@pytest.mark.parametrize(
+    "model_class, model_type",
+    [
+        ("ModernBertModel", "modernbert"),  # its first block has an ``nn.Identity`` for a norm
+        ("DPRQuestionEncoder", "dpr"),  # its base model has a base model of its own
+        ("DINOv3ViTModel", "dinov3_vit"),  # its base model is given hidden states
+        ("BigBirdModel", "big_bird"),  # exchanges its attention by the length of the input
+    ],
+)
+def test_a_result_of_an_unusual_stock_class_loads_and_runs_rms_norm(
+    model_class: str, model_type: str
+) -> None:
+    row = census.examine(model_class, model_type)
+    assert row["status"] == "ok" and row["loaded"] == "ok" and row["folded"], row
 
 
 def test_a_result_that_computes_something_else_is_reported() -> None:

@@ -212,6 +212,33 @@ def uses_rms_norm_after_a_call(model: Any) -> bool:
     return uses_rms_norm(model)
 
 
+@pytest.mark.parametrize("reads", ["state_dict", "evaluation", "both"])
+def test_weights_that_are_centred_between_forward_and_backward(
+    plans: dict[str, Plan], reads: str
+) -> None:
+    """The gradients are those of the loss, as without the read in between."""
+    gradients = []
+    for middle in ("", reads):
+        model = gpt2()
+        keep_centred(model, plan=plans["gpt2"])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1
+        model.train()
+        loss = loss_of(model)
+        if middle in ("state_dict", "both"):
+            model.state_dict()
+        if middle in ("evaluation", "both"):
+            model.eval()
+            assert uses_rms_norm_after_a_call(model)
+            model.train()
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        assert not middle or largest_mean(model) < 1e-12
+    for found, expected in zip(*gradients, strict=True):
+        assert float((found - expected).abs().max()) < 1e-12
+
+
 def test_copies_centre_their_own_weights(plans: dict[str, Plan]) -> None:
     model = phi()
     keep_centred(model, plan=plans["phi"])

@@ -1,0 +1,263 @@
+"""Weights that change around an export, a compiler or a transform of ``torch.func``."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eight_models import far, given, pair, source
+from torch.func import functional_call, grad, vmap
+
+from enjoyln_cli import refold
+from enjoyln_cli.runtime.modules import Folded
+from enjoyln_cli.runtime.scope import thread
+
+NAMES = ["gpt2", "phi", "whisper"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("eight")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def inputs(name: str) -> dict[str, Any]:
+    return {**given(name), "use_cache": False}
+
+
+def run(model: Any, name: str) -> Any:
+    with torch.no_grad():
+        return model(**copy.deepcopy(inputs(name))).logits
+
+
+def rms_norms(model: Any, call: Callable[[], Any]) -> int:
+    """The number of norms that compute RMSNorm in a call."""
+    seen: list[bool] = []
+    handles = [
+        module.register_forward_hook(lambda norm, *_: seen.append(not norm.shifted))
+        for module in model.modules()
+        if isinstance(module, Folded)
+    ]
+    call()
+    for handle in handles:
+        handle.remove()
+    return sum(seen)
+
+
+def load_in_place(model: Any, state: Any) -> None:
+    model.load_state_dict(state)
+
+
+def assign(model: Any, state: Any) -> None:
+    model.load_state_dict(state, assign=True)
+
+
+def write_to_one(model: Any, state: Any) -> None:
+    name = next(n for n in reversed(model.config.enjoyln["centered"][0]["parameters"]))
+    with torch.no_grad():
+        model.get_parameter(name).copy_(state[name])
+
+
+CHANGES = [load_in_place, assign, write_to_one]
+
+
+def exported(model: Any, name: str, strict: bool = False) -> Any:
+    return torch.export.export(model, (), inputs(name), strict=strict)
+
+
+def operators(program: Any) -> list[str]:
+    return [str(node.target) for node in program.graph.nodes]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+def test_an_export_of_centred_weights_has_rms_norms(
+    folder: Path, called: bool, copied: bool
+) -> None:
+    for name in NAMES:
+        model, stock = pair(name, folder)
+        if called:
+            run(model, name)
+        model = copy.deepcopy(model) if copied else model
+        program = exported(model, name)
+        folded = len(model.config.enjoyln["rmsnorm"])
+        assert operators(program).count("aten.rms_norm.default") == folded
+        assert far(program.module()(**inputs(name)).logits, run(stock, name)) < 1e-9
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("called", [False, True])
+def test_weights_that_change_before_an_export(
+    folder: Path, called: bool, change: Callable[[Any, Any], None]
+) -> None:
+    for name in NAMES:
+        model, stock = pair(name, folder)
+        if called:
+            run(model, name)
+        for one in (model, stock):
+            change(one, source(name).state_dict())
+        program = exported(model, name)
+        assert "aten.rms_norm.default" not in operators(program)
+        assert far(program.module()(**inputs(name)).logits, run(stock, name)) < 1e-9
+
+
+def test_weights_that_are_centred_again_are_exported_as_rms_norm(folder: Path) -> None:
+    model, stock = pair("phi", folder)
+    for one in (model, stock):
+        one.load_state_dict(source("phi").state_dict())
+    assert "aten.rms_norm.default" not in operators(exported(model, "phi"))
+    refold(model)
+    program = exported(model, "phi")
+    assert "aten.rms_norm.default" in operators(program)
+    assert far(program.module()(**inputs("phi")).logits, run(stock, "phi")) < 1e-9
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_code_that_was_compiled_around_a_call(
+    folder: Path, change: Callable[[Any, Any], None]
+) -> None:
+    for name in NAMES:
+        model, stock = pair(name, folder)
+        given = inputs(name)
+        around: Any = torch.compile(
+            lambda given, model=model: 2 * model(**given).logits, backend="eager", fullgraph=True
+        )
+        with torch.no_grad():
+            assert far(around(given), 2 * run(stock, name)) < 1e-9
+            for one in (model, stock):
+                change(one, source(name).state_dict())
+            assert far(around(given), 2 * run(stock, name)) < 1e-9
+        assert thread.running.entry is None
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("how", ["function", "method"])
+def test_a_compiled_model_looks_at_its_weights(
+    folder: Path, how: str, change: Callable[[Any, Any], None]
+) -> None:
+    for name in NAMES[:2]:
+        model, stock = pair(name, folder)
+        if how == "method":
+            model.compile(backend="eager")
+        compiled: Any = model if how == "method" else torch.compile(model, backend="eager")
+        assert far(run(compiled, name), run(stock, name)) < 1e-9
+        assert not any(m.shifted for m in model.modules() if isinstance(m, Folded))
+        for one in (model, stock):
+            change(one, source(name).state_dict())
+        assert far(run(compiled, name), run(stock, name)) < 1e-9
+        assert all(m.shifted for m in model.modules() if isinstance(m, Folded))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_copy_that_is_made_in_inference_mode(
+    folder: Path, change: Callable[[Any, Any], None]
+) -> None:
+    model, stock = pair("phi", folder)
+    with torch.inference_mode():
+        other, plain = copy.deepcopy(model), copy.deepcopy(stock)
+        assert far(run(other, "phi"), run(plain, "phi")) < 1e-9
+        for one in (other, plain):
+            change(one, source("phi").state_dict())
+        assert far(run(other, "phi"), run(plain, "phi")) < 1e-9
+    assert rms_norms(model, lambda: run(model, "phi")) > 0
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+def test_a_trace_of_torch_jit(folder: Path) -> None:
+    model, stock = pair("phi", folder)
+    ids = given("phi")["input_ids"]
+    traced = torch.jit.trace(Logits(model), (ids,), check_trace=False)
+    for one in (model, stock):
+        load_in_place(one, source("phi").state_dict())
+    with torch.no_grad():
+        assert far(traced(ids), Logits(stock)(ids)) < 1e-9
+
+
+def gradients(call: Any, model: Any, name: str) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    call(**inputs(name)).logits.square().mean().backward()
+    return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_in_eval_mode_are_those_of_the_stock_class(folder: Path, name: str) -> None:
+    model, stock = pair(name, folder)
+    expected = gradients(stock, stock, name)
+    around: Any = torch.compile(lambda **kwargs: model(**kwargs), backend="aot_eager")
+    for call in (model, torch.compile(model, backend="aot_eager"), around):
+        found = gradients(call, model, name)
+        assert found.keys() == expected.keys()
+        assert max(far(found[key], expected[key]) for key in expected) < 1e-9
+
+
+def over_weights(loss: Any, model: Any) -> Any:
+    return vmap(lambda weights: loss(weights, model), randomness="same")
+
+
+def test_transforms_of_torch_func_over_weights(folder: Path) -> None:
+    model, stock = pair("phi", folder)
+    run(model, "phi")
+
+    def loss(weights: Any, one: Any) -> torch.Tensor:
+        return functional_call(one, weights, (), inputs("phi")).logits.square().mean()
+
+    weights = {key: value.detach() for key, value in stock.named_parameters()}
+    found, expected = (grad(loss)(weights, one) for one in (model, stock))
+    assert max(far(found[key], expected[key]) for key in expected) < 1e-9
+    other = dict(source("phi").named_parameters())
+    both = {key: torch.stack([weights[key], other[key].detach()]) for key in weights}
+    with torch.no_grad():
+        found, expected = (over_weights(loss, one)(both) for one in (model, stock))
+        assert far(found, expected) < 1e-9
+        for state in (weights, other):
+            assert far(loss(state, model), loss(state, stock)) < 1e-9
+    assert rms_norms(model, lambda: run(model, "phi")) > 0
+
+
+def test_vmap_over_inputs(folder: Path) -> None:
+    model, stock = pair("phi", folder)
+    ids = torch.randint(3, 41, (3, 2, 6))
+    with torch.no_grad():
+        found, expected = (
+            vmap(lambda x, one=one: one(input_ids=x, use_cache=False).logits)(ids)
+            for one in (model, stock)
+        )
+    assert far(found, expected) < 1e-9
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, IndexError])
+def test_a_block_after_an_interrupted_call(folder: Path, interrupt: type[BaseException]) -> None:
+    model, stock = pair("phi", folder)
+
+    def fail(*_: Any) -> None:
+        raise interrupt
+
+    handle = model.model.layers[1].input_layernorm.register_forward_hook(fail)
+    with pytest.raises(interrupt):
+        run(model, "phi")
+    handle.remove()
+    x = torch.randn(2, 6, 16).double() + 3
+    with torch.no_grad():
+        for norm in ("model.layers.0.input_layernorm", "model.final_layernorm"):
+            assert far(model.get_submodule(norm)(x), stock.get_submodule(norm)(x)) < 1e-9
+    assert rms_norms(model, lambda: run(model, "phi")) > 0
