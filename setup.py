@@ -1,63 +1,46 @@
-"""Brings compiled kernels along in a wheel that is built where a compiler is; see ``build.py``.
+"""Compiles the RMSNorm kernels for CPUs when the package is installed, if there is a compiler.
 
-Neither torch nor anything else is needed for that, and nothing here can make an installation fail:
-without the libraries the kernels are compiled on first use. ``ENJOYLN_PREBUILT=1`` asks for the
-library of the CPU kernels, which makes the wheel one of this platform; otherwise it stays pure
-Python.
+The kernels are a plain library without headers of torch or Python, so one wheel serves every
+version of both. An installation without a compiler succeeds: folded norms then compute torch's
+LayerNorm.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
-from pathlib import Path
-from typing import Any
 
-from setuptools import Distribution, setup
+from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_py import build_py
+from setuptools.command.build_ext import build_ext
 
-KERNELS = Path(__file__).parent / "enjoyln_cli" / "kernels"
-WANTED = os.environ.get("ENJOYLN_PREBUILT", "") not in ("", "0")
+FLAGS = ["-std=c++17", "-O2", "-g0", "-w", "-fvisibility=hidden"]
+FLAGS += ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 
-
-def builder() -> Any:
-    """``build.py`` by itself: importing the package would import torch."""
-    spec = importlib.util.spec_from_file_location("enjoyln_build", KERNELS / "build.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+KERNELS = Extension(
+    "enjoyln_cli.kernels.librms_norm",
+    ["enjoyln_cli/kernels/rms_norm.cpp"],
+    language="c++",
+    extra_compile_args=FLAGS if sys.platform != "win32" else ["/std:c++17"],
+    optional=True,
+)
 
 
-class WithLibraries(build_py):
-    def run(self) -> None:
-        super().run()
-        if not WANTED:
-            return
-        folder = Path(self.build_lib) / "enjoyln_cli" / "kernels" / "lib"
-        try:
-            build = builder()
-            folder.mkdir(parents=True, exist_ok=True)
-            target = build.cpu()
-            build.compile_to(target, build.compiler(), folder / target.name)
-        except Exception as error:  # an installation must not fail for want of a kernel
-            print(f"enjoyln: no compiled kernels in this wheel: {error}")
+class PlainLibrary(build_ext):
+    """Builds a library for ctypes: its name has no version of Python, and it exports no module."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
 
 
-class OfThisPlatform(bdist_wheel):
-    """The libraries are of one platform, but of no Python version."""
+class OfAnyPython(bdist_wheel):
+    """A wheel of this platform, for every version of Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
         _, _, platform = super().get_tag()
-        return ("py3", "none", platform)
+        return "py3", "none", platform
 
 
-class WithMore(Distribution):
-    def has_ext_modules(self) -> bool:
-        return WANTED
-
-
-setup(distclass=WithMore, cmdclass={"build_py": WithLibraries, "bdist_wheel": OfThisPlatform})
+setup(ext_modules=[KERNELS], cmdclass={"build_ext": PlainLibrary, "bdist_wheel": OfAnyPython})

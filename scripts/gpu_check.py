@@ -17,6 +17,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import date
@@ -30,8 +31,8 @@ from bench_cases import MODELS
 from paper_tables import norm_cost, paper_cases, saved, seconds_of, table, time_models, times_page
 
 from enjoyln_cli import __version__
-from enjoyln_cli.kernels import gpu, tuning
-from enjoyln_cli.kernels.choices import Choice, Norms
+from enjoyln_cli.kernels import gpu
+from enjoyln_cli.kernels.gpu import Choice, Norms
 
 ROOT = Path(__file__).parent.parent
 WIDTHS = (768, 1024, 2048, 4096)
@@ -50,22 +51,23 @@ def run_tests(seconds: float) -> dict[str, Any]:
     return {"status": done.returncode, "output": done.stdout.splitlines()[-40:]}
 
 
-def measure_norms(seconds: float, device: tuning.Device | None = None) -> list[dict[str, Any]]:
-    """What ``tuning`` measures for several kinds of norm, with the bandwidth of each candidate."""
-    device = device or gpu.Gpu(0)
-    end, found = device.clock() + seconds, []
-    for width, dtype, bias, rows in product(WIDTHS, DTYPES, (False, True), tuning.ROWS):
-        if rows * width <= tuning.MOST_ELEMENTS and device.clock() < end:
-            norms = Norms(dtype, dtype, True, bias, width)
-            found += [with_bandwidth(one) for one in tuning.measure(device, norms, rows)]
+def measure_norms(seconds: float) -> list[dict[str, Any]]:
+    """What loading a model measures, for several kinds of norm, with each candidate's bandwidth."""
+    device, end = torch.device("cuda", 0), time.monotonic() + seconds
+    found = []
+    for width, dtype, bias, rows in product(WIDTHS, DTYPES, (False, True), gpu.ROWS):
+        if time.monotonic() < end:
+            with torch.cuda.device(device), torch.no_grad():
+                choice = gpu.measure(device, Norms(dtype, dtype, True, bias, width), rows)
+            found.append(with_bandwidth(choice))
     return found
 
 
 def with_bandwidth(choice: Choice) -> dict[str, Any]:
     """A choice as plain values, with GB/s: bytes that have to be read and written, over time."""
     size = torch.empty(0, dtype=getattr(torch, choice.norms.dtype)).element_size()
-    moved = (4 if choice.added else 2) * choice.rows * choice.norms.width * size
-    rates = {name: round(moved / (us * 1e3), 1) for name, us in choice.microseconds.items()}
+    moved = 2 * choice.rows * choice.norms.width * size
+    rates = {name: round(moved / (times.graph * 1e3), 1) for name, times in choice.times.items()}
     return asdict(choice) | {"gigabytes_per_second": rates}
 
 
@@ -112,13 +114,15 @@ def about() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
     }
-    return found | dict(gpu.Gpu(0).key()) if torch.cuda.is_available() else found
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(0), "cuda": str(torch.version.cuda)}
+    return found
 
 
 def page(found: Mapping[str, Any]) -> str:
     """``docs/gpu.md`` from what was measured."""
     versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers", "enjoyln"))
-    device = f"{found.get('gpu', 'no GPU')}, driver {found.get('driver', 'unknown')}"
+    device = f"{found.get('gpu', 'no GPU')}, CUDA {found.get('cuda', 'unknown')}"
     tests = found.get("tests", {})
     lines = ["# On a GPU", ""]
     lines += [f"Measured by `scripts/gpu_check.py` on {found['date']}: {device}, {versions}.", ""]
@@ -143,21 +147,21 @@ def error_of(step: Any) -> str | None:
 def norm_lines(choices: Iterable[Mapping[str, Any]]) -> list[str]:
     """A table: one line for each kind of norm and number of rows."""
     lines = [
-        "Microseconds of a call in a CUDA graph; in brackets GB/s, for the bytes that have to be "
-        "read and written.",
+        "Microseconds of a call in a CUDA graph; in brackets those of a call from Python, and GB/s "
+        "in the graph, for the bytes that have to be read and written.",
         "",
-        "| dtype | width | bias | rows | | taken | times |",
-        "|---|---|---|---|---|---|---|",
+        "| dtype | width | bias | rows | chosen | times |",
+        "|---|---|---|---|---|---|",
     ]
     for one in choices:
         norms, rates = one["norms"], one["gigabytes_per_second"]
         times = ", ".join(
-            f"{name} {us:.1f} ({rates[name]:.0f})" for name, us in one["microseconds"].items()
+            f"{name} {time['graph']:.1f} ({time['call']:.1f}, {rates[name]:.0f} GB/s)"
+            for name, time in one["times"].items()
         )
         lines.append(
             f"| {norms['dtype']} | {norms['width']} | {'yes' if norms['bias'] else 'no'} | "
-            f"{one['rows']} | {'after an addition' if one['added'] else ''} | {one['taken']} | "
-            f"{times or 'not timed'} |"
+            f"{one['rows']} | {one['candidate']} | {times or 'not timed'} |"
         )
     return lines
 

@@ -96,31 +96,6 @@ def quiet_hub(hub: Hub) -> None:
     hub.faults.clear()
 
 
-QUICK_COMPILER = """#!/bin/sh
-for output; do :; done
-key=$(for word; do
-  echo "${word##*/}"
-  if [ -f "$word" ]; then cat "${word%/*}"/*; fi
-done | cksum | tr ' ' -)
-if [ ! -e "$0-$key" ]; then
-  g++ "$@" -O0 -Wfatal-errors && cp "$output" "$0-$key-$$" && mv "$0-$key-$$" "$0-$key" || exit
-fi
-cp "$0-$key" "$output"
-"""
-
-
-@pytest.fixture(scope="session")
-def quick_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A C++ compiler that optimises nothing, and stops at the first error.
-
-    For the same arguments, with the same files beside its inputs, it gives what it made before.
-    """
-    path = tmp_path_factory.mktemp("compiler") / "quick"
-    path.write_text(QUICK_COMPILER)
-    path.chmod(0o700)
-    return str(path)
-
-
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``HF_HOME`` is for all commands in front of the Hub's server."""

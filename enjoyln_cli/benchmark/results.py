@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli import kernels
 from enjoyln_cli.benchmark.timing import (
     NO_GAIN,
     WARM_UP,
@@ -36,6 +35,7 @@ from enjoyln_cli.benchmark.timing import (
     quartiles,
     ratios,
 )
+from enjoyln_cli.kernels.environment import kernels_on
 from enjoyln_cli.version import __version__
 
 VERSION = 1
@@ -241,7 +241,7 @@ class Bench:
             "hardware": self.hardware,
             "device": self.device,
             "threads": torch.get_num_threads(),
-            "kernels": kernels.native.status(torch.device(self.device).type).what,
+            "kernels": kernels_on(torch.device(self.device).type),
             "versions": {
                 "enjoyln": __version__,
                 "torch": torch.__version__,

@@ -136,6 +136,8 @@ def write_tree(tree: Tree) -> None:
 
 def write_fold(found: Row) -> None:
     """Print the closing lines of a fold and the next command to run; for a dry run, the plan."""
+    from enjoyln_cli.kernels.environment import lost_without_kernels
+
     dry = found["dry_run"]
     does, did = ("convert", "converted") if found["become_rmsnorm"] else ("rotate", "rotated")
     say(f"{f'would {does}' if dry else did} {counts(found)}", "green")
@@ -175,6 +177,8 @@ def write_fold(found: Row) -> None:
     say(f"verified: {checked['summary']}" if checked else unchecked)
     if checked and (rows := [*quantisation_rows(checked), *reader_rows(checked)]):
         _show_checks(checked, rows)
+    if found["become_rmsnorm"] and (lost := lost_without_kernels()):
+        say(lost)
     if "pushed" in found:
         say(f"pushed to {found['pushed']['repo_id']}: {found['pushed']['url']}", "green")
     else:
@@ -318,45 +322,32 @@ def upload_line(found: Upload) -> str:
 def write_environment(found: dict[str, Any]) -> None:
     """Print what ``kernels.environment`` found: one paragraph for each device."""
     say(f"torch {found['torch']}, {counted(found['threads'], 'thread')}")
-    for kind, name in (("cpu", "C++"), ("cuda", "CUDA")):
-        say(f"{name} compiler: {found['compilers'][kind]}")
-    say(f"compiled libraries: {found['cache']}")
-    cpu, cuda, *others = found["devices"]
-    if _write_device(cpu):
-        say(f"  library: {cpu['library']}")
-        say(f"  measured: {cpu['measured']}")
-        say(f"  threads: from {cpu['threads_from']} elements")
-        for way in cpu["other_ways"]:
-            say(f"  faster there: {way}")
-    _write_device(cuda)
-    for index, choices in cuda["choices"].items():
-        for choice in choices:
-            say(f"  GPU {index}: {_choice(choice)}")
-        if not choices:
-            reason = cuda["not_measured"] or "measured when a converted model is loaded on it"
-            say(f"  GPU {index}: no measurements yet ({reason})")
-    for other in others:
-        _write_device(other)
+    for device in found["devices"]:
+        _write_device(device)
 
 
-def _write_device(found: dict[str, Any]) -> bool:
-    """Print whether a device has kernels, or why not. Returns whether it has."""
-    if found["active"]:
-        say(f"{found['device']}: {found['kernels']} kernels", style="green")
-    else:
+def _write_device(found: dict[str, Any]) -> None:
+    """Print which kernels a device has, or why it has none."""
+    if not found["active"]:
         say(f"{found['device']}: no kernels: {found['why']}", style="yellow")
         say(f"  folded norms compute {found['instead']}")
-    return bool(found["active"])
+        return
+    say(f"{found['device']}: kernels: {found['kernels']}", style="green")
+    if "library" in found:
+        say(f"  library: {found['library']}")
+    for choice in found.get("choices", ()):
+        say(f"  {choice['device']}: {_choice(choice)}")
 
 
 def _choice(choice: dict[str, Any]) -> str:
     """What was measured for one kind of norm and number of rows, and which candidate is used."""
-    norms, times = choice["norms"], choice["microseconds"]
+    norms, times = choice["norms"], choice["times"]
     affine = [name for name in ("weight", "bias") if norms[name]]
     parameters = f", {' and '.join(affine)} in {norms['parameters']}" if affine else ""
-    added = ", after an addition" if choice["added"] else ""
-    rows = counted(choice["rows"], "row")
-    measured = ", ".join(f"{name} {time:.1f} \u00b5s" for name, time in times.items())
+    measured = ", ".join(
+        f"{name} {time['graph']:.1f} \u00b5s, called {time['call']:.1f} \u00b5s"
+        for name, time in times.items()
+    )
     out = "".join(f"; {name}: {reason}" for name, reason in choice["left_out"].items())
-    what = f"{rows} of {norms['width']} in {norms['dtype']}{parameters}{added}"
-    return f"{what}: {choice['taken']} ({measured or 'not timed'}{out})"
+    what = f"{counted(choice['rows'], 'row')} of {norms['width']} in {norms['dtype']}{parameters}"
+    return f"{what}: {choice['candidate']} ({measured}{out})"

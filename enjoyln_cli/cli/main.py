@@ -46,7 +46,7 @@ for command in (
 )
 @json_option
 def env(out: str | None, as_json: bool) -> None:
-    """Show which kernels this machine uses, what is missing and why. Compiles them."""
+    """Show which kernels this machine uses, what is missing and why."""
     from enjoyln_cli.cli.progress import watch_job
 
     require_models(out)

@@ -1,213 +1,256 @@
-"""A GPU of this machine: what can compute a norm on it, and how long that takes.
+"""What computes a folded norm on an NVIDIA GPU: the fastest of a few candidates, measured at load.
 
-``prepare`` chooses for the norms of a model (see ``tuning``). It is called when a model is loaded
-or optimised, and never in a call of a norm. ``ENJOYLN_TUNE=0`` and ``ENJOYLN_KERNELS=0`` switch it
-off: then a norm computes torch's ``rms_norm``, or its ``layer_norm`` if it has a bias.
+``prepare`` measures for the norms of a model, when it is loaded or optimised and never in a call.
+Each candidate is compared with the float64 formula on the GPU. Those that are right are timed with
+``torch.utils.benchmark``, as replays of a CUDA graph and as calls from Python. The choice lasts as
+long as the process. ``ENJOYLN_TUNE=0`` and ``ENJOYLN_KERNELS=0`` switch this off.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
+import math
 import os
-import re
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from enjoyln_cli.kernels import build, choices, cuda, formula, native, tuning
-from enjoyln_cli.kernels.choices import KERNEL, LAYER_NORM, LIGER, RMS_NORM, Choice, Norms
-from enjoyln_cli.kernels.tuning import EPS, Compute
+from enjoyln_cli.kernels import formula
 
-TURNS, CALLS, WARM_UP = 25, 20, 3
-"""How often each graph is replayed, how many calls it has, and how many calls come before."""
-NVIDIA = Path("/proc/driver/nvidia/version")
-"""Where Linux tells the version of NVIDIA's driver."""
+SOURCE = Path(__file__).parent / "cuda.cu"
+TYPES = {"float32": "float", "float16": "Half", "bfloat16": "Bfloat"}
+"""The C++ type of each dtype in ``cuda.cu``."""
+MOST_THREADS, LANES = 256, 32
+WEIGHT, BIAS = 1, 2
+ROWS = (1, 32, 1024)
+"""The numbers of rows that are measured: a token, a batch of tokens, and a prompt."""
+CALLS, ROUNDS = 20, 5
+"""Calls in one CUDA graph, and how often each candidate is timed, in turns."""
+MARGIN = 0.05
+"""How much faster a candidate has to be to replace another: a share of the other's time."""
+EPS = 1e-5
 
-
-def layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return formula.layer_norm(x, weight, bias, EPS)
-
-
-def rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return formula.torch_rms_norm(x, weight, bias, EPS)
-
-
-def liger_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    return formula.liger_rms_norm(x, weight, bias, EPS)
+Norm = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
 
 
-def kernel(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return _ran(native.entry.run("rms_norm", x, weight, bias, EPS))
+@dataclass(frozen=True)
+class Norms:
+    """A kind of norm: all that its speed depends on, besides the number of rows."""
+
+    dtype: str
+    """Of the rows, such as ``bfloat16``."""
+    parameters: str
+    """The dtype of weight and bias; that of the rows if there are none."""
+    weight: bool
+    bias: bool
+    width: int
+    """Elements of a row."""
 
 
-def fused_kernel(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return _ran(native.entry.run("add_rms_norm", x, residual, weight, bias, EPS))
+@dataclass(frozen=True)
+class Times:
+    """Median microseconds of one call: in a CUDA graph, and from Python."""
+
+    graph: float
+    call: float
 
 
-def _ran(result: Any) -> Any:
-    if result is NotImplemented:
-        raise build.NoLibrary("the kernel does not run")
-    return result
+@dataclass(frozen=True)
+class Choice:
+    """What computes one kind of norm for one number of rows, and why."""
+
+    norms: Norms
+    rows: int
+    candidate: str
+    times: Mapping[str, Times]
+    """Of each candidate that was right."""
+    left_out: Mapping[str, str]
+    """Why other candidates were not timed."""
 
 
-class Gpu:
-    """A GPU that torch sees; see ``tuning.Device``."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.place = torch.device("cuda", index)
-        self._missing: dict[tuple[str, str], str] = {}
-
-    def key(self) -> choices.Key:
-        major, minor = torch.cuda.get_device_capability(self.index)
-        return {
-            "gpu": torch.cuda.get_device_name(self.index),
-            "capability": f"{major}.{minor}",
-            "driver": _driver_version(),
-            "torch": torch.__version__,
-            "liger": _liger_version(),
-            "sources": build.digest(),
-        }
-
-    def clock(self) -> float:
-        return time.monotonic()
-
-    def candidates(self, norms: Norms) -> dict[str, Compute | str]:
-        return {
-            LAYER_NORM: layer_norm,
-            RMS_NORM: rms_norm,
-            KERNEL: self._why_not(norms) or kernel,
-            LIGER: _why_no_liger(norms) or liger_rms_norm,
-        }
-
-    def fused(self, norms: Norms) -> Compute | str:
-        return self._why_not(norms) or fused_kernel
-
-    def _why_not(self, norms: Norms) -> str:
-        pair = norms.dtype, norms.parameters
-        if pair not in self._missing:
-            try:
-                native.load_cuda(self.index, *pair)
-                self._missing[pair] = ""
-            except (build.NoLibrary, OSError) as error:
-                self._missing[pair] = str(error)
-        return self._missing[pair]
-
-    def seconds(self, calls: Mapping[str, Callable[[], Any]]) -> Mapping[str, Sequence[float]]:
-        try:
-            with torch.cuda.device(self.place), torch.no_grad():
-                return self._replayed(calls)
-        except RuntimeError:  # a call cannot be recorded, or the memory is not enough
-            torch.cuda.synchronize(self.place)
-            return {}
-        finally:
-            torch.cuda.empty_cache()  # the memory of the graphs
-
-    def _replayed(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
-        stream, graphs = torch.cuda.Stream(), {}
-        for name, call in calls.items():
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    call()
-            graphs[name] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                for _ in range(CALLS):
-                    call()
-        found: dict[str, list[float]] = {name: [] for name in calls}
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(TURNS):
-            for name, graph in graphs.items():
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                found[name].append(start.elapsed_time(end) / 1e3 / CALLS)
-        return found
+measured: dict[tuple[torch.device, Norms], tuple[Choice, ...]] = {}
+"""The choices of this process: for each GPU and kind of norm, one for each of ``ROWS``."""
 
 
-def _driver_version() -> str:
-    """The newest CUDA version that the driver supports, and its own version where Linux tells it.
-
-    With ROCm, the version of torch's.
-    """
-    version = ctypes.c_int()
-    try:
-        cuda.driver().library.cuDriverGetVersion(ctypes.byref(version))
-    except build.NoLibrary:
-        return str(torch.version.hip)
-    own = None
-    with suppress(OSError):
-        own = re.search(r"\d+\.\d+(\.\d+)?", NVIDIA.read_text())
-    return f"{version.value}, {own[0]}" if own else str(version.value)
+def fastest_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
+    """The fastest candidate for a norm of ``x``, or ``None`` if nothing was measured for it."""
+    given = weight if weight is not None else bias
+    dtypes = _name(x.dtype), _name((x if given is None else given).dtype)
+    norms = Norms(*dtypes, weight is not None, bias is not None, x.shape[-1])
+    for choice in measured.get((x.device, norms), ()):
+        most = choice.rows * math.sqrt(32)  # the geometric mean of this and the next of ROWS
+        if choice.rows == ROWS[-1] or x.numel() < most * norms.width:
+            return CANDIDATES[choice.candidate]
+    return None
 
 
-def _liger_version() -> str:
-    """The version of Liger, or ``""`` if it is not installed."""
-    try:
-        return importlib.metadata.version("liger-kernel")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _why_no_liger(norms: Norms) -> str:
-    if not norms.weight:
-        return "it needs a weight"
-    try:
-        formula.liger()
-    except Exception as error:  # another version, or a Triton that does not fit
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return ""
-
-
-def why_not_tuned() -> str:
+def why_not_measured() -> str:
     """Why nothing is measured in this process, or ``""``."""
     for name in ("ENJOYLN_KERNELS", "ENJOYLN_TUNE"):
         if os.environ.get(name, "") == "0":
             return f"switched off by {name}=0"
-    if not torch.cuda.is_available():
-        return "torch sees no GPU"
-    return ""
+    return "" if torch.cuda.is_available() else "torch sees no GPU"
 
 
-def prepare(wanted: Iterable[tuple[torch.device, Norms]], again: bool = False) -> None:
-    """Choose what computes these kinds of norm on each GPU, and use it from now on.
+def prepare(kinds: Iterable[tuple[torch.device, Norms]]) -> None:
+    """Measure what is the fastest for these kinds of norm on each GPU, and use it from now on.
 
-    Takes up to ``tuning.SECONDS`` for a GPU the first time; later calls and processes read the
-    result. Does nothing on other devices, while a CUDA graph is captured, in a compiled function,
-    and if it is switched off. ``again`` measures again what is known.
+    Does nothing for kinds that were measured before, on other devices, while a CUDA graph is
+    captured, in a compiled function, and if it is switched off.
     """
-    kinds: dict[int, dict[Norms, None]] = {}
-    for device, norms in wanted:
-        if device.type == "cuda":
-            kinds.setdefault(device.index or 0, {})[norms] = None
-    if not kinds or why_not_tuned() or torch.compiler.is_compiling():
+    on_gpus = [(device, norms) for device, norms in dict.fromkeys(kinds) if device.type == "cuda"]
+    if not on_gpus or why_not_measured() or torch.compiler.is_compiling():
         return
     if torch.cuda.is_current_stream_capturing():
         return
-    for index, found in kinds.items():
-        gpu = Gpu(index)
-        known = tuning.choose(gpu, tuple(found), again)
-        tuning.apply(gpu, (choice for choice in known if choice.norms in found))
+    for device, norms in on_gpus:
+        device = torch.device("cuda", device.index or 0)
+        if (device, norms) not in measured:
+            choices: list[Choice] = []
+            with torch.cuda.device(device), torch.no_grad(), suppress(RuntimeError):
+                choices += (measure(device, norms, rows) for rows in ROWS)
+            measured[device, norms] = tuple(choices)  # fewer if the memory is not enough
+            torch.cuda.empty_cache()  # the memory of the graphs
 
 
-def stored() -> dict[int, tuple[Choice, ...]]:
-    """The choices in the cache for each GPU of this machine."""
-    if not torch.cuda.is_available():
-        return {}
-    found = {}
-    for index in range(torch.cuda.device_count()):
-        key = Gpu(index).key()
-        paths = (folder / choices.file_name(key) for folder in build.cache_folders())
-        known = (choices.read(path, key) for path in paths if build.is_trusted(path.parent))
-        found[index] = next(filter(None, known), ())
-    return found
+def measure(device: torch.device, norms: Norms, rows: int) -> Choice:
+    """Check and time all candidates for ``rows`` rows of zero mean on the current GPU."""
+    generator = torch.Generator(device).manual_seed(0)
+    random = partial(torch.randn, device=device, generator=generator)
+    x, parameters = random(rows, norms.width), getattr(torch, norms.parameters)
+    x = (x - x.mean(-1, keepdim=True)).to(getattr(torch, norms.dtype))
+    weight = random(norms.width).to(parameters) if norms.weight else None
+    bias = random(norms.width).to(parameters) if norms.bias else None
+    wide = [None if t is None else t.double() for t in (weight, bias)]
+    exact = formula.rms_norm(x.double(), wide[0], wide[1], EPS)
+    right: dict[str, Callable[[], Tensor]] = {}
+    left_out: dict[str, str] = {}
+    for name, norm in CANDIDATES.items():
+        try:
+            if formula.is_close(norm(x, weight, bias, EPS), exact):
+                right[name] = partial(norm, x, weight, bias, EPS)
+            else:
+                left_out[name] = "its result is wrong"
+        except Exception as error:  # whatever another library or a compiler raises
+            left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    times = times_of(right)
+    return Choice(norms, rows, fastest(times), times, left_out)
+
+
+def times_of(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Times]:
+    """The times of each call on the current GPU, taken in turns."""
+    from torch.utils.benchmark import Timer
+
+    timers = {}
+    for name, call in calls.items():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS):
+                call()
+        timers[name] = [Timer("run()", globals={"run": run}) for run in (graph.replay, call)]
+    turns = [
+        {name: [timer.timeit(CALLS).mean for timer in pair] for name, pair in timers.items()}
+        for _ in range(ROUNDS)
+    ]
+    times = {}
+    for name in calls:
+        graph_time, call_time = (
+            sorted(turn[name][i] for turn in turns)[ROUNDS // 2] for i in (0, 1)
+        )
+        times[name] = Times(1e6 * graph_time / CALLS, 1e6 * call_time)
+    return times
+
+
+def fastest(times: Mapping[str, Times]) -> str:
+    """The first candidate, unless a later one is clearly faster.
+
+    It has to be so in a CUDA graph, and no slower if it is called from Python.
+    """
+    best = next(iter(times), "layer_norm")
+    for name in times:
+        graph, call = times[name].graph / times[best].graph, times[name].call / times[best].call
+        if graph < 1 - MARGIN and call <= 1 + MARGIN:
+            best = name
+    return best
+
+
+def kernel_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm by the kernel of this project (``cuda.cu``), on the GPU of ``x``, ``(..., d)``."""
+    given = weight if weight is not None else bias
+    packs, single = _loaded(x.device, _name(x.dtype), _name((x if given is None else given).dtype))
+    x, d = x.contiguous(), x.shape[-1]
+    y = torch.empty_like(x)
+    tensors = [x, y, x if weight is None else weight, x if bias is None else bias]
+    parts = WEIGHT * (weight is not None) + BIAS * (bias is not None)
+    aligned, threads = shape_of_launch(d, x.element_size(), [t.data_ptr() for t in tensors])
+    with torch.cuda.device(x.device):
+        kernel = packs if aligned else single
+        kernel((x.numel() // d, 1, 1), (threads, 1, 1), [*tensors, d, float(eps), parts])
+    return y
+
+
+CANDIDATES: dict[str, Norm] = {
+    "layer_norm": formula.layer_norm,
+    "rms_norm": formula.torch_rms_norm,
+    "liger": formula.liger_rms_norm,
+    "kernel": kernel_norm,
+}
+"""What may compute a norm, in the order in which one may replace another."""
+
+
+def shape_of_launch(width: int, size: int, addresses: Iterable[int]) -> tuple[bool, int]:
+    """Whether rows of ``width`` elements of ``size`` bytes are read in packs, and the threads."""
+    pack = 16 // size
+    aligned = width % pack == 0 and not any(address % 32 for address in addresses)
+    work = width // pack if aligned else width
+    return aligned, min(MOST_THREADS, LANES * max(1, -(-work // LANES)))
+
+
+@cache
+def _loaded(device: torch.device, dtype: str, parameters: str) -> tuple[Any, Any]:
+    """The two functions of ``cuda.cu``, compiled for a GPU. Raises ``RuntimeError``."""
+    utils: Any = torch.cuda._utils
+    if torch.version.cuda is None or parameters not in (dtype, "float32") or dtype not in TYPES:
+        raise RuntimeError(f"there is no kernel for {dtype} with parameters of {parameters}")
+    major, minor = torch.cuda.get_device_capability(device)
+    nvrtc, names = utils._get_gpu_rtc_library(), ["rms_norm_packs", "rms_norm_single"]
+    with torch.cuda.device(device):
+        cubin = compiled(nvrtc, f"sm_{major}{minor}", dtype, parameters)
+        kernels = utils._cuda_load_module(cubin, names)
+    return kernels[names[0]], kernels[names[1]]
+
+
+def compiled(nvrtc: ctypes.CDLL, architecture: str, dtype: str, parameters: str) -> bytes:
+    """``cuda.cu`` compiled for an ``architecture`` such as ``sm_90``. Raises ``RuntimeError``.
+
+    ``torch.cuda._compile_kernel`` would need an installed CUDA toolkit, for headers that this
+    source does not include.
+    """
+    options = [f"--gpu-architecture={architecture}", "--std=c++17"]
+    options += [f"-DROW={TYPES[dtype]}", f"-DPARAMETER={TYPES[parameters]}"]
+    flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    source = SOURCE.read_bytes()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"cuda.cu", 0, None, None):
+        raise RuntimeError("NVRTC does not start")
+    try:
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), flags)
+        kind = "ProgramLog" if failed else "CUBIN"
+        getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
+        result = ctypes.create_string_buffer(size.value)
+        getattr(nvrtc, f"nvrtcGet{kind}")(program, result)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise RuntimeError(f"NVRTC cannot compile the kernel: {result.value.decode().strip()}")
+    return result.raw
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

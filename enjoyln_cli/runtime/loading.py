@@ -131,14 +131,14 @@ def optimize_unchecked(model: Model, found: Marker) -> Model:
 
 
 def tune(model: str | Path) -> None:
-    """Measure again what computes the norms of the converted checkpoint ``model`` on this GPU.
+    """Measure what is the fastest for the norms of the converted checkpoint ``model`` on this GPU.
 
-    Reads its config, and no weights. Later loads of the checkpoint use the result. Raises
-    ``UnsupportedModel`` if nothing can be measured here, otherwise as ``from_pretrained``.
+    Reads its config, and no weights. Raises ``UnsupportedModel`` if nothing can be measured here,
+    otherwise as ``from_pretrained``.
     """
     from transformers import AutoConfig
 
-    if reason := kernels.why_not_tuned():
+    if reason := kernels.why_not_measured():
         raise UnsupportedModel(f"nothing can be measured: {reason}")
     folder = str(open_source(str(model)).path) if Path(model).expanduser().is_dir() else str(model)
     config = AutoConfig.from_pretrained(folder)
@@ -147,7 +147,7 @@ def tune(model: str | Path) -> None:
     install(empty, found.rmsnorm, found.centering, covered=found.covered)
     here = torch.device("cuda", torch.cuda.current_device())
     kinds = kinds_of_norms(empty, found.weightless, found.biasless)
-    kernels.prepare(((here, kind) for _, kind in kinds), again=True)
+    kernels.prepare((here, kind) for _, kind in kinds)
 
 
 def refold(model: Holder) -> Holder:

@@ -1,113 +1,81 @@
-"""``enjoyln env``: which kernels are active, which are missing, and why."""
+"""``enjoyln env``: which kernels are active, which are missing, and why; and what ``fold`` says."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from live_models import CHECKPOINTS, ROOT
 
 from enjoyln_cli.cli.main import main
-from enjoyln_cli.kernels import build, choices, dispatch, gpu, native, ops
+from enjoyln_cli.kernels import cpu, norms
 
 
-def env(*arguments: str) -> str:
-    result = CliRunner().invoke(main, ["env", *arguments])
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(main, list(arguments))
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 @pytest.fixture
-def fresh(monkeypatch: Any, tmp_path: Path) -> None:
-    """The state of a new process with an empty cache."""
-    monkeypatch.setattr(native, "_known", {})
-    monkeypatch.setattr(native, "entry", native.Unloaded())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library is looked for again."""
+    monkeypatch.setattr(cpu, "library", cpu.library.__wrapped__)
 
 
 def test_active_kernels_are_named() -> None:
-    if not native.has("cpu"):
-        pytest.skip(native.status("cpu").what)
-    text = env()
-    status = native.status("cpu")
-    assert f"cpu: {status.what} kernels" in text and str(status.path) in text
-    found = json.loads(env("--json"))
-    cpu = found["devices"][0]
-    assert cpu["active"] and cpu["kernels"] == status.what
-    assert cpu["threads_from"] == dispatch.table(native.table_name(status)).serial_below
+    library = cpu.library()
+    if isinstance(library, cpu.Missing):
+        pytest.skip(str(library))
+    text = run("env")
+    assert f"cpu: kernels: {library.level}\n  library: {cpu.LIBRARY}\n" in text
+    device = json.loads(run("env", "--json"))["devices"][0]
+    assert device == {
+        "device": "cpu", "active": True, "kernels": library.level, "library": str(cpu.LIBRARY),
+    }  # fmt: skip
 
 
-def test_missing_kernels_are_explained(fresh: None, monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CXX", "")
-    text = env()
-    assert "cpu: no kernels: a C++ compiler (g++ or clang++) is not on PATH" in text
-    if torch.version.cuda is None:
-        assert "CUDA compiler: this torch was built without CUDA" in text
-    assert "folded norms compute torch's LayerNorm, which is no slower than before" in text
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("how", ["switched off", "not compiled", "of another system"])
+def test_missing_kernels_are_explained(how: str, monkeypatch: Any, tmp_path: Path) -> None:
+    if how == "switched off":
+        monkeypatch.setenv("ENJOYLN_KERNELS", "0")
+    else:
+        monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "librms_norm.so")
+    if how == "of another system":
+        cpu.LIBRARY.write_bytes(b"MZ")
+    text = run("env")
+    reason = {"of another system": "it does not load: "}.get(how, how)
+    assert f"cpu: no kernels: {reason}" in text
+    assert (
+        "  folded norms compute torch's LayerNorm, with the same results; nothing is lost but speed"
+        in text
+    )
+    out = str(tmp_path / "out")
+    folded = run("fold", str(CHECKPOINTS / "gpt2"), "-o", out, "--no-verify")
+    (line,) = (line for line in folded.splitlines() if line.startswith("no kernels"))
+    assert line.startswith(f"no kernels for this CPU ({reason}")
+    assert line.endswith("with the same results; nothing is lost but speed")
+    with torch.no_grad():
+        x = torch.randn(64, 768)
+        x -= x.mean(-1, keepdim=True)
+        y = norms.rms_norm(x, None, None, 1e-5)
+        assert torch.equal(y, torch.nn.functional.layer_norm(x, (768,)))
 
 
-@pytest.mark.slow
-def test_a_failed_build_is_tried_again(
-    fresh: None, tmp_path: Path, monkeypatch: Any, quick_compiler: str
-) -> None:
-    monkeypatch.setenv("CXX", quick_compiler)
-    folder = tmp_path / "enjoyln"
-    folder.mkdir(mode=0o700)
-    (folder / build.cpu().name).with_suffix(".failed").write_text("an earlier reason")
-    assert native.status("cpu").what == "an earlier reason"
-    if json.loads(env("--json"))["compilers"]["cpu"].startswith("/"):
-        assert native.status("cpu").active
-
-
-def test_what_was_measured_to_be_faster_is_found(monkeypatch: Any) -> None:
-    place = dispatch.Place("float32", (1, 8), (16, 32), "layer_norm")
-    assert place.covers("float32", 8, 16) and not place.covers("float32", 9, 16)
-    assert not place.covers("float16", 8, 16) and not place.covers("float32", 8, 33)
-    monkeypatch.setattr(native, "_slower", (place,))
-    assert native.faster(torch.ones(2, 4, 32)) == "layer_norm"
-    assert native.faster(torch.ones(9, 32)) is None
-
-
-def test_the_committed_table_is_readable() -> None:
-    for device in json.loads(dispatch.FILE.read_text()):
-        table = dispatch.table(device)
-        assert table.measured and table.serial_below > 0
-        assert len(table.declined) <= 64
-        assert {place.dtype for place in table.declined} <= set(dispatch.DTYPES)
-        assert {place.faster for place in table.declined} <= {"layer_norm", "rms_norm"}
-    assert dispatch.table("cpu-of-tomorrow") == dispatch.Table()
-
-
-def test_what_was_measured_on_a_gpu_is_shown(monkeypatch: Any) -> None:
-    norms = choices.Norms("bfloat16", "float32", True, True, 768)
-    times = {"layer_norm": 4.25, "kernel": 3.0}
-    left_out = {"liger": "ImportError: No module named 'liger_kernel'"}
-    measured = choices.Choice(norms, 32, True, "kernel", times, left_out)
-    bare = choices.Norms("float16", "float16", False, False, 64)
-    default = choices.Choice(bare, 1, False, "rms_norm", {}, {})
-    monkeypatch.setattr(gpu, "stored", lambda: {0: (measured, default), 1: ()})
-    lines = env().splitlines()
-    assert lines[-3:] == [
-        "  GPU 0: 32 rows of 768 in bfloat16, weight and bias in float32, after an addition: "
-        "kernel (layer_norm 4.2 \u00b5s, kernel 3.0 \u00b5s; liger: ImportError: No module named "
-        "'liger_kernel')",
-        "  GPU 0: 1 row of 64 in float16: rms_norm (not timed)",
-        "  GPU 1: no measurements yet (torch sees no GPU)",
-    ]
-    cuda = json.loads(env("--json"))["devices"][1]
-    assert cuda["choices"]["0"][0]["microseconds"] == times and cuda["choices"]["1"] == []
-
-
-def test_without_a_gpu_nothing_can_be_measured(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here")
-    result = CliRunner().invoke(main, ["env", "--tune", str(tmp_path)])
-    assert result.exit_code == 1
-    assert result.stderr == "error: nothing can be measured: torch sees no GPU\n"
+def test_a_fold_says_nothing_about_kernels_that_there_are(tmp_path: Path) -> None:
+    if isinstance(library := cpu.library(), cpu.Missing):
+        pytest.skip(str(library))
+    arguments = ("fold", str(CHECKPOINTS / "gpt2"), "-o", str(tmp_path / "out"), "--no-verify")
+    assert "no kernels" not in run(*arguments)
 
 
 @pytest.mark.parametrize(("device", "fuses"), [("mps", True), ("xpu", False), ("cuda", True)])
@@ -117,19 +85,44 @@ def test_an_accelerator_without_kernels_says_what_it_computes(
     def current(check_available: bool = False) -> torch.device:
         return torch.device(device)
 
-    monkeypatch.setattr(ops, "torch_fuses", lambda found: fuses and found == device)
+    monkeypatch.setattr(norms, "torch_fuses", lambda found: fuses and found == device)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     instead = "torch's rms_norm, or its LayerNorm if they have a bias" if fuses else "LayerNorm"
-    lines = env().splitlines()
+    lines = run("env").splitlines()
     if device == "cuda":  # as with ROCm: it has an entry in any case
         assert sum(line.startswith("cuda: ") for line in lines) == 1
     else:
-        assert f"{device}: no kernels: there are no kernels for {device}" in lines
+        assert f"{device}: no kernels: there are none for {device}" in lines
     assert instead in lines[-1]
 
 
-def test_a_device_where_torch_fuses_rms_norm_says_which_norms_use_it(monkeypatch: Any) -> None:
-    monkeypatch.setattr(ops, "torch_fuses", lambda device: device == "cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "folded norms compute torch's rms_norm, or its LayerNorm if they have a bias" in env()
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [True, False])
+def test_a_wheel_is_built_with_and_without_a_compiler(compiler: bool, tmp_path: Path) -> None:
+    """Without torch, and for every version of Python."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\0")
+    for name in filter(None, tracked):
+        if name.startswith(("enjoyln_cli/", "recipes/")) or "/" not in name:
+            target = tmp_path / "source" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((ROOT / name).read_bytes())
+    environment = dict(os.environ)
+    if not compiler:
+        nothing = str(tmp_path / "nothing")
+        environment |= {"PATH": nothing, "CC": f"{nothing}/cc", "CXX": f"{nothing}/c++"}
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=tmp_path / "source", env=environment, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    name = done.stdout.splitlines()[-1]
+    assert name.startswith("enjoyln-") and "-py3-none-" in name
+    files = zipfile.ZipFile(tmp_path / name).namelist()
+    assert ("enjoyln_cli/kernels/librms_norm.so" in files) == compiler
+    assert "enjoyln_cli/kernels/cuda.cu" in files

@@ -1,7 +1,6 @@
-"""Accuracy of the kernels: on zero-mean rows no further from float64 than torch's LayerNorm.
+"""Accuracy of the CPU's kernels: on zero-mean rows no further from float64 than torch's LayerNorm.
 
-Every instruction set of this processor is tested, and the row function of the CUDA kernels,
-compiled for the CPU.
+Every level of instructions that this processor has is tested.
 """
 
 from __future__ import annotations
@@ -14,23 +13,36 @@ from rounding import TIMES, lost_by_norms
 from torch import Tensor
 from torch.nn import functional as F
 
-from enjoyln_cli import kernels
-from enjoyln_cli.kernels import formula, native
+from enjoyln_cli.kernels import cpu, formula
 
 EPS = 1e-5
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+DTYPES = tuple(cpu.DTYPES)
 WIDTHS = (1, 2, 3, 15, 16, 17, 31, 33, 64, 100, 255, 384, 768, 1000, 1025, 4097, 65536)
+LIBRARY = cpu.library()
 
-pytestmark = pytest.mark.skipif(not native.has("cpu"), reason=native.status("cpu").what)
+pytestmark = pytest.mark.skipif(isinstance(LIBRARY, cpu.Missing), reason=str(LIBRARY))
 
 
-@pytest.fixture(params=["avx512", "avx2", "plain"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not native.use(request.param):
-        pytest.skip(f"{request.param} does not run here")
+@pytest.fixture(params=cpu.LEVELS, autouse=True)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    assert isinstance(LIBRARY, cpu.Library)
+    before = LIBRARY.level
+    if not LIBRARY.use(request.param):
+        pytest.skip(f"this processor has no {request.param}")
     yield request.param
-    native.use("")
+    LIBRARY.use(before)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    with torch.no_grad():
+        y = cpu.rms_norm(x, weight, bias, eps)
+    if y is None:
+        assert isinstance(LIBRARY, cpu.Library) and (LIBRARY.level, x.dtype) == (
+            "plain",
+            torch.half,
+        )
+        pytest.skip("without instructions for float16 this is left to torch")
+    return y
 
 
 @pytest.fixture(autouse=True)
@@ -67,105 +79,88 @@ def error(y: Tensor, exact: Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize("kind", ["random", "outlier", "huge", "largest", "tiny", "constant"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_further_from_the_truth_than_layer_norm(
-    isa: str, dtype: torch.dtype, kind: str, eps: float
+    dtype: torch.dtype, kind: str, eps: float
 ) -> None:
     x = rows(kind, dtype)
     weight, bias = (torch.randn(768).to(dtype) for _ in range(2))
     if eps == 0:
         x = x[1:]  # torch and the kernels give NaN for a row of zeros
-    wide = x.double()
-    shrink = 1e-200 if kind == "largest" and dtype == torch.float64 else 1.0
-    exact = formula.rms_norm(wide * shrink, weight.double(), bias.double(), eps * shrink**2)
-    with torch.no_grad():
-        mean, most = error(kernels.rms_norm(x, weight, bias, eps), exact)
-        torch_mean, torch_most = error(F.layer_norm(x, (768,), weight, bias, eps), exact)
-    # Sums of float64 are computed in float64 by both, so the last bit is luck. Narrower dtypes are
-    # summed in a wider one.
-    double = dtype == torch.float64
-    luck = 2 * torch.finfo(dtype).eps * float(exact.abs().max()) if double else 0.0
-    assert mean <= max(torch_mean * 1.02, luck)
-    assert most <= max(torch_most * 2, luck)  # a maximum over few values varies more
+    exact = formula.rms_norm(x.double(), weight.double(), bias.double(), eps)
+    mean, most = error(rms_norm(x, weight, bias, eps), exact)
+    torch_mean, torch_most = error(F.layer_norm(x, (768,), weight, bias, eps), exact)
+    # In rows of one number torch's sums may be exact by luck; a rounding of the result is allowed.
+    rounding = 0.5 * torch.finfo(dtype).eps * float(exact.square().mean().sqrt())
+    assert mean <= max(torch_mean * 1.02, rounding if kind == "constant" else 0)
+    assert most <= torch_most * 2  # a maximum over few values varies more
 
 
-@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_width(isa: str, dtype: torch.dtype, norm: str) -> None:
-    if isa == "plain" and dtype == torch.float16:
-        pytest.skip("without instructions for float16 this is left to torch")
+def test_every_width(dtype: torch.dtype) -> None:
     inside = 2 * TIMES * lost_by_norms(formula.compute_dtype(dtype))  # rows of up to 65536
     for d in WIDTHS:
-        x, residual = (torch.randn(5, d).to(dtype) for _ in range(2))
-        weight, bias = (torch.randn(d).to(dtype) for _ in range(2))
-        with torch.no_grad():
-            y, total = getattr(kernels, f"add_{norm}")(x, residual, weight, bias, EPS)
-            z = getattr(kernels, norm)(total, weight, bias, EPS)
-        assert torch.equal(total, x + residual), d
-        wide = (total.double(), weight.double(), bias.double())
-        exact = getattr(formula, norm)(*wide, EPS)
-        bound = 0.51 * torch.finfo(dtype).eps * exact.abs()
-        bound = bound + inside * (1 + exact.abs())
-        assert ((y.double() - exact).abs() <= bound).all(), d
-        assert torch.equal(y, z), d
+        x, weight, bias = (torch.randn(*shape, d).to(dtype) for shape in ((5,), (), ()))
+        for w, b in ((weight, bias), (weight, None), (None, bias), (None, None)):
+            wide = [None if t is None else t.double() for t in (w, b)]
+            exact = formula.rms_norm(x.double(), wide[0], wide[1], EPS)
+            bound = 0.51 * torch.finfo(dtype).eps * exact.abs() + inside * (1 + exact.abs())
+            y = rms_norm(x, w, b, EPS)
+            assert y.dtype == dtype and ((y.double() - exact).abs() <= bound).all(), d
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_off_the_alignment(dtype: torch.dtype) -> None:
+    base = torch.randn(3 * 100 + 1).to(dtype)
+    for x in (base[1:].view(3, 100), base[1:].view(3, 100).T, base[::2][:150].view(3, 50)):
+        assert torch.equal(rms_norm(x, None, None, EPS), rms_norm(x.clone(), None, None, EPS))
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_inf_and_nan_pass_through_as_in_layer_norm(
-    isa: str, dtype: torch.dtype, bad: float
-) -> None:
-    if isa == "plain" and dtype == torch.float16:
-        pytest.skip("without instructions for float16 this is left to torch")
+def test_inf_and_nan_pass_through_as_in_layer_norm(dtype: torch.dtype, bad: float) -> None:
     x = rows("random", dtype, n=6)
     x[2, 100] = x[4, 767] = bad
-    with torch.no_grad():
-        for norm in (kernels.rms_norm, kernels.layer_norm):
-            y = norm(x, None, None, EPS)
-            expected = F.layer_norm(x, (768,))
-            assert torch.equal(y.isnan(), expected.isnan())
-            assert y[2].isnan().all() and not y[3].isnan().any()
+    y = rms_norm(x, None, None, EPS)
+    assert torch.equal(y.isnan(), F.layer_norm(x, (768,)).isnan())
+    assert y[2].isnan().all() and not y[3].isnan().any()
     weight = torch.ones(768, dtype=dtype)
     weight[5] = torch.nan
     weight[6] = torch.inf
-    with torch.no_grad():
-        y = kernels.rms_norm(x, weight, None, EPS)
+    y = rms_norm(x, weight, None, EPS)
     assert y[0, 5].isnan() and y[0, 6].isinf() and y[0, 7].isfinite()
 
 
-@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
-def test_a_nan_of_any_bits_in_a_float32_weight_is_seen_in_bfloat16(isa: str, bits: int) -> None:
-    x = rows("random", torch.bfloat16, n=5)
-    weight, bias = torch.ones(768), torch.zeros(768)
-    weight.view(torch.int32)[[4, 767]] = bias.view(torch.int32)[[7, 8]] = bits
-    with torch.no_grad():
-        y = kernels.rms_norm(x, weight, bias, EPS)
-    assert y.isnan().any(0).nonzero().flatten().tolist() == [4, 7, 8, 767]
-    assert y[:, [4, 7, 8, 767]].isnan().all()
+def test_every_16_bit_number_is_read_and_rounded_as_torch_does() -> None:
+    """A row of one number and an eps of zero: the result is its sign, times the weight."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        numbers = bits.view(dtype)
+        fits = numbers.isfinite() & (numbers != 0)
+        x = torch.ones(2, len(bits), dtype=dtype)
+        y = rms_norm(x, numbers, None, 0.0)
+        assert torch.equal(y[0][fits], numbers[fits])
+        assert torch.equal(y[0].isnan(), numbers.isnan())
+        y = rms_norm(numbers[fits][:, None], None, None, 0.0)
+        assert torch.equal(y, numbers[fits].sign()[:, None])
 
 
-@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_those_beside_it(isa: str, dtype: torch.dtype, norm: str) -> None:
+def test_a_row_does_not_depend_on_those_beside_it(dtype: torch.dtype) -> None:
     for d in (40, 768, 1001, 9000):
-        x, residual = (torch.randn(11, d).to(dtype) for _ in range(2))
-        x[6] *= 1e-30 if dtype == torch.float32 else 0  # summed with care
-        residual[6] = 0
+        x = torch.randn(11, d).to(dtype)
+        x[6] *= 1e-30 if dtype != torch.float16 else 1e-6  # summed with care
         weight, bias = (torch.randn(d).to(dtype) for _ in range(2))
-        add = getattr(kernels, f"add_{norm}")
-        with torch.no_grad():
-            y, total = add(x, residual, weight, bias, 1e-24)
-            for i in range(11):
-                alone = add(x[i], residual[i], weight, bias, 1e-24)
-                assert torch.equal(y[i], alone[0]) and torch.equal(total[i], alone[1])
+        y = rms_norm(x, weight, bias, 1e-24)
+        for i in range(11):
+            assert torch.equal(y[i], rms_norm(x[i], weight, bias, 1e-24))
 
 
-def test_threads_do_not_change_the_result(isa: str) -> None:
+def test_threads_do_not_change_the_result() -> None:
     x = rows("random", torch.float32, n=301)
     before = torch.get_num_threads()
-    with torch.no_grad():
-        try:
-            torch.set_num_threads(1)
-            one = kernels.rms_norm(x, None, None, EPS)
-            torch.set_num_threads(2)
-            assert torch.equal(kernels.rms_norm(x, None, None, EPS), one)
-        finally:
-            torch.set_num_threads(before)
+    try:
+        torch.set_num_threads(1)
+        one = rms_norm(x, None, None, EPS)
+        torch.set_num_threads(2)
+        assert torch.equal(rms_norm(x, None, None, EPS), one)
+    finally:
+        torch.set_num_threads(before)

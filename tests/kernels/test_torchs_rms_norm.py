@@ -18,20 +18,23 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from enjoyln_cli import fold, from_pretrained, kernels
-from enjoyln_cli.kernels import choices, formula, native, ops
-from enjoyln_cli.kernels.choices import KERNEL, LAYER_NORM, RMS_NORM
+from enjoyln_cli.kernels import cpu, formula, norms
 from enjoyln_cli.plan.plan import Options
 from enjoyln_cli.runtime.modules import Folded
 
 WIDTH, EPS = 33, 1e-5
 
 
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "library", lambda: cpu.Missing("simulated"))
+    monkeypatch.setattr(norms, "FEWEST", 0)
+
+
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is a device without kernels of this project, where torch fuses RMSNorm."""
-    monkeypatch.setattr(native, "entry", native.Missing())
-    monkeypatch.setattr(native, "_known", {"cpu": native.Status("cpu", False, "simulated")})
-    monkeypatch.setattr(ops, "torch_fuses", lambda device: device == "cpu")
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(norms, "torch_fuses", lambda device: device == "cpu")
 
 
 def affine(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -50,7 +53,7 @@ def computed(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> str:
     return name
 
 
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("fusing")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_norm_without_a_bias_is_torchs_rms_norm(dtype: torch.dtype) -> None:
     weight, _ = affine(dtype)
@@ -61,44 +64,38 @@ def test_a_norm_without_a_bias_is_torchs_rms_norm(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
 def test_each_type_of_gpu_takes_the_same_path(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a device that is not here; torch calls ROCm's ``cuda``, too."""
-    monkeypatch.setattr(ops, "torch_fuses", lambda found: found == device)
+    monkeypatch.setattr(norms, "torch_fuses", lambda found: found == device)
     with FakeTensorMode():
         x, half = (torch.empty(5, WIDTH, device=device, dtype=t) for t in (None, torch.half))
         weight, bias = (torch.empty(WIDTH, device=device) for _ in range(2))
         other = torch.empty(5, WIDTH, device="meta")
-        assert ops._substitute(x, weight, None) == ops._substitute(x, None, None) == RMS_NORM
-        assert ops._substitute(x, weight, bias) == LAYER_NORM
-        assert ops._substitute(half, weight, None) == LAYER_NORM
-        assert ops._substitute(other, None, None) == LAYER_NORM
+        for parameter in (weight, None):
+            assert norms._instead(x, parameter, None) is formula.torch_rms_norm
+        assert norms._instead(x, weight, bias) is formula.layer_norm
+        assert norms._instead(half, weight, None) is formula.layer_norm
+        assert norms._instead(other, None, None) is formula.layer_norm
 
 
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("taken", [None, KERNEL, LAYER_NORM])
-def test_in_training_it_is_torchs_rms_norm_or_the_kernel_that_was_measured(
-    taken: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fuses", [True, False])
+def test_in_training_it_has_the_gradient_of_rms_norm(
+    fuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its gradient is that of RMSNorm of rows with a mean, for which it is taken literally."""
+    """Of rows with a mean, for which it is taken literally."""
+    monkeypatch.setattr(norms, "torch_fuses", lambda device: fuses)
     weight, bias = (t.requires_grad_() for t in affine())
     x = (torch.randn(5, WIDTH) + 2).requires_grad_()
-    if taken is not None:
-        kind = choices.Norms("float32", "float32", True, True, WIDTH)
-        choices.use(torch.device("cpu"), kind, {1: taken})
-    try:
-        with Norms() as counted:
-            y = kernels.trained_rms_norm(x, weight, bias, EPS)
-            dy = torch.randn(5, WIDTH)
-            found = torch.autograd.grad(y, (x, weight, bias), dy)
-    finally:
-        choices.forget()
-    assert counted.count == 0 and counted.own == (taken == KERNEL)
-    wide = [t.detach().double() for t in (dy, x, weight)]
-    exact = formula.rms_norm_backward(*wide, None, EPS)
-    y = F.rms_norm(x, (WIDTH,), weight, EPS) + bias
-    torchs = torch.autograd.grad(y, (x, weight, bias), dy)
+    dy = torch.randn(5, WIDTH)
+    with Norms() as counted:
+        y = kernels.trained_rms_norm(x, weight, bias, EPS)
+        found = torch.autograd.grad(y, (x, weight, bias), dy)
+    assert counted.count == 0
+    wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    exact = torch.autograd.grad(F.rms_norm(wide[0], (WIDTH,), wide[1], EPS) + wide[2], wide, dy)
+    torchs = torch.autograd.grad(F.rms_norm(x, (WIDTH,), weight, EPS) + bias, (x, weight, bias), dy)
     assert all(map(as_exact, found, torchs, exact))
 
 
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("fusing")
 def test_where_torch_has_no_single_kernel_it_stays_layer_norm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -109,50 +106,43 @@ def test_where_torch_has_no_single_kernel_it_stays_layer_norm(
     assert computed(x.clone().requires_grad_(), weight, None) == "LayerNorm"
     with torch.no_grad():
         assert computed(x.clone().requires_grad_(), weight, None) == "RMSNorm"
-    monkeypatch.setattr(ops, "torch_fuses", lambda device: device == "cuda")
+    monkeypatch.setattr(norms, "torch_fuses", lambda device: device == "cuda")
     assert computed(x, weight, None) == "LayerNorm"
 
 
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("rule", [True, False])
-def test_under_autocast_torch_has_to_have_a_rule(
-    rule: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ops, "_has_autocast_rule", lambda device: rule)
+@pytest.mark.usefixtures("fusing")
+def test_under_autocast_it_stays_layer_norm_which_torch_has_a_rule_for() -> None:
     weight, _ = affine()
     with torch.autocast("cpu", torch.bfloat16):
-        y = kernels.rms_norm(torch.randn(5, WIDTH) + 2, weight, None, EPS)
-        assert computed(torch.randn(5, WIDTH), weight, None) == ("RMSNorm" if rule else "LayerNorm")
+        assert computed(torch.randn(5, WIDTH), weight, None) == "LayerNorm"
         with Norms() as counted:
             kernels.trained_rms_norm(torch.randn(5, WIDTH), weight, None, EPS)
-        assert (counted.count, counted.own) == (0, int(not rule)), "in training never LayerNorm"
-    assert y.isfinite().all()
+        assert counted.count == 0, "in training never LayerNorm"
 
 
 class Norms(TorchDispatchMode):
-    """Counts torch's LayerNorms, the parameters that they read, and the project's RMSNorms."""
+    """Counts torch's LayerNorms, and the parameters that they read."""
 
-    count = read = own = 0
+    count = read = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.own += func is torch.ops.enjoyln.rms_norm.default
         if func is torch.ops.aten.native_layer_norm.default:
             self.count += 1
             self.read += sum(parameter is not None for parameter in args[2:4])
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("fusing")
 def test_a_merged_model_computes_no_layer_norm(tmp_path: Path) -> None:
     inputs = {"input_ids": torch.arange(3, 21).reshape(2, 9)}
     for merge, own in ((None, True), ("bias", False)):
         options = Options(merge=merge)  # type: ignore[arg-type]
         out = fold(CHECKPOINTS / "phi", tmp_path / str(merge), verify=False, options=options).out
         model = from_pretrained(out)
-        norms = [module for module in model.modules() if isinstance(module, Folded)]
+        folded = [module for module in model.modules() if isinstance(module, Folded)]
         with torch.no_grad(), Norms() as counted:
             logits = model(**inputs).logits
-        merged = len(norms) if own else len(norms) - len(model.config.enjoyln["merged"]["bias"])
+        merged = len(folded) if own else len(folded) - len(model.config.enjoyln["merged"]["bias"])
         assert counted.count == merged
         plain = type(model).from_pretrained(CHECKPOINTS / "phi").eval()
         with torch.no_grad():
@@ -164,25 +154,24 @@ def test_a_merged_model_computes_no_layer_norm(tmp_path: Path) -> None:
 def test_where_layer_norm_is_the_fastest_it_reads_no_neutral_parameter(
     merge: str, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "entry", native.Missing())
-    monkeypatch.setattr(native, "_known", {"cpu": native.Status("cpu", False, "simulated")})
+    without_kernels(monkeypatch)
     options = Options(merge=merge)  # type: ignore[arg-type]
     out = fold(CHECKPOINTS / "phi", tmp_path / merge, verify=False, options=options).out
     model = from_pretrained(out)
     inputs = {"input_ids": torch.arange(3, 21).reshape(2, 9)}
-    norms = [norm for norm in model.modules() if isinstance(norm, Folded)]
+    folded = [norm for norm in model.modules() if isinstance(norm, Folded)]
     with torch.no_grad():
         model(**inputs)
         with Norms() as counted:
             model(**inputs)
-    neutral = sum(norm.biasless for norm in norms)
-    assert neutral and counted.count == len(norms)
-    assert counted.read == 2 * (len(norms) - neutral) + read * neutral
+    neutral = sum(norm.biasless for norm in folded)
+    assert neutral and counted.count == len(folded)
+    assert counted.read == 2 * (len(folded) - neutral) + read * neutral
     with Norms() as counted:
         model(**inputs)
-    assert counted.read == 2 * len(norms), "with gradients, all of them are read"
+    assert counted.read == 2 * len(folded), "with gradients, all of them are read"
 
 
 def test_the_kernel_is_looked_for_in_torch_itself() -> None:
     for device, has in (("cpu", False), ("meta", False), ("cuda", torch.version.cuda is not None)):
-        assert ops.torch_fuses(device) is has
+        assert norms.torch_fuses(device) is has

@@ -199,7 +199,8 @@ def test_a_layer_norm_that_casts_folds_in_every_dtype_that_it_takes(
         assert as_exact(found, expected, exact, dtype)
         install(model, ["norm"], plan.ops)  # the weights as they were: RMSNorm sees a mean
         computes_rms_norm = CASTS[kind] or dtype == torch.float32
-        assert torch.allclose(model(x), expected, rtol=0.1, atol=0.1) != computes_rms_norm
+        with literally():
+            assert torch.allclose(model(x), expected, rtol=0.1, atol=0.1) != computes_rms_norm
 
 
 def test_an_rms_norm_is_found_by_its_values() -> None:

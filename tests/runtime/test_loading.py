@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import warm_process
 from live_models import CHECKPOINTS, FOLDED
 from rounding import as_exact, in_float64, relative
 from torch import nn
@@ -306,15 +305,6 @@ def test_a_pipeline_with_a_quantization_config(outs: dict[str, Path]) -> None:
     ]
     assert len(norms(found[1].model)) == 7
     assert found[0]("Once upon a", **given) == found[1]("Once upon a", **given)
-
-
-@pytest.mark.slow
-def test_loading_registers_the_backend() -> None:
-    code = (
-        "import torch, enjoyln_cli; enjoyln_cli.optimize; "
-        "print(torch.compile(torch.nn.LayerNorm(8), backend='enjoyln')(torch.ones(2, 8)).shape)"
-    )
-    assert warm_process.run("-c", code, fresh=True)[0] == 0
 
 
 # Usual operations on a model.

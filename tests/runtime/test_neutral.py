@@ -96,13 +96,12 @@ def test_neutral_parameters_are_not_read(merged: dict[str, Path], how: str) -> N
 
 
 def test_without_kernels_too(merged: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from enjoyln_cli.kernels import literally, native
+    from enjoyln_cli.kernels import cpu, literally
 
     model = from_pretrained(merged["affine"])
     expected = logits(model)
     poison(model, "affine")
-    monkeypatch.setattr(native, "entry", native.Missing())
-    monkeypatch.setattr(native, "load", lambda device: False)
+    monkeypatch.setattr(cpu, "library", lambda: cpu.Missing("simulated"))
     with literally():
         assert close(logits(model), expected)
 

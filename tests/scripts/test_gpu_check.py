@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gpu_check
 import pytest
 import torch
-from gpu_check import STEPS, check, measure_norms, page, with_bandwidth
+from gpu_check import STEPS, check, page, with_bandwidth
 from live_models import ROOT
-from simulated_gpu import SPEEDS, SimulatedGpu
 
 from enjoyln_cli.benchmark.results import Row
-from enjoyln_cli.kernels import tuning
-from enjoyln_cli.kernels.choices import Norms
+from enjoyln_cli.kernels import gpu
+from enjoyln_cli.kernels.gpu import Choice, Norms, Times
 
 SIMULATED = "SIMULATED, NOT A MEASUREMENT"
 KIND = Norms("float32", "float32", True, True, 768)
+CHOICE = Choice(KIND, 32, "kernel", {"layer_norm": Times(10, 12), "kernel": Times(4, 9)}, {})
 
 
 def test_the_steps_take_nine_minutes_at_most() -> None:
@@ -41,10 +43,18 @@ def test_more_minutes_are_shared_out_and_a_step_that_fails_leaves_its_error() ->
 
 
 def test_norms_are_measured_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Norms, int]] = []
+
+    def measure(device: torch.device, norms: Norms, rows: int) -> Choice:
+        asked.append((norms, rows))
+        return replace(CHOICE, norms=norms, rows=rows)
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(gpu_check, "WIDTHS", (16, 24))
-    whole = measure_norms(1e6, SimulatedGpu({**SPEEDS, "kernel": 4e-6}))
-    assert len(whole) == 2 * 2 * len(gpu_check.DTYPES) * 2 * len(tuning.ROWS)
-    assert 0 < len(measure_norms(5, SimulatedGpu(step=1.0))) < len(whole)
+    whole = gpu_check.measure_norms(1e6)
+    assert len(whole) == len(set(asked)) == 2 * len(gpu_check.DTYPES) * 2 * len(gpu.ROWS)
+    assert gpu_check.measure_norms(0) == []
     one = next(c for c in whole if c["rows"] == 32 and c["norms"]["dtype"] == "float32")
     assert one["gigabytes_per_second"]["kernel"] == round(2 * 32 * 16 * 4 / 4e3, 1)
 
@@ -69,13 +79,12 @@ def bench(name: str, mode: str, faster: float, size: tuple[int, int]) -> dict[st
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, Any]:
     """A file as the check writes it. No GPU was at hand: every time in it is made up."""
-    device = SimulatedGpu({**SPEEDS, "kernel": 4e-6})
     found = {
         **gpu_check.about(),
         "gpu": SIMULATED,
-        "driver": "none",
+        "cuda": "none",
         "tests": {"status": 0, "output": ["..", "61 passed in 20 s"]},
-        "norms": [with_bandwidth(one) for one in tuning.measure(device, KIND, 32)],
+        "norms": [with_bandwidth(CHOICE)],
         "models": bench("gpt2", "eager", 1.0625, (1, 128)),
         "compiled": bench("gpt2", "compile", 0.5, (1, 128)),
         "papers": {
@@ -89,10 +98,11 @@ def simulated() -> dict[str, Any]:
 
 def test_the_page_is_made_of_all_that_was_measured(simulated: dict[str, Any]) -> None:
     text = page(simulated)
-    assert f": {SIMULATED}, driver none, torch {torch.__version__}" in text
+    assert f": {SIMULATED}, CUDA none, torch {torch.__version__}" in text
     assert "* Tests that need a GPU: 61 passed in 20 s" in text
-    (alone,) = (line for line in text.splitlines() if "| 32 |  | kernel |" in line)
-    assert alone.startswith("| float32 | 768 | yes | 32 |") and "kernel 4.0 (49)" in alone
+    (norm,) = (line for line in text.splitlines() if "| 32 | kernel |" in line)
+    assert norm.startswith("| float32 | 768 | yes | 32 |")
+    assert norm.endswith("kernel 4.0 (9.0, 49 GB/s) |")
     eager, compiled = (line for line in text.splitlines() if line.startswith("| gpt2 |"))
     assert eager.startswith("| gpt2 | 1 x 128 tokens, prefill, eager | 0.0100 | 1.062 (")
     assert eager.endswith("| 5.88 % | 20.00 % |")

@@ -6,6 +6,7 @@
 // the calling lane, different masks, a lane that is read but is not in the mask, threads that wait
 // for one another for ever.
 #pragma once
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -51,4 +52,16 @@ template <class S> S __shfl_xor_sync(uint32_t mask, S value, int step) {
   bits = cuda_on_cpu::meet("__shfl_xor_sync", mask, bits, source);
   memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+// What the GPU has instructions for.
+struct Half { uint16_t bits; };
+inline void narrow(float v, Half& to) {
+  const _Float16 f = (_Float16)v;
+  memcpy(&to, &f, 2);
+}
+inline float widen(Half v) {
+  _Float16 f;
+  memcpy(&f, &v, 2);
+  return (float)f;
 }

@@ -1,0 +1,198 @@
+"""What computes a norm on a GPU: when it is measured, what is chosen, and that NVRTC compiles it.
+
+The measurements are handed in. What the kernel computes is in ``test_cuda_on_cpu``, and on a real
+GPU in ``test_gpu``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from live_models import CHECKPOINTS
+
+from enjoyln_cli import fold, from_pretrained, kernels
+from enjoyln_cli.cli.main import main
+from enjoyln_cli.kernels import formula, gpu
+from enjoyln_cli.kernels.gpu import Choice, Norms, Times, fastest
+from enjoyln_cli.plan.plan import Options
+from enjoyln_cli.runtime.neutral import kinds_of_norms
+
+KIND = Norms("float32", "float32", True, True, 24)
+SLOW, FAST = Times(10.0, 20.0), Times(5.0, 20.0)
+
+
+def test_the_fastest_is_chosen_if_it_is_clearly_so() -> None:
+    assert fastest({"layer_norm": SLOW, "kernel": FAST}) == "kernel"
+    assert fastest({"layer_norm": FAST, "kernel": SLOW}) == "layer_norm"
+    assert fastest({"layer_norm": SLOW, "kernel": Times(9.6, 20.0)}) == "layer_norm", "a margin"
+    assert fastest({"layer_norm": SLOW, "rms_norm": FAST, "kernel": Times(4.9, 20)}) == "rms_norm"
+
+
+def test_a_candidate_that_is_slow_to_call_is_not_chosen() -> None:
+    assert fastest({"layer_norm": SLOW, "kernel": Times(5.0, 22.0)}) == "layer_norm"
+
+
+def test_without_any_time_it_stays_layer_norm() -> None:
+    assert fastest({}) == "layer_norm"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Norms, int]]:
+    """A GPU on which the kernel is the fastest from 32 rows on; what was measured on it."""
+    kinds: list[tuple[Norms, int]] = []
+
+    def measure(device: torch.device, norms: Norms, rows: int) -> Choice:
+        kinds.append((norms, rows))
+        times = {"layer_norm": SLOW, "kernel": FAST if rows >= 32 else SLOW}
+        left_out = {"liger": "ImportError: No module named 'liger_kernel'"}
+        return Choice(norms, rows, fastest(times), times, left_out)
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(gpu, "measured", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    return kinds
+
+
+def on_gpu(*kinds: Norms) -> list[tuple[torch.device, Norms]]:
+    return [(torch.device("cuda", 0), kind) for kind in kinds]
+
+
+def test_each_kind_is_measured_once(asked: list[tuple[Norms, int]]) -> None:
+    other = replace(KIND, width=32)
+    kernels.prepare(on_gpu(KIND, KIND))
+    kernels.prepare(on_gpu(KIND, other))
+    assert asked == [(kind, rows) for kind in (KIND, other) for rows in gpu.ROWS]
+
+
+def test_nothing_is_measured_where_it_should_not(
+    asked: list[tuple[Norms, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.prepare([(torch.device(name), KIND) for name in ("cpu", "meta", "mps")])
+    for name in ("ENJOYLN_TUNE", "ENJOYLN_KERNELS"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(name, "0")
+            assert gpu.why_not_measured() == f"switched off by {name}=0"
+            kernels.prepare(on_gpu(KIND))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    kernels.prepare(on_gpu(KIND))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.why_not_measured() == "torch sees no GPU"
+    kernels.prepare(on_gpu(KIND))
+    assert not asked and not gpu.measured
+
+
+def test_where_the_memory_is_not_enough_nothing_changes(
+    asked: list[tuple[Norms, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = gpu.measure
+
+    def full(device: torch.device, norms: Norms, rows: int) -> Choice:
+        if rows > 32:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(device, norms, rows)
+
+    monkeypatch.setattr(gpu, "measure", full)
+    kernels.prepare(on_gpu(KIND))
+    (choices,) = gpu.measured.values()
+    assert [choice.rows for choice in choices] == [1, 32]
+
+
+def test_each_number_of_rows_uses_the_nearest_measurement(
+    asked: list[tuple[Norms, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, as if it were the GPU: the choice depends on a tensor's device and sizes."""
+    kernels.prepare(on_gpu(KIND))
+    monkeypatch.setattr(
+        gpu, "measured", {(torch.device("cpu"), KIND): gpu.measured[on_gpu(KIND)[0]]}
+    )
+    weight, bias = torch.ones(24), torch.zeros(24)
+    for rows, candidate in ((1, formula.layer_norm), (5, formula.layer_norm), (6, gpu.kernel_norm)):
+        assert gpu.fastest_for(torch.ones(rows, 24), weight, bias) is candidate
+    assert gpu.fastest_for(torch.ones(10**5, 24), weight, bias) is gpu.kernel_norm
+    assert gpu.fastest_for(torch.ones(5, 24), weight, None) is None, "another kind"
+
+
+def test_the_command_shows_what_was_measured(
+    asked: list[tuple[Norms, int]], outs: dict[str, Path]
+) -> None:
+    result = CliRunner().invoke(main, ["env", "--tune", str(outs["gpt2"])])
+    assert result.exit_code == 0, result.output
+    width = {norms.width for norms, _ in asked}.pop()
+    assert (
+        f"  cuda:0: 32 rows of {width} in float32, weight and bias in float32: kernel (layer_norm "
+        "10.0 \u00b5s, called 20.0 \u00b5s, kernel 5.0 \u00b5s, called 20.0 \u00b5s; liger: "
+        "ImportError: No module named 'liger_kernel')" in result.stdout.splitlines()
+    )
+
+
+def test_without_a_gpu_nothing_can_be_measured(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    result = CliRunner().invoke(main, ["env", "--tune", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stderr.endswith("error: nothing can be measured: torch sees no GPU\n")
+
+
+def test_the_kinds_of_norms_of_a_model(tmp_path: Path) -> None:
+    options = Options(merge="bias")
+    out = fold(CHECKPOINTS / "phi", tmp_path / "out", verify=False, options=options).out
+    model = from_pretrained(out, dtype=torch.bfloat16)
+    marker = model.config.enjoyln
+    width = model.config.hidden_size
+    found = kinds_of_norms(model, marker.get("weightless", ()), marker["merged"]["bias"])
+    assert {device for device, _ in found} == {torch.device("cpu")}
+    kinds = [kind for _, kind in found]
+    biasless = Norms("bfloat16", "bfloat16", True, False, width)
+    assert kinds.count(biasless) == len(marker["merged"]["bias"])
+    heads = replace(biasless, bias=True, width=width // model.config.num_attention_heads)
+    assert set(kinds) <= {biasless, replace(biasless, bias=True), heads} and heads in kinds
+
+
+def test_a_launch_has_whole_warps_and_reads_packs_only_where_they_are_aligned() -> None:
+    for size, widths in ((4, (4, 768, 4096)), (2, (8, 768, 4096))):
+        for width in widths:
+            packs, threads = gpu.shape_of_launch(width, size, [256, 512])
+            assert packs and threads % 32 == 0 and 32 <= threads <= 256
+            assert not gpu.shape_of_launch(width, size, [256, 512 + size])[0]
+        assert not gpu.shape_of_launch(width + 1, size, [256])[0]
+    assert gpu.shape_of_launch(768, 2, [0]) == (True, 96)
+    assert gpu.shape_of_launch(1, 2, [0]) == (False, 32)
+
+
+def nvrtc_libraries() -> list[Path]:
+    folders = [Path(folder) / "nvidia" for folder in sys.path if folder]
+    return sorted({path for folder in folders for path in folder.glob("**/libnvrtc.so.*")})
+
+
+@pytest.fixture(params=nvrtc_libraries(), ids=lambda path: path.name)
+def nvrtc(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """Each NVRTC that is installed: torch's wheels bring those of several CUDA versions."""
+    for builtins in sorted(request.param.parent.glob("libnvrtc-builtins.so.*")):
+        ctypes.CDLL(str(builtins))  # some versions look for this library by its name alone
+    return ctypes.CDLL(str(request.param))
+
+
+@pytest.mark.parametrize("dtype", gpu.TYPES)
+def test_nvrtc_compiles_the_kernel(nvrtc: ctypes.CDLL, dtype: str) -> None:
+    for architecture, parameters in (("sm_75", "float32"), ("sm_90", dtype)):
+        cubin = gpu.compiled(nvrtc, architecture, dtype, parameters)
+        assert cubin.startswith(b"\x7fELF")
+        assert b"rms_norm_packs" in cubin and b"rms_norm_single" in cubin
+
+
+def test_what_nvrtc_refuses_is_said(
+    nvrtc: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cuda.cu").write_text("no such thing;")
+    monkeypatch.setattr(gpu, "SOURCE", tmp_path / "cuda.cu")
+    with pytest.raises(RuntimeError, match="NVRTC cannot compile the kernel: cuda.cu.*error"):
+        gpu.compiled(nvrtc, "sm_90", "float32", "float32")

@@ -1,0 +1,207 @@
+"""The norm functions: their results, and how torch's own tools handle them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from rounding import TIMES, lost_by_norms
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from enjoyln_cli import kernels
+from enjoyln_cli.kernels import cpu, formula, norms
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True, params=[0, None], ids=["kernel", "as usual"])
+def fewest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel computes small tensors too; or they are left to torch's LayerNorm, as usual."""
+    if request.param is not None:
+        monkeypatch.setattr(norms, "FEWEST", request.param)
+
+
+def zero_mean(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random rows with zero mean, up to rounding to ``dtype``."""
+    x = torch.randn(*shape, dtype=torch.float64)
+    return (x - x.mean(-1, keepdim=True)).to(dtype)
+
+
+def affine(d: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    return (torch.randn(d, dtype=torch.float64) + 1).to(dtype), torch.randn(d).to(dtype)
+
+
+def exact(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    wide = [None if t is None else t.double() for t in (weight, bias)]
+    return formula.rms_norm(x.double(), wide[0], wide[1], eps)
+
+
+def close(y: Tensor, expected: Tensor) -> bool:
+    """Whether ``y`` is near; a mean that rounding brought back adds to what is lost inside."""
+    wide = lost_by_norms(formula.compute_dtype(y.dtype)) + torch.finfo(y.dtype).eps
+    return bool(((y.double() - expected).abs() <= TIMES * wide * (1 + expected.abs())).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 1), (7,), (2, 3, 33), (1, 768), (0, 16), (3, 1, 2, 257)])
+def test_shapes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, (weight, bias) = zero_mean(*shape, dtype=dtype), affine(shape[-1], dtype)
+    for function in (kernels.rms_norm, kernels.trained_rms_norm):
+        y = function(x, weight, bias, EPS)
+        assert y.dtype == dtype and y.shape == torch.Size(shape) and y.is_contiguous()
+        assert close(y, exact(x, weight, bias, EPS))
+
+
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_may_be_missing_or_of_another_dtype(weight: bool, bias: bool) -> None:
+    for dtype in DTYPES:
+        for other in DTYPES:
+            w, b = affine(48, other)
+            args = (zero_mean(3, 48, dtype=dtype), w if weight else None, b if bias else None, EPS)
+            y = kernels.rms_norm(*args)
+            assert y.dtype == dtype and close(y, exact(*args))
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    base = torch.randn(6, 5, 40)
+    for x in (base.transpose(0, 1), base[:, ::2], base[..., ::2], base.movedim(-1, 0)):
+        x = x - x.mean(-1, keepdim=True)
+        x = x.transpose(0, 1).clone().transpose(0, 1)
+        w, b = affine(2 * x.shape[-1], torch.float32)
+        y = kernels.rms_norm(x, w[::2], b[::2], EPS)
+        assert close(y, exact(x, w[::2], b[::2], EPS)) and y.is_contiguous()
+
+
+def test_a_weight_for_every_head_is_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "FEWEST", 0)
+    x, weight = zero_mean(2, 3, 4, 8), torch.randn(4, 8, dtype=torch.float64)
+    y = kernels.rms_norm(x, weight, None, EPS)
+    assert torch.allclose(y, formula.rms_norm(x, weight, None, EPS), rtol=1e-13)
+
+
+def test_the_result_is_an_ordinary_tensor() -> None:
+    y = kernels.rms_norm(zero_mean(3, 16, dtype=torch.float32), None, None, EPS)
+    assert type(y) is Tensor and not y.requires_grad and y.is_leaf and y._version == 0
+    assert y.resize_(0).numel() == 0
+    with torch.inference_mode():
+        assert kernels.rms_norm(torch.randn(3, 16), None, None, EPS).is_inference()
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+    """The calls of the CPU's library."""
+    library, calls = cpu.library(), []
+    if isinstance(library, cpu.Missing):
+        pytest.skip(str(library))
+    run = library.run
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "run", lambda call: (calls.append(call), run(call)))
+        yield calls
+
+
+def test_the_kernel_runs_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "FEWEST", 0)
+    x, (weight, bias) = zero_mean(3, 16, dtype=torch.float32), affine(16, torch.float32)
+    with counted(monkeypatch) as calls:
+        kernels.rms_norm(x, weight, bias, EPS)
+        with torch.no_grad():
+            kernels.rms_norm(x, nn.Parameter(weight), nn.Parameter(bias), EPS)
+        assert len(calls) == 2
+        y = kernels.rms_norm(x, nn.Parameter(weight), bias, EPS)
+        assert y.requires_grad and len(calls) == 2
+        assert kernels.rms_norm(x.requires_grad_(), None, None, EPS).requires_grad
+        assert len(calls) == 2
+
+
+def test_small_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "FEWEST", 3 * 16)
+    with counted(monkeypatch) as calls:
+        for rows, kernel in ((2, 0), (3, 1)):
+            x = zero_mean(rows, 16, dtype=torch.float32)
+            assert close(kernels.rms_norm(x, None, None, EPS), exact(x, None, None, EPS))
+            assert len(calls) == kernel
+
+
+def test_gradients_of_a_trained_norm() -> None:
+    x, (weight, bias) = torch.randn(4, 7, dtype=torch.float64) + 1, affine(7)
+    tensors = tuple(t.requires_grad_() for t in (x, weight, bias))
+    assert torch.autograd.gradcheck(lambda *t: kernels.trained_rms_norm(*t, EPS), tensors)
+
+
+def test_compile_and_export_see_plain_operations() -> None:
+    weight, bias = affine(16)
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return kernels.rms_norm(x, weight, bias, EPS)
+
+    x, block = zero_mean(3, 16), Block()
+    expected = formula.rms_norm(x, weight, bias, EPS)
+    compiled = torch.compile(block, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(x), expected, rtol=1e-12, atol=1e-12)
+    for strict in (True, False):
+        program = torch.export.export(block, (x,), strict=strict)
+        assert torch.allclose(program.module()(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_transforms() -> None:
+    x, (weight, bias) = zero_mean(4, 3, 16), affine(16)
+
+    def norm(row: Tensor) -> Tensor:
+        return kernels.rms_norm(row, weight.to(row.dtype), bias.to(row.dtype), EPS)
+
+    with torch.no_grad():
+        for dtype in (torch.float64, torch.float32):
+            y = torch.vmap(norm)(x.to(dtype))
+            assert close(y, exact(x.to(dtype), weight.to(dtype), bias.to(dtype), EPS))
+    tangent = zero_mean(4, 3, 16)
+    _, got = torch.func.jvp(norm, (x,), (tangent,))
+    _, reference = torch.func.jvp(
+        lambda r: formula.rms_norm(r, weight, bias, EPS), (x,), (tangent,)
+    )
+    assert torch.allclose(got, reference, rtol=1e-10, atol=1e-12)
+    traced = torch.fx.experimental.proxy_tensor.make_fx(norm)(x)
+    assert torch.allclose(traced(2 * x), formula.rms_norm(2 * x, weight, bias, EPS), rtol=1e-12)
+
+
+def test_torch_jit_records_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias = affine(16, torch.float32)
+    x, other = zero_mean(3, 16, dtype=torch.float32), zero_mean(5, 16, dtype=torch.float32)
+    with counted(monkeypatch) as calls, torch.no_grad():
+        traced = torch.jit.trace(
+            lambda x: kernels.rms_norm(x, weight, bias, EPS), x, check_trace=False
+        )
+        assert not calls
+    assert close(traced(other), exact(other, weight, bias, EPS))
+
+
+def test_autocast_on_the_cpu_is_as_for_layer_norm() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = zero_mean(3, 16, dtype=dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            like = torch.nn.functional.layer_norm(x, (16,))
+            assert kernels.rms_norm(x, None, None, EPS).dtype == like.dtype
+
+
+def test_a_mean_shows_where_rms_norm_is_to_be_taken_literally() -> None:
+    x, weight = torch.randn(3, 16, dtype=torch.float64) + 2, torch.randn(16, dtype=torch.float64)
+    literal = formula.rms_norm(x, weight, None, EPS)
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def is_literal() -> bool:
+        return torch.allclose(kernels.rms_norm(x, weight, None, EPS), literal, rtol=1e-3)
+
+    with torch.no_grad(), Watching():  # nothing may pass a mode by, so no kernel runs
+        assert not is_literal()
+        with kernels.literally():
+            assert is_literal()
+        assert not is_literal()
