@@ -141,9 +141,9 @@ def proof_runs(model: Any, dtype: Any, turned: Container[str] | None = None) -> 
     import torch
     from torch.utils import _pytree as pytree
 
-    from enjoyln_cli.effects.isolated_run import Steps
     from enjoyln_cli.models.meta_device import without_weights
     from enjoyln_cli.trace.capture import Captures
+    from enjoyln_cli.trace.steps import Steps
     from enjoyln_cli.trace.traced_calls import accepted_calls
 
     generator, runs = torch.Generator().manual_seed(7), []

@@ -27,8 +27,8 @@ from enjoyln_cli.analysis.untying import Apart
 from enjoyln_cli.analysis.verdicts import plan_of
 from enjoyln_cli.calls.calls import Call, ExampleCalls, calls_like
 from enjoyln_cli.checkpoint.reader import Checkpoint
-from enjoyln_cli.effects.garbage import collections_of_new_objects
 from enjoyln_cli.errors import EnjoyLNError, TraceFailed, UnsupportedModel
+from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.models import classes
 from enjoyln_cli.models.meta_device import without_weights
 from enjoyln_cli.models.outputs import config_returning
@@ -95,7 +95,7 @@ class Analysis:
         return gains(self.problem, self.plan.model_class) if self.plan.kept else ()
 
 
-@collections_of_new_objects()
+@no_collections()
 def analyze_config(
     config: Any,
     *,
@@ -264,7 +264,7 @@ def calls_of(
     return [*calls, *(two for call in calls for two in in_two_rows(model, call))]
 
 
-@collections_of_new_objects()
+@no_collections()
 def analyze_calls(
     model: nn.Module,
     calls: Iterable[Call],

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.fx.node import map_arg
 
 from enjoyln_cli.calls.calls import Call
-from enjoyln_cli.effects.isolated_run import Steps, ready
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.models.meta_device import on_cpu, weightless, without_weights
+from enjoyln_cli.models.meta_device import copy_without_weights, on_meta
 from enjoyln_cli.trace.failure_reasons import say_why
+from enjoyln_cli.trace.recorder import record_example
+from enjoyln_cli.trace.steps import Steps, quiet
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
@@ -71,42 +69,22 @@ def _grown(one: str, other: str, size: int, to: int) -> bool:
 
 
 def _ops(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:
-    """Every op of one run as text, with its operands; ``groups`` gives the names of parameters.
-
-    The second run is listed: in the first one, a model may still change its parts (as BigBird
-    chooses its attention).
-    """
-    bare = without_weights(model)
-    run = Steps(bare, call.flags, None, cache=call.cache)
-    with ready(bare), weightless():
-        run(*on_cpu(call.steps))
-        held = chain(bare.named_buffers(), bare.named_parameters(remove_duplicate=False))
-        with _Listing({id(t): groups.get(n, n) for n, t in held}) as found:
-            run(*on_cpu(call.steps))
-    return found.ops
-
-
-class _Listing(TorchDispatchMode):
-    """Lists every op as text; tensors appear by name, or as the result of the op that made them."""
-
-    def __init__(self, names: dict[int, str]) -> None:
-        super().__init__()
-        self.names = names
-        self.ops: list[str] = []
-        self.made: list[Any] = []
-        """Keeps all results alive, so that no two tensors get the same ``id``."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given = pytree.tree_map_only(torch.Tensor, self._name, (args, kwargs or {}))
-        results = func(*args, **(kwargs or {}))
-        for i, result in enumerate(pytree.tree_leaves(results)):
-            if isinstance(result, torch.Tensor) and id(result) not in self.names:
-                self.names[id(result)] = f"result {i} of op {len(self.ops)}"
-        self.made.append(results)
-        self.ops.append(f"{func} {given}")
-        return results
-
-    def _name(self, tensor: torch.Tensor) -> str:
-        return self.names.get(id(tensor), f"given {tuple(tensor.shape)}")
+    """Every op of one call as text, with its operands; ``groups`` gives the names of parameters."""
+    bare = copy_without_weights(model, on_meta).eval()
+    names = {id(p): groups.get(n, n) for n, p in bare.named_parameters(remove_duplicate=False)}
+    with quiet():
+        found, _ = record_example(Steps(bare, call.flags, None, cache=call.cache), call.steps)
+    nodes: dict[Any, str] = {}
+    ops: list[str] = []
+    others = 0
+    for node in found.graph.nodes:
+        if node in found.parameters:
+            nodes[node] = names[id(found.parameters[node])]
+        elif node.op == "placeholder":
+            constant = found.constants.get(node)
+            value = "" if constant is None or constant.is_meta else constant.tolist()
+            nodes[node], others = f"given {others} {value}", others + 1
+        elif node.op == "call_function":
+            nodes[node] = f"result of op {len(ops)}"
+            ops.append(f"{node.target} {map_arg((node.args, node.kwargs), nodes.__getitem__)}")
+    return ops

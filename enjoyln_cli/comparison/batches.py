@@ -24,7 +24,7 @@ from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import dtype_of
 from enjoyln_cli.models.meta_device import without_weights
 from enjoyln_cli.text import first_line
-from enjoyln_cli.trace.dry_run import accepts
+from enjoyln_cli.trace.capture import accepts
 
 Batch = dict[str, torch.Tensor]
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -86,32 +85,19 @@ class Places:
         return marked
 
 
-@contextmanager
-def mark_insertion_points(model: nn.Module) -> Iterator[Places]:
-    """Inside the block, graphs of ``model`` are captured with their places marked."""
+def mark_insertion_points(model: nn.Module) -> Places:
+    """From now on, graphs of ``model``, a copy made for a trace, have their places marked."""
     places = Places()
-    patched: list[tuple[nn.Module, Any]] = []
     for path, module in model.named_modules():
         leaf = not any(module.children())
         if has_replaced_forward(module) or foreign_hooks(forward_hooks(module)):
             places.lost.add((path, "output"))
         inside = leaf or path not in ("", base_path(model))
         if inside and inspect.isfunction(type(module).forward):
-            patched.append((module, module.__dict__.get("forward")))
             module.__dict__["forward"] = _marking(places, path, module, leaf)
-    hooks = [
-        model.get_submodule(path).register_forward_pre_hook(_empty_hook) for path in blocks(model)
-    ]
-    try:
-        yield places
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, before in patched:
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = before
+    for path in blocks(model):
+        model.get_submodule(path).register_forward_pre_hook(_empty_hook)
+    return places
 
 
 def blocks(model: nn.Module) -> list[str]:

@@ -15,6 +15,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -303,27 +304,89 @@ def _check_put(target: torch.Tensor, indices: list[Any], values: Any = None) -> 
 def without_weights(model: nn.Module, copied: list[torch.Tensor] | None = None) -> nn.Module:
     """``model`` if all its weights are on the meta device, else a copy with its weights there.
 
-    The copy has no hooks of accelerate, which would load the weights. The originals of all other
-    copied tensors are appended to ``copied``. Raises ``TraceFailed`` if the model's own code
-    returns a copy that shares the weights.
+    ``copied`` is as for ``copy_without_weights``, which also says what is raised.
     """
-    hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
     if not hooked and all(parameter.is_meta for parameter in model.parameters()):
         return model
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
-    }
+    return copy_without_weights(model, on_meta, copied)
+
+
+def on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter on the meta device, which has shapes only."""
+    return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+
+def without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same shape, strides, dtype and device whose values take no memory.
+
+    A parameter of another class, such as a quantised one, is copied with its values.
+    """
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        return copy.deepcopy(parameter)
+    shape, strides = parameter.shape, parameter.stride()
+    empty = torch.empty_strided(shape, strides, dtype=parameter.dtype, device=parameter.device)
+    if not parameter.is_meta:
+        empty.untyped_storage().resize_(0)
+    return nn.Parameter(empty, parameter.requires_grad)
+
+
+def copy_without_weights(
+    model: nn.Module,
+    stand_in: Callable[[nn.Parameter], nn.Parameter] = without_memory,
+    copied: list[torch.Tensor] | None = None,
+) -> nn.Module:
+    """A copy of ``model`` in which each parameter is replaced by ``stand_in(parameter)``.
+
+    The copy has no hooks of accelerate, which would load the weights. The originals of all other
+    copied tensors are appended to ``copied``. Raises ``TraceFailed`` if the model cannot be copied,
+    or if its own code returns a copy that shares the weights.
+    """
+    kind = type(model).__name__
+    hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
+    memo: dict[int, Any] = {id(p): stand_in(p) for p in model.parameters()}
+    replaced = {*map(id, memo.values())}
     memo |= {id(module._hf_hook): None for module in hooked}
-    bare = copy.deepcopy(model, memo)
-    if any(not parameter.is_meta for parameter in bare.parameters()):
-        raise TraceFailed(f"{type(model).__name__}: a copy of the model shares its weights")
+    computed: list[torch.Tensor] = []
+    for module in model.modules():  # deepcopy takes no tensors that autograd computed
+        tensors = (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+        computed += [value for value in tensors if not value.is_leaf]
+    memo |= {id(value): value.detach().clone() for value in computed}
+    try:
+        bare = copy.deepcopy(model, memo)
+        for module in bare.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                hooks |= {key: _with_copied_closure(hook, memo) for key, hook in hooks.items()}
+            if "forward" in vars(module):
+                module.__dict__["forward"] = _with_copied_closure(module.forward, memo)
+    except Exception as error:  # objects of the model's own classes may raise anything
+        raise TraceFailed(
+            f"{kind} cannot be copied, and only copies are traced, so that the model itself stays "
+            f"as it is; remove the attribute that copy.deepcopy refuses ({error})"
+        ) from error
+    if not replaced.issuperset(map(id, bare.parameters())):
+        raise TraceFailed(f"{kind}: a copy of the model shares its weights")
     if copied is not None:
         held = memo.get(id(memo), ())  # deepcopy stores the originals here
-        copied += [value for value in held if isinstance(value, torch.Tensor)]
+        copied += [value for value in (*held, *computed) if isinstance(value, torch.Tensor)]
     for module in bare.modules() if hooked else ():
         for name in ("forward", "_old_forward", "_hf_hook"):
             module.__dict__.pop(name, None)
     return bare
+
+
+def _with_copied_closure(function: Any, memo: dict[int, Any]) -> Any:
+    """A function with copies of its closure and defaults, which ``deepcopy`` does not make."""
+    if not isinstance(function, FunctionType):
+        return function
+    code, defaults = function.__code__, copy.deepcopy(function.__defaults__, memo)
+    held = (cell.cell_contents for cell in function.__closure__ or ())
+    cells = tuple(CellType(copy.deepcopy(value, memo)) for value in held)
+    found = FunctionType(code, function.__globals__, function.__name__, defaults, cells)
+    found.__module__ = function.__module__
+    found.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+    found.__dict__.update(function.__dict__)
+    return found
 
 
 def beside(model: nn.Module, value: Any) -> Any:

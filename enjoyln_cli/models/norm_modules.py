@@ -12,8 +12,7 @@ every run of ``forward``:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -198,20 +197,13 @@ def _tracer() -> Any:
     return getattr(get_proxy_mode(), "tracer", None)
 
 
-@contextmanager
-def watch_norms(model: nn.Module) -> Iterator[NormRuns]:
-    """Inside the block, every run of a norm of ``model`` is observed."""
+def watch_norms(model: nn.Module) -> NormRuns:
+    """From now on, every run of a norm of ``model``, a copy made for a trace, is observed."""
     runs = NormRuns()
-    watched: list[tuple[nn.Module, type]] = []
-    try:
-        for path, module in model.named_modules():
-            if may_be_norm(module) and interference(module) is None:
-                watched.append((module, type(module)))
-                become(module, _watching(type(module), path, runs))
-        yield runs
-    finally:
-        for module, cls in watched:
-            become(module, cls)
+    for path, module in model.named_modules():
+        if may_be_norm(module) and interference(module) is None:
+            become(module, _watching(type(module), path, runs))
+    return runs
 
 
 def _watching(base: Any, path: str, runs: NormRuns) -> type:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -74,9 +74,17 @@ def _walk(
         return
     else:
         opened[id(value)] = value
-        parts = getattr(value, "__dict__", {}).items()
+        parts = instance_attributes(value).items()
     for key, part in parts:
         yield from _walk(part, (*path, str(key)), (*around, id(value)), opened)
+
+
+def instance_attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, also those that its class keeps in slots."""
+    slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
+    names = chain.from_iterable((one,) if isinstance(one, str) else one for one in slots)
+    held = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return held | getattr(value, "__dict__", {})
 
 
 def is_fed_back(field: str, accepted: Collection[str]) -> bool:

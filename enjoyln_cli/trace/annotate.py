@@ -1,8 +1,8 @@
 """Turn a captured graph into a ``Trace``: name its parameters, inputs and outputs.
 
-Graphs come from a recording (``recorder``), from ``torch.export`` (``export``), or from a dry run
-(``dry_run``). For all of them, this module adds the names of parameters, inputs and output fields,
-and what is known about shared memory, norms and insertion points.
+Graphs come from a recording (``recorder``) or from ``torch.export`` (``export``). For both, this
+module adds the names of parameters, inputs and output fields, and what is known about shared
+memory, norms and insertion points.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch.utils import _pytree as pytree
 
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.calls.input_forms import accepted_by
-from enjoyln_cli.effects.isolated_run import Steps, Watchers
+from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.insertion_points import blocks, lost_places, places_of
 from enjoyln_cli.graph.subgraphs import has_closed, read_by_closed
 from enjoyln_cli.models.outputs import is_fed_back
 from enjoyln_cli.trace.shared_storage import reason_outside
+from enjoyln_cli.trace.steps import Steps, Watchers
 from enjoyln_cli.trace.trace import Naming, Trace
 
 
@@ -40,7 +41,7 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class CallToTrace:
-    """A call of a model that is about to be traced; the model's weights may be on meta."""
+    """A call of a model that is about to be traced, and a copy of the model for that."""
 
     model: nn.Module
     call: Call
@@ -126,10 +127,18 @@ def _named(
 def _locked_by_call(
     this: CallToTrace, changed: Iterable[str], outside: Iterable[Any]
 ) -> dict[str, str]:
-    """The parameters that the call changes, or reads through unnamed tensors, with the reason."""
+    """The parameters that the call changes, or reads through unnamed tensors, with the reason.
+
+    Raises ``TraceFailed`` if the call reads parameters of the model itself, and not of its copy.
+    """
     tensors = [value for value in pytree.tree_leaves(list(outside)) if torch.is_tensor(value)]
     reasons = dict.fromkeys(changed, "a call of the model changes it")
-    return reasons | reason_outside(this.weights.model, tensors)
+    if around := reason_outside(this.weights.model, tensors):
+        raise TraceFailed(
+            f"its code reads {min(around)} through a global or a weak reference; read it as an "
+            "attribute of the module"
+        )
+    return reasons | reason_outside(this.model, tensors)
 
 
 def _may_call(model: nn.Module, naming: Naming, read: Container[str]) -> set[str]:

@@ -1,42 +1,45 @@
 """Capture the graph of one call of a model, by the first of three methods that works.
 
-1. Record the ops of a run on the meta device (``recorder``). This is the fastest method, but only
-   for models without weights and calls without side effects.
+1. Record the ops of a run on the meta device (``recorder.record``). This is the fastest method, but
+   only for models without weights and calls without side effects.
 2. Capture the call with ``torch.export`` (``export``).
 3. If that fails, or if the input of a norm has no fixed shape since shapes depend on values: record
-   the ops of one run on example values (``dry_run``). The graph then holds for calls of this kind
-   only.
+   the ops of one run on example values (``recorder.record_example``). The graph then holds for
+   calls of this kind only.
+
+Each works on a copy of the model without weights that is made for this one graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from enjoyln_cli.calls.calls import Call
-from enjoyln_cli.effects.isolated_run import Watchers, ready
 from enjoyln_cli.errors import TraceFailed
-from enjoyln_cli.graph.in_place import mutating_ops, replace_private_writes
+from enjoyln_cli.graph.in_place import mark_written, mutating_ops, replace_private_writes
 from enjoyln_cli.graph.insertion_points import settle
 from enjoyln_cli.graph.nodes import aten, packet, shape_of
-from enjoyln_cli.models.meta_device import without_weights
+from enjoyln_cli.models.meta_device import (
+    copy_without_weights,
+    on_cpu,
+    on_meta,
+    weightless,
+    without_memory,
+)
 from enjoyln_cli.models.norm_modules import first_names
 from enjoyln_cli.trace.annotate import CallToTrace, Weights, annotate, fields_of
-from enjoyln_cli.trace.dry_run import accepts, run_call
 from enjoyln_cli.trace.export import export_call
 from enjoyln_cli.trace.failure_reasons import say_why
-from enjoyln_cli.trace.recorder import is_recordable, record
-from enjoyln_cli.trace.shared_storage import (
-    read_without_torch,
-    reason_of_sharing,
-    reason_outside,
-    ties,
-)
+from enjoyln_cli.trace.recorder import is_recordable, record, record_example
+from enjoyln_cli.trace.shared_storage import reason_of_sharing, reason_outside, ties
+from enjoyln_cli.trace.steps import Steps, quiet, watch
 from enjoyln_cli.trace.trace import Naming, Trace
 
 
@@ -66,27 +69,39 @@ class Captures:
         """
         if recording := self._recording(call):
             return recording
-        model, exported, exporting = self.model, None, None
-        weights = self._weights
+        exported, exporting = None, None
         try:
-            with ready(model, call.training) as watchers:
-                exported = export_call(self._of(model, call, weights, watchers))
+            with quiet(call.training):
+                exported = export_call(self.prepared(call))
         except Exception as error:  # torch.export passes on exceptions of any class
-            exported, exporting = None, error
+            exporting = error
         if exported is not None and not _normalises_unknown_shapes(exported.graph):
             return exported
         try:
-            copied: list[torch.Tensor] = []
-            bare = without_weights(model, copied)
-            weights = replace(weights, locked={**weights.locked, **reason_outside(model, copied)})
-            with ready(bare, call.training) as watchers:
-                return run_call(self._of(bare, call, weights, watchers))
+            with quiet(call.training):
+                return record_example_call(self.prepared(call, on_meta))
         except Exception as error:
             if exported is not None:
                 return exported
             raise TraceFailed(
-                f"{type(model).__name__} could not be traced ({call.label}): {say_why(error)}"
+                f"{type(self.model).__name__} could not be traced ({call.label}): {say_why(error)}"
             ) from exporting
+
+    def prepared(
+        self, call: Call, stand_in: Callable[[nn.Parameter], nn.Parameter] = without_memory
+    ) -> CallToTrace:
+        """``call`` with a copy of the model that runs it (see ``copy_without_weights``)."""
+        copied: list[torch.Tensor] = []
+        bare = copy_without_weights(self.model, stand_in, copied)
+        locked = {**reason_outside(self.model, copied), **self._weights.locked}
+        return CallToTrace(
+            model=bare,
+            call=call,
+            naming=self._named,
+            inner=self.inner,
+            weights=replace(self._weights, locked=locked),
+            watchers=watch(bare, call.training),
+        )
 
     def _recording(self, call: Call) -> Trace | None:
         """The recorded graph of a call; ``None`` if it cannot be recorded."""
@@ -96,34 +111,31 @@ class Captures:
 
     def _record(self, call: Call) -> Trace | None:
         if is_recordable(self.model):
-            mode = ready(self.model, call.training)
-            with suppress(Exception), mode as watchers:  # export reports any error
-                return record_call(self._of(self.model, call, self._weights, watchers))
+            with suppress(Exception), quiet(call.training):  # export reports any error
+                return record_call(self.prepared(call))
         return None
 
     @cached_property
     def _weights(self) -> Weights:
-        model = self.model
-        return Weights(
-            model, ties(model), {**read_without_torch(model), **reason_of_sharing(model)}
-        )
+        return Weights(self.model, ties(self.model), reason_of_sharing(self.model))
 
-    def _of(
-        self, model: nn.Module, call: Call, weights: Weights, watchers: Watchers
-    ) -> CallToTrace:
-        aliases = first_names(self.model)
+    @cached_property
+    def _aliases(self) -> Mapping[str, str]:
+        return first_names(self.model)
 
-        def named(path: str) -> str:
-            return self.naming(aliases.get(path, path))
+    def _named(self, path: str) -> str:
+        return self.naming(self._aliases.get(path, path))
 
-        return CallToTrace(
-            model=model,
-            call=call,
-            naming=named,
-            inner=self.inner,
-            weights=weights,
-            watchers=watchers,
-        )
+
+def accepts(model: nn.Module, call: Call) -> bool:
+    """Whether the model accepts inputs of this form, found by a run without weights."""
+    try:
+        bare = copy_without_weights(model, on_meta).train(call.training)
+        with quiet(call.training), weightless():
+            Steps(bare, call.flags, None, cache=call.cache)(*on_cpu(call.steps))
+    except Exception:  # with inputs of a wrong form, a model may raise any exception
+        return False
+    return True
 
 
 def _normalises_unknown_shapes(graph: Graph) -> bool:
@@ -147,5 +159,42 @@ def record_call(this: CallToTrace) -> Trace:
         inputs=found.inputs,
         returned=fields_of(found.returned, found.layout),
         changed=(),
-        outside=found.constants,
+        outside=found.constants.values(),
     )
+
+
+def record_example_call(this: CallToTrace) -> Trace:
+    """The graph of a call with its example inputs. Raises an exception if it cannot be recorded."""
+    runner = this.runner()
+    found, computed = record_example(runner, this.call.steps)
+    settle(found.graph)
+    replace_private_writes(found.graph)
+    if any(map(computed.holds_real, found.constants.values())):
+        raise TraceFailed("a value leaves the graph as a parameter or a tensor of another class")
+    mark_written(found.graph, _sharing(this, found.parameters))
+    trace = annotate(
+        this,
+        found.graph,
+        parameters=found.parameters,
+        inputs=found.inputs,
+        returned=fields_of(found.returned, found.layout),
+        changed=runner.replaced | runner.written,
+        outside=found.constants.values(),
+    )
+    read = runner.read_values or any(map(_tells_python, found.graph.nodes))
+    read |= any(map(computed.holds, found.constants.values()))
+    return replace(trace, by_example=True, by_values=read)
+
+
+def _tells_python(node: Node) -> bool:
+    """Whether the node's result makes later code depend on values: as a number or as a shape."""
+    told = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return not told.isdisjoint(getattr(node.target, "tags", ()))
+
+
+def _sharing(this: CallToTrace, parameters: Mapping[Node, torch.Tensor]) -> list[Node]:
+    """The nodes of parameters that share memory with other tensors."""
+    locked, tied = this.weights.locked, this.weights.ties
+    named = {id(t): name for name, t in this.model.named_parameters(remove_duplicate=False)}
+    names = {node: named[id(tensor)] for node, tensor in parameters.items()}
+    return [node for node, name in names.items() if name in locked or len(tied[name]) > 1]

@@ -51,11 +51,6 @@ _CAUSES = [
         "makes a tensor whose shape depends on values",
         "use a mask of a fixed shape",
     ),
-    (
-        r"^keyerror: \w+\(",
-        "calls a copy of a module that was made during this call",
-        "make the copy once, in __init__",
-    ),
 ]
 """A pattern of the exception's text, what the code does to cause it, and what to do instead."""
 

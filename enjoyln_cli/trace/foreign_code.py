@@ -1,4 +1,4 @@
-"""Guard an analysis against the code of the model that it traces."""
+"""Errors of a live module's own code while it is analysed become one line."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from enjoyln_cli.effects.reachable import Snapshot
 from enjoyln_cli.errors import EnjoyLNError, TraceFailed
 from enjoyln_cli.trace.failure_reasons import say_why
 
 
 @contextmanager
 def foreign_code(model: nn.Module) -> Iterator[None]:
-    """Guard against a live module's own code while it is traced.
+    """Inside the block, any exception of the model's code, or of torch, becomes ``TraceFailed``.
 
-    Any exception of that code, or of torch when it captures it, becomes ``TraceFailed``. Afterwards
-    all objects that the code can reach are as they were. If torch compiled a function meanwhile (as
-    for ``torch.cond``), all compiled functions are dropped, because torch allows only a few
-    compiled forms of each; the next call compiles again.
+    If torch compiled a function meanwhile (as for ``torch.cond``), all compiled functions are
+    dropped, because torch allows only a few compiled forms of each; the next call compiles again.
     """
-    remembered, compiled = Snapshot(model), _graphs_compiled()
+    compiled = _graphs_compiled()
     try:
         yield
     except EnjoyLNError:
@@ -33,7 +30,6 @@ def foreign_code(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} could not be analysed: {say_why(error)}"
         ) from error
     finally:
-        remembered.put_back()
         if _graphs_compiled() != compiled:
             torch.compiler.reset()
 

@@ -1,19 +1,23 @@
 """Record the operations of a model on the meta device while they run, without decomposing them.
 
-This gives the same graph as ``torch.export`` in about a quarter of the time. It works for models
-without any values: weights, buffers and inputs have shapes only. So no value can choose a path, and
-one run stands for all runs with these shapes. Everything else is left to ``torch.export``: a number
-that Python reads from a tensor, a write to memory that existed before the call, a tensor from
-elsewhere, an operator with a subgraph, any exception. Then ``NotRecorded`` is raised, even if the
+``record`` gives the same graph as ``torch.export`` in about a quarter of the time. It works for
+models without any values: weights, buffers and inputs have shapes only. So no value can choose a
+path, and one run stands for all runs with these shapes. Everything else is left to
+``torch.export``: a number that Python reads from a tensor, a write to memory that existed before
+the call, a tensor from elsewhere, any exception. Then ``NotRecorded`` is raised, even if the
 model's code catches the first exception. Writes to memory of the call itself are recorded as they
 are; ``graph.in_place`` then replaces those that no other op can see.
+
+``record_example`` is lenient. Inputs, and everything computed from inputs alone, have values (see
+``models.meta_device``). What reads or writes values is recorded as any other operation, so the
+graph holds for calls with these values only. It is for models that ``torch.export`` cannot capture
+since shapes depend on values. Neither can record an operator with a subgraph.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -22,26 +26,21 @@ import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch.fx import Graph, Node
-from torch.fx import _symbolic_trace as symbolic_trace
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from enjoyln_cli.effects.isolated_run import Steps
 from enjoyln_cli.graph.nodes import packet
-from enjoyln_cli.models.meta_device import beside
+from enjoyln_cli.models.meta_device import Memory, beside, on_cpu, weightless
 from enjoyln_cli.trace import meta_results
+from enjoyln_cli.trace.escapes import READS
+from enjoyln_cli.trace.steps import Steps, as_exporting
 
 aten = torch.ops.aten
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_READS = {
-    "__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "allclose",
-    "data_ptr", "equal", "is_nonzero", "item", "numpy", "tolist",
-}  # fmt: skip
-"""Functions by which Python gets the values of a tensor, or access to them."""
 _MASKS = (torch.bool, torch.uint8)
 _CONSTANT = {aten.lift_fresh_copy, aten.detach, aten._to_copy, aten.to}
 """Ops whose result is a constant if their operand is one."""
@@ -59,7 +58,7 @@ class Recording:
     parameters: Mapping[Node, torch.Tensor]
     inputs: list[Node]
     """The nodes of the flattened steps, in order."""
-    constants: list[torch.Tensor]
+    constants: Mapping[Node, torch.Tensor]
     """Other tensors that the graph reads, such as constants in the code."""
     returned: list[Node]
     layout: pytree.TreeSpec
@@ -74,42 +73,62 @@ def is_recordable(model: nn.Module) -> bool:
 
 
 def record(runner: Steps, steps: Any) -> Recording:
-    """The graph of ``runner`` for ``steps``; its model has to be recordable.
+    """The graph of ``runner`` for ``steps`` without values; its model has to be recordable.
 
     Raises ``NotRecorded``, or any exception of the model.
     """
     leaves, layout = pytree.tree_flatten(beside(runner.model, steps))
     if any(isinstance(leaf, torch.Tensor) and type(leaf) is not torch.Tensor for leaf in leaves):
         raise NotRecorded("an input is not a plain tensor")
-    tracer = _Tracer()
-    parameters: dict[Node, torch.Tensor] = {
-        tracer.placeholder(tensor): tensor for tensor in runner.parameters()
-    }
+    recorder = _Recorder(_Tracer())
     buffers = list(runner.buffers())
-    for buffer in buffers:
-        tracer.placeholder(buffer)
-    inputs = [tracer.placeholder(leaf) for leaf in leaves]
-    recorder = _Recorder(tracer)
-    watched = _as_exporting(), _module_calls(runner, tracer), _NoReads(recorder)
-    with watched[0], watched[1], watched[2], enable_python_dispatcher(), recorder:
-        result = runner(*pytree.tree_unflatten(leaves, layout))
+    with as_exporting():
+        recording, result = _record(runner, recorder, leaves, layout)
     *returned, (_, others) = result
     repeated = len(returned) > len(steps) or bool(others)
     now = list(runner.buffers())
     moved = len(now) != len(buffers) or any(map(operator.is_not, now, buffers))
     if not recorder.sure or repeated or moved or runner.replaced or runner.written:
         raise NotRecorded("a call reads a value, or leaves something behind")
+    return recording
+
+
+def record_example(runner: Steps, steps: Any) -> tuple[Recording, Memory]:
+    """The graph of ``runner`` for ``steps`` with these values, and the memory that it computes.
+
+    The parameters of its model have to be on the meta device. Raises ``NotRecorded``, or any
+    exception of the model.
+    """
+    recorder = _Recorder(_Tracer(), lenient=True)
+    with weightless() as computed:
+        recording, _ = _record(runner, recorder, *pytree.tree_flatten(on_cpu(steps)))
+    return recording, computed
+
+
+def _record(
+    runner: Steps, recorder: _Recorder, leaves: list[Any], layout: pytree.TreeSpec
+) -> tuple[Recording, Any]:
+    """What ``recorder`` records of ``runner``, and its result; ``leaves`` are its inputs."""
+    tracer = recorder.tracer
+    parameters = {tracer.placeholder(tensor): tensor for tensor in runner.parameters()}
+    for buffer in runner.buffers():
+        tracer.placeholder(buffer)
+    inputs = [tracer.placeholder(leaf) for leaf in leaves]
+    tracer.follow_module_calls(runner)
+    with _NoReads(recorder), enable_python_dispatcher(), recorder:
+        result = runner(*pytree.tree_unflatten(leaves, layout))
     results, results_layout = pytree.tree_flatten(result)
-    nodes = [tracer.node_of(tensor) for tensor in results]
+    nodes = [tracer.node_of(tensor, recorder.lenient) for tensor in results]
     tracer.graph.output(nodes)
-    return Recording(
+    recording = Recording(
         graph=tracer.graph,
         parameters=parameters,
         inputs=inputs,
-        constants=list(tracer.constants.values()),
+        constants=tracer.constants,
         returned=nodes,
         layout=results_layout,
     )
+    return recording, result
 
 
 class _Known:
@@ -153,16 +172,39 @@ class _Tracer:
         node.meta["val"] = value
         return node
 
+    def follow_module_calls(self, root: nn.Module) -> None:
+        """From now on, ``around`` lists the modules of ``root`` that are being called."""
+        names = {id(module): name for name, module in root.named_modules()}
+        counts: dict[str, int] = {}
+        outside: list[Any] = []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            outside.append(self.around)
+            name = names.get(id(module))
+            if name is not None:  # not a copy that was made during the call
+                number = counts[name] = counts.get(name, -1) + 1
+                self.around = {**self.around, f"{name}@{number}": (name, type(module))}
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.around = outside.pop()
+
+        for module in root.modules():
+            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_hook(leave, always_call=True)
+
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor was allocated during the call."""
         return tensor.is_meta and tensor.untyped_storage()._cdata not in self._given
 
-    def node_of(self, tensor: torch.Tensor) -> Node:
-        """The node that a tensor comes from; a tensor with values is a constant in the code."""
+    def node_of(self, tensor: torch.Tensor, lenient: bool = False) -> Node:
+        """The node that a tensor comes from; a tensor with values is a constant in the code.
+
+        If ``lenient``, any tensor of unknown origin is a constant.
+        """
         known = self.tensor_tracker.get(tensor)
         if known is not None:
             return known.node  # type: ignore[no-any-return]
-        if tensor.is_meta or type(tensor) not in _PLAIN:
+        if not lenient and (tensor.is_meta or type(tensor) not in _PLAIN):
             raise NotRecorded("a tensor was not created by a recorded operation")
         return self.stand_in(tensor)
 
@@ -202,12 +244,14 @@ class _Recorder(ProxyTorchDispatchMode):
     It is registered in place of torch's own proxy mode, so that ``get_proxy_mode`` finds it.
     """
 
-    def __init__(self, tracer: _Tracer) -> None:
+    def __init__(self, tracer: _Tracer, lenient: bool = False) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.enter_stack: list[Any] = []
         self.pre_dispatch = True
         self.tracer: Any = tracer
+        self.lenient = lenient
+        """Whether operations may read and write values."""
         self.sure = True
         """Whether everything could be recorded so far."""
         self.writing = False
@@ -236,6 +280,8 @@ class _Recorder(ProxyTorchDispatchMode):
             raise NotRecorded(f"{func} has a subgraph")
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
+        if self.lenient:
+            return self._record_any(func, args, kwargs)
         if func is aten.index.Tensor:
             if any(index is not None and index.dtype in _MASKS for index in args[1]):
                 raise NotRecorded("the number of selected elements depends on a mask")
@@ -263,6 +309,23 @@ class _Recorder(ProxyTorchDispatchMode):
             value = func(*args, **kwargs)
         else:
             value = meta_results.compute(func, args, kwargs)
+        return self._called(func, args, nodes, named, value)
+
+    def _record_any(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operation that may read and write values.
+
+        What runs inside a transform such as ``vmap`` works on tensors that stand for one row, so it
+        is not recorded; its result is a tensor of unknown origin.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            if func._schema.is_mutable and func is not aten.detach_.default:
+                raise NotRecorded(f"{func} writes in place inside a transform")
+            return func(*args, **kwargs)
+        nodes, named = self._with_nodes(args, {}), self._with_nodes(kwargs, {})
+        return self._called(func, args, nodes, named, func(*args, **kwargs))
+
+    def _called(self, func: Any, args: tuple[Any, ...], nodes: Any, named: Any, value: Any) -> Any:
+        """Add the call to the graph; returns its result ``value``, which gets nodes."""
         if func is aten.dropout.default and value is args[0]:
             value = aten.alias(value)  # a new tensor, as in all of torch's own tracers
         if func is aten.lift_fresh.default:
@@ -270,7 +333,7 @@ class _Recorder(ProxyTorchDispatchMode):
         node = self.tracer.called(func, nodes, named, value)
         if isinstance(value, torch.Tensor):
             self._give(value, node)
-        else:
+        elif isinstance(value, (tuple, list)):
             for place, part in enumerate(value):
                 taken = self.tracer.called(operator.getitem, (node, place), {}, part)
                 self._give(part, taken)
@@ -282,7 +345,10 @@ class _Recorder(ProxyTorchDispatchMode):
 
     def _give(self, value: Any, node: Node) -> None:
         if type(value) not in _PLAIN:
-            raise NotRecorded("an operation returns something other than tensors")
+            if not self.lenient:
+                raise NotRecorded("an operation returns something other than tensors")
+            if not isinstance(value, torch.Tensor):
+                return
         self.tracer.tensor_tracker[value] = _Known(node)
 
     def _with_nodes(self, value: Any, devices: dict[str, None]) -> Any:
@@ -290,7 +356,7 @@ class _Recorder(ProxyTorchDispatchMode):
         if isinstance(value, torch.Tensor):
             if value.dim():
                 devices[value.device.type] = None
-            return self.tracer.node_of(value)
+            return self.tracer.node_of(value, self.lenient)
         if type(value) in (tuple, list):
             return type(value)([self._with_nodes(item, devices) for item in value])
         if type(value) is dict:
@@ -345,7 +411,7 @@ class _NoReads(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         written = func is torch.tensor and not _holds_tensor((args, kwargs))
-        if not written and getattr(func, "__name__", "") not in _READS:
+        if not written and getattr(func, "__name__", "") not in READS:
             return func(*args, **kwargs)
         self._recorder.writing = written
         try:
@@ -355,46 +421,3 @@ class _NoReads(TorchFunctionMode):
             raise
         finally:
             self._recorder.writing = False
-
-
-@contextmanager
-def _as_exporting() -> Iterator[None]:
-    """Inside the block, the code of a model takes the same branches as under ``torch.export``."""
-    compiler, flags = torch.compiler, ("_is_compiling_flag", "_is_exporting_flag")
-    before = {flag: getattr(compiler, flag) for flag in flags}
-    traced = symbolic_trace._is_fx_tracing_flag
-    try:
-        for flag in flags:
-            setattr(compiler, flag, True)
-        symbolic_trace._is_fx_tracing_flag = True
-        yield
-    finally:
-        symbolic_trace._is_fx_tracing_flag = traced
-        for flag, value in before.items():
-            setattr(compiler, flag, value)
-
-
-@contextmanager
-def _module_calls(root: nn.Module, tracer: _Tracer) -> Iterator[None]:
-    """Inside the block, ``tracer.around`` lists the modules of ``root`` that are being called."""
-    names = {id(module): name for name, module in root.named_modules()}
-    counts: dict[str, int] = {}
-    plain = nn.Module.__call__
-
-    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        name = names.get(id(module))
-        if name is None:
-            return plain(module, *args, **kwargs)
-        around = tracer.around
-        number = counts[name] = counts.get(name, -1) + 1
-        tracer.around = {**around, f"{name}@{number}": (name, type(module))}
-        try:
-            return plain(module, *args, **kwargs)
-        finally:
-            tracer.around = around
-
-    nn.Module.__call__ = called  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = plain  # type: ignore[method-assign]

@@ -12,11 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
-
-from enjoyln_cli.effects.reachable import Snapshot
 
 
 @dataclass(frozen=True)
@@ -82,33 +79,6 @@ def reason_of_sharing(model: nn.Module) -> dict[str, str]:
         found.setdefault(one, f"it shares its memory with {other}")
         found.setdefault(other, f"it shares its memory with {one}")
     return {name: reason for name, reason in found.items() if name in parameters}
-
-
-def read_without_torch(model: nn.Module) -> dict[str, str]:
-    """Parameters whose memory the model's code can read through a NumPy array or a storage.
-
-    Maps names to reasons. Such reads are not operations of the graph, so these parameters must not
-    be edited.
-    """
-    parameters = _placed(model.named_parameters(remove_duplicate=False))
-    if not any(len(extent.memory) == 1 for _, extent in parameters):
-        return {}  # no parameter has an address
-    held = [("", found) for one in Snapshot(model).memory if (found := _extent_of_memory(one))]
-    reason = "its memory may also be read without torch, for example by a NumPy array"
-    return dict.fromkeys(_shared_with_unnamed([*parameters, *held]), reason)
-
-
-def _extent_of_memory(held: Any) -> Extent | None:
-    """Where an array, a storage or a memoryview lies; ``None`` if it has no bytes."""
-    if isinstance(held, (torch.UntypedStorage, torch.TypedStorage)):
-        start, size = held.data_ptr(), held.nbytes()
-        return Extent((str(held.device),), start, start + size, ()) if start and size else None
-    array = numpy.asarray(held)
-    steps = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
-    first = array.__array_interface__["data"][0]
-    start = first + sum(step for step in steps if step < 0)
-    stop = first + sum(step for step in steps if step > 0) + array.itemsize
-    return Extent(("cpu",), start, stop, ()) if array.nbytes else None
 
 
 def reason_outside(model: nn.Module, tensors: Iterable[torch.Tensor]) -> dict[str, str]:

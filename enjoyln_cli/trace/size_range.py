@@ -25,10 +25,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from enjoyln_cli.calls.calls import Call
-from enjoyln_cli.effects.isolated_run import Steps, ready
 from enjoyln_cli.graph.in_place import mutating_ops, replace_private_writes
 from enjoyln_cli.graph.subgraphs import put_back_regions
-from enjoyln_cli.models.meta_device import beside
+from enjoyln_cli.models.meta_device import beside, copy_without_weights
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument
 from enjoyln_cli.plan.call_text import condition_of, names_in
 from enjoyln_cli.plan.covered_calls import (
@@ -44,6 +43,7 @@ from enjoyln_cli.plan.covered_calls import (
     sizes_in,
     value_of,
 )
+from enjoyln_cli.trace.steps import Steps, quiet, watch
 from enjoyln_cli.trace.trace import Trace
 
 
@@ -125,14 +125,16 @@ def _holds_for_one(form: CallForm) -> bool:
 
 def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm, ...]:
     """The forms with symbolic sizes; empty if it is unknown for which sizes they hold."""
-    placed = beside(model, call.steps)
-    free = pytree.tree_map(_free_sizes, placed)
-    before = _Before(model)
     try:
+        bare = copy_without_weights(model)
+        watch(bare, call.training)
+        placed = beside(bare, call.steps)
+        free = pytree.tree_map(_free_sizes, placed)
+        before = _Before(bare)
         oblivious = symbolic.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
         uncached = dynamo.patch(fake_tensor_cache_enabled=False)  # with symbols, it slows tracing
-        steps = Steps(model, call.flags, None, cache=call.cache, before=before)
-        with ready(model, call.training), oblivious, uncached, _read_as_text():
+        steps = Steps(bare, call.flags, None, cache=call.cache, before=before)
+        with quiet(call.training), oblivious, uncached, _read_as_text():
             program = torch.export.export(steps, placed, dynamic_shapes=(free,), strict=False)
             put_back_regions(program.graph_module)
             replace_private_writes(program.graph)
@@ -147,7 +149,10 @@ def _general_forms(model: nn.Module, call: Call, trace: Trace) -> tuple[CallForm
 
 @contextmanager
 def _read_as_text() -> Iterator[None]:
-    """Inside the block, text made of a symbolic size shows its number, which then is fixed."""
+    """Inside the block, text made of a symbolic size shows its number, which then is fixed.
+
+    Torch has no hook for this: it shows the symbol, and records no condition.
+    """
     plain = torch.SymInt.__repr__
 
     def number(size: torch.SymInt) -> str:

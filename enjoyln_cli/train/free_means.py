@@ -11,12 +11,13 @@ All rates of dropout are zero in these traces. With dropout behind a centred wei
 to another run, as another seed does: dropout removes features of the mean. LayerDrop is as harmless
 as stochastic depth: a layer that is skipped adds nothing to the stream, and no norm sees the mean
 of what the other layers add. At a rate of zero every layer runs, whatever is drawn (see
-``effects.known_answers``). Code that runs only if a layer is skipped is not traced.
+``models.known_answers``). Code that runs only if a layer is skipped is not traced.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,9 +30,8 @@ from enjoyln_cli.analysis.problem import state_problem
 from enjoyln_cli.calls.covered_examples import covered_examples
 from enjoyln_cli.calls.labels import calls_with_labels
 from enjoyln_cli.checkpoint.marker import CentredTensor
-from enjoyln_cli.effects.garbage import collections_of_new_objects
-from enjoyln_cli.effects.random_draws import same_random_state
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.graph.nodes import DROPOUTS, argument, aten, packet
 from enjoyln_cli.models import classes
 from enjoyln_cli.models.meta_device import without_weights
@@ -51,17 +51,18 @@ _NO_NOISE = {*DROPOUTS, aten.scaled_dot_product_attention}
 """Ops that draw random numbers only if their rate of dropout is not zero."""
 
 
-@collections_of_new_objects()
+@no_collections()
 def require_free_means(model: nn.Module, plan: Plan, config: Any) -> None:
     """Raise ``UnsupportedModel`` if centring the weights of ``plan`` may change a training step.
 
     A class of transformers is built from ``config``, without weights. Its code may draw random
     numbers in Python, since it uses them for masks and LayerDrop only. Any other module is copied
-    without its weights, and called as the plan says. ``model`` and all random states stay as they
-    are. Raises ``TraceFailed`` if a call cannot be traced in training mode.
+    without its weights, and called as the plan says. Raises ``TraceFailed`` if a call
+    cannot be traced in training mode.
     """
     name, own = type(model).__name__, plan.covered is not None
-    with same_random_state() as draws, foreign_code(model):
+    draws = random.getstate()
+    with torch.random.fork_rng(devices=[]), foreign_code(model):
         bare, examples = _without_dropout(model, plan, config), []
         if plan.covered is not None:
             examples = covered_examples(bare, plan.covered)
@@ -70,7 +71,8 @@ def require_free_means(model: nn.Module, plan: Plan, config: Any) -> None:
             calls = likely_calls(Captures(bare))
             calls += calls_with_labels(bare, calls[0])
         traced = trace_in_training(bare, calls)
-        if own and draws.by_python:
+        if own and random.getstate() != draws:
+            random.setstate(draws)
             raise UnsupportedModel(
                 f"{name}: in training mode, its code draws random numbers without torch, which no "
                 f"trace shows; draw them with torch, {_OTHERWISE}"

@@ -23,8 +23,8 @@ from torch import nn
 from enjoyln_cli.analysis.analyze import Analysis, analyze_subject, calls_of, subject_in_memory
 from enjoyln_cli.analysis.problem import DropoutChoice
 from enjoyln_cli.calls.calls import Call, ExampleCalls
-from enjoyln_cli.effects.garbage import collections_of_new_objects
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.models.norm_modules import runs_torchs_layer_norm
 from enjoyln_cli.plan.plan import PLAIN
 from enjoyln_cli.trace.capture import Captures
@@ -32,7 +32,7 @@ from enjoyln_cli.trace.foreign_code import foreign_code
 from enjoyln_cli.trace.traced_calls import TracedModel, trace_calls
 
 
-@collections_of_new_objects()
+@no_collections()
 def analyze_training(
     model: nn.Module,
     args: Sequence[Any] = (),

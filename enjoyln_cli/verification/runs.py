@@ -41,8 +41,8 @@ from enjoyln_cli.comparison.run import Outputs
 from enjoyln_cli.comparison.sampling import Examples, Runner, choose, length
 from enjoyln_cli.comparison.text_scores import divergence, perplexity
 from enjoyln_cli.comparison.user_data import UserData
-from enjoyln_cli.effects.garbage import collections_of_new_objects
 from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.garbage import collections_of_new_objects
 from enjoyln_cli.models.load import release
 from enjoyln_cli.runtime.entries import input_means
 from enjoyln_cli.text import first_line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,13 +20,17 @@ from enjoyln_cli.calls.calls import Call, forms
 from enjoyln_cli.comparison.batches import seeded_batches
 from enjoyln_cli.errors import TraceFailed, UnsupportedModel
 from enjoyln_cli.models.classes import build
-from enjoyln_cli.models.meta_device import Memory, weightless, without_weights
+from enjoyln_cli.models.meta_device import (
+    Memory,
+    copy_without_weights,
+    weightless,
+    without_weights,
+)
 from enjoyln_cli.models.outputs import tensors_in
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
-from enjoyln_cli.trace.capture import Captures
-from enjoyln_cli.trace.dry_run import accepts
+from enjoyln_cli.trace.capture import Captures, accepts
 from enjoyln_cli.trace.traced_calls import accepted_calls
 
 WIDTH = 12
@@ -490,6 +495,25 @@ def test_a_mask_of_real_numbers_has_to_stand_in_the_graph() -> None:
         analyze_module(model, torch.randn(6, 6).double(), torch.arange(6))
 
 
+class WritesInATransform(nn.Module):
+    """Changes its rows by a write that a transform makes; a value decides, so it is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.first(x)
+        torch.vmap(lambda row: row.mul_(row.sigmoid()))(h)
+        y: torch.Tensor = self.last(self.norm(h))
+        return y if int(ids.max()) < 100 else -y
+
+
+def test_a_write_that_no_recording_shows_is_refused() -> None:
+    with pytest.raises(TraceFailed, match="writes in place inside a transform"):
+        analyze_module(WritesInATransform().double(), torch.randn(6, 6).double(), torch.arange(6))
+
+
 def test_what_a_real_number_is_written_into_is_not_whole() -> None:
     real, memory = torch.randn(3), Memory()
     mask, positive = torch.ones(3, dtype=torch.bool), real > 0
@@ -510,6 +534,25 @@ def test_a_model_whose_copy_is_itself_is_refused() -> None:
 
     with pytest.raises(TraceFailed, match="Itself: a copy of the model shares its weights"):
         without_weights(Itself(3, 3))
+
+
+def test_a_copy_has_no_weights_and_tensors_that_were_computed_from_them() -> None:
+    plain: Any = torch.nn.utils.weight_norm(nn.Linear(3, 4))
+    assert not plain.weight.is_leaf
+    originals: list[torch.Tensor] = []
+    bare: Any = copy_without_weights(plain, copied=originals)
+    assert any(one is plain.weight for one in originals)
+    shapes = {name: (p.shape, p.device) for name, p in plain.named_parameters()}
+    assert {name: (p.shape, p.device) for name, p in bare.named_parameters()} == shapes
+    assert not any(p.untyped_storage().nbytes() for p in bare.parameters())
+    assert bare.weight is not plain.weight and torch.equal(bare.weight, plain.weight)
+
+
+def test_what_cannot_be_copied_is_refused() -> None:
+    plain: Any = nn.Linear(3, 4)
+    plain.lock = threading.Lock()
+    with pytest.raises(TraceFailed, match="Linear cannot be copied.*deepcopy refuses .*lock"):
+        copy_without_weights(plain)
 
 
 class Drawing(nn.Module):

@@ -23,7 +23,6 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from enjoyln_cli.analysis.analyze import analyze_module
-from enjoyln_cli.effects.reachable import Snapshot
 from enjoyln_cli.errors import EnjoyLNError
 from enjoyln_cli.kernels import literally
 from enjoyln_cli.plan.plan import Plan
@@ -185,7 +184,6 @@ class Subject:
         """All that leaves a call; the exception that it raises."""
         args, kwargs = call.arguments(self.names)
         module = self.model.get_submodule(call.path)
-        before = Snapshot(self.model)
         try:
             with getattr(torch, call.context)(), literally():
                 returned = module(*args, **kwargs)
@@ -193,8 +191,6 @@ class Subject:
                 seen |= dict(opened({"args": args, "kwargs": kwargs}, "inputs"))
                 kept = dict(self.state())
         except Exception as error:
-            if isinstance(error, EnjoyLNError):  # undo what the model's own hooks did before
-                before.put_back()
             return error
         changed = {k: v for k, v in kept.items() if not _same(v, self.at_first.get(k))}
         return {k: _frozen(v) for k, v in {**seen, **changed}.items()}

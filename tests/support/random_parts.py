@@ -635,8 +635,8 @@ EDITS = Table(
         ),
         "pre-hook that looks": part(
             "",
-            "$m.register_forward_pre_hook(lambda m, a: SEEN$n.append(a[0].mean()))",
-            "SEEN$n = []",
+            "$m.seen$n = seen$n = []\n"
+            "$m.register_forward_pre_hook(lambda m, a: seen$n.append(a[0].mean()))",
         ),
         "pre-hook that does nothing": part("", "$m.register_forward_pre_hook(lambda m, a: None)"),
         "pre-hook with keywords": part(
@@ -648,8 +648,7 @@ EDITS = Table(
         "hook that adds the input": part("", "$m.register_forward_hook(lambda m, a, y: y + a[0])"),
         "hook that looks": part(
             "",
-            "$m.register_forward_hook(lambda m, a, y: SEEN$n.append(y))",
-            "SEEN$n = []",
+            "$m.seen$n = seen$n = []\n$m.register_forward_hook(lambda m, a, y: seen$n.append(y))",
         ),
         "hook that writes": part(
             "", "$m.register_forward_hook(lambda m, a, y: y.mul_(0.5).tanh_())"

@@ -654,9 +654,6 @@ STREAM = Table(
         "numel decides": part("$y = $x if $x.numel() < 300 else $x.relu()"),
         "dtype decides": part("$y = $x if $x.dtype == torch.float64 else $x.tanh()"),
         "contiguity decides": part("$y = $x if $x.is_contiguous() else $x.tanh()"),
-        "tracing decides": part(
-            "$y = $x.clone() if torch.compiler.is_compiling() else $x + 0.1 * $x.mean()"
-        ),
         "first call decides": part(
             "$y = $x if self.calls$n < 2 else $x.tanh()\nself.calls$n += 1", "self.calls$n = 0"
         ),
@@ -704,10 +701,6 @@ KEEPS = Table(
         "number on self": part("self.kept$n = float($x.detach().mean())", "self.kept$n = 0.0"),
         "in a list": part("self.kept$n.append($x)", "self.kept$n = []"),
         "in a dict": part("self.kept$n['x'] = $x[:, 0]", "self.kept$n = {}"),
-        "in a global": part("KEPT$n.append($x.sum(-1))", "", "KEPT$n = []"),
-        "in a closure": part(
-            "self.keep$n($x)", "kept$n = []\nself.keep$n = lambda t: kept$n.append(t)"
-        ),
         "in a deque": part("self.kept$n.append($x)", "self.kept$n = collections.deque(maxlen=2)"),
         "in a buffer": part(
             "self.kept$n.copy_($x.mean((0, 1)))",
@@ -756,23 +749,16 @@ KEEPS = Table(
             "self.register_buffer('kept$n', torch.zeros(8, 32, $d).double())",
         ),
         "on a child": part("self.child$n.value = $x", "self.child$n = nn.Identity()"),
-        "on the class": part("type(self).kept$n = $x"),
         "in a slot": part(
             "self.kept$n.value = $x",
             "self.kept$n = Slot$n()",
             "class Slot$n:\n    __slots__ = ('value',)",
         ),
-        "in an attribute of a tensor": part(
-            "self.anchor$n.note = $x", "self.anchor$n = torch.zeros(1)"
-        ),
         "as the input of a hook": part(
             "$x = self.spot$n($x)",
-            "self.spot$n = nn.Identity()\n"
-            "self.spot$n.register_forward_hook(lambda m, a, y: KEPT$n.append(a[0]))",
-            "KEPT$n = []",
+            "self.spot$n, self.kept$n = nn.Identity(), []\nkept$n = self.kept$n\n"
+            "self.spot$n.register_forward_hook(lambda m, a, y: kept$n.append(a[0]))",
         ),
-        "as lambda": part("self.kept$n = lambda: $x"),
-        "as a generator": part("self.kept$n = (t for t in [$x])"),
         "printed": part("self.kept$n = str($x.shape)"),
         "repr of the values": part("self.kept$n = repr(round(float($x.detach().mean()), 6))"),
         "setattr by name": part("setattr(self, 'kept' + '$n', $x)"),
@@ -987,10 +973,6 @@ TIED = Table(
         ),
         "tied in forward": part("$y = F.linear($x, self.embed.weight)"),
         "tied in forward, slice": part("$y = $x @ self.embed.weight[3:].T"),
-        "tied by numpy": part(
-            "$y = $x @ torch.from_numpy(self.head).T",
-            "self.head = self.embed.weight.detach().numpy()",
-        ),
         "tied by a property": part(
             "$y = F.linear($x, self.table)",
             "type(self).table = property(lambda self: self.embed.weight)",
@@ -1057,13 +1039,6 @@ LEAKS = Table(
         "by a default": part("$y = $x + self.read$n()", "self.read$n = lambda w=$w: w.mean()"),
         "by a weak reference": part(
             "$y = $x + self.held$n().mean()", "import weakref\nself.held$n = weakref.ref($w)"
-        ),
-        "by numpy": part(
-            "$y = $x + float(self.held$n.mean())", "self.held$n = $w.detach().numpy()"
-        ),
-        "by the storage": part(
-            "$y = $x + torch.empty(0).to($x).set_(self.held$n).mean()",
-            "self.held$n = $w.untyped_storage()",
         ),
         "by as_strided": part(
             "$y = $x + self.held$n.mean()", "self.held$n = $w.detach().as_strided((2, 3), (3, 1))"

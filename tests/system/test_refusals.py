@@ -51,16 +51,6 @@ class Locked(Plain):
             return self.norm(self.emb(tokens[:, : int((tokens >= 0).sum(-1).max())]))
 
 
-class Computed(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = self.emb.weight * 2
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        length = int((tokens >= 0).sum(-1).max())
-        return self.norm(self.emb(tokens[:, :length])) + self.table.sum()
-
-
 class Branching(Plain):
     def forward(self, tokens: torch.Tensor) -> Any:
         h = self.emb(tokens)
@@ -111,7 +101,7 @@ class Lazy(nn.Module):
         return self.norm(self.linear(tokens.float()))
 
 
-REFUSED = [Lazily, Later, Array, Locked, Computed, Branching, NoConfig, OtherMemory, Lazy]
+REFUSED = [Lazily, Later, Array, Locked, Branching, NoConfig, OtherMemory, Lazy]
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -41,8 +40,6 @@ class Unwilling(nn.Module):
                 assert tokens.dim() == 5, "five dimensions"
             case "called":
                 h = h * self.norm.weight(h)  # type: ignore[operator]
-            case "copied":
-                h = copy.deepcopy(self.norm)(h) * (1 if h.mean() > 0 else 2)
         return self.norm(h)
 
     def require(self, width: int) -> None:
@@ -55,7 +52,6 @@ SAID = {
     "if": NUMBER,
     "numpy": "makes a NumPy array of a tensor; use the functions of torch",
     "storage": "reads or replaces the memory of a tensor; compute with the tensor itself",
-    "copied": "calls a copy of a module that was made during this call; make the copy once",
     "called": "fails with these inputs; make sure that the model runs with them",
     "assert": "raises an error with these inputs; .*AssertionError: five dimensions",
 }

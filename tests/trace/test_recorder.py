@@ -13,14 +13,12 @@ from torch.fx import Graph, Node
 
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.calls.calls import Call
-from enjoyln_cli.effects.isolated_run import Steps, ready
 from enjoyln_cli.models import classes
-from enjoyln_cli.trace.annotate import CallToTrace, Weights
-from enjoyln_cli.trace.capture import Captures, record_call
-from enjoyln_cli.trace.dry_run import accepts
+from enjoyln_cli.trace.annotate import CallToTrace
+from enjoyln_cli.trace.capture import Captures, accepts, record_call
 from enjoyln_cli.trace.export import export_call
 from enjoyln_cli.trace.recorder import NotRecorded, is_recordable, record
-from enjoyln_cli.trace.shared_storage import reason_of_sharing, ties
+from enjoyln_cli.trace.steps import Steps, quiet
 from enjoyln_cli.trace.trace import Trace
 from enjoyln_cli.trace.traced_calls import accepted_calls
 
@@ -52,12 +50,8 @@ def stock(model_type: str) -> tuple[nn.Module, list[Call]]:
 
 
 def traced(how: Callable[[CallToTrace], Trace], model: nn.Module, call: Call) -> Trace:
-    weights = Weights(model, ties(model), reason_of_sharing(model))
-    with ready(model) as watchers:
-        this = CallToTrace(
-            model=model, call=call, naming=str, inner=None, weights=weights, watchers=watchers
-        )
-        return how(this)
+    with quiet():
+        return how(Captures(model).prepared(call))
 
 
 def written(graph: Graph, trace: Trace) -> list[Any]:
@@ -217,7 +211,7 @@ def test_verdicts_without_weights_are_those_of_the_live_module(change: Any) -> N
 @pytest.mark.parametrize("change", [scale, take_a_row], ids=lambda change: change.__name__)
 def test_constants_in_the_code_are_recorded(change: Any) -> None:
     model = Code(change).to("meta").eval()
-    with ready(model):
+    with quiet():
         found = record(Steps(model, {}, None), (((torch.ones(2, 3, 8),), {}),))
     assert len(found.parameters) == 4 and len(found.constants) >= 1
 

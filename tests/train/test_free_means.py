@@ -19,13 +19,13 @@ from enjoyln_cli import analyze
 from enjoyln_cli.calls.calls import forms, main_call
 from enjoyln_cli.calls.covered_examples import covered_examples
 from enjoyln_cli.calls.labels import LABEL, calls_with_labels
-from enjoyln_cli.effects.isolated_run import ready
 from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.models.classes import build
 from enjoyln_cli.plan.covered_calls import CallForm, CoveredCalls, Items, TensorForm
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.runtime.modules import Folded
 from enjoyln_cli.trace.capture import Captures
+from enjoyln_cli.trace.steps import quiet
 from enjoyln_cli.trace.traced_calls import trace_calls
 from enjoyln_cli.train import keep_centred
 from enjoyln_cli.train.trained_fold import plan_in_training
@@ -151,13 +151,13 @@ def test_branches_that_no_trace_shows_are_refused(kind: str, reason: str, plan: 
 def test_only_these_answers_are_known() -> None:
     """A uniform draw is not below zero, and activations are finite."""
     normal = torch.zeros(2)
-    with ready(nn.Linear(1, 1), training=True):
+    with quiet(training=True):
         assert (torch.rand([]) < 0.0) is False and torch.lt(torch.rand([]), 0) is False
         assert torch.isfinite(normal).all() is True and torch.all(normal.isfinite()) is True
         others = [torch.rand([]) < 0.5, torch.randn([]) < 0.0, torch.rand(2) < 0.0]
         others += [normal.all(), torch.isfinite(normal).all(0), torch.isinf(normal).any()]
         assert all(isinstance(one, torch.Tensor) for one in others)
-    with ready(nn.Linear(1, 1)):
+    with quiet():
         assert isinstance(torch.rand([]) < 0.0, torch.Tensor)
 
 
