@@ -39,7 +39,7 @@ from enjoyln_cli.proof.explain import Tree
 from enjoyln_cli.proof.layer_norms import layer_norms
 from enjoyln_cli.proof.min_cut import Cut, Problem, solve
 from enjoyln_cli.trace.capture import Captures
-from enjoyln_cli.trace.foreign_code import foreign_code
+from enjoyln_cli.trace.failure_reasons import foreign_code
 from enjoyln_cli.trace.size_range import in_two_rows
 from enjoyln_cli.trace.traced_calls import (
     TracedModel,

@@ -357,8 +357,14 @@ def copy_without_weights(
         for module in bare.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 hooks |= {key: _with_copied_closure(hook, memo) for key, hook in hooks.items()}
-            if "forward" in vars(module):
-                module.__dict__["forward"] = _with_copied_closure(module.forward, memo)
+            module.__dict__.pop("_compiled_call_impl", None)  # it runs the original
+            vars(module).update(
+                {
+                    name: _with_copied_closure(value, memo)
+                    for name, value in vars(module).items()
+                    if isinstance(value, FunctionType)
+                }
+            )
     except Exception as error:  # objects of the model's own classes may raise anything
         raise TraceFailed(
             f"{kind} cannot be copied, and only copies are traced, so that the model itself stays "

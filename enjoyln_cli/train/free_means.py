@@ -42,7 +42,7 @@ from enjoyln_cli.plan.plan import PLAIN, Plan
 from enjoyln_cli.proof.min_cut import Parameter, Problem
 from enjoyln_cli.runtime.weight_check import watch_list_of, with_adapters
 from enjoyln_cli.trace.capture import Captures
-from enjoyln_cli.trace.foreign_code import foreign_code
+from enjoyln_cli.trace.failure_reasons import foreign_code
 from enjoyln_cli.trace.traced_calls import TracedModel, covered_calls, likely_calls, with_forms
 from enjoyln_cli.train.training_plan import dropout_rates, trace_in_training
 

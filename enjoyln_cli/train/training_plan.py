@@ -28,7 +28,7 @@ from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.models.norm_modules import runs_torchs_layer_norm
 from enjoyln_cli.plan.plan import PLAIN
 from enjoyln_cli.trace.capture import Captures
-from enjoyln_cli.trace.foreign_code import foreign_code
+from enjoyln_cli.trace.failure_reasons import foreign_code
 from enjoyln_cli.trace.traced_calls import TracedModel, trace_calls
 
 
