@@ -333,7 +333,8 @@ def times_page(results: Mapping[str, Any]) -> str:
         "are random, classes without a head. `-`: not run here. `saved` and `norms cost` are what "
         "`enjoyln bench` prints. The papers replace all norms of BERT, which changes its outputs; "
         "here the norms that fold exactly are folded.", "", *left, "", table(head, body), "",
-        "Seconds of a fold; `load` is the time to load the original.", "",
+        "Seconds of a fold, here with reading and writing; `load`: loading the original.",
+        "",
         table(("model", "A100, Table 4", "V100, Table 5", "here: fold, s", "load, s",
                "norms cost, Table 9"), folds), "",
         "ViT, Table 3 of Pre-RMSNorm: times divided by those with LayerNorm.", "",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +18,28 @@ import torch
 from torch import nn
 
 from enjoyln_cli import kernels
-from enjoyln_cli.analysis.analyze import analyze_config
-from enjoyln_cli.benchmark import machine
 from enjoyln_cli.benchmark.cases import BenchOptions, compare_speeds
 from enjoyln_cli.benchmark.results import Bench
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.checkpoint.config import load_config, raw_config
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
-from enjoyln_cli.checkpoint.result_files import BENCH_FILE, RECIPE_FILE
+from enjoyln_cli.checkpoint.result_files import BENCH_FILE
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.clock import Clock, Progress, duration
-from enjoyln_cli.errors import EnjoyLNError, UnsupportedModel
+from enjoyln_cli.errors import UnsupportedModel
 from enjoyln_cli.events import Event, default_listener, write_or_warn
 from enjoyln_cli.models.load import load
-from enjoyln_cli.plan.plan import Plan
-from enjoyln_cli.recipe.model import options_asked
-from enjoyln_cli.recipe.read import load_recipe
-from enjoyln_cli.recipe.to_plan import to_plan
-from enjoyln_cli.rewrite.in_memory import centre_parameters
+from enjoyln_cli.recipe.read import tried_to_merge
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.neutral import kinds_of_norms
 from enjoyln_cli.text import counted, first_line
 from enjoyln_cli.verification.verify import compute_dtype, dtype_name, original_of
 
 DEVICES = ("cpu", "cuda", "mps")
-"""The devices that ``timing.waiter_for`` can wait for."""
-CENTRED = 100e6
-"""Bytes of weights that are centred per second, at least."""
+"""The types of device that models can run on."""
+TAKEN = 0.5
+"""Cores that other programs may use without a warning: a load average is never exactly zero."""
 
 
 def bench(
@@ -71,8 +65,8 @@ def bench(
     warning is issued. ``on_event`` receives stages and warnings. ``on_progress`` receives the
     seconds that have passed and those that the whole run should take (0 while that is not known).
 
-    The run ends after about two minutes, or ``asked.seconds``: after a first short measurement, the
-    sizes and the number of rounds are chosen for this time. It does not include downloads.
+    The run ends within ``asked.seconds``; a call that has begun is finished, and only the first
+    call of a model is begun without knowing how long it takes. Downloads are not included.
 
     Raises ``BadCheckpoint`` if ``out`` was not converted, or not from that original,
     ``ModelNotFound`` if the original is missing, and ``UnsupportedModel`` if the machine or the
@@ -85,47 +79,32 @@ def bench(
             warned.append(text)
         (on_event or default_listener)(level, text)
 
-    stage = partial(event, "stage")
     place = device_named(device)
-    if not asked.limit > 0:
-        raise UnsupportedModel(f"seconds={asked.limit:g} leaves no time to measure anything")
+    if not asked.seconds > 0:
+        raise UnsupportedModel(f"seconds={asked.seconds:g} leaves no time to measure anything")
     folded = open_checkpoint(open_source(str(out), weights=True))
     marker = read_marker(raw_config(folded.source), folded.source.model)
     access = HubAccess(token=token, cache_dir=cache_dir)
     original = original_of(folded.source, marker, against, revision, access)
     chosen = compute_dtype(folded, dtype)
+    clock = Clock(time.perf_counter, asked.seconds, on_progress)
     threads = torch.get_num_threads() if place.type == "cpu" else 1
-    clock = Clock(time.perf_counter, asked.limit, on_progress)
-    if busy := machine.busy(machine.load_average(), 0, threads, machine.cores()):
-        event("warning", busy)
-    stage(f"loading {original.source.model} and {folded.source.model}")
+    if warning := busy(threads, cores(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0):
+        event("warning", warning)
+    event("stage", f"loading {original.source.model} and {folded.source.model}")
     clock.tell()
-    begin = time.perf_counter()
     before = _load_model(original, marker, chosen, trust_remote_code)
-    load_seconds = time.perf_counter() - begin
-    after = optimize(_load_model(folded, marker, chosen, trust_remote_code))
-    if hint := _merge_hint(after, marker, place):
-        event("warning", hint)
-    weights = {"original": weight_bytes(before), "folded": weight_bytes(after)}
-    if asked.seconds is not None and clock.left <= 0:
+    load_seconds = clock.spent
+    if clock.left < load_seconds:
         raise UnsupportedModel(
-            f"loading the models alone takes {duration(clock.spent)}; allow it with "
-            f"--seconds {math.ceil(2 * clock.spent)}"
+            f"loading the models alone takes about {duration(2 * load_seconds)}; allow it with "
+            f"--seconds {math.ceil(4 * load_seconds)}"
         )
-    plan, plan_seconds = None, 0.0
-    if asked.seconds is None or clock.left > asked.seconds / 2:
-        stage("analysing the model once more, to time how long folding takes")
-        plan, plan_seconds = _time_planning(original, folded, marker, trust_remote_code)
-    clock.after = 0.0 if plan is None else weights["original"] / CENTRED
+    after = optimize(_load_model(folded, marker, chosen, trust_remote_code))
+    if hint := _merge_hint(after, marker, folded.source.path, place):
+        event("warning", hint)
     norms = (*marker.rmsnorm, *marker.layernorm)
     rows, left_out = compare_speeds(before, after, norms, asked, place, event, clock)
-    if not busy:
-        busy = machine.busy(machine.load_average(), threads, threads, machine.cores())
-        if busy:
-            event("warning", busy)
-    fold_seconds = None
-    if plan is not None:
-        fold_seconds = plan_seconds + _time_centring(before.to("cpu"), plan)
     result = Bench(
         rows=tuple(rows),
         left_out=tuple(left_out),
@@ -134,9 +113,8 @@ def bench(
         dtype=dtype_name(chosen),
         device=str(place),
         repeats=asked.repeats,
-        fold_seconds=fold_seconds,
         load_seconds=load_seconds,
-        weight_bytes=weights,
+        weight_bytes={"original": weight_bytes(before), "folded": weight_bytes(after)},
         seconds=clock.spent,
         warnings=tuple(warned),
     )
@@ -161,6 +139,23 @@ def device_named(name: str | None) -> torch.device:
     return device
 
 
+def cores() -> int:
+    """The number of cores that this process may use."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return count or 1
+
+
+def busy(threads: int, count: int, load: float) -> str:
+    """A warning if other programs leave fewer of ``count`` cores free than the run has threads.
+
+    ``load`` is the load average before the run. The result is empty if there is nothing to warn of.
+    """
+    if load <= TAKEN or count - load >= threads - TAKEN:
+        return ""
+    text = f"other programs use about {min(load, count):.1f} of {count} cores"
+    return f"{text}; close them and measure again, as small differences are lost in the noise"
+
+
 def weight_bytes(model: nn.Module) -> int:
     """Memory of all parameters and buffers; tied weights count once."""
     held = {id(t): t for t in (*model.parameters(), *model.buffers())}
@@ -173,40 +168,16 @@ def _load_model(of: Checkpoint, marker: Marker, dtype: torch.dtype, trust_remote
     return model.requires_grad_(False)
 
 
-def _merge_hint(folded: Any, marker: Marker, place: torch.device) -> str:
-    """A hint to merge biases, if torch computes RMSNorm without a bias in one kernel there."""
+def _merge_hint(folded: Any, marker: Marker, folder: Path, place: torch.device) -> str:
+    """A hint to merge biases, if torch computes RMSNorm without a bias in one kernel there.
+
+    Empty if ``folder`` was folded with ``--merge``: the biases that are left cannot be merged.
+    """
     kinds = kinds_of_norms(folded, marker.weightless, marker.biasless)
     biased = sum(kind.bias for _, kind in kinds)
-    if not biased or not kernels.torch_fuses(place.type):
+    if not biased or not kernels.torch_fuses(place.type) or tried_to_merge(folder):
         return ""
     return (
         f"{counted(biased, 'folded norm')} with a bias: on this device torch computes RMSNorm in "
         "one kernel without a bias only; fold with --merge bias"
     )
-
-
-def _time_planning(
-    original: Checkpoint, folded: Checkpoint, marker: Marker, trust_remote_code: bool
-) -> tuple[Plan | None, float]:
-    """The plan in the recipe of ``folded``, and the seconds that finding it again took.
-
-    The plan is ``None`` if ``folded`` has no recipe.
-    """
-    try:
-        recipe = load_recipe(folded.source.path / RECIPE_FILE)
-        shapes = {name: stored.shape for name, stored in folded.tensors.items()}
-        plan = to_plan(recipe, shapes, config=load_config(folded.source, trust_remote_code))
-    except EnjoyLNError:
-        return None, 0.0
-    config = load_config(original.source, trust_remote_code)
-    only = marker.model_class if len(marker.classes) == 1 else None
-    begin = time.perf_counter()
-    analyze_config(config, model_class=only, outputs=marker.outputs, options=options_asked(recipe))
-    return plan, time.perf_counter() - begin
-
-
-def _time_centring(model: Any, plan: Plan) -> float:
-    """Seconds to centre the original ``model`` by ``plan``."""
-    begin = time.perf_counter()
-    centre_parameters(model, plan)
-    return time.perf_counter() - begin

@@ -1,102 +1,67 @@
-"""Times the cases of a pair of models one after the other, within a given time.
+"""Times the cases of a pair of models one after the other, until the time is up.
 
-Chooses the default sizes and first times short calls. From these times, ``budget`` chooses the
-cases that fit. After each case, the estimates for the next ones are corrected.
+A case is one size, phase and mode. Cases run from the smallest to the largest input. Each gets an
+equal share of the time that is left, and what it does not use is left for the others. A larger
+input takes at least as long as a smaller one, so no case begins if the time left does not suffice
+for enough rounds of the one before. ``decode`` waits for ``prefill`` in the same way.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
+from torch.utils.benchmark import timer
 
-from enjoyln_cli.benchmark import machine
-from enjoyln_cli.benchmark.baselines import (
-    COLUMNS,
-    fresh_compiler,
-    in_mode,
-    variants,
-)
-from enjoyln_cli.benchmark.budget import (
-    Calls,
-    Case,
-    Choice,
-    Cost,
-    choose,
-    cost,
-    describe,
-    fit,
-    just_one,
-)
-from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS
+from enjoyln_cli.benchmark.baselines import COLUMNS, fresh_compiler, in_mode, variants
+from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, SECONDS
 from enjoyln_cli.benchmark.results import Row
-from enjoyln_cli.benchmark.timing import ENOUGH, FEWEST, Limit, Task, time_rounds, waiter_for
-from enjoyln_cli.benchmark.workload import (
-    PHASES,
-    Size,
-    decode,
-    decode_steps,
-    prefill,
-    prompt,
-    sizes,
-    to_device,
-)
+from enjoyln_cli.benchmark.timing import ENOUGH, WARM_UP, Task, time_rounds
+from enjoyln_cli.benchmark.workload import PHASES, Size, decode, prefill, prompt, sizes
 from enjoyln_cli.calls.calls import keeps_cache
 from enjoyln_cli.checkpoint.marker import blame_marker
 from enjoyln_cli.clock import Clock, duration
 from enjoyln_cli.errors import UnsupportedModel
-from enjoyln_cli.events import Event, default_listener
+from enjoyln_cli.events import Event
 from enjoyln_cli.runtime.loading import optimize
 from enjoyln_cli.runtime.modules import Folded
+from enjoyln_cli.text import counted
 
-SECONDS = 120.0
-"""Default time for a run."""
 GRID = tuple(product(GRID_ROWS, GRID_LENGTHS))
-"""Rows and tokens that are measured if there is time; ``--full`` measures all of them."""
-SHORT = ((1, 8), (1, 32), (8, 32))
-"""Rows and tokens for models that are too slow, or have too few positions, for the grid."""
-TRIAL_SHARE = 0.02
-"""Largest share of the remaining time for one trial call."""
-TRIAL_SECONDS = 2.0
-"""Longest time for one trial call."""
-SAME = 5
-"""Calls of the smallest size, which show whether the times on this machine are steady."""
-COMPILING = {"eager": 0.0, "compile": 60.0}
-"""First estimate of the seconds for compiling the four models."""
+"""Rows and tokens that are measured by default; ``--full`` measures all of them."""
+SHORT = (1, 32)
+"""Rows and tokens that come first by default, for models that are slow or have few positions."""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
     """What ``bench`` measures."""
 
-    pairs: tuple[tuple[int, int], ...] | None = None
-    """Rows and tokens of each size; by default, the sizes of ``GRID`` that fit into the time."""
+    pairs: tuple[tuple[int, int], ...] = (SHORT, *GRID)
+    """Rows and tokens of each size."""
     modes: tuple[str, ...] = ("eager",)
     phases: tuple[str, ...] = PHASES
     repeats: int = 15
     """Largest number of rounds; each model runs once per round."""
-    seconds: float | None = None
-    """Time for the whole run; cases that do not fit are left out, and ``inf`` sets no limit. The
-    default is ``SECONDS``, without leaving out any of ``pairs``, which may take longer."""
-    case_seconds: float = math.inf
-    """Time after which a case ends once it has ``ENOUGH`` rounds."""
+    seconds: float = SECONDS
+    """Time for the whole run; cases that do not fit are left out, and ``inf`` sets no limit."""
 
-    @property
-    def limit(self) -> float:
-        """Time for the whole run, in seconds."""
-        return SECONDS if self.seconds is None else self.seconds
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether cases that do not fit into the time are measured all the same."""
-        return self.pairs is not None and self.seconds is None
+@dataclass(frozen=True)
+class Case:
+    """The mode, size and phase of one row of the result."""
+
+    mode: str
+    size: Size
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.size}, {self.phase}, {self.mode}"
 
 
 def compare_speeds(
@@ -105,17 +70,18 @@ def compare_speeds(
     norms: Sequence[str],
     asked: BenchOptions,
     device: torch.device,
-    event: Event = default_listener,
-    clock: Clock | None = None,
+    event: Event,
+    clock: Clock,
 ) -> tuple[list[Row], list[str]]:
     """Time both models on ``device``, with the two models for comparison.
 
     Both models are in memory, on the CPU. ``norms`` are the paths of all LayerNorms. ``event``
-    receives which cases are chosen, and the result of each. ``clock`` started with the whole run.
-    Returns the rows, and a sentence for each case that was left out.
+    receives the result of each case. ``clock`` started with the whole run. Returns the rows, and a
+    sentence for each case that was left out.
+
+    Raises ``UnsupportedModel`` if there is no time for any case.
     """
-    clock = clock or Clock(time.perf_counter, asked.limit)
-    found, left_out = sizes(original, asked.pairs or (*SHORT, *GRID))
+    inputs, left_out = sizes(original, asked.pairs)
     phases = [phase for phase in asked.phases if phase != "decode" or keeps_cache(original)]
     if len(phases) < len(asked.phases):
         left_out.append(_no_cache(original))
@@ -124,171 +90,74 @@ def compare_speeds(
     original, folded = original.to(device), folded.to(device)
     if device.type != "cpu" and any(isinstance(module, Folded) for module in folded.modules()):
         optimize(folded)  # chooses the kernels for this device
-    models = variants(original, folded, norms)
-    with torch.no_grad():
-        calls = _first_calls(models, found, device, clock, event)
-        cases = [
-            Case(size, phase, mode, decode_steps(size, calls.seconds(size.rows)))
-            for mode, size, phase in product(asked.modes, found, phases)
-        ]
-        costs = {case: cost(case, calls).corrected(1, COMPILING[case.mode]) for case in cases}
-        choice = choose_cases(costs, asked, clock)
-        event("stage", describe(choice, clock.spent + clock.after, asked.limit, asked.repeats))
-        left_out += [_no_time(case, seconds) for case, seconds in choice.left_out.items()]
-        run = partial(_time_case, models, device=device, clock=clock)
-        rows, dropped = run_each(run, choice, costs, asked, clock, event)
-    left_out += dropped
-    return [rows[case] for case in cases if case in rows], list(dict.fromkeys(left_out))
+    cases = [Case(*case) for case in product(asked.modes, inputs, phases)]
+    until = "" if math.isinf(clock.limit) else f"; the run ends within {duration(clock.limit)}"
+    event(
+        "stage", f"measuring {counted(len(cases), 'case')}, at most {asked.repeats} rounds{until}"
+    )
+    (short,), _ = sizes(original, [(1, min(SHORT[1], inputs[0].tokens or 1))])
+    with torch.no_grad(), torch.cuda.device(device.index if device.type == "cuda" else -1):
+        with blame_marker(type(folded).__name__):
+            run = prefill(folded, short.to(device).given).run
+            run(None)  # the first run takes longer than others
+            begin = timer()
+            run(None)
+        an_item = (timer() - begin) / short.items
+        models = variants(original, folded, norms)
+        time_case = partial(_time_case, models, device, asked.repeats, clock)
+        rows, not_measured = run_each(time_case, cases, an_item, clock, event)
+    return rows, left_out + not_measured
+
+
+Run = Callable[[Case, float], tuple[Row | str, float]]
+"""Times a case in its share of the time, in seconds. Returns the row, or a reason why there is none
+(empty if there was no time), and the seconds that the case needs at least."""
+
+
+def run_each(
+    run: Run, cases: Sequence[Case], an_item: float, clock: Clock, event: Event
+) -> tuple[list[Row], list[str]]:
+    """Time the cases in order. Returns the rows, and a sentence for each case that was left out.
+
+    ``an_item`` are the seconds for each token (or row) of a short input. A larger input usually
+    takes less for each, so this only decides whether there is time for a single call.
+
+    Raises ``UnsupportedModel`` if there is no time for any case.
+    """
+    rows: list[Row] = []
+    left_out: list[str] = []
+    least: dict[tuple[str, str], float] = {}
+    """From a mode and phase to the seconds that the largest case so far needs at least."""
+    begin, needed = clock.spent, math.inf
+    for done, case in enumerate(cases):
+        row: Row | str = ""
+        seconds = max(least.get((case.mode, phase), 0.0) for phase in ("prefill", case.phase))
+        a_call = an_item * case.size.items
+        if clock.left <= a_call:
+            seconds = max(seconds, len(COLUMNS) * (WARM_UP + ENOUGH) * a_call)
+        elif clock.left > seconds:
+            row, seconds = run(case, clock.left / (len(cases) - done))
+            least[case.mode, case.phase] = max(seconds, least.get((case.mode, case.phase), 0.0))
+        if isinstance(row, Row):
+            rows.append(row)
+            event("stage", _line(row))
+        elif row:
+            left_out.append(row)
+        else:
+            left_out.append(f"{case}: no time was left; it needs about {duration(seconds)}")
+            needed = min(needed, begin + seconds)
+        rate = (clock.spent - begin) / (done + 1)
+        clock.tell(min(clock.left, (len(cases) - done - 1) * rate))
+    if not rows and needed < math.inf:
+        raise UnsupportedModel(
+            f"no case fits into {duration(clock.limit)}: {cases[0]} needs about "
+            f"{duration(needed)} with loading; allow it with --seconds {math.ceil(2 * needed)}"
+        )
+    return rows, list(dict.fromkeys(left_out))
 
 
 def _no_cache(model: Any) -> str:
     return f"decode: {type(model).__name__} has no cache"
-
-
-def _no_time(case: Case, seconds: float) -> str:
-    return f"{case}: needs about {duration(seconds)}"
-
-
-def _first_calls(
-    models: dict[str, Any],
-    found: Sequence[Size],
-    device: torch.device,
-    clock: Clock,
-    event: Event,
-) -> Calls:
-    """Time calls of the original, from the smallest size up to the last that is short enough."""
-    wait, measured = waiter_for(device), {}
-    ordered = sorted(found, key=lambda size: size.items)
-
-    def seconds(task: Task) -> float:
-        wait()
-        begin = time.perf_counter()
-        task.run(None)
-        wait()
-        return time.perf_counter() - begin
-
-    (smallest,) = to_device(ordered[:1], device)
-    with suppress(torch.OutOfMemoryError):
-        prefill(models["original"], smallest.given).run(None)
-        with blame_marker(type(models["folded"]).__name__):
-            prefill(models["folded"], smallest.given).run(None)
-        same: list[float] = []
-        while len(same) < SAME and sum(same) < TRIAL_SECONDS / 2:
-            same.append(seconds(prefill(models["original"], smallest.given)))
-        if strange := machine.unsteady(same):
-            event("warning", strange)
-        measured[smallest.items] = sorted(same)[len(same) // 2]
-        for size in to_device(ordered[1:], device):
-            if size.items in measured:
-                continue
-            if Calls(measured).seconds(size.items) > min(TRIAL_SECONDS, TRIAL_SHARE * clock.left):
-                break
-            seconds(prefill(models["original"], size.given))
-            measured[size.items] = seconds(prefill(models["original"], size.given))
-    return Calls(measured or {smallest.items: 1.0})
-
-
-def choose_cases(costs: dict[Case, Cost], asked: BenchOptions, clock: Clock) -> Choice:
-    """Choose which of these cases to time.
-
-    Raises ``UnsupportedModel`` if no case fits into the time that the user set.
-    """
-    usual, short = costs, {}
-    if asked.pairs is None:
-        usual = {
-            c: v for c, v in costs.items() if not c.size.tokens or c.size.tokens >= GRID_LENGTHS[0]
-        }
-        short = {case: value for case, value in costs.items() if case not in usual}
-    left_out: dict[Case, float] = {}
-    for some in (usual, short):
-        choice = choose(some, clock.left, asked.repeats, all_of_them=asked.keeps_all)
-        left_out = {**choice.left_out, **left_out}
-        if choice.cases:
-            return replace(choice, left_out=left_out)
-    least = just_one(short or usual, asked.repeats)
-    needed = clock.spent + clock.after + least.seconds
-    if asked.seconds is not None and costs:
-        raise UnsupportedModel(
-            f"no case fits into {duration(asked.limit)}: {least.cases[0]} alone needs about "
-            f"{duration(needed)} with loading; allow it with --seconds {math.ceil(needed)}"
-        )
-    del left_out[least.cases[0]]
-    return replace(least, left_out=left_out)
-
-
-Run = Callable[[Case, int, float, Callable[[int], None]], "Row | str"]
-
-
-def run_each(
-    run: Run,
-    choice: Choice,
-    costs: dict[Case, Cost],
-    asked: BenchOptions,
-    clock: Clock,
-    event: Event,
-) -> tuple[dict[Case, Row], list[str]]:
-    """Time the chosen cases. Returns their rows, and a sentence for each case that was left out.
-
-    After each case, the estimates for the next ones are corrected. ``learned`` has the factor and
-    the additional seconds for each phase and mode.
-    """
-    rows: dict[Case, Row] = {}
-    left_out: list[str] = []
-    todo = list(choice.cases)
-    learned: dict[tuple[str, str], tuple[float, float]] = {}
-    least = min(ENOUGH, max(asked.repeats, FEWEST))
-    while todo:
-        expected = [costs[c].corrected(*learned.get((c.phase, c.mode), (1.0, 0.0))) for c in todo]
-        count, rounds = fit(expected, clock.left, max(asked.repeats, FEWEST), least)
-        if asked.keeps_all and count < len(todo):
-            count, rounds = len(todo), FEWEST
-        elif not count and not rows:
-            count = 1
-        late = zip(todo[count:], expected[count:], strict=True)
-        left_out += [_no_time(case, price.of(least)) for case, price in late]
-        todo, expected = todo[:count], expected[:count]
-        if not todo:
-            break
-        case, now = todo.pop(0), expected[0]
-        lap = Lap(clock, now, rounds, sum(one.of(rounds) for one in expected[1:]))
-        until = min(clock.left - lap.later, asked.case_seconds)
-        found = run(case, rounds, until, lap.on_round)
-        if isinstance(found, str):
-            left_out.append(found)
-            continue
-        rows[case] = found
-        learned[case.phase, case.mode] = lap.correction(costs[case])
-        event("stage", _line(found))
-    return rows, left_out
-
-
-@dataclass
-class Lap:
-    """One case while it runs."""
-
-    clock: Clock
-    expected: Cost
-    rounds: int
-    later: float
-    """Estimated seconds of the cases after this one."""
-
-    def __post_init__(self) -> None:
-        self.begin = self.first = self.last = self.clock.now()
-        self.done = 0
-        self.clock.tell(self.expected.of(self.rounds) + self.later)
-
-    def on_round(self, done: int) -> None:
-        """Report the time left after ``done`` rounds; ``done`` is 0 after warming up."""
-        self.last, self.done = self.clock.now(), done
-        if not done:
-            self.first = self.last
-        one = (self.last - self.first) / done if done else self.expected.one_round
-        self.clock.tell((self.rounds - done) * one + self.later)
-
-    def correction(self, planned: Cost) -> tuple[float, float]:
-        """Time of a round divided by the planned time, and additional seconds before the first."""
-        factor = (self.last - self.first) / max(self.done, 1) / planned.one_round
-        return factor, max(0.0, self.first - self.begin - factor * planned.before)
 
 
 def _line(row: Row) -> str:
@@ -297,64 +166,56 @@ def _line(row: Row) -> str:
 
 
 def _time_case(
-    models: dict[str, Any],
-    case: Case,
-    rounds: int,
-    seconds: float,
-    on_round: Callable[[int], None],
-    *,
+    models: Mapping[str, Any],
     device: torch.device,
+    repeats: int,
     clock: Clock,
-) -> Row | str:
-    """One row, or why there is none. After ``seconds`` fewer rounds are run."""
+    case: Case,
+    share: float,
+) -> tuple[Row | str, float]:
+    """Time one case; see ``Run``."""
+    begin, mode, steps = clock.spent, case.mode, None
     try:
-        until = clock.now() + seconds
-        return _row(models, case, rounds, until, on_round, device, clock)
+        size = case.size.to(device)
+        with fresh_compiler(mode):
+            if case.phase == "decode" and size.tokens == 1:
+                return f"{case}: needs at least two tokens", 0.0
+            if case.phase == "decode":
+                text = prompt(models["original"], size)
+                if text is None:
+                    return _no_cache(models["original"]), 0.0
+                steps = text.steps
+                tasks = {n: decode(m, text) for n, m in in_mode(models, mode).items()}
+            else:
+                tasks = {n: prefill(m, size.given) for n, m in in_mode(models, mode).items()}
+            before = clock.spent - begin
+            times, needed = time_rounds(tasks, repeats, clock, share - before)
+            peaks = None
+            if times and device.type == "cuda":
+                peaks = {name: _peak(task, device) for name, task in tasks.items()}
     except torch.OutOfMemoryError:
-        return f"{case}: does not fit in the memory of {device}"
-
-
-def _row(
-    models: dict[str, Any],
-    case: Case,
-    rounds: int,
-    until: float,
-    on_round: Callable[[int], None],
-    device: torch.device,
-    clock: Clock,
-) -> Row | str:
-    wait, mode = waiter_for(device), case.mode
-    (size,) = to_device([case.size], device)
-    with fresh_compiler(mode):
-        if case.phase == "decode":
-            text = prompt(models["original"], size, case.steps)
-            if text is None:
-                return _no_cache(models["original"])
-            tasks = {n: decode(m, text) for n, m in in_mode(models, mode).items()}
-        else:
-            tasks = {n: prefill(m, size.given) for n, m in in_mode(models, mode).items()}
-        limit = Limit(until - clock.now(), max(clock.left, until - clock.now()))
-        times = time_rounds(tasks, rounds, wait, limit, on_round)
-        peaks = None
-        if device.type == "cuda":
-            peaks = {n: _peak(lambda task=task: task.run(task.prepare()), device)  # type: ignore
-                     for n, task in tasks.items()}  # fmt: skip
-    return Row(
+        return f"{case}: does not fit in the memory of {device}", 0.0
+    if not times:
+        return "", before + needed
+    row = Row(
         size=str(size),
         batch_size=size.rows,
         seq_len=size.tokens,
         phase=case.phase,
         mode=mode,
         items=size.rows if case.phase == "decode" else size.items,
-        times={name: tuple(times[name]) for name in COLUMNS},
+        times={name: tuple(found) for name, found in times.items()},
         peak_bytes=peaks,
-        decode_steps=case.steps if case.phase == "decode" else None,
+        decode_steps=steps,
     )
+    return row, before + needed
 
 
-def _peak(run: Callable[[], Any], device: torch.device) -> int:
+def _peak(task: Task, device: torch.device) -> int:
+    """Bytes of memory that one run adds on a GPU."""
+    prepared = task.prepare()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    run()
+    task.run(prepared)
     torch.cuda.synchronize(device)
     return int(torch.cuda.max_memory_allocated(device)) - before

@@ -7,41 +7,74 @@ The result is the median over the rounds, so it does not matter if the CPU slows
     norm cost       (original - no_norm) / original      share of the time that norms cost
     saved           (original - folded) / original       1 - 1 / times as fast
     saved share     saved / norm cost                    the part of the norm cost that is saved
-    break-even      fold seconds / (original * saved)    runs until the fold has saved its own time
 
 A gain is claimed if all of these hold: the 95 % interval of "times as fast" lies above 1, the
 interval of the norm cost lies above 0, and no more is saved than norms cost. If the last one fails,
-the measurement contradicts itself, since only norms were changed. Without a gain there is neither a
-saved share nor a break-even. A loss is claimed if the interval of "times as fast" lies below 1.
-Fewer than six rounds have no such interval; then neither is claimed.
+the measurement contradicts itself, since only norms were changed. Without a gain there is no saved
+share. A loss is claimed if the interval of "times as fast" lies below 1.
+
+The interval of the median of such ratios needs no assumption about their distribution: of ``n``
+sorted values, the true median lies between the ``k``-th smallest and the ``k``-th largest with a
+probability of ``1 - 2 P(B < k)``, where B is the number of heads in ``n`` coin flips.
+``median_interval`` takes the largest ``k`` for which that is at least 95 %. Fewer than six rounds
+have no such ``k``; then neither a gain nor a loss is claimed.
 """
 
 from __future__ import annotations
 
+import math
 import platform
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from enjoyln_cli.benchmark.timing import (
-    NO_GAIN,
-    WARM_UP,
-    Quartiles,
-    median_interval,
-    quartiles,
-    ratios,
-)
+from enjoyln_cli.benchmark.timing import WARM_UP
 from enjoyln_cli.kernels.environment import kernels_on
+from enjoyln_cli.text import counted
 from enjoyln_cli.version import __version__
 
 VERSION = 1
 """Version of ``enjoyln_bench.json``."""
 
-Interval = tuple[float, float]
+NO_GAIN = "no gain here"
+"""The verdict if a difference cannot be distinguished from noise."""
+DOUBT = 0.05
+"""Probability that the true median lies outside of its interval."""
+
+
+class Spread(NamedTuple):
+    """The median of many measurements, and what lies around it."""
+
+    low: float
+    """The lower quartile."""
+    median: float
+    high: float
+    """The upper quartile."""
+    interval: tuple[float, float] | None
+    """The 95 % interval of the median; ``None`` for fewer than six measurements."""
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The spread of at least two values."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(low, middle, high, median_interval(values))
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The interval that has the true median with at least 95 %; ``None`` for too few values."""
+    count, below, beyond = len(values), 0, 0.0
+    while True:
+        beyond += math.comb(count, below) / 2**count
+        if 2 * beyond > DOUBT:
+            break
+        below += 1
+    ordered = sorted(values)
+    return (ordered[below - 1], ordered[count - below]) if below else None
 
 
 @dataclass(frozen=True)
@@ -73,97 +106,72 @@ class Row:
         return len(self.times["original"])
 
     @property
-    def ms(self) -> dict[str, Quartiles]:
+    def ms(self) -> dict[str, Spread]:
         """From each model to the milliseconds of one run."""
-        return {name: quartiles(values).times(1e3) for name, values in self.times.items()}
+        return {n: spread([1e3 * value for value in t]) for n, t in self.times.items()}
 
-    def faster(self, model: str) -> Quartiles:
+    def _ratios(self, model: str) -> list[float]:
+        return [a / b for a, b in zip(self.times["original"], self.times[model], strict=True)]
+
+    def faster(self, model: str) -> Spread:
         """Original / ``model`` within a round: how many times as fast the model is."""
-        return quartiles(ratios(self.times, "original", model))
-
-    def faster_interval(self, model: str) -> Interval | None:
-        """The 95 % interval of the median of ``faster``; ``None`` for fewer than six rounds."""
-        return median_interval(ratios(self.times, "original", model))
+        return spread(self._ratios(model))
 
     @property
-    def speedup(self) -> Quartiles:
+    def speedup(self) -> Spread:
         """How many times as fast the folded model is."""
         return self.faster("folded")
 
     @property
-    def speedup_interval(self) -> Interval | None:
-        """The 95 % interval of ``speedup.median``."""
-        return self.faster_interval("folded")
-
-    @property
-    def norm_cost(self) -> Quartiles:
+    def norm_cost(self) -> Spread:
         """(Original - no_norm) / original within a round: the share of the time that norms cost."""
-        return quartiles(_shares(ratios(self.times, "original", "no_norm")))
-
-    @property
-    def norm_cost_interval(self) -> Interval | None:
-        """The 95 % interval of ``norm_cost.median``."""
-        return median_interval(_shares(ratios(self.times, "original", "no_norm")))
+        return spread([1 - 1 / ratio for ratio in self._ratios("no_norm")])
 
     @property
     def cost_is_measurable(self) -> bool:
         """Whether the norm cost can be distinguished from noise."""
-        found = self.norm_cost_interval
-        return found is not None and found[0] > 0
+        interval = self.norm_cost.interval
+        return interval is not None and interval[0] > 0
 
     @property
-    def saved(self) -> float:
-        """The share of the original's time that folding saves, if the speed-up is not noise."""
-        return 1 - 1 / self.speedup.median
+    def _saved_share(self) -> float:
+        """The share of the norm cost that folding saves, if both are measurable."""
+        return (1 - 1 / self.speedup.median) / self.norm_cost.median
 
     @property
-    def seems_faster(self) -> bool:
-        """Whether the interval of the speed-up lies above 1. A gain needs more; see ``verdict``."""
-        found = self.speedup_interval
-        return found is not None and found[0] > 1
-
-    @property
-    def is_consistent(self) -> bool:
-        """Whether the folded model saves no more than norms cost, if both are measurable."""
-        measurable = self.seems_faster and self.cost_is_measurable
-        return not measurable or self.saved <= self.norm_cost.median
+    def _judgement(self) -> tuple[str, str]:
+        """The verdict, and why a gain that the interval shows is not claimed."""
+        interval = self.speedup.interval
+        if interval is None:
+            return NO_GAIN, f"{self.rounds} rounds are too few to tell"
+        if interval[0] <= 1:
+            return "slower" if interval[1] < 1 else NO_GAIN, ""
+        if not self.cost_is_measurable:
+            return NO_GAIN, "noise, as the norm cost is too small to measure"
+        if self._saved_share > 1:
+            return NO_GAIN, "more than norms cost, so the measurement is not consistent"
+        return "faster", ""
 
     @property
     def verdict(self) -> str:
         """``faster``, ``slower``, or ``no gain here`` if neither can be claimed."""
-        found = self.speedup_interval
-        if found is not None and found[1] < 1:
-            return "slower"
-        possible = self.cost_is_measurable and self.is_consistent
-        return "faster" if self.seems_faster and possible else NO_GAIN
+        return self._judgement[0]
 
     @property
     def reason(self) -> str:
         """Why no gain is claimed; empty if the interval itself shows none."""
-        if self.speedup_interval is None:
-            return f"{self.rounds} rounds are too few to tell"
-        if not self.is_consistent:
-            return "more than norms cost, so the measurement is not consistent"
-        if self.seems_faster and not self.cost_is_measurable:
-            return "noise, as the norm cost is too small to measure"
-        return ""
+        return self._judgement[1]
 
     @property
     def recovered(self) -> float | None:
         """The share of the norm cost that is saved; ``None`` if no gain is claimed."""
-        return self.saved / self.norm_cost.median if self.verdict == "faster" else None
+        return self._saved_share if self.verdict == "faster" else None
 
     def throughput(self, model: str) -> float:
         """Items per second: from the original's median time, multiplied by ``faster(model)``."""
         return 1e3 * self.items / self.ms["original"].median * self.faster(model).median
 
-    def break_even(self, fold_seconds: float | None) -> float | None:
-        """Runs until a fold has saved its own time; ``None`` if no gain is claimed."""
-        if not fold_seconds or self.verdict != "faster":
-            return None
-        return 1e3 * fold_seconds / (self.ms["original"].median * self.saved)
-
-    def to_json(self, fold_seconds: float | None = None) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The row as plain values; docs/commands/bench.md explains the keys."""
         return {
             "case": self.case,
@@ -175,33 +183,28 @@ class Row:
             "decode_steps": self.decode_steps,
             "models": {name: self._model_json(name) for name in self.times},
             "speedup": self.speedup.median,
-            "speedup_interval": _listed(self.speedup_interval),
+            "speedup_interval": _listed(self.speedup.interval),
             "norm_cost": self.norm_cost.median,
-            "norm_cost_interval": _listed(self.norm_cost_interval),
+            "norm_cost_interval": _listed(self.norm_cost.interval),
             "saved_share": self.recovered,
             "verdict": self.verdict,
             "reason": self.reason,
-            "break_even_runs": self.break_even(fold_seconds),
         }
 
     def _model_json(self, name: str) -> dict[str, Any]:
-        spread = self.ms[name]
+        ms, faster = self.ms[name], self.faster(name)
         return {
-            "median_ms": spread.median,
-            "quartiles_ms": spread.rounded(6),
-            "times_as_fast": self.faster(name).median,
-            "times_as_fast_interval": _listed(self.faster_interval(name)),
+            "median_ms": ms.median,
+            "quartiles_ms": [round(value, 6) for value in (ms.low, ms.median, ms.high)],
+            "times_as_fast": faster.median,
+            "times_as_fast_interval": _listed(faster.interval),
             "items_per_second": self.throughput(name),
             "peak_bytes": None if self.peak_bytes is None else self.peak_bytes[name],
         }
 
 
-def _shares(faster: Sequence[float]) -> list[float]:
-    return [1 - 1 / ratio for ratio in faster]
-
-
-def _listed(found: Interval | None) -> list[float] | None:
-    return None if found is None else list(found)
+def _listed(interval: tuple[float, float] | None) -> list[float] | None:
+    return None if interval is None else list(interval)
 
 
 @dataclass(frozen=True)
@@ -216,20 +219,26 @@ class Bench:
     dtype: str
     device: str
     repeats: int
-    fold_seconds: float | None
-    """Time to find the plan and to centre the weights in memory, without writing."""
-    load_seconds: float | None
+    load_seconds: float
     """Time to load the original."""
     weight_bytes: Mapping[str, int]
     """Memory of the weights, before (``original``) and after (``folded``)."""
-    seconds: float | None = None
+    seconds: float
     """Time of the whole run."""
     warnings: tuple[str, ...] = ()
     """Warnings of the run, such as other programs that use the cores."""
 
     @property
     def hardware(self) -> str:
-        return hardware(torch.device(self.device))
+        """The name of the GPU, or the name of the CPU and the number of threads."""
+        if self.device.startswith("cuda"):
+            return torch.cuda.get_device_name(self.device)
+        info, name = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+        if info.is_file():
+            lines = (line.partition(":") for line in info.read_text().splitlines())
+            name = next((v.strip() for key, _, v in lines if key.strip() == "model name"), name)
+        text = f"{name}, {counted(torch.get_num_threads(), 'thread')}"
+        return f"{text}, {self.device}" if self.device.startswith("mps") else text
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``enjoyln_bench.json``: the result, versions and hardware."""
@@ -254,23 +263,9 @@ class Bench:
             "warm_up": WARM_UP,
             "repeats": self.repeats,
             "seconds": self.seconds,
-            "fold_seconds": self.fold_seconds,
             "load_seconds": self.load_seconds,
             "weight_bytes": dict(self.weight_bytes),
-            "rows": [row.to_json(self.fold_seconds) for row in self.rows],
+            "rows": [row.to_json() for row in self.rows],
             "left_out": list(self.left_out),
             "warnings": list(self.warnings),
         }
-
-
-def hardware(device: torch.device) -> str:
-    """The name of the GPU, or the name of the CPU and the number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        lines = (line.partition(":") for line in info.read_text().splitlines())
-        name = next((v.strip() for key, _, v in lines if key.strip() == "model name"), name)
-    threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' * (threads > 1)}" + f", {device}" * (device.type == "mps")

@@ -1,7 +1,7 @@
 """The inputs that a model is timed on: their sizes, and the two phases of a text model.
 
     prefill  one call on whole rows, without a cache
-    decode   one token for each row in every call, with a cache: the last ``STEPS`` tokens or fewer
+    decode   one token for each row in every call, with a cache: the last ``STEPS`` tokens
 
 Decides which of the requested sizes a model can run. A length beyond its table of positions is left
 out. Inputs without a length (images) are taken once for each number of rows. A model that returns
@@ -11,8 +11,7 @@ no cache has no decode.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +25,8 @@ from enjoyln_cli.models.classes import dtype_of
 from enjoyln_cli.plan.cache_argument import CACHE, cache_argument, returned_cache
 
 PHASES = ("prefill", "decode")
-STEPS = 16
+STEPS = 8
 """Tokens in one run of decode; half of the text if that is shorter."""
-FEW_STEPS = 4
-STEPS_SECONDS = 0.5
-"""A run of decode that would take longer has fewer tokens, but not fewer than ``FEW_STEPS``."""
 TEXT = ("decoder_input_ids", "input_ids")
 
 
@@ -48,6 +44,11 @@ class Size:
         """The number of tokens, or of rows if there are no tokens."""
         return self.rows * (self.tokens or 1)
 
+    def to(self, device: torch.device) -> Size:
+        """The inputs on ``device``."""
+        moved = {name: value.to(device) for name, value in self.given.items()}
+        return Size(moved, self.rows, self.tokens)
+
     def __str__(self) -> str:
         if self.tokens:
             return f"{self.rows} x {self.tokens} tokens"
@@ -56,8 +57,9 @@ class Size:
 
 
 def sizes(model: Any, pairs: Sequence[tuple[int, int]]) -> tuple[list[Size], list[str]]:
-    """The distinct inputs for these rows and tokens, on the CPU, and a line for each left out.
+    """The distinct inputs for these rows and tokens, and a line for each that is left out.
 
+    The inputs are on the CPU, from the fewest tokens (or rows) to the most.
     Raises ``UnsupportedModel`` if none is left, or if no inputs can be made up.
     """
     limit = most_tokens(model.config.get_text_config())
@@ -76,7 +78,7 @@ def sizes(model: Any, pairs: Sequence[tuple[int, int]]) -> tuple[list[Size], lis
         raise UnsupportedModel(
             f"nothing to measure: {'; '.join(left_out)}; use a smaller --seq-len"
         )
-    return list(found.values()), list(left_out)
+    return sorted(found.values(), key=lambda size: size.items), list(left_out)
 
 
 def prefill(model: Any, given: Batch) -> Task:
@@ -96,24 +98,20 @@ class Prompt:
     steps: int
 
 
-def decode_steps(size: Size, seconds: float) -> int:
-    """Tokens in one run of decode, if each takes ``seconds``."""
-    longest = min(STEPS, (size.tokens or 2) // 2)
-    return min(longest, max(FEW_STEPS, math.floor(STEPS_SECONDS / seconds)))
-
-
-def prompt(model: Any, size: Size, steps: int) -> Prompt | None:
-    """Let ``model`` read the inputs of ``size`` except the last ``steps`` tokens.
+def prompt(model: Any, size: Size) -> Prompt | None:
+    """Let ``model`` read the inputs of ``size`` except the last tokens, which are decoded.
 
     Returns ``None`` if the model returns no cache.
     """
-    if not size.tokens or size.tokens <= steps or not keeps_cache(model):
+    tokens = size.tokens or 0
+    steps = min(STEPS, tokens // 2)
+    if not steps or not keeps_cache(model):
         return None
     advancing = next(name for name in TEXT if name in size.given)
-    long = {name for name, v in size.given.items() if v.ndim > 1 and v.shape[1] == size.tokens}
+    long = {name for name, v in size.given.items() if v.ndim > 1 and v.shape[1] == tokens}
     if advancing == "decoder_input_ids":
         long = {advancing}
-    start = {n: v[:, : size.tokens - steps] if n in long else v for n, v in size.given.items()}
+    start = {n: v[:, : tokens - steps] if n in long else v for n, v in size.given.items()}
     try:
         read = model(**start, use_cache=True)
     except TypeError:  # the class passes the keyword on to a function that does not take it
@@ -138,10 +136,3 @@ def decode(model: Any, text: Prompt) -> Task:
             model(**text.following, **{name: cache}, use_cache=True)
 
     return Task(run, lambda: copy.deepcopy(text.cache), text.steps)
-
-
-def to_device(found: Sequence[Size], device: torch.device) -> Iterator[Size]:
-    """The inputs, moved to ``device`` one size at a time."""
-    for size in found:
-        given = {name: value.to(device) for name, value in size.given.items()}
-        yield Size(given, size.rows, size.tokens)

@@ -259,17 +259,16 @@ def write_bench(found: Bench) -> None:
     say("original: median time of a run; the others: times as fast as the original", "dim")
     say("all are medians over the rounds, in brackets their 95 % intervals", "dim")
     for row in found.rows:
-        say(_bench_line(row, found.fold_seconds), "green" if row.verdict == "faster" else "")
+        say(_bench_line(row), "green" if row.verdict == "faster" else "")
     before, after = (size(found.weight_bytes[name]) for name in ("original", "folded"))
-    folding = "" if found.fold_seconds is None else f"; folding takes {found.fold_seconds:.1f} s"
-    say(f"{found.dtype} on {found.hardware}; weights {before} before, {after} after{folding}")
+    say(f"{found.dtype} on {found.hardware}; weights {before} before, {after} after")
     for line in found.left_out:
         say(f"left out: {line}")
 
 
-def _bench_line(row: SpeedRow, fold_seconds: float | None) -> str:
+def _bench_line(row: SpeedRow) -> str:
     """One case in words, with the same medians as in the table."""
-    interval = row.speedup_interval
+    interval = row.speedup.interval
     around = "" if interval is None else f" ({interval[0]:.3f} to {interval[1]:.3f})"
     text = f"{row.case}: {row.verdict}, {row.speedup.median:.3f} times as fast{around}"
     text += f": {row.reason}" if row.reason else ""
@@ -279,9 +278,7 @@ def _bench_line(row: SpeedRow, fold_seconds: float | None) -> str:
         text += "; norm cost too small to measure"
     text += "" if row.recovered is None else f", of which {row.recovered:.0%} is saved"
     before, after = (_rate(row.throughput(name)) for name in ("original", "folded"))
-    text += f"; {before} {'tokens' if row.seq_len else 'rows'} a second, folded {after}"
-    runs = row.break_even(fold_seconds)
-    return text if runs is None else f"{text}; pays for folding after {runs:,.0f} runs"
+    return f"{text}; {before} {'tokens' if row.seq_len else 'rows'} a second, folded {after}"
 
 
 def _rate(value: float) -> str:

@@ -120,7 +120,7 @@ def bench(
 ) -> None:
     """Time OUT and its original on this machine: what norms cost, and how much of it is saved.
 
-    Takes about two minutes: a first short measurement decides which sizes fit, and how many rounds.
+    Takes at most two minutes: sizes are measured from the smallest on, until the time is up.
     """
     from enjoyln_cli.cli.progress import watch_job
 

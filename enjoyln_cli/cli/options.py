@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, MODES
+from enjoyln_cli.benchmark.choices import GRID_LENGTHS, GRID_ROWS, MODES, SECONDS
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.text import did_you_mean
 
@@ -241,10 +241,9 @@ def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
             raise click.UsageError("--full sets the sizes; drop --batch-size and --seq-len.")
         if full:
             rows, lengths = GRID_ROWS, GRID_LENGTHS
-            asked["seconds"] = asked["seconds"] or math.inf
-        elif not (rows or lengths):
-            return command(asked=asked, **options)
-        asked["pairs"] = tuple(product(rows or GRID_ROWS[:1], lengths or GRID_LENGTHS[:1]))
+        asked["seconds"] = asked["seconds"] or (math.inf if full else SECONDS)
+        if rows or lengths:
+            asked["pairs"] = tuple(product(rows or GRID_ROWS[:1], lengths or GRID_LENGTHS[:1]))
         return command(asked=asked, **options)
 
     wrapped: Callable[..., Any] = gathered
@@ -258,7 +257,7 @@ def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--seconds",
             type=click.FloatRange(min=0, min_open=True),
             metavar="S",
-            help="Time for the whole run; what does not fit is left out (default: about 120).",
+            help="Time for the whole run; what does not fit is left out (default: 120).",
         ),
         click.option(
             "--repeats",
