@@ -30,6 +30,7 @@ from enjoyln_cli.checkpoint.reader import Checkpoint
 from enjoyln_cli.errors import EnjoyLNError, TraceFailed, UnsupportedModel
 from enjoyln_cli.garbage import no_collections
 from enjoyln_cli.models import classes
+from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import without_weights
 from enjoyln_cli.models.outputs import config_returning
 from enjoyln_cli.plan.covered_calls import is_stock
@@ -290,8 +291,7 @@ def subject_in_memory(
     training: DropoutChoice | None = None,
 ) -> Subject:
     """The subject for a live module, whose tensors count as stored under their own names."""
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    own = Candidate(model, {name: (name,) for name in tensors}, {}, ())
+    own = Candidate(model, {name: (name,) for name in stored_weights(model)}, {}, ())
     return Subject(
         reference=own,
         model_type=getattr(getattr(model, "config", None), "model_type", type(model).__name__),

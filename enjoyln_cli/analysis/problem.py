@@ -18,6 +18,7 @@ from torch import nn
 from enjoyln_cli.analysis.config_size import resize_search
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.graph.nodes import is_whole
+from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.models.outputs import match_names, require_named
 from enjoyln_cli.plan.axis import feature_axis
@@ -120,8 +121,8 @@ def _required(
 
 
 def _groups(model: nn.Module, traces: Iterable[Trace]) -> dict[str, str]:
-    """Map each parameter name to the first of its tied names, ties of all traces together."""
-    order = {name: i for i, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    """Map each weight's name to the first of its tied names, ties of all traces together."""
+    order = {name: i for i, name in enumerate(stored_weights(model))}
     together: dict[str, set[str]] = {}
     for trace in traces:
         for names in trace.parameters.values():
@@ -176,7 +177,7 @@ def _stored_weight(
 ) -> StoredWeight:
     """A function that finds the stored tensors of an untied parameter that is not in ``fixed``."""
     tied, single = Counter(groups.values()), _single(reference, groups, fixed)
-    shapes = {name: tuple(one.shape) for name, one in reference.model.named_parameters()}
+    shapes = {name: tuple(one.shape) for name, one in stored_weights(reference.model).items()}
 
     def stored_weight(name: str, dim: int) -> tuple[tuple[str, int], ...]:
         if single(name):

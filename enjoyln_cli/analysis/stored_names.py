@@ -17,6 +17,7 @@ from torch import nn
 from enjoyln_cli.analysis.stored_layout import Conversion, conversion
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_tensor, same_values
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.text import first_line
 
 Shape = tuple[int, ...]
@@ -64,7 +65,7 @@ class Candidate:
     def _values(self, tensor: str) -> torch.Tensor | None:
         if self.checkpoint is not None:
             return read_tensor(self.checkpoint, tensor)
-        held = dict(self.model.named_parameters()).get(tensor)
+        held = stored_weights(self.model).get(tensor)
         return None if held is None or held.is_meta else held.detach()
 
 

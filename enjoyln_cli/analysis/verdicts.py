@@ -17,6 +17,7 @@ from enjoyln_cli.analysis.problem import Statement, Subject
 from enjoyln_cli.analysis.stored_layout import Conversion
 from enjoyln_cli.analysis.stored_names import Candidate, stored_in_groups
 from enjoyln_cli.calls.calls import input_embeddings
+from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.plan.axis import Axis, feature_axis
 from enjoyln_cli.plan.plan import (
     Centring,
@@ -96,7 +97,8 @@ def _unread(found: Candidate, groups: Mapping[str, str], traces: Sequence[Trace]
     """The stored parameters that no trace reads; empty if nothing was traced."""
     used = (names for t in traces for node, names in t.parameters.items() if node.users)
     reached = {name for names in used for name in names}
-    held = [name for name in (*found.stored, *found.converted) if name in groups]
+    parameters = dict(found.model.named_parameters(remove_duplicate=False))
+    held = [name for name in (*found.stored, *found.converted) if name in parameters]
     return [name for name in held if traces and name not in reached]
 
 
@@ -162,7 +164,7 @@ def verdict_on(problem: Problem, cut: Cut, norm: str, refused: dict[str, str]) -
 def writers_of(problem: Problem, cut: Cut, found: Candidate) -> tuple[Writer, ...]:
     """One writer for each stored tensor of each centred parameter, in the model's order."""
     wanted = {p for support in cut.folded.values() for p in support.writers}
-    shapes = dict(found.model.named_parameters(remove_duplicate=False))
+    shapes = stored_weights(found.model)
     names = stored_in_groups(found, problem.groups)
     made: list[Writer] = []
     for parameter, name in ((p, name) for p in wanted for name in names[p.name]):
@@ -182,7 +184,7 @@ def turned_tensors(
 ) -> tuple[TurnedTensor, ...]:
     """One entry for each stored tensor of each turned parameter, in the model's order."""
     names = stored_in_groups(found, problem.groups)
-    held = dict(found.model.named_parameters(remove_duplicate=False))
+    held = stored_weights(found.model)
     made: list[TurnedTensor] = []
     pairs = ((one, name) for one in basis.parameters for name in names[one.name])
     for parameter, name in pairs:

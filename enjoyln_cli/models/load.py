@@ -83,6 +83,20 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def stored_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a plan may edit: all parameters, then the floating-point buffers that are stored.
+
+    They are listed by name; a shared tensor appears under each of its names.
+    """
+    weights: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            stored = name not in module._non_persistent_buffers_set
+            if buffer is not None and stored and buffer.is_floating_point():
+                weights[f"{path}.{name}" if path else name] = buffer
+    return weights
+
+
 def fill(tensor: torch.Tensor, name: str, reader: Reader | None, seed: str) -> None:
     """Fill a weight with random values that depend only on the text ``seed``."""
     if reader and tensor.is_meta:

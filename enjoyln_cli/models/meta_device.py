@@ -192,11 +192,12 @@ def _draws_nothing(func: Any, tensor: Any, generator: Any = None, **how: Any) ->
 
 
 def forget_stored(model: nn.Module) -> None:
-    """Move buffers that are stored in checkpoints to the meta device."""
+    """Move buffers that are stored in checkpoints to the meta device, each shared one once."""
+    moved = {buffer: buffer.to("meta") for buffer in model.buffers()}
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                setattr(module, name, buffer.to("meta"))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                setattr(module, name, moved[buffer])
 
 
 class _KeepInputs(TorchDispatchMode):

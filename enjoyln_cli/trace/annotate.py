@@ -22,6 +22,7 @@ from enjoyln_cli.calls.input_forms import accepted_by
 from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.insertion_points import blocks, lost_places, places_of
 from enjoyln_cli.graph.subgraphs import has_closed, read_by_closed
+from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.outputs import is_fed_back
 from enjoyln_cli.trace.shared_storage import reason_outside
 from enjoyln_cli.trace.steps import Steps, Watchers
@@ -118,7 +119,7 @@ def _named(
 ) -> dict[Node, tuple[str, ...]]:
     """All names of the parameter that each node stands for."""
     aliases: dict[int, dict[str, None]] = {}
-    for name, tensor in this.model.named_parameters(remove_duplicate=False):
+    for name, tensor in stored_weights(this.model).items():
         tied = (this.naming(other) for other in this.weights.ties[name])
         aliases.setdefault(id(tensor), {}).update(dict.fromkeys(tied))
     return {node: tuple(aliases[id(tensor)]) for node, tensor in parameters.items()}
@@ -149,7 +150,7 @@ def _may_call(model: nn.Module, naming: Naming, read: Container[str]) -> set[str
     """
     found = set()
     for path, module in model.named_modules():
-        own = [naming(f"{path}.{name}" if path else name) for name, _ in module.named_parameters()]
+        own = [naming(f"{path}.{name}" if path else name) for name in stored_weights(module)]
         if not own or any(name in read for name in own):
             found.add(path)
     return found

@@ -26,6 +26,7 @@ from enjoyln_cli.errors import TraceFailed
 from enjoyln_cli.graph.in_place import mark_written, mutating_ops, replace_private_writes
 from enjoyln_cli.graph.insertion_points import settle
 from enjoyln_cli.graph.nodes import aten, packet, shape_of
+from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import (
     copy_without_weights,
     on_cpu,
@@ -93,7 +94,9 @@ class Captures:
         """``call`` with a copy of the model that runs it (see ``copy_without_weights``)."""
         copied: list[torch.Tensor] = []
         bare = copy_without_weights(self.model, stand_in, copied)
-        locked = {**reason_outside(self.model, copied), **self._weights.locked}
+        own = {*map(id, stored_weights(self.model).values())}
+        others = [tensor for tensor in copied if id(tensor) not in own]
+        locked = {**reason_outside(self.model, others), **self._weights.locked}
         return CallToTrace(
             model=bare,
             call=call,
@@ -195,6 +198,6 @@ def _tells_python(node: Node) -> bool:
 def _sharing(this: CallToTrace, parameters: Mapping[Node, torch.Tensor]) -> list[Node]:
     """The nodes of parameters that share memory with other tensors."""
     locked, tied = this.weights.locked, this.weights.ties
-    named = {id(t): name for name, t in this.model.named_parameters(remove_duplicate=False)}
+    named = {id(tensor): name for name, tensor in stored_weights(this.model).items()}
     names = {node: named[id(tensor)] for node, tensor in parameters.items()}
     return [node for node, name in names.items() if name in locked or len(tied[name]) > 1]

@@ -21,6 +21,7 @@ from enjoyln_cli.graph.in_place import hides_sharing, mutating_ops, replace_priv
 from enjoyln_cli.graph.insertion_points import settle
 from enjoyln_cli.graph.nodes import aten
 from enjoyln_cli.graph.subgraphs import graphs_of_higher_order_ops, put_back_regions, read_inside
+from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import beside
 from enjoyln_cli.trace.annotate import CallToTrace, annotate, fields_of
 from enjoyln_cli.trace.trace import Trace, path_in_model
@@ -51,7 +52,7 @@ def export_call(this: CallToTrace) -> Trace:
     if left := mutating_ops(program.graph):
         raise TraceFailed(f"{left[0].target} writes in place, so the graph cannot be analysed")
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    named = dict(this.model.named_parameters(remove_duplicate=False))
+    named = stored_weights(this.model)
     parameters: dict[Node, torch.Tensor] = {}
     inputs: list[Node | None] = []
     constants: list[Any] = []
@@ -59,8 +60,9 @@ def export_call(this: CallToTrace) -> Trace:
         node = nodes.get(getattr(spec.arg, "name", ""))
         if spec.kind.name == "USER_INPUT":
             inputs.append(node)
-        elif spec.kind.name == "PARAMETER" and node is not None:
-            parameters[node] = named[path_in_model(spec.target)]
+        elif spec.kind.name in ("PARAMETER", "BUFFER") and node is not None:
+            weight = named.get(path_in_model(spec.target))
+            parameters |= {} if weight is None else {node: weight}
         elif spec.kind.name == "CONSTANT_TENSOR":
             constants.append(program.constants.get(spec.target))
     given_out = program.graph.output_node().args[0]

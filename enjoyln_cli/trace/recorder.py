@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from enjoyln_cli.graph.nodes import packet
+from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import Memory, beside, on_cpu, weightless
 from enjoyln_cli.trace import meta_results
 from enjoyln_cli.trace.escapes import READS
@@ -110,9 +111,11 @@ def _record(
 ) -> tuple[Recording, Any]:
     """What ``recorder`` records of ``runner``, and its result; ``leaves`` are its inputs."""
     tracer = recorder.tracer
-    parameters = {tracer.placeholder(tensor): tensor for tensor in runner.parameters()}
+    weights = {id(tensor): tensor for tensor in stored_weights(runner.model).values()}
+    parameters = {tracer.placeholder(tensor): tensor for tensor in weights.values()}
     for buffer in runner.buffers():
-        tracer.placeholder(buffer)
+        if id(buffer) not in weights:
+            tracer.placeholder(buffer)
     inputs = [tracer.placeholder(leaf) for leaf in leaves]
     tracer.follow_module_calls(runner)
     with _NoReads(recorder), enable_python_dispatcher(), recorder:

@@ -1,9 +1,10 @@
-"""Find tensors that share memory: tied parameters, and parameters that must not be edited.
+"""Find tensors that share memory: tied parameters, and weights that must not be edited.
 
-Two parameters with the same memory, shape and strides are one tied weight. Any other tensor that
-shares memory with a parameter (a part of it, another view, a buffer, a constant of the graph) reads
-the parameter without its name in the graph. Such a parameter must not be edited. On the meta
-device, memory has no address; there tensors share memory if they have the same storage object.
+Weights are parameters and stored buffers. Two parameters with the same memory, shape and strides
+are one tied weight. Any other tensor that shares memory with a weight (a part of it, another view,
+another buffer, a constant of the graph) reads the weight without its name in the graph. Such a
+weight must not be edited. On the meta device, memory has no address; there tensors share memory if
+they have the same storage object.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from enjoyln_cli.models.load import stored_weights
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,9 @@ def extent_of(tensor: torch.Tensor) -> Extent | None:
 
 
 def ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """For each parameter name all names of the same weight, in the order of the model."""
+    """For each name of a weight all its names, in the order of the model."""
     together: dict[Any, list[str]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
+    for name, tensor in stored_weights(model).items():
         found = extent_of(tensor)
         key = id(tensor) if found is None else found
         together.setdefault(key, []).append(name)
@@ -64,7 +67,7 @@ def ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def reason_of_sharing(model: nn.Module) -> dict[str, str]:
-    """Parameters that share memory with another parameter or buffer, and so must not be edited.
+    """Weights that share memory with another parameter or buffer, and so must not be edited.
 
     Maps names to reasons. Tied parameters, which are the same weight under several names, are not
     included (see ``analysis.untying``).
@@ -78,15 +81,16 @@ def reason_of_sharing(model: nn.Module) -> dict[str, str]:
             continue
         found.setdefault(one, f"it shares its memory with {other}")
         found.setdefault(other, f"it shares its memory with {one}")
-    return {name: reason for name, reason in found.items() if name in parameters}
+    weights = stored_weights(model)
+    return {name: reason for name, reason in found.items() if name in weights}
 
 
 def reason_outside(model: nn.Module, tensors: Iterable[torch.Tensor]) -> dict[str, str]:
-    """Parameters of ``model`` that share memory with one of ``tensors``: names to reasons."""
+    """Weights of ``model`` that share memory with one of ``tensors``: names to reasons."""
     others = _placed(("", tensor) for tensor in tensors)
     if not others:
         return {}
-    named = _placed(model.named_parameters(remove_duplicate=False))
+    named = _placed(stored_weights(model).items())
     reason = "its memory is also read through a tensor that is not a parameter"
     return dict.fromkeys(_shared_with_unnamed([*named, *others]), reason)
 

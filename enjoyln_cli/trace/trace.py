@@ -25,7 +25,8 @@ class Trace:
     label: str
     graph: Graph
     parameters: dict[Node, tuple[str, ...]]
-    """All names of the parameter that a placeholder stands for: several for a tied weight."""
+    """All names of the parameter or stored buffer that a placeholder stands for: several for a tied
+    weight."""
     inputs: dict[Node, str]
     naming: Naming
     """Converts a path in the traced model to the name in the reference class."""

@@ -22,6 +22,7 @@ from torch import nn
 from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.calls.calls import ExampleCalls
 from enjoyln_cli.errors import BadCheckpoint, UnsupportedModel
+from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.plan.cache_argument import in_plans
 from enjoyln_cli.plan.plan import Plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -94,7 +95,7 @@ def decompress_streams(model: nn.Module, compressed: CompressedStreams) -> nn.Mo
     Returns ``model``. Raises ``BadCheckpoint`` if it is not the model that was compressed.
     """
     for stream in compressed.streams:
-        tensors = dict(model.named_parameters(remove_duplicate=False))
+        tensors = stored_weights(model)
         for one in stream.tensors:
             held = tensors.get(one.parameter)
             if held is None or held.shape[one.dim] != stream.size - 1:
@@ -140,7 +141,7 @@ def _change(
     model: nn.Module, tensors: Iterable[CompressedTensor], basis: StreamBasis, change: Change
 ) -> None:
     """Change each tensor once along its dimension: in float64, rounded once."""
-    held = dict(model.named_parameters(remove_duplicate=False))
+    held = stored_weights(model)
     done: set[tuple[int, int]] = set()
     for one in tensors:
         tensor = held[one.parameter]

@@ -225,14 +225,14 @@ def _by_tensor(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, str, tuple
         axes.setdefault(id(tensors[name]), {}).update(dict.fromkeys(_axes(name, edit, tensors)))
     found = []
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if id(parameter) in axes:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if id(tensor) in axes:
                 if getattr(module, "sparse", False):
                     raise UnsupportedModel(
                         f"{type(module).__name__}: its sparse gradients cannot be centred; create "
                         "it with sparse=False"
                     )
-                found.append((module, name, tuple(axes[id(parameter)])))
+                found.append((module, name, tuple(axes[id(tensor)])))
     return found
 
 

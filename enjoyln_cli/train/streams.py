@@ -22,6 +22,7 @@ from enjoyln_cli.analysis.analyze import Analysis
 from enjoyln_cli.analysis.same_ops import same_but_for_sizes
 from enjoyln_cli.errors import NothingToFold, UnsupportedModel
 from enjoyln_cli.graph.nodes import shape_of
+from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import without_weights
 from enjoyln_cli.models.norm_probe import LayerNormForm
 from enjoyln_cli.plan.axis import feature_axis
@@ -223,12 +224,12 @@ def _require_same_code(model: nn.Module, found: Analysis, streams: Iterable[Stre
     wide = without_weights(model)
     for stream in streams:
         narrow = copy.deepcopy(wide)
-        tensors = dict(narrow.named_parameters(remove_duplicate=False))
+        tensors = stored_weights(narrow)
         dims = [(one.parameter, one.dim) for one in stream.tensors]
         own = [
             (f"{path}.{name}", dim)
             for path in stream.norms
-            for name, tensor in narrow.get_submodule(path).named_parameters()
+            for name, tensor in stored_weights(narrow.get_submodule(path)).items()
             for dim, size in enumerate(tensor.shape)
             if size == stream.size
         ]

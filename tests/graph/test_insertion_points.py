@@ -86,7 +86,10 @@ def test_a_mean_is_subtracted_in_front_of_a_call_that_is_no_block(table: str, no
     stem = nn.Sequential(embed, nn.LayerNorm(WIDTH)) if normed else embed
     model, x = random(Encoder(table, stem)), torch.randn(2, TOKENS, 5, dtype=torch.float64)
     plan = analyze_module(model, x).plan
-    assert [(op.module, op.place) for op in plan.ops] == [("encode", "input")]
+    ops = [("encode", "input")]
+    if table == "stored":  # and so centred in the file
+        ops = [("embed.1", "output")] if normed else []
+    assert [(op.module, op.place) for op in plan.ops] == ops
     assert len(plan.folded) == len(plan.norms) == 5 + normed
     folded = copy.deepcopy(model)
     centre_parameters(folded, plan)
@@ -96,6 +99,28 @@ def test_a_mean_is_subtracted_in_front_of_a_call_that_is_no_block(table: str, no
         assert as_exact(folded(x), expected, expected)
         install(model, [v.norm for v in plan.folded], (), covered=plan.covered)  # no subtraction
         assert not torch.allclose(model(x), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("table", ["constant", "stored", "not stored", "computed"])
+def test_without_a_call_behind_the_sum_only_a_stored_table_is_centred(table: str) -> None:
+    """No module gets the whole sum, so there is no place for a subtraction."""
+
+    class Flat(Encoder):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            own = positions(x.shape[1]) if self.table == "computed" else self.positions
+            x = x + own.to(x.device, dtype=x.dtype)
+            layers: Any = self.encode.layers
+            for attention, mlp in layers:
+                x = attention(x) + x
+                x = mlp(x) + x
+            return self.head(self.encode.norm(x).mean(1))
+
+    model, x = random(Flat(table, nn.Linear(5, WIDTH))), torch.randn(2, TOKENS, 5).double()
+    plan = analyze_module(model, x).plan
+    assert not plan.ops and len(plan.folded) == (5 if table == "stored" else 0)
+    reason = "a concatenation" if table == "computed" else "it is an input or a constant"
+    assert all(verdict.reason.startswith(reason) for verdict in plan.kept)
 
 
 def test_a_leaf_or_a_block_is_preferred() -> None:

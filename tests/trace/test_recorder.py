@@ -213,7 +213,7 @@ def test_constants_in_the_code_are_recorded(change: Any) -> None:
     model = Code(change).to("meta").eval()
     with quiet():
         found = record(Steps(model, {}, None), (((torch.ones(2, 3, 8),), {}),))
-    assert len(found.parameters) == 4 and len(found.constants) >= 1
+    assert len(found.parameters) == 5 and len(found.constants) >= 1
 
 
 def test_a_write_that_no_other_op_sees_is_recorded() -> None:

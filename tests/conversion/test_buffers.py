@@ -1,0 +1,99 @@
+"""A checkpoint that stores a buffer which is added to the stream, folded on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rounding import relative
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+import enjoyln_cli
+from enjoyln_cli.kernels import literally
+
+OWN = """
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+    def __init__(self, hidden_size=18, **kwargs):
+        super().__init__(**kwargs)
+        self.vocab_size, self.hidden_size = 50, hidden_size
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        d = config.hidden_size
+        self.embed, self.head, self.batch = nn.Embedding(50, d), nn.Linear(d, 50), nn.BatchNorm1d(d)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 21), nn.GELU(), nn.Linear(21, d))
+            for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(d)
+        self.register_buffer("positions", torch.zeros(40, d))
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        x = self.embed(input_ids) + self.positions[: input_ids.shape[1]]
+        for layer in self.layers:
+            x = x + layer(x)
+        return CausalLMOutput(logits=self.head(self.batch(self.norm(x).mT).mT))
+"""
+
+
+def checkpoint(folder: Path, dtype: torch.dtype) -> Path:
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN)
+    cls: Any = get_class_from_dynamic_module("own.OwnModel", str(folder))
+    model, generator = cls(cls.config_class()), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator) + 0.2)
+                if name.endswith("running_var"):
+                    tensor.abs_()
+    model.to(dtype).save_pretrained(folder)
+    (folder / "own.py").write_text(OWN)
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config = {"model_type": "own", "architectures": ["OwnModel"], "auto_map": code}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_buffer_in_the_file_is_centred_checked_and_restored(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    source, out = checkpoint(tmp_path / "source", dtype), tmp_path / "out"
+    result = enjoyln_cli.fold(source, out, trust_remote_code=True, keep_means=True)
+    assert len(result.plan.folded) == len(result.plan.norms) == 3 and not result.plan.ops
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
+    table = before["positions"].double()
+    assert torch.equal(after["positions"], (table - table.mean(-1, keepdim=True)).to(dtype))
+    assert torch.equal(after["batch.running_mean"], before["batch.running_mean"])
+    assert enjoyln_cli.verify(out, trust_remote_code=True, write=False).passed
+
+    load: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.float64}
+    original: Any = AutoModelForCausalLM.from_pretrained(source, **load)
+    model, ids = enjoyln_cli.from_pretrained(out, **load), torch.arange(24).reshape(3, 8)
+    with torch.no_grad(), literally():
+        error = relative(model(ids).logits, original(ids).logits)
+        assert error < (1e-6 if dtype == torch.float32 else 0.02)
+        model.positions += 1.5  # a mean: the output is still right, since norms are LayerNorm now
+        with pytest.warns(UserWarning, match="positions: its mean is"):
+            assert relative(model(ids).logits, original(ids).logits) <= error + 1e-9
+
+    enjoyln_cli.unfold(out, tmp_path / "back")
+    file = "model.safetensors"
+    assert (tmp_path / "back" / file).read_bytes() == (source / file).read_bytes()
