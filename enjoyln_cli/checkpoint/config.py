@@ -205,6 +205,17 @@ def require_known_type(config: Mapping[str, Any], model: str, files: Iterable[st
         raise UnsupportedModel(f"{model}: transformers has no model type {found!r}; {hint}")
 
 
+def require_folded(config: Mapping[str, Any], model: str) -> None:
+    """Raise ``BadCheckpoint`` if a parsed ``config.json`` has no ``enjoyln`` marker.
+
+    ``model`` is a name for messages.
+    """
+    if not isinstance(config.get(MARKER), dict):
+        raise BadCheckpoint(
+            f"{model} was not folded: its {CONFIG} has no enjoyln entry; run `enjoyln fold`"
+        )
+
+
 def require_unfolded(
     config: Mapping[str, Any] | PretrainedConfig, model: str = "the model"
 ) -> None:

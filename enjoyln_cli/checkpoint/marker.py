@@ -57,7 +57,7 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.checkpoint.config import MARKER
+from enjoyln_cli.checkpoint.config import MARKER, require_folded
 from enjoyln_cli.checkpoint.headers import MAX_ELEMENTS
 from enjoyln_cli.checkpoint.source import Source
 from enjoyln_cli.errors import BadCheckpoint, UnprovenCall, UnsupportedModel
@@ -196,11 +196,8 @@ def read_marker(config: Mapping[str, Any], model: str = "the model") -> Marker:
 
     Raises ``BadCheckpoint`` if there is none, it is malformed, or its proven part was edited.
     """
-    entry = config.get(MARKER)
-    if not isinstance(entry, dict):
-        raise BadCheckpoint(
-            f"{model} was not folded: its config.json has no enjoyln entry; run `enjoyln fold`"
-        )
+    require_folded(config, model)
+    entry = config[MARKER]
     version = entry.get("version")
     if type(version) is not int or version != VERSION:
         raise BadCheckpoint(

@@ -10,14 +10,17 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_token
-from enjoyln_cli.checkpoint.download import Remote, snapshot
 from enjoyln_cli.checkpoint.file_roles import CONFIG, comes_along
 from enjoyln_cli.checkpoint.model_name import local_folder
 from enjoyln_cli.checkpoint.sentence_transformers import transformer_folder
 from enjoyln_cli.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from enjoyln_cli.text import size
+
+if TYPE_CHECKING:
+    from enjoyln_cli.checkpoint.download import Remote
 
 MAX_CONFIG_BYTES = 4_000_000
 """A larger ``config.json`` is damaged or hostile: 20,000 labels take less than half of this."""
@@ -80,6 +83,8 @@ def open_source(
         folder = transformer_folder(local)
         require_small_config(local / folder)
         return Source(model, local / folder, None, folder)
+    from enjoyln_cli.checkpoint.download import snapshot  # imports torch
+
     require_token(access)
     path, remote = snapshot(model, revision, access, weights=weights, stream=stream)
     require_small_config(path)

@@ -11,7 +11,7 @@ import click
 
 from enjoyln_cli.checkpoint.access import access_keywords
 from enjoyln_cli.cli import help
-from enjoyln_cli.cli.early_checks import require_models, require_new_folder
+from enjoyln_cli.cli.early_checks import require_folded, require_models, require_new_folder
 from enjoyln_cli.cli.group import show_transfers
 from enjoyln_cli.cli.options import (
     DTYPES,
@@ -231,8 +231,8 @@ def unfold(folded: Path, back: Path, quiet: bool, as_json: bool, **options: Any)
     """
     from enjoyln_cli.cli.progress import watch_job
 
-    require_models(folded)
     require_new_folder(back, folded, force=options["force"])
+    require_folded(folded)
     with watch_job(quiet or as_json, f"restoring the original of {folded}") as watch:
         from enjoyln_cli import unfold as restore
         from enjoyln_cli.cli.console import write_json, write_unfold
@@ -288,6 +288,7 @@ def export(
 
     require_models(out, options["against"])
     require_export(file, force=options["force"], verify=options["verify"])
+    require_folded(out)
     with watch_job(quiet or as_json, f"opening {out}") as watch:
         from enjoyln_cli import export as write_onnx
         from enjoyln_cli.cli.console import write_export, write_json  # takes seconds

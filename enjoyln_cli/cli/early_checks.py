@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from enjoyln_cli.checkpoint import config
 from enjoyln_cli.checkpoint.model_name import local_folder
+from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.fs.staging import check_place
 from enjoyln_cli.rewrite import processes
 
@@ -18,6 +20,12 @@ def require_models(*names: str | Path | None) -> None:
     for name in names:
         if name is not None and processes.present().size == 1:
             local_folder(str(name))
+
+
+def require_folded(out: str | Path) -> None:
+    """Refuse a directory that was not converted. A Hub id is left to the library."""
+    if processes.present().size == 1 and local_folder(str(out)) is not None:
+        config.require_folded(config.raw_config(open_source(str(out))), str(out))
 
 
 def require_new_folder(out: Path, model: str | Path, *, force: bool, resume: bool = False) -> None:

@@ -9,7 +9,7 @@ import click
 
 from enjoyln_cli.checkpoint.access import access_keywords
 from enjoyln_cli.cli import help
-from enjoyln_cli.cli.early_checks import require_models
+from enjoyln_cli.cli.early_checks import require_folded, require_models
 from enjoyln_cli.cli.group import complain
 from enjoyln_cli.cli.options import (
     COMPUTE_DTYPES,
@@ -68,6 +68,7 @@ def verify(out: Path, quiet: bool, as_json: bool, opening: Options, **options: A
     from enjoyln_cli.cli.progress import watch_job
 
     require_models(out, options["against"])
+    require_folded(out)
     with watch_job(quiet or as_json, f"verifying {out}") as watch:
         from enjoyln_cli import verify as check  # takes seconds
 
@@ -129,6 +130,7 @@ def bench(
 
         plot.check(picture)
     require_models(out, options["against"])
+    require_folded(out)
     with watch_job(quiet or as_json, f"opening {out}") as watch:
         from enjoyln_cli.benchmark.bench import bench as measure
         from enjoyln_cli.benchmark.cases import BenchOptions

@@ -11,6 +11,7 @@ import click
 
 from enjoyln_cli.checkpoint.access import HubAccess
 from enjoyln_cli.cli import help
+from enjoyln_cli.cli.early_checks import require_folded
 from enjoyln_cli.cli.group import show_transfers
 from enjoyln_cli.cli.options import FOLDER, Options, json_option, push_options, quiet_option
 from enjoyln_cli.errors import EnjoyLNError
@@ -101,8 +102,10 @@ def push(
 ) -> None:
     """Upload a verified OUT to the Hub as REPO_ID. Continues an interrupted upload."""
     from enjoyln_cli.cli.streams import say
-    from enjoyln_cli.publish.repository import full_name, require_repo_id
+    from enjoyln_cli.publish.repository import full_name, require_directory, require_repo_id
 
+    require_directory(out.expanduser())
+    require_folded(out)
     chatty = not quiet and not as_json
     if chatty:
         say(f"checking {out}", "dim", stderr=True)

@@ -25,7 +25,7 @@ import torch
 from enjoyln_cli.archive.archive_file import Archive, Piece, open_archive, read_corrections
 from enjoyln_cli.archive.prediction import Undo, predict
 from enjoyln_cli.archive.residuals import correct
-from enjoyln_cli.checkpoint.config import MARKER, raw_config
+from enjoyln_cli.checkpoint.config import MARKER, raw_config, require_folded
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_file_name
 from enjoyln_cli.checkpoint.headers import DTYPES, StoredTensor, tensors_of_header
 from enjoyln_cli.checkpoint.reader import (
@@ -84,8 +84,7 @@ def unfold(
     begin = perf_counter()
     source = open_source(str(out), weights=True)
     config = raw_config(source)
-    if MARKER not in config:
-        raise BadCheckpoint(f"{out} was not folded: its {CONFIG} has no enjoyln entry")
+    require_folded(config, str(out))
     folded = open_checkpoint(source)
     kept = None
     if (source.path / FOLDER).exists():

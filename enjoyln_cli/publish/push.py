@@ -35,7 +35,7 @@ from enjoyln_cli.checkpoint.result_files import (
     verified_files,
 )
 from enjoyln_cli.checkpoint.source import Source, open_source
-from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, ModelNotFound, PushRefused
+from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, PushRefused
 from enjoyln_cli.fs.digests import digest_of_file
 from enjoyln_cli.fs.whole_file import write_whole
 from enjoyln_cli.plan.plan import Plan
@@ -46,6 +46,7 @@ from enjoyln_cli.publish.repository import (
     full_name,
     open_repository,
     refusal,
+    require_directory,
     require_repo_id,
 )
 
@@ -202,10 +203,7 @@ def prepare(
     if create_pr and revision is not None:
         raise PushRefused("a pull request starts from the main branch; drop --revision")
     out = Path(out).expanduser()
-    if not out.is_dir():
-        raise ModelNotFound(
-            f"there is no directory {str(out)!r}; push a directory that `enjoyln fold` wrote"
-        )
+    require_directory(out)
     source = open_source(str(out))
     marker = read_marker(raw_config(source), source.model)
     complaint = publishing_objection(source)

@@ -5,15 +5,24 @@ Whether a user may write there is for the Hub to say: only the Hub knows the sco
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from enjoyln_cli.checkpoint.access import DEFAULT_ACCESS, HubAccess, require_token
-from enjoyln_cli.errors import PushRefused, without_credentials
+from enjoyln_cli.errors import ModelNotFound, PushRefused, without_credentials
 from enjoyln_cli.text import first_line
 
 AGAIN = "push again to continue where it stopped"
 PULLS = "refs/pr/"
 """Prefix of the revisions of pull requests."""
+
+
+def require_directory(out: Path) -> None:
+    """Raise ``ModelNotFound`` if there is no directory ``out`` to push."""
+    if not out.is_dir():
+        raise ModelNotFound(
+            f"there is no directory {str(out)!r}; push a directory that `enjoyln fold` wrote"
+        )
 
 
 def require_repo_id(repo_id: str) -> None:

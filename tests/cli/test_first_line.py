@@ -52,11 +52,11 @@ STARTS = {
     "report": ([GPT2], f"analysing {GPT2}"),
     "fold": ([GPT2, "-o", "new"], f"opening {GPT2}"),
     "rotate": ([GPT2, "-o", "new"], f"opening {GPT2}"),
-    "unfold": ([GPT2, "-o", "new"], f"restoring the original of {GPT2}"),
-    "verify": ([GPT2], f"verifying {GPT2}"),
-    "bench": ([GPT2], f"opening {GPT2}"),
-    "export": ([GPT2, "-o", "new.onnx"], f"opening {GPT2}"),
-    "push": ([GPT2, "me/model"], f"checking {GPT2}"),
+    "unfold": (["folded", "-o", "new"], "restoring the original of folded"),
+    "verify": (["folded"], "verifying folded"),
+    "bench": (["folded"], "opening folded"),
+    "export": (["folded", "-o", "new.onnx"], "opening folded"),
+    "push": (["folded", "me/model"], "checking folded"),
     "env": ([], "looking for devices and kernels"),
     "completion": (["bash"], "_enjoyln_completion()"),
 }
@@ -66,6 +66,8 @@ STARTS = {
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("folded").mkdir()
+    Path("folded/config.json").write_text('{"enjoyln": {}}')
 
 
 @pytest.mark.parametrize("name", main.commands)
@@ -89,6 +91,7 @@ def test_options_of_a_fold_do_not_delay_it(options: list[str], text: str) -> Non
 
 
 ONNX = ["export", GPT2, "-o"]
+NOT_FOLDED = f"error: {GPT2} was not folded: its config.json has no enjoyln entry"
 
 
 @pytest.mark.parametrize(
@@ -118,18 +121,38 @@ ONNX = ["export", GPT2, "-o"]
         ([*ONNX, "none/a.onnx"], "error: {here}/none/a.onnx cannot be written"),
         ([*ONNX, "/proc/a.onnx"], "error: /proc/a.onnx cannot be written"),
         ([*ONNX, "a.onnx", "--against", "no/such/model"], "error: there is no directory"),
+        (["push", "none", "me/model"], "error: there is no directory 'none'; push a directory"),
+        (["push", "no/such/model", "me/model"], "error: there is no directory 'no/such/model'"),
+        (["push", GPT2, "me/model"], NOT_FOLDED),
+        (["unfold", GPT2, "-o", "new"], NOT_FOLDED),
+        (["verify", GPT2], NOT_FOLDED),
+        (["bench", GPT2, "--json"], NOT_FOLDED),
+        ([*ONNX, "a.onnx"], NOT_FOLDED),
+        (["verify", "."], "error: . has no config.json; "),
+        (["verify", "full"], "error: full has no config.json; "),
+        (["bench", "listed"], "error: listed/config.json holds a JSON list, not an object"),
+        (["unfold", "pipeline", "-o", "new"], "error: pipeline was not folded"),
         (["report", GPT2, "--save", "none/a.svg"], "error: none/a.svg cannot be written"),
         (["report", GPT2, "--write-recipe", "none/a.yaml"], "error: none/a.yaml cannot be"),
     ],
 )
 def test_what_is_wrong_is_refused_at_once(arguments: list[str], text: str) -> None:
-    Path("full").mkdir()
+    for name, content in {
+        "full/notes.txt": "",
+        "listed/config.json": "[]",
+        "pipeline/modules.json": '[{"path": "0_Transformer"}]',
+        "pipeline/0_Transformer/config.json": '{"enjoyln": null}',
+    }.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(content)
     modules, said = first_write(*arguments)
     assert modules == "[]" and said.startswith(text.format(here=os.getcwd()))
 
 
 @pytest.mark.parametrize("repo_id", ["a/b/c", "me/my model", "me/x.git"])
-@pytest.mark.parametrize("first", [["push", GPT2], ["fold", GPT2, "-o", "new", "--push-to-hub"]])
+@pytest.mark.parametrize(
+    "first", [["push", "folded"], ["fold", GPT2, "-o", "new", "--push-to-hub"]]
+)
 def test_a_name_that_no_repository_has_is_refused_at_once(first: list[str], repo_id: str) -> None:
     code = f"import sys, runpy; sys.argv = ['enjoyln', *{first!r}, {repo_id!r}]"
     code += "\ntry: runpy.run_module('enjoyln_cli', run_name='__main__')"
