@@ -69,6 +69,7 @@ OWNERS = {
     "onnxruntime": {"onnx_export.runtimes"},
     "onnxscript": {"onnx_export.graph"},
     "openvino": {"onnx_export.runtimes"},
+    "pydantic": {"plan.schema"},
     "rich": {"cli.console", "cli.progress", "cli.streams"},
     "torch.export": {"trace.export", "trace.size_range"},
     "xxhash": {"fs.digests"},
@@ -180,7 +181,7 @@ def test_wrong_imports_would_be_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["enjoyln_cli", "enjoyln_cli.cli.main"])
 def test_importing_is_cheap(module: str) -> None:
-    heavy = "{'torch', 'transformers', 'rich', 'networkx', 'yaml', 'safetensors'}"
+    heavy = "{'torch', 'pydantic', 'transformers', 'rich', 'networkx', 'yaml', 'safetensors'}"
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -13,8 +13,13 @@ of that dimension are seen as ``(outer, size, inner)``; each mean is taken over 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
+from typing import Annotated
 
 import torch
+
+from enjoyln_cli.plan.schema import number
+
+Count = Annotated[int, number(1)]
 
 
 @dataclass(frozen=True, order=True)
@@ -24,12 +29,12 @@ class Axis:
     Blocks of ``size * inner`` elements begin ``step`` apart; with ``step == 0`` they are adjacent.
     """
 
-    dim: int
-    start: int
-    outer: int
-    size: int
-    inner: int
-    step: int = 0
+    dim: Annotated[int, number(-8, 7)]
+    start: Annotated[int, number(0)]
+    outer: Count
+    size: Count
+    inner: Count
+    step: Annotated[int, number(0)] = 0
 
     @property
     def length(self) -> int:

@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+
+from enjoyln_cli.plan.schema import number
 
 UNITS = 4
 BITS = 7
@@ -50,9 +53,9 @@ class Units:
     first: str
     bias: str | None
     second: str
-    dim: int
+    dim: Annotated[int, number(0, 1)]
     """The dimension of hidden units in ``second``; in ``first`` it is ``1 - dim``."""
-    start: int
+    start: Annotated[int, number(0)]
     """The index of the first unit along the hidden dimension."""
 
 

@@ -96,7 +96,7 @@ class Centring:
     place: Place
     axis: Axis
     """Axis of the module's output (or first input); ``axis.dim`` counts from the end, e.g. -1."""
-    reason: str
+    reason: str = ""
     """Why the value cannot be centred in the weights."""
 
 

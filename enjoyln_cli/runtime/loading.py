@@ -257,8 +257,9 @@ def _require_same_blocks(model: nn.Module, found: Marker) -> None:
 
 def _require_untied(model: nn.Module, found: Marker) -> None:
     """Raises ``NotCentred`` if two parameters that the fold untied are tied again."""
-    names = tuple(name for pair in found.untied for name in pair)
-    for pair in found.untied:
+    pairs = found.untied.items()
+    names = tuple(name for pair in pairs for name in pair)
+    for pair in pairs:
         try:
             paths = [locate(model, name, names, tensor_at) for name in pair]
         except UnsupportedModel:

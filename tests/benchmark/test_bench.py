@@ -438,7 +438,7 @@ def test_a_marker_that_the_model_cannot_run_with(tmp_path: Path) -> None:
     """With its digest made right again."""
     fold(CHECKPOINTS / "gpt2", tmp_path / "out", model_class="GPT2LMHeadModel", verify=False)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    config["enjoyln"]["centering"][0]["axis"][0] = 5
+    config["enjoyln"]["centering"][0]["axis"]["dim"] = 5
     config["enjoyln"]["proof"] = proof_of(config["enjoyln"])
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     result = enjoyln(tmp_path / "out", *QUICK)

@@ -399,7 +399,7 @@ def test_the_marker_says_what_an_engine_may_leave_out(out: tuple[Path, Plan]) ->
     with pytest.raises(BadCheckpoint, match="edited after the fold"):
         read_marker(config)
     config["enjoyln"]["merged"] = []
-    with pytest.raises(BadCheckpoint, match="malformed at 'merged'"):
+    with pytest.raises(BadCheckpoint, match="malformed: merged: a list instead of a mapping with weight"):
         read_marker(config)
 
 

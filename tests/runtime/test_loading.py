@@ -219,7 +219,7 @@ def test_a_marker_with_other_weights_is_refused(outs: dict[str, Path]) -> None:
 def test_a_marker_for_another_shape_is_refused(outs: dict[str, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(outs["gpt2"])
     for group in model.config.enjoyln["centered"]:
-        group["axis"][3] += 1
+        group["axis"]["size"] += 1
     model.config.enjoyln["proof"] = proof_of(model.config.enjoyln)
     with pytest.raises(NotCentred, match="does not fit"):
         optimize(model)

@@ -243,6 +243,7 @@ def test_configs(folder_of_cases: Path, config: Any) -> None:
     in_bounds(lambda: inspect(str(folder_of_cases), Opening()), seconds)
 
 
+GROUP = {"start": 0, "outer": 1, "size": 8, "inner": 1}
 MARKER = {
     "version": 1,
     "source": "gpt2",
@@ -252,8 +253,8 @@ MARKER = {
     "outputs": [],
     "rmsnorm": ["transformer.h.0.ln_1"],
     "layernorm": [],
-    "centering": [{"module": "transformer.wte", "place": "output", "axis": [-1, 0, 1, 8, 1]}],
-    "centered": [{"axis": [0, 0, 1, 8, 1], "parameters": ["transformer.wpe.weight"]}],
+    "centering": [{"module": "transformer.wte", "place": "output", "axis": {"dim": -1, **GROUP}}],
+    "centered": [{"axis": {"dim": 0, **GROUP}, "parameters": ["transformer.wpe.weight"]}],
     "scales": {"transformer.h.0.mlp.c_proj.weight": "transformer.scale"},
     "units": [{"first": "a", "bias": None, "second": "b", "dim": 0, "start": 4}],
     "merged": {"weight": [], "bias": ["transformer.h.0.ln_1"]},

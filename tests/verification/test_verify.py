@@ -218,9 +218,9 @@ def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Pat
     assert list(found.norm_input_mean.values())[0] > 0.01
 
 
-@pytest.mark.parametrize(("place", "value"), [(0, 5), (0, 0), (2, 10**12), (3, 2 * D)], ids=str)
+@pytest.mark.parametrize(("place", "value"), [("dim", 5), ("dim", 0), ("outer", 10**12), ("size", 2 * D)], ids=str)
 def test_a_marker_with_a_centring_that_does_not_fit(
-    outs: dict[str, Path], tmp_path: Path, place: int, value: int
+    outs: dict[str, Path], tmp_path: Path, place: str, value: int
 ) -> None:
     """The marker's digest is updated, so that only its content is wrong."""
     out = tmp_path / "out"

@@ -1,0 +1,191 @@
+"""Read the frozen dataclasses of a plan from plain data, as in JSON and YAML, and write them.
+
+The fields of a dataclass are the keys of its file, and their types say what is valid there. pydantic
+checks them: no unknown key, no missing one, and no value of another type (``1`` is not true).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
+
+from enjoyln_cli.text import did_you_mean
+
+Value = TypeVar("Value")
+
+SAME_AS = {"tensor": "parameter", "stored": "source"}
+"""Fields that are left out in a file if they are equal to another field, and that field."""
+
+_KINDS = {
+    "dataclass_type": "a mapping",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+    "string_type": "text",
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+}
+"""pydantic's errors about types, and the type that it wants."""
+
+
+def read(kind: type[Value], data: Any, *, keys: Mapping[str, str] | None = None) -> Value:
+    """An instance of the dataclass ``kind`` from plain data.
+
+    ``keys`` maps the names of fields with lists of mappings to the key that tells these apart; in
+    messages it stands instead of the position. Raises ``ValueError`` in one line: the place in
+    ``data``, the value found there, and what is valid.
+    """
+    try:
+        text = json.dumps(data)
+    except ValueError:
+        raise ValueError("it has a number of thousands of digits") from None
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"it has a value that JSON does not have: {error}") from None
+    try:
+        return _adapter(kind).validate_json(text, strict=True, extra="forbid")
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        first = min(found, key=lambda one: one["type"] != "unexpected_keyword_argument")
+        where, problem = _problem(kind, first)
+        place = _place(where, data, keys or {})
+        raise ValueError(f"{place}: {problem}" if place else problem) from None
+
+
+@cache
+def _adapter(kind: type[Value]) -> TypeAdapter[Value]:
+    return TypeAdapter(kind)
+
+
+def plain(value: Any, without: Collection[str] = ()) -> Any:
+    """The plain data of a dataclass: ``read`` gives the same dataclass again.
+
+    Fields are left out if they have their default value, or if their name is in ``without``.
+    """
+    if is_dataclass(value):
+        return {
+            field.name: plain(getattr(value, field.name), without)
+            for field in fields(value)
+            if field.name not in without and not _is_default(value, field)
+        }
+    if isinstance(value, Mapping):
+        return {key: plain(item, without) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(item, without) for item in value]
+    return value
+
+
+def _is_default(value: Any, field: Any) -> bool:
+    held = getattr(value, field.name)
+    if (other := SAME_AS.get(field.name)) and held == getattr(value, other, None):
+        return True
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return bool(type(held) is type(default) and held == default)
+
+
+def checked(check: Callable[[Any], Any]) -> Any:
+    """A mark for ``Annotated``: ``check`` returns the value or raises ``ValueError``."""
+    return AfterValidator(check)
+
+
+def number(lowest: int, highest: int = 2**40) -> Any:
+    """A mark for ``Annotated``: an integer in a range, both ends included."""
+
+    def in_range(value: int) -> int:
+        if not lowest <= value <= highest:
+            raise ValueError(f"{quote(value)} instead of a number from {lowest} to {highest}")
+        return value
+
+    return AfterValidator(in_range)
+
+
+def distinct(values: Sequence[Hashable]) -> Sequence[Hashable]:
+    """``values``, if none is repeated. Raises ``ValueError``."""
+    if len(set(values)) < len(values):
+        seen: set[Hashable] = set()
+        again = next(value for value in values if value in seen or seen.add(value))
+        raise ValueError(f"{quote(again)} is repeated; write it once")
+    return values
+
+
+def quote(value: Any) -> str:
+    """The first 60 characters of a value's ``repr``."""
+    return repr(value)[:60]
+
+
+# Messages.
+
+
+def _problem(kind: Any, error: Any) -> tuple[Sequence[int | str], str]:
+    """The place of one of pydantic's errors, and what is wrong there."""
+    where, value, why = error["loc"], error["input"], error["type"]
+    if why == "missing":
+        return where[:-1], f"the key {where[-1]} is missing"
+    if why == "unexpected_keyword_argument":
+        known = _keys_of(kind, where[:-1])
+        hint = did_you_mean(str(where[-1]), known, 1) or f"known keys: {', '.join(known)}"
+        return where[:-1], f"unknown key {quote(where[-1])}; {hint}"
+    if why == "value_error":
+        return where, str(error["ctx"]["error"])
+    if why in _KINDS:
+        known = f" with {', '.join(_keys_of(kind, where))}" if why == "dataclass_type" else ""
+        return where, f"{_shown(value)} instead of {_KINDS[why]}{known}"
+    if why == "literal_error":
+        return where, f"{_shown(value)} instead of {error['ctx']['expected']}"
+    return where, f"{_shown(value)}: {error['msg']}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    return "nothing" if value is None else quote(value)
+
+
+def _place(where: Sequence[int | str], data: Any, keys: Mapping[str, str]) -> str:
+    """A place in ``data`` as a path: ``variants[0].norms.ln_f``."""
+    path, field = "", ""
+    for step in where:
+        inside = isinstance(data, (dict, list))
+        try:
+            data = data[step] if inside else None
+        except (KeyError, IndexError, TypeError):
+            continue  # the name of a class in a union
+        key = keys.get(field) if isinstance(step, int) else None
+        name = data.get(key) if key and isinstance(data, dict) else None
+        if isinstance(step, int) and not isinstance(name, str):
+            path += f"[{step}]"
+        else:
+            field = name if isinstance(name, str) else str(step)
+            path += f".{field:.120}" if path else f"{field:.120}"
+    return path
+
+
+def _keys_of(kind: Any, where: Sequence[int | str]) -> list[str]:
+    """The fields of the dataclass at a place."""
+    for step in where:
+        kind = _inside(_class_of(kind), step)
+    found = _class_of(kind)
+    return [field.name for field in fields(found)] if is_dataclass(found) else []
+
+
+def _inside(kind: Any, step: int | str) -> Any:
+    if is_dataclass(kind):
+        return get_type_hints(kind, include_extras=True)[str(step)]
+    inside = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return next(one for one in inside if one.__name__ == step)
+    return inside[-1] if isinstance(step, str) else inside[0]
+
+
+def _class_of(kind: Any) -> Any:
+    """A type without ``Annotated`` and ``| None``."""
+    while get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    inside = [one for one in get_args(kind) if one is not type(None)]
+    if get_origin(kind) in (Union, UnionType) and len(inside) == 1:
+        return _class_of(inside[0])
+    return kind
