@@ -121,7 +121,7 @@ class Rotated:
 class Marker:
     """The ``enjoyln`` entry of a converted ``config.json``; paths are those of ``model_class``."""
 
-    version: Literal[1] = VERSION
+    version: Literal[1] = 1
     source: str
     """What was converted: a Hub id, or an absolute path."""
     revision: str | None
@@ -189,7 +189,9 @@ class Marker:
         attributes = self.calls.attributes.items()
         return CoveredCalls(
             tuple(map(call_text.from_text, self.calls.proven)),
-            tuple((owner, name, value) for owner, held in attributes for name, value in held.items()),
+            tuple(
+                (owner, name, value) for owner, held in attributes for name, value in held.items()
+            ),
         )
 
 
@@ -236,7 +238,7 @@ def marker(
         trained=trained,
         tool=f"enjoyln {__version__}",
     )
-    entry = {"version": VERSION, **schema.plain(found)}
+    entry = {"version": found.version, **schema.plain(found)}
     return {**entry, "proof": proof_of(entry)}
 
 

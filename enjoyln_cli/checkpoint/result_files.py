@@ -6,6 +6,7 @@ from enjoyln_cli.checkpoint.file_roles import CONFIG, is_housekeeping
 from enjoyln_cli.checkpoint.source import Source
 
 RECIPE_FILE = "enjoyln_recipe.yaml"
+PLAN_FILE = "enjoyln_plan.json"
 VERIFY_FILE = "enjoyln_verify.json"
 BENCH_FILE = "enjoyln_bench.json"
 CARD_FILE = "README.md"
@@ -19,7 +20,7 @@ ADAPTER_FOLDER = "adapter"
 ADAPTER_CONFIG = "adapter_config.json"
 REPORTS = (VERIFY_FILE, BENCH_FILE, CARD_FILE)
 """Files that describe a result. They may change without invalidating its verification."""
-_OWN_FILES = (CONFIG, RECIPE_FILE, VERIFY_FILE)
+_OWN_FILES = (CONFIG, RECIPE_FILE, PLAN_FILE, VERIFY_FILE)
 
 
 def verified_files(result: Source) -> list[str]:

@@ -175,9 +175,7 @@ def _with_options_of(asked: Recipe, path: Path, options: Options) -> Options:
 
     If a rotation is asked for without a seed or a matrix, the recipe's are taken.
     """
-    from enjoyln_cli.recipe.model import options_asked
-
-    own = options_asked(asked)
+    own = asked.options
     if own.matrix:
         own = replace(own, matrix=str(path.parent / own.matrix))
     if options == PLAIN:

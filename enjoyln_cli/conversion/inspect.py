@@ -213,11 +213,9 @@ def recipe_text(found: Sequence[Inspection]) -> str:
     Raises ``RecipeError`` if the models are not of one family.
     """
     from enjoyln_cli.recipe.from_plan import merge_recipes, recipe_of
-    from enjoyln_cli.recipe.model import options_data
     from enjoyln_cli.recipe.write import dump_recipe
 
     recipes = [
-        recipe_of(one.analysis.plan, config=one.config, options=options_data(one.options))
-        for one in found
+        recipe_of(one.analysis.plan, config=one.config, options=one.options) for one in found
     ]
     return dump_recipe(recipes[0] if len(recipes) == 1 else merge_recipes(recipes))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from enjoyln_cli.errors import EnjoyLNError
-from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.axis import Axis, Count
 from enjoyln_cli.plan.covered_calls import CoveredCalls
+from enjoyln_cli.plan.mean_units import UNITS
 from enjoyln_cli.plan.rotation import GivenMatrix, Rotation
+from enjoyln_cli.plan.schema import NOT_STORED, number
 
 Status = Literal["static", "centred", "kept"]
 Place = Literal["output", "input"]
@@ -25,7 +27,7 @@ class Options:
 
     widen_mlp: bool = False
     """Add hidden units to MLPs, which subtract the mean of the residual input."""
-    widen_to: int = 8
+    widen_to: Count = 8
     """Round the size of a widened MLP up to a multiple of this."""
     merge: Literal["bias", "affine"] | None = None
     """Move the bias, or weight and bias, of folded norms into the linear layers that read them."""
@@ -56,13 +58,22 @@ NOT_ASKED = "no norm was to become RMSNorm"
 
 
 @dataclass(frozen=True)
-class Scale:
-    """A vector (LayerScale) that is merged into the layer before it, and then set to ones."""
+class NamedParameter:
+    """A parameter that is stored once, in the layout that the class uses."""
 
     parameter: str
-    """Name in the model class of the plan, e.g. ``encoder.layer.0.lambda_1``."""
-    tensor: str
-    """Name of the stored tensor; the parameter is stored once."""
+    """Name in the model class of the plan."""
+    tensor: str = ""
+    """Name of the stored tensor; by default ``parameter``."""
+
+    def __post_init__(self) -> None:
+        """Set the default of ``tensor``."""
+        object.__setattr__(self, "tensor", self.tensor or self.parameter)
+
+
+@dataclass(frozen=True)
+class Scale(NamedParameter):
+    """A vector (LayerScale) that is merged into the layer before it, and then set to ones."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +135,10 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class GrownParameter:
+class GrownParameter(NamedParameter):
     """A parameter of a widened MLP; entries for the new hidden units are appended to it."""
 
-    parameter: str
-    """Name in the model class of the plan, e.g. ``encoder.layer.0.output.dense.weight``."""
-    tensor: str
-    """Name of the stored tensor; the parameter is stored once."""
-    dim: int
+    dim: Annotated[int, number(0, 1)] = 0
     """The dimension of hidden units."""
 
 
@@ -145,16 +152,23 @@ class Widening:
     """The bias of that layer, if it has one."""
     second: GrownParameter
     """The weight of the layer that reads the hidden units."""
-    size: int
+    size: Count
     """How many hidden units there were before, and so the index of the first new one."""
-    to: int
+    to: Count
     """How many hidden units there are afterwards."""
-    features: int
+    features: Count
     """The number of input and output features of the MLP."""
     attribute: str
     """The config entry for the number of hidden units, written as in ``Setting.name``."""
     subtracts: bool
     """Whether the new units subtract the mean of the input; otherwise all of them are zeros."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` if the sizes or dimensions do not fit together."""
+        if self.to < self.size + UNITS:
+            raise ValueError(f"to is {self.to}, but must be at least {self.size + UNITS}")
+        if self.first.dim == self.second.dim or (self.bias and self.bias.dim):
+            raise ValueError("dim of first is 1 minus that of second, and dim of bias is 0")
 
     @property
     def parts(self) -> tuple[GrownParameter, ...]:
@@ -163,26 +177,16 @@ class Widening:
 
 
 @dataclass(frozen=True)
-class NamedParameter:
-    """A parameter that is stored once, in the layout that the class uses."""
-
-    parameter: str
-    """Name in the model class of the plan."""
-    tensor: str
-    """Name of the stored tensor."""
-
-
-@dataclass(frozen=True)
 class Reader:
     """A linear layer that reads a norm with weight g and bias v: ``W <- W diag(g)``,
     ``b <- b + W v``."""
 
     weight: NamedParameter
-    dim: int
+    dim: Annotated[int, number(0, 7)]
     """The dimension of inputs in the stored weight: 0 for a Conv1D."""
     bias: NamedParameter | None = None
     """The bias of the layer, if the norm's bias moves into it."""
-    held: int | None = None
+    held: Annotated[int, number(0, 7)] | None = None
     """The dimension of inputs in the parameter, if the class uses another layout than the file.
     Such a parameter, as a stack of experts, has a reader for each of its stored tensors."""
 
@@ -193,16 +197,29 @@ class Merge:
 
     norm: str
     """Path of the module; its parameters are ``norm.weight`` and ``norm.bias``."""
-    weight: str
+    weight: str = ""
     """Name of the norm's stored weight; empty if the weight does not move."""
-    bias: str
+    bias: str = ""
     """Name of the norm's stored bias, which becomes zeros; empty if there is none."""
-    readers: tuple[Reader, ...]
+    readers: tuple[Reader, ...] = ()
     offset: float = 0.0
     """1 if the class multiplies by ``1 + weight``. A moved weight becomes ``1 - offset``."""
     divided: str = ""
     """Name of the norm's stored bias if that stays in the norm, divided by the moved weight:
     ``W (g x + v) = (W diag(g)) (x + v / g)``. No element of ``g`` may be zero."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` if nothing moves, or what moves does not fit together."""
+        if not self.weight and not self.bias:
+            raise ValueError("it has neither weight nor bias, so nothing is merged; write keep")
+        if self.divided and (self.bias or not self.weight):
+            raise ValueError("divided is a bias that stays while the weight moves; remove bias")
+        if self.offset not in (0, 1) or (self.offset and not self.weight):
+            raise ValueError("offset is 0, or 1 beside a weight")
+        if not self.readers or any(bool(reader.bias) != bool(self.bias) for reader in self.readers):
+            raise ValueError(
+                "it needs readers, each with a bias if and only if the norm's bias is merged"
+            )
 
     @property
     def names(self) -> tuple[NamedParameter, ...]:
@@ -251,7 +268,7 @@ class Basis:
     reason: str = ""
     culprit: str = ""
     """The module path or parameter that prevents the rotation."""
-    given: GivenMatrix | None = None
+    given: Annotated[GivenMatrix | None, NOT_STORED] = None
     """The matrix, if the user gave one."""
 
     @property
@@ -281,14 +298,22 @@ class UntiedParameter:
 
     parameter: str
     """Name in the model class of the plan, e.g. ``lm_head.weight``."""
-    tensor: str
-    """Name that the copy is stored under."""
-    source: str
+    tensor: str = ""
+    """Name that the copy is stored under; by default ``parameter``."""
+    source: str = ""
     """The parameter that it was tied to."""
-    stored: str
-    """Name of the stored tensor to copy; equal to ``tensor`` if a copy is stored already."""
-    shape: tuple[int, ...]
+    stored: str = ""
+    """Name of the stored tensor to copy; equal to ``tensor`` if a copy is stored already. By
+    default ``source``."""
+    shape: tuple[int, ...] = ()
     """The shape of both tensors."""
+
+    def __post_init__(self) -> None:
+        """Set the defaults. Raise ``ValueError`` without a ``source``."""
+        if not self.source:
+            raise ValueError("the key source is missing")
+        object.__setattr__(self, "tensor", self.tensor or self.parameter)
+        object.__setattr__(self, "stored", self.stored or self.source)
 
 
 @dataclass(frozen=True)

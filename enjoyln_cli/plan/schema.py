@@ -1,21 +1,33 @@
 """Read the frozen dataclasses of a plan from plain data, as in JSON and YAML, and write them.
 
-The fields of a dataclass are the keys of its file, and their types say what is valid there. pydantic
-checks them: no unknown key, no missing one, and no value of another type (``1`` is not true).
+The fields of a dataclass are the keys of its file, and their types say what is valid there.
+pydantic checks them: no unknown key, no missing one, and no value of another type (``1`` is not
+true).
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    GetPydanticSchema,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core.core_schema import none_schema
 
 from enjoyln_cli.text import did_you_mean
+
+__all__ = ["NOT_STORED", "Discriminator", "Tag", "checked", "distinct", "number", "plain", "read"]
 
 Value = TypeVar("Value")
 
@@ -47,17 +59,17 @@ def read(kind: type[Value], data: Any, *, keys: Mapping[str, str] | None = None)
     except (TypeError, RecursionError) as error:
         raise ValueError(f"it has a value that JSON does not have: {error}") from None
     try:
-        return _adapter(kind).validate_json(text, strict=True, extra="forbid")
+        adapter = _adapter(kind)  # type: ignore[arg-type]
+        found: Value = adapter.validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        first = min(found, key=lambda one: one["type"] != "unexpected_keyword_argument")
-        where, problem = _problem(kind, first)
+        where, problem = _problem(kind, _most_helpful(error))
         place = _place(where, data, keys or {})
         raise ValueError(f"{place}: {problem}" if place else problem) from None
+    return found
 
 
 @cache
-def _adapter(kind: type[Value]) -> TypeAdapter[Value]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
@@ -81,15 +93,19 @@ def plain(value: Any, without: Collection[str] = ()) -> Any:
 
 def _is_default(value: Any, field: Any) -> bool:
     held = getattr(value, field.name)
-    if (other := SAME_AS.get(field.name)) and held == getattr(value, other, None):
-        return True
     default = field.default if field.default_factory is MISSING else field.default_factory()
+    if default is not MISSING and field.name in SAME_AS:
+        default = getattr(value, SAME_AS[field.name])
     return bool(type(held) is type(default) and held == default)
 
 
 def checked(check: Callable[[Any], Any]) -> Any:
     """A mark for ``Annotated``: ``check`` returns the value or raises ``ValueError``."""
     return AfterValidator(check)
+
+
+NOT_STORED = GetPydanticSchema(lambda _kind, _handler: none_schema())
+"""A mark for ``Annotated``: the value is in no file."""
 
 
 def number(lowest: int, highest: int = 2**40) -> Any:
@@ -106,8 +122,7 @@ def number(lowest: int, highest: int = 2**40) -> Any:
 def distinct(values: Sequence[Hashable]) -> Sequence[Hashable]:
     """``values``, if none is repeated. Raises ``ValueError``."""
     if len(set(values)) < len(values):
-        seen: set[Hashable] = set()
-        again = next(value for value in values if value in seen or seen.add(value))
+        again = Counter(values).most_common(1)[0][0]
         raise ValueError(f"{quote(again)} is repeated; write it once")
     return values
 
@@ -118,6 +133,13 @@ def quote(value: Any) -> str:
 
 
 # Messages.
+
+
+def _most_helpful(error: ValidationError) -> Any:
+    """The first error; if it is a missing key beside an unknown one, the unknown key."""
+    found = error.errors(include_url=False)
+    beside = [one for one in found if one["loc"][:-1] == found[0]["loc"][:-1]]
+    return min(beside, key=lambda one: one["type"] != "unexpected_keyword_argument")
 
 
 def _problem(kind: Any, error: Any) -> tuple[Sequence[int | str], str]:
@@ -132,8 +154,8 @@ def _problem(kind: Any, error: Any) -> tuple[Sequence[int | str], str]:
     if why == "value_error":
         return where, str(error["ctx"]["error"])
     if why in _KINDS:
-        known = f" with {', '.join(_keys_of(kind, where))}" if why == "dataclass_type" else ""
-        return where, f"{_shown(value)} instead of {_KINDS[why]}{known}"
+        keys = f" with {', '.join(_keys_of(kind, where))}" if why == "dataclass_type" else ""
+        return where, f"{_shown(value)} instead of {_KINDS[why]}{keys}"
     if why == "literal_error":
         return where, f"{_shown(value)} instead of {error['ctx']['expected']}"
     return where, f"{_shown(value)}: {error['msg']}"
@@ -177,7 +199,7 @@ def _inside(kind: Any, step: int | str) -> Any:
         return get_type_hints(kind, include_extras=True)[str(step)]
     inside = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return next(one for one in inside if one.__name__ == step)
+        return next(one for one in map(_class_of, inside) if one.__name__ == step)
     return inside[-1] if isinstance(step, str) else inside[0]
 
 

@@ -1,51 +1,56 @@
 """Compare a recipe with a proven plan, and describe in words where their edits differ.
 
-The plan is turned into a recipe first. Each edit is then described in a phrase, and two edits are
-the same if their phrases are. A phrase gives an axis by the elements that it covers in this model,
-so ``{dim: 1}`` and ``{dim: 1, size: n_embd}`` can be the same edit.
+The plan is turned into a recipe first. Two edits are the same if they have the same plain data,
+with sizes in numbers and without what only explains them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan import call_text
-from enjoyln_cli.plan.plan import Merge, Plan, Verdict
-from enjoyln_cli.recipe.expand import ExpandedVariant, expand
+from enjoyln_cli.plan import call_text, schema
+from enjoyln_cli.plan.plan import Plan, UnmergedNorm, Verdict
+from enjoyln_cli.recipe.expand import expand
 from enjoyln_cli.recipe.from_plan import line_for_each, plan_layers
 from enjoyln_cli.recipe.model import (
     CentredTensor,
+    CentredValue,
+    Line,
     Recipe,
     TurnedBasis,
-    sizes_by_name,
+    Variant,
+    as_mapping,
+    name_of,
+    prefix_errors,
     variant_for,
 )
-from enjoyln_cli.recipe.templates import Span, concrete, to_template
-from enjoyln_cli.recipe.write import merge_data, untied_data, widening_data
+from enjoyln_cli.recipe.spans import in_numbers, size_value
+from enjoyln_cli.recipe.templates import to_template
+from enjoyln_cli.recipe.write import DERIVED
 from enjoyln_cli.recipe.yaml_text import dump_inline
 
-Kind = Literal[
-    "untied", "settings", "norms", "writers", "output", "input", "widened", "merged", "bases"
-]
-"""The kind of an edit: a field of the plan, or the place of an added operation."""
+Kind = Literal["untie", "config", "norms", "centre", "output", "input", "widen", "merge", "rotate"]
+"""The kind of an edit: a section of the recipe, or the place of an added operation."""
 KEEPS = "keeps it"
 """The phrase for a norm that stays LayerNorm."""
 
-_ABSENT: dict[Kind, tuple[str, str]] = {
-    "untied": ("does not untie it", "does not untie it"),
-    "settings": ("does not set it", "does not set it"),
-    "norms": ("does not name it", "has no such norm"),
-    "writers": ("does not centre it", "does not centre it"),
-    "output": ("does not centre its output", "does not centre its output"),
-    "input": ("does not centre its input", "does not centre its input"),
-    "widened": ("does not widen its MLP", "does not widen its MLP"),
-    "merged": ("does not merge it", "does not merge it"),
-    "bases": ("does not turn it", "does not turn it"),
+_PHRASES: dict[Kind, tuple[str, str]] = {
+    "untie": ("unties it from", "does not untie it"),
+    "config": ("sets it to", "does not set it"),
+    "norms": ("folds it", "does not name it"),
+    "centre": ("centres it over", "does not centre it"),
+    "output": ("centres its output over", "does not centre its output"),
+    "input": ("centres its input over", "does not centre its input"),
+    "widen": ("widens its MLP:", "does not widen its MLP"),
+    "merge": ("merges it:", "does not merge it"),
+    "rotate": ("turns it:", "does not turn it"),
 }
-"""The phrases for a name that the recipe lacks, and for one that the proof lacks."""
+"""The phrases for an edit, before its data, and for a name without one."""
+
+_NOT_COMPARED = DERIVED | {"reason", "culprit", "place"}
 
 
 @dataclass(frozen=True)
@@ -58,19 +63,23 @@ class Comparison:
 
     def differences(self) -> Iterator[tuple[str, str]]:
         """Each name with different phrases, and a sentence with both."""
-        unnamed, unknown = _ABSENT[self.kind]
+        absent = _PHRASES[self.kind][1]
+        unknown = "has no such norm" if self.kind == "norms" else absent
         for name in dict.fromkeys([*self.proof, *self.recipe]):
-            ours, theirs = self.recipe.get(name, unnamed), self.proof.get(name, unknown)
+            ours, theirs = self.recipe.get(name, absent), self.proof.get(name, unknown)
             if ours != theirs:
                 yield name, f"the recipe {ours}, the proof {theirs}"
 
 
-def compare(recipe: ExpandedVariant, plan: Plan, sizes: Mapping[str, Any]) -> list[Comparison]:
-    """One comparison for each kind of edit; ``sizes`` gives the values of named sizes."""
+def compare(recipe: Variant, plan: Plan, sizes: Mapping[str, Any]) -> list[Comparison]:
+    """One comparison for each kind of edit of an expanded recipe.
+
+    ``sizes`` gives the values of named sizes. Raises ``RecipeError`` for a size that does not fit.
+    """
     proof = expand(line_for_each(plan, {}), plan_layers(plan))
     shapes = {one.parameter: one.shape for one in plan.edited_tensors}
     ours, theirs = (_in_words(edits, shapes, sizes) for edits in (recipe, proof))
-    return [Comparison(kind, ours[kind], theirs[kind]) for kind in _ABSENT]
+    return [Comparison(kind, ours[kind], theirs[kind]) for kind in _PHRASES]
 
 
 def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str, ...]:
@@ -82,10 +91,9 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
     layers = plan_layers(plan)
     try:
         variant = variant_for(recipe, plan.model_type, plan.model_class, config)
-        expanded = expand(variant, layers)
+        found = compare(expand(variant, layers), plan, as_mapping(config))
     except RecipeError as error:
         return (f"{recipe.where}: {error}",)
-    found = compare(expanded, plan, sizes_by_name(recipe, config))
     lines = _by_layer((one for kind in found for one in kind.differences()), layers)
     calls = plan.covered.forms if plan.covered else ()
     for what, ours, theirs in (
@@ -93,7 +101,7 @@ def differences(recipe: Recipe, plan: Plan, *, config: Any = None) -> tuple[str,
         ("outputs", variant.outputs, plan.outputs),
         ("entry_inputs", variant.entry_inputs, plan.entry_inputs),
         ("unproven", variant.unproven, plan.unproven),
-        ("calls", map(call_text.to_text, variant.calls), map(call_text.to_text, calls)),
+        ("calls", variant.calls, map(call_text.to_text, calls)),
     ):
         if (here := set(ours)) != (there := set(theirs)):
             lines.append(
@@ -122,77 +130,61 @@ def _by_layer(found: Iterable[tuple[str, str]], layers: Mapping[str, int]) -> li
 
 
 def _in_words(
-    edits: ExpandedVariant, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, Any]
+    edits: Variant, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, Any]
 ) -> dict[Kind, dict[str, str]]:
     """The phrase for each name; ``shapes`` are those of the model's parameters."""
-    values: dict[Kind, dict[str, str]] = {"output": {}, "input": {}}
-    for (module, place), op in edits.ops.items():
-        values[place][module] = f"centres its {place} over {_elements(op.axis, None, sizes)}"
-    centred = {
-        name: {_centred_in_words(line, shapes.get(name), sizes) for line in lines}
-        for name, lines in edits.writers.items()
-        if lines
+    lines: dict[Kind, tuple[Any, ...]] = {
+        "untie": edits.untie,
+        "norms": edits.norms,
+        "centre": tuple(line for line in edits.centre if line.dim is not None),
+        "output": tuple(op for op in edits.centring_ops if op.place == "output"),
+        "input": tuple(op for op in edits.centring_ops if op.place == "input"),
+        "widen": edits.widen,
+        "merge": tuple(line for line in edits.merge if not isinstance(line, UnmergedNorm)),
+        "rotate": edits.rotate,
     }
-    return values | {
-        "untied": {
-            one.tensor: f"unties it: {dump_inline(untied_data(one))}" for one in edits.untied
-        },
-        "settings": {name: f"sets it to {value}" for name, value in edits.settings.items()},
-        "norms": {name: _verdict_in_words(line) for name, line in edits.norms.items()},
-        "writers": {name: " and ".join(sorted(texts)) for name, texts in centred.items()},
-        "widened": {
-            name: f"widens its MLP: {dump_inline({one.second.tensor: widening_data(one)})}"
-            for name, one in edits.widened.items()
-        },
-        "merged": {
-            name: f"merges it: {dump_inline(merge_data(one))}"
-            for name, one in edits.merged.items()
-            if isinstance(one, Merge)
-        },
-        "bases": {name: _turned_in_words(one, shapes, sizes) for name, one in edits.bases.items()},
-    }
+    found: dict[Kind, dict[str, str]] = {}
+    for kind, some in lines.items():
+        texts: dict[str, set[str]] = {}
+        for line in some:
+            text = _verdict(line) if isinstance(line, Verdict) else _edit(line, shapes, sizes)
+            texts.setdefault(name_of(line), set()).add(text)
+        verb = "" if kind == "norms" else f"{_PHRASES[kind][0]} "
+        found[kind] = {name: verb + " and ".join(sorted(all_)) for name, all_ in texts.items()}
+    found["config"] = {name: f"sets it to {value}" for name, value in edits.config.items()}
+    return found
 
 
-def _verdict_in_words(verdict: Verdict) -> str:
+def _verdict(verdict: Verdict) -> str:
     if verdict.status == "kept":
         return KEEPS
     with_ops = f"with the centring of {list_names(set(verdict.ops))}"
     return f"folds it {with_ops if verdict.ops else 'in the weights'}"
 
 
-def _centred_in_words(
-    line: CentredTensor, shape: tuple[int, ...] | None, sizes: Mapping[str, Any]
-) -> str:
-    scale, text = line.scale, "centres it"
-    if line.axis and shape is not None:
-        extent = shape[line.axis.dim] if line.axis.dim < len(shape) else 0
-        text += f" over {_elements(line.axis, extent, sizes)}"
-    if scale is None:
-        return text
-    stored = "" if scale.tensor == scale.parameter else f" (stored as {scale.tensor})"
-    return f"merges {scale.parameter}{stored} into it and {text}"
+def _edit(line: Line, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, Any]) -> str:
+    """The plain data of an edit on one line, without its name."""
+    with prefix_errors(name_of(line)):
+        if isinstance(line, CentredTensor):
+            line = _with_numbers(line, shapes, sizes)
+        elif isinstance(line, CentredValue):
+            line = replace(line, **in_numbers(line, None, sizes))
+        elif isinstance(line, TurnedBasis):
+            tensors = (_with_numbers(tensor, shapes, sizes) for tensor in line.tensors)
+            line = replace(
+                line,
+                size=size_value(line.size, sizes),
+                norms=tuple(sorted(line.norms)),
+                tensors=tuple(sorted(tensors, key=str)),
+            )
+    data = schema.plain(line, _NOT_COMPARED)
+    return dump_inline({key: item for key, item in data.items() if item != name_of(line)})
 
 
-def _turned_in_words(
-    basis: TurnedBasis, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, Any]
-) -> str:
-    tensors = sorted(
-        f"{one.tensor}: {_centred_in_words(one, shapes.get(one.parameter), sizes)}"
-        for one in basis.tensors
-    )
-    ones = ", which keeps the vector of ones" if basis.fixes_ones else ""
-    return f"turns the {basis.kind}{ones}: {'; '.join(tensors)}"
-
-
-def _elements(span: Span, extent: int | None, sizes: Mapping[str, Any]) -> str:
-    try:
-        axis = concrete(span, extent, sizes)
-    except RecipeError as error:
-        return f"an axis that does not fit this model ({error})"
-    if (axis.start, axis.outer, axis.inner) == (0, 1, 1):
-        return f"the {axis.size} elements of dimension {axis.dim}"
-    step = f", one every {axis.step}" if axis.step else ""
-    return (
-        f"{axis.outer} groups of {axis.size} elements ({axis.inner} apart) "
-        f"of dimension {axis.dim} from element {axis.start}{step}"
-    )
+def _with_numbers(
+    line: CentredTensor, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, Any]
+) -> CentredTensor:
+    """The line without names of sizes, and without the stored layout, which is the proof's."""
+    shape, dim = shapes.get(line.parameter), line.dim or 0
+    extent = None if shape is None else shape[dim] if dim < len(shape) else 0
+    return replace(line, **in_numbers(line, extent, sizes), tensor="", held=None)

@@ -13,16 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan.plan import Basis, Merge, Plan, UnmergedNorm, Verdict
+from enjoyln_cli.plan.plan import Basis, Plan, UnmergedNorm, Verdict
 from enjoyln_cli.recipe.compare import KEEPS, Comparison, compare, list_names
-from enjoyln_cli.recipe.expand import ExpandedVariant, expand
+from enjoyln_cli.recipe.expand import expand
 from enjoyln_cli.recipe.from_plan import plan_layers
 from enjoyln_cli.recipe.model import (
     KEPT_BY_RECIPE,
     Recipe,
     Variant,
+    as_mapping,
+    name_of,
     prefix_errors,
-    sizes_by_name,
     suggest,
     variant_for,
 )
@@ -40,7 +41,7 @@ def follow(recipe: Recipe, plan: Plan, *, config: Any = None) -> Plan:
         variant = variant_for(recipe, plan.model_type, plan.model_class, config)
         _require_same_model(variant, plan)
         expanded = expand(variant, plan_layers(plan))
-        for comparison in compare(expanded, plan, sizes_by_name(recipe, config)):
+        for comparison in compare(expanded, plan, as_mapping(config)):
             _require_proven(comparison, plan)
         _require_effect(expanded, plan)
         found = _chosen(expanded, plan)
@@ -75,7 +76,7 @@ def _require_proven(edits: Comparison, plan: Plan) -> None:
     """
     for name, text in edits.differences():
         ours, theirs = edits.recipe.get(name), edits.proof.get(name)
-        if edits.kind in ("untied", "settings"):
+        if edits.kind in ("untie", "config"):
             raise RecipeError(f"{name}: {text}; write what the proof has, or remove the option")
         if theirs is None:
             raise RecipeError(_unproven(edits, name, plan))
@@ -95,17 +96,17 @@ def _unproven(edits: Comparison, name: str, plan: Plan) -> str:
     near = suggest(name, edits.proof)
     if edits.kind == "norms":
         return f"{name} is not a LayerNorm of {plan.model_class}; {near}"
-    if edits.kind == "writers":
+    if edits.kind == "centre":
         return f"centres {name}, which is not proven to be possible; {near}"
-    if edits.kind == "widened":
+    if edits.kind == "widen":
         remedy = "remove it, or write widen_mlp: true under options"
         return f"widens the MLP of {name}, which is not part of the proof; {remedy}"
-    if edits.kind == "merged":
+    if edits.kind == "merge":
         reasons = {one.norm: f": {one.reason}" for one in plan.unmerged}
         why = reasons.get(name, "; see --merge")
         return f"merges {name}, which is not part of the proof{why}; write keep for it"
     proven = list_names(f"{op.place} of {op.module}" for op in plan.ops)
-    if edits.kind == "bases":
+    if edits.kind == "rotate":
         reasons = {one.name: f": {one.reason}" for one in plan.bases if one.reason}
         why = reasons.get(name, "; see enjoyln rotate")
         return f"turns {name}, which is not part of the proof{why}"
@@ -114,54 +115,60 @@ def _unproven(edits: Comparison, name: str, plan: Plan) -> str:
     )
 
 
-def _require_effect(recipe: ExpandedVariant, plan: Plan) -> None:
+def _require_effect(recipe: Variant, plan: Plan) -> None:
     """Raise ``RecipeError`` if a line excludes an edit that the proof does not have."""
     layers, parameters = plan_layers(plan), [writer.parameter for writer in plan.writers]
     known = {to_template(name, layers)[0] for name in parameters}
-    for name, lines in recipe.writers.items():
-        if not lines and to_template(name, layers)[0] not in known:
+    for name in (line.parameter for line in recipe.centre if line.dim is None):
+        if to_template(name, layers)[0] not in known:
             raise RecipeError(
                 f"leaves {name}, which is not centred anyway; {suggest(name, parameters)}"
             )
     norms = {one.norm for one in plan.merged} | {one.norm for one in plan.unmerged}
-    for name, line in recipe.merged.items():
-        if isinstance(line, UnmergedNorm) and name not in norms:
-            raise RecipeError(f"keeps {name} unmerged, which is not merged anyway; remove it")
+    for line in recipe.merge:
+        if isinstance(line, UnmergedNorm) and line.norm not in norms:
+            raise RecipeError(f"keeps {line.norm} unmerged, which is not merged anyway; remove it")
 
 
-def _chosen(recipe: ExpandedVariant, plan: Plan) -> Plan:
+def _chosen(recipe: Variant, plan: Plan) -> Plan:
     """The plan with those proven edits that a recipe names."""
-    norms = tuple(_verdict(verdict, recipe.norms.get(verdict.norm)) for verdict in plan.norms)
+    lines = {line.norm: line for line in recipe.norms}
+    norms = tuple(_verdict(verdict, lines.get(verdict.norm)) for verdict in plan.norms)
     folded = {verdict.norm for verdict in norms if verdict.status != "kept"}
-    for name in (norm for norm, line in recipe.merged.items() if isinstance(line, Merge)):
-        if name not in folded and not plan.bases:
-            raise RecipeError(
-                f"merges {name}, which it does not fold; also write keep for it under merge"
-            )
-    moves = [(one, recipe.merged.get(one.norm)) for one in plan.merged]
+    unmerged = {line.norm: line for line in recipe.merge if isinstance(line, UnmergedNorm)}
+    merged = {line.norm for line in recipe.merge if not isinstance(line, UnmergedNorm)}
+    for name in sorted(merged - folded) if not plan.bases else ():
+        raise RecipeError(
+            f"merges {name}, which it does not fold; also write keep for it under merge"
+        )
     stay = [one for one in plan.unmerged if one.norm in folded or plan.bases]
-    for move, line in moves:
-        if (move.norm in folded or plan.bases) and not isinstance(line, Merge):
+    for move in plan.merged:
+        if (move.norm in folded or plan.bases) and move.norm not in merged:
+            line = unmerged.get(move.norm)
             reason = (line.reason or KEPT_BY_RECIPE) if line else "the recipe does not merge it"
             stay.append(UnmergedNorm(move.norm, reason, line.culprit if line else ""))
-    widened = tuple(one for one in plan.widened if one.second.parameter in recipe.widened)
+    grown = set(map(name_of, recipe.widen))
+    widened = tuple(one for one in plan.widened if one.second.parameter in grown)
+    centred = {line.parameter for line in recipe.centre if line.dim is not None}
+    added = {(line.module, line.place) for line in recipe.centring_ops}
+    turned = {line.parameter for line in recipe.rotate}
     sizes = {one.attribute for one in plan.widened} - {one.attribute for one in widened}
     return replace(
         plan,
         norms=norms,
-        writers=tuple(w for w in plan.writers if recipe.writers.get(w.parameter)),
-        ops=tuple(op for op in plan.ops if (op.module, op.place) in recipe.ops),
+        writers=tuple(writer for writer in plan.writers if writer.parameter in centred),
+        ops=tuple(op for op in plan.ops if (op.module, op.place) in added),
         widened=widened,
-        merged=tuple(one for one, line in moves if isinstance(line, Merge)),
+        merged=tuple(one for one in plan.merged if one.norm in merged),
         unmerged=tuple(stay),
-        bases=tuple(_basis(basis, recipe) for basis in plan.bases),
+        bases=tuple(_basis(basis, basis.name in turned) for basis in plan.bases),
         settings=tuple(setting for setting in plan.settings if setting.name not in sizes),
     )
 
 
-def _basis(proven: Basis, recipe: ExpandedVariant) -> Basis:
+def _basis(proven: Basis, turned: bool) -> Basis:
     """The basis, kept if the recipe does not turn it."""
-    if proven.reason or proven.name in recipe.bases:
+    if proven.reason or turned:
         return proven
     return replace(proven, tensors=(), norms=(), reason="the recipe does not turn it")
 

@@ -14,32 +14,38 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan.axis import Axis
-from enjoyln_cli.plan.plan import Basis, Centring, EditedTensor, Plan, Verdict, size_settings
+from enjoyln_cli.plan import call_text
+from enjoyln_cli.plan.plan import (
+    PLAIN,
+    Basis,
+    Centring,
+    EditedTensor,
+    Options,
+    Plan,
+    Verdict,
+    size_settings,
+)
 from enjoyln_cli.recipe.model import (
+    VERSION,
     CentredTensor,
     CentredValue,
     Line,
     Recipe,
-    Record,
     TurnedBasis,
     Variant,
     as_mapping,
     name_of,
 )
+from enjoyln_cli.recipe.spans import name_size, symbolic
 from enjoyln_cli.recipe.templates import (
     NAMES,
-    Span,
-    attributes,
     expand_name,
     fill,
     layers_of,
     names_in,
-    numbers_of,
     relative,
     relative_text,
     rename_in,
-    symbolic,
     to_template,
 )
 
@@ -53,10 +59,10 @@ def recipe_of(
     plan: Plan,
     *,
     config: Any = None,
-    options: Mapping[str, Any] | None = None,
+    options: Options = PLAIN,
     depends: Sequence[str] = DEPENDS,
 ) -> Recipe:
-    """The recipe of one plan, with a record of the model.
+    """The recipe of one plan, with the versions of the packages that made it.
 
     ``config`` is a mapping or a transformers config, so that sizes can be given by attribute name.
     The plan holds only for its values of the attributes ``depends``.
@@ -65,54 +71,48 @@ def recipe_of(
     each = line_for_each(plan, values)
     variant = replace(
         each,
-        when={name: values[name] for name in depends if name in values},
+        when={name: values[name] for name in sorted(depends) if name in values},
         norms=_joined_layers(each.norms, layers),
-        writers=_joined_layers(each.writers, layers),
-        ops=_joined_layers(each.ops, layers),
-        widened=_joined_layers(each.widened, layers),
-        merged=_joined_layers(each.merged, layers),
-        bases=_joined_layers(map(partial(_joined_tensors, layers=layers), each.bases), layers),
+        centre=_joined_layers(each.centre, layers),
+        centring_ops=_joined_layers(each.centring_ops, layers),
+        widen=_joined_layers(each.widen, layers),
+        merge=_joined_layers(each.merge, layers),
+        rotate=_joined_layers(map(partial(_joined_tensors, layers=layers), each.rotate), layers),
     )
-    tensors = (*each.writers, *(line for basis in each.bases for line in basis.tensors))
-    axes = [axis for line in tensors for axis in (line.axis, line.held) if axis]
-    axes += [line.axis for line in each.ops]
-    axes += [Span(0, basis.size) for basis in each.bases]
-    used = sorted({name for axis in axes for name in attributes(axis)})
-    numbers = numbers_of(values)
-    record = Record(
-        layers=layers,
-        config={name: numbers[name] for name in used},
-        other_norms=dict(plan.other_norms),
+    return Recipe(
+        version=VERSION,
+        model_type=plan.model_type,
+        variants=(variant,),
+        options=options,
         versions=_versions(),
     )
-    return Recipe(plan.model_type, (variant,), dict(options or {}), record)
 
 
 def line_for_each(plan: Plan, config: Mapping[str, Any]) -> Variant:
     """The plan as a variant with a line for each norm, tensor and module, and no placeholders."""
     sizes = size_settings(plan.widened)  # they are in the lines of the MLPs
-    writers = (_centred_tensor(writer, config) for writer in plan.writers)
-    ops = (_centred_value(op, config) for op in plan.ops)
+    tensors = (_centred_tensor(writer, config) for writer in plan.writers)
+    values = (_centred_value(op, config) for op in plan.ops)
     return Variant(
         model_class=plan.model_class,
         classes=plan.classes,
         norms=tuple(map(_verdict, plan.norms)),
-        writers=tuple(dict.fromkeys(writers)),
-        ops=tuple(dict.fromkeys(ops)),
-        widened=tuple(replace(one, features=0) for one in plan.widened),
-        merged=(*plan.merged, *plan.unmerged),
-        bases=tuple(_turned_basis(basis, config) for basis in plan.turned),
-        untied=tuple(replace(one, shape=()) for one in plan.untied),
-        settings={one.name: one.value for one in plan.settings if one not in sizes},
+        centre=tuple(dict.fromkeys(tensors)),
+        centring_ops=tuple(dict.fromkeys(values)),
+        widen=plan.widened,
+        merge=(*plan.merged, *plan.unmerged),
+        rotate=tuple(_turned_basis(basis, config) for basis in plan.turned),
+        untie=tuple(replace(one, shape=()) for one in plan.untied),
+        config={one.name: one.value for one in plan.settings if one not in sizes},
         outputs=plan.outputs,
         entry_inputs=plan.entry_inputs,
         unproven=plan.unproven,
-        calls=plan.covered.forms if plan.covered else (),
+        calls=tuple(map(call_text.to_text, plan.covered.forms)) if plan.covered else (),
     )
 
 
 def merge_recipes(recipes: Iterable[Recipe]) -> Recipe:
-    """One recipe for a family: the variants of all ``recipes``, without options and records.
+    """One recipe for a family: the variants of all ``recipes``, without options and versions.
 
     Raises ``RecipeError`` if two variants differ but have the same class and conditions, or if the
     recipes are for different model types.
@@ -131,7 +131,7 @@ def merge_recipes(recipes: Iterable[Recipe]) -> Recipe:
             variants.append(variant)
     if len({recipe.model_type for recipe in found}) != 1:
         raise RecipeError("a recipe is for one model type: pass recipes of one family")
-    return Recipe(found[0].model_type, tuple(variants))
+    return Recipe(version=VERSION, model_type=found[0].model_type, variants=tuple(variants))
 
 
 def plan_layers(plan: Plan) -> dict[str, int]:
@@ -149,12 +149,15 @@ def _verdict(verdict: Verdict) -> Verdict:
 
 
 def _turned_basis(basis: Basis, config: Mapping[str, Any]) -> TurnedBasis:
-    size = symbolic(Axis(0, 0, 1, basis.size, 1), None, config).size
-    tensors = tuple(_centred_tensor(one, config) for one in basis.tensors)
     return TurnedBasis(
-        basis.name, basis.kind, size or basis.size, basis.fixes_ones, tensors,
-        basis.norms, basis.inputs,
-    )  # fmt: skip
+        parameter=basis.name,
+        kind=basis.kind,
+        size=name_size(basis.size, config),
+        fixes_ones=basis.fixes_ones,
+        norms=basis.norms,
+        inputs=basis.inputs,
+        tensors=tuple(_centred_tensor(one, config) for one in basis.tensors),
+    )
 
 
 def _joined_tensors(basis: TurnedBasis, layers: Mapping[str, int]) -> TurnedBasis:
@@ -172,13 +175,19 @@ def _joined_tensors(basis: TurnedBasis, layers: Mapping[str, int]) -> TurnedBasi
 
 
 def _centred_tensor(writer: EditedTensor, config: Mapping[str, Any]) -> CentredTensor:
-    axis = symbolic(writer.axis, writer.shape[writer.axis.dim], config)
-    held = symbolic(writer.held, None, config) if writer.held else None
-    return CentredTensor(writer.parameter, writer.tensor, axis, held, writer.scale)
+    span = symbolic(writer.axis, writer.shape[writer.axis.dim], config)
+    return CentredTensor(
+        **vars(span),
+        parameter=writer.parameter,
+        tensor=writer.tensor,
+        held=symbolic(writer.held, None, config) if writer.held else None,
+        scale=writer.scale,
+    )
 
 
 def _centred_value(op: Centring, config: Mapping[str, Any]) -> CentredValue:
-    return CentredValue(op.module, op.place, symbolic(op.axis, None, config), op.reason)
+    span = symbolic(op.axis, None, config)
+    return CentredValue(**vars(span), module=op.module, place=op.place, reason=op.reason)
 
 
 # One line for every layer.
@@ -217,7 +226,7 @@ def _joined_layers(lines: Iterable[L], layers: Mapping[str, int]) -> tuple[L, ..
         others = zip(members, general, strict=True)
         found += [best, *(line for line, forms in others if best not in forms)]
         found += [
-            CentredTensor(fill(best.parameter, numbers), fill(best.tensor, numbers))
+            CentredTensor(parameter=fill(best.parameter, numbers))
             for numbers in missing
             if isinstance(best, CentredTensor)
         ]

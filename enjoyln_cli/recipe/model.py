@@ -1,20 +1,21 @@
 """The data of a recipe: the edits of a plan, written so that they fit every model of a family.
 
-Most edits are the plan's own dataclasses with placeholders in their names. Fields that depend on
-the proof or on the tensors of one model are left out: ``needs``, ``mlps`` and ``path`` of a
-verdict, ``features`` of a widening, ``shape`` of a copy. Edits with sizes have classes of their own
-here, because a recipe can give a size by the name of a config attribute.
+The fields are the keys of the file (see ``read``). Most edits are the plan's own dataclasses with
+placeholders in their names. Edits with axes have classes of their own here, because a recipe can
+give a size by the name of a config attribute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from enjoyln_cli.errors import RecipeError
-from enjoyln_cli.plan.covered_calls import CallForm
+from enjoyln_cli.plan import call_text
+from enjoyln_cli.plan.covered_calls import PLAIN_TYPES
 from enjoyln_cli.plan.plan import (
     PLAIN,
     BasisKind,
@@ -27,7 +28,8 @@ from enjoyln_cli.plan.plan import (
     Verdict,
     Widening,
 )
-from enjoyln_cli.recipe.templates import Number, Span
+from enjoyln_cli.plan.schema import NOT_STORED, Discriminator, Tag, checked, number, quote
+from enjoyln_cli.recipe.spans import Size, Span
 from enjoyln_cli.text import did_you_mean
 
 VERSION = 1
@@ -36,98 +38,170 @@ KEPT_BY_RECIPE = "the recipe keeps it"
 """The reason of a norm that the recipe keeps without giving a reason."""
 
 
-@dataclass(frozen=True)
-class CentredTensor:
-    """A ``plan.Writer`` of any size. Without an axis, the tensor is not centred."""
+def _version(value: int) -> int:
+    if value != VERSION:
+        raise ValueError(f"{value} is not {VERSION}, the only version that can be read")
+    return value
 
+
+def _word(value: str) -> str:
+    if not re.fullmatch(r"[\w-]{1,200}", value, re.ASCII):
+        raise ValueError(f"{quote(value)} is not a name of letters, digits, _ and -")
+    return value
+
+
+def _plain_value(value: Any) -> Any:
+    if type(value) not in PLAIN_TYPES:
+        raise ValueError(f"{quote(value)} instead of one line of text, a number, true or false")
+    return value
+
+
+def _setting(value: Any) -> Any:
+    if type(value) not in (bool, int):
+        raise ValueError(f"{quote(value)} instead of a whole number, true or false")
+    return value
+
+
+def _call(value: str) -> str:
+    call_text.from_text(value)
+    return value
+
+
+Word = Annotated[str, checked(_word)]
+Words = tuple[Word, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentredTensor(Span):
+    """A ``plan.Writer`` of any size. Without ``dim``, the parameter is left as it is."""
+
+    dim: Annotated[int, number(0, 7)] | None = None  # type: ignore[assignment]
     parameter: str
-    tensor: str
-    """If it has more placeholders than ``parameter``, several tensors make up the parameter."""
-    axis: Span | None = None
+    tensor: str = ""
+    """The stored name, by default ``parameter``. If it has more placeholders than that, several
+    tensors make up the parameter."""
     held: Span | None = None
     scale: Scale | None = None
 
+    def __post_init__(self) -> None:
+        """Set the default of ``tensor``. Raise ``ValueError`` for an axis without ``dim``."""
+        object.__setattr__(self, "tensor", self.tensor or self.parameter)
+        if self.dim is None and (self.size or self.outer or self.start or self.scale or self.held):
+            raise ValueError("the key dim is missing")
 
-@dataclass(frozen=True)
-class CentredValue:
-    """A ``plan.Centring`` of any size."""
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """Where a centring operation is added: to what a module returns, or to its first input."""
 
     module: str
     place: Place
-    axis: Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentredValue(Span, Operation):
+    """A ``plan.Centring`` of any size."""
+
     reason: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TurnedBasis:
     """A ``plan.Basis`` of any size that is turned; its tensors are those to turn."""
 
     parameter: str
     """The name of the basis."""
     kind: BasisKind
-    size: Number
-    fixes_ones: bool
-    tensors: tuple[CentredTensor, ...]
+    size: Size
+    fixes_ones: bool = False
     norms: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
+    tensors: tuple[CentredTensor, ...]
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` if a tensor has no axis."""
+        if not self.tensors or any(tensor.dim is None for tensor in self.tensors):
+            raise ValueError("it needs tensors, each with a dim")
 
 
-Line = Verdict | CentredTensor | CentredValue | Widening | Merge | UnmergedNorm | TurnedBasis
+Line = (
+    Verdict
+    | CentredTensor
+    | CentredValue
+    | Widening
+    | Merge
+    | UnmergedNorm
+    | TurnedBasis
+    | UntiedParameter
+)
 """One edit of a recipe: for one name, or with placeholders for the same name in every layer."""
 
 
 def name_of(line: Line) -> str:
     """The norm, parameter or module that a line is about."""
-    if isinstance(line, (CentredTensor, TurnedBasis)):
+    if isinstance(line, (CentredTensor, TurnedBasis, UntiedParameter)):
         return line.parameter
     if isinstance(line, CentredValue):
         return line.module
     return line.second.parameter if isinstance(line, Widening) else line.norm
 
 
+def _merged_or_not(data: Any) -> str:
+    return "UnmergedNorm" if isinstance(data, dict) and "reason" in data else "Merge"
+
+
+MergeLine = Annotated[
+    Annotated[Merge, Tag("Merge")] | Annotated[UnmergedNorm, Tag("UnmergedNorm")],
+    Discriminator(_merged_or_not),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """The edits for one model class under some config attributes. See ``plan.Plan``."""
 
-    model_class: str
-    classes: tuple[str, ...]
-    when: Mapping[str, Any] = field(default_factory=dict)
-    norms: tuple[Verdict, ...]
-    writers: tuple[CentredTensor, ...] = ()
-    ops: tuple[CentredValue, ...] = ()
-    widened: tuple[Widening, ...] = ()
-    merged: tuple[Merge | UnmergedNorm, ...] = ()
-    bases: tuple[TurnedBasis, ...] = ()
-    untied: tuple[UntiedParameter, ...] = ()
-    settings: Mapping[str, bool | int] = field(default_factory=dict)
-    """New values of ``config.json`` entries, by name."""
+    model_class: Word
+    classes: Words = ()
+    """By default ``model_class`` alone."""
     outputs: tuple[str, ...] = ()
-    entry_inputs: tuple[str, ...] = ()
+    when: Mapping[str, Annotated[Any, checked(_plain_value)]] = field(default_factory=dict)
+    norms: tuple[Verdict, ...]
+    centre: tuple[CentredTensor, ...] = ()
+    centring_ops: tuple[CentredValue, ...] = ()
+    merge: tuple[MergeLine, ...] = ()
+    widen: tuple[Widening, ...] = ()
+    rotate: tuple[TurnedBasis, ...] = ()
+    untie: tuple[UntiedParameter, ...] = ()
+    config: Mapping[str, Annotated[Any, checked(_setting)]] = field(default_factory=dict)
+    """New values of ``config.json`` entries, by name."""
+    entry_inputs: Words = ()
     unproven: tuple[str, ...] = ()
-    calls: tuple[CallForm, ...] = ()
+    calls: tuple[Annotated[str, checked(_call)], ...] = ()
     """The only calls that are proven; empty if proven calls are not limited to a list."""
+
+    def __post_init__(self) -> None:
+        """Set the default of ``classes``."""
+        object.__setattr__(self, "classes", self.classes or (self.model_class,))
+
+
+def _some(variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
+    if not variants:
+        raise ValueError("it is empty; a recipe has at least one")
+    return variants
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """Facts about the model that was folded: sizes, other norms, and versions of packages."""
-
-    layers: Mapping[str, int] = field(default_factory=dict)
-    config: Mapping[str, int] = field(default_factory=dict)
-    other_norms: Mapping[str, int] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Recipe:
-    """The recipe of a family (several variants, no record) or of a fold (one variant, a record)."""
+    """The recipe of a family (several variants) or of a fold (one variant)."""
 
-    model_type: str
-    variants: tuple[Variant, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    record: Record | None = None
-    where: str = field(default="the recipe", compare=False)
-    """The name of the recipe in messages."""
+    version: Annotated[int, checked(_version)]
+    model_type: Word
+    variants: Annotated[tuple[Variant, ...], checked(_some)]
+    options: Options = PLAIN
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """The versions of the packages that made it."""
+    where: Annotated[str, NOT_STORED] = field(default="the recipe", compare=False)
+    """The name of the recipe in messages; it is not in the file."""
 
 
 @contextmanager
@@ -144,13 +218,6 @@ def as_mapping(config: Any) -> Mapping[str, Any]:
     if config is None or isinstance(config, Mapping):
         return config or {}
     return config.to_dict()
-
-
-def sizes_by_name(recipe: Recipe, config: Any) -> Mapping[str, Any]:
-    """The config that gives named sizes: ``config``, or else the recipe's record."""
-    if config is not None:
-        return as_mapping(config)
-    return recipe.record.config if recipe.record else {}
 
 
 def variant_for(recipe: Recipe, model_type: str, model_class: str, config: Any = None) -> Variant:
@@ -210,30 +277,3 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """Advice about an unknown name: a similar known one, or what to do otherwise."""
     remedy = "remove it, or use the recipe with the model it was made for"
     return did_you_mean(name, known, 1) or remedy
-
-
-def options_data(options: Options) -> dict[str, Any]:
-    """The options that differ from the default, as a recipe stores them."""
-    return {name: value for name, value in vars(options).items() if value != vars(PLAIN)[name]}
-
-
-def options_asked(recipe: Recipe) -> Options:
-    """The options of a recipe. Raises ``RecipeError`` for an unknown option or value."""
-    known: dict[str, Callable[[Any], bool]] = {
-        "widen_mlp": lambda value: isinstance(value, bool),
-        "widen_to": lambda value: type(value) is int and value > 0,
-        "merge": lambda value: value in ("bias", "affine"),
-        "untie": lambda value: isinstance(value, bool),
-        "fold": lambda value: isinstance(value, bool),
-        "rotate": lambda value: isinstance(value, bool),
-        "values": lambda value: isinstance(value, bool),
-        "seed": lambda value: type(value) is int,
-        "matrix": lambda value: isinstance(value, str),
-    }
-    for name, value in recipe.options.items():
-        if name not in known or not known[name](value):
-            raise RecipeError(
-                f"{recipe.where}: options: {name}: {value!r:.60} is not a known option with a "
-                "valid value; remove it"
-            )
-    return replace(PLAIN, **recipe.options)

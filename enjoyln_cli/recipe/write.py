@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
-from enjoyln_cli.plan import call_text
-from enjoyln_cli.plan.plan import (
-    GrownParameter,
-    Merge,
-    NamedParameter,
-    Reader,
-    Scale,
-    UnmergedNorm,
-    UntiedParameter,
-    Verdict,
-    Widening,
-)
-from enjoyln_cli.recipe.model import VERSION, CentredTensor, Recipe, TurnedBasis, Variant
-from enjoyln_cli.recipe.templates import axis_data
+from enjoyln_cli.plan import schema
+from enjoyln_cli.recipe.model import Recipe
+from enjoyln_cli.recipe.read import KEYED, SHORT_FORMS
 from enjoyln_cli.recipe.yaml_text import Inline, Row, dump
+
+DERIVED = frozenset({"needs", "mlps", "path", "shape"})
+"""Fields of a plan that the next proof finds again."""
+
+_LINES = 4
+"""The level of the lines of a section: ``variants``, one of them, the section, a line."""
 
 _HEAD = """\
 # The LayerNorms of {model_type} that become RMSNorm, and the edits that keep the function the same.
@@ -31,114 +25,61 @@ _HEAD = """\
 
 def dump_recipe(recipe: Recipe) -> str:
     """The canonical text: the same recipe always gives the same bytes."""
-    data: dict[str, Any] = {"version": VERSION, "model_type": recipe.model_type}
-    data["variants"] = [_variant(variant) for variant in recipe.variants]
-    if recipe.options:
-        data["options"] = dict(sorted(recipe.options.items()))
-    if recipe.record:
-        sections = vars(recipe.record).items()
-        data["record"] = {key: Inline(sorted(value.items())) for key, value in sections if value}
-    return _HEAD.format(model_type=recipe.model_type) + dump(data)
+    data = schema.plain(recipe, {*DERIVED, "where"})
+    return _HEAD.format(model_type=recipe.model_type) + dump(_layout(_in_short(data)))
 
 
-def _variant(variant: Variant) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "model_class": variant.model_class,
-        "classes": Row(variant.classes),
-        "outputs": Row(variant.outputs),
-        "when": Inline(sorted(variant.when.items())),
-        "norms": {line.norm: _norm(line) for line in variant.norms},
-        "centre": _writers(variant.writers),
-        "centring_ops": [
-            {"module": op.module, "place": op.place, **axis_data(op.axis), "reason": op.reason}
-            for op in variant.ops
-        ],
-        "merge": {
-            line.norm: _kept(line) if isinstance(line, UnmergedNorm) else merge_data(line)
-            for line in variant.merged
-        },
-        "widen": {line.second.tensor: Inline(widening_data(line)) for line in variant.widened},
-        "rotate": {line.parameter: _basis(line) for line in variant.bases},
-        "untie": {line.tensor: Inline(untied_data(line)) for line in variant.untied},
-        "config": Inline(sorted(variant.settings.items())),
-        "entry_inputs": Row(variant.entry_inputs),
-        "unproven": Row(variant.unproven),
-        "calls": [call_text.to_text(form) for form in variant.calls],
-    }
-    return {key: value for key, value in data.items() if value or key == "norms"}
+def _in_short(data: Any, field: str = "") -> Any:
+    """The data with mappings for the lists of ``KEYED``, and with short forms."""
+    if isinstance(data, dict):
+        return {key: _in_short(item, key) for key, item in data.items()}
+    if not isinstance(data, list):
+        return data
+    key = KEYED.get(field)
+    if key is None or not all(isinstance(item, dict) for item in data):
+        return [_in_short(item) for item in data]
+    lines: dict[str, list[Any]] = {}
+    for item in data:
+        rest = {name: value for name, value in item.items() if name != key}
+        lines.setdefault(item[key], []).append(_short_line(field, _in_short(rest)))
+    return {name: found[0] if len(found) == 1 else found for name, found in lines.items()}
 
 
-def _norm(line: Verdict) -> Any:
-    if line.status == "kept":
-        return _kept(line)
-    return Inline({"fold_with": Row(line.ops)}) if line.ops else "fold"
+def _short_line(field: str, line: dict[str, Any]) -> Any:
+    for word, full in SHORT_FORMS.get(field, {}).items():
+        if line == full:
+            return word
+    if "ops" in line and field == "norms":
+        return {"fold_with": line["ops"]}
+    if "reason" in line and field in ("norms", "merge"):
+        culprit = {"culprit": line["culprit"]} if "culprit" in line else {}
+        return {"keep": line["reason"], **culprit}
+    return line
 
 
-def _kept(line: Verdict | UnmergedNorm) -> Any:
-    if not line.reason:
-        return "keep"
-    return {"keep": line.reason} | ({"culprit": line.culprit} if line.culprit else {})
+def _layout(data: Any, level: int = 0, field: str = "") -> Any:
+    """The data with those mappings and lists marked that stand on one line.
+
+    A line of a section stands on one line, unless it gives a reason or has lines of its own.
+    """
+    depth = _depth(data)
+    listed = isinstance(data, list) and (depth > 1 or any(len(str(item)) > 50 for item in data))
+    explained = isinstance(data, dict) and not data.keys().isdisjoint({"keep", "reason"})
+    section = isinstance(data, dict) and field in KEYED
+    if level and not (listed or explained or section) and depth <= (1 if level < _LINES else 2):
+        return _on_one_line(data)
+    if isinstance(data, dict):
+        return {key: _layout(item, level + 1, key) for key, item in data.items()}
+    return [_layout(item, level + 1) for item in data]
 
 
-def _writers(lines: tuple[CentredTensor, ...]) -> dict[str, Any]:
-    """One entry for each tensor: its axis, or a list if several parts of it are centred."""
-    found: defaultdict[str, list[Any]] = defaultdict(list)
-    for line in lines:
-        found[line.tensor].append(_writer(line))
-    return {name: data[0] if len(data) == 1 else data for name, data in found.items()}
+def _on_one_line(data: Any) -> Any:
+    if isinstance(data, dict):
+        return Inline({key: _on_one_line(item) for key, item in data.items()})
+    return Row([_on_one_line(item) for item in data]) if isinstance(data, list) else data
 
 
-def _basis(line: TurnedBasis) -> dict[str, Any]:
-    data: dict[str, Any] = {"kind": line.kind, "size": line.size}
-    data |= {"fixes_ones": True} if line.fixes_ones else {}
-    data |= {"norms": Row(line.norms)} if line.norms else {}
-    data |= {"inputs": Row(line.inputs)} if line.inputs else {}
-    return data | {"tensors": _writers(line.tensors)}
-
-
-def _writer(line: CentredTensor) -> Any:
-    parameter = _parameter("parameter", line)
-    if line.axis is None:
-        return Inline({"leave": True} | parameter) if parameter else "leave"
-    held = {"held": Inline(axis_data(line.held))} if line.held else {}
-    return Inline(axis_data(line.axis) | parameter | held | _named("scale", line.scale))
-
-
-def merge_data(line: Merge) -> dict[str, Any]:
-    """The parameters of a norm that are merged, and the layers that they are merged into."""
-    data: dict[str, Any] = {"weight": line.weight} if line.weight else {}
-    data |= {"one_plus": True} if line.offset else {}
-    data |= {"bias": line.bias} if line.bias else {}
-    data |= {"divided": line.divided} if line.divided else {}
-    return data | {"into": [_reader(reader) for reader in line.readers]}
-
-
-def _reader(reader: Reader) -> Any:
-    weight = _named("weight", reader.weight)
-    held = {} if reader.held is None else {"held": reader.held}
-    return Inline(weight | {"dim": reader.dim} | held | _named("bias", reader.bias))
-
-
-def widening_data(line: Widening) -> dict[str, Any]:
-    """How an MLP grows, without the key: the weight that reads its hidden units."""
-    data: dict[str, Any] = {"dim": line.second.dim} | _parameter("parameter", line.second)
-    data |= _named("first", line.first) | _named("bias", line.bias)
-    data |= {"attribute": line.attribute, "from": line.size, "to": line.to}
-    return data if line.subtracts else data | {"zeros": True}
-
-
-def untied_data(line: UntiedParameter) -> dict[str, Any]:
-    """The tensor that an untied tensor is a copy of."""
-    source = {} if line.source == line.stored else {"source": line.source}
-    return {"copy_of": line.stored} | _parameter("parameter", line) | source
-
-
-def _named(key: str, one: NamedParameter | GrownParameter | Scale | None) -> dict[str, Any]:
-    """A stored tensor, and its parameter name in the class if that differs."""
-    return {key: one.tensor} | _parameter(f"{key}_parameter", one) if one else {}
-
-
-def _parameter(
-    key: str, one: NamedParameter | GrownParameter | Scale | UntiedParameter | CentredTensor
-) -> dict[str, Any]:
-    return {} if one.parameter == one.tensor else {key: one.parameter}
+def _depth(data: Any) -> int:
+    """How many mappings and lists are inside each other."""
+    inside = data.values() if isinstance(data, dict) else data
+    return 1 + max(map(_depth, inside), default=0) if isinstance(data, (dict, list)) else 0

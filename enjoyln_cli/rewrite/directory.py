@@ -42,6 +42,7 @@ from enjoyln_cli.checkpoint.result_files import (
     FILE,
     FOLDER,
     MATRIX_FILE,
+    PLAN_FILE,
     RECIPE_FILE,
     is_own,
 )
@@ -51,6 +52,7 @@ from enjoyln_cli.fs.digests import digest_of_data, digest_of_file, digest_of_ten
 from enjoyln_cli.fs.staging import RESULT, clear, staged_output, work_of
 from enjoyln_cli.plan.edits import Edit
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.recipe.stored_plan import plan_text
 from enjoyln_cli.rewrite.journal import Journal
 from enjoyln_cli.rewrite.preconditions import check_edits
 from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup
@@ -178,6 +180,7 @@ def fold_checkpoint(
         config = _result_config(config, plan, source, options)
         (inner / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (inner / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
+        (inner / PLAN_FILE).write_text(plan_text(plan), encoding="utf-8")
         given = {basis.name: basis.given.values for basis in plan.turned if basis.given}
         if given:
             (inner / FOLDER).mkdir(exist_ok=True)

@@ -22,12 +22,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from enjoyln_cli.checkpoint.result_files import RECIPE_FILE
+from enjoyln_cli.checkpoint.result_files import PLAN_FILE, RECIPE_FILE
 from enjoyln_cli.errors import NotCentred, UnsupportedModel
 from enjoyln_cli.fs.whole_file import write_whole
 from enjoyln_cli.models.holders import models_in
 from enjoyln_cli.models.sharding import sharded_modules
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.recipe.stored_plan import plan_text
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.entries import entry_of
 from enjoyln_cli.runtime.install import install
@@ -221,4 +222,5 @@ class SaveWithRecipe:
             folder = Path(save_directory)
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / RECIPE_FILE, recipe_in_training(self.model, self.plan))
+            write_whole(folder / PLAN_FILE, plan_text(self.plan))
         return type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)

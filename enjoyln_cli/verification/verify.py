@@ -45,7 +45,7 @@ from enjoyln_cli.checkpoint.config import load_config, raw_config, require_unfol
 from enjoyln_cli.checkpoint.headers import DTYPES
 from enjoyln_cli.checkpoint.marker import Marker, read_marker
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
-from enjoyln_cli.checkpoint.result_files import RECIPE_FILE, VERIFY_FILE, verified_files
+from enjoyln_cli.checkpoint.result_files import MATRIX_FILE, VERIFY_FILE, verified_files
 from enjoyln_cli.checkpoint.source import Source, open_source
 from enjoyln_cli.clock import Clock, Progress
 from enjoyln_cli.comparison.embedding import embedder
@@ -56,6 +56,7 @@ from enjoyln_cli.events import Event, default_listener, write_or_warn
 from enjoyln_cli.fs.digests import digest_of_file
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.recipe.stored_plan import read_plan
 from enjoyln_cli.rotation.given_matrices import give_matrices
 from enjoyln_cli.verification.config_differences import differing_settings
 from enjoyln_cli.verification.nonfinite import failure
@@ -162,7 +163,7 @@ def verify(
     The parameters:
 
     * ``against``: the original; by default the one that the marker of ``out`` names.
-    * ``plan``: the plan that ``out`` was made by; by default its recipe.
+    * ``plan``: the plan that ``out`` was made by; by default the stored one.
     * ``text``: a UTF-8 file of running text. ``images``: image files. Seeded inputs are added if a
       stable ratio needs more.
     * ``samples``: another number of inputs, or a UTF-8 file with one text on each line.
@@ -203,7 +204,7 @@ def verify(
     original = original_of(folded.source, marker, against, revision, access)
     stored = _stored_dtype(folded)
     compute = stored if dtype is None else _as_dtype(dtype)
-    plan = plan or _plan_of(folded, trust_remote_code)
+    plan = plan or _plan_of(folded, marker)
     if max_ratio is None:
         max_ratio = ROTATED_RATIO if plan.turned else RATIO
     if marker.trained:
@@ -302,17 +303,9 @@ def original_of(
     return open_checkpoint(source)
 
 
-def _plan_of(folded: Checkpoint, trust_remote_code: bool) -> Plan:
-    from enjoyln_cli.recipe.read import load_recipe
-    from enjoyln_cli.recipe.to_plan import to_plan
-
-    shapes = {name: stored.shape for name, stored in folded.tensors.items()}
-    config = load_config(folded.source, trust_remote_code)
-    recipe = load_recipe(folded.source.path / RECIPE_FILE)
-    plan = to_plan(recipe, shapes, config=config)
-    if matrix := recipe.options.get("matrix"):
-        plan = give_matrices(plan, folded.source.path / str(matrix))
-    return plan
+def _plan_of(folded: Checkpoint, marker: Marker) -> Plan:
+    plan, matrices = read_plan(folded, marker.covered), folded.source.path / MATRIX_FILE
+    return give_matrices(plan, matrices) if matrices.is_file() else plan
 
 
 def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -210,7 +210,7 @@ def test_the_recipe_names_experts_in_one_line_and_serves_the_check(tmp_path: Pat
     stored.save_pretrained(tmp_path / "source")
     fold(tmp_path / "source", tmp_path / "out", verify=False)
     (variant,) = load_recipe(tmp_path / "out" / "enjoyln_recipe.yaml").variants
-    lines = [line for line in variant.writers if "experts" in line.tensor]
+    lines = [line for line in variant.centre if "experts" in line.tensor]
     assert [line.tensor for line in lines] == [
         "model.layers.{i}.block_sparse_moe.experts.{j}.w2.weight"
     ]

@@ -471,7 +471,7 @@ def test_a_recipe_is_followed_or_refused() -> None:
     assert differences(recipe, plan, config=GPT2) == ()
     with pytest.raises(
         RecipeError,
-        match="the recipe unties it: {copy_of: transformer.wte.weight}, the proof does not",
+        match="the recipe unties it from {source: transformer.wte.weight}, the proof does not",
     ):
         follow(recipe, tied, config=GPT2)
     with pytest.raises(
@@ -487,7 +487,7 @@ def test_a_recipe_is_followed_or_refused() -> None:
 def test_the_recipe_of_a_result_repeats_it(tmp_path: Path) -> None:
     first = convert(CHECKPOINTS / "gpt2", tmp_path / "a", options=UNTIE, verify=False).out
     recipe = first / "enjoyln_recipe.yaml"
-    assert load_recipe(recipe).options == {"untie": True}
+    assert load_recipe(recipe).options == Options(untie=True)
     convert(CHECKPOINTS / "gpt2", tmp_path / "b", recipe=recipe, verify=False)
     for name in ("model.safetensors", "config.json", "enjoyln_recipe.yaml"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -496,7 +496,8 @@ def test_the_recipe_of_a_result_repeats_it(tmp_path: Path) -> None:
     edited = tmp_path / "mine.yaml"
     edited.write_text(text.replace("copy_of: transformer.wte", "copy_of: transformer.wpe"))
     with pytest.raises(
-        RecipeError, match="lm_head.weight: the recipe unties it: {copy_of: transformer.wpe.weight}"
+        RecipeError,
+        match="lm_head.weight: the recipe unties it from {source: transformer.wpe.weight}",
     ):
         convert(CHECKPOINTS / "gpt2", tmp_path / "c", recipe=edited)
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from live_models import CHECKPOINTS
 from rounding import IDENTITY, TIMES, as_exact, in_float64, relative
 from safetensors.torch import load_file
-from stored_files import changed
+from stored_files import changed, stored_plan
 from tiny_models import BERT, calls, converted, live
 from transformers import CONFIG_MAPPING, AutoConfig, BertConfig, BertForMaskedLM, BertModel
 from widening_cases import BART, DISTIL, FAMILY, WIDEN
@@ -36,7 +36,6 @@ from enjoyln_cli.plan.plan import Widening
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe
 from enjoyln_cli.recipe.templates import rename_in
-from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.in_memory import centre_parameters
@@ -252,11 +251,10 @@ def test_a_forced_wrong_widening_is_refuted(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_recipe_says_it_all(outs: dict[str, Path]) -> None:
     recipe = load_recipe(outs["float32"] / "enjoyln_recipe.yaml")
-    assert recipe.options == {"widen_mlp": True}
-    (line,) = recipe.variants[0].widened
+    assert recipe.options == WIDEN
+    (line,) = recipe.variants[0].widen
     assert line.second.parameter == "bert.encoder.layer.{i}.output.dense.weight"
-    tensors = load_file(outs["float32"] / "model.safetensors")
-    plan = to_plan(recipe, {name: tensor.shape for name, tensor in tensors.items()})
+    plan = stored_plan(outs["float32"])
     proven = analyze_config(BertConfig.from_pretrained(SOURCE), options=WIDEN).plan
     assert (plan.widened, plan.settings) == (proven.widened, proven.settings)
     assert {writer.shape for writer in plan.writers} == {(80, 320), (80,)}
@@ -274,7 +272,7 @@ def asking(out: Path, into: Path, edit: Callable[[Widening], tuple[Widening, ...
     """The recipe of ``out`` with another line for the MLPs."""
     recipe = load_recipe(out / "enjoyln_recipe.yaml")
     (variant,) = recipe.variants
-    variant = replace(variant, widened=edit(variant.widened[0]))
+    variant = replace(variant, widen=edit(variant.widen[0]))
     into.write_text(dump_recipe(replace(recipe, variants=(variant,))))
     return into
 
@@ -287,9 +285,12 @@ def with_second(line: Widening, name: str) -> Widening:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda line: (replace(line, to=336),), "from: 320, to: 336.*the proof.*to: 328"),
-        (lambda line: (replace(line, size=312),), "from: 312, to: 328.*the proof.*from: 320"),
-        (lambda line: (replace(line, subtracts=False),), "zeros: true.*the proof"),
+        (lambda line: (replace(line, to=336),), "size: 320, to: 336.*the proof.*to: 328"),
+        (lambda line: (replace(line, size=312),), "size: 312, to: 328.*the proof.*size: 320"),
+        (
+            lambda line: (replace(line, subtracts=False),),
+            "subtracts: false.*the proof.*subtracts: true",
+        ),
         (
             lambda line: (replace(line, attribute="hidden_size"),),
             "attribute: hidden_size.*the proof.*attribute: intermediate_size",
@@ -301,7 +302,6 @@ def with_second(line: Widening, name: str) -> Widening:
             "also sets the hidden units of bert.encoder.layer.0.output.dense.weight",
         ),
         (lambda line: (), "needs the MLP of bert.encoder.layer.0.output.dense.weight"),
-        (lambda line: (replace(line, to=322),), "to: .*322"),
     ],
 )
 def test_a_recipe_that_asks_for_something_else(

@@ -82,7 +82,7 @@ def stream(hub: Hub, home: Path, model: str, out: Path, *options: object, **sett
 
 def weights(folder: Path) -> dict[str, str]:
     """Digests of those files of a result that do not depend on how it was downloaded."""
-    names = [*folder.glob("model*"), folder / "config.json", folder / "enjoyln_recipe.yaml"]
+    names = [*folder.glob("model*"), folder / "config.json", *folder.glob("enjoyln_[pr]*")]
     return {path.name: sha256(path.read_bytes()) for path in names}
 
 

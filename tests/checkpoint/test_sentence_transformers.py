@@ -25,7 +25,8 @@ from enjoyln_cli.publish.push import publishing_objection
 WIDTH = 24
 TOKENIZER = CHECKPOINTS / "bert"
 MODULES = "sentence_transformers.models"
-CHANGED = {"config.json", "model.safetensors", "enjoyln_recipe.yaml", "enjoyln_verify.json"}
+RECORDS = {"enjoyln_plan.json", "enjoyln_recipe.yaml", "enjoyln_verify.json"}
+CHANGED = {"config.json", "model.safetensors"} | RECORDS
 
 
 def write(path: Path, content: Any) -> None:

@@ -220,6 +220,7 @@ def test_fold_says_what_it_did_and_what_comes_next(folded: Path) -> None:
 def test_fold_leaves_a_whole_checkpoint(folded: Path) -> None:
     names = {path.name for path in folded.iterdir()}
     assert names == {path.name for path in Path(GPT2).iterdir()} | {
+        "enjoyln_plan.json",
         "enjoyln_recipe.yaml",
         "enjoyln_verify.json",
         "README.md",

@@ -18,6 +18,7 @@ from fold_cases import written
 from live_models import CHECKPOINTS
 from rounding import as_exact
 from safetensors.torch import load_file, save_file
+from stored_files import stored_plan
 from tiny_models import GPT2, TOKENS, live
 
 from enjoyln_cli import from_pretrained, verify
@@ -40,7 +41,6 @@ from enjoyln_cli.plan.rotation import Rotation
 from enjoyln_cli.recipe.compare import differences
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe
-from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.rewrite import steps
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
@@ -114,15 +114,12 @@ def test_folded_and_rotated_it_runs_rms_norm(tmp_path: Path) -> None:
 
 
 def test_the_recipe_gives_the_plan_back(out: Path) -> None:
-    plan, config = (
-        plan_of("gpt2", replace(ROTATED, seed=3)),
-        json.loads((out / "config.json").read_text()),
-    )
+    plan = plan_of("gpt2", replace(ROTATED, seed=3))
     recipe = load_recipe(out / "enjoyln_recipe.yaml")
-    again = to_plan(recipe, {n: tuple(t.shape) for n, t in written(out).items()}, config=config)
+    again = stored_plan(out)
     assert again.seed == 3 and edits.edits_of(again) == edits.edits_of(plan)
     config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "gpt2")
-    text = dump_recipe(recipe_of(plan, config=config, options=dict(recipe.options)))
+    text = dump_recipe(recipe_of(plan, config=config, options=recipe.options))
     assert text == (out / "enjoyln_recipe.yaml").read_text()
     assert not differences(recipe, plan, config=config)
 
@@ -172,9 +169,11 @@ def test_a_recipe_chooses_what_turns(out: Path, tmp_path: Path) -> None:
     assert [basis.kind for basis in result.plan.turned] == ["stream"]
     wrong = text.replace("transformer.wpe.weight: {dim: 1}", "transformer.wpe.weight: {dim: 0}")
     (tmp_path / "wrong.yaml").write_text(wrong)
-    with pytest.raises(RecipeError, match=r"transformer.wte.weight: the recipe turns the stream"):
+    with pytest.raises(
+        RecipeError, match=r"transformer.wte.weight: the recipe turns it: {kind: stream"
+    ):
         convert(CHECKPOINTS / "gpt2", tmp_path / "no", recipe=tmp_path / "wrong.yaml")
-    with pytest.raises(RecipeError, match="sideways' is none of stream, heads, values"):
+    with pytest.raises(RecipeError, match="'sideways' instead of 'stream', 'heads' or 'values'"):
         parse_recipe(text.replace("kind: stream", "kind: sideways"), where="here")
 
 
@@ -223,14 +222,15 @@ def test_a_wrong_matrix_does_not_pass(
     assert not (tmp_path / "out").exists()
 
 
-def test_another_matrix_than_the_recipes_does_not_pass(out: Path, tmp_path: Path) -> None:
-    """Each of the two results is right; together with the other's recipe they are not."""
+def test_another_matrix_than_the_plans_does_not_pass(out: Path, tmp_path: Path) -> None:
+    """Each of the two results is right; together with the other's plan they are not."""
     source = open_source(str(CHECKPOINTS / "gpt2"), weights=True)
     plan = plan_of("gpt2", replace(ROTATED, seed=5))
     fold_checkpoint(
-        open_checkpoint(source), plan, tmp_path / "out",
-        recipe_text=(out / "enjoyln_recipe.yaml").read_text(),
+        open_checkpoint(source), plan, tmp_path / "out", recipe_text="",
     )  # fmt: skip
+    assert verify(tmp_path / "out", samples=2, write=False).passed
+    (tmp_path / "out" / "enjoyln_plan.json").write_bytes((out / "enjoyln_plan.json").read_bytes())
     found = verify(tmp_path / "out", samples=2)
     assert not found.passed and "not what the recipe makes" in found.failures[0]
 

@@ -23,7 +23,8 @@ from enjoyln_cli.analysis.analyze import analyze_module
 from enjoyln_cli.checkpoint.marker import read_marker
 from enjoyln_cli.errors import EnjoyLNError, RecipeError
 from enjoyln_cli.plan.axis import Axis, blocks, centre, group_means
-from enjoyln_cli.recipe.templates import Span, axis_data, concrete, symbolic
+from enjoyln_cli.plan.schema import plain
+from enjoyln_cli.recipe.spans import Span, concrete, symbolic
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 from enjoyln_cli.runtime.install import install
 from enjoyln_cli.runtime.modules import RMSNorm
@@ -108,7 +109,8 @@ def test_the_recipe_says_where_the_groups_are(source: Path, out: Path) -> None:
     centred = yaml.safe_load(text)["variants"][0]["centre"]
     lines = centred[f"model.layers.{{i}}.{FUSED}.weight"]
     steps = {(line.get("start", 0), line["step"]) for line in lines}
-    assert steps == {(0, 3 * D), (D, 3 * D)}
+    head = "hidden_size // num_attention_heads"
+    assert steps == {(0, f"3 * {head}"), (head, f"3 * {head}")}
     again = source.parent / "again"
     fold(source, again, recipe=out / "enjoyln_recipe.yaml", verify=False)
     assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
@@ -117,8 +119,8 @@ def test_the_recipe_says_where_the_groups_are(source: Path, out: Path) -> None:
 def test_a_recipe_for_other_groups_is_refused(source: Path, out: Path, tmp_path: Path) -> None:
     text = (out / "enjoyln_recipe.yaml").read_text()
     changed = tmp_path / "changed.yaml"
-    changed.write_text(text.replace(f"step: {3 * D}", f"step: {2 * D}"))
-    with pytest.raises(EnjoyLNError, match="one every 24"):
+    changed.write_text(text.replace("step: 3 * ", "step: 2 * "))
+    with pytest.raises(EnjoyLNError, match="over {.*step: 16}.*the proof .*step: 24}"):
         fold(source, tmp_path / "out", recipe=changed, verify=False)
 
 
@@ -178,10 +180,35 @@ def test_blocks_cover_what_the_axis_does() -> None:
 
 
 AXES = [
-    (QUERIES, HEADS * 3 * D, {"dim": 0, "size": "head_dim", "step": 24}),
-    (KEYS, HEADS * 3 * D, {"dim": 0, "start": 8, "size": "head_dim", "step": 24}),
-    (Axis(1, 0, 2, 5, 2, 21), 99, {"dim": 1, "length": 20, "size": 5, "inner": 2, "step": 21}),
-    (KEYS, None, {"dim": 0, "start": 8, "length": "n", "size": "head_dim", "step": 24}),
+    (QUERIES, HEADS * 3 * D, {"dim": 0, "size": "head_dim", "step": "3 * head_dim"}),
+    (
+        KEYS,
+        HEADS * 3 * D,
+        {"dim": 0, "start": "head_dim", "size": "head_dim", "step": "3 * head_dim"},
+    ),
+    (
+        Axis(1, 0, 2, 5, 2, 21),
+        99,
+        {"dim": 1, "outer": 2, "size": 5, "inner": 2, "step": 21},
+    ),
+    (
+        KEYS,
+        None,
+        {
+            "dim": 0,
+            "start": "head_dim",
+            "outer": HEADS,
+            "size": "head_dim",
+            "step": "3 * head_dim",
+        },
+    ),
+    (Axis(0, 0, 1, HEADS * D, 1), HEADS * D, {"dim": 0}),
+    (
+        Axis(0, HEADS * D, 1, HEADS * D, 1),
+        3 * HEADS * D,
+        {"dim": 0, "start": "n", "outer": 1, "size": "n"},
+    ),
+    (Axis(0, 2 * D, 1, 5, 1), 2 * D + 5, {"dim": 0, "start": "2 * head_dim", "size": 5}),
 ]
 
 
@@ -189,18 +216,18 @@ AXES = [
 def test_spans_with_a_step(axis: Axis, extent: int | None, fields: dict[str, object]) -> None:
     config = {"head_dim": D, "n": HEADS * D}
     span = symbolic(axis, extent, config)
-    assert axis_data(span) == fields
+    assert plain(span) == fields
     assert concrete(span, extent, config) == axis
 
 
 @pytest.mark.parametrize(
     "span",
     [
-        Span(0, 8, step=8),
-        Span(0, 8, step=5),
-        Span(0, 8, start=90, step=24),
-        Span(0, 8, length=12, step=24),
-        Span(0, 8, length=80, step=24),
+        Span(dim=0, size=8, step=8),
+        Span(dim=0, size=8, step=5),
+        Span(dim=0, size=8, start=90, step=24),
+        Span(dim=0, size=8, outer=0, step=24),
+        Span(dim=0, size=8, outer=10, step=24),
     ],
 )
 def test_spans_that_do_not_fit(span: Span) -> None:
@@ -209,4 +236,4 @@ def test_spans_that_do_not_fit(span: Span) -> None:
 
 
 def test_one_group_has_no_step() -> None:
-    assert concrete(Span(0, 8, length=8, step=24), 96, {}) == Axis(0, 0, 1, 8, 1)
+    assert concrete(Span(dim=0, size=8, outer=1, step=24), 96, {}) == Axis(0, 0, 1, 8, 1)

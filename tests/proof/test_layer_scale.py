@@ -120,8 +120,10 @@ def test_a_recipe_merges_a_scale_into_all_that_it_scales_or_not_at_all(tmp_path:
     first = "  norms:\n    encoder.layer.0.norm1: fold\n"
     with pytest.raises(RecipeError, match="but not into encoder.layer.0.mlp.fc2.bias"):
         follow(left.replace(": fold\n", ": keep\n").replace("  norms:\n", first))
-    other = text.replace("scale: 'encoder.layer.{i}.layer_scale2", "scale: 'encoder.layer.{i}.s")
-    with pytest.raises(RecipeError, match="the proof merges .*layer_scale2"):
+    scale = "scale: {parameter: 'encoder.layer.{i}."
+    assert f"{scale}layer_scale2" in text
+    other = text.replace(f"{scale}layer_scale2", f"{scale}s")
+    with pytest.raises(RecipeError, match="the proof centres it .*scale: .*layer_scale2"):
         follow(other)
 
 

@@ -1,24 +1,28 @@
-"""A recipe with every kind of line, as version 0.1 wrote it: read, written and carried out."""
+"""A recipe with every kind of line: read, written, compared with its plan, and followed."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from enjoyln_cli.errors import RecipeError
+from enjoyln_cli.plan import call_text
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.covered_calls import CoveredCalls
 from enjoyln_cli.plan.plan import (
+    Basis,
     Centring,
     GrownParameter,
     Merge,
     NamedParameter,
+    Options,
     Plan,
     Reader,
     Scale,
     Setting,
+    TurnedTensor,
     UnmergedNorm,
     UntiedParameter,
     Verdict,
@@ -29,184 +33,182 @@ from enjoyln_cli.recipe.compare import differences
 from enjoyln_cli.recipe.follow import follow
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe
-from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.recipe.write import dump_recipe
 
 FILE = Path(__file__).parent / "every_line.yaml"
 CONFIG = {"depth": 3, "n_embd": 32, "n_head": 4, "tie_word_embeddings": True}
+OPTIONS = Options(widen_mlp=True, merge="affine", untie=True, rotate=True, seed=3)
+VERSIONS = {"enjoyln": "0.1.0", "torch": "2.13.0", "transformers": "5.17.0"}
+LAYERS = range(3)
+BLOCKS = ("stages.0.blocks.0", "stages.1.blocks.0", "stages.1.blocks.1")
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
-    """The stored tensors of the result."""
-    found: dict[str, tuple[int, ...]] = {
-        "toy.embed.positions.weight": (99, 32),
-        "embed.tokens.weight": (99, 32),
-        "toy.embed.weight": (9, 32),
-        "toy.decoder.weight": (9, 32),
-        "final.weight": (32,),
-        "head.weight": (99, 32),
-        "other.down.weight": (64, 16),
-        "other.up.weight": (16, 64),
+def norms() -> tuple[Verdict, ...]:
+    found = [Verdict("embed.norm", "static")]
+    for i in LAYERS:
+        ops = ("embed.tokens", *([f"h.{i - 1}.attn"] if i else []))
+        found.append(Verdict(f"h.{i}.ln_1", "centred", ops))
+    why = "the output of h.{}.ln_1 is not zero-mean"
+    found += [
+        Verdict("h.0.ln_2", "kept", reason="seen by a head"),
+        Verdict("h.1.ln_2", "kept", reason=why.format(1), culprit="h.0.ln_2"),
+        Verdict("h.2.ln_2", "kept", reason=why.format(2), culprit="h.1.ln_2"),
+    ]
+    found += [Verdict(f"h.{i}.q_norm", "static") for i in LAYERS]
+    found += [Verdict(f"{block}.norm", "static") for block in BLOCKS]
+    return (*found, Verdict("final", "static"))
+
+
+def writers() -> tuple[Writer, ...]:
+    def whole(parameter: str, tensor: str, shape: tuple[int, ...], dim: int) -> Writer:
+        return Writer(parameter, tensor, Axis(dim, 0, 1, shape[dim], 1), shape)
+
+    found = [whole("embed.positions.weight", "toy.embed.positions.weight", (99, 32), 1)]
+    for i in LAYERS:
+        name = f"h.{i}.attn.out.weight"
+        scale = Scale(f"h.{i}.gamma", f"toy.h.{i}.gamma")
+        found.append(replace(whole(name, name, (32, 32), 0), scale=scale))
+    for i in (0, 1):
+        name = f"h.{i}.attn.out.bias"
+        found.append(replace(whole(name, name, (32,), 0), scale=Scale(f"h.{i}.gamma")))
+    for i in (0, 2):
+        name = f"h.{i}.mlp.out.weight"
+        stored = whole(name, f"toy.{name}", (64, 32), 1)
+        found.append(replace(stored, held=Axis(0, 0, 1, 32, 1)))
+    for i in LAYERS:
+        stacked = (f"h.{i}.experts.{j}.w2.weight" for j in (0, 1))
+        found += [whole(f"h.{i}.experts.down", tensor, (32, 16), 0) for tensor in stacked]
+    parts = {
+        "qkv": ((96, 32), (Axis(0, 0, 4, 8, 1, 24), Axis(0, 8, 4, 8, 1, 24))),
+        "fused": ((96, 32), (Axis(0, 32, 4, 8, 1),)),
+        "tail": ((64, 32), (Axis(0, 19, 1, 32, 1),)),
+        "strided": ((32, 8), (Axis(0, 0, 4, 4, 2),)),
     }
-    layer = {
-        "h.{}.attn.out.weight": (32, 32),
-        "h.{}.attn.out.bias": (32,),
-        "h.{}.gamma": (32,),
-        "toy.h.{}.gamma": (32,),
-        "toy.h.{}.mlp.out.weight": (64, 32),
-        "h.{}.experts.0.w2.weight": (32, 16),
-        "h.{}.experts.1.w2.weight": (32, 16),
-        "h.{}.qkv.weight": (96, 32),
-        "h.{}.fused.weight": (96, 32),
-        "h.{}.tail.weight": (64, 32),
-        "h.{}.strided.weight": (32, 8),
-        "h.{}.q_norm.weight": (32,),
-        "h.{}.q_norm.bias": (32,),
-        "h.{}.q.weight": (48, 32),
-        "h.{}.q.bias": (48,),
-        "toy.h.{}.k.weight": (32, 16),
-        "toy.h.{}.k.bias": (16,),
-        "toy.h.{}.mlp.down.weight": (32, 72),
-        "toy.h.{}.mlp.up.weight": (72, 32),
-        "toy.h.{}.mlp.up.bias": (72,),
-    }
-    found |= {name.format(i): shape for i in range(3) for name, shape in layer.items()}
-    blocks = ("stages.0.blocks.0", "stages.1.blocks.0", "stages.1.blocks.1")
-    return found | {f"{block}.out.weight": (32, 8) for block in blocks}
+    for name, (shape, axes) in parts.items():
+        names = (f"h.{i}.{name}.weight" for i in LAYERS)
+        found += [Writer(one, one, axis, shape) for one in names for axis in axes]
+    blocks = (f"{block}.out.weight" for block in BLOCKS)
+    return (*found, *(whole(name, name, (32, 8), 0) for name in blocks))
+
+
+def merged() -> tuple[Merge, ...]:
+    def merge(i: int) -> Merge:
+        readers = (
+            Reader(NamedParameter(f"h.{i}.q.weight"), 1, NamedParameter(f"h.{i}.q.bias")),
+            Reader(
+                NamedParameter(f"h.{i}.k.weight", f"toy.h.{i}.k.weight"),
+                0,
+                NamedParameter(f"h.{i}.k.bias", f"toy.h.{i}.k.bias"),
+            ),
+        )
+        return Merge(f"h.{i}.q_norm", f"h.{i}.q_norm.weight", f"h.{i}.q_norm.bias", readers)
+
+    head = Reader(NamedParameter("head.weight", "head.weight"), 1)
+    return (*map(merge, LAYERS), Merge("final", "final.weight", "", (head,), 1.0))
+
+
+def widened() -> tuple[Widening, ...]:
+    def mlp(i: int) -> Widening:
+        first, bias, second = (
+            f"h.{i}.mlp.{name}" for name in ("up.weight", "up.bias", "down.weight")
+        )
+        return Widening(
+            GrownParameter(first, f"toy.{first}", 0), GrownParameter(bias, f"toy.{bias}", 0),
+            GrownParameter(second, f"toy.{second}", 1), 64, 72, 32, "n_inner", True,
+        )  # fmt: skip
+
+    other = Widening(
+        GrownParameter("other.up.weight", dim=1), None, GrownParameter("other.down.weight"),
+        60, 64, 16, "text_config.n_inner", False,
+    )  # fmt: skip
+    return (*map(mlp, LAYERS), other)
 
 
 def plan() -> Plan:
-    return to_plan(load_recipe(FILE), shapes(), config=CONFIG)
+    axis = Axis(1, 0, 1, 32, 1)
+    turned = [TurnedTensor("embed.tokens.weight", "embed.tokens.weight", axis, (99, 32))]
+    mixes = (f"h.{i}.mix.weight" for i in LAYERS)
+    turned += [TurnedTensor(name, name, replace(axis, dim=0), (32, 16)) for name in mixes]
+    stream = Basis(
+        "embed.tokens.weight", "stream", 32, True, tuple(turned),
+        tuple(f"h.{i}.q_norm" for i in LAYERS), ("inputs_embeds",),
+    )  # fmt: skip
+    why = "embed.tokens.weight: centring it would be noticed by head (linear reads its mean)"
+    heads = Axis(-1, 0, 4, 8, 1)
+    attention = (Centring(f"h.{i}.attn", "input", heads, f"read by h.{i + 1}.ln_1") for i in LAYERS)
+    unread = "it is read by something that is not linear"
+    form = call_text.from_text("ToyModel(input_ids=int[a, b], flag=True) if b <= 64 else refused")
+    return Plan(
+        model_type="toy",
+        model_class="ToyModel",
+        classes=("ToyModel", "ToyForMaskedLM"),
+        norms=norms(),
+        writers=writers(),
+        ops=(Centring("embed.tokens", "output", Axis(-1, 0, 1, 32, 1), why), *attention),
+        entry_inputs=("inputs_embeds",),
+        unproven=("cross_attn_head_mask", "any other call"),
+        outputs=("logits",),
+        widened=widened(),
+        merged=merged(),
+        unmerged=(
+            *(UnmergedNorm(f"h.{i}.ln_1", unread, f"h.{i}.act") for i in (1, 2)),
+            UnmergedNorm("h.0.ln_1", "it is read twice"),
+            UnmergedNorm("embed.norm", ""),
+        ),
+        bases=(stream,),
+        seed=3,
+        untied=(
+            UntiedParameter("head.weight", source="embed.tokens.weight", shape=(99, 32)),
+            UntiedParameter(
+                "decoder.weight", "toy.decoder.weight", "embed.weight", "toy.embed.weight", (9, 32)
+            ),
+        ),
+        settings=(
+            Setting("n_inner", 72),
+            Setting("text_config.n_inner", 64),
+            Setting("n_kept", 3),
+            Setting("text_config.tie_word_embeddings", False),
+        ),
+        covered=CoveredCalls((form,)),
+    )
 
 
 def test_it_is_written_as_it_was() -> None:
     assert dump_recipe(load_recipe(FILE)) == FILE.read_text(encoding="utf-8")
 
 
-def test_norms() -> None:
-    norms = {verdict.norm: verdict for verdict in plan().norms}
-    assert norms["embed.norm"] == Verdict("embed.norm", "static")
-    assert norms["h.0.ln_1"] == Verdict("h.0.ln_1", "centred", ("embed.tokens",))
-    assert norms["h.2.ln_1"].ops == ("embed.tokens", "h.1.attn")
-    assert norms["h.0.ln_2"].reason == "the output of h.0.ln_1 is not zero-mean"
-    assert norms["h.1.ln_2"] == Verdict("h.1.ln_2", "kept", reason="the recipe keeps it")
-    assert norms["h.2.ln_2"] == Verdict("h.2.ln_2", "kept", reason="seen by a head")
-    assert {name for name in norms if name.startswith("stages")} == {
-        "stages.0.blocks.0.norm", "stages.1.blocks.0.norm", "stages.1.blocks.1.norm",
-    }  # fmt: skip
+def test_the_plan_gives_the_recipe() -> None:
+    recipe = recipe_of(plan(), config=CONFIG, options=OPTIONS, depends=tuple(CONFIG)[::3])
+    assert dump_recipe(replace(recipe, versions=VERSIONS)) == FILE.read_text(encoding="utf-8")
 
 
-def test_what_is_centred() -> None:
-    writers: defaultdict[str, list[Writer]] = defaultdict(list)
-    for writer in plan().writers:
-        writers[writer.parameter].append(writer)
-    assert writers["embed.positions.weight"] == [
-        Writer("embed.positions.weight", "toy.embed.positions.weight",
-               Axis(1, 0, 1, 32, 1), (99, 32)),
-    ]  # fmt: skip
-    assert writers["h.1.attn.out.weight"][0].scale == Scale("h.1.gamma", "toy.h.1.gamma")
-    assert writers["h.1.attn.out.bias"][0].scale == Scale("h.1.gamma", "h.1.gamma")
-    assert "h.2.attn.out.bias" not in writers and "h.1.mlp.out.weight" not in writers
-    assert writers["h.2.mlp.out.weight"][0].tensor == "toy.h.2.mlp.out.weight"
-    assert writers["h.2.mlp.out.weight"][0].held == Axis(0, 0, 1, 32, 1)
-    assert [one.tensor for one in writers["h.2.experts.down"]] == [
-        "h.2.experts.0.w2.weight", "h.2.experts.1.w2.weight",
-    ]  # fmt: skip
-    assert [one.axis for one in writers["h.0.qkv.weight"]] == [
-        Axis(0, 0, 4, 8, 1, 24), Axis(0, 8, 4, 8, 1, 24),
-    ]  # fmt: skip
-    assert writers["h.0.fused.weight"][0].axis == Axis(0, 32, 4, 8, 1)
-    assert writers["h.0.tail.weight"][0].axis == Axis(0, 16, 1, 32, 1)
-    assert writers["h.0.strided.weight"][0].axis == Axis(0, 0, 4, 4, 2)
-    assert plan().ops[0].axis == Axis(-1, 0, 1, 32, 1)
-    assert plan().ops[2] == Centring("h.1.attn", "input", Axis(-1, 0, 4, 8, 1), "read by h.2.ln_1")
-
-
-def test_what_is_merged_widened_and_untied() -> None:
-    found = plan()
-    readers = (
-        Reader(
-            NamedParameter("h.2.q.weight", "h.2.q.weight"),
-            1,
-            NamedParameter("h.2.q.bias", "h.2.q.bias"),
-        ),
-        Reader(
-            NamedParameter("h.2.k.weight", "toy.h.2.k.weight"),
-            0,
-            NamedParameter("h.2.k.bias", "toy.h.2.k.bias"),
-        ),
-    )
-    head = Reader(NamedParameter("head.weight", "head.weight"), 1)
-    assert found.merged[2:] == (
-        Merge("h.2.q_norm", "h.2.q_norm.weight", "h.2.q_norm.bias", readers),
-        Merge("final", "final.weight", "", (head,), 1.0),
-    )
-    assert set(found.unmerged) == {
-        UnmergedNorm("h.0.ln_1", "it is read twice"),
-        UnmergedNorm("h.1.ln_1", "it is read by something that is not linear", "h.1.act"),
-        UnmergedNorm("h.2.ln_1", "it is read by something that is not linear", "h.2.act"),
-        UnmergedNorm("embed.norm", ""),
-    }
-    assert found.widened[1] == Widening(
-        GrownParameter("h.1.mlp.up.weight", "toy.h.1.mlp.up.weight", 0),
-        GrownParameter("h.1.mlp.up.bias", "toy.h.1.mlp.up.bias", 0),
-        GrownParameter("h.1.mlp.down.weight", "toy.h.1.mlp.down.weight", 1),
-        64, 72, 32, "n_inner", True,
-    )  # fmt: skip
-    assert found.widened[3] == Widening(
-        GrownParameter("other.up.weight", "other.up.weight", 1), None,
-        GrownParameter("other.down.weight", "other.down.weight", 0),
-        60, 64, 16, "text_config.n_inner", False,
-    )  # fmt: skip
-    assert len(found.widened) == 4
-    assert found.untied == (
-        UntiedParameter("head.weight", "head.weight", "embed.tokens.weight", "embed.tokens.weight",
-               (99, 32)),
-        UntiedParameter("decoder.weight", "toy.decoder.weight", "embed.weight", "toy.embed.weight",
-               (9, 32)),
-    )  # fmt: skip
-    assert found.settings == (
-        Setting("n_inner", 72), Setting("text_config.n_inner", 64), Setting("n_kept", 3),
-        Setting("text_config.tie_word_embeddings", False),
-    )  # fmt: skip
-
-
-def test_the_rest() -> None:
-    found, variant = plan(), load_recipe(FILE).variants[0]
-    assert (found.model_type, found.classes) == ("toy", ("ToyModel", "ToyForMaskedLM"))
-    assert (found.outputs, found.entry_inputs) == (("logits",), ("inputs_embeds",))
-    assert found.covered == CoveredCalls(variant.calls) and len(variant.calls) == 1
-    assert found.other_norms == (("ToyRMSNorm", 2),)
-    assert variant.when == {"depth": 3, "tie_word_embeddings": True}
-    assert load_recipe(FILE).options["merge"] == "affine"
-
-
-def test_its_plan_is_followed_and_written_the_same_again() -> None:
-    found = plan()
-    recipe = recipe_of(found, config=CONFIG, depends=tuple(CONFIG))
-    read = parse_recipe(dump_recipe(recipe), where="again")
-    assert read == recipe
-    for one in (recipe, load_recipe(FILE)):
-        assert follow(one, found, config=CONFIG) == found
-        assert differences(one, found, config=CONFIG) == ()
-    assert to_plan(read, shapes(), config=CONFIG).writers == found.writers
+def test_the_recipe_says_the_whole_plan() -> None:
+    found, recipe = plan(), load_recipe(FILE)
+    assert recipe.options == OPTIONS and recipe.versions == VERSIONS
+    assert differences(recipe, found, config=CONFIG) == ()
+    assert follow(recipe, found, config=CONFIG) == found
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("copy_of: toy.embed.weight", "copy_of: embed.tokens.weight",
-         "toy.decoder.weight: the recipe unties it: {copy_of: embed.tokens.weight"),
+        ("stored: toy.embed.weight", "stored: embed.tokens.weight",
+         "decoder.weight: the recipe unties it from .*stored: embed.tokens.weight"),
         ("n_kept: 3", "n_kept: 4", "n_kept: the recipe sets it to 4, the proof sets it to 3"),
-        ("from: 60, to: 64", "from: 60, to: 72",
+        ("to: 64, features", "to: 72, features",
          "other.down.weight: the recipe widens its MLP: .*to: 72.*, the proof .*to: 64"),
-        ("      one_plus: true\n", "", "final: the recipe merges it: .*, the proof .*one_plus"),
-        ("part: 2 of 3", "part: 3 of 3",
-         "h.0.fused.weight: the recipe centres it over .*element 64, the proof .*element 32"),
+        ("      offset: 1.0\n", "", "final: the recipe merges it: .*, the proof .*offset"),
+        ("start: n_embd, outer", "start: 2 * n_embd, outer",
+         "h.0.fused.weight: the recipe centres it over .*start: 64, .*, the proof .*start: 32"),
         ("place: input", "place: output",
          "centres the output of h.0.attn, which is not part of the proof; proven are input of h.0"),
-        ("'toy.h.{i}.gamma', ", "'h.{i}.gamma', ",
-         "the recipe merges h.0.gamma into it .*, the proof merges h.0.gamma .stored as toy.h.0"),
+        (", tensor: 'toy.h.{i}.gamma'", ", tensor: 'h.{i}.gamma'",
+         "the recipe centres it over .*h.0.gamma.*, the proof .*tensor: toy.h.0.gamma"),
+        ("{dim: 0, scale: {parameter: 'h.{i}.gamma'}}", "{dim: 0}",
+         "the recipe centres it over {dim: 0, size: 32}, the proof .*scale: "),
+        ("        h.{i}.mix.weight: {dim: 0}\n", "", "the recipe turns it.*, the proof .*h.0.mix"),
+        ("      fixes_ones: true\n", "", "the recipe turns it: .*, the proof .*fixes_ones: true"),
+        ("      norms: ['h.{i}.q_norm']\n", "", "the recipe turns it: .*, the proof .*h.0.q_norm"),
     ],
 )  # fmt: skip
 def test_a_change_of_any_line_is_refused(old: str, new: str, message: str) -> None:

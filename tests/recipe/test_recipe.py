@@ -12,11 +12,11 @@ from enjoyln_cli.errors import RecipeError
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.plan import PLAIN, Centring, Options, Plan, Verdict, Writer
 from enjoyln_cli.recipe.compare import differences
+from enjoyln_cli.recipe.expand import expand
 from enjoyln_cli.recipe.follow import follow
-from enjoyln_cli.recipe.from_plan import merge_recipes, recipe_of
-from enjoyln_cli.recipe.model import Recipe, options_asked, options_data
+from enjoyln_cli.recipe.from_plan import merge_recipes, plan_layers, recipe_of
+from enjoyln_cli.recipe.model import Recipe, Variant
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe, shipped_recipe
-from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.recipe.write import dump_recipe
 
 AFFINE = "its input holds the output of a LayerNorm with weight and bias, whose mean is not zero"
@@ -149,7 +149,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_text_and_recipe_and_plan_agree(name: str) -> None:
     plan, config = PLANS[name]
-    recipe = recipe_of(plan, config=config, options={"dtype": "bfloat16", "max_shard_size": None})
+    recipe = recipe_of(plan, config=config, options=Options(untie=True, seed=3))
     read = through_text(recipe)
     assert read == recipe
     assert dump_recipe(read) == dump_recipe(recipe)
@@ -157,34 +157,16 @@ def test_text_and_recipe_and_plan_agree(name: str) -> None:
     assert differences(read, plan, config=config) == ()
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_the_plan_comes_back_from_the_recipe_beside_a_checkpoint(name: str) -> None:
-    plan, config = PLANS[name]
-    shapes = {writer.tensor: writer.shape for writer in plan.writers} | {"other": (3,)}
-    back = to_plan(through_text(recipe_of(plan, config=config)), shapes)
-    assert {replace(v, needs=()) for v in plan.norms} == set(back.norms)
-    assert len(back.norms) == len(plan.norms)
-    assert sorted(back.writers, key=str) == sorted(plan.writers, key=str)
-    assert back.ops == plan.ops
-    assert (back.classes, back.entry_inputs) == (plan.classes, plan.entry_inputs)
-
-
-def test_to_plan_refuses_what_is_not_stored_or_not_recorded() -> None:
-    plan, config = gpt2_plan(), gpt2_config(3)
-    recipe = recipe_of(plan, config=config)
-    shapes = {writer.tensor: writer.shape for writer in plan.writers}
-    del shapes["transformer.h.1.mlp.c_proj.weight"]
-    with pytest.raises(RecipeError, match=r"transformer\.h\.1\.mlp\.c_proj\.weight"):
-        to_plan(recipe, shapes)
-    with pytest.raises(RecipeError, match="no record"):
-        to_plan(merge_recipes([recipe]), shapes)
+def expanded(recipe: Recipe, plan: Plan) -> Variant:
+    """The one variant of a recipe, with a line for each name of ``plan``."""
+    (variant,) = through_text(recipe).variants
+    return expand(variant, plan_layers(plan))
 
 
 def test_one_text_for_every_size() -> None:
     small = recipe_of(gpt2_plan(2, 16), config=gpt2_config(2, 16))
     large = recipe_of(gpt2_plan(12, 48), config=gpt2_config(12, 48))
     assert family(small) == family(large)
-    assert dump_recipe(small) != dump_recipe(large)
     plan = gpt2_plan(12, 48)
     assert follow(small, plan, config=gpt2_config(12, 48)) == plan
 
@@ -194,7 +176,7 @@ def test_one_text_for_every_number_of_heads() -> None:
     large = recipe_of(heads_plan(6, 16, 4, 16), config=heads_config(16, 4, 16))
     assert family(small) == family(large)
     assert "size: hidden_size // num_attention_heads" in family(small)
-    assert "part: 2 of 3" in family(small)
+    assert "start: hidden_size, outer: num_attention_heads" in family(small)
 
 
 def test_culprits_one_layer_below_take_one_line_and_the_first_layer_another() -> None:
@@ -216,7 +198,7 @@ def test_names_inside_a_reason_follow_the_layer() -> None:
     assert "culprit: h.{i}.w, read by h.{i+1}.q" in text
     entries = [line for line in text.splitlines() if not line.startswith("#")]
     assert sum("keep: " in line for line in entries) == 3
-    assert to_plan(parse_recipe(text, where="t"), {}).norms == norms
+    assert expanded(recipe_of(plan), plan).norms == norms
 
 
 def test_a_layer_that_differs_goes_before_the_rest() -> None:
@@ -230,9 +212,10 @@ def test_a_layer_that_differs_goes_before_the_rest() -> None:
     text = dump_recipe(recipe_of(odd))
     assert "transformer.h.2.ln_1:" in text
     assert "transformer.h.3.mlp.c_proj.weight: leave" in text
-    back = to_plan(parse_recipe(text, where="t"), {w.tensor: w.shape for w in plan.writers})
-    assert {w.parameter for w in back.writers} == {w.parameter for w in writers}
-    assert [v.norm for v in back.kept] == ["transformer.h.2.ln_1"]
+    back = expanded(recipe_of(odd), plan)
+    centred = {line.parameter for line in back.centre if line.dim is not None}
+    assert centred == {w.parameter for w in writers}
+    assert [line.norm for line in back.norms if line.status == "kept"] == ["transformer.h.2.ln_1"]
 
 
 def test_numbers_that_do_not_count_layers_stay() -> None:
@@ -253,7 +236,7 @@ def test_nested_layers() -> None:
     recipe = through_text(recipe_of(plan))
     assert [line.norm for line in recipe.variants[0].norms] == ["stages.{i}.blocks.{j}.norm"]
     assert follow(recipe, plan) == plan
-    assert to_plan(recipe, {}).norms == norms
+    assert expanded(recipe, plan).norms == norms
 
 
 def test_one_parameter_stored_twice_keeps_both_tensors() -> None:
@@ -267,7 +250,7 @@ def test_one_parameter_stored_twice_keeps_both_tensors() -> None:
     )
     recipe = through_text(recipe_of(plan))
     assert follow(recipe, plan) == plan
-    assert to_plan(recipe, {"wte.weight": (9, 8), "head.weight": (9, 8)}).writers == writers
+    assert [line.tensor for line in expanded(recipe, plan).centre] == ["wte.weight", "head.weight"]
 
 
 def test_several_parts_of_one_tensor_are_a_list() -> None:
@@ -286,14 +269,13 @@ def test_several_parts_of_one_tensor_are_a_list() -> None:
         )
         plan = Plan("toy", "Toy", ("Toy",), norms, writers, ())
         recipe = through_text(recipe_of(plan))
-        assert [line.tensor for line in recipe.variants[0].writers] == ["h.{i}.qkv.weight"] * 2
+        assert [line.tensor for line in recipe.variants[0].centre] == ["h.{i}.qkv.weight"] * 2
         assert follow(recipe, plan) == plan
-        assert to_plan(recipe, {w.tensor: w.shape for w in writers}).writers == writers
         assert not differences(recipe, plan)
-        one = replace(recipe.variants[0], writers=recipe.variants[0].writers[:1])
+        one = replace(recipe.variants[0], centre=recipe.variants[0].centre[:1])
         with pytest.raises(
             RecipeError,
-            match=r"qkv.weight: the recipe .* over 2 groups.*, the proof .* and centres it",
+            match=r"qkv.weight: the recipe .* over {.*}, the proof .* over {.*} and {.*}",
         ):
             follow(replace(recipe, variants=(one,)), plan)
 
@@ -339,9 +321,8 @@ def test_a_recipe_works_whatever_the_names_on_disk() -> None:
     base, head = gpt2_plan(stored="base"), gpt2_plan()
     assert follow(through_text(recipe_of(base, config=config)), head, config=config) == head
     assert differences(recipe_of(head, config=config), base, config=config) == ()
-    assert "h.{i}.attn.c_proj.weight: {dim: 1, parameter: 'transformer.h.{i}." in dump_recipe(
-        recipe_of(base)
-    )
+    text = "transformer.h.{i}.attn.c_proj.weight: {dim: 1, tensor: 'h.{i}.attn.c_proj.weight'}"
+    assert text in dump_recipe(recipe_of(base))
 
 
 def _phi(*changes: tuple[str, str]) -> tuple[Recipe, Plan, dict[str, Any]]:
@@ -377,8 +358,8 @@ REFUSED = {
     ),
     "an op over another axis": (
         _gpt2(("size: n_embd", "size: n_positions")),
-        "transformer.wte: the recipe centres its output over the 32 elements of dimension -1, "
-        "the proof centres its output over the 48",
+        "transformer.wte: the recipe centres its output over {dim: -1, size: 32}, "
+        "the proof centres its output over {dim: -1, size: 48}",
     ),
     "a writer that a norm needs": (
         _gpt2((WPE, "")),
@@ -398,7 +379,7 @@ REFUSED = {
     ),
     "a writer over another dimension": (
         _gpt2((WPE, WPE.replace("1", "0"))),
-        "transformer.wpe.weight: the recipe centres it over the 32 elements of dimension 0",
+        "transformer.wpe.weight: the recipe centres it over {dim: 0, size: 32}",
     ),
     "a tensor left that nobody centres": (
         _gpt2((WPE, WPE + "    transformer.h.1.mlp.c_fc.bias: leave\n")),
@@ -406,8 +387,8 @@ REFUSED = {
     ),
     "all heads at once": (
         _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0}")),
-        "model.layers.0.q_proj.weight: the recipe centres it over the 32 elements of dimension 0, "
-        "the proof centres it over 4 groups of 8",
+        "model.layers.0.q_proj.weight: the recipe centres it over {dim: 0, size: 32}, "
+        "the proof centres it over {dim: 0, outer: 4, size: 8}",
     ),
     "an attribute that the config lacks": (
         _phi((Q, "model.layers.{i}.q_proj.weight: {dim: 0, size: head_dim}")),
@@ -496,9 +477,9 @@ def test_differences_name_every_edit() -> None:
         "transformer.wte, the proof folds it in the weights",
         "transformer.ln_f: the recipe folds it with the centring of transformer.wte, the proof "
         "folds it in the weights",
-        "transformer.wte.weight: the recipe does not centre it, the proof centres it over the 48 "
-        "elements of dimension 1",
-        "transformer.wte: the recipe centres its output over the 48 elements of dimension -1, "
+        "transformer.wte.weight: the recipe does not centre it, the proof centres it over "
+        "{dim: 1, size: 48}",
+        "transformer.wte: the recipe centres its output over {dim: -1, size: 48}, "
         "the proof does not centre its output",
     )
 
@@ -514,8 +495,8 @@ def test_differences_see_axes_classes_and_inputs() -> None:
     )
     found = differences(recipe_of(plan, config=config), changed, config=config)
     assert found == (
-        "model.layers.0.q_proj.weight: the recipe centres it over 4 groups of 8 elements (1 apart) "
-        "of dimension 0 from element 0, the proof centres it over the 32 elements of dimension 0",
+        "model.layers.0.q_proj.weight: the recipe centres it over {dim: 0, outer: 4, size: 8}, "
+        "the proof centres it over {dim: 0, size: 32}",
         "classes: the recipe has PhiForCausalLM, the proof PhiForCausalLM, PhiModel",
         "unproven: the recipe has nothing, the proof mask",
     )
@@ -545,7 +526,7 @@ def test_a_family_has_a_variant_for_each_condition(
     pairs = [(gpt2_plan(tied=tied), gpt2_config(3, tied=tied)) for tied in (True, False)]
     whole = merge_recipes(recipe_of(plan, config=config) for plan, config in pairs)
     assert len(whole.variants) == 2
-    assert whole.record is None
+    assert not whole.versions
     (tmp_path / "gpt2.yaml").write_text(dump_recipe(whole), encoding="utf-8")
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
     for plan, config in pairs:
@@ -582,30 +563,36 @@ def test_a_transformers_config_serves_as_well() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "data"),
+    ("options", "text"),
     [
-        (PLAIN, {}),
-        (Options(untie=True), {"untie": True}),
+        (PLAIN, ""),
+        (Options(untie=True), "options: {untie: true}"),
         (
             Options(widen_mlp=True, widen_to=64, merge="affine"),
-            {"widen_mlp": True, "widen_to": 64, "merge": "affine"},
+            "options: {widen_mlp: true, widen_to: 64, merge: affine}",
         ),
     ],
 )
-def test_a_recipe_remembers_the_options(options: Options, data: dict[str, Any]) -> None:
-    assert options_data(options) == data
-    read = through_text(recipe_of(gpt2_plan(), config=gpt2_config(3), options=data))
-    assert read.options == data
-    assert options_asked(read) == options
+def test_a_recipe_remembers_the_options(options: Options, text: str) -> None:
+    recipe = recipe_of(gpt2_plan(), config=gpt2_config(3), options=options)
+    assert text in dump_recipe(recipe) and ("options" in dump_recipe(recipe)) == bool(text)
+    assert through_text(recipe).options == options
 
 
 @pytest.mark.parametrize(
-    "option", ["unty: true", "untie: 1", "merge: both", "widen_to: 0", "widen_mlp: null"]
+    ("option", "message"),
+    [
+        ("unty: true", "options: unknown key 'unty'; did you mean untie?"),
+        ("untie: 1", "options.untie: 1 instead of true or false"),
+        ("merge: both", "options.merge: 'both' instead of 'bias' or 'affine'"),
+        ("widen_to: 0", "options.widen_to: 0 instead of a number from 1 to"),
+        ("widen_mlp: null", "options.widen_mlp: nothing instead of true or false"),
+    ],
 )
-def test_an_option_that_nobody_knows_is_refused(option: str) -> None:
-    recipe = parse_recipe(GOOD + f"options: {{{option}}}\n", where="mine.yaml")
-    with pytest.raises(RecipeError, match=f"mine.yaml: options: {option.split(':')[0]}"):
-        options_asked(recipe)
+def test_an_option_that_nobody_knows_is_refused(option: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(GOOD + f"options: {{{option}}}\n", where="mine.yaml")
+    assert str(caught.value).startswith(f"mine.yaml: {message}")
 
 
 GOOD = dump_recipe(recipe_of(gpt2_plan(), config=gpt2_config(3)))
@@ -630,18 +617,33 @@ HOSTILE = {
     "a date": ("version: 2020-13-45", "not YAML"),
     "an unknown key": (GOOD + "optons: {}\n", "unknown key 'optons'; did you mean options?"),
     "an unknown key inside": (GOOD.replace("  norms:", "  norm:"), "did you mean norms?"),
-    "a number as key": (BODY + "{1: fold}", "variants[0].norms: 1 instead of one line of text"),
+    "a number as key": (
+        BODY + "{1: fold}",
+        "variants[0].norms: 1 instead of one line of text as a key",
+    ),
     "no version": ("model_type: gpt2\nvariants: []", "the key version is missing"),
-    "another version": (GOOD.replace("version: 1", "version: 2"), "version is 2, but must be 1"),
-    "a version that is true": (GOOD.replace("version: 1", "version: true"), "version is True"),
+    "another version": (
+        GOOD.replace("version: 1", "version: 2"),
+        "version: 2 is not 1, the only version",
+    ),
+    "a version that is true": (
+        GOOD.replace("version: 1", "version: true"),
+        "version: True instead of a whole number",
+    ),
     "a huge number": (
         f"version: 0x{'f' * 9000}\nmodel_type: a\nvariants: []",
         "thousands of digits",
     ),
     "a path as type": (GOOD.replace("type: gpt2", "type: ../gpt2"), "model_type: '../gpt2' is not"),
-    "no variants": ("version: 1\nmodel_type: gpt2\nvariants: []", "variants is empty"),
-    "an unknown fate": (BODY + "{a: drop}", "norms.a: 'drop' is not a valid entry for a norm"),
-    "two fates": (BODY + "{a: {fold_with: [b], keep: c}}", "norms.a: unknown key 'keep'"),
+    "no variants": ("version: 1\nmodel_type: gpt2\nvariants: []", "variants: it is empty"),
+    "an unknown fate": (
+        BODY + "{a: drop}",
+        "norms.a: 'drop' is not valid there; write fold, keep, fold_with",
+    ),
+    "two fates": (
+        BODY + "{a: {fold_with: [b], keep: c}}",
+        "norms.a: fold_with and keep exclude each other",
+    ),
     "a path as norm": (BODY + "{../a: fold}", "'../a' is not a dotted name"),
     "an absolute path": (BODY + "{/etc/passwd: fold}", "is not a dotted name"),
     "an empty step": (BODY + "{a..b: fold}", "'a..b' is not a dotted name"),
@@ -649,31 +651,82 @@ HOSTILE = {
     "an unknown placeholder": (BODY + "{'a.{x}.b': fold}", "is not a dotted name"),
     "a placeholder twice": (BODY + "{'a.{i}.b.{i}': fold}", "same placeholder twice"),
     "a norm one layer below": (BODY + "{'a.{i-1}.b': fold}", "is not a dotted name"),
-    "no axis": (CENTRE + "{a: yes}", "centre.a: True is not an axis"),
+    "no axis": (
+        CENTRE + "{a: yes}",
+        "centre.a: True is not valid there; write an axis, for example {dim: 0}",
+    ),
     "an axis without dim": (CENTRE + "{a: {size: 3}}", "the key dim is missing"),
     "a text as dim": (
         CENTRE + "{a: {dim: x}}",
-        "centre.a.dim: 'x' instead of a number from 0 to 7",
+        "variants[0].centre.a.dim: 'x' instead of a whole number",
     ),
     "a negative size": (CENTRE + "{a: {dim: 0, size: -3}}", "centre.a.size: -3 is not a size"),
     "a formula": (CENTRE + "{a: {dim: 0, size: __import__('os')}}", "is not a size"),
-    "a part of nothing": (
-        CENTRE + "{a: {dim: 0, part: 4 of 3}}",
-        "centre.a.part: a part must read",
+    "a dimension that no tensor has": (
+        CENTRE + "{a: {dim: 8}}",
+        "centre.a.dim: 8 instead of a number from 0 to 7",
     ),
-    "a part and a start": (CENTRE + "{a: {dim: 0, part: 1 of 3, start: 2}}", "one or the other"),
+    "an unknown key of an axis": (
+        CENTRE + "{a: {dim: 0, strat: 4}}",
+        "variants[0].centre.a: unknown key 'strat'; did you mean start?",
+    ),
+    "a merge into nothing": (
+        BODY + "{a: fold}\n  merge: {a: {weight: a.weight}}",
+        "variants[0].merge.a: it needs readers",
+    ),
+    "a merge that is kept and done": (
+        BODY + "{a: fold}\n  merge: {a: {keep: why, weight: a.weight}}",
+        "variants[0].merge.a: unknown key 'weight'; known keys: norm, reason, culprit",
+    ),
+    "a basis without tensors": (
+        BODY + "{a: fold}\n  rotate: {a: {kind: stream, size: 8, tensors: {}}}",
+        "variants[0].rotate.a: it needs tensors",
+    ),
+    "a basis of another kind": (
+        BODY + "{a: fold}\n  rotate: {a: {kind: river, size: 8, tensors: {a: {dim: 0}}}}",
+        "rotate.a.kind: 'river' instead of 'stream', 'heads' or 'values'",
+    ),
+    "a copy of nothing": (
+        BODY + "{a: fold}\n  untie: {a: {}}",
+        "untie.a: the key source is missing",
+    ),
+    "a widening that is too small": (
+        BODY + "{a: fold}\n  widen:\n  - {first: {parameter: b, dim: 1}, bias: null, second: "
+        "{parameter: c}, size: 8, to: 9, features: 4, attribute: n, subtracts: true}",
+        "widen[0]: to is 9, but must be at least 12",
+    ),
+    "a call that is none": (
+        BODY + "{a: fold}\n  calls: [import os]",
+        "calls[0]: import os is no call",
+    ),
+    "two names": (
+        CENTRE + "{a: {dim: 1, parameter: b}}",
+        "variants[0].centre.a: the name stands before the colon; remove parameter",
+    ),
+    "a name for messages": (GOOD + "where: elsewhere\n", "where: 'elsewhere'"),
+    "a date as text": (
+        BODY + "{a: {keep: 2020-10-10}}",
+        "norms.a.keep: datetime.date(2020, 10, 10); ",
+    ),
     "a place": (
         BODY + "{a: fold}\n  centring_ops: [{module: a, place: inside, dim: -1}]",
-        "centring_ops[0].place: 'inside' is neither",
+        "centring_ops[0].place: 'inside' instead of 'output' or 'input'",
     ),
     "lines in a reason": (
         BODY + '{a: {keep: "a\\nb"}}',
         "norms.a.keep: 'a\\nb' instead of one line",
     ),
-    "nested options": (GOOD + "options: {a: {b: 1}}\n", "options.a: {'b': 1} instead of one line"),
-    "negative layers": (
-        GOOD.replace("layers: {transformer.h: 3}", "layers: {h: -1}"),
-        "layers.h: -1",
+    "nested options": (
+        GOOD + "options: {a: {b: 1}}\n",
+        "options: unknown key 'a'; known keys: widen_mlp",
+    ),
+    "a version that is a number": (
+        GOOD.replace("enjoyln: 0.1.0", "enjoyln: 1"),
+        "versions.enjoyln: 1 instead of text",
+    ),
+    "a nested condition": (
+        GOOD.replace("tie_word_embeddings: true", "tie_word_embeddings: [1]"),
+        "variants[0].when.tie_word_embeddings: [1] instead of one line of text",
     ),
 }
 
@@ -689,12 +742,18 @@ def test_hostile_text_gets_one_line(name: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_endless_layers_are_refused() -> None:
-    recipe = through_text(recipe_of(gpt2_plan()))
-    assert recipe.record is not None
-    text = dump_recipe(recipe).replace("transformer.h: 3", "transformer.h: 900000000000")
-    with pytest.raises(RecipeError, match="more than 300000 names"):
-        to_plan(parse_recipe(text, where="bad.yaml"), {})
+def test_endless_names_are_refused() -> None:
+    """Even if every line is harmless by itself."""
+    layers = {"h": 1000, **{f"h.{i}.experts": 1000 for i in range(1000)}}
+    for text in (
+        BODY + "{'h.{i}.experts.{j}.ln': fold}",
+        CENTRE + "{'h.{i}.w': {dim: 0, tensor: 'h.{i}.experts.{j}.w'}}",
+    ):
+        (variant,) = parse_recipe(
+            text.replace("{a: fold}", "{'h.{i}.ln': fold}"), where="x"
+        ).variants
+        with pytest.raises(RecipeError, match="300000 "):
+            expand(variant, layers)
 
 
 def test_load_recipe(tmp_path: Path) -> None:

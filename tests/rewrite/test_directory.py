@@ -63,6 +63,7 @@ def test_a_folded_directory(source: Path, out: Path) -> None:
         "README.md",
         "config.json",
         "custom/code.py",
+        "enjoyln_plan.json",
         "enjoyln_recipe.yaml",
         "model-00001-of-00003.safetensors",
         "model-00002-of-00003.safetensors",
@@ -111,6 +112,7 @@ def test_bin_in_safetensors_out(tmp_path: Path, out: Path) -> None:
     fold(tmp_path / "model", out)
     assert sorted(p.name for p in out.iterdir()) == [
         "config.json",
+        "enjoyln_plan.json",
         "enjoyln_recipe.yaml",
         "model.safetensors",
     ]

@@ -18,6 +18,7 @@ from fold_cases import written
 from live_models import CHECKPOINTS, moved
 from rounding import as_exact, in_float64
 from safetensors.torch import save_file
+from stored_files import stored_plan
 from tiny_models import BERT, GPT2, PHI, TOKENS, VIT, calls, converted, error, live
 from torch import nn
 from torch.nn import functional as F
@@ -32,9 +33,9 @@ from enjoyln_cli.cli.main import main
 from enjoyln_cli.errors import BadCheckpoint, RecipeError, VerificationFailed
 from enjoyln_cli.plan.plan import Options, Plan
 from enjoyln_cli.recipe.compare import differences
-from enjoyln_cli.recipe.from_plan import recipe_of
+from enjoyln_cli.recipe.expand import expand
+from enjoyln_cli.recipe.from_plan import plan_layers, recipe_of
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe
-from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.recipe.write import dump_recipe
 from enjoyln_cli.report.notes import counts, notes
 from enjoyln_cli.report.row import row
@@ -399,7 +400,9 @@ def test_the_marker_says_what_an_engine_may_leave_out(out: tuple[Path, Plan]) ->
     with pytest.raises(BadCheckpoint, match="edited after the fold"):
         read_marker(config)
     config["enjoyln"]["merged"] = []
-    with pytest.raises(BadCheckpoint, match="malformed: merged: a list instead of a mapping with weight"):
+    with pytest.raises(
+        BadCheckpoint, match="malformed: merged: a list instead of a mapping with weight"
+    ):
         read_marker(config)
 
 
@@ -408,10 +411,11 @@ def test_the_recipe_is_the_plan_again(out: tuple[Path, Plan]) -> None:
     recipe = load_recipe(folder / "enjoyln_recipe.yaml")
     assert dump_recipe(recipe) == (folder / "enjoyln_recipe.yaml").read_text()
     # one line for all layers, one for the last layer, and two for norms that are not merged
-    assert len(recipe.variants[0].merged) == 4
-    shapes = {name: tuple(tensor.shape) for name, tensor in written(folder).items()}
-    again = to_plan(recipe, shapes)
-    assert set(again.merged) == set(plan.merged) and set(again.unmerged) == set(plan.unmerged)
+    assert len(recipe.variants[0].merge) == 4
+    lines = expand(recipe.variants[0], plan_layers(plan)).merge
+    assert set(lines) == {*plan.merged, *plan.unmerged}
+    again = stored_plan(folder)
+    assert (again.merged, again.unmerged) == (plan.merged, plan.unmerged)
 
 
 @pytest.mark.slow
@@ -432,11 +436,12 @@ def test_a_recipe_chooses_and_is_followed_or_refused(
     kept = follow(text.replace(line, f"{line}    model.layers.0.input_layernorm: keep\n"))
     assert len(kept.merged) == 4 and verify(tmp_path / "again").passed
     assert kept.unmerged[-1].reason == "the recipe keeps it"
-    fewer = text.replace(
-        "      - {weight: lm_head.weight, dim: 1", "      - {weight: lm_head.weight, dim: 0"
-    )
+    head = "{weight: {parameter: lm_head.weight}, dim: 1"
+    assert head in text
+    fewer = text.replace(head, head.replace("1", "0"))
     with pytest.raises(
-        RecipeError, match="merges it: .*weight: lm_head.weight, dim: 0.*the proof .*dim: 1"
+        RecipeError,
+        match="merges it: .*lm_head.weight}, dim: 0.*the proof .*lm_head.weight}, dim: 1",
     ):
         follow(fewer)
     not_folded = text.replace("  norms:\n", "  norms:\n    model.layers.0.input_layernorm: keep\n")
@@ -446,14 +451,15 @@ def test_a_recipe_chooses_and_is_followed_or_refused(
         follow(not_folded)
     unproven = text.replace(
         "    model.layers.{i}.self_attn.q_layernorm:\n      keep:",
-        "    model.layers.{i}.self_attn.q_layernorm:\n      into:\n"
-        "      - {weight: a.weight, dim: 0}\n      weight: a.b\n    model.nobody:\n      keep:",
+        "    model.layers.{i}.self_attn.q_layernorm:\n      readers:\n"
+        "      - {weight: {parameter: a.weight}, dim: 0}\n      weight: a.b\n"
+        "    model.nobody:\n      keep:",
     )
     with pytest.raises(
         RecipeError, match="q_layernorm, which is not part of the proof: its result"
     ):
         follow(unproven)
-    plain = text.replace("options:\n  merge: affine\n", "")
+    plain = text.replace("options: {merge: affine}\n", "")
     with pytest.raises(RecipeError, match="which is not part of the proof; see --merge"):
         follow(plain)
 
@@ -461,21 +467,24 @@ def test_a_recipe_chooses_and_is_followed_or_refused(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{into: []}", "has neither weight nor bias"),
-        ("{weight: a.b, into: []}", "needs linear layers"),
-        ("{weight: a.b, into: [{weight: c.d}]}", "the key dim is missing"),
-        ("{weight: a.b, into: [{weight: c.d, dim: 8}]}", "dim"),
-        ("{bias: a.b, into: [{weight: c.d, dim: 1}]}", "each with a bias"),
-        ("{weight: a.b, one_plus: 3, into: [{weight: c.d, dim: 1}]}", "one_plus"),
-        ("{weight: a.b, to: [{weight: c.d, dim: 1}]}", "unknown key 'to'"),
-        ("{keep: why, into: []}", "unknown key 'into'"),
-        ("3", "instead of a mapping"),
+        ("{readers: []}", "has neither weight nor bias"),
+        ("{weight: a.b, readers: []}", "needs readers"),
+        ("{weight: a.b, readers: [{weight: {parameter: c.d}}]}", "the key dim is missing"),
+        ("{weight: a.b, readers: [{weight: {parameter: c.d}, dim: 8}]}", "dim: 8 instead of"),
+        ("{bias: a.b, readers: [{weight: {parameter: c.d}, dim: 1}]}", "each with a bias"),
+        ("{weight: a.b, readers: [{weight: c.d, dim: 1}]}", "weight: 'c.d' instead of a mapping"),
+        ("{weight: a.b, offset: 3, READERS}", "offset is 0, or 1 beside a weight"),
+        ("{bias: a.b, offset: 1, READERS}", "offset is 0, or 1 beside a weight"),
+        ("{weight: a.b, bias: a.c, divided: a.c, READERS}", "divided is a bias that stays"),
+        ("{weight: a.b, to: []}", "unknown key 'to'"),
+        ("{keep: why, readers: []}", "unknown key 'readers'"),
+        ("3", "write weight and readers, keep"),
     ],
 )
 def test_an_invalid_line_is_refused(line: str, words: str) -> None:
     text = (
         "version: 1\nmodel_type: a\nvariants:\n- model_class: A\n  norms: {}\n  merge:\n"
-        f"    a: {line}\n"
+        f"    a: {line.replace('READERS', 'readers: [{weight: {parameter: c}, dim: 1}]')}\n"
     )
     with pytest.raises(RecipeError, match=words) as caught:
         parse_recipe(text, where="here")
@@ -483,14 +492,13 @@ def test_an_invalid_line_is_refused(line: str, words: str) -> None:
 
 
 def test_endless_lines_are_refused() -> None:
-    readers = ", ".join(["{weight: 'h.{i}.a', dim: 0}"] * 1000)
+    readers = ", ".join(["{weight: {parameter: 'h.{i}.a'}, dim: 0}"] * 1000)
     text = (
         "version: 1\nmodel_type: a\nvariants:\n- model_class: A\n  norms: {}\n  merge:\n"
-        f"    h.{{i}}.n: {{weight: 'h.{{i}}.n.weight', into: [{readers}]}}\n"
-        "record: {layers: {h: 250000}}\n"
+        f"    h.{{i}}.n: {{weight: 'h.{{i}}.n.weight', readers: [{readers}]}}\n"
     )
     with pytest.raises(RecipeError, match="stands for more than"):
-        to_plan(parse_recipe(text, where="here"), {})
+        expand(parse_recipe(text, where="here").variants[0], {"h": 250000})
 
 
 def test_the_proof_says_where_things_go() -> None:
@@ -526,23 +534,17 @@ def test_a_line_for_every_layer_with_other_names_on_disk() -> None:
     config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "vit")
     plan = analyze_config(config, checkpoint=checkpoint, options=AFFINE).plan
     recipe = recipe_of(plan, config=config)
-    assert len(recipe.variants[0].merged) == 3
+    assert len(recipe.variants[0].merge) == 3
     text = dump_recipe(recipe)
-    assert "weight_parameter: 'vit.layers.{i}.attention.q_proj.weight'" in text
-    parsed = parse_recipe(text, where="here")
-    shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
-    assert set(to_plan(parsed, shapes, config=config).merged) == set(plan.merged)
-    turned = parse_recipe(text.replace("dim: 1", "dim: 0"), where="here")
-    with pytest.raises(RecipeError, match="is not read along dimension 0 of"):
-        to_plan(turned, shapes, config=config)
-    shapes.pop("classifier.bias")
-    with pytest.raises(RecipeError, match="no stored tensor is named classifier.bias"):
-        to_plan(parsed, shapes, config=config)
+    assert "weight: {parameter: 'vit.layers.{i}.attention.q_proj.weight', tensor: 'vit.en" in text
+    (parsed,) = parse_recipe(text, where="here").variants
+    lines = expand(parsed, plan_layers(plan)).merge
+    assert set(lines) == {*plan.merged, *plan.unmerged}
     found = differences(recipe, replace(plan, merged=plan.merged[:-1]), config=config)
     assert found == (
         "vit.layernorm: the recipe merges it: {weight: vit.layernorm.weight, bias: "
-        "vit.layernorm.bias, into: [{weight: classifier.weight, dim: 1, bias: classifier.bias}]}, "
-        "the proof does not merge it",
+        "vit.layernorm.bias, readers: [{weight: {parameter: classifier.weight}, dim: 1, bias: "
+        "{parameter: classifier.bias}}]}, the proof does not merge it",
     )
 
 

@@ -13,7 +13,7 @@ import transformers
 import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
 from live_models import moved
 from rounding import as_exact
-from safetensors import safe_open
+from stored_files import stored_plan
 from tiny_models import TOKENS, converted, error, live
 from torch import nn
 from torch.nn import functional as F
@@ -25,8 +25,6 @@ from enjoyln_cli.conversion.fold import convert
 from enjoyln_cli.models.classes import apply_experts
 from enjoyln_cli.plan.edits import edits_of
 from enjoyln_cli.plan.plan import Options, Plan
-from enjoyln_cli.recipe.read import load_recipe
-from enjoyln_cli.recipe.to_plan import to_plan
 from enjoyln_cli.rewrite.in_memory import centre_parameters
 
 ROTATED = Options(fold=False, rotate=True)
@@ -117,10 +115,7 @@ def test_experts_are_rotated_on_disk(kind: str, tmp_path: Path) -> None:
         apply_experts(after)
         expected, found = before(ids).logits, after(ids).logits
     assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-12
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    recipe = load_recipe(tmp_path / "out" / "enjoyln_recipe.yaml")
-    again = to_plan(recipe, shapes, config=config.to_dict())
+    again = stored_plan(tmp_path / "out")
     assert edits_of(again) == edits_of(result.plan)
     assert edits_of(again, held=True) == edits_of(result.plan, held=True)
 

@@ -13,10 +13,17 @@ from safetensors.torch import load_file, save_file
 from enjoyln_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from enjoyln_cli.checkpoint.source import open_source
 from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.plan.plan import Plan
+from enjoyln_cli.recipe.stored_plan import read_plan
 
 
 def opened(folder: Path) -> Checkpoint:
     return open_checkpoint(open_source(str(folder)))
+
+
+def stored_plan(folder: Path) -> Plan:
+    """The plan in a result, without the calls that are in its marker."""
+    return read_plan(opened(folder), None)
 
 
 def refused(folder: Path, words: str, kind: type[Exception] = BadCheckpoint) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -28,12 +29,13 @@ from stored_files import opened
 from enjoyln_cli import unfold
 from enjoyln_cli.checkpoint.marker import Marker, proof_of, read_marker
 from enjoyln_cli.checkpoint.reader import read_tensor
-from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
+from enjoyln_cli.checkpoint.result_files import FILE, FOLDER, PLAN_FILE
 from enjoyln_cli.conversion import fold
 from enjoyln_cli.conversion.inspect import Opening, inspect
 from enjoyln_cli.errors import EnjoyLNError
+from enjoyln_cli.recipe.expand import expand
 from enjoyln_cli.recipe.read import parse_recipe
-from enjoyln_cli.recipe.to_plan import to_plan
+from enjoyln_cli.recipe.stored_plan import read_plan
 
 TIMES = int(os.environ.get("ENJOYLN_FUZZ", "1"))
 LONGEST = 30
@@ -45,6 +47,9 @@ MEMORY = 1 << 30
 FAMILIES = sorted(path.name for path in CHECKPOINTS.iterdir() if (path / "config.json").is_file())
 CONFIGS = {name: json.loads((CHECKPOINTS / name / "config.json").read_text()) for name in FAMILIES}
 RECIPES = [path.read_text() for path in sorted((CHECKPOINTS.parents[1] / "recipes").glob("*.yaml"))]
+
+LAYERS = {name: 12 for text in RECIPES for name in re.findall(r"([\w.]+)\.{i}", text)}
+"""Every prefix of layers in the recipes, with a number of layers."""
 
 
 def cases(count: int) -> Callable[..., Any]:
@@ -223,7 +228,8 @@ def test_indices(folder_of_cases: Path, index: bytes) -> None:
 def test_recipes(text: str) -> None:
     def case() -> None:
         recipe = parse_recipe(text, where="theirs.yaml")
-        to_plan(recipe, {}, config={"n_embd": 768, "hidden_size": 768})
+        for variant in recipe.variants:
+            expand(variant, LAYERS)
 
     in_bounds(case)
 
@@ -290,6 +296,18 @@ def folder_of_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("cases")
     yield folder
     shutil.rmtree(folder)
+
+
+@cases(60)
+@given(data=st.data())
+def test_plans(kept: Path, data: st.DataObject) -> None:
+    path = kept / PLAN_FILE
+    good = path.read_text()
+    try:
+        path.write_text(json.dumps(data.draw(damaged(json.loads(good)))))
+        in_bounds(lambda: read_plan(opened(kept), None))
+    finally:
+        path.write_text(good)
 
 
 # The data saved by --keep-means, changed by an attacker who also corrects its digest.

@@ -109,6 +109,7 @@ def test_a_trainer_learns_the_same_and_saves_folded_checkpoints(tmp_path: Path, 
 
     trainer.save_model(str(tmp_path / "last"))  # after the last step, without an event
     assert (tmp_path / "last" / "enjoyln_recipe.yaml").is_file()
+    assert (tmp_path / "last" / "enjoyln_plan.json").is_file()
     from_pretrained(tmp_path / "last")
 
     resumed, _ = trained(

@@ -98,7 +98,7 @@ def test_a_right_fold_passes(outs: dict[str, Path], dtype: str) -> None:
 def test_the_plan_can_be_handed_over(outs: dict[str, Path], tmp_path: Path) -> None:
     moved = tmp_path / ".staged.x"
     shutil.copytree(outs["float32"], moved)
-    (moved / "enjoyln_recipe.yaml").unlink()
+    (moved / "enjoyln_plan.json").unlink()
     found = verify(moved, plan=right_plan(), write=False)
     assert found.passed
     assert found == verify(outs["float32"], write=False)
@@ -218,7 +218,9 @@ def test_a_marker_that_forgets_the_centring(outs: dict[str, Path], tmp_path: Pat
     assert list(found.norm_input_mean.values())[0] > 0.01
 
 
-@pytest.mark.parametrize(("place", "value"), [("dim", 5), ("dim", 0), ("outer", 10**12), ("size", 2 * D)], ids=str)
+@pytest.mark.parametrize(
+    ("place", "value"), [("dim", 5), ("dim", 0), ("outer", 10**12), ("size", 2 * D)], ids=str
+)
 def test_a_marker_with_a_centring_that_does_not_fit(
     outs: dict[str, Path], tmp_path: Path, place: str, value: int
 ) -> None:

@@ -102,7 +102,7 @@ def test_settings_about_the_origin_may_differ(out: Path, tmp_path: Path) -> None
 def test_a_result_that_transformers_has_saved_again(out: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     model.save_pretrained(tmp_path / "out")
-    shutil.copy(out / "enjoyln_recipe.yaml", tmp_path / "out")
+    shutil.copy(out / "enjoyln_plan.json", tmp_path / "out")
     found = verify(tmp_path / "out", write=False)
     assert found.passed, found.summary
 

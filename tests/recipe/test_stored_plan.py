@@ -1,0 +1,157 @@
+"""The plan in a result: it comes back whole, or is refused if it does not fit the tensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from stored_files import stored_plan
+
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.plan.axis import Axis
+from enjoyln_cli.plan.plan import (
+    Basis,
+    Centring,
+    GrownParameter,
+    Merge,
+    NamedParameter,
+    Plan,
+    Reader,
+    Scale,
+    Setting,
+    TurnedTensor,
+    UnmergedNorm,
+    UntiedParameter,
+    Verdict,
+    Widening,
+    Writer,
+)
+from enjoyln_cli.recipe.stored_plan import plan_text
+
+HEADS = Axis(0, 5, 2, 3, 1, 7)
+PLAN = Plan(
+    model_type="toy",
+    model_class="Toy",
+    classes=("Toy", "ToyModel"),
+    norms=(
+        Verdict("a.norm", "static"),
+        Verdict("b.norm", "kept", reason="why", culprit="b"),
+        Verdict("c.norm", "centred", ("wte",)),
+    ),
+    writers=(
+        Writer("a.weight", "m.a.weight", HEADS, (19, 5), Axis(1, 5, 2, 3, 1, 7)),
+        Writer("b.weight", "b.weight", Axis(0, 0, 1, 5, 1), (5, 7), None, Scale("b.gamma")),
+        Writer("down.weight", "down.weight", Axis(0, 0, 1, 5, 1), (5, 9)),
+    ),
+    ops=(Centring("wte", "output", Axis(-1, 0, 1, 5, 1), "a head reads it"),),
+    entry_inputs=("inputs_embeds",),
+    other_norms=(("ToyRMSNorm", 2),),
+    widened=(
+        Widening(
+            GrownParameter("up.weight"), None, GrownParameter("down.weight", dim=1),
+            9, 17, 5, "n_inner", True,
+        ),
+    ),
+    merged=(
+        Merge(
+            "a.norm", "a.norm.weight", "a.norm.bias",
+            (Reader(NamedParameter("q.weight"), 1, NamedParameter("q.bias", "m.q.bias")),), 1.0,
+        ),
+    ),
+    unmerged=(UnmergedNorm("b.norm", "why"),),
+    bases=(
+        Basis(
+            "b.weight", "stream", 5, True,
+            (TurnedTensor("b.weight", "b.weight", Axis(0, 0, 1, 5, 1), (5, 7)),),
+        ),
+        Basis("q.weight", "values", 3, False, reason="it is read twice", culprit="q"),
+    ),
+    seed=7,
+    untied=(UntiedParameter("head.weight", source="wte.weight", shape=(11, 5)),),
+    settings=(Setting("n_inner", 17), Setting("tie_word_embeddings", False)),
+    dropout_rates=(("drop.p", 0.125),),
+    training=True,
+)  # fmt: skip
+SHAPES = {
+    "m.a.weight": (19, 5), "b.weight": (5, 7), "b.gamma": (5,), "up.weight": (17, 5),
+    "down.weight": (5, 17), "a.norm.weight": (5,), "a.norm.bias": (5,), "q.weight": (4, 5),
+    "m.q.bias": (4,), "head.weight": (11, 5), "wte.weight": (11, 5),
+}  # fmt: skip
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Path:
+    """A result with the tensors of ``SHAPES`` and ``PLAN``."""
+    save_file({name: torch.randn(shape) for name, shape in SHAPES.items()},
+              tmp_path / "model.safetensors")  # fmt: skip
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "enjoyln_plan.json").write_text(plan_text(PLAN))
+    return tmp_path
+
+
+def test_the_plan_comes_back_whole(result: Path) -> None:
+    assert stored_plan(result) == PLAN
+
+
+def test_what_only_a_proof_needs_is_left_out(result: Path) -> None:
+    verdict = replace(PLAN.norms[1], needs=("a", "b"), mlps=("c",), path=("d",))
+    text = plan_text(replace(PLAN, norms=(PLAN.norms[0], verdict, PLAN.norms[2])))
+    assert text == (result / "enjoyln_plan.json").read_text()
+
+
+CHANGES: dict[str, tuple[tuple[str, ...], Any, str]] = {
+    "an unknown key": (("note",), 1, "unknown key 'note'; "),
+    "an unknown status": (("norms", "0", "status"), "gone", r"norms\[0\].status: 'gone' "),
+    "another shape": (("writers", "1", "shape"), [5, 8], r"b.weight of \[5, 7\] has no Axis"),
+    "no such dimension": (("writers", "1", "axis", "dim"), 2, r"b.weight of \[5, 7\] has no Axis"),
+    "from the end": (("writers", "1", "axis", "dim"), -1, r"b.weight of \[5, 7\] has no Axis"),
+    "a step too far": (("writers", "0", "axis", "step"), 12, "has no Axis"),
+    "a size of zero": (("writers", "1", "axis", "size"), 0, "axis.size: 0 instead of a number"),
+    "a size that is true": (("writers", "1", "axis", "size"), True, "True instead of a whole"),
+    "no such tensor": (("writers", "1", "tensor"), "no", "no stored tensor is named no"),
+    "no such scale": (("writers", "1", "scale", "parameter"), "no", "no stored tensor is named no"),
+    "a scale that is a matrix": (
+        ("writers", "1", "scale", "parameter"), "q.weight", "q.weight does not scale b.weight"),
+    "another number of units": (("widened", "0", "to"), 25, "has not 25 hidden units"),
+    "too few units": (("widened", "0", "to"), 10, "to is 10, but must be at least 13"),
+    "a reader over outputs": (
+        ("merged", "0", "readers", "0", "dim"), 0, "is not read along dimension 0 of q.weight"),
+    "a reader of another dimension": (
+        ("merged", "0", "readers", "0", "dim"), 5, "is not read along dimension 5 of q.weight"),
+    "a bias of another size": (
+        ("merged", "0", "readers", "0", "bias", "tensor"), "b.gamma", "is not read along"),
+    "an untied tensor of another shape": (("untied", "0", "shape"), [11, 6], "has not the shape"),
+    "a turned tensor of another shape": (
+        ("bases", "0", "tensors", "0", "shape"), [7, 5], "b.weight of .* has no Axis"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_plan_that_does_not_fit_is_refused(result: Path, name: str) -> None:
+    (*outer, last), value, words = CHANGES[name]
+    data = json.loads((result / "enjoyln_plan.json").read_text())
+    place = data
+    for step in outer:
+        place = place[int(step) if isinstance(place, list) else step]
+    place[last] = value
+    (result / "enjoyln_plan.json").write_text(json.dumps(data))
+    with pytest.raises(BadCheckpoint, match=words) as caught:
+        stored_plan(result)
+    assert "enjoyln_plan.json: " in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).endswith("convert the source again")
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", "{", "\x00", '{"norms": ' + "[" * 100_000])
+def test_no_plan_at_all(result: Path, text: str | None) -> None:
+    path = result / "enjoyln_plan.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(BadCheckpoint, match="cannot be read as the plan of this result") as caught:
+        stored_plan(result)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
