@@ -1,17 +1,15 @@
 """The archive: one file from which a folded checkpoint's original is restored bit for bit.
 
-Each tensor is restored in pieces, the runs of bytes that the fold read at once. A piece was either
-copied, so that the written bytes are the original, or it is predicted and then corrected:
-``original = correct(take_back(written), corrections)``. The archive is a safetensors file with
+Each tensor is restored in parts, which are slices along one of its dimensions. A part that the fold
+changed is restored by its means and a difference of bits (see ``difference``); the bytes of other
+parts are the original's. The archive is a safetensors file with
 
-    pieces     I64 (n, 7)   index of the tensor; first byte and number of bytes in the original;
-                            whether the piece is predicted (1) or copied (0);
-                            bytes of its gaps, of its steps and of its exact elements
-    digests    U8 (n, 16)   128-bit XXH3 of each piece of the original, faster than the disk
-    gaps, steps, exact      U8, the corrections of all pieces, one after the other
-    means/I/NAME            the means over axis I of the tensor, to add back
-    factor/I/NAME           the factors along dimension I of ``dims``, to divide by
-    header/FILE, file/FILE  U8, the header of a weight file, or all of a file that the fold rewrites
+    parts       I64 (n, 5)   index of the tensor; dimension, first slice and number of slices;
+                             bytes in ``stored``
+    digests     U8 (n, 16)   128-bit XXH3 of each part of the original, faster than the disk
+    stored      U8           means and differences of all parts, one after the other
+    factor/I/NAME            the factors along dimension I of ``dims``, to divide by
+    header/FILE, file/FILE   U8, the header of a weight file, or all of a file that changes
 
 The file's ``__metadata__`` has JSON under ``kept``: ``version``; the digest of the result's
 ``marker``; ``tensors``, from each name to ``{dtype, shape, axes, dims, written}``, where
@@ -36,18 +34,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from enjoyln_cli.archive.prediction import Undo, fits
-from enjoyln_cli.archive.residuals import Corrections
+from enjoyln_cli.archive.difference import Undo, fits
 from enjoyln_cli.checkpoint.headers import DTYPES, StoredTensor, bytes_of, read_safetensors_header
 from enjoyln_cli.checkpoint.result_files import FILE
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.fs.digests import digest_of_data, digest_of_piece
+from enjoyln_cli.fs.digests import digest_of_data
 from enjoyln_cli.plan.axis import Axis, as_numbers
 
 VERSION = 1
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_RUNS = ("gaps", "steps", "exact")
 _COPY_BYTES = 1 << 22
 """Bytes to copy at once."""
 _ADVICE = "download the result again, or fold the source again"
@@ -58,16 +54,16 @@ _ADVICE = "download the result again, or fold the source again"
 
 @dataclass(frozen=True)
 class Recorder:
-    """Collects pieces on the disk; any thread may add them in any order."""
+    """Collects parts on the disk; any thread may add them in any order."""
 
     undo: Mapping[str, Undo]
-    """For every tensor of the original, how it is predicted."""
+    """For every tensor of the original, how it is approximated."""
     written: Mapping[str, str]
     """Maps tensors that are written under another name to that name."""
     spool: int
-    """Descriptor of a temporary file for corrections, open for reading and writing."""
-    pieces: list[tuple[int, ...]] = field(default_factory=list)
-    """The numbers in ``pieces`` of the archive, then the offset of the corrections in the spool."""
+    """Descriptor of a temporary file for differences, open for reading and writing."""
+    parts: list[tuple[int, ...]] = field(default_factory=list)
+    """The numbers in ``parts`` of the archive, then the offset in the spool."""
     digests: list[bytes] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)
     """Digests of written tensors that restoring does not check (see ``outputs_to_digest``)."""
@@ -82,39 +78,18 @@ class Recorder:
         self.originals.update({self.written.get(name, name): name for name in self.undo})
 
 
-@dataclass(frozen=True)
-class TensorRecorder:
-    """Records the pieces of one tensor of the original."""
-
-    recorder: Recorder
-    name: str
-    undo: Undo
-
-
-def tensor_recorder(recorder: Recorder, written: str) -> TensorRecorder | None:
-    """A recorder for the original of a written tensor; ``None`` if it restores none."""
-    name = recorder.originals.get(written)
-    return None if name is None else TensorRecorder(recorder, name, recorder.undo[name])
-
-
-def record_piece(
-    tensor: TensorRecorder, start: int, data: memoryview, found: Corrections | None = None
+def record_part(
+    recorder: Recorder, name: str, part: tuple[int, int, int], digest: bytes, stored: bytes
 ) -> None:
-    """Record one piece of the original: its bytes from ``start`` on, and their corrections.
+    """Record a part of the original tensor ``name``: ``(dim, first, count)``.
 
-    Without corrections (``found``), the piece is one that was copied.
+    ``digest`` is that of the part, ``stored`` what ``difference`` returned for it.
     """
-    recorder, predicted = tensor.recorder, found is not None
-    runs = [found.gaps, found.steps, found.exact] if found else []
-    sizes = [run.nbytes for run in runs] or [0, 0, 0]
-    digest = digest_of_piece(data)
     with recorder.lock:
-        at = sum(recorder.pieces[-1][4:]) if recorder.pieces else 0
-        number = recorder.numbers[tensor.name]
-        recorder.pieces.append((number, start, len(data), predicted, *sizes, at))
+        at = sum(recorder.parts[-1][4:]) if recorder.parts else 0
+        recorder.parts.append((recorder.numbers[name], *part, len(stored), at))
         recorder.digests.append(digest)
-    for run in runs:
-        at += os.pwrite(recorder.spool, run.view(np.uint8).data, at)
+    os.pwrite(recorder.spool, stored, at)
 
 
 def save_archive(
@@ -129,29 +104,28 @@ def save_archive(
     ``marker`` is the ``enjoyln`` entry of the result's config. ``headers`` and ``files`` map the
     original's file names to headers of weight files and to whole other files.
     """
-    order = sorted(range(len(recorder.pieces)), key=lambda i: recorder.pieces[i])
-    pieces = np.array([recorder.pieces[i] for i in order], dtype=np.int64).reshape(-1, 8)
+    order = sorted(range(len(recorder.parts)), key=lambda i: recorder.parts[i])
+    parts = np.array([recorder.parts[i] for i in order], dtype=np.int64).reshape(-1, 6)
     digests = np.frombuffer(b"".join(recorder.digests[i] for i in order), dtype=np.uint8)
-    small = {"pieces": torch.from_numpy(pieces[:, :7].copy())}
+    small = {"parts": torch.from_numpy(parts[:, :5].copy())}
     for name, undo in recorder.undo.items():
-        small |= {f"means/{i}/{name}": means for i, means in enumerate(undo.means)}
         small |= {f"factor/{i}/{name}": factor for i, factor in enumerate(undo.factors)}
     small = dict(sorted(small.items(), key=lambda item: -item[1].dtype.itemsize))
     small["digests"] = torch.from_numpy(digests.copy()).view(-1, 16)
     for kind, texts in (("header", headers), ("file", files)):
         for name, text in texts.items():
             small[f"{kind}/{name}"] = torch.from_numpy(np.frombuffer(text, np.uint8).copy())
-    sizes = dict(zip(_RUNS, pieces[:, 4:7].sum(0).tolist(), strict=True))
+    nbytes = int(parts[:, 4].sum())
     metadata = {"version": VERSION, "marker": digest_of_data(marker), "unread": recorder.unchecked}
     metadata["tensors"] = _tensor_entries(recorder)
     with (folder / FILE).open("xb") as file:
-        file.write(_header(small, sizes, {**metadata, "sha256": "0" * 64}))
+        file.write(_header(small, nbytes, {**metadata, "sha256": "0" * 64}))
         digest = hashlib.sha256(json.dumps(metadata).encode())
-        for block in chain(_blocks_of(small), _corrections_of(recorder, pieces)):
+        for block in chain(_blocks_of(small), _stored_of(recorder, parts)):
             digest.update(block)
             file.write(block)
         file.seek(0)
-        file.write(_header(small, sizes, {**metadata, "sha256": digest.hexdigest()}))
+        file.write(_header(small, nbytes, {**metadata, "sha256": digest.hexdigest()}))
 
 
 def _tensor_entries(recorder: Recorder) -> dict[str, Any]:
@@ -167,16 +141,15 @@ def _tensor_entries(recorder: Recorder) -> dict[str, Any]:
     }
 
 
-def _header(
-    small: Mapping[str, torch.Tensor], sizes: Mapping[str, int], metadata: dict[str, Any]
-) -> bytes:
+def _header(small: Mapping[str, torch.Tensor], nbytes: int, metadata: dict[str, Any]) -> bytes:
+    """The header of the archive, with ``nbytes`` bytes of means and differences."""
     described = [(n, _CODES[t.dtype], list(t.shape), t.nbytes) for n, t in small.items()]
-    described += [(name, "U8", [size], size) for name, size in sizes.items()]
+    described.append(("stored", "U8", [nbytes], nbytes))
     entries: dict[str, Any] = {"__metadata__": {"format": "enjoyln", "kept": json.dumps(metadata)}}
     at = 0
-    for name, code, shape, nbytes in described:
-        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [at, at + nbytes]}
-        at += nbytes
+    for name, code, shape, size in described:
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -187,40 +160,38 @@ def _blocks_of(small: Mapping[str, torch.Tensor]) -> Iterator[bytes]:
         yield bytes(bytes_of(tensor))
 
 
-def _corrections_of(recorder: Recorder, pieces: Any) -> Iterator[bytes]:
-    """All gaps in the order of the pieces, then all steps, then all exact elements."""
-    for run in range(3):
-        starts = pieces[:, 7] + pieces[:, 4 : 4 + run].sum(1)
-        for start, size in zip(starts.tolist(), pieces[:, 4 + run].tolist(), strict=True):
-            for first in range(start, start + size, _COPY_BYTES):
-                yield os.pread(recorder.spool, min(_COPY_BYTES, start + size - first), first)
+def _stored_of(recorder: Recorder, parts: Any) -> Iterator[bytes]:
+    """What is stored for all parts, in their order."""
+    for start, size in parts[:, [5, 4]].tolist():
+        for first in range(start, start + size, _COPY_BYTES):
+            yield os.pread(recorder.spool, min(_COPY_BYTES, start + size - first), first)
 
 
 # Reading.
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of bytes of an original tensor, and the place of its corrections in the archive."""
+class RecordedPart:
+    """A part of an original tensor, and the place in the archive of what restores it."""
 
-    start: int
-    nbytes: int
-    predicted: bool
-    """Whether it is predicted from the written bytes; otherwise these are the original."""
+    dim: int
+    first: int
+    count: int
     digest: bytes
-    runs: tuple[tuple[int, int], ...]
-    """Offset and number of bytes of the gaps, the steps and the exact elements."""
+    offset: int
+    """Absolute offset in the archive, in bytes."""
+    nbytes: int
 
 
 @dataclass(frozen=True)
 class Archive:
-    """The archive of one original, without its corrections, which are read piece by piece."""
+    """The archive of one original, without its differences, which are read part by part."""
 
     path: Path
     undo: dict[str, Undo]
     written: dict[str, str]
     """Maps each original tensor to the written one that it is restored from."""
-    pieces: dict[str, list[Piece]]
+    parts: dict[str, list[RecordedPart]]
     headers: dict[str, bytes]
     files: dict[str, bytes]
     unchecked: dict[str, str]
@@ -290,18 +261,17 @@ def _read_archive(
 
     undo = {name: _read_undo(name, _mapping(one), read) for name, one in _mapping(tensors).items()}
     written = {name: str(entry["written"]) for name, entry in tensors.items()}
-    table, digests = read("pieces").tolist(), read("digests").numpy()
-    at = [stored[run].offset for run in _RUNS]
-    pieces: dict[str, list[Piece]] = {name: [] for name in undo}
-    names = list(undo)
-    for (number, start, nbytes, told, *sizes), digest in zip(table, digests, strict=True):
-        runs = tuple(zip(at, sizes, strict=True))
-        pieces[names[number]].append(Piece(start, nbytes, bool(told), digest.tobytes(), runs))
-        at = [first + size for first, size in runs]
-    if at != [stored[run].offset + stored[run].nbytes for run in _RUNS]:
-        raise ValueError("pieces")
-    _check_pieces(undo, pieces)
-    return Archive(path, undo, written, pieces, texts("header"), texts("file"), unread)
+    table, digests = read("parts").tolist(), read("digests").numpy()
+    parts: dict[str, list[RecordedPart]] = {name: [] for name in undo}
+    names, at = list(undo), stored["stored"].offset
+    for (number, dim, first, count, nbytes), digest in zip(table, digests, strict=True):
+        part = RecordedPart(dim, first, count, digest.tobytes(), at, nbytes)
+        parts[names[number]].append(part)
+        at += nbytes
+    if at != stored["stored"].offset + stored["stored"].nbytes:
+        raise ValueError("parts")
+    _check_parts(undo, parts)
+    return Archive(path, undo, written, parts, texts("header"), texts("file"), unread)
 
 
 def _read_undo(name: str, entry: dict[str, Any], read: Callable[[str], torch.Tensor]) -> Undo:
@@ -311,7 +281,6 @@ def _read_undo(name: str, entry: dict[str, Any], read: Callable[[str], torch.Ten
         DTYPES[entry["dtype"]],
         tuple(map(int, entry["shape"])),
         axes,
-        tuple(read(f"means/{i}/{name}") for i in range(len(axes))),
         dims,
         tuple(read(f"factor/{i}/{name}") for i in range(len(dims))),
     )
@@ -320,24 +289,14 @@ def _read_undo(name: str, entry: dict[str, Any], read: Callable[[str], torch.Ten
     return undo
 
 
-def _check_pieces(undo: dict[str, Undo], pieces: dict[str, list[Piece]]) -> None:
-    """Raise ``ValueError`` unless the pieces of each tensor cover it without gaps, in order."""
-    for name, found in pieces.items():
-        end = 0
-        for piece in found:
-            sizes = [size for _, size in piece.runs]
-            if piece.start != end or min(piece.nbytes, *sizes) < 0:
+def _check_parts(undo: dict[str, Undo], parts: dict[str, list[RecordedPart]]) -> None:
+    """Raise ``ValueError`` unless the parts of each tensor cover it without gaps, in order."""
+    for name, recorded in parts.items():
+        shape = undo[name].shape or (1,)
+        end, dims = 0, {part.dim for part in recorded}
+        for part in recorded:
+            if part.first != end or min(part.count, part.nbytes) < 0:
                 raise ValueError(name)
-            end += piece.nbytes
-        if end != prod(undo[name].shape) * undo[name].dtype.itemsize:
+            end += part.count
+        if prod(shape) and (len(dims) != 1 or end != shape[dims.pop()]):
             raise ValueError(name)
-
-
-def read_corrections(file: int, piece: Piece, dtype: torch.dtype) -> Corrections:
-    """Read the corrections of a piece from the open archive; ``dtype`` is the original's."""
-    gaps, steps, exact = (np.frombuffer(os.pread(file, n, at), np.uint8) for at, n in piece.runs)
-    return Corrections(gaps, steps.view(np.int8), exact.view(f"i{dtype.itemsize}"))
-
-
-TRANSFER = 1 << 22
-"""Bytes of a tensor to read or write at once."""

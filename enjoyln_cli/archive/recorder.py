@@ -1,24 +1,28 @@
-"""Set up the recording of a checkpoint for its archive, and estimate the archive's size."""
+"""Record what restores a checkpoint while it is written, and estimate the archive's size."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 from math import prod
 
 import torch
 
-from enjoyln_cli.archive.archive_file import TRANSFER, Recorder
-from enjoyln_cli.archive.prediction import Undo, compute_means, predict, undo_of
-from enjoyln_cli.archive.residuals import corrections
-from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS
+from enjoyln_cli.archive.archive_file import Recorder, record_part
+from enjoyln_cli.archive.difference import Undo, difference, undo_of
+from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, bytes_of
 from enjoyln_cli.checkpoint.reader import Checkpoint, read_part, read_tensor
-from enjoyln_cli.plan.edits import Edit, Vector, apply_edit, read_edit_inputs
+from enjoyln_cli.fs.digests import digest_of_piece
+from enjoyln_cli.plan.edits import Edit, apply_in_pieces, divide, edit_of_part, read_edit_inputs
 
+RECORDED = 1 << 20
+"""About how many elements of a tensor are recorded at once."""
 SAMPLE = 1 << 16
 """How many elements of a tensor an estimate uses."""
-ENTRY, PIECE = 340, 80
-"""About how many bytes of an archive describe a tensor, and a piece of it."""
+ENTRY, PART = 340, 60
+"""About how many bytes of an archive describe a tensor, and a part of it."""
 
 
 def start_recording(checkpoint: Checkpoint, edits: Mapping[str, Edit], spool: int) -> Recorder:
@@ -40,6 +44,32 @@ def start_recording(checkpoint: Checkpoint, edits: Mapping[str, Edit], spool: in
     return Recorder(undo, copies, spool)
 
 
+def parts_to_record(
+    recorder: Recorder,
+    written: str,
+    original: Callable[[], torch.Tensor],
+    new: Callable[[], torch.Tensor],
+) -> Iterator[Callable[[], None]]:
+    """What records the tensor that ``written`` restores, if any, once it is written.
+
+    ``original`` returns the stored tensor, and ``new`` the written one without appended slices.
+    """
+    name = recorder.originals.get(written)
+    if name is None or not prod(recorder.undo[name].shape):
+        return
+    undo, original, new = recorder.undo[name], cache(original), cache(new)
+    undo = replace(undo, shape=undo.shape or (1,))
+
+    def record(dim: int, first: int, count: int) -> None:
+        x = original().view(undo.shape).narrow(dim, first, count).contiguous()
+        y = new().view(undo.shape).narrow(dim, first, count)
+        stored = difference(undo.part(dim, first, count), x, y)
+        record_part(recorder, name, (dim, first, count), digest_of_piece(bytes_of(x)), stored)
+
+    for part in divide(Edit(axes=undo.axes), undo.shape, RECORDED):
+        yield partial(record, *part)
+
+
 def outputs_to_digest(recorder: Recorder, edits: Mapping[str, Edit]) -> list[str]:
     """Written tensors that restoring does not check: filled, extended, or untied copies."""
     return [
@@ -50,45 +80,27 @@ def outputs_to_digest(recorder: Recorder, edits: Mapping[str, Edit]) -> list[str
 
 
 def bytes_to_keep(checkpoint: Checkpoint, edits: Mapping[str, Edit]) -> int:
-    """Estimate the bytes of the archive, by editing and predicting a part of each edited tensor."""
+    """Estimate the bytes of the archive, by editing and recording a part of each edited tensor."""
     recorder = start_recording(checkpoint, edits, -1)
     total = 0.0
     for name, undo in recorder.undo.items():
-        stored = checkpoint.tensors[name]
-        total += ENTRY + PIECE * -(-stored.nbytes // TRANSFER)
-        total += sum(tensor.nbytes for tensor in (*undo.means, *undo.factors))
-        if name in edits and name not in recorder.written:
-            total += prod(stored.shape) * _bytes_each(checkpoint, name, edits[name])
+        count = prod(undo.shape)
+        total += ENTRY + PART * -(-count // RECORDED)
+        total += sum(factor.nbytes for factor in undo.factors)
+        if count and name in edits and name not in recorder.written:
+            total += count * _bytes_each(checkpoint, name, edits[name], undo)
     return round(total)
 
 
-def _bytes_each(checkpoint: Checkpoint, name: str, edit: Edit) -> float:
-    """Bytes of corrections for each element, measured on a part of the tensor with whole groups."""
-    shape = checkpoint.tensors[name].shape
+def _bytes_each(checkpoint: Checkpoint, name: str, edit: Edit, undo: Undo) -> float:
+    """Bytes that are stored for each element, measured on a part in the middle of the tensor."""
     values = read_edit_inputs(edit, lambda other: read_tensor(checkpoint, other))
-    free = [d for d in range(len(shape)) if d not in {axis.dim for axis in edit.axes}]
-    if prod(shape) <= SAMPLE or not free or edit.plus:
-        x = read_tensor(checkpoint, name)
-    else:
-        dim = max(free, key=lambda d: shape[d])
-        count = max(1, SAMPLE * shape[dim] // prod(shape))
-        span = (shape[dim] - count) // 2, count
-        x = read_part(checkpoint, name, dim, *span)
-        values = replace(
-            values,
-            times=_narrowed(values.times, edit.times, dim, span),
-            scale=_narrowed(values.scale, edit.scale, dim, span),
-        )
     edit = replace(edit, append=None)
-    undo = undo_of(edit, values, x.dtype, tuple(x.shape))
-    compute_means(undo, x.double())
-    written = apply_edit(x.double(), edit, values).to(x.dtype).flatten()
-    room = torch.empty(written.numel(), dtype=torch.float64)
-    found = corrections(x.flatten(), predict(undo, written, 0, room))
-    return found.nbytes / max(x.numel(), 1)
-
-
-def _narrowed(
-    values: torch.Tensor | None, at: Vector | None, dim: int, span: tuple[int, int]
-) -> torch.Tensor | None:
-    return values.narrow(0, *span) if values is not None and at and at.dim == dim else values
+    parts = list(divide(edit, undo.shape, SAMPLE))
+    part = parts[len(parts) // 2]
+    x = read_part(checkpoint, name, *part)
+    written = torch.empty_like(x)
+    with suppress(OverflowError):  # the fold itself will refuse it
+        inputs = values.part(edit, *part)
+        apply_in_pieces(x, edit_of_part(edit, *part), inputs, written, allow_nonfinite=True)
+    return len(difference(undo.part(*part), x, written)) / x.numel()

@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
-from math import prod
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 
-import numpy as np
 import torch
 
-from enjoyln_cli.archive.archive_file import Archive, Piece, open_archive, read_corrections
-from enjoyln_cli.archive.prediction import Undo, predict
-from enjoyln_cli.archive.residuals import correct
+from enjoyln_cli.archive.archive_file import Archive, RecordedPart, open_archive
+from enjoyln_cli.archive.difference import Undo, restored
 from enjoyln_cli.checkpoint.config import MARKER, raw_config, require_folded
 from enjoyln_cli.checkpoint.file_roles import CONFIG, is_file_name
-from enjoyln_cli.checkpoint.headers import DTYPES, StoredTensor, tensors_of_header
+from enjoyln_cli.checkpoint.headers import DTYPES, StoredTensor, bytes_of, tensors_of_header
 from enjoyln_cli.checkpoint.reader import (
     Checkpoint,
     blocks_of,
@@ -41,11 +39,10 @@ from enjoyln_cli.errors import BadCheckpoint
 from enjoyln_cli.fs.digests import digest_of_piece, digest_of_tensor
 from enjoyln_cli.fs.staging import staged_output
 from enjoyln_cli.publish.card import is_card
-from enjoyln_cli.rewrite.blocks import Ends, Lane, output_buffer, read, room, write
 from enjoyln_cli.rewrite.directory import copy_files
-from enjoyln_cli.rewrite.shard_layout import Shard
-from enjoyln_cli.rewrite.steps import Slot
-from enjoyln_cli.rewrite.writer import Task, total_progress, write_tensors
+from enjoyln_cli.rewrite.shard_layout import Shard, Slot
+from enjoyln_cli.rewrite.tensor_parts import Part, TensorFiles, without_appended
+from enjoyln_cli.rewrite.writer import total_progress, write_tensors
 
 WITHOUT = f"delete its folder {FOLDER} to get a copy that is not bit for bit the original"
 
@@ -132,12 +129,17 @@ def restore(
         file = os.open(kept.path, os.O_RDONLY)
         stack.callback(os.close, file)
 
-        def tasks(slot: Slot) -> Iterator[Task]:
-            undo = kept.undo[slot.name]
-            return (partial(_restore, file, undo, piece) for piece in kept.pieces[slot.name])
+        def parts(files: TensorFiles) -> Iterator[Part]:
+            undo = kept.undo[files.slot.name]
+            undo = replace(undo, shape=undo.shape or (1,))
+            written, original = cache(files.stored), cache(files.new)
+            for part in kept.parts[files.slot.name]:
+                nbytes = files.slot.nbytes // undo.shape[part.dim] * part.count
+                write = partial(_restore, file, files.slot, undo, part, written, original)
+                yield Part(nbytes, write)
 
         progress = total_progress(total, on_progress)
-        write_tensors(folded, tasks, shards, into, jobs=jobs, progress=progress)
+        write_tensors(folded, parts, shards, into, jobs=jobs, progress=progress)
 
 
 def _shards(folded: Checkpoint, kept: Archive) -> list[Shard]:
@@ -193,42 +195,27 @@ def _plain_name(name: str, *ends: str) -> str:
     return name
 
 
-def _restore(file: int, undo: Undo, piece: Piece, lane: Lane, ends: Ends) -> Iterator[None]:
-    """Predict a piece of the original from the stored tensor, correct it, check it, write it."""
-    data = output_buffer(lane, ends, piece.start, piece.nbytes)
-    _read_cut(ends, piece.start, data)
-    if piece.predicted:
-        try:
-            x, at = torch.frombuffer(data, dtype=undo.dtype), 0
-            for block in predict(undo, x, piece.start // undo.dtype.itemsize, room(lane)):
-                x[at : at + block.numel()].copy_(block)
-                at += block.numel()
-            correct(x, read_corrections(file, piece, undo.dtype))
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise BadCheckpoint(
-                f"the data saved for {ends.slot.name} contradicts itself; {WITHOUT}"
-            ) from error
-    if digest_of_piece(data) != piece.digest:
-        stored = ends.slot.stored
+def _restore(
+    archive: int,
+    slot: Slot,
+    undo: Undo,
+    part: RecordedPart,
+    written: Callable[[], torch.Tensor],
+    original: Callable[[], torch.Tensor],
+) -> None:
+    """Restore a part of an original tensor from the written one, check it, write it."""
+    span = part.dim, part.first, part.count
+    folded = without_appended(written(), undo.shape).narrow(*span)
+    try:
+        stored = os.pread(archive, part.nbytes, part.offset)
+        values = restored(undo.part(*span), folded, stored)
+    except (RuntimeError, ValueError, zlib.error) as error:
         raise BadCheckpoint(
-            f"{stored.name} in {stored.file} is not what the fold wrote, so that {ends.slot.name} "
-            f"cannot be restored: the weights were changed since; {WITHOUT}"
+            f"the data saved for {slot.name} contradicts itself; {WITHOUT}"
+        ) from error
+    if digest_of_piece(bytes_of(values)) != part.digest:
+        raise BadCheckpoint(
+            f"{slot.stored.name} in {slot.stored.file} is not what the fold wrote, so that "
+            f"{slot.name} cannot be restored: the weights were changed since; {WITHOUT}"
         )
-    write(lane, ends, piece.start, data)
-    yield
-
-
-def _read_cut(ends: Ends, start: int, data: memoryview) -> None:
-    """Read the stored bytes from ``start``, without the elements that the fold appended."""
-    shape, wider = ends.slot.shape, ends.slot.stored.shape
-    dim = next((d for d, (a, b) in enumerate(zip(shape, wider, strict=True)) if a != b), 0)
-    if not shape or prod(shape[:dim]) == 1:
-        read(ends, start, data)
-        return
-    size = DTYPES[ends.slot.dtype].itemsize * prod(shape[dim + 1 :])
-    row, stored = shape[dim] * size, wider[dim] * size
-    first, last = start // row, -(-(start + len(data)) // row)
-    rows = np.empty((last - first, stored), dtype=np.uint8)
-    read(ends, first * stored, rows.reshape(-1).data)
-    kept = rows[:, :row].reshape(-1)
-    data[:] = kept[start - first * row :][: len(data)].data
+    original().view(undo.shape).narrow(*span).copy_(values)

@@ -10,7 +10,8 @@
                                  step is the last, so means are taken without the new slices
 
 All steps are computed in float64, with one rounding at the end. ``edits_of`` derives the edits from
-a plan. ``apply_edit`` applies one to a tensor in memory, ``rewrite.blocks`` to files in blocks.
+a plan. ``apply_edit`` applies one to a float64 tensor in memory, ``apply_in_pieces`` to a tensor of
+any size, for example a mapped file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 
 import torch
 
@@ -214,31 +216,43 @@ def apply_edit(x: torch.Tensor, edit: Edit, values: EditInputs) -> torch.Tensor:
     return x
 
 
-PIECE = 1 << 17
+PIECE = 1 << 16
 """About how many elements ``apply_in_pieces`` converts at once; they stay in a core's cache."""
+SINGLE_PASS = 1 << 19
+"""Most elements of a piece that is edited along all its dimensions at once."""
+RUN = 64
+"""Least elements of a piece that lie side by side in memory, if the tensor has as many."""
 
 
-def apply_in_pieces(x: torch.Tensor, edit: Edit, values: EditInputs, out: torch.Tensor) -> None:
+def apply_in_pieces(
+    x: torch.Tensor,
+    edit: Edit,
+    values: EditInputs,
+    out: torch.Tensor,
+    *,
+    allow_nonfinite: bool,
+) -> None:
     """Write ``x`` after ``edit`` to ``out``, rounded once; both are of any floating dtype.
 
     Only a piece of ``x`` is in float64 at a time. An edit that mixes several dimensions may need
     much of ``x`` in each piece: then one dimension after the other is mixed, and the result in
     between is in float64 as a whole.
 
-    Raises ``OverflowError`` if rounding makes a finite value infinite.
+    Raises ``OverflowError`` if rounding makes a finite value infinite. Without ``allow_nonfinite``,
+    raises ``FloatingPointError`` if the edit computes NaN or Inf.
     """
     if edit.append is not None:
         dim, length = edit.append.dim, x.shape[edit.append.dim]
         added = appended_slices(tuple(x.shape), edit.append)
         out.narrow(dim, length, len(edit.append.values)).copy_(added)
         out, edit = out.narrow(dim, 0, length), replace(edit, append=None)
-    dim, unit = _cut(x, edit)
-    passes = [edit] if unit * x.numel() <= 4 * PIECE * x.shape[dim] else _passes(edit)
+    dim, unit = _cut(tuple(x.shape), edit)
+    passes = [edit] if unit * x.numel() <= SINGLE_PASS * x.shape[dim] else _passes(edit)
     for some in passes[:-1]:
         wide = torch.empty(x.shape, dtype=torch.float64)
-        _apply_pass(x, some, values, wide)
+        _apply_pass(x, some, values, wide, allow_nonfinite)
         x, values = wide, EditInputs()
-    _apply_pass(x, passes[-1], values, out)
+    _apply_pass(x, passes[-1], values, out, allow_nonfinite)
 
 
 def _passes(edit: Edit) -> list[Edit]:
@@ -263,19 +277,42 @@ def _with_axes(edit: Edit, change: Callable[[Axis], list[Axis]]) -> Edit:
     return replace(edit, axes=tuple(axes), turns=tuple(turns))
 
 
-def _cut(x: torch.Tensor, edit: Edit) -> tuple[int, int]:
-    """The dimension along which ``edit`` applies to the smallest pieces of ``x``, and their length.
+def _cut(shape: tuple[int, ...], edit: Edit) -> tuple[int, int]:
+    """The dimension along which ``edit`` applies to small pieces of a tensor, and their length.
 
-    A dimension that the edit mixes is cut between groups, if all have the same size and begin at
-    its multiples; otherwise it stays whole.
+    It is the first dimension that allows pieces of ``PIECE`` elements, or else the one that allows
+    the smallest. A dimension that the edit mixes is cut between groups, if all have the same size
+    and begin at its multiples; otherwise it stays whole.
     """
-    units = [1] * x.ndim if edit.plus is None else list(x.shape)
+    units = [1] * len(shape) if edit.plus is None else list(shape)
     for axis in (*edit.axes, *(turn.axis for turn in edit.turns)):
         group, dim = axis.size * axis.inner, axis.dim
         regular = units[dim] in (1, group) and not (axis.start % group or axis.step % group)
-        units[dim] = group if regular else x.shape[dim]
-    dim = min(range(x.ndim), key=lambda d: units[d] / max(x.shape[d], 1))
+        units[dim] = group if regular else shape[dim]
+    count = prod(shape)
+    dim = next(
+        (d for d, unit in enumerate(units) if unit * count <= PIECE * shape[d]),
+        min(range(len(shape)), key=lambda d: units[d] / max(shape[d], 1)),
+    )
     return dim, units[dim]
+
+
+def divide(edit: Edit, shape: tuple[int, ...], most: int) -> Iterator[tuple[int, int, int]]:
+    """Parts of a tensor, each of which ``edit`` changes independently of the others.
+
+    Each is ``(dim, first, count)``: ``count`` slices along ``dim`` from slice ``first`` on, of
+    about ``most`` elements in all. The edit appends nothing, and the tensor is not a scalar.
+    """
+    dim, unit = _cut(shape, edit)
+    length, inner = shape[dim], prod(shape[dim + 1 :])
+    count = max(1, most * length // max(prod(shape) * unit, 1), -(-RUN // max(inner * unit, 1)))
+    for first in range(0, length, count * unit):
+        yield dim, first, min(count * unit, length - first)
+
+
+def edit_of_part(edit: Edit, dim: int, first: int, count: int) -> Edit:
+    """The edit of a part from ``divide``."""
+    return _with_axes(edit, partial(_within, dim=dim, first=first, count=count))
 
 
 def _within(axis: Axis, dim: int, first: int, count: int) -> list[Axis]:
@@ -291,22 +328,33 @@ def _within(axis: Axis, dim: int, first: int, count: int) -> list[Axis]:
     return found
 
 
-def _apply_pass(x: torch.Tensor, edit: Edit, values: EditInputs, out: torch.Tensor) -> None:
+def _apply_pass(
+    x: torch.Tensor, edit: Edit, values: EditInputs, out: torch.Tensor, allow_nonfinite: bool
+) -> None:
     """Apply an edit that appends nothing, in pieces along one dimension."""
-    dim, unit = _cut(x, edit)
-    whole = x.shape[dim]
-    count = max(1, PIECE * whole // max(x.numel() * unit, 1)) * unit
     most = torch.finfo(out.dtype).max
-    for first in range(0, whole, count):
-        some = min(count, whole - first)
-        part = x.narrow(dim, first, some).double()
-        within = _with_axes(edit, partial(_within, dim=dim, first=first, count=some))
-        found = apply_edit(part, within, values.part(edit, dim, first, some))
-        into = out.narrow(dim, first, some)
-        into.copy_(found)
-        low, high = found.aminmax() if found.numel() else (0.0, 0.0)
-        if not (-most <= low and high <= most) and (into.isinf() & found.isfinite()).any():
+    for dim, first, count in divide(edit, tuple(x.shape), PIECE):
+        source = x.narrow(dim, first, count)
+        wide = to_float64(source, torch.empty(source.shape, dtype=torch.float64))
+        part = edit_of_part(edit, dim, first, count)
+        wide = apply_edit(wide, part, values.part(edit, dim, first, count))
+        rounded = out.narrow(dim, first, count).copy_(wide)
+        low, high = wide.aminmax() if wide.numel() else (0.0, 0.0)
+        if -most <= low and high <= most:
+            continue
+        if not allow_nonfinite and not _computed(part, wide).isfinite().all():
+            raise FloatingPointError
+        if (rounded.isinf() & wide.isfinite()).any():
             raise OverflowError
+
+
+def _computed(edit: Edit, x: torch.Tensor) -> torch.Tensor:
+    """The elements of ``x`` that the edit computes; flat."""
+    if edit.times or edit.plus or edit.scale:
+        return x.flatten()
+    axes = (*edit.axes, *(turn.axis for turn in edit.turns))
+    parts = [x.narrow(axis.dim, axis.start, axis.length).flatten() for axis in axes]
+    return torch.cat(parts or [x.new_empty(0)])
 
 
 def appended_slices(shape: tuple[int, ...], append: Append) -> torch.Tensor:

@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -231,10 +230,8 @@ def _journal(
     chosen = {"dtype": str(options.dtype), "--max-shard-size": str(options.max_shard_size)}
     chosen["recipe"] = digest_of_data(recipe_text)
     chosen["--allow-nonfinite"] = str(options.allow_nonfinite)
-    known = _known_by_name(checkpoint)
-    made_from = _made_from(checkpoint, known, edits, others, chosen)
-    reread = None if known else partial(blocks_of, checkpoint)
-    return Journal(staged.parent, made_from, team, options.force, reread)
+    made_from = _made_from(checkpoint, edits, others, chosen)
+    return Journal(staged.parent, made_from, team, options.force)
 
 
 def _save_archive(
@@ -258,26 +255,26 @@ def _save_archive(
 
 def _made_from(
     checkpoint: Checkpoint,
-    known: bool,
     edits: Mapping[str, Edit],
     others: tuple[Mapping[str, State], Mapping[str, State]],
     chosen: Mapping[str, str],
 ) -> dict[str, str]:
     """Everything that determines the bytes of a result, under names for messages.
 
-    Weight files whose names are not digests of their content (``known``) appear with their size
-    only; their content is recorded as it is read. Weight files that are streamed from the Hub do
+    Weight files appear with the names of the files that they are linked to if these are digests of
+    their content, and with their size and time otherwise. Those that are streamed from the Hub do
     not appear.
     """
     source = checkpoint.source
+    known = _known_by_name(checkpoint)
     found = {"enjoyln": __version__, "the source": f"{source.path} {source.revision}"}
     inner = {**checkpoint.states, **others[0]}
     for folder, states in ((source.path, inner), (source.root, others[1])):
-        for name, (size, _) in states.items():
+        for name, (size, modified) in states.items():
             if name not in checkpoint.shards:
                 found[f"the file {name}"] = f"{size} bytes, {digest_of_file(folder / name)}"
             elif not known:
-                found[f"the file {name}"] = f"{size} bytes"
+                found[f"the file {name}"] = f"{size} bytes, modified {modified} ns"
             elif not source.remote:
                 found[f"the file {name}"] = f"{size} bytes, {(folder / name).resolve().name}"
     headers, _ = plain_layout(checkpoint)

@@ -1,50 +1,29 @@
 """Notes on finished weight files, so that a later run can continue an interrupted one.
 
     .OUT.partial/made-from.json          everything that determines the result's bytes, by name
-    .OUT.partial/finished/SHARD.json     {"size": bytes, "pieces": [[first byte, bytes, XXH3]],
-                                          "reads": [[tensor, first byte, bytes, XXH3]],
-                                          "digest": SHA-256 of the rest}
+    .OUT.partial/finished/SHARD.json     {"size": bytes, "modified": nanoseconds}
 
-Files are recognised by content. A shard counts as finished if it has the noted size, begins with
-its header, and is covered by pieces with the noted digests. There is one piece for each write, with
-the digest of the data in memory. A shard is noted only after it was synced to the disk. Unless file
-names identify the source's content, the note has the digests of everything read from the source as
-well. Nothing is taken over from a run with other inputs or options.
+A shard is noted only after it was synced to the disk. It counts as finished if it still has the
+noted size and time and begins with its header. Nothing is taken over from a run with other inputs
+or options. Weight files of the source are recognised by size and time, or by their names where
+these identify the content; its other files by their digests.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from enjoyln_cli.checkpoint.headers import bytes_of
-from enjoyln_cli.errors import BadCheckpoint, OutputError
-from enjoyln_cli.fs.digests import digest_of_data, digest_of_piece, digest_of_tensor, new_digest
+from enjoyln_cli.errors import OutputError
 from enjoyln_cli.fs.staging import FINISHED, RESULT, clear, count_finished
 from enjoyln_cli.fs.whole_file import write_whole
 from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup, gather, share_out
 from enjoyln_cli.rewrite.shard_layout import Shard
 
 MADE_FROM = "made-from.json"
-
-Piece = tuple[int, int, str]
-"""First byte, number of bytes, digest."""
-Read = tuple[str, int, int, str]
-"""Tensor of the source, first byte in it, number of bytes, digest."""
-
-
-@dataclass(frozen=True)
-class FinishedFile:
-    """The note on a finished file."""
-
-    size: int
-    pieces: tuple[Piece, ...]
-    reads: tuple[Read, ...]
 
 
 @dataclass(frozen=True)
@@ -57,13 +36,6 @@ class Journal:
     team: ProcessGroup = ALONE
     force: bool = False
     """Whether to discard the work of a run with other inputs, instead of refusing to start."""
-    source: Callable[[str, int, int], Iterable[bytes]] | None = None
-    """Reads bytes of a source tensor again: ``source(name, first, nbytes)``.
-
-    ``None`` if names identify the source's content, so that nothing has to be read again.
-    """
-    reads: dict[str, list[Read]] = field(default_factory=dict)
-    """The reads for each tensor of the files that are being written."""
     taken_over: list[str] = field(default_factory=list)
     """The names of the files that an earlier run had finished."""
 
@@ -125,14 +97,7 @@ def resume_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list
     before = _read_json(journal.work / MADE_FROM)
     done: list[str] = []
     if count_finished(journal.work) and before is not None and _made_from_same(journal, before):
-        for shard in shards:
-            found = _read_note(journal, shard.name)
-            if found is None or not _intact(into / shard.name, shard, found):
-                continue
-            if not _same_reads(journal, found):
-                done = []
-                break
-            done.append(shard.name)
+        done = [shard.name for shard in shards if _is_finished(journal, into / shard.name, shard)]
     keep = {*(into / name for name in done), *(_note_path(journal, name) for name in done)}
     clear(journal.work, keep)
     into.mkdir(parents=True, exist_ok=True)
@@ -142,105 +107,41 @@ def resume_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list
     return done
 
 
-def reads_for(journal: Journal | None, tensor: str) -> list[Read] | None:
-    """The list to note the reads for one written tensor in; ``None`` if they are not noted."""
-    return journal.reads.setdefault(tensor, []) if journal and journal.source else None
-
-
-def note_read(reads: list[Read] | None, name: str, first: int, data: memoryview) -> None:
-    """Note that ``data`` was read from byte ``first`` of the source's tensor ``name``."""
-    if reads is not None and data:
-        reads.append((name, first, len(data), digest_of_piece(data).hex()))
-
-
-def digest_while_reading(
-    reads: list[Read] | None, name: str, parts: Iterable[torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    """Yield the ``parts`` of the whole source tensor ``name``, then note them as one read."""
-    digest, nbytes = new_digest(), 0
-    for part in parts:
-        if reads is not None:
-            digest.update(bytes_of(part))
-            nbytes += part.nbytes
-        yield part
-    if reads is not None:
-        reads.append((name, 0, nbytes, digest.hexdigest()))
-
-
-def note(journal: Journal, file: Path, pieces: Iterable[Piece], tensors: Iterable[str]) -> None:
+def note(journal: Journal, file: Path) -> None:
     """Note that ``file`` is finished and synced to the disk, so that no run writes it again."""
-    reads = dict.fromkeys(read for name in tensors for read in journal.reads.pop(name, ()))
-    found = asdict(FinishedFile(file.stat().st_size, tuple(sorted(pieces)), tuple(reads)))
-    write_whole(
-        _note_path(journal, file.name), json.dumps({**found, "digest": digest_of_data(found)})
-    )
+    write_whole(_note_path(journal, file.name), json.dumps(_state_of(file)))
 
 
-def _made_from_same(journal: Journal, before: Mapping[str, Any]) -> bool:
-    """Whether the earlier run had the same inputs and options."""
-    now = journal.made_from
-    for name in (*now, *before):
-        if before.get(name) != now.get(name):
-            old, new = (str(found.get(name, "nothing"))[:40] for found in (before, now))
-            return _discard_or_refuse(journal, f"{name} was {old} then and is {new} now")
-    return True
+def _state_of(file: Path) -> dict[str, int]:
+    state = file.stat()
+    return {"size": state.st_size, "modified": state.st_mtime_ns}
 
 
-def _same_reads(journal: Journal, found: FinishedFile) -> bool:
-    """Whether the source still has the content that a finished file was made from."""
-    if journal.source is None:
-        return True
-    for name, first, nbytes, digest in found.reads:
-        try:
-            same = digest_of_tensor(journal.source(name, first, nbytes)) == digest
-        except BadCheckpoint:
-            same = False
-        if not same:
-            return _discard_or_refuse(journal, f"{name} of the source has changed since")
-    return True
-
-
-def _discard_or_refuse(journal: Journal, difference: str) -> bool:
-    """Return false with ``journal.force``, so that nothing is taken over; else ``OutputError``."""
-    if journal.force:
-        return False
-    raise OutputError(
-        f"--resume cannot continue the run in {journal.work}: {difference}; start anew with --force"
-    )
-
-
-def _intact(path: Path, shard: Shard, found: FinishedFile) -> bool:
-    """Whether a file still has the size, header and digests of its note."""
+def _is_finished(journal: Journal, path: Path, shard: Shard) -> bool:
+    """Whether a shard is noted, and its file has not changed since."""
+    state = _read_json(_note_path(journal, shard.name))
     try:
-        size = found.size
-        if size != shard.size or path.is_symlink() or path.stat().st_size != size:
+        if path.is_symlink() or state != _state_of(path) or state["size"] != shard.size:
             return False
         with path.open("rb") as file:
-            if file.read(len(shard.header)) != shard.header:
-                return False
-            at = 0
-            for first, nbytes, digest in found.pieces:
-                file.seek(at)
-                data = memoryview(file.read(min(max(nbytes, 0), size)))
-                if (first, nbytes, digest) != (at, len(data), digest_of_piece(data).hex()):
-                    return False
-                at += nbytes
-        return at == size
+            return file.read(len(shard.header)) == shard.header
     except OSError:
         return False
 
 
-def _read_note(journal: Journal, name: str) -> FinishedFile | None:
-    """The note of an earlier run on one file; ``None`` if it is missing or damaged."""
-    found = _read_json(_note_path(journal, name)) or {}
-    if found.pop("digest", None) != digest_of_data(found):
-        return None
-    try:
-        pieces = tuple((int(a), int(b), str(c)) for a, b, c in found["pieces"])
-        reads = tuple((str(a), int(b), int(c), str(d)) for a, b, c, d in found["reads"])
-        return FinishedFile(int(found["size"]), pieces, reads)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
+def _made_from_same(journal: Journal, before: Mapping[str, Any]) -> bool:
+    """Whether the earlier run had the same inputs and options; ``OutputError`` without force."""
+    now = journal.made_from
+    for name in (*now, *before):
+        if before.get(name) != now.get(name):
+            if journal.force:
+                return False
+            old, new = (str(found.get(name, "nothing"))[:40] for found in (before, now))
+            raise OutputError(
+                f"--resume cannot continue the run in {journal.work}: {name} was {old} then and is "
+                f"{new} now; start anew with --force"
+            )
+    return True
 
 
 def _note_path(journal: Journal, name: str) -> Path:

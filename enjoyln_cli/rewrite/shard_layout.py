@@ -15,11 +15,36 @@ from typing import Any
 
 import torch
 
-from enjoyln_cli.checkpoint.headers import FLOATS
+from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, StoredTensor
 from enjoyln_cli.checkpoint.reader import Checkpoint, header_of
 from enjoyln_cli.errors import OutputError
 from enjoyln_cli.plan.edits import Edit
-from enjoyln_cli.rewrite.steps import Slot
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor to write, and the stored tensor that it is made from.
+
+    Name, dtype and shape may differ from those of the stored tensor. ``offset`` is the absolute
+    offset in the new file, in bytes.
+    """
+
+    name: str
+    stored: StoredTensor
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes to write."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def stays(self) -> bool:
+        """Whether the stored tensor's header entry is valid for this one."""
+        stored = self.stored
+        return (self.name, self.dtype, self.shape) == (stored.name, stored.dtype, stored.shape)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Write a checkpoint's shards with some tensors edited, in bounded memory.
 
-This module distributes the work. Each process writes whole files. The workers of a process are
-threads with positioned reads and writes on shared files (torch and the system calls release the
-interpreter lock). Which tensors change, and why, is decided elsewhere.
+This module distributes the work. Each process writes whole files. The threads of a process take
+parts of tensors from one queue (torch and the system calls release the interpreter lock). Which
+tensors change, and why, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -11,47 +11,38 @@ import os
 import shutil
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache, partial
-from itertools import zip_longest
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from enjoyln_cli.archive.archive_file import Recorder, tensor_recorder
-from enjoyln_cli.checkpoint.headers import FLOATS, StoredTensor, bytes_of
+from enjoyln_cli.archive.archive_file import Recorder
+from enjoyln_cli.archive.recorder import parts_to_record
+from enjoyln_cli.checkpoint.headers import FLOATS, StoredTensor, load_bin
 from enjoyln_cli.checkpoint.reader import Checkpoint, file_of, read_rows, read_tensor
 from enjoyln_cli.checkpoint.source import require_unchanged
 from enjoyln_cli.errors import BadCheckpoint, OutputError
 from enjoyln_cli.models.memory import give_back
 from enjoyln_cli.plan.edits import ROWS, Edit, EditInputs, read_edit_inputs
-from enjoyln_cli.rewrite.blocks import Ends, Lane, Target, run
-from enjoyln_cli.rewrite.journal import (
-    Journal,
-    assign_shards,
-    digest_while_reading,
-    note,
-    note_read,
-    reads_for,
-    wait_for_all,
-)
+from enjoyln_cli.rewrite.journal import Journal, assign_shards, note, wait_for_all
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
-from enjoyln_cli.rewrite.steps import Slot, steps_of
+from enjoyln_cli.rewrite.tensor_parts import (
+    Part,
+    TensorFiles,
+    parts_of,
+    without_appended,
+    write_bytes,
+)
 from enjoyln_cli.text import size
-
-T = TypeVar("T")
-Task = Callable[[Lane, Ends], Iterator[None]]
-"""Writes a part of a tensor; yields after each transfer."""
 
 TICK = 0.1
 """Seconds between two progress reports."""
-LANES = 2
-"""Threads for each job: while one waits for the disk, the other computes. If corrections for an
-archive are computed too, one is enough."""
+THREADS = 2
+"""Threads for each job: while one waits for the disk, the other computes."""
 
 
 def write_shards(
@@ -99,19 +90,28 @@ def write_shards(
     if progress and len(mine) < len(shards):
         names = {shard.name for shard in mine}
         progress(sum(slot.nbytes for s in shards if s.name not in names for slot in s.slots))
-    tasks = _tasks(checkpoint, edits, allow_nonfinite, journal)
+
+    def edited(files: TensorFiles) -> Iterator[Part]:
+        edit = edits.get(files.slot.name, Edit())
+        inputs = partial(_inputs_of, checkpoint, edit, allow_nonfinite)
+        return parts_of(files, edit, inputs, allow_nonfinite)
+
+    def finish(path: Path) -> None:
+        if journal:
+            note(journal, path)
+
     _check_space(mine, into)
     for some, at_hand in _batches(checkpoint, mine):
         with at_hand:
             write_tensors(
                 checkpoint,
-                tasks,
+                edited,
                 some,
                 into,
                 jobs=jobs,
                 progress=progress,
                 recorder=recorder,
-                journal=journal,
+                finish=finish,
             )
     if journal:
         require_unchanged(checkpoint.source.path, checkpoint.states)
@@ -139,98 +139,89 @@ def _batches(
 
 def write_tensors(
     checkpoint: Checkpoint,
-    tasks_for: Callable[[Slot], Iterator[Task]],
+    parts_for: Callable[[TensorFiles], Iterable[Part]],
     shards: Sequence[Shard],
     into: Path,
     *,
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
     recorder: Recorder | None = None,
-    journal: Journal | None = None,
+    finish: Callable[[Path], None] = lambda path: None,
 ) -> None:
     """Write the files of ``shards`` from the tensors of ``checkpoint``, and sync them to the disk.
 
-    ``tasks_for`` gives the tasks that write a slot; workers may do them in any order. ``recorder``
-    collects the data that restores the tensors, and ``journal`` notes each finished file. Raises
-    what the tasks raise, and ``OutputError`` if the disk has too little space.
+    ``parts_for`` gives the parts of a tensor, which threads may write in any order. ``finish`` is
+    called with each file when it is on the disk, and ``recorder`` then collects the data that
+    restores the tensors. Raises what the parts raise, and ``OutputError`` if the disk has too
+    little space.
     """
     give_back()
     _check_space(shards, into)
+    threads = THREADS * (jobs or _cores())
     with ExitStack() as stack:
-        jobs = jobs or _cores()
-        _write_with_workers(
-            checkpoint, tasks_for, shards, into, stack, jobs, progress, recorder, journal
-        )
-
-
-def _write_with_workers(
-    checkpoint: Checkpoint,
-    tasks_for: Callable[[Slot], Iterator[Task]],
-    shards: Sequence[Shard],
-    into: Path,
-    stack: ExitStack,
-    jobs: int,
-    progress: Callable[[int], None] | None,
-    recorder: Recorder | None,
-    journal: Journal | None,
-) -> None:
-    positioned = checkpoint.format == "safetensors"
-    needed = {slot.stored.file for shard in shards for slot in shard.slots if positioned}
-    sources = {
-        name: _open(file_of(checkpoint, name), os.O_RDONLY, stack) for name in sorted(needed)
-    }
-    targets = {shard.name: _create(shard, into, stack, journal is not None) for shard in shards}
-
-    def finish(shard: Shard) -> None:
-        target = targets[shard.name]
-        os.fsync(target.cached)
-        if journal:
-            names = [slot.name for slot in shard.slots]
-            note(journal, into / shard.name, target.pieces or (), names)
-
-    lanes = LANES * jobs if positioned and recorder is None else jobs
-    portions = [
-        [
-            (shard, slot, tasks)
+        sources = _sources(checkpoint, shards, stack)
+        targets = {shard.name: _create(shard, into, stack) for shard in shards}
+        tensors = [
+            (shard.name, TensorFiles(slot, sources(slot.stored), targets[shard.name]))
+            for shard in shards
             for slot in shard.slots
-            for tasks in _portions(tuple(tasks_for(slot)), positioned)
         ]
-        for shard in shards
-    ]
-    queue = deque(_interleaved(portions, lanes))
-    del portions  # so that data that a task has read is freed with the task
-    left = Counter(shard.name for shard, _, _ in queue)
-    lock, stop = threading.Lock(), threading.Event()
+        parts = [(name, part) for name, files in tensors for part in parts_for(files)]
+        left = Counter(name for name, _ in parts)
+        lock = threading.Lock()
 
-    def drain(lane: Lane) -> None:
-        torch.set_num_threads(1)
-        while not stop.is_set():
-            try:
-                shard, slot, tasks = queue.popleft()
-            except IndexError:
-                return
-            reads = reads_for(journal, slot.name)
-            if positioned:
-                source: int | memoryview = sources[slot.stored.file]
-            else:
-                source = bytes_of(read_tensor(checkpoint, slot.stored.name))
-                note_read(reads, slot.stored.name, 0, source)
-            kept = tensor_recorder(recorder, slot.name) if recorder else None
-            ends = Ends(slot, source, targets[shard.name], kept, reads)
-            for task in tasks:
-                for _ in task(lane, ends):
-                    if stop.is_set():
-                        return
+        def complete(name: str) -> None:
+            os.fsync(targets[name])
+            finish(into / name)
+
+        def write(name: str, part: Part) -> None:
+            part.write()
             with lock:
-                left[shard.name] -= 1
-                last = left[shard.name] == 0
-            if last:
-                finish(shard)
+                left[name] -= 1
+                is_complete = left[name] == 0
+            if is_complete:
+                complete(name)
 
-    for shard in shards:
-        if not left[shard.name]:
-            finish(shard)
-    _with_workers(drain, lanes, stop, progress)
+        for name in targets.keys() - left.keys():
+            complete(name)
+        queue = deque(Part(part.nbytes, partial(write, name, part)) for name, part in parts)
+        del parts  # so that the maps of a tensor go with its last part
+        _with_threads(queue, threads, progress)
+        if recorder:
+            records = (r for _, files in tensors for r in _records(recorder, files))
+            _with_threads(deque(Part(0, record) for record in records), threads, None)
+
+
+def _records(recorder: Recorder, files: TensorFiles) -> Iterator[Callable[[], None]]:
+    """What records the data that restores one tensor."""
+
+    def written() -> torch.Tensor:
+        return without_appended(files.new(), files.slot.stored.shape or (1,))
+
+    return parts_to_record(recorder, files.slot.name, files.stored, written)
+
+
+def _sources(
+    checkpoint: Checkpoint, shards: Sequence[Shard], stack: ExitStack
+) -> Callable[[StoredTensor], int | Callable[[], torch.Tensor]]:
+    """A function that returns where a stored tensor is read from (see ``TensorFiles``)."""
+    if checkpoint.format == "bin":
+        folder = checkpoint.source.path
+        return lambda stored: partial(_loaded, folder / stored.file, stored.name)
+    ends: dict[str, StoredTensor] = {}
+    for stored in (slot.stored for shard in shards for slot in shard.slots):
+        if stored.file not in ends or stored.offset > ends[stored.file].offset:
+            ends[stored.file] = stored
+    files = {}
+    for name, last in sorted(ends.items()):
+        files[name] = _open(file_of(checkpoint, name), os.O_RDONLY, stack)
+        if os.fstat(files[name]).st_size < last.offset + last.nbytes:
+            raise BadCheckpoint(f"{name} ends inside {last.name}; fetch it again")
+    return lambda stored: files[stored.file]
+
+
+def _loaded(path: Path, name: str) -> torch.Tensor:
+    return load_bin(path)[name].detach().contiguous()
 
 
 def total_progress(
@@ -250,27 +241,33 @@ def total_progress(
     return add
 
 
-def _with_workers(
-    drain: Callable[[Lane], None],
-    threads: int,
-    stop: threading.Event,
-    progress: Callable[[int], None] | None,
-) -> None:
-    """Run ``drain`` in ``threads`` threads; any exception, here or in one of them, stops all."""
-    lanes = [Lane() for _ in range(threads)]
-    reported, before = 0, torch.get_num_threads()
+def _with_threads(queue: deque[Part], threads: int, progress: Callable[[int], None] | None) -> None:
+    """Write all parts in ``threads`` threads; any exception, here or in one of them, stops all."""
+    written: deque[int] = deque()
+    stop = threading.Event()
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        while not stop.is_set():
+            try:
+                part = queue.popleft()
+            except IndexError:
+                return
+            part.write()
+            written.append(part.nbytes)
+
+    before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads) as pool:
             try:
-                running = {pool.submit(drain, lane) for lane in lanes}
+                running = {pool.submit(work) for _ in range(threads)}
                 while running:
                     done, running = wait(running, TICK, FIRST_EXCEPTION)
                     for future in done:
                         future.result()
-                    written = sum(lane.written for lane in lanes)
-                    if progress and written > reported:
-                        progress(written - reported)
-                    reported = written
+                    nbytes = sum(written.popleft() for _ in range(len(written)))
+                    if progress and nbytes:
+                        progress(nbytes)
             except BaseException:
                 stop.set()
                 raise
@@ -334,54 +331,28 @@ def _write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _tasks(
-    checkpoint: Checkpoint, edits: Mapping[str, Edit], nonfinite: bool, journal: Journal | None
-) -> Callable[[Slot], Iterator[Task]]:
-    """A function that gives the tasks of each slot."""
+def _inputs_of(checkpoint: Checkpoint, edit: Edit, allow_nonfinite: bool) -> EditInputs:
+    """What ``edit`` takes from other tensors.
 
-    def inputs_of(slot: Slot, edit: Edit) -> EditInputs:
-        reads = reads_for(journal, slot.name)
+    Raises ``BadCheckpoint`` naming the tensor if it has NaN or Inf, unless they are allowed.
+    """
 
-        def finite(name: str, value: torch.Tensor) -> torch.Tensor:
-            """``value``; raises ``BadCheckpoint`` naming the tensor if it has NaN or Inf."""
-            if not nonfinite and not value.isfinite().all():
-                raise BadCheckpoint(
-                    f"{name} in {checkpoint.tensors[name].file} holds NaN or Inf and cannot be "
-                    "merged; repair it, or pass --allow-nonfinite"
-                )
-            return value
+    def finite(name: str, value: torch.Tensor) -> torch.Tensor:
+        if not allow_nonfinite and not value.isfinite().all():
+            raise BadCheckpoint(
+                f"{name} in {checkpoint.tensors[name].file} holds NaN or Inf and cannot be "
+                "merged; repair it, or pass --allow-nonfinite"
+            )
+        return value
 
-        def vector(name: str) -> torch.Tensor:
-            found = read_tensor(checkpoint, name)
-            note_read(reads, name, 0, bytes_of(found))
-            return finite(name, found)
-
-        def rows(name: str) -> Iterator[torch.Tensor]:
-            return digest_while_reading(reads, name, read_rows(checkpoint, name, ROWS))
-
-        values = read_edit_inputs(edit, vector, rows)
-        if edit.plus and values.plus is not None:
-            finite(edit.plus.matrix, values.plus)
-        return values
-
-    def tasks(slot: Slot) -> Iterator[Task]:
-        edit = edits.get(slot.name, Edit())
-        values = cache(partial(inputs_of, slot, edit))
-        return (partial(run, step=s, nonfinite=nonfinite) for s in steps_of(slot, edit, values))
-
-    return tasks
-
-
-def _portions(tasks: tuple[Task, ...], positioned: bool) -> Iterator[tuple[Task, ...]]:
-    """Tasks for one worker: single ones, or all of a tensor that has to be loaded whole."""
-    return iter(zip(tasks, strict=True)) if positioned else iter((tasks,))
-
-
-def _interleaved(queues: list[list[T]], many: int) -> Iterator[T]:
-    """Items of ``many`` queues (files) in turns, since a file is locked during a write."""
-    for first in range(0, len(queues), many):
-        for row in zip_longest(*queues[first : first + many]):
-            yield from (item for item in row if item is not None)
+    inputs = read_edit_inputs(
+        edit,
+        lambda name: finite(name, read_tensor(checkpoint, name)),
+        lambda name: read_rows(checkpoint, name, ROWS),
+    )
+    if edit.plus and inputs.plus is not None:
+        finite(edit.plus.matrix, inputs.plus)
+    return inputs
 
 
 def _open(path: Path, flags: int, stack: ExitStack) -> int:
@@ -390,15 +361,15 @@ def _open(path: Path, flags: int, stack: ExitStack) -> int:
     return file
 
 
-def _create(shard: Shard, into: Path, stack: ExitStack, noted: bool) -> Target:
-    """Create a file of its final size, and write its header."""
-    path = into / shard.name
-    file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stack)
-    os.truncate(file, shard.size)
-    try:
-        direct = _open(path, os.O_WRONLY | os.O_DIRECT, stack)
-    except (AttributeError, OSError):  # not supported by the system or the file system
-        direct = None
-    target = Target(file, direct, [] if noted else None)
-    target.write(memoryview(shard.header), 0)
-    return target
+def _create(shard: Shard, into: Path, stack: ExitStack) -> int:
+    """Create a file of its final size, and write its header.
+
+    The space is reserved, since a map cannot report that the disk is full.
+    """
+    file = _open(into / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, stack)
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, shard.size)
+    else:
+        os.truncate(file, shard.size)
+    write_bytes(file, memoryview(shard.header), 0)
+    return file

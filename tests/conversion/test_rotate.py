@@ -42,7 +42,7 @@ from enjoyln_cli.recipe.compare import differences
 from enjoyln_cli.recipe.from_plan import recipe_of
 from enjoyln_cli.recipe.read import load_recipe, parse_recipe
 from enjoyln_cli.recipe.write import dump_recipe
-from enjoyln_cli.rewrite import steps
+from enjoyln_cli.rewrite import tensor_parts
 from enjoyln_cli.rewrite.directory import WriteOptions, fold_checkpoint
 from enjoyln_cli.rotation.given_matrices import give_matrices
 
@@ -180,7 +180,7 @@ def test_a_recipe_chooses_what_turns(out: Path, tmp_path: Path) -> None:
 def test_a_file_is_the_same_in_small_pieces(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "TURNED", 1000)
+    monkeypatch.setattr(tensor_parts, "PART", 1000)
     monkeypatch.setattr(edits, "PIECE", 300)
     options = replace(ROTATED, seed=3)
     convert(CHECKPOINTS / "gpt2", tmp_path / "out", options=options, verify=False)

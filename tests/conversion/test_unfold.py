@@ -23,17 +23,19 @@ from safetensors.torch import load_file, save_file
 from stored_files import opened
 
 from enjoyln_cli import fold, unfold
+from enjoyln_cli.archive import recorder as recording
 from enjoyln_cli.archive.archive_file import open_archive, save_archive
-from enjoyln_cli.archive.prediction import Undo, fits
+from enjoyln_cli.archive.difference import Undo, fits
 from enjoyln_cli.archive.recorder import bytes_to_keep, start_recording
 from enjoyln_cli.checkpoint.result_files import FILE, FOLDER
 from enjoyln_cli.cli.main import main
 from enjoyln_cli.conversion.unfold import restore
 from enjoyln_cli.errors import BadCheckpoint, EnjoyLNError, OutputError
+from enjoyln_cli.plan import edits
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.edits import Edit
 from enjoyln_cli.plan.plan import Options, Plan, Scale, Verdict, Writer
-from enjoyln_cli.rewrite import blocks, steps
+from enjoyln_cli.rewrite import tensor_parts
 from enjoyln_cli.rewrite.directory import fold_checkpoint
 from enjoyln_cli.rewrite.shard_layout import plain_layout
 from enjoyln_cli.rewrite.writer import write_shards
@@ -82,12 +84,13 @@ def back(tmp_path: Path) -> Iterator[Path]:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.fixture(params=[(1 << 18, 1 << 22), (48, 200), (40, 4000)], ids=["whole", "cut", "blocks"])
-def blocked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one block, and in many."""
-    monkeypatch.setattr(steps, "BLOCK", request.param[0])
-    monkeypatch.setattr(blocks, "TRANSFER", request.param[1])
-    monkeypatch.setattr(steps, "CHUNK", 10 * request.param[0])
+@pytest.fixture(params=[1 << 22, 200, 40], ids=["whole", "parts", "small parts"])
+def divided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one part, and in many."""
+    monkeypatch.setattr(recording, "RECORDED", request.param)
+    monkeypatch.setattr(tensor_parts, "PART", request.param)
+    monkeypatch.setattr(edits, "PIECE", min(edits.PIECE, request.param))
+    monkeypatch.setattr(edits, "RUN", min(edits.RUN, request.param // 10))
 
 
 # The way back
@@ -148,19 +151,19 @@ IN_TURN = [
 """Each edit in one of the dtypes, and slowly in the others."""
 
 
-@pytest.mark.usefixtures("blocked")
+@pytest.mark.usefixtures("divided")
 @pytest.mark.parametrize(("case", "dtype"), IN_TURN, ids=str)
 def test_every_edit_can_be_undone(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     name, edit = EVERY_EDIT[case]
-    edits = {name: edit, "v": Edit(fill=1.0)}
+    changes = {name: edit, "v": Edit(fill=1.0)}
     if edit.source:
-        edits["w"] = Edit(axes=(Axis(0, 0, 1, 37, 1),))
+        changes["w"] = Edit(axes=(Axis(0, 0, 1, 37, 1),))
     model, out, back = (tmp_path / name for name in ("model", "out", "back"))
     store(model, tensors(dtype), "single")
     out.mkdir(), back.mkdir(), (out / FOLDER).mkdir()  # noqa: B018
     with (tmp_path / "spool").open("w+b") as spool:
-        recorder = start_recording(opened(model), edits, spool.fileno())
-        write_shards(opened(model), edits, out, recorder=recorder)
+        recorder = start_recording(opened(model), changes, spool.fileno())
+        write_shards(opened(model), changes, out, recorder=recorder)
         headers, index = plain_layout(opened(model))
         save_archive(recorder, out / FOLDER, {"mine": 1}, headers, index)
     (out / "config.json").write_text("{}")
@@ -214,10 +217,9 @@ def test_what_is_kept_does_not_depend_on_the_number_of_workers(
 def test_what_is_kept_is_small_and_in_a_folder_that_nobody_loads(out: Path) -> None:
     assert set(files(out / FOLDER)) == {FILE}
     with safe_open(out / FOLDER / FILE, "pt") as file:
-        assert {"pieces", "digests", "gaps", "steps", "exact"} < set(file.keys())
-        assert file.get_tensor("means/0/big.weight").shape == (1, 1, 1, 1031)
+        assert {"parts", "digests", "stored"} < set(file.keys())
     size = sum(tensor.nbytes for tensor in state(torch.float32).values())
-    assert (out / FOLDER / FILE).stat().st_size < 0.15 * size
+    assert (out / FOLDER / FILE).stat().st_size < 0.12 * size
 
 
 @pytest.mark.parametrize("kind", ["single", "bin"])
@@ -375,10 +377,10 @@ def test_a_kept_file_that_is_damaged(out: Path, back: Path, at: float) -> None:
 @pytest.mark.parametrize(
     ("shape", "fitting"), [((3, 8), True), ((-3, 8), False), ((1 << 60, 8), False)]
 )
-def test_a_shape_that_means_do_not_fit(shape: tuple[int, ...], fitting: bool) -> None:
-    """Told without making room for the means that would."""
-    means = (torch.zeros(3, 1, 1, 1, dtype=torch.float64),)
-    assert fits(Undo(torch.float32, shape, (Axis(1, 0, 1, 8, 1),), means)) is fitting
+def test_a_shape_that_factors_do_not_fit(shape: tuple[int, ...], fitting: bool) -> None:
+    factors = (torch.ones(3, dtype=torch.float64),)
+    undo = Undo(torch.float32, shape, (Axis(1, 0, 1, 8, 1),), (0,), factors)
+    assert fits(undo) is fitting
 
 
 def test_a_kept_file_that_is_cut_or_gone(out: Path, back: Path) -> None:

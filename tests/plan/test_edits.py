@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,21 +13,18 @@ from edit_cases import EDITS, IN, NEW, tensors
 from fold_cases import same, store, written
 from stored_files import opened
 
-from enjoyln_cli.checkpoint.headers import StoredTensor
 from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.plan import edits
 from enjoyln_cli.plan.axis import Axis
 from enjoyln_cli.plan.edits import (
-    Append,
     Edit,
-    EditInputs,
     Product,
     Vector,
     apply_edit,
     read_edit_inputs,
 )
-from enjoyln_cli.rewrite import blocks, steps
+from enjoyln_cli.rewrite import tensor_parts
 from enjoyln_cli.rewrite.shard_layout import bytes_to_write
-from enjoyln_cli.rewrite.steps import Before, Slot, Whole, steps_of
 from enjoyln_cli.rewrite.writer import write_shards
 from enjoyln_cli.verification.stored_tensors import check_tensors
 
@@ -59,18 +57,18 @@ def by_definition(held: dict[str, torch.Tensor], name: str, edit: Edit) -> torch
     return x
 
 
-@pytest.fixture(params=[(1 << 18, 1 << 22), (50, 200), (40, 4000)], ids=["whole", "cut", "blocks"])
-def blocked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with each tensor in one block, and split into many."""
-    monkeypatch.setattr(steps, "BLOCK", request.param[0])
-    monkeypatch.setattr(blocks, "TRANSFER", request.param[1])
-    monkeypatch.setattr(steps, "CHUNK", 10 * request.param[0])
+@pytest.fixture(params=[(1 << 22, 1 << 16), (200, 50), (4000, 40)], ids=["whole", "cut", "pieces"])
+def divided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test with each tensor in one piece, and divided into many parts and pieces."""
+    monkeypatch.setattr(tensor_parts, "PART", request.param[0])
+    monkeypatch.setattr(edits, "PIECE", request.param[1])
+    monkeypatch.setattr(edits, "RUN", min(edits.RUN, request.param[1] // 10))
 
 
 @pytest.mark.parametrize("kind", ["single", "bin"])
 @pytest.mark.parametrize("case", EDITS)
 def test_files_hold_what_the_definition_says(
-    tmp_path: Path, case: str, kind: str, blocked: None
+    tmp_path: Path, case: str, kind: str, divided: None
 ) -> None:
     name, edit = EDITS[case]
     held = tensors(torch.bfloat16)
@@ -87,7 +85,7 @@ def test_files_hold_what_the_definition_says(
 
 
 @pytest.mark.parametrize("case", EDITS)
-def test_another_dtype_and_memory(tmp_path: Path, case: str, blocked: None) -> None:
+def test_another_dtype_and_memory(tmp_path: Path, case: str, divided: None) -> None:
     """Edits also hold when files are written in another dtype, and for tensors in memory."""
     name, edit = EDITS[case]
     held = tensors(torch.float32)
@@ -134,20 +132,26 @@ def test_the_check_of_stored_tensors_knows_every_edit(
     ("shape", "edit"),
     [
         ((4096, 1024), Edit(times=Vector("g", 1), axes=(Axis(0, 0, 1, 4096, 1),))),
-        ((4096, 1024), Edit(axes=(Axis(0, 0, 1, 4096, 1),), append=Append(1, NEW))),
         ((1024, 4096), Edit(times=Vector("g", 0), axes=(Axis(1, 0, 1, 4096, 1),))),
-        ((1024, 4096), Edit(axes=(Axis(1, 0, 1, 4096, 1),), append=Append(0, NEW))),
-        ((4096, 1024), Edit(append=Append(0, NEW))),
         ((4096, 1024), Edit(times=Vector("g", 1))),
+        ((1024, 4096), Edit(axes=(Axis(0, 0, 1, 1024, 1), Axis(1, 0, 32, 128, 1)))),
         ((3072, 1024), Edit(times=Vector("g", 1), axes=(Axis(0, 2048, 1, 1024, 1),))),
+        ((50_000, 64), Edit(axes=(Axis(1, 0, 1, 64, 1),))),
+        ((1 << 22,), Edit(axes=(Axis(0, 0, 1 << 12, 1 << 10, 1),))),
     ],
 )
-def test_large_tensors_are_never_in_memory_as_a_whole(shape: tuple[int, ...], edit: Edit) -> None:
-    count = shape[0] * shape[1]
-    stored = StoredTensor("w", "f", "F32", shape, 0, 4 * count)
-    slot = Slot("w", stored, "F32", edit.shape(shape), 0)
-    found = list(steps_of(slot, edit, EditInputs))
-    assert found and not any(isinstance(step, Whole) for step in found)
+def test_large_tensors_are_divided(shape: tuple[int, ...], edit: Edit) -> None:
+    parts = list(edits.divide(edit, shape, 1 << 18))
+    assert len(parts) > 2
+    (dim,) = {dim for dim, _, _ in parts}
+    ends = [first + count for _, first, count in parts]
+    assert [0, *ends[:-1]] == [first for _, first, _ in parts] and ends[-1] == shape[dim]
+    for _, first, count in parts:
+        assert count * math.prod(shape) // shape[dim] <= 1 << 18
+        of_part = edits.edit_of_part(edit, dim, first, count)
+        assert sum(a.length for a in of_part.axes if a.dim != dim) == sum(
+            a.length for a in edit.axes if a.dim != dim
+        )
 
 
 @pytest.mark.parametrize(
@@ -225,46 +229,3 @@ def test_an_error_about_nan_names_the_merged_tensor(
         write_shards(checkpoint, {name: edit}, tmp_path / "refused")
     write_shards(checkpoint, {name: edit}, tmp_path / "allowed", allow_nonfinite=True)
     assert not written(tmp_path / "allowed")[name].isfinite().all()
-
-
-def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Float64 to the nearest number of ``dtype``, ties to even, without torch's casts."""
-    bits, least = {torch.bfloat16: (8, -133), torch.float16: (11, -24)}[dtype]
-    step = (exact.frexp().exponent - bits).clamp(min=least).double()
-    near = torch.ldexp(torch.ldexp(exact, -step).round(), step)
-    return torch.where(near.abs() > torch.finfo(dtype).max, near.sign() * torch.inf, near)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_two_numbers_of_16_bits_are_multiplied_in_their_dtype(dtype: torch.dtype) -> None:
-    """Each number times small, large and random ones gives the float64 product, rounded once."""
-    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
-    x = x[x.isfinite()]
-    limits = torch.finfo(dtype)
-    tiny = limits.smallest_normal
-    made = torch.Generator().manual_seed(0)
-    odd = x[torch.randint(len(x), (60,), generator=made)]
-    ends = torch.tensor([tiny, tiny / 2, -limits.max, -0.9, 1.1, 0.0]).to(dtype)
-    by = torch.cat([odd, ends]).double()
-    before = Before(lambda: EditInputs(times=by), len(x))
-    assert before.exact_in(dtype)
-    block = x.repeat(len(by))
-    before(block, 0)
-    exact = torch.outer(by, x.double()).flatten()
-    assert torch.equal(block.double(), rounded(exact, dtype))
-
-
-@pytest.mark.parametrize(
-    ("values", "dtype"),
-    [
-        (EditInputs(times=torch.tensor([0.5, 1 + 2**-12]).double()), torch.bfloat16),
-        (EditInputs(times=torch.tensor([0.5, 2**20]).double()), torch.float16),
-        (EditInputs(times=torch.tensor([0.5, float("nan")]).double()), torch.bfloat16),
-        (EditInputs(times=torch.tensor([0.5, 2]).double()), torch.float32),
-        (EditInputs(times=torch.ones(2).double(), plus=torch.ones(2).double()), torch.bfloat16),
-        (EditInputs(plus=torch.ones(2).double()), torch.bfloat16),
-    ],
-    ids=["too precise", "too large", "not a number", "too wide", "a sum", "only a sum"],
-)
-def test_other_arithmetic_needs_float64(values: EditInputs, dtype: torch.dtype) -> None:
-    assert not Before(lambda: values, 1).exact_in(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -14,8 +15,9 @@ from safetensors.torch import load_file
 from stored_files import opened
 
 from enjoyln_cli.errors import BadCheckpoint, OutputError
+from enjoyln_cli.plan import edits as plan_edits
 from enjoyln_cli.plan.axis import Axis, centre, feature_axis
-from enjoyln_cli.rewrite import blocks, steps
+from enjoyln_cli.rewrite import tensor_parts
 from enjoyln_cli.rewrite.writer import write_shards
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -60,17 +62,23 @@ def test_float64_is_centred_to_the_order_of_summation(tmp_path: Path) -> None:
         torch.testing.assert_close(found, centred(tensors[name], EDITS[name]), rtol=0, atol=1e-15)
 
 
-def test_a_tensor_larger_than_one_transfer_and_a_row_larger_than_a_block(tmp_path: Path) -> None:
+def test_tensors_larger_than_a_part_and_a_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_parts, "PART", 1 << 18)
     made = torch.Generator().manual_seed(1)
-    shapes = {"tall": (3001, 801), "flat": (3, steps.BLOCK + 5), "long": (steps.BLOCK * 2 + 3,)}
+    shapes = {
+        "tall": (3001, 801),
+        "flat": (3, plan_edits.PIECE + 5),
+        "long": (plan_edits.PIECE * 2 + 3,),
+    }
     tensors = {n: torch.randn(s, generator=made).add(0.2).half() for n, s in shapes.items()}
-    assert tensors["tall"].nbytes > blocks.TRANSFER
-    edits = {name: (feature_axis(shape, 0),) for name, shape in shapes.items()}
+    axes = {name: (feature_axis(shape, 0),) for name, shape in shapes.items()}
     store(tmp_path / "model", tensors, "single")
     (tmp_path / "out").mkdir()
-    write_shards(opened(tmp_path / "model"), centring(edits), tmp_path / "out")
+    write_shards(opened(tmp_path / "model"), centring(axes), tmp_path / "out")
     for name, found in written(tmp_path / "out").items():
-        assert same(found, centred(tensors[name], edits[name])), name
+        assert same(found, centred(tensors[name], axes[name])), name
 
 
 @pytest.mark.parametrize(
@@ -98,16 +106,37 @@ def test_bytes_do_not_depend_on_the_number_of_workers(source: Path, tmp_path: Pa
         assert path.read_bytes() == (tmp_path / "3" / path.name).read_bytes()
 
 
-def test_bytes_do_not_depend_on_writing_past_the_cache(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSYS])
+def test_bytes_do_not_depend_on_how_files_are_copied(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
+    """Some systems and file systems cannot copy from file to file."""
     (tmp_path / "a").mkdir()
     write_shards(opened(source), centring(EDITS), tmp_path / "a")
-    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+
+    def refuse(*_arguments: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    monkeypatch.setattr(tensor_parts, "COPIED", 1000)
     (tmp_path / "b").mkdir()
     write_shards(opened(source), centring(EDITS), tmp_path / "b")
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("shape", [(24, 36), (1024, 48), (40, 20_000)])
+def test_a_tensor_that_cannot_be_divided(
+    tmp_path: Path, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_parts, "PART", 1000)
+    monkeypatch.setattr(plan_edits, "SINGLE_PASS", 1000)
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(2)) + 0.3
+    store(tmp_path / "model", {"w": w}, "single")
+    (tmp_path / "out").mkdir()
+    axes = (Axis(0, 0, 1, shape[0], 1), Axis(1, 0, 1, shape[1], 1))
+    write_shards(opened(tmp_path / "model"), centring({"w": axes}), tmp_path / "out")
+    assert same(written(tmp_path / "out")["w"], centred(w, axes))
 
 
 def test_the_number_of_torch_threads_survives(source: Path, tmp_path: Path) -> None:

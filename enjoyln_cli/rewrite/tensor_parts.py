@@ -1,0 +1,199 @@
+"""Write one tensor of a new weight file from a stored one, part by part.
+
+Both tensors are memory maps of their files. Bytes that stay are copied by the system. Edited
+elements go through float64 in pieces that fit into a cache (``plan.edits.apply_in_pieces``), and
+are rounded once. The parts are independent of each other, so threads may write them in any order.
+
+torch rounds float64 to 16 bits by way of float32, so errors reach 0.5001 units in the last place
+instead of 0.5.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import prod
+from mmap import ACCESS_COPY, ACCESS_WRITE, ALLOCATIONGRANULARITY, mmap
+
+import torch
+
+from enjoyln_cli.checkpoint.headers import DTYPES, FLOATS, bytes_of, read_at
+from enjoyln_cli.errors import BadCheckpoint
+from enjoyln_cli.plan.edits import (
+    Append,
+    Edit,
+    EditInputs,
+    appended_slices,
+    apply_in_pieces,
+    divide,
+    edit_of_part,
+)
+from enjoyln_cli.rewrite.shard_layout import Slot
+
+PART = 1 << 22
+"""About how many elements a thread edits before it takes the next part."""
+COPIED = 1 << 24
+"""Most bytes to copy before the next part is taken."""
+_WHOLE = threading.Lock()
+"""Held while a tensor is edited that cannot be divided into parts, since that may need several
+times its size in memory."""
+_NO_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF)
+"""Errors by which a system says that it cannot copy between these files itself."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a new tensor: how many bytes it has, and what writes them."""
+
+    nbytes: int
+    write: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """Where one tensor is read from and written to."""
+
+    slot: Slot
+    source: int | Callable[[], torch.Tensor]
+    """Descriptor of an open safetensors file, or what returns the tensor of a pickled one."""
+    target: int
+    """Descriptor of the new file, which has its full size already."""
+
+    def stored(self) -> torch.Tensor:
+        """The stored tensor: a private map of its file, or in memory."""
+        if not isinstance(self.source, int):
+            return self.source()
+        stored = self.slot.stored
+        return _mapped(self.source, stored.offset, stored.dtype, stored.shape, ACCESS_COPY)
+
+    def new(self) -> torch.Tensor:
+        """The new tensor: a map of its file, through which it is written."""
+        slot = self.slot
+        return _mapped(self.target, slot.offset, slot.dtype, slot.shape, ACCESS_WRITE)
+
+
+def _mapped(
+    file: int, offset: int, dtype: str, shape: tuple[int, ...], access: int
+) -> torch.Tensor:
+    """A tensor of at least one element in an open file."""
+    nbytes, shift = prod(shape) * DTYPES[dtype].itemsize, offset % ALLOCATIONGRANULARITY
+    data = mmap(file, shift + nbytes, access=access, offset=offset - shift)
+    flat = torch.frombuffer(data, dtype=DTYPES[dtype], offset=shift, count=prod(shape))
+    return flat.view(shape)
+
+
+def parts_of(
+    files: TensorFiles, edit: Edit, inputs: Callable[[], EditInputs], allow_nonfinite: bool
+) -> Iterator[Part]:
+    """The parts that write a tensor after ``edit``.
+
+    ``inputs`` reads what the edit takes from other tensors. With ``allow_nonfinite``, NaN and Inf
+    spread over their group, as the LayerNorm after it would spread them. Elements that the edit
+    leaves alone are not checked.
+
+    Writing a part raises ``BadCheckpoint`` if edited elements are NaN or Inf (without
+    ``allow_nonfinite``), if values are out of the range of the new dtype, and if the file ends
+    early.
+    """
+    slot = files.slot
+    if edit.fill is not None:
+        new = cache(files.new)
+        yield from (
+            Part(count * DTYPES[slot.dtype].itemsize, partial(_fill, new, edit.fill, first, count))
+            for first, count in _spans(prod(slot.shape), PART)
+        )
+    elif edit.changes or slot.dtype != slot.stored.dtype:
+        yield from _edited_parts(files, edit, inputs, allow_nonfinite)
+    else:
+        for first, count in _spans(slot.nbytes, COPIED):
+            yield Part(count, partial(copy_bytes, files, first, count))
+
+
+def _spans(count: int, most: int) -> Iterator[tuple[int, int]]:
+    for first in range(0, count, most):
+        yield first, min(most, count - first)
+
+
+def _fill(new: Callable[[], torch.Tensor], value: float, first: int, count: int) -> None:
+    new().view(-1).narrow(0, first, count).fill_(value)
+
+
+def copy_bytes(files: TensorFiles, first: int, count: int) -> None:
+    """Copy ``count`` bytes of the stored tensor from byte ``first`` on to the same place."""
+    slot, target = files.slot, files.slot.offset + first
+    if not isinstance(files.source, int):
+        write_bytes(files.target, bytes_of(files.source())[first : first + count], target)
+        return
+    start, end = slot.stored.offset + first, slot.stored.offset + first + count
+    try:
+        while start < end:
+            copied = os.copy_file_range(files.source, files.target, end - start, start, target)
+            if copied == 0:
+                raise BadCheckpoint(f"{slot.stored.file} ends inside {slot.name}; fetch it again")
+            start, target = start + copied, target + copied
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_COPY:
+            raise
+        data = memoryview(bytearray(end - start))
+        read_at(files.source, data, slot.stored, start - slot.stored.offset)
+        write_bytes(files.target, data, target)
+
+
+def write_bytes(file: int, data: memoryview, at: int) -> None:
+    """Write all of ``data`` to an open file from byte ``at`` on."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], at + done)
+
+
+def _edited_parts(
+    files: TensorFiles, edit: Edit, inputs: Callable[[], EditInputs], allow_nonfinite: bool
+) -> Iterator[Part]:
+    slot = files.slot
+    shape, itemsize = slot.stored.shape or (1,), FLOATS[slot.dtype].itemsize
+    stored, new, values = cache(files.stored), cache(files.new), cache(inputs)
+    if edit.append is not None:
+        append, appended = edit.append, prod(slot.shape) - prod(shape)
+        yield Part(appended * itemsize, lambda: append_slices(new(), shape, append))
+    rest = replace(edit, append=None)
+
+    def write(dim: int, first: int, count: int) -> None:
+        x = stored().view(shape).narrow(dim, first, count)
+        y = without_appended(new(), shape).narrow(dim, first, count)
+        part, inputs_of_part = edit_of_part(rest, dim, first, count), values()
+        inputs_of_part = inputs_of_part.part(rest, dim, first, count)
+        try:
+            with _WHOLE if x.numel() > 2 * PART else nullcontext():
+                apply_in_pieces(x, part, inputs_of_part, y, allow_nonfinite=allow_nonfinite)
+        except OverflowError:
+            where = f"{slot.name} in {slot.stored.file}"
+            raise BadCheckpoint(
+                f"{where} has values beyond {slot.dtype}; choose a wider dtype"
+            ) from None
+        except FloatingPointError:
+            raise BadCheckpoint(
+                f"{slot.name} in {slot.stored.file} holds NaN or Inf and cannot be centred; repair "
+                "it, or pass --allow-nonfinite"
+            ) from None
+
+    for dim, first, count in divide(rest, shape, PART) if prod(shape) else ():
+        nbytes = prod(shape) // shape[dim] * count * itemsize
+        yield Part(nbytes, partial(write, dim, first, count))
+
+
+def append_slices(new: torch.Tensor, shape: tuple[int, ...], append: Append) -> None:
+    """Fill the slices of a new tensor that a tensor of ``shape`` does not have."""
+    added = new.narrow(append.dim, shape[append.dim], len(append.values))
+    added.copy_(appended_slices(shape, append))
+
+
+def without_appended(new: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A view of the first slices of a tensor along each dimension, as many as ``shape`` has."""
+    for dim, length in enumerate(shape if new.ndim else ()):
+        new = new.narrow(dim, 0, length)
+    return new.view(shape) if not new.ndim else new
