@@ -173,25 +173,16 @@ def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
     return checkpoint.tensors[name]
 
 
-def blocks_of(
-    checkpoint: Checkpoint, name: str, first: int = 0, count: int | None = None
-) -> Iterator[bytes]:
-    """``count`` bytes of a stored tensor from byte ``first`` on, in blocks of ``BLOCK`` bytes.
-
-    By default all bytes. Raises as ``read_tensor`` does, and ``BadCheckpoint`` for a range that
-    exceeds the tensor.
-    """
+def blocks_of(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
+    """The bytes of a stored tensor in blocks of ``BLOCK`` bytes; raises as ``read_tensor`` does."""
     stored = _stored(checkpoint, name)
-    end = stored.nbytes if count is None else first + count
-    if not 0 <= first <= end <= stored.nbytes:
-        raise BadCheckpoint(f"{name} has {stored.nbytes} bytes, not bytes {first} to {end}")
-    starts = range(first, end, BLOCK)
+    starts = range(0, stored.nbytes, BLOCK)
     if checkpoint.format == "bin":
         data = bytes_of(load_bin(checkpoint.source.path / stored.file)[name])
-        yield from (bytes(data[start : min(start + BLOCK, end)]) for start in starts)
+        yield from (bytes(data[start : start + BLOCK]) for start in starts)
         return
     for start in starts:
-        yield bytes(_bytes(checkpoint, stored, start, min(BLOCK, end - start)))
+        yield bytes(_bytes(checkpoint, stored, start, min(BLOCK, stored.nbytes - start)))
 
 
 def _bytes(checkpoint: Checkpoint, stored: StoredTensor, start: int, count: int) -> bytearray:

@@ -41,7 +41,7 @@ from enjoyln_cli.fs.staging import staged_output
 from enjoyln_cli.publish.card import is_card
 from enjoyln_cli.rewrite.directory import copy_files
 from enjoyln_cli.rewrite.shard_layout import Shard, Slot
-from enjoyln_cli.rewrite.tensor_parts import Part, TensorFiles, without_appended
+from enjoyln_cli.rewrite.tensor_parts import TensorFiles, TensorPart, without_appended
 from enjoyln_cli.rewrite.writer import total_progress, write_tensors
 
 WITHOUT = f"delete its folder {FOLDER} to get a copy that is not bit for bit the original"
@@ -129,14 +129,14 @@ def restore(
         file = os.open(kept.path, os.O_RDONLY)
         stack.callback(os.close, file)
 
-        def parts(files: TensorFiles) -> Iterator[Part]:
+        def parts(files: TensorFiles) -> Iterator[TensorPart]:
             undo = kept.undo[files.slot.name]
             undo = replace(undo, shape=undo.shape or (1,))
             written, original = cache(files.stored), cache(files.new)
             for part in kept.parts[files.slot.name]:
                 nbytes = files.slot.nbytes // undo.shape[part.dim] * part.count
                 write = partial(_restore, file, files.slot, undo, part, written, original)
-                yield Part(nbytes, write)
+                yield TensorPart(nbytes, write)
 
         progress = total_progress(total, on_progress)
         write_tensors(folded, parts, shards, into, jobs=jobs, progress=progress)

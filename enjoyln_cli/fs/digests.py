@@ -29,16 +29,11 @@ def digest_of_piece(data: memoryview) -> bytes:
 
 
 def digest_of_tensor(blocks: Iterable[bytes]) -> str:
-    """The 128-bit XXH3 of a tensor's bytes (all, or some of them), in hexadecimal digits."""
-    digest = new_digest()
+    """The 128-bit XXH3 of a tensor's bytes, in hexadecimal digits."""
+    digest = xxhash.xxh3_128()
     for block in blocks:
         digest.update(block)
     return digest.hexdigest()
-
-
-def new_digest() -> xxhash.xxh3_128:
-    """A 128-bit XXH3 to feed block by block with ``update``."""
-    return xxhash.xxh3_128()
 
 
 def digest_of_data(value: Any) -> str:

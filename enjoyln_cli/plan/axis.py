@@ -96,6 +96,14 @@ def centre(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
+def centre_in_place(x: torch.Tensor, axis: Axis) -> None:
+    """``centre``, in the memory of ``x``."""
+    for block in blocks(axis):
+        part = x.narrow(block.dim, block.start, block.length)
+        groups = part.unflatten(block.dim, (block.outer, block.size, block.inner))
+        groups.sub_(groups.mean(block.dim + 1, keepdim=True))
+
+
 def scale_along(x: torch.Tensor, by: torch.Tensor, dim: int) -> torch.Tensor:
     """``diag(by) x``: slice ``i`` of ``x`` along ``dim`` times ``by[i]``."""
     return x * by.reshape(-1, *(1,) * (x.ndim - 1 - dim))

@@ -24,7 +24,7 @@ from math import prod
 import torch
 
 from enjoyln_cli.errors import BadCheckpoint
-from enjoyln_cli.plan.axis import Axis, blocks, centre, scale_along
+from enjoyln_cli.plan.axis import Axis, blocks, centre, centre_in_place, scale_along
 from enjoyln_cli.plan.mean_units import UNITS, read_by_units, written_by_units
 from enjoyln_cli.plan.plan import GrownParameter, Merge, NamedParameter, Plan, Widening
 from enjoyln_cli.plan.rotation import Rotation, rotate
@@ -197,8 +197,10 @@ def to_float64(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     return into.copy_(x.float() if x.dtype == torch.float16 else x)
 
 
-def apply_edit(x: torch.Tensor, edit: Edit, values: EditInputs) -> torch.Tensor:
-    """The float64 tensor ``x`` after ``edit``, in float64."""
+def apply_edit(
+    x: torch.Tensor, edit: Edit, values: EditInputs, *, in_place: bool = False
+) -> torch.Tensor:
+    """The float64 tensor ``x`` after ``edit``, in float64; with ``in_place``, ``x`` may change."""
     if edit.fill is not None:
         return torch.full_like(x, edit.fill)
     if edit.times is not None and values.times is not None:
@@ -208,7 +210,10 @@ def apply_edit(x: torch.Tensor, edit: Edit, values: EditInputs) -> torch.Tensor:
     if edit.scale is not None and values.scale is not None:
         x = scale_along(x, values.scale, edit.scale.dim)
     for axis in edit.axes:
-        x = centre(x, axis)
+        if in_place:
+            centre_in_place(x, axis)
+        else:
+            x = centre(x, axis)
     for turn in edit.turns:
         x = rotate(x, turn.axis, turn.rotation)
     if edit.append is not None:
@@ -220,7 +225,7 @@ PIECE = 1 << 16
 """About how many elements ``apply_in_pieces`` converts at once; they stay in a core's cache."""
 SINGLE_PASS = 1 << 19
 """Most elements of a piece that is edited along all its dimensions at once."""
-RUN = 64
+RUN = 32
 """Least elements of a piece that lie side by side in memory, if the tensor has as many."""
 
 
@@ -333,11 +338,15 @@ def _apply_pass(
 ) -> None:
     """Apply an edit that appends nothing, in pieces along one dimension."""
     most = torch.finfo(out.dtype).max
+    room = torch.empty(0, dtype=torch.float64)
     for dim, first, count in divide(edit, tuple(x.shape), PIECE):
         source = x.narrow(dim, first, count)
-        wide = to_float64(source, torch.empty(source.shape, dtype=torch.float64))
+        if room.numel() < source.numel():
+            room = torch.empty(source.numel(), dtype=torch.float64)
+        wide = to_float64(source, room[: source.numel()].view(source.shape))
         part = edit_of_part(edit, dim, first, count)
-        wide = apply_edit(wide, part, values.part(edit, dim, first, count))
+        inputs = values.part(edit, dim, first, count)
+        wide = apply_edit(wide, part, inputs, in_place=True)
         rounded = out.narrow(dim, first, count).copy_(wide)
         low, high = wide.aminmax() if wide.numel() else (0.0, 0.0)
         if -most <= low and high <= most:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from enjoyln_cli.errors import OutputError
-from enjoyln_cli.fs.staging import FINISHED, RESULT, clear, count_finished
+from enjoyln_cli.fs.staging import FINISHED, clear, count_finished
 from enjoyln_cli.fs.whole_file import write_whole
 from enjoyln_cli.rewrite.processes import ALONE, ProcessGroup, gather, share_out
 from enjoyln_cli.rewrite.shard_layout import Shard
@@ -38,10 +38,6 @@ class Journal:
     """Whether to discard the work of a run with other inputs, instead of refusing to start."""
     taken_over: list[str] = field(default_factory=list)
     """The names of the files that an earlier run had finished."""
-
-    @property
-    def result(self) -> Path:
-        return self.work / RESULT
 
 
 def assign_shards(journal: Journal, into: Path, shards: Sequence[Shard]) -> list[Shard]:

@@ -42,12 +42,12 @@ COPIED = 1 << 24
 _WHOLE = threading.Lock()
 """Held while a tensor is edited that cannot be divided into parts, since that may need several
 times its size in memory."""
-_NO_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF)
-"""Errors by which a system says that it cannot copy between these files itself."""
+_NO_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
+"""Errors of a system that cannot copy between two files itself."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A part of a new tensor: how many bytes it has, and what writes them."""
 
     nbytes: int
@@ -89,7 +89,7 @@ def _mapped(
 
 def parts_of(
     files: TensorFiles, edit: Edit, inputs: Callable[[], EditInputs], allow_nonfinite: bool
-) -> Iterator[Part]:
+) -> Iterator[TensorPart]:
     """The parts that write a tensor after ``edit``.
 
     ``inputs`` reads what the edit takes from other tensors. With ``allow_nonfinite``, NaN and Inf
@@ -104,14 +104,16 @@ def parts_of(
     if edit.fill is not None:
         new = cache(files.new)
         yield from (
-            Part(count * DTYPES[slot.dtype].itemsize, partial(_fill, new, edit.fill, first, count))
+            TensorPart(
+                count * DTYPES[slot.dtype].itemsize, partial(_fill, new, edit.fill, first, count)
+            )
             for first, count in _spans(prod(slot.shape), PART)
         )
     elif edit.changes or slot.dtype != slot.stored.dtype:
         yield from _edited_parts(files, edit, inputs, allow_nonfinite)
     else:
         for first, count in _spans(slot.nbytes, COPIED):
-            yield Part(count, partial(copy_bytes, files, first, count))
+            yield TensorPart(count, partial(_copy_bytes, files, first, count))
 
 
 def _spans(count: int, most: int) -> Iterator[tuple[int, int]]:
@@ -123,7 +125,7 @@ def _fill(new: Callable[[], torch.Tensor], value: float, first: int, count: int)
     new().view(-1).narrow(0, first, count).fill_(value)
 
 
-def copy_bytes(files: TensorFiles, first: int, count: int) -> None:
+def _copy_bytes(files: TensorFiles, first: int, count: int) -> None:
     """Copy ``count`` bytes of the stored tensor from byte ``first`` on to the same place."""
     slot, target = files.slot, files.slot.offset + first
     if not isinstance(files.source, int):
@@ -153,40 +155,41 @@ def write_bytes(file: int, data: memoryview, at: int) -> None:
 
 def _edited_parts(
     files: TensorFiles, edit: Edit, inputs: Callable[[], EditInputs], allow_nonfinite: bool
-) -> Iterator[Part]:
+) -> Iterator[TensorPart]:
+    """The parts of a tensor whose elements go through float64; appended slices are one part."""
     slot = files.slot
     shape, itemsize = slot.stored.shape or (1,), FLOATS[slot.dtype].itemsize
     stored, new, values = cache(files.stored), cache(files.new), cache(inputs)
     if edit.append is not None:
         append, appended = edit.append, prod(slot.shape) - prod(shape)
-        yield Part(appended * itemsize, lambda: append_slices(new(), shape, append))
+        yield TensorPart(appended * itemsize, lambda: _append_slices(new(), shape, append))
     rest = replace(edit, append=None)
 
     def write(dim: int, first: int, count: int) -> None:
         x = stored().view(shape).narrow(dim, first, count)
         y = without_appended(new(), shape).narrow(dim, first, count)
-        part, inputs_of_part = edit_of_part(rest, dim, first, count), values()
-        inputs_of_part = inputs_of_part.part(rest, dim, first, count)
+        part = edit_of_part(rest, dim, first, count)
+        inputs_of_part = values().part(rest, dim, first, count)
+        where = f"{slot.name} in {slot.stored.file}"
         try:
             with _WHOLE if x.numel() > 2 * PART else nullcontext():
                 apply_in_pieces(x, part, inputs_of_part, y, allow_nonfinite=allow_nonfinite)
         except OverflowError:
-            where = f"{slot.name} in {slot.stored.file}"
             raise BadCheckpoint(
                 f"{where} has values beyond {slot.dtype}; choose a wider dtype"
             ) from None
         except FloatingPointError:
             raise BadCheckpoint(
-                f"{slot.name} in {slot.stored.file} holds NaN or Inf and cannot be centred; repair "
-                "it, or pass --allow-nonfinite"
+                f"{where} holds NaN or Inf and cannot be centred; repair it, or pass "
+                "--allow-nonfinite"
             ) from None
 
     for dim, first, count in divide(rest, shape, PART) if prod(shape) else ():
         nbytes = prod(shape) // shape[dim] * count * itemsize
-        yield Part(nbytes, partial(write, dim, first, count))
+        yield TensorPart(nbytes, partial(write, dim, first, count))
 
 
-def append_slices(new: torch.Tensor, shape: tuple[int, ...], append: Append) -> None:
+def _append_slices(new: torch.Tensor, shape: tuple[int, ...], append: Append) -> None:
     """Fill the slices of a new tensor that a tensor of ``shape`` does not have."""
     added = new.narrow(append.dim, shape[append.dim], len(append.values))
     added.copy_(appended_slices(shape, append))

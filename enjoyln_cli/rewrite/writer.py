@@ -12,11 +12,11 @@ import shutil
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from math import prod
 from pathlib import Path
+from traceback import clear_frames
 
 import torch
 
@@ -31,8 +31,8 @@ from enjoyln_cli.plan.edits import ROWS, Edit, EditInputs, read_edit_inputs
 from enjoyln_cli.rewrite.journal import Journal, assign_shards, note, wait_for_all
 from enjoyln_cli.rewrite.shard_layout import Shard, index, layout
 from enjoyln_cli.rewrite.tensor_parts import (
-    Part,
     TensorFiles,
+    TensorPart,
     parts_of,
     without_appended,
     write_bytes,
@@ -91,7 +91,7 @@ def write_shards(
         names = {shard.name for shard in mine}
         progress(sum(slot.nbytes for s in shards if s.name not in names for slot in s.slots))
 
-    def edited(files: TensorFiles) -> Iterator[Part]:
+    def edited(files: TensorFiles) -> Iterator[TensorPart]:
         edit = edits.get(files.slot.name, Edit())
         inputs = partial(_inputs_of, checkpoint, edit, allow_nonfinite)
         return parts_of(files, edit, inputs, allow_nonfinite)
@@ -139,7 +139,7 @@ def _batches(
 
 def write_tensors(
     checkpoint: Checkpoint,
-    parts_for: Callable[[TensorFiles], Iterable[Part]],
+    parts_for: Callable[[TensorFiles], Iterable[TensorPart]],
     shards: Sequence[Shard],
     into: Path,
     *,
@@ -174,7 +174,7 @@ def write_tensors(
             os.fsync(targets[name])
             finish(into / name)
 
-        def write(name: str, part: Part) -> None:
+        def write(name: str, part: TensorPart) -> None:
             part.write()
             with lock:
                 left[name] -= 1
@@ -184,12 +184,12 @@ def write_tensors(
 
         for name in targets.keys() - left.keys():
             complete(name)
-        queue = deque(Part(part.nbytes, partial(write, name, part)) for name, part in parts)
+        queue = deque(TensorPart(part.nbytes, partial(write, name, part)) for name, part in parts)
         del parts  # so that the maps of a tensor go with its last part
         _with_threads(queue, threads, progress)
         if recorder:
             records = (r for _, files in tensors for r in _records(recorder, files))
-            _with_threads(deque(Part(0, record) for record in records), threads, None)
+            _with_threads(deque(TensorPart(0, record) for record in records), threads, None)
 
 
 def _records(recorder: Recorder, files: TensorFiles) -> Iterator[Callable[[], None]]:
@@ -241,38 +241,56 @@ def total_progress(
     return add
 
 
-def _with_threads(queue: deque[Part], threads: int, progress: Callable[[int], None] | None) -> None:
+def _with_threads(
+    queue: deque[TensorPart], threads: int, progress: Callable[[int], None] | None
+) -> None:
     """Write all parts in ``threads`` threads; any exception, here or in one of them, stops all."""
     written: deque[int] = deque()
+    failures: list[BaseException] = []
     stop = threading.Event()
 
     def work() -> None:
         torch.set_num_threads(1)
-        while not stop.is_set():
-            try:
-                part = queue.popleft()
-            except IndexError:
-                return
-            part.write()
-            written.append(part.nbytes)
+        try:
+            while not stop.is_set() and (part := _next(queue)):
+                part.write()
+                written.append(part.nbytes)
+        except BaseException as error:
+            part = None
+            clear_frames(error.__traceback__)  # the maps would live as long as the error
+            failures.append(error)
+            stop.set()
+
+    def report() -> None:
+        nbytes = sum(written.popleft() for _ in range(len(written)))
+        if progress and nbytes:
+            progress(nbytes)
 
     before = torch.get_num_threads()
+    running = [threading.Thread(target=work) for _ in range(threads)]
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            try:
-                running = {pool.submit(work) for _ in range(threads)}
-                while running:
-                    done, running = wait(running, TICK, FIRST_EXCEPTION)
-                    for future in done:
-                        future.result()
-                    nbytes = sum(written.popleft() for _ in range(len(written)))
-                    if progress and nbytes:
-                        progress(nbytes)
-            except BaseException:
-                stop.set()
-                raise
+        for thread in running:
+            thread.start()
+        for thread in running:
+            while thread.is_alive():
+                thread.join(TICK)
+                report()
+        report()
     finally:
+        stop.set()
+        for thread in running:
+            thread.join()
+        queue.clear()
         torch.set_num_threads(before)
+    if failures:
+        raise failures[0]
+
+
+def _next(queue: deque[TensorPart]) -> TensorPart | None:
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None
 
 
 def _check_space(shards: Sequence[Shard], into: Path) -> None:
