@@ -131,9 +131,10 @@ def _means_of(undo: Undo, x: torch.Tensor) -> list[torch.Tensor]:
     x, means = x.double(), []
     for dim, factor in zip(undo.dims, undo.factors, strict=True):
         x = scale_along(x, factor.double(), dim)
-    for axis in undo.axes:
+    for number, axis in enumerate(undo.axes):
+        if number:
+            x = centre(x, undo.axes[number - 1])
         means.append(group_means(x, axis).to(undo.wide))
-        x = centre(x, axis)
     return means
 
 
