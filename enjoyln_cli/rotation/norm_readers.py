@@ -86,7 +86,7 @@ def find_readers(
     uses: list[Use] = []
     trace, waiting = flow.traces[value.trace], [value]
     while waiting:
-        current = waiting.pop()
+        current = waiting.pop(0)  # the readers of a value in the order of the graph
         reads = nodes_that_read(current.node)
         for reader in consumers(current.node):
             whole = reader.args[0] if is_part(reader) else reader
