@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from enjoyln_cli.calls.calls import Call
 from enjoyln_cli.errors import UnsupportedModel
+from enjoyln_cli.models.load import stored_weights
 from enjoyln_cli.models.meta_device import copy_without_weights, on_meta
 from enjoyln_cli.trace.failure_reasons import say_why
 from enjoyln_cli.trace.recorder import record_example
@@ -71,7 +72,7 @@ def _grown(one: str, other: str, size: int, to: int) -> bool:
 def _ops(model: nn.Module, call: Call, groups: Mapping[str, str]) -> list[str]:
     """Every op of one call as text, with its operands; ``groups`` gives the names of parameters."""
     bare = copy_without_weights(model, on_meta).eval()
-    names = {id(p): groups.get(n, n) for n, p in bare.named_parameters(remove_duplicate=False)}
+    names = {id(t): groups.get(n, n) for n, t in stored_weights(bare).items()}
     with quiet():
         found, _ = record_example(Steps(bare, call.flags, None, cache=call.cache), call.steps)
     nodes: dict[Any, str] = {}

@@ -463,7 +463,7 @@ def test_the_marker(outs: dict[str, Path]) -> None:
     for key, value in (("dim", 2), ("start", -1), ("start", True), ("first", 5), ("bias", 5)):
         wrong = copy.deepcopy(config)
         wrong["enjoyln"]["units"][1][key] = value
-        with pytest.raises(BadCheckpoint, match="malformed at"):
+        with pytest.raises(BadCheckpoint, match=rf"malformed: units\[1\]\.{key}: "):
             read_marker(wrong)
     del config["enjoyln"]["units"][2]
     with pytest.raises(BadCheckpoint, match="edited after the fold"):

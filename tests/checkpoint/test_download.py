@@ -100,7 +100,7 @@ def test_the_result_is_the_same_and_the_cache_is_empty(
     done = stream(hub, home, "org/sharded", tmp_path / "out")
     assert done.status == 0, done.err
     assert weights(tmp_path / "out") == weights(plain)
-    assert len(weights(plain)) == SHARDS + 3
+    assert len(weights(plain)) == SHARDS + 4
     assert cached_weights(tmp_path / "out") == []
     assert cached_weights(plain) != []
     text = " ".join(done.out.split())

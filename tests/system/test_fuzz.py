@@ -332,7 +332,7 @@ def test_what_a_fold_has_kept(
     marker, version = told["marker"], told["version"]
     if data.draw(st.booleans()):
         told = {**data.draw(damaged(told)), "marker": marker, "version": version}
-    begin, end = header["pieces"]["data_offsets"]
+    begin, end = header["parts"]["data_offsets"]
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.integers(begin // 8, end // 8 - 1)) * 8
         number = data.draw(st.sampled_from([-1, 0, 1, 7, 8, 2**20, 2**62]))

@@ -214,7 +214,7 @@ def test_weights_that_arrive_changed_are_refused_and_fetched_again(
 def test_a_push_sends_all_that_is_new(hub: Hub, home: Path, out: Path) -> None:
     call = ["push", out, "me/gpt2-rms", "--yes", "--private"]
     dry, done, again = enjoyln(hub, home, [*call, "--dry-run"], call, call, HF_TOKEN=TOKEN)
-    assert "would push 8 files, 1.6 MB, to me/gpt2-rms (private); nothing was sent" in dry.out
+    assert "would push 9 files, 1.6 MB, to me/gpt2-rms (private); nothing was sent" in dry.out
     for path in out.iterdir():
         assert re.search(rf"{re.escape(path.name)} .* [kM]?B", dry.out), path.name
     assert done.status == 0, done.err
@@ -292,7 +292,7 @@ def test_a_new_branch_may_be_all_that_is_new(hub: Hub, home: Path, out: Path) ->
     _, branch, again = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
     there = hub.repositories["me/twice"]
     assert there.refs["rms/2"] == there.refs["main"] and there.log == [MESSAGE]
-    assert "pushed 8 files, 1.6 MB, to me/twice@rms/2" in branch.out
+    assert "pushed 9 files, 1.6 MB, to me/twice@rms/2" in branch.out
     assert json.loads(again.out)["commit"] == there.refs["main"]
 
 
@@ -340,7 +340,7 @@ def test_a_push_asks_first(hub: Hub, home: Path, out: Path) -> None:
     calls += [["fold", GPT2, "-o", out.parent / "other", "--push-to-hub", "me/unasked"]]
     first, second = enjoyln(hub, home, *calls, HF_TOKEN=TOKEN)
     assert first.status == second.status == 2
-    for done, what in ((first, "8 files, 1.6 MB, to me/unasked"), (second, "the result to me/un")):
+    for done, what in ((first, "9 files, 1.6 MB, to me/unasked"), (second, "the result to me/un")):
         said = " ".join(done.err.split())
         assert f"would push {what}" in said
         assert "pass --yes to confirm, since there is no terminal to ask on" in said
@@ -402,7 +402,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(hub: Hub, home: Path, out: Pat
         dry = ["push", out, "me/x", "--dry-run", "--json"]
         done, seen = enjoyln(hub, home, call, dry, HF_TOKEN=TOKEN, HF_ENDPOINT=closed)
     assert f"{closed} cannot be reached (Connect" in done.error and "push again" in done.error
-    assert len(json.loads(seen.out)["files"]) == 8
+    assert len(json.loads(seen.out)["files"]) == 9
 
 
 def test_a_dry_run_of_a_push_needs_no_network(hub: Hub, home: Path, out: Path) -> None:
@@ -413,7 +413,7 @@ def test_a_dry_run_of_a_push_needs_no_network(hub: Hub, home: Path, out: Path) -
     ]
     hub.requests.clear()
     table, plain, fold = enjoyln(hub, home, *calls, HF_HUB_OFFLINE="1")
-    assert "would push 8 files, 1.6 MB, to me/x; nothing was sent" in table.out
+    assert "would push 9 files, 1.6 MB, to me/x; nothing was sent" in table.out
     found = json.loads(plain.out)
     assert {file["name"] for file in found["files"]} == {path.name for path in out.iterdir()}
     assert found["url"] == "" and found["bytes"] > 1e6
