@@ -191,3 +191,12 @@ def test_importing_is_cheap(module: str) -> None:
 def test_every_public_name_is_there() -> None:
     code = "import enjoyln_cli as e; assert all(callable(getattr(e, name)) for name in e.__all__)"
     assert run("-c", code, fresh=True) == (0, "", "")
+
+
+def test_every_folder_is_installed() -> None:
+    tomllib = pytest.importorskip("tomllib")  # since Python 3.11
+    told = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "packages"
+    ]
+    folders = {path.parent.relative_to(TESTS.parent) for path in PACKAGE.rglob("*.py")}
+    assert {*told} - {"enjoyln_cli.recipes"} == {".".join(folder.parts) for folder in folders}
