@@ -687,7 +687,7 @@ def test_a_config_that_says_something_else_is_refused(tmp_path: Path) -> None:
 
     broken = {**entry, "calls": {**entry["calls"], "proven": ["OwnModel(x)"]}}
     broken["proof"] = proof_of(broken)
-    with pytest.raises(BadCheckpoint, match="malformed: calls.proven: .*OwnModel"):
+    with pytest.raises(BadCheckpoint, match="malformed: calls.proven: x is no form of an argument"):
         read_marker({"enjoyln": broken})
 
 
