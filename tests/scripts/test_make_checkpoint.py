@@ -31,7 +31,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "dtype", "shards"), [("gpt2", "float32", 1), ("opt", "bfloat16", 3)]
+    ("model_type", "dtype", "shards"), [("gpt2", "float32", 1), ("opt", "bfloat16", 2)]
 )
 def test_stock_transformers_loads_all_of_it(
     tmp_path: Path, model_type: str, dtype: str, shards: int
@@ -103,12 +103,6 @@ def test_sizes_are_read(text: str, count: int) -> None:
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         make_checkpoint.count_of(text)
-
-
-def test_more_shards_than_tensors_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="ask for fewer"):
-        make_checkpoint.write(small("vit"), tmp_path / "out", "float32", 999, 0)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
