@@ -25,11 +25,12 @@ import copy
 import json
 import logging
 import multiprocessing
-import multiprocessing.connection
 import resource
+import threading
 import time
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,7 @@ from typing import Any
 
 from census_config import sketched
 
+FORK = multiprocessing.get_context("fork")
 SEEDS = (0, 1, 2)
 MODES = ("options", "rotate")
 """Ways to convert besides a plain fold; rows name the one that they were made with."""
@@ -337,13 +339,40 @@ def child(model_type: str, memory: int, mode: str, connection: Any) -> None:
     connection.close()
 
 
-def parents(
+FORKING = threading.Lock()
+"""Held while a process is started, so that no other process inherits its end of the pipe."""
+
+
+def rows_of(model_type: str, seconds: int, memory: int, mode: str = "") -> list[dict[str, Any]]:
+    """A row for each class of a type, examined in a process of its own.
+
+    If the process is stopped, each class that is missing has a row that says why.
+    """
+    names = classes_of(model_type)
+    if not names:
+        return [{"type": model_type, "class": "", "status": "no class"}]
+    rows: list[dict[str, Any]] = []
+    end, stopped = time.monotonic() + seconds, ""
+    with FORKING:
+        receiving, sending = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=child, args=(model_type, memory, mode, sending))
+        process.start()
+        sending.close()
+    with suppress(EOFError):
+        while receiving.poll(max(0.0, end - time.monotonic())):
+            rows.append(receiving.recv())
+        process.kill()
+        stopped = "too slow"
+    process.join()
+    stopped = stopped or ("crashed" if process.exitcode else "")
+    left = names[len(rows) :] if stopped else []
+    return rows + [{"type": model_type, "class": name, "status": stopped} for name in left]
+
+
+def census_of(
     types: list[str], jobs: int, seconds: int, memory: int, mode: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """The rows of all types. If a process is stopped, each of its missing classes has a row, too.
-
-    The processes are forks of this one, which has already imported what they need.
-    """
+    """The rows of all types. The processes are forks of this one, which has imported all."""
     import torch
     import transformers
 
@@ -354,40 +383,10 @@ def parents(
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     transformers.logging.disable_progress_bar()
-    fork, waiting = multiprocessing.get_context("fork"), list(reversed(types))
-    running: dict[Any, tuple[str, Any, float, set[str]]] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            model_type, (receiving, sending) = waiting.pop(), fork.Pipe(duplex=False)
-            process = fork.Process(target=child, args=(model_type, memory, mode, sending))
-            process.start()
-            sending.close()
-            running[receiving] = (model_type, process, time.monotonic() + seconds, set())
-        for receiving in multiprocessing.connection.wait(list(running), timeout=1):
-            model_type, process, _, said = running[receiving]
-            try:
-                row = receiving.recv()
-            except EOFError:
-                process.join()
-                del running[receiving]
-                yield from _left(model_type, said, "crashed" if process.exitcode else "")
-            else:
-                said.add(row["class"])
-                yield row
-        for receiving, (model_type, process, limit, said) in list(running.items()):
-            if time.monotonic() > limit:
-                process.kill()
-                process.join()
-                del running[receiving]
-                yield from _left(model_type, said, "too slow")
-
-
-def _left(model_type: str, said: set[str], stopped: str) -> list[dict[str, Any]]:
-    classes = classes_of(model_type)
-    if not classes:
-        return [{"type": model_type, "class": "", "status": "no class"}]
-    left = [name for name in classes if name not in said]
-    return [{"type": model_type, "class": name, "status": stopped} for name in left if stopped]
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = [pool.submit(rows_of, name, seconds, memory, mode) for name in types]
+        for finished in as_completed(waiting):
+            yield from finished.result()
 
 
 def main() -> None:
@@ -421,7 +420,7 @@ def main() -> None:
     begin = time.perf_counter()
     with args.out.open("a") as file:
         memory = int(args.memory * 1e9)
-        for row in parents(todo, args.jobs, args.seconds, memory, mode):
+        for row in census_of(todo, args.jobs, args.seconds, memory, mode):
             print(json.dumps(row | asked), file=file, flush=True)
     used, minutes = resource.getrusage(resource.RUSAGE_CHILDREN), (time.perf_counter() - begin) / 60
     busy = (used.ru_utime + used.ru_stime) / 60

@@ -288,32 +288,6 @@ def train(model: PreTrainedModel, source: Source, family: Family, seconds: float
     return family.steps
 
 
-@torch.no_grad()
-def statistics(model: nn.Module) -> dict[str, float]:
-    """How far the weights are from a standard initialisation: the least over all tensors.
-
-    ``gamma``, ``beta`` and ``bias`` are mean distances from 1, 0 and 0. ``column mean`` is the root
-    mean square of a matrix's means over its output axis (the last axis for an embedding), relative
-    to the root mean square of its elements.
-    """
-    norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
-    seen = {id(m.bias) for m in norms}
-    biases = [p for n, p in model.named_parameters() if n.endswith("bias") and id(p) not in seen]
-    return {
-        "gamma": min(float((m.weight - 1).abs().mean()) for m in norms),
-        "beta": min(float(m.bias.abs().mean()) for m in norms),
-        "bias": min(float(b.abs().mean()) for b in biases),
-        "column mean": min(column_mean(p) for p in model.parameters() if p.dim() > 1),
-    }
-
-
-@torch.no_grad()
-def column_mean(matrix: torch.Tensor) -> float:
-    """``column mean`` of a matrix: the smaller value over its first and its last axis."""
-    means = [matrix.mean(dim) for dim in (0, -1) if matrix.shape[dim] > 1]
-    return min(float(m.square().mean().sqrt() / matrix.square().mean().sqrt()) for m in means)
-
-
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None, into: Path) -> int:
     """Save model and tokenizer or image processor into a new directory. Returns its bytes."""
     shutil.rmtree(into, ignore_errors=True)
@@ -350,8 +324,7 @@ def make(family: str, into: Path, seconds: float, seed: int) -> None:
     print(
         f"{family}: {model.num_parameters():,} parameters, {size:,} bytes, "
         f"{steps} of {FAMILIES[family].steps} steps, {time.perf_counter() - start:.0f} s\n"
-        f"  held-out loss {before:.2f} -> {after:.2f} (uniform {math.log(classes):.2f})\n  "
-        + ", ".join(f"{name} >= {least:.3f}" for name, least in statistics(model).items()),
+        f"  held-out loss {before:.2f} -> {after:.2f} (uniform {math.log(classes):.2f})",
         flush=True,
     )
 
